@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 
 from stagescope.versions import SUPPORTED, Supported
+from stagescope_workers.integrations.registry import INTEGRATIONS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -70,12 +71,28 @@ def test_the_documentation_has_the_same_ranges(supported: Supported) -> None:
 @packages
 def test_the_floor_and_the_newest_are_what_the_tests_run_with(supported: Supported) -> None:
     package, lowest = supported.package, pinned("constraints-lowest.txt")
-    newest = pinned("constraints.txt") | {"verl": pinned("constraints-verl.txt")["verl"]}
+    newest = pinned("constraints.txt")
     if package in lowest:
         assert stands_for(supported.floor, lowest[package])
     if package in newest:
         assert supported.tried is not None
         assert stands_for(supported.tried, newest[package])
+
+
+def test_the_trainers_of_the_tests_are_versions_that_count_as_tried() -> None:
+    tried = {each.distribution: each.tried for each in INTEGRATIONS if each.tried is not None}
+    for package, constraints in (("verl", "constraints-verl.txt"), ("trl", "constraints.txt")):
+        assert tried[package].remark(package, pinned(constraints)[package]) == ""
+        for condition in required(package):
+            assert tried[package].remark(package, condition.lstrip(">=")) == ""
+
+
+def test_the_documentation_has_the_range_of_each_trainer() -> None:
+    page = (ROOT / "docs/trainers.md").read_text()
+    table = page.partition("### Versions that were tried")[2]
+    for each in INTEGRATIONS:
+        if each.tried is not None:
+            assert f"\n| {each.name} | {each.tried} |" in table
 
 
 def test_the_lowest_environment_has_the_floors_of_all_that_it_installs() -> None:

@@ -17,6 +17,8 @@ from stagescope.wire.nonfinite import Json, JsonObject
 
 _POLL_INTERVAL: Final = 0.5
 """Seconds between two requests for the progress of a capture."""
+UNKNOWN_SECONDS: Final = 60.0
+"""How long `wait_for` waits for ranks that never reported: the run's name may be misspelt."""
 _PLAN_ORDER: Final = (
     "capture_id", "state", "start", "run", "steps", "stages", "ranks", "roles", "by", "created",
 )  # fmt: skip
@@ -140,18 +142,20 @@ class CaptureRequests(Connection):
     ) -> CaptureProgress:
         """Wait until a capture has ended; return its progress.
 
-        It also returns once none of the requested ranks is alive any more. For a run, or ranks,
-        that have not reported yet it waits.
+        It also returns once none of the requested ranks is alive any more, and, without `timeout`,
+        once none of them has reported for a minute: the run may not exist.
 
         Args:
             capture_id: the capture.
-            timeout: seconds after which to return in any case; None: no limit.
+            timeout: seconds after which to return in any case; None: no limit for ranks that
+                report.
             told: callback for each change of the progress.
 
         Raises:
             NotFound: there is no such capture.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        unknown_until = time.monotonic() + UNKNOWN_SECONDS if deadline is None else deadline
         last_lines: list[str] | None = None
         while True:
             progress = self.progress(capture_id)
@@ -159,7 +163,8 @@ class CaptureRequests(Connection):
                 last_lines = lines
                 told(progress)
             is_over = progress.ended or progress.is_abandoned
-            if is_over or (deadline is not None and time.monotonic() >= deadline):
+            until = unknown_until if progress.is_unknown else deadline
+            if is_over or (until is not None and time.monotonic() >= until):
                 return progress
             time.sleep(_POLL_INTERVAL)
 

@@ -59,7 +59,11 @@ class Changes(Table):
         if not len(self):
             lines.append("nothing that is known differs")
         rest = len(self) - len(shown)
-        return [*lines, f"... {rest} more thing{'' if rest == 1 else 's'}"] if rest else lines
+        if rest:
+            lines.append(f"... {rest} more thing{'' if rest == 1 else 's'}")
+        if note := self.about.get("note"):
+            lines += textwrap.wrap(f"not compared: {note}", width, subsequent_indent="  ")
+        return lines
 
     def _sides(self) -> Iterator[JsonObject]:
         yield from (self.about["a"], self.about["b"])

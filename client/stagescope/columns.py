@@ -55,8 +55,8 @@ COLUMNS: Final[Mapping[str, Kinds]] = {
         "share_of_mismatch:float"
     ),
     "diagnosis": _read(
-        "rule family title verdict sure:float since_step:int? where for:texts against:texts "
-        "meaning next:texts figure record sources:texts"
+        "rule family title verdict sure:float since_step:int? last_step:int? explained_by:texts "
+        "where for:texts against:texts meaning next:texts figure record sources:texts"
     ),
     "stages": _read(
         "stage role rank:int part status seconds:float begin_wall:float end_wall:float "

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope.columns import RECORDS, Kinds
 from stagescope.render import Columns
+from stagescope.versions import install_command
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import MissingExtra
 from stagescope.wire.nonfinite import Json
@@ -209,5 +210,5 @@ def _import(name: str) -> _Library:
     except ImportError as error:
         raise MissingExtra(
             f"this conversion needs {name}, which is not installed",
-            advice=f"pip install {name}, or all of them: pip install 'stagescope[notebook]'",
+            advice=f"pip install {name}, or all of them: {install_command('notebook')}",
         ) from error

@@ -152,7 +152,7 @@ def check_url(url: str) -> str:
     """
     import httpx
 
-    shown = _PASSWORD.sub("//...@", repr(url))
+    shown = without_password(repr(url))
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
@@ -162,6 +162,11 @@ def check_url(url: str) -> str:
             f"{shown} is not the URL of a service", expected="http://HOST:8700 or https://HOST/PATH"
         )
     return str(parsed).rstrip("/")
+
+
+def without_password(url: str) -> str:
+    """Return a URL for a message, without the name and password in it."""
+    return _PASSWORD.sub("//...@", url)
 
 
 def is_loopback(url: str) -> bool:

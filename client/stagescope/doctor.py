@@ -21,6 +21,8 @@ _LOGGED: Final = "log it"
 class Diagnosis(Table):
     """Symptoms, one row each: what was found first, the surest first.
 
+    What another symptom explains comes after it, what ended comes last.
+
     Text and HTML display what was found as paragraphs; what was not measured and what was not found
     follow in short. Text counts what was not measured by what would record it.
 
@@ -44,6 +46,10 @@ class Diagnosis(Table):
         for row in self.found:
             lines += ["", *_paragraph(row, width)]
         lines += ["", *_parts(self.about.get("mismatch") or (), width)]
+        if notes := self.about.get("notes"):
+            lines += ["", "notes for a comparison of two runs, no symptoms"]
+            for note in notes:
+                lines += wrapped("  ", f"{note['rule']}: {note['text']}", width)
         if unknown := self._of("not measured"):
             lines += ["", *self._not_measured(unknown, width)]
         if healthy := self._of("not found"):
@@ -118,6 +124,8 @@ class _FullDiagnosis(Diagnosis):
 
 def _title(row: Row) -> str:
     since = "" if row["since_step"] is None else f", since step {row['since_step']}"
+    if row.get("last_step") is not None:  # a service of an earlier release has none
+        since += f", last seen in step {row['last_step']}"
     where = f", {row['where']}" if row["where"] else ""
     return f"{row['title']}{since}{where} ({row['sure']:.0%} sure)"
 

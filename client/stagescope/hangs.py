@@ -132,7 +132,7 @@ class Stacks(Record):
             mark = " (training)" if thread.get("is_training") else ""
             lines.append(render.printable(f"  {name}{mark}"))
             stack = str(thread.get("stack") or "(no Python frame)")
-            lines += [f"  {render.printable(line)}" for line in stack.splitlines()]
+            lines += [f"  {render.printable(line)}" for line in stack.split("\n")]
         if len(shown) < len(threads):
             others = len(threads) - len(shown)
             lines.append(f"  and {others} other thread{'' if others == 1 else 's'}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.discovery import ServiceLocation
+from stagescope.versions import install_command
 from stagescope.wire.errors import InvalidInput, MissingExtra
 
 ARCHIVES: Final = (".tar.gz", ".tgz")
@@ -67,7 +68,7 @@ def open_bundle(path: str | Path, timeout: float) -> tuple[ServiceLocation, Call
         if "not installed" in text:
             raise MissingExtra(
                 "a bundle is opened by the service's own code, which is not installed",
-                advice="pip install 'stagescope[service]'",
+                advice=install_command("service"),
             ) from error
         reason = text.removeprefix("error: ") or f"it was not unpacked within {timeout:g} s"
         raise InvalidInput(f"{path} cannot be opened: {reason}") from error

@@ -31,6 +31,9 @@ _NUMBER: Final = 9
 _IGNORED_ROWS: Final = {
     "not_read": "in memory that no call read left out",
     "zero_gradients": "gradients zero but for rounding left out",
+    "identifiers": "that identify a group, a peer or a recomputation left out",
+    "near_counts": "counts that differ by what rounding moves left out",
+    "other_checksums": "with equal statistics but other checksums (see --exact)",
 }
 """Rows of a divergence that differ but do not count as a difference."""
 
@@ -53,6 +56,8 @@ class _TableState(_Dump):
     truncated: bool | None
     truncated_at: int | None
     done: bool | None
+    calls: int | None
+    task: str | None
 
 
 class _Argument(TypedDict):
@@ -86,11 +91,13 @@ class _NonFiniteRow(_TableState):
     section: str | None
     index: str | None
     non_finite: str
+    direction: str | None
     bad_inputs: Sequence[Mapping[str, str | None]] | None
     certain: bool | None
     source: str | None
     not_read: int | None
     masks: int | None
+    measured: int | None
     earliest: bool
     order_differs: bool
 
@@ -183,7 +190,12 @@ class NonFiniteOperators(Table):
         lines: list[str] = []
         earliest = self.about.get("earliest")
         if earliest is None:
-            lines.append("no operator gave a NaN or an infinity (but for masks)")
+            measured = any(row["state"] == "digested" and row.get("measured") != 0 for row in self)
+            lines.append(
+                "no operator gave a NaN or an infinity (but for masks)"
+                if measured or not len(self)
+                else "nothing is known of NaN and infinities: no Min and Max were recorded"
+            )
         else:
             together = [rank for rank in earliest["together"] if rank != earliest["rank"]]
             also = f" (and at the same place rank {_listed(together)})" if together else ""
@@ -191,16 +203,25 @@ class NonFiniteOperators(Table):
             lines += wrapped("", f"the earliest: {_dump_name(earliest)}{also}{left_out}", width)
             lines += _first(earliest, width)
         for row in self:
-            if row["name"] is None:
+            if row["name"] is None and row.get("calls") != 0:
                 masks = f", {row['masks']} masks" if row["masks"] else ""
-                state = "all finite" if row["state"] == "digested" else row["state"]
+                state = _finite(row) if row["state"] == "digested" else row["state"]
                 lines += wrapped("", f"{_dump_name(row)}: {state}{masks}{_not_read(row)}", width)
-            elif earliest is None or _dump_key(row) != _dump_key(earliest):
+            elif row["name"] is not None and (
+                earliest is None or _dump_key(row) != _dump_key(earliest)
+            ):
                 order = ", in another order of calls" if row["order_differs"] else ""
                 lines += wrapped("", f"{_dump_name(row)}{order}{_not_read(row)}:", width)
                 lines += _first(row, width)
             lines += [line for note in _notes_of(row) for line in wrapped("", note, width)]
         return lines
+
+
+def _finite(row: _NonFiniteRow | Row) -> str:
+    """Return how a dump without a non-finite result is; `measured` is null of older tables."""
+    if row.get("measured") == 0:
+        return f"not known, as its {row['calls']} calls have no Min and Max"
+    return "all finite"
 
 
 def _not_read(row: _NonFiniteRow | Row) -> str:
@@ -240,7 +261,9 @@ class Divergence(Record):
         """Return the answer as lines of at most `width` columns."""
         lines = [line for name in ("a", "b") for line in _side(name, self[name], width)]
         lines += wrapped("", self._summary(), width)
-        if self["first"] is None:
+        if self["first"] is None and not self["compared"]:
+            lines.append("nothing was compared: the two have no call in common")
+        elif self["first"] is None:
             lines.append("no operator differs")
         else:
             sections = _listed(self["first_sections"])
@@ -291,7 +314,7 @@ class Stack(Record):
         """Return each frame's location and code as lines of at most `width` columns."""
         lines = []
         for frame in self["frames"]:
-            location, *code = (line.strip() for line in str(frame).splitlines())
+            location, *code = (line.strip() for line in str(frame).split("\n"))
             lines += wrapped("", location.rstrip(", "), width)
             lines += [line for text in code for line in wrapped("    ", text, width)]
         return lines
@@ -374,7 +397,9 @@ def _first(row: _NonFiniteRow | Row, width: int) -> list[str]:
     inputs = ", ".join(
         _argument_name(bad["section"], bad["index"]) for bad in row["bad_inputs"] or ()
     )
-    before = f"not finite before it: {inputs}" if inputs else "its inputs were finite"
+    saved = row["direction"] == "debug"
+    finite = "a value that was saved" if saved else "its inputs were finite"
+    before = f"not finite before it: {inputs}" if inputs else finite
     doubt = "" if row["certain"] else "; it may be a mask"
     lines = wrapped("  ", row["name"] or "", width)
     if row["parent"]:
@@ -427,6 +452,10 @@ def _notes_of(table: _TableState | Row) -> list[str]:
     if table["state"] != "digested":
         reason = f": {table['reason']}" if table.get("reason") else ""
         return [f"{_dump_name(table)} is {table['state']}{reason}"]
+    if table.get("calls") == 0 and not table["truncated"]:
+        if table.get("task") == "structure":
+            return [f"{_dump_name(table)} has the structure alone (task structure): no values"]
+        return [f"{_dump_name(table)} is empty: msprobe recorded no call"]
     if not table["truncated"]:
         return []
     offset = table.get("truncated_at")

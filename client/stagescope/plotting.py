@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stagescope import render
 from stagescope.table import Table
+from stagescope.versions import install_command
 from stagescope.wire.errors import InvalidInput, MissingExtra
 from stagescope.wire.nonfinite import JsonObject
 
@@ -24,7 +25,6 @@ _WRAPPED: Final = 90
 """Characters of a line of a title or note."""
 _LINE: Final = 18
 """Its height in pixels."""
-_INSTALL: Final = "pip install 'stagescope[notebook]'"
 
 
 def figure_of(answer: JsonObject) -> plotly.graph_objects.Figure:
@@ -63,7 +63,8 @@ def graph_objects() -> Any:
     except ImportError as error:
         raise MissingExtra(
             "a figure needs plotly, which is not installed",
-            advice=f"pip install plotly, or all that a notebook uses: {_INSTALL}",
+            advice="pip install plotly, or all that a notebook uses: "
+            f"{install_command('notebook')}",
         ) from error
 
 

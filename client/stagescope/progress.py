@@ -110,6 +110,11 @@ class CaptureProgress(Record):
         ranks = self["ranks"]
         return bool(ranks) and not self.ended and not any(row["there"] for row in ranks)
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether no requested rank has ever reported: its run, role or number may not exist."""
+        return not self["ranks"]
+
     def ranks(self) -> Table:
         """Return the requested ranks, and which of them have acknowledged."""
         return self._table("ranks", _RANKS)
@@ -158,6 +163,7 @@ class CaptureProgress(Record):
         lines += map(_estimate_line, agreement["estimates"][:_MAX_NAMED])
         several = len({step.get("attempt") for step in self["steps"]}) > 1
         lines += [_step_line(step, run, kept, of_attempt=several) for step in self["steps"]]
+        lines += _replaced_filters(self["dumps"])
         lines += _error_lines(self["dumps"])
         lines += [dump["path"] for dump in self["dumps"] if dump["path"]]
         return lines
@@ -206,6 +212,12 @@ def _estimate_line(estimate: _Estimate) -> str:
     size, seconds = estimate["bytes"] / 1e6, estimate["seconds"]
     time = f"{seconds:.1f} s" if seconds >= 0.05 else "less than 0.1 s"
     return f"estimate of {location}: {size:.1f} MB, {time} a step ({basis})"
+
+
+def _replaced_filters(dumps: Sequence[JsonObject]) -> list[str]:
+    """Return which ranks and steps of msprobe's config the request replaced, each text once."""
+    texts = dict.fromkeys(text for dump in dumps for text in dump.get("overrides") or ())
+    return [text for text in texts if str(text).startswith(("rank:", "step:"))]
 
 
 def _step_line(

@@ -22,6 +22,7 @@ from stagescope.table import Table
 from stagescope.transport import QueryValue
 from stagescope.weights import WEIGHT_ORDER, Weights
 from stagescope.wire.errors import InvalidInput, StagescopeError
+from stagescope.wire.names import storable_id
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -161,6 +162,9 @@ class Step:
     ) -> PlottedTable:
         """Return the mismatch per round, or per true turn or staleness.
 
+        The default is the true turn where `turn_ids` are recorded, else the round. Rounds are
+        segments of the mask: a turn that is masked as a whole takes no number there.
+
         `about["whole"]` has the same columns for the step, to which the rows add up. `comparable`
         is of a row's own tokens, `step_comparable` of the whole step: the text marks rows with `*`
         where these can be compared and the step cannot. `plot` draws the
@@ -171,10 +175,14 @@ class Step:
         """
         filters = {"by": by, "stage": stage, "role": role, "rank": rank}
         sliced = {**filters, "by": None if by == "round" else by}
+        table = self._table("rounds", _ROUND_ORDER, limit, **filters)
+        if by is None and table.about.get("turns"):
+            filters["by"] = "turn"
+            table = self._table("rounds", _ROUND_ORDER, limit, **filters)
         return PlottedTable.drawn_by(
-            self._table("rounds", _ROUND_ORDER, limit, **filters),
+            table,
             functools.partial(self.figure, "rounds"),
-            label=by or "round",
+            label=str(filters["by"] or "round"),
             column="abs_diff_mean",
             refusal=_of_slice(sliced),
         )
@@ -343,7 +351,8 @@ class Step:
                 expected="the sample_uid of a row that has one",
                 advice="record sample_ids, a text for each row, beside the log-probs",
             )
-        path = self._path(f"samples/{segment(sample_uid, 'sample_uid')}")
+        stored = storable_id(sample_uid)  # a prompt may serve as an id
+        path = self._path(f"samples/{segment(stored, 'sample_uid')}")
         return SampleTokens.of_answer(self._session.get(path, **self._params()))
 
     def loss(self, *, limit: int = LIMIT) -> BarTable:

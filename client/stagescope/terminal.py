@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import click
 
 from stagescope import link_text, render
+from stagescope.versions import install_command
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import (
     Forbidden,
@@ -183,12 +184,12 @@ def needs_extra(error: ImportError, extra: str) -> MissingExtra:
     """Return the error of a command whose extra is not installed."""
     return MissingExtra(
         f"this command needs {error.name or 'a library'}, which is not installed",
-        advice=f"pip install 'stagescope[{extra}]'",
+        advice=install_command(extra),
     )
 
 
 def _plain(text: str) -> str:
-    return " ".join(render.printable(line) for line in text.splitlines())
+    return " ".join(render.printable(line) for line in text.rstrip("\n").split("\n"))
 
 
 _LARGEST: Final = 1e9

@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
-import os
-import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import httpx
 
-from stagescope.discovery import ServiceLocation, is_loopback
+from stagescope import proxies
+from stagescope.discovery import ServiceLocation
 from stagescope.link_text import session_call
 from stagescope.wire.errors import (
     Conflict,
@@ -82,15 +81,10 @@ class Transport:
         self.location = location
         self._link_text = link_text
         self.timeout = timeout
-        # A cluster's images often set HTTP_PROXY, and a proxy cannot reach this host's loopback.
-        is_local = is_loopback(location.url)
-        # Loading the system's certificates takes 40 ms and is useless without TLS; an empty
-        # context trusts no server.
-        is_plain = is_local and location.url.startswith("http:")
         self._client = httpx.Client(
             headers={"accept": "application/json", "x-stagescope-user": _user()},
-            trust_env=not is_local,
-            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain else True,
+            transport=proxies.transport(location.url),
+            trust_env=False,
         )
 
     def close(self) -> None:
@@ -257,8 +251,10 @@ class Transport:
         try:
             return response.json()
         except ValueError as error:
+            url = self.location.url
             raise Unreachable(
-                f"the server at {self.location.url} is not a stagescope service",
+                f"the server at {url} is not a stagescope service: its answer came"
+                f"{proxies.way_to(url)}{proxies.who_sent(response)} and is no JSON",
                 expected="JSON",
                 advice="check the URL",
             ) from error
@@ -275,18 +271,18 @@ class Transport:
         reason = str(error) or type(error).__name__
         if isinstance(error, httpx.TimeoutException):
             reason = f"no answer within {self.timeout:g} s"
-        advice = "is it running? `stagescope serve` starts it"
-        if not is_loopback(self.location.url) and _proxy(self.location.url):
-            advice += f"; a proxy is set ({_proxy(self.location.url)}): NO_PROXY leaves it out"
-        return Unreachable(f"{service} cannot be reached: {reason}", advice=advice)
+        url = self.location.url
+        hint = proxies.unused_proxy(url)
+        advice = "is it running? `stagescope serve` starts it" + (f"; {hint}" if hint else "")
+        return Unreachable(
+            f"{service} cannot be reached{proxies.way_to(url)}: {reason}", advice=advice
+        )
 
     def _problem(self, response: httpx.Response) -> StagescopeError:
-        try:
-            body = response.json()
-        except ValueError:
-            body = None
-        if not isinstance(body, dict):
-            body = {}
+        if proxies.is_foreign(response):
+            wrong, advice = proxies.describe_foreign(self.location.url, response)
+            return Unreachable(wrong, advice=advice)
+        body = response.json()
         status = response.status_code
         by_status = _BY_STATUS.get(status, StagescopeError)
         kind = error_of_code(str(body.get("code")), by_status)
@@ -297,10 +293,6 @@ class Transport:
         advice, see = (advice, ()) if own is None else (own, see)
         if not isinstance(wrong, str):
             wrong = f"{self.location.url} answered {status} {response.reason_phrase}".rstrip()
-            if status < 400 or not body:
-                advice = advice or "check the URL: something else may answer there"
-                if status >= 500 and not body:
-                    advice = f"it may have been stopped meanwhile: ask again; else {advice}"
         if kind is Unauthorized:
             advice = _token_advice(advice, self.location)
         expected = str(body.get("expected") or "")
@@ -331,12 +323,6 @@ def _user() -> str:
     except (OSError, KeyError, ImportError):  # a user id without a name, as in many containers
         name = ""
     return "".join(c for c in name if c.isascii() and c.isprintable())[:100] or "unknown"
-
-
-def _proxy(url: str) -> str | None:
-    scheme = httpx.URL(url).scheme
-    names = (f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
-    return next((name for name in names if os.environ.get(name)), None)
 
 
 def _token_advice(advice: str, location: ServiceLocation) -> str:

@@ -1,16 +1,20 @@
-"""The supported versions of other packages, and remarks about unsupported or untested ones.
+"""The supported versions of other packages, remarks about others, and how to install extras.
 
-The workers, the service and the verl integration all read these ranges. Installed versions come
-from the packages' metadata, so that no package is imported.
+The workers and the service read these ranges; those of trainers stand beside their integrations.
+Installed versions come from the packages' metadata, so that no package is imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import platform
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
+from urllib.parse import unquote, urlsplit
 
 from packaging.version import InvalidVersion, Version
 
@@ -36,12 +40,40 @@ SUPPORTED: Final = (
     Supported("torch_npu", "2.4", None),
     Supported("ray", "2.44", "2.60"),
     Supported("mindstudio-probe", "26", "26.2"),
-    Supported("verl", "0.7", "0.9.1"),
-    Supported("trl", "1.16", "1.16"),
 )
 ALL: Final = tuple(supported.package for supported in SUPPORTED)
 SERVICE: Final = ("python", "ray")
 """The packages that the service itself needs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tried:
+    """The versions of a trainer with which its integration was tried.
+
+    Attributes:
+        oldest, newest: the first and the last of them, each with its patch releases.
+    """
+
+    oldest: str
+    newest: str
+
+    def __str__(self) -> str:
+        return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
+    def remark(self, package: str, version: str | None) -> str:
+        """Return one line about a version that was not tried; empty where it was."""
+        release = _release(version or "")
+        known = f"{self} {'was' if self.oldest == self.newest else 'were'}"
+        if not release:
+            return f"the version of {package} is not known: {known} tried with stagescope"
+        is_tried = release >= _release(self.oldest) and not self._is_after(version or "")
+        return "" if is_tried else f"{package} {version} was not tried with stagescope: {known}"
+
+    def _is_after(self, version: str) -> bool:
+        newest = Version(self.newest)
+        if newest.is_prerelease:  # the release of a version in development may differ from it
+            return Version(Version(version.rstrip("+")).public) > newest
+        return _is_newer(_release(version), newest.release)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +97,25 @@ class Remark:
             else f"pip install '{package}>={floor}'"
         )
         return f"{package} {self.found} is not supported, {floor} and later are: {advice}"
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs extras of stagescope.
+
+    It names the source: on package indexes the name belongs to nobody, or to another project.
+    """
+    return f"pip install '{_source()}[{','.join(extras)}]'"
+
+
+def _source() -> str:
+    """Return the directory that stagescope was installed from, else a placeholder."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        text = importlib.metadata.distribution("stagescope").read_text("direct_url.json")
+        url = urlsplit(str(json.loads(text or "{}").get("url", "")))
+        path = unquote(url.path)
+        if url.scheme == "file" and Path(path, "pyproject.toml").is_file():
+            return path.rstrip("/")
+    return "/path/to/clone"
 
 
 def remarks(packages: Iterable[str] = ALL) -> list[Remark]:

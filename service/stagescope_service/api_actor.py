@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 import ray
 from ray import exceptions
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
     from stagescope_service.api.dependencies import Commands, Dependencies, Reply
     from stagescope_service.api.server import ApiServer
     from stagescope_service.api.tokens import AccessTokens
+    from stagescope_service.ingest.actor import Ingestors
     from stagescope_service.settings import Settings
     from stagescope_service.store.queries.runs import DiedAttempt
+
+logger = logging.getLogger(__name__)
 
 _CALL_SECONDS: Final = 15.0
 _IDEMPOTENT: Final = frozenset({"plan", "poll", "status", "drain", "record_events"})
@@ -65,6 +69,8 @@ class CoordinatorCommands:
     def __init__(self, settings: Settings) -> None:
         self._handle: object = None  # actor handles are untyped in ray
         self._settings = settings
+        self._ingestors: Ingestors | None = None
+        self._finding_ingestor = threading.Lock()
 
     async def record_events(
         self,
@@ -74,15 +80,13 @@ class CoordinatorCommands:
         payloads: Mapping[int, WirePayload] | None = None,
     ) -> Reply:
         """Send a batch; its payloads go through this node's object store."""
-        refs = {seq: ray.put(payload) for seq, payload in (payloads or {}).items()}
+        refs = await asyncio.to_thread(_put, payloads) if payloads else {}
         return await self._call("record_events", sender=sender, events=events, payloads=refs)
 
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
         """Return a part of a file from the ingestor of its node."""
-        from stagescope_service.ingest.actor import Ingestors
-
         try:
-            ingestor = Ingestors(self._settings).handle_of(node_id)
+            ingestor = self._ingestor_of(node_id)
             if ingestor is None:
                 raise Unreachable(
                     f"node {node_id} is gone, and with it {path}",
@@ -95,11 +99,25 @@ class CoordinatorCommands:
                 raise error.cause from None
             raise
         except exceptions.RayError as error:
+            if self._ingestors is not None:
+                self._ingestors.forget(node_id)
             raise Unreachable(
                 f"node {node_id} does not answer: {type(error).__name__}",
                 advice="the same call may be made again",
             ) from error
         return content
+
+    def _ingestor_of(self, node_id: str) -> Any | None:
+        """Return the handle of a node's ingestor; None if the node is not alive.
+
+        A file is read in many parts: the list of nodes and the handles are kept between them.
+        """
+        from stagescope_service.ingest.actor import Ingestors
+
+        with self._finding_ingestor:  # a list that another thread is reading is empty
+            if self._ingestors is None:
+                self._ingestors = Ingestors(self._settings)
+            return self._ingestors.handle_of(node_id)
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[object, object, Reply]]:
         """Return a call of a method of `Coordinator`; `Commands` has their signatures."""
@@ -159,6 +177,11 @@ class CoordinatorCommands:
         return answer
 
 
+def _put(payloads: Mapping[int, WirePayload]) -> dict[int, object]:
+    """Store payloads in this node's object store: a copy, not for the event loop."""
+    return {seq: ray.put(payload) for seq, payload in payloads.items()}
+
+
 class ApiActor:
     """The API's actor: serves HTTP in a thread, reads the catalogue, calls the coordinator."""
 
@@ -183,6 +206,11 @@ class ApiActor:
                     self._problem = ""
                 except (StagescopeError, OSError) as error:
                     self._problem = str(error)
+                except Exception as error:  # whatever it is, the next try may succeed
+                    problem = f"{type(error).__name__}: {error}"
+                    if problem != self._problem:
+                        logger.exception("the API cannot be started; it is tried again")
+                    self._problem = problem
             self._stopping.wait(0.5)
 
     def _serve(self) -> ApiServer:

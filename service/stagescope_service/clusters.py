@@ -15,17 +15,27 @@ import ray
 from ray._private import services, utils
 
 from stagescope.discovery import NAMESPACE
-from stagescope.wire.errors import Unreachable
+from stagescope.wire.errors import InvalidInput, Unreachable
 from stagescope_service import embedded, service_file
 from stagescope_service.settings import Settings
 
 LOCAL: Final = "local"
 """As an address: start a cluster for the service, whatever else runs on the machine."""
+AUTO: Final = "auto"
+"""As an address, Ray's: the cluster that runs on this machine, also one of a driver."""
 Kind = Literal["joined", "running", "embedded"]
 _CONNECT_SECONDS: Final = 1.0
 _RETRY_SECONDS: Final = 0.25
 _HEAD_SECONDS: Final = 5.0
 """How long a head node may take to listen; Ray itself waits for minutes, and logs each try."""
+_GREETING_SECONDS: Final = 10.0
+"""How long a head node that listens may take to answer; another server never does."""
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How HTTP/2 begins, gRPC below it: a server answers with its settings, a frame of type 4."""
+_OTHER_ADDRESSES: Final = {
+    "ray": "that of Ray Client", "http": "that of the dashboard, where `ray job submit` goes",
+}  # fmt: skip
+"""Scheme -> what an address of Ray with it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +73,20 @@ def chosen(
         raise
 
 
+def end_dead(settings: Settings) -> str:
+    """End what is left of this home's own cluster if its head is dead; return its address, or "".
+
+    Its actors may run on for a minute, and would write to the same catalogue as the next service.
+    """
+    fields, pid = service_file.read(settings), keeper(settings)
+    address = str(fields.get("cluster_address") or "")
+    if pid is None or fields.get("cluster") != "embedded" or not address or _listens(address):
+        return ""
+    embedded.stop(pid, settings.home)
+    service_file.change(settings, {"embedded_pid": None, "cluster_address": None})
+    return address
+
+
 def of_home(settings: Settings) -> Cluster | None:
     """Return the cluster that service.json names, if it is alive."""
     fields = service_file.read(settings)
@@ -72,9 +96,9 @@ def of_home(settings: Settings) -> Cluster | None:
     # Without a URL no service ever answered there.
     if fields.get("cluster") == "embedded" or not fields.get("url"):
         return None
-    if address in _local_addresses():
-        return Cluster("running", address)
-    return Cluster("joined", address) if _answers(address) else None
+    if not _answers(address):
+        return None
+    return Cluster("running" if address in _local_addresses() else "joined", address)
 
 
 def keeper(settings: Settings) -> int | None:
@@ -95,26 +119,49 @@ def joined(address: str) -> Iterator[str]:
     """Join a cluster as a driver inside the block; a process that has joined one stays in it.
 
     Yields the cluster's own address.
+
+    Raises:
+        InvalidInput: the address is not that of a cluster, or `auto` may be several.
+        Unreachable: no cluster answers there.
     """
     if ray.is_initialized():
         yield _current_address()
         return
+    address = head_of(address)
     try:
-        _await_head(address)
         _use_token()
         ray.init(
             address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise Unreachable(
-            f"no Ray cluster answers at {address}: {' '.join(str(error).split())[:300]}",
-            expected="the address of a running cluster, host:port",
-            advice="is `ray start --head` running there, with this user's ~/.ray/auth_token?",
-        ) from error
+        raise _no_cluster(address, error) from error
     try:
-        yield address if "://" in address else _current_address()
+        yield _current_address()
     finally:
         ray.shutdown()
+
+
+def head_of(address: str) -> str:
+    """Return the address of a head node that answers, for `ray.init`.
+
+    Raises:
+        InvalidInput: the address is not that of a cluster, or `auto` may be several.
+        Unreachable: no cluster answers there.
+    """
+    address = _on_this_machine() if address == AUTO else _check_address(address)
+    try:
+        _await_head(address)
+    except ConnectionError as error:
+        raise _no_cluster(address, error) from error
+    return address
+
+
+def _no_cluster(address: str, error: Exception) -> Unreachable:
+    return Unreachable(
+        f"no Ray cluster answers at {address}: {' '.join(str(error).split())[:300]}",
+        expected="the address of a running cluster, host:port",
+        advice="is `ray start --head` running there, with this user's ~/.ray/auth_token?",
+    )
 
 
 # --- the choice -----------------------------------------------------------------------------
@@ -155,11 +202,53 @@ def _started_by_ray_start(local: frozenset[str]) -> str | None:
     return address if address in local else None
 
 
-def _await_head(address: str) -> None:
-    """Wait until something listens at host:port; addresses of another form are Ray's to judge.
+def _check_address(address: str) -> str:
+    scheme, separator, _ = address.partition("://")
+    if not separator:
+        return address
+    kind = _OTHER_ADDRESSES.get(scheme.lower().removesuffix("s"), "a URL")
+    raise InvalidInput(
+        f"{address!r:.200} is not the address of a Ray cluster, but {kind}",
+        expected="host:port of the head node, as `ray start --head` prints it (port 6379)",
+        advice="give it with --address, or set RAY_ADDRESS to it",
+    )
+
+
+def _on_this_machine() -> str:
+    """Return the address of the cluster that runs on this machine.
+
+    The one that `ray start` left is preferred. Ray itself takes any, and waits for minutes for one
+    whose head node does not answer.
 
     Raises:
-        ConnectionError: nothing does.
+        Unreachable: none answers.
+        InvalidInput: several do, and `ray start` left none of them.
+    """
+    left = utils.read_ray_address()
+    known = [*dict.fromkeys([*([left] if left else []), *sorted(_local_addresses())])]
+    answering = [address for address in known if _answers(address)]
+    if not answering:
+        tried = f"; tried {', '.join(known)}" if known else ""
+        raise Unreachable(
+            f"the address {AUTO} names the Ray cluster of this machine, and none answers{tried}",
+            expected="a cluster that runs here",
+            advice="`ray start --head` starts one; --address host:port, or RAY_ADDRESS, names "
+            "that of another machine",
+        )
+    if answering[0] != left and len(answering) > 1:
+        raise InvalidInput(
+            f"the address {AUTO} may be any of the Ray clusters {', '.join(answering)}",
+            expected="the address of one of them",
+            advice="give it with --address, or set RAY_ADDRESS to it",
+        )
+    return answering[0]
+
+
+def _await_head(address: str) -> None:
+    """Wait until a Ray head answers at host:port; addresses of another form are Ray's to judge.
+
+    Raises:
+        ConnectionError: nothing listens there, or something else does.
     """
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
@@ -167,11 +256,20 @@ def _await_head(address: str) -> None:
     # Ray takes a loopback address as this node's own.
     local = host in ("localhost", "127.0.0.1")
     own = [f"{ray.util.get_node_ip_address()}:{port}"] if local else []  # type: ignore[no-untyped-call]
+    if not _listens(address, *own):
+        raise ConnectionError(f"nothing listens there ({_HEAD_SECONDS:.0f} s)")
+    if not any(map(_greets, [address, *own])):
+        raise ConnectionError("what listens there does not answer as the head node of a cluster")
+
+
+def _listens(*addresses: str) -> bool:
+    """Return whether one of these is listened at within `_HEAD_SECONDS`."""
     deadline = time.monotonic() + _HEAD_SECONDS
-    while not any(map(_answers, [address, *own])):
+    while not any(map(_answers, addresses)):
         if time.monotonic() > deadline:
-            raise ConnectionError(f"nothing listens there ({_HEAD_SECONDS:.0f} s)")
+            return False
         time.sleep(_RETRY_SECONDS)
+    return True
 
 
 def _answers(address: str) -> bool:
@@ -181,6 +279,22 @@ def _answers(address: str) -> bool:
     except (OSError, ValueError, OverflowError):
         return False
     return True
+
+
+def _greets(address: str) -> bool:
+    """Return whether what listens at an address speaks HTTP/2, as a head node does."""
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return True  # it speaks after a handshake only
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection(
+            (host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS
+        ) as connection:
+            connection.settimeout(_GREETING_SECONDS)
+            connection.sendall(_PREFACE)
+            return connection.recv(4)[3:4] == b"\x04"
+    except (OSError, OverflowError):
+        return False
 
 
 def _current_address() -> str:

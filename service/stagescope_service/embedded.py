@@ -14,13 +14,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import NotReady
 
 _START_SECONDS: Final = 90.0
 _STOP_SECONDS: Final = 20.0
+_END_SECONDS: Final = 10.0
 _OBJECT_STORE: Final = 1 << 30
 _MODULE: Final = "stagescope_service.embedded"
 
@@ -70,17 +72,70 @@ def is_ours(pid: int, home: Path) -> bool:
 
 
 def stop(pid: int, home: Path) -> bool:
-    """End the cluster that `pid` keeps; return whether it was running."""
+    """End the cluster that `pid` keeps, with all its processes; return whether it was running.
+
+    Ray cannot end a cluster whose head is dead: its actors would go on writing to the catalogue.
+    """
     if not is_ours(pid, home):
         return False
+    started = _descendants(pid)
     os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + _STOP_SECONDS
     while is_ours(pid, home):
         if time.monotonic() > deadline:
+            started |= _descendants(pid)
             os.kill(pid, signal.SIGKILL)
             break
         time.sleep(0.05)
+    _end_all(started)
     return True
+
+
+def _end_all(processes: set[_Process]) -> None:
+    """End the processes that still run, and wait until they have."""
+    deadline = time.monotonic() + _END_SECONDS
+    while left := processes & {each.process for each in _running()}:
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+
+
+class _Process(NamedTuple):
+    pid: int
+    began: int
+    """Clock ticks since the system's start: a pid is reused."""
+
+
+class _Running(NamedTuple):
+    process: _Process
+    parent: int
+
+
+def _descendants(pid: int) -> set[_Process]:
+    """Return the processes that a process and its children have started."""
+    children: dict[int, list[_Process]] = {}
+    for process, parent in _running():
+        children.setdefault(parent, []).append(process)
+    found: set[_Process] = set()
+    due = [pid]
+    while due:
+        own = children.get(due.pop(), [])
+        found.update(own)
+        due += [process.pid for process in own]
+    return found
+
+
+def _running() -> Iterator[_Running]:
+    """Yield the processes of this machine that have not ended."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # The name, in parentheses, may hold anything.
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if fields[0] not in ("Z", "X"):
+                yield _Running(_Process(int(folder.name), int(fields[19])), int(fields[1]))
 
 
 def main(home: Path) -> None:

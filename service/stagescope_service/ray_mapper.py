@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -10,6 +11,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from stagescope.wire.errors import ComparisonFailed, Unreachable
+from stagescope_service.clusters import AUTO, head_of
 from stagescope_service.compare.task_runner import Mapper
 
 T = TypeVar("T")
@@ -28,11 +30,13 @@ def ray_tasks(address: str | None = None) -> Mapper:
         address: of the cluster to join; ignored where this process has joined one.
 
     Raises:
+        InvalidInput: the address is not that of a cluster.
         Unreachable: there is no such cluster.
     """
     if not ray.is_initialized():
+        head = head_of(address or os.environ.get("RAY_ADDRESS") or AUTO)
         try:
-            ray.init(address=address or "auto", log_to_driver=False)
+            ray.init(address=head, log_to_driver=False)
         except (ConnectionError, RuntimeError) as error:
             raise Unreachable(
                 f"no Ray cluster could be joined: {error}",

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -23,11 +25,18 @@ from stagescope.discovery import (
     ingestor_name,
     relay_name,
 )
-from stagescope.wire.errors import Conflict, InvalidInput, NotReady, Unreachable
+from stagescope.wire.errors import (
+    Conflict,
+    InvalidInput,
+    NotReady,
+    StagescopeError,
+    Unreachable,
+)
 from stagescope_service import clusters, embedded, service_file
 from stagescope_service.api.auth import check_bind
 from stagescope_service.api.server import bind
 from stagescope_service.api.tokens import AccessTokens, token_path
+from stagescope_service.coordinator import control_socket
 from stagescope_service.settings import Settings
 
 if TYPE_CHECKING:
@@ -36,6 +45,7 @@ if TYPE_CHECKING:
 CONCURRENCY: Final = 20_000
 """Pending calls of the coordinator: every process has a poll pending."""
 _CALL_SECONDS: Final = 15.0
+_SOCKET_SECONDS: Final = 5.0
 _PORT_SECONDS: Final = 2.0
 """How long to wait for the port of a service that has just stopped."""
 _START_SECONDS: Final = 60.0
@@ -59,6 +69,8 @@ class ServiceInfo:
     """Of the service: if it ran already, perhaps not the caller's."""
     passed_over: tuple[str, ...] = ()
     """Clusters of this machine that were not joined, because no address names them."""
+    dead_cluster: str = ""
+    """Address of this home's earlier cluster, whose head had died, and whose rest was ended."""
     not_ready: str = ""
     """Why it cannot take anything in yet, as where its catalogue cannot be opened; "": it can."""
 
@@ -85,6 +97,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
     check_bind(settings, tokens)
     _check_triggers(settings)
     _check_keep(settings)
+    dead_cluster = clusters.end_dead(settings)
     previous = clusters.of_home(settings)
     with (
         service_file.kept_on_failure(settings),
@@ -93,6 +106,8 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
         running = _actor(API_NAME) is not None
         if not running:
             _check_no_other(settings, previous, cluster)
+            if _actor(COORDINATOR_NAME) is None:
+                _check_none_writes(settings)
             if _may_run_here(settings):
                 _check_port(settings)
             _write_service_file(settings, cluster, {"url": None, "started": time.time()})
@@ -112,6 +127,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
         already_running=running,
         home=home,
         passed_over=cluster.passed_over,
+        dead_cluster=dead_cluster,
         not_ready=not_ready,
     )
 
@@ -201,6 +217,25 @@ def _check_no_other(
             expected="one service a home",
             advice="`stagescope stop` ends it; another beside it needs its own STAGESCOPE_HOME",
         )
+
+
+def _check_none_writes(settings: Settings) -> None:
+    """Refuse while a coordinator of this home runs in a cluster whose head is dead."""
+    ask = asyncio.wait_for(control_socket.call(settings.home, "status", {}), _SOCKET_SECONDS)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # the caller may have a loop
+            status = thread.submit(asyncio.run, ask).result()
+    except control_socket.Broken:
+        return
+    except (StagescopeError, asyncio.TimeoutError):
+        status = {}
+    pid = status.get("pid")
+    raise Conflict(
+        f"a coordinator of {settings.home} still runs{f' (pid {pid})' if pid else ''}, in a Ray "
+        "cluster whose head does not answer",
+        expected="one service a home",
+        advice="Ray ends it a minute after its head died; then the same command starts the service",
+    )
 
 
 def _check_port(settings: Settings) -> None:

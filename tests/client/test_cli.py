@@ -14,6 +14,7 @@ from tests.support.command_line import invoke
 
 from stagescope import terminal
 from stagescope.cli import common
+from stagescope.versions import install_command
 from stagescope.wire.nonfinite import Json
 
 ASKING = [
@@ -232,8 +233,8 @@ def test_help_says_what_else_can_be_installed(monkeypatch: pytest.MonkeyPatch) -
     extras = {"service": ("json", "is here"), "notebook": ("not_here", "draws")}
     monkeypatch.setattr(common, "EXTRAS", extras)
     text = invoke("--help").stdout
-    assert "pip install 'stagescope[NAME,...]'" in text
-    assert re.search(r"^  stagescope\[notebook\] +draws$", text, re.M)
+    assert f"({install_command('NAME')})" in text
+    assert re.search(r"^  notebook +draws$", text, re.M)
     assert "is here" not in text
     monkeypatch.setattr(common, "EXTRAS", {"service": extras["service"]})
     assert "Not installed" not in invoke("--help").stdout
@@ -255,7 +256,7 @@ def test_a_service_command_without_its_extra_says_how_to_install(
     monkeypatch.setattr(common, "_entry_points", lambda: points)
     result = invoke("serve", "--port", "1")
     assert result.exit_code == 1
-    assert "pip install 'stagescope[service]'" in result.stderr
+    assert install_command("service") in result.stderr
     assert invoke("--help").exit_code == 0
 
 

@@ -157,13 +157,3 @@ def test_attach_finds_the_running_service(service: Answering) -> None:
         assert session.url == service.url
         assert str(path) in repr(session)
         assert READ not in repr(session)
-
-
-def test_a_proxy_is_not_asked_for_loopback(
-    service: Answering, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{unused_port()}")
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
-    with stagescope.attach(service.url, token=READ, timeout=5.0) as session:
-        assert len(session.runs()) == 2

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stagescope.wire.names import (
     KNOWN,
+    MAX_ID,
     closest,
     closest_by_words,
     closest_stage,
     misspelt,
     misspelt_beside,
     misspelt_streams,
+    storable_id,
 )
 from stagescope.wire.schema import STAGES
 
@@ -28,6 +32,8 @@ from stagescope.wire.schema import STAGES
         ("current_log_probs", "log_probs"),
         ("respones_mask", "response_mask"),
         ("sample_id", "sample_ids"),
+        ("weight_versions", "versions"),
+        ("policy_versions", "versions"),
     ],
 )
 def test_a_misspelling_has_a_closest_name(name: str, meant: str) -> None:
@@ -106,3 +112,23 @@ def test_a_misspelt_run_has_a_closest_one(name: str, meant: str | None) -> None:
 def test_names_that_are_varied_on_purpose_are_their_own(name: str, other: str) -> None:
     assert closest_by_words(name, [other]) is None
     assert closest_by_words(other, [name]) is None
+
+
+@given(st.lists(st.text(st.characters(codec=None), max_size=600), unique=True, max_size=5))
+def test_an_id_is_stored_as_a_text_of_its_own(ids: list[str]) -> None:
+    """Lone surrogates and NULs (`characters(codec=None)` makes both) are in no stored id."""
+    stored = [storable_id(each) for each in ids]
+    assert len(set(stored)) == len(ids)
+    for each, text in zip(ids, stored, strict=True):
+        text.encode()
+        assert "\0" not in text
+        assert len(text) <= MAX_ID
+        assert storable_id(text) == text
+        if len(each) <= MAX_ID and each.isprintable():
+            assert text == each
+
+
+def test_long_ids_that_begin_alike_stay_apart() -> None:
+    prompts = [f"{'x' * 7000}{number}" for number in range(50)]
+    assert len({storable_id(each) for each in prompts}) == 50
+    assert storable_id(storable_id(prompts[0])) == storable_id(prompts[0])

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 from tests.support.api import Service, service
 from tests.support.investigated_run import BROKEN_OPERATOR, STEPS, investigated
-from tests.support.shown_run import HOT_RANK, NAN_RANK, RUN
+from tests.support.shown_run import HOT_RANK, NAN_RANK, RUN, ShownRun, keep_tensors
 
 import stagescope
 from stagescope import Metrics, Session, Step, Table
@@ -129,7 +129,7 @@ def executed(notebook: object, directory: Path, messages: list[Any] | None = Non
 
     `messages` gets what widgets sent to the browser.
     """
-    client = pytest.importorskip("nbclient", reason="pip install 'stagescope[dev]'")
+    client = pytest.importorskip("nbclient", reason="the extra dev is not installed")
     pytest.importorskip("ipykernel")
     kernel = client.NotebookClient(
         notebook, timeout=120, resources={"metadata": {"path": str(directory)}}
@@ -173,6 +173,23 @@ def test_an_investigation_finds_its_cause(name: str, found: list[str], tmp_path:
         assert text in shown, text
     kinds = {kind for cell in done.cells for out in cell.get("outputs", ()) for kind in out["data"]}
     assert "application/vnd.plotly.v1+json" in kinds
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_the_investigation_of_a_jump_runs_on_a_run_with_one_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    written = nbformat.read(NOTEBOOKS / "jump_at_the_restart.ipynb", as_version=4)
+    with service(tmp_path / "another", recorded=False) as running:
+        assert running.tokens is not None
+        monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
+        monkeypatch.setenv("STAGESCOPE_TOKEN", running.tokens.operate)
+        keep_tensors(running)
+        ShownRun(running, ranks=2, steps=6).train(1, 6)
+        shown = outputs(executed(written, tmp_path), "text/plain")
+    assert re.search(r"\{'actor 0': \d\.\d+, 'actor 1': \d\.\d+\}", shown)
+    assert "one attempt: nothing to compare" in shown
 
 
 _REPORT: Final = """

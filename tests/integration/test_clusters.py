@@ -11,15 +11,21 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from fastapi import FastAPI
 
 ray = pytest.importorskip("ray")
+from tests.support.answering import serving, unused_port  # noqa: E402
 from tests.support.cluster import eventually  # noqa: E402
+
+from stagescope.wire.errors import InvalidInput, Unreachable  # noqa: E402
+from stagescope_service import clusters  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
@@ -62,7 +68,7 @@ class Machine:
         return content
 
     def call(
-        self, name: str, *arguments: str, ray_tmpdir: Path | None = None
+        self, name: str, *arguments: str, ray_tmpdir: Path | None = None, **environ: str
     ) -> subprocess.CompletedProcess[str]:
         kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         return subprocess.run(
@@ -74,6 +80,7 @@ class Machine:
                 **kept,
                 "STAGESCOPE_HOME": str(self.home(name)),
                 "RAY_TMPDIR": str(ray_tmpdir or self.path),
+                **environ,
             },
         )
 
@@ -196,6 +203,55 @@ def test_an_address_without_a_cluster_is_said_at_once(machine: Machine) -> None:
             assert done.returncode != 0
             assert "nothing listens there" in done.stderr
             assert machine.file(home) is None
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:10001"])
+def test_another_address_of_ray_is_refused_at_once(machine: Machine, address: str) -> None:
+    begun = time.monotonic()
+    for done in (
+        machine.call("odd", "serve", RAY_ADDRESS=address),
+        machine.call("odd", "serve", "--address", address),
+        machine.call("odd", "stop", RAY_ADDRESS=address),
+    ):
+        assert done.returncode != 0
+        assert f"{address!r} is not the address of a Ray cluster, but that of" in done.stderr
+        assert "expected host:port of the head node" in " ".join(done.stderr.split())
+    assert time.monotonic() - begun < 60  # Ray Client alone waits for 30 s, three times
+    assert machine.file("odd") is None
+
+
+def test_a_server_that_is_no_head_node_is_not_waited_for(
+    machine: Machine, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clusters, "_GREETING_SECONDS", 0.5)
+    with serving(FastAPI()) as url:
+        for address in (url.removeprefix("http://"), f"127.0.0.1:{taken}"):
+            with (
+                pytest.raises(Unreachable, match="does not answer as the head node"),
+                clusters.joined(address),
+            ):
+                pass
+
+
+def test_auto_is_the_cluster_of_this_machine_that_answers(
+    monkeypatch: pytest.MonkeyPatch, private: str, taken: int
+) -> None:
+    def known(left: str | None, *others: str) -> None:
+        monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: left)
+        monkeypatch.setattr(clusters, "_local_addresses", lambda: frozenset(others))
+
+    gone = f"127.0.0.1:{unused_port()}"
+    known(gone, private)
+    assert clusters._on_this_machine() == private
+    known(private, f"127.0.0.1:{taken}")
+    assert clusters._on_this_machine() == private
+    known(None, private, f"127.0.0.1:{taken}")
+    with pytest.raises(InvalidInput, match="may be any of the Ray clusters"):
+        clusters._on_this_machine()
+    for left in (gone, None):
+        known(left)
+        with pytest.raises(Unreachable, match="none answers"), clusters.joined("auto"):
+            pass
 
 
 def test_no_cluster_of_a_driver_is_joined_unasked(machine: Machine, private: str) -> None:

@@ -51,6 +51,31 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True)
+class Renamed:
+    """Arguments that versions of a trainer name differently.
+
+    Attributes:
+        file: Of the checkout, with the options.
+        variants: The arguments of each version; used are the first whose options `file` has.
+    """
+
+    file: str
+    variants: tuple[tuple[str, ...], ...]
+
+    def of(self, checkout: Path) -> tuple[str, ...]:
+        """Return the arguments of the version that is checked out.
+
+        Raises:
+            click.ClickException: it has none of the variants: another version.
+        """
+        text = (checkout / self.file).read_text("utf-8")
+        for variant in self.variants:
+            if all(f'"{each}"' in text for each in variant if each.startswith("--")):
+                return variant
+        raise click.ClickException(f"{self.file} has none of {self.variants}: another version?")
+
+
+@dataclasses.dataclass(frozen=True)
 class Training:
     """How a trainer is started, and where its own numbers are.
 
@@ -61,6 +86,7 @@ class Training:
         changes: So that it runs on CPU.
         files: Written beside the model: name -> text.
         packages: Folders of the copy on PYTHONPATH.
+        renamed: Arguments that depend on the version.
     """
 
     arguments: Callable[[Path], list[str]]
@@ -69,6 +95,7 @@ class Training:
     changes: tuple[Change, ...] = ()
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     packages: tuple[str, ...] = ("",)
+    renamed: tuple[Renamed, ...] = ()
 
 
 # --- AReaL ----------------------------------------------------------------------------------
@@ -120,7 +147,7 @@ def _openrlhf(folder: Path) -> list[str]:
         "8", "--rollout.micro_batch_size", "4", "--rollout.batch_size", "4",
         "--rollout.n_samples_per_prompt", "2", "--data.max_samples", "32", "--data.max_len", "128",
         "--rollout.max_new_tokens", "16", "--actor.adam.lr", "1e-3",
-        "--algo.advantage.estimator", "group_norm", "--algo.advantage.is_correction_enable",
+        "--algo.advantage.estimator", "group_norm",
         "--data.prompt_dataset", f"{folder}/prompts.jsonl", "--data.input_key", "input",
         "--data.label_key", "label", "--data.apply_chat_template",
         "--ds.attn_implementation", "eager",
@@ -249,6 +276,17 @@ TRAININGS: Final = {
                    "from flash_attn.utils.distributed import all_gather", ""),
         ),
         files={"reward.py": _DIGITS_ARE_REWARDED},
+        renamed=(
+            Renamed(
+                "openrlhf/cli/train_ppo_ray.py",
+                (
+                    # Since 0.11.2.
+                    ("--algo.advantage.is_correction_level", "token",
+                     "--algo.advantage.is_correction_mode", "clip"),
+                    ("--algo.advantage.is_correction_enable",),
+                ),
+            ),
+        ),
     ),
     "SkyRL": Training(
         _skyrl,
@@ -312,7 +350,8 @@ def train(
     subprocess.run([python, assets, str(folder)], env=env, check=True)
     for name, text in training.files.items():
         (folder / name).write_text(text, "utf-8")
-    arguments = [*training.arguments(folder), *more]
+    by_version = [each for renamed in training.renamed for each in renamed.of(copy)]
+    arguments = [*training.arguments(folder), *by_version, *more]
     command = [python, "-m", "stagescope", "run", "--", "python", *arguments]
     with output.open("w") as file:
         subprocess.run(

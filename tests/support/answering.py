@@ -215,9 +215,9 @@ def _problem(status: int, code: str, wrong: str, expected: str = "", advice: str
 
 
 @contextlib.contextmanager
-def serving(app: FastAPI, *, port: int = 0) -> Iterator[str]:
-    """Serve `app` on loopback; yields its URL."""
-    listening = socket.create_server(("127.0.0.1", port))
+def serving(app: FastAPI, *, port: int = 0, host: str = "127.0.0.1") -> Iterator[str]:
+    """Serve `app`, on loopback; yields its URL."""
+    listening = socket.create_server((host, port))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
@@ -227,7 +227,7 @@ def serving(app: FastAPI, *, port: int = 0) -> Iterator[str]:
         assert time.monotonic() < deadline, "the server did not start in time"
         thread.join(0.005)
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        yield f"http://{host}:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(20)

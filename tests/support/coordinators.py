@@ -41,6 +41,7 @@ class FakeCoordinator:
         self.refuses: dict[int, str] = {}
         self.revisions: list[int] = []
         self.settle_at_once = False
+        self.attempt_key: str | None = None
         self.holds_polls = False
         self.hanging: list[Future[Reply]] = []
         self.calls = 0
@@ -140,7 +141,8 @@ class FakeCoordinator:
         revision = self.plan["revision"]
         receipts = dict(self.receipts) if self.settle_at_once else {}
         now = time.time()
-        return {
+        key = {} if self.attempt_key is None else {"attempt_key": self.attempt_key}
+        return key | {
             "coordinator": self.name, "wall": now, "revision": revision, "receipts": receipts,
             "poll_seconds": 20.0,
         }  # fmt: skip

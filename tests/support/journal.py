@@ -13,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 from tests.support.local import LocalCoordinator
+from tests.support.stores import rows_of
 from tests.support.trainings import Delivery, Rank, check_memory
 
-from stagescope.wire.schema import Work
+from stagescope.wire.errors import NotReady
+from stagescope.wire.schema import BEGIN, END, Work
 from stagescope_service.api.completeness import gaps
 from stagescope_service.coordinator.coordinator import steps_to_aggregate
 from stagescope_service.coordinator.restore import restore
@@ -95,29 +97,40 @@ class Process:
         if not batch:
             return
         held = {each.event.seq for each in batch} & self.payloads.keys()
-        answer = await local.coordinator.intake.record(
-            self.said.sender.wire(),
-            [each.event.wire() for each in batch],
-            {seq: self.payloads[seq][1] for seq in held},
-        )
+        try:
+            answer = await local.coordinator.intake.record(
+                self.said.sender.wire(),
+                [each.event.wire() for each in batch],
+                {seq: self.payloads[seq][1] for seq in held},
+            )
+        except NotReady:
+            return
         assert not answer["refused"], answer
         for each in batch:
             self.world.heard[self.name, each.event.seq] = each
         if acknowledged:
             self.outbox = self.outbox[len(batch) :]
+            incomplete = answer.get("refused_in_part", {})
+            self.world.acknowledged |= {
+                (self.name, each.event.seq) for each in batch if each.event.seq not in incomplete
+            }
             self._settle(answer["receipts"])
 
     async def poll(self) -> None:
         local = self.world.local
         if self.coordinator is local:
-            answer = await local.coordinator.intake.poll(
-                self.said.sender.wire(), 0, [*self.payloads], 0.0
-            )
+            try:
+                answer = await local.coordinator.intake.poll(
+                    self.said.sender.wire(), 0, [*self.payloads], 0.0
+                )
+            except NotReady:
+                return
             self._settle(answer["receipts"])
 
     def _settle(self, receipts: dict[int, str]) -> None:
-        for seq in receipts:
+        for seq, state in receipts.items():
             self.payloads.pop(seq, None)
+            self.world.receipts[self.name, seq] = state
 
 
 class World:
@@ -136,6 +149,9 @@ class World:
         self.wall = 1000.0
         self.names = (f"{run}-{number}" for number in itertools.count())
         self.heard: dict[tuple[str, int], Delivery] = {}
+        self.acknowledged: set[tuple[str, int]] = set()
+        """(incarnation, seq) of events that the coordinator acknowledged as a whole."""
+        self.receipts: dict[tuple[str, int], str] = {}
         self.tokens: dict[str, int] = {}
         self.log: list[str] = []
         self.catalogue = Catalogue(store.url)
@@ -267,6 +283,23 @@ class World:
         await self.local.work()
 
     # --- the verdict ----------------------------------------------------------------------
+    def unwritten(self) -> list[tuple[str, int]]:
+        """Return (incarnation, seq) of the events that were acknowledged and are not on disk.
+
+        Among them are payloads whose receipt says another state than the catalogue.
+        """
+        stages, rows = rows_of(self.store, "stages"), rows_of(self.store, "payloads")
+        begun = {(row["incarnation"], row["begin_seq"]) for row in stages}
+        ended = {(row["incarnation"], row["end_seq"]) for row in stages}
+        payloads = {(row["incarnation"], row["seq"]): row["state"] for row in rows}
+        found: list[tuple[str, int]] = []
+        for key in sorted(self.acknowledged):
+            event = self.heard[key].event
+            stored = {BEGIN: begun, END: ended}.get(event.kind, {key})
+            if key not in stored or ("payload" in event.fields and key not in payloads):
+                found.append(key)
+        return found + [key for key, state in self.receipts.items() if payloads.get(key) != state]
+
     def wrong(self) -> list[str]:
         """Return the steps whose answer is not what the journal says, and what was killed."""
         found: list[str] = []

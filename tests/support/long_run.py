@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from tests.support.shown_run import keep_tensors
 from tests.support.stores import rows_of
 
 from stagescope.wire.schema import BEGIN
-from stagescope_service.store.contract import Put, Store
+from stagescope_service.store.contract import Put, Store, Submitted
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
 
@@ -74,7 +73,7 @@ class LongRun:
     def extend(self, store: Store, steps: Sequence[int], *, keep: int) -> None:
         """Write steps; of all but the newest `keep` without the statistics of their parts."""
         newest = steps[-1]
-        waiting: list[Future[None]] = []
+        waiting: list[Submitted] = []
         puts: list[Put] = []
         for step in steps:
             gone = {"summaries"} if step <= newest - keep else set[str]()

@@ -43,6 +43,17 @@ def short_directory() -> Iterator[Path]:
         yield Path(path)
 
 
+def _token(directory: Path) -> dict[str, str]:
+    """Return the variable of a new token for a cluster where this user has none."""
+    named = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    if named or (Path.home() / ".ray" / "auth_token").exists():
+        return {}
+    path = directory.parent / f"{directory.name}.auth_token"
+    path.write_text(secrets.token_hex(32))
+    path.chmod(0o600)
+    return {"RAY_AUTH_TOKEN_PATH": str(path)}
+
+
 class Redis:
     """A Redis of one's own on the loopback interface, with a password, that keeps what it is told.
 
@@ -102,6 +113,7 @@ class RayNodes:
         self._environment = {
             **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
             "RAY_AUTH_MODE": "token",
+            **_token(directory),
             "PYTHONPATH": os.pathsep.join(sys.path),
             **environment,
         }

@@ -183,9 +183,9 @@ def _numbers(seen: Seen, register: Register) -> Modules:
         return seen("compute_advantage_for_multi_trajectories", data, batch_keys)
 
     def compute_offpolicy_metrics(
-        old_log_prob: object, rollout_log_prob: object, mask: object
+        old_log_prob: object, rollout_log_prob: object, response_mask: object
     ) -> object:
-        return seen("compute_offpolicy_metrics", old_log_prob, rollout_log_prob, mask)
+        return seen("compute_offpolicy_metrics", old_log_prob, rollout_log_prob, response_mask)
 
     def ppo_loss(
         config: object, model_output: object, data: object, dp_group: object = None

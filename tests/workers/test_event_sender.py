@@ -49,6 +49,25 @@ def test_what_waited_for_a_late_service_arrives_in_order(
     assert len(late.events) == len({seq for _, seq in late.events})
 
 
+def test_the_first_batch_knows_the_clock_of_the_service(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = make_probe()
+    stage(probe, 1)
+    wait_for(lambda: coordinator.of_kind("end"))
+    offsets = [sender.clock_offset for sender in coordinator.senders]
+    assert all(offset is not None and abs(offset) < 5 for offset in offsets)
+    # The node's clock is set while the training runs.
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 7200)
+    stage(probe, 2)
+    monkeypatch.setattr(time, "time", real)
+    wait_for(lambda: len(coordinator.of_kind("end")) == 2)
+    walls = [event.wall for event in coordinator.of_kind("begin")]
+    assert 0 <= walls[1] - walls[0] < 60
+    assert 0 <= coordinator.of_kind("end")[1].wall - walls[1] < 60
+
+
 def test_a_stage_that_continues_is_reported_while_it_runs(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:

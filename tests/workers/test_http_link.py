@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -20,10 +21,11 @@ import numpy as np
 import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, wait_for
+from tests.support.proxy import running_proxy, set_proxy
 
 from stagescope import discovery
 from stagescope.wire import framing
-from stagescope.wire.errors import Unauthorized, Unreachable
+from stagescope.wire.errors import StagescopeError, Unauthorized, Unreachable
 from stagescope.wire.framing import WirePayload
 from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_service.api import framing as api_framing
@@ -99,7 +101,7 @@ class Service(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
         self.coordinator = FakeCoordinator()
         self.status = 200
         self.detail = "as the test said"
@@ -107,11 +109,11 @@ class Service(ThreadingHTTPServer):
         self.drained: list[str | None] = []
         self.holds: threading.Event | None = None
         self.is_dead = False
-        super().__init__(("127.0.0.1", port), Handler)
+        super().__init__((host, port), Handler)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return "http://{}:{}".format(*self.server_address)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -127,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
         service.authorizations.append(self.headers["Authorization"])
         assert service.holds is None or service.holds.wait(30)
         status = 401 if self.headers["Authorization"] != "Bearer right" else service.status
-        answer: dict[str, object] = {"detail": service.detail}
+        answer: dict[str, object] = {"code": "of_the_test", "wrong": service.detail}
         if status == 200 and self.path == "/events":
             assert self.headers["Content-Type"] == api_framing.MEDIA_TYPE
             batch = api_framing.parse(body, framed=True, max_json=1 << 24, max_events=1000)
@@ -153,14 +155,22 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing on the test's output."""
 
 
-@pytest.fixture
-def server() -> Iterator[Service]:
-    with Service() as service:
+@contextlib.contextmanager
+def running(host: str) -> Iterator[Service]:
+    with Service(host=host) as service:
         thread = threading.Thread(target=service.serve_forever, args=(0.02,))
         thread.start()
+        try:
+            yield service
+        finally:
+            service.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def server() -> Iterator[Service]:
+    with running("127.0.0.1") as service:
         yield service
-        service.shutdown()
-        thread.join()
 
 
 def test_a_batch_puts_no_line_into_the_log_of_the_training(
@@ -231,6 +241,49 @@ def test_service_unavailable_is_not_ready(server: Service, status: int) -> None:
     link = HttpLink(server.url, "right")
     assert "as the test said" in link.record(SENDER, [], {}).result(10)["not_ready"]
     link.close()
+
+
+@pytest.mark.parametrize("no_proxy", ["", "127.0.0.0/8"])
+def test_the_token_goes_to_no_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, no_proxy: str
+) -> None:
+    with running("127.0.0.2") as beyond, running_proxy() as proxy:
+        set_proxy(monkeypatch, proxy, no_proxy)
+        link = HttpLink(beyond.url, "right")
+        assert link.record(SENDER, [(1, "log", 1, 0.0, 0.0, {})], {}).result(10)["coordinator"]
+        link.close()
+        assert proxy.tokens == []
+
+
+@pytest.mark.parametrize("status", [200, 401, 403, 407, 429, 503])
+def test_an_answer_of_a_proxy_is_named_as_such(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    with running_proxy() as proxy:
+        proxy.status = status
+        monkeypatch.setenv("STAGESCOPE_PROXY", proxy.url)
+        link = HttpLink("http://head.test:8700", "right")
+        assert f"http://head.test:8700 through the proxy {proxy.url}" in link.address
+        with pytest.raises(Unreachable, match=f"through the proxy {proxy.url}"):
+            link.record(SENDER, [], {}).result(10)
+        link.close()
+        # The same without a word of ours: a gateway that nobody mentioned.
+        monkeypatch.delenv("STAGESCOPE_PROXY")
+        link = HttpLink(proxy.url, "right")
+        with pytest.raises(Unreachable, match="via: 1"):
+            link.record(SENDER, [], {}).result(10)
+        link.close()
+
+
+def test_a_gateway_that_refuses_a_body_s_size_gets_smaller_ones() -> None:
+    with running_proxy() as proxy:
+        proxy.status = 413
+        link = HttpLink(proxy.url, "right")
+        with pytest.raises(StagescopeError) as caught:
+            link.record(SENDER, [], {}).result(10)
+        link.close()
+    assert sender._is_refusal(caught.value)
+    assert "from a proxy" in str(caught.value)
 
 
 def test_nobody_there_is_unreachable() -> None:

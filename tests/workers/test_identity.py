@@ -94,6 +94,15 @@ def test_best_round_trip_gives_the_clock_and_old_ones_do_not() -> None:
     assert clock.best(1000.0) is None
 
 
+def test_after_a_clock_was_set_earlier_round_trips_do_not_count() -> None:
+    clock = Clock()
+    clock.add(sent=200.0, duration=0.2, service=205.1, mono=2.0)
+    clock.add(sent=300.0, duration=4.0, service=305.1, mono=3.0)  # slow, and it agrees
+    assert clock.best(3.0) == pytest.approx((5.0, 0.1))
+    clock.add(sent=400.0, duration=4.0, service=7605.1, mono=4.0)
+    assert clock.best(4.0) == pytest.approx((7203.1, 2.0))
+
+
 def test_finish_without_ray_closes_the_probes_of_the_process() -> None:
     program = """
 import time

@@ -186,6 +186,53 @@ def test_own_payload_is_received_before_the_service_is_asked(
     wait_for(lambda: feed.take(1))
 
 
+def waiting(feed: MetricsFeed) -> threading.Thread:
+    thread = threading.Thread(target=feed.wait, args=(600.0,), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_end_waits_for_no_step_that_cannot_be_measured(
+    make_probe: MakeProbe, make_feed: MakeFeed, api: FakeApi, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    feed = make_feed(probe)
+    with probe.stage(LOG_PROB, step=1) as stage:
+        stage.record(rewards=[1.0])
+    feed.want(1)
+    wait_for(lambda: coordinator.events)
+    thread = waiting(feed)
+    # The service has no numbers of the step, but has not received all of it either.
+    thread.join(0.2)
+    assert thread.is_alive()
+    coordinator.settle({3: "ingested"})
+    thread.join(60.0)
+    assert not thread.is_alive()
+    assert feed.take(1) == {}
+    # Another process may still hand over the other stream.
+    api.answers[1] = answer(0.5)
+    wait_for(lambda: feed.take(1))
+
+
+def test_the_end_waits_for_a_step_of_which_more_was_recorded(
+    make_feed: MakeFeed, api: FakeApi
+) -> None:
+    feed = make_feed()
+    feed.want(1)
+    feed.wait(60.0)
+    api.hangs = True
+    feed.want(1)
+    wait_for(lambda: api.hanging)
+    thread = waiting(feed)
+    thread.join(0.2)
+    assert thread.is_alive()
+    api.hangs = False
+    for each in api.hanging:
+        each.set_result(answer(0.5))
+    thread.join(60.0)
+    assert not thread.is_alive()
+
+
 def test_wanting_again_requests_again(make_feed: MakeFeed, api: FakeApi) -> None:
     api.answers[1] = answer(0.5)
     feed = make_feed()

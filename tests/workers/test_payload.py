@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.policy_versions import encode_versions, is_numbered, text_versions
 from stagescope_workers.payload import host_tensor, owned_tensor, strings_from
 
 DTYPES = [
@@ -53,6 +54,73 @@ def test_non_contiguous_tensor_keeps_its_values(dtype: torch.dtype) -> None:
         reference = view.contiguous()
         bits = reference.view(torch.int16).numpy().view(np.uint16) if tag == "bfloat16" else None
         np.testing.assert_array_equal(buffer, reference.numpy() if bits is None else bits)
+
+
+ORDERED = {"41": "step-41", "42": "step-42"}
+
+
+@pytest.mark.parametrize(
+    ("value", "shape", "codes", "names"),
+    [
+        (["41", "42", "41"], (3,), [41, 42, 41], {}),
+        (["-1", 41, "+2"], (3,), [-1, 41, 2], {}),
+        (["step-41", "step-42", "step-41"], (3,), [41, 42, 41], ORDERED),
+        (np.array(["step-42", "step-41"]), (2,), [42, 41], {"42": "step-42", "41": "step-41"}),
+        (np.array(["step-41", "step-42"], object), (2,), [41, 42], ORDERED),
+        (np.array([["step-41"] * 2, ["step-42"] * 2]), (2, 2), [41, 41, 42, 42], ORDERED),
+        ((["step-41", "step-42"], ["step-42"], []), (3,), [41, 42, 42], ORDERED),
+        ([np.array(["step-41"]), np.array(["step-42"])], (2,), [41, 42], ORDERED),
+    ],
+    ids=str,
+)
+def test_versions_that_are_texts_are_the_numbers_in_them(
+    value: object, shape: tuple[int, ...], codes: list[int], names: dict[str, str]
+) -> None:
+    found = text_versions(value)
+    assert found is not None
+    (tag, found_shape, buffer, offsets), found_names = found
+    assert (tag, found_shape, buffer.reshape(-1).tolist()) == ("int64", shape, codes)
+    assert [*found_names.items()] == [*names.items()]
+    if isinstance(value, list | tuple) and not isinstance(value[0], str | int):
+        assert offsets is not None
+        assert np.diff(offsets).tolist() == [len(row) for row in value]
+    else:
+        assert offsets is None
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["default"],
+        ["default", "step-1"],
+        ["a3f9", "b7c2"],  # a hash has no number
+        ["lora-a-1", "lora-b-2"],
+        ["2026-11-27", "2026-11-28"],
+        ["1.0", "2.0"],
+        ["9" * 30, "8"],
+        ["", "v1"],
+        ["\ud800", "\0", "é" * 500],
+    ],
+    ids=str,
+)
+def test_other_texts_are_the_same_in_every_process_and_have_no_number(texts: list[str]) -> None:
+    codes, names = encode_versions(texts)
+    assert len(set(codes)) == len(texts)
+    assert not any(map(is_numbered, codes))
+    assert [*names] == [str(code) for code in codes]  # in the order of their appearance
+    assert all(len(name) <= 100 and name.isprintable() for name in names.values())
+    again, _ = encode_versions([*reversed(texts), *texts])
+    assert again == [*reversed(codes), *codes]
+
+
+def test_what_is_no_version_among_texts_is_refused() -> None:
+    for wrong in ([None, "a"], ["a", 1.5], ["a", ["b"]], [["a"], None]):
+        with pytest.raises(InvalidTensor, match="versions has"):
+            text_versions(wrong)
+    with pytest.raises(InvalidTensor, match="at most 1000"):
+        text_versions([f"{row}.{row}" for row in range(1001)])
+    for numbers in ([1, 2], np.array([1]), [[1], [2]], [], None, torch.tensor([3]), 5, "step-3"):
+        assert text_versions(numbers) is None
 
 
 def test_requires_grad_and_inference_tensors_are_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import pickle
@@ -17,9 +18,12 @@ import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
+from stagescope.wire import names
 from stagescope.wire.errors import InvalidInput, InvalidTensor
+from stagescope_workers.integrations import configuration, registry
 from stagescope_workers.probe import handshake, identity, lifecycle
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import error_fields
 from stagescope_workers.transport.link import ServiceLink
 
 MakeProbe = Callable[..., Probe]
@@ -66,6 +70,46 @@ def test_stage_is_reported_completely(make_probe: MakeProbe, coordinator: FakeCo
     np.testing.assert_array_equal(payload["tensors"]["rollout_log_probs"][2], np.ones((2, 3)))
     [sender] = {(s.run, s.attempt_key, s.role, s.rank) for s in coordinator.senders}
     assert sender == ("test-run", "attempt-a", "critic", 3)
+
+
+class Stopped(KeyboardInterrupt):
+    """A trainer's own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (KeyboardInterrupt(), True),
+        (Stopped(), True),
+        (asyncio.CancelledError(), True),
+        (SystemExit(), True),
+        (SystemExit(0), True),
+        (SystemExit(1), None),
+        (SystemExit("no data"), None),
+        (ValueError("no"), None),
+    ],
+)
+def test_an_exception_that_stops_the_training_is_told_from_one_that_fails(
+    error: BaseException, expected: bool | None
+) -> None:
+    assert error_fields(error).get("interrupted") is expected
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_a_process_that_knows_of_no_other_rank_says_so(
+    make_probe: MakeProbe,
+    coordinator: FakeCoordinator,
+    rank: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    make_probe(rank=rank)
+    wait_for(lambda: coordinator.of_kind("hello"))
+    [hello] = coordinator.of_kind("hello")
+    assert hello.fields.get("single") == (True if rank is None else None)
+    assert hello.fields["launch"] == "Slurm job 7, restart 0"
 
 
 def test_hello_comes_first_and_says_who(
@@ -163,6 +207,7 @@ def test_exit_of_the_process_is_an_end_too(
     with pytest.raises(KeyboardInterrupt), probe.stage("s", step=1):
         raise KeyboardInterrupt
     assert ends(coordinator)[0]["error_type"] == "KeyboardInterrupt"
+    assert ends(coordinator)[0]["interrupted"] is True
 
 
 BAD_CALLS: dict[str, Callable[[Probe], object]] = {
@@ -293,12 +338,12 @@ def test_finish_is_false_where_init_was_refused(
 
     monkeypatch.setattr(lifecycle, "_drain_all", drain)
     monkeypatch.setattr(lifecycle, "_refused", {})
-    refused = lifecycle.init("my run")
+    refused = lifecycle.init("mine", watchdog=-1)
     assert "inert" in repr(refused)
     assert lifecycle.finish(0.1) is False
     assert len(drained) == 1
     assert "init was refused here" in caplog.text
-    assert "my run" in caplog.text
+    assert "watchdog is -1" in caplog.text
     lifecycle.init("mine", role="critic").close(timeout=0)
     assert lifecycle.finish(0.1) is False  # the actor is refused still
     lifecycle.init("mine").close(timeout=0)
@@ -451,16 +496,49 @@ def test_refused_init_gives_a_probe_that_does_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "_refused", {})  # else `finish` of later tests is False
-    probe = lifecycle.init("no such/name")
+    probe = lifecycle.init("name", rank=-1)
     with probe.stage("s", step=1) as stage:
         stage.record(rewards=[1.0])
         stage.log(loss=1)
     probe.log(step=1, loss=1.0)
     probe.end_step(1)
     assert not probe.close(5.0)
-    assert "run name" in caplog.text
-    with pytest.raises(InvalidInput):
+    assert "rank is -1" in caplog.text
+    with pytest.raises(InvalidInput, match="run name"):
         lifecycle.init("no such/name", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("qwen3/grpo", "qwen3-grpo"),
+        ("  my run 1 ", "my-run-1"),
+        ("qwen3-测试", "qwen3-214316dd"),
+        ("..", "run"),
+        ("-valid.", "-valid."),
+        ("x" * 101, None),
+    ],
+)
+def test_a_name_of_a_run_is_normalised_with_one_warning(
+    given: str,
+    name: str | None,
+    make_probe: MakeProbe,
+    coordinator: FakeCoordinator,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(names, "_warned_runs", set())
+    probes = [make_probe(run=given, rank=rank) for rank in (0, 1)]
+    wait_for(lambda: len(coordinator.of_kind("hello")) == 2)
+    expected = names.normal_run_name(given) if name is None else name
+    assert {probe.run for probe in probes} == {sender.run for sender in coordinator.senders}
+    assert probes[0].run == expected
+    assert len(expected) <= 100
+    warned = [each for each in caplog.records if each.name == "stagescope.names"]
+    assert len(warned) == (0 if given == expected else 1)
+    monkeypatch.setenv("STAGESCOPE_RUN", given)
+    assert configuration.named_run("another", fallback="run") == expected
+    assert registry.environment({}, run=names.run_name(given))["STAGESCOPE_RUN"] == expected
 
 
 def test_stage_without_a_service_costs_next_to_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,22 @@ def test_local_plan_captures_its_step_without_a_service(
     assert "test-run/attempt-a/step_2/actor_update" in done["path"]
     [end] = [event for event in late.of_kind("end") if event.fields["step"] == 2]
     assert late.of_kind("dump")[1].seq > end.seq  # the dump's writing is not the stage's time
+
+
+def test_ranks_without_a_key_dump_into_one_tree(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    coordinator.attempt_key = "unkeyed"
+    for rank in (0, 1):
+        probe = make_probe(attempt_key=None, rank=rank, plan=capture_plan(tmp_path))
+        assert probe._sender is not None
+        wait_for(functools.partial(getattr, probe._sender, "is_connected"))
+        run(probe, 2)
+    found = dumps(coordinator, 4)
+    paths = {Path(each["path"]) for each in found if each["state"] == "complete"}
+    [tree] = {path.relative_to(tmp_path).parts[:4] for path in paths}
+    assert tree == ("test-run", "unkeyed", "step_2", "actor_update")
+    assert {each["path"] for each in found} == {str(path) for path in paths}
 
 
 def test_stage_that_raises_under_capture_continues_raising(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypedDict, cast
+from typing import Final, TypedDict, cast
 
 from stagescope.wire.errors import NotFound
 from stagescope_workers.probe.options import index
@@ -32,11 +33,18 @@ _NONFINITE: Final = frozenset({"nan", "inf", "-inf"})
 _STILL_COMING: Final = frozenset({"open", "not begun"})
 
 
-class _Request(NamedTuple):
-    """A call of `want`: its number, and how many samples a complete answer has."""
+@dataclasses.dataclass(slots=True, eq=False)
+class _Request:
+    """A call of `want`.
 
-    number: int
+    Attributes:
+        rows: How many samples a complete answer has.
+        is_unmeasured: Whether the service received all that this process recorded of the step, and
+            has no numbers of it.
+    """
+
     rows: int
+    is_unmeasured: bool = False
 
 
 class _Coverage(TypedDict):
@@ -79,7 +87,6 @@ class MetricsFeed:
         self._pid = os.getpid()
         self._condition = threading.Condition()
         self._requests: dict[int, _Request] = {}  # by step, the newest last
-        self._calls = 0
         self._arrived: collections.OrderedDict[int, Mapping[str, float]] = collections.OrderedDict()
         # In bypass mode a tenth of a second is left between the last rows and the log of the step.
         self._backoff = Backoff(first=0.02, maximum=_MAX_BACKOFF)
@@ -114,9 +121,8 @@ class MetricsFeed:
 
     def _request(self, step: int, rows: int) -> None:
         with self._condition:
-            self._calls += 1
             self._requests.pop(step, None)
-            self._requests[step] = _Request(self._calls, rows)
+            self._requests[step] = _Request(rows)
             self._arrived.pop(step, None)
             while len(self._requests) > KEPT_STEPS:
                 del self._requests[next(iter(self._requests))]
@@ -143,13 +149,18 @@ class MetricsFeed:
     def wait(self, timeout: float) -> None:
         """Wait until every requested step has arrived: for the end of a training alone.
 
-        It returns at once where no service is connected.
+        It does not wait for a step that cannot be measured, nor where no service is connected.
         """
         if os.getpid() != self._pid:
             return
         with self._condition:
             self._condition.wait_for(
-                lambda: not self._requests or self._is_over or self._probe.service is None, timeout
+                lambda: (
+                    all(request.is_unmeasured for request in self._requests.values())
+                    or self._is_over
+                    or self._probe.service is None
+                ),
+                timeout,
             )
 
     def close(self) -> None:
@@ -199,6 +210,7 @@ class MetricsFeed:
             try:
                 answer = self._fetch(link, step)
             except NotFound:
+                self._note_unmeasured(request)
                 continue
             if answer is not None and _covers_all(answer, request.rows):
                 self._keep(step, request, _numbers(answer["metrics"]))
@@ -219,9 +231,15 @@ class MetricsFeed:
             self._condition.wait_for(lambda: future.done() or self._closed)
         return cast("_StepMetrics", future.result()) if future.done() else None
 
+    def _note_unmeasured(self, request: _Request) -> None:
+        # Another process may still hand over the other stream: the step is requested again.
+        with self._condition:
+            request.is_unmeasured = True
+            self._condition.notify_all()
+
     def _keep(self, step: int, request: _Request, numbers: Mapping[str, float]) -> None:
         with self._condition:
-            if self._requests.get(step) != request:
+            if self._requests.get(step) is not request:
                 return  # more of the step was recorded since
             del self._requests[step]
             self._arrived[step] = numbers

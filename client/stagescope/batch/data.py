@@ -58,6 +58,8 @@ class BatchPart:
         own: tensors whose values are not the batch's: of a later pass over the same rows, without
             rows (a loss), or in disagreement.
         numbers: scalars by name.
+        lengths: row lengths of tensors in `own` that were recorded ragged, int64 [rows].
+        about: `policy_version`, `data_rank` and `layout` of the rank, as far as they are known.
     """
 
     stage: str
@@ -69,6 +71,8 @@ class BatchPart:
     widths: Mapping[str, int] = dataclasses.field(default_factory=dict)
     own: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    lengths: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    about: JsonObject = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         who = "" if self.rank is None else f" {self.role or 'rank'} {self.rank}"
@@ -204,6 +208,10 @@ class BatchData:
         return dataclasses.replace(
             rows,
             tensors={n: t for n, t in {**tensors, **own}.items() if n not in others},
+            lengths={
+                **{n: each for n, each in rows.lengths.items() if n not in own},
+                **part.lengths,
+            },
             others=others,
             numbers=part.numbers,
             source={**self.source, **where},
@@ -248,6 +256,12 @@ def check_rows(batch: T) -> T:
         if len(texts) != batch.rows:
             raise InvalidInput(f"{name} has {len(texts)} texts", expected=f"{batch.rows}")
     for part in batch.parts:
+        for name, lengths in part.lengths.items():
+            if name not in part.own or lengths.shape != part.rows.shape:
+                raise InvalidInput(
+                    f"lengths of {name} of {part} are {lengths.shape}",
+                    expected=f"{part.rows.shape}",
+                )
         if part.rows.size and not 0 <= part.rows.min() <= part.rows.max() < batch.rows:
             raise InvalidInput(f"{part} has rows beyond the batch's", expected=f"0-{batch.rows}")
     return batch

@@ -171,6 +171,8 @@ def _describe_part(part: BatchPart) -> dict[str, Json]:
         "names": list(part.names),
         "widths": dict(part.widths),
         "numbers": dict(part.numbers),
+        "lengths": {name: lengths.tolist() for name, lengths in part.lengths.items()},
+        "about": dict(part.about),
     }
 
 
@@ -247,6 +249,11 @@ def _part(rows: Tensor, metadata: JsonObject, own: Mapping[str, Tensor]) -> Batc
         widths={str(name): int(width) for name, width in metadata["widths"].items()},
         own=own,
         numbers={name: _number(value) for name, value in metadata["numbers"].items()},
+        lengths={
+            str(name): np.array([*map(int, lengths)], np.int64)
+            for name, lengths in metadata.get("lengths", {}).items()
+        },
+        about=_object(metadata.get("about", {})),
     )
 
 

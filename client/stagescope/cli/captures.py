@@ -8,6 +8,7 @@ from typing import Final
 import click
 
 from stagescope.answers import Record
+from stagescope.capture_requests import UNKNOWN_SECONDS
 from stagescope.cli.common import (
     LIMIT,
     RUN,
@@ -41,11 +42,12 @@ def captures(session: Session, run: str | None, limit: int) -> Table:
 _WITHDRAWN: Final = ("capture_id", "run", "state", "stages", "steps", "ranks", "by")
 _WAIT: Final = click.option(
     "--wait", is_flag=True,
-    help="Show the progress until the capture has ended, also of a run that has yet to report.",
+    help="Show the progress until the capture has ended, or nobody that it asks has reported for "
+    "a minute.",
 )  # fmt: skip
 _WAIT_SECONDS: Final = click.option(
     "--wait-seconds", type=FiniteFloat(min=0), metavar="SECONDS",
-    help="--wait for so long at most [default: without limit].",
+    help="--wait for so long at most, also for a run that has yet to report.",
 )  # fmt: skip
 
 
@@ -124,7 +126,19 @@ def _wait_for(session: Session, capture_id: str, timeout: float | None) -> Captu
         seen.update(new)
         click.echo("\n".join(new), err=True)
 
-    final = session.wait_for(capture_id, timeout=timeout, told=print_new_lines)
+    try:
+        final = session.wait_for(capture_id, timeout=timeout, told=print_new_lines)
+    except KeyboardInterrupt:
+        stays = f"the request stays: `stagescope remove-capture {capture_id}` withdraws it"
+        click.echo(f"\n{stays}", err=True)
+        raise
+    if final.is_unknown and timeout is None and not final.ended:
+        text = (
+            f"nobody that it asks has reported for {UNKNOWN_SECONDS:g} s; the request stays. "
+            f"`stagescope progress {capture_id} --wait-seconds N` waits longer, "
+            f"`stagescope remove-capture {capture_id}` withdraws it"
+        )
+        click.echo(printable(text), err=True)
     if final["state"] != "complete":
         # So that a script can detect it.
         click.get_current_context().meta["stagescope.exit_code"] = 1

@@ -19,6 +19,7 @@ from stagescope.session import Session, StepName, attach
 from stagescope.step import Step
 from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
+from stagescope.versions import install_command
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.nonfinite import Json
 
@@ -85,12 +86,12 @@ class CommandGroup(click.Group):
                 rest.pop(name, None)
         self._write(ctx, formatter, "More", [*rest])
         missing = [
-            (f"stagescope[{extra}]", text)
+            (extra, text)
             for extra, (module, text) in EXTRAS.items()
             if importlib.util.find_spec(module) is None
         ]
         if missing:
-            with formatter.section("Not installed here (pip install 'stagescope[NAME,...]')"):
+            with formatter.section(f"Not installed here ({install_command('NAME')})"):
                 formatter.write_dl(missing)
 
     def _write(
@@ -128,7 +129,7 @@ def _stub(name: str, problem: StagescopeError) -> click.Command:
         raise problem
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    text = "(not installed: pip install 'stagescope[service]')"
+    text = f"(not installed: {install_command('service')})"
     return click.Command(
         name, callback=refuse, help=text, context_settings=settings, add_help_option=False
     )

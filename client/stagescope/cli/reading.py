@@ -116,7 +116,9 @@ def metrics(step: Step, only: str | None, **filters: OptionValue) -> Metrics:
     ROLE,
     RANK,
     click.option(
-        "--by", type=click.Choice(["round", "turn", "staleness"]), help="Rows [default: round]."
+        "--by",
+        type=click.Choice(["round", "turn", "staleness"]),
+        help="Rows [default: turn where turn_ids are recorded, else round].",
     ),
     LIMIT,
 )

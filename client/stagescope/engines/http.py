@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,8 @@ from typing import Final, TypeVar
 
 import httpx
 
-from stagescope.discovery import check_url, is_loopback, read_token
+from stagescope import proxies
+from stagescope.discovery import check_url, read_token
 from stagescope.wire.errors import EngineError, InvalidInput
 from stagescope.wire.nonfinite import Json, JsonObject
 
@@ -66,13 +66,10 @@ class EngineHttp:
         self.url = engine_url(url)
         self.timeout = timeout
         self._key = key
-        # A cluster's images often set HTTP_PROXY, and a proxy cannot reach this host's loopback.
-        is_local = is_loopback(self.url)
-        is_plain = self.url.startswith("http:")
         self._client = httpx.Client(
             headers={"authorization": f"Bearer {key}"} if key else {},
-            trust_env=not is_local,
-            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain else True,
+            transport=proxies.transport(self.url),
+            trust_env=False,
             follow_redirects=False,
             timeout=timeout,
         )
@@ -142,21 +139,22 @@ class EngineHttp:
         except httpx.HTTPError as error:
             # The text names hosts and errno only: it contains no header, hence no key.
             reason = str(error) or type(error).__name__
+            hint = proxies.unused_proxy(self.url)
             raise EngineError(
-                f"the engine at {self.url} cannot be reached: {reason}",
-                advice="is it running, and is this its address?",
+                f"the engine at {self.url} cannot be reached{proxies.way_to(self.url)}: {reason}",
+                advice="is it running, and is this its address?" + (f"; {hint}" if hint else ""),
             ) from error
 
     def _json(self, status: int, content: bytes, path: str) -> Json:
         if status in (401, 403):
             raise EngineError(
-                f"the engine at {self.url} answered {status} to {path}",
+                f"the engine at {self.url} answered {status} to {path}{proxies.way_to(self.url)}",
                 expected="its key",
                 advice=f"give it in a file ({KEY_FILE_VARIABLE}, --key-file) or as {KEY_VARIABLE}",
             )
         if not 200 <= status < 300:
-            raise EngineError(f"the engine at {self.url} answered {status} to {path}: "
-                              f"{self.shown(content)}")  # fmt: skip
+            raise EngineError(f"the engine at {self.url} answered {status} to {path}"
+                              f"{proxies.way_to(self.url)}: {self.shown(content)}")  # fmt: skip
         try:
             return json.loads(content)
         except ValueError as error:

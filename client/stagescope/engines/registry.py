@@ -18,8 +18,8 @@ import httpx
 from stagescope.engines.base import EngineInfo
 from stagescope.engines.http import engine_url
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.names import normal_run_name
 from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import check_run_name
 
 AREAL_VARIABLE: Final = "AREAL_LLM_SERVER_ADDRS"
 ENGINE_FIELDS: Final[Mapping[str, str]] = {
@@ -62,7 +62,7 @@ def check_engine(fields: JsonObject) -> dict[str, Json]:
             raise InvalidInput(f"{field} is {value!r:.100}", expected=f"a text up to {_TEXT}")
         found[field] = value or None
     if found["run"] is not None:
-        check_run_name(found["run"])
+        found["run"] = normal_run_name(found["run"])
     name = fields.get("name")
     found["name"] = engine_name(url) if name is None else check_name(name)
     settings = fields.get("settings")

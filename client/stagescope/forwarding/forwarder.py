@@ -307,7 +307,7 @@ def _failures_of_tracker() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any client's own kind
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        lines = [line.strip() for line in str(error).split("\n") if line.strip()]
         text = printable(_PASSWORD.sub("//...@", lines[0] if lines else ""))
         raise _TrackerFailed(f"{type(error).__name__}: {text:.300}".rstrip(": ")) from error
 

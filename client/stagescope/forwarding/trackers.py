@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from stagescope.forwarding.records import FindingRecord, StepRecord
+from stagescope.versions import install_command
 from stagescope.wire.errors import InvalidInput, MissingExtra
 
 _OWN_FILE: Final = ".stagescope"
@@ -81,7 +82,7 @@ def installed(what: str, extra: str) -> Iterator[None]:
     except ImportError as error:
         raise MissingExtra(
             f"forwarding to {what} needs {error.name or what}, which is not installed",
-            advice=f"pip install 'stagescope[{extra}]'",
+            advice=install_command(extra),
         ) from error
 
 
@@ -129,8 +130,8 @@ class TensorBoard(Tracker):
     def alert(self, findings: Sequence[FindingRecord]) -> None:
         """Write each finding as text."""
         for finding in findings:
-            text = f"**{finding.severity}** {finding.title}\n\n" + "\n\n".join(
-                finding.text.splitlines()
+            text = f"**{finding.severity}** {finding.title}\n\n" + finding.text.replace(
+                "\n", "\n\n"
             )
             value = self._text_value(f"findings/{finding.kind}/{finding.finding_id[:8]}", text)
             self._add(finding.step or 0, finding.wall, [value])

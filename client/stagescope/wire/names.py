@@ -1,4 +1,4 @@
-"""Names of tensors, stages, runs, fields and settings: misspelt ones, and as names of files.
+"""Names of tensors, stages, runs, fields and settings: misspelt and normalised ones.
 
 Any tensor name may be recorded and is kept. But statistics read only the names of the schema:
 `rollout_logprobs` would silently leave a step without numbers.
@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
-from stagescope.wire.schema import PAYLOAD_STRINGS, PAYLOAD_TENSORS, STREAM_TENSORS
+from stagescope.wire.errors import InvalidInput
+from stagescope.wire.schema import (
+    PAYLOAD_STRINGS,
+    PAYLOAD_TENSORS,
+    STREAM_TENSORS,
+    check_run_name,
+)
+
+_log = logging.getLogger("stagescope.names")
 
 KNOWN: Final = frozenset(
     {*STREAM_TENSORS.values(), "ref_log_prob", *PAYLOAD_TENSORS, *PAYLOAD_STRINGS}
@@ -33,6 +43,11 @@ _TOKEN_IDS: Final = frozenset({"responses", "tokens", "prompts"})
 _STREAM_ALIASES: Final = {f"{stream}_log_probs": name for stream, name in STREAM_TENSORS.items()}
 """Stream's name with `_log_probs` -> tensor name: `current_log_probs` -> `log_probs`."""
 
+_OTHER_NAMES: Final = {
+    "weight_version": "versions", "weight_versions": "versions", "policy_versions": "versions",
+}  # fmt: skip
+"""Names that engines and trainers use -> tensor name."""
+
 
 @functools.lru_cache(maxsize=4096)
 def closest(name: str) -> str | None:
@@ -44,7 +59,8 @@ def closest(name: str) -> str | None:
     if name in KNOWN or "/" in name or not name:
         return None
     written = _LOG_PROBS.sub("log_probs", name.lower().replace("-", "_"))
-    found = _STREAM_ALIASES.get(written) or (written if written in KNOWN else None)
+    found = _STREAM_ALIASES.get(written) or _OTHER_NAMES.get(written)
+    found = found or (written if written in KNOWN else None)
     if found is None:
         match = difflib.get_close_matches(
             written, [*sorted(KNOWN), *_STREAM_ALIASES], n=1, cutoff=_MIN_SIMILARITY
@@ -173,3 +189,75 @@ def safe_name(name: str) -> str:
     cleaned = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150]
     # A component of dots alone would lead out of its directory.
     return cleaned if cleaned.strip(".") else "_" * max(len(cleaned), 1)
+
+
+_NOT_IN_RUN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
+_MAX_RUN_NAME: Final = 100
+_warned_runs: set[str] = set()
+
+
+def normal_run_name(given: object, *, fallback: str = "run") -> str:
+    """Return a text as a valid name of a run: `qwen3/grpo` is `qwen3-grpo`.
+
+    A valid name stays as it is. One that is too long, or has letters that are not ASCII, gets a
+    checksum, so that two of them differ.
+
+    Args:
+        given: the text.
+        fallback: where nothing of it is left.
+
+    Raises:
+        InvalidInput: it is no text.
+    """
+    try:
+        return check_run_name(given)
+    except InvalidInput:
+        if not isinstance(given, str):
+            raise
+    valid = _NOT_IN_RUN_NAMES.sub("-", given).strip(".-") or fallback
+    if given.isascii() and len(valid) <= _MAX_RUN_NAME:
+        return valid
+    checksum = hashlib.sha256(given.encode(errors="backslashreplace")).hexdigest()[:8]
+    return f"{valid[: _MAX_RUN_NAME - 9]}-{checksum}"
+
+
+def run_name(given: object, *, fallback: str = "run") -> str:
+    """Return `normal_run_name` of a text; a process logs once for each name that it changes."""
+    name = normal_run_name(given, fallback=fallback)
+    if name != given and name not in _warned_runs:
+        _warned_runs.add(name)
+        _log.warning(
+            "the run %.200r is reported as %s: a run's name is 1 to 100 of A-Z a-z 0-9 . _ -",
+            given,
+            name,
+        )
+    return name
+
+
+MAX_ID: Final = 500
+"""Characters of a stored id: it fits into an index of each database."""
+_DIGEST: Final = 16
+
+
+def storable_text(text: str, most: int = 4000) -> str:
+    """Return a text that each database stores: no lone surrogates, no NUL, at most `most` long."""
+    text = text[:most]
+    if text.isprintable():
+        return text
+    return text.encode("utf-8", "replace").decode().replace("\0", "?")
+
+
+def storable_id(value: object) -> str:
+    """Return an id as a text that each database stores and indexes; other ids stay other ids.
+
+    Lone surrogates and NULs are written as escapes. An id of more than `MAX_ID` characters is its
+    beginning and a hash.
+    """
+    text = str(value)
+    if len(text) <= MAX_ID and text.isprintable():
+        return text
+    clean = text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+    if len(clean) <= MAX_ID:
+        return clean
+    digest = hashlib.blake2b(clean.encode(), digest_size=_DIGEST).hexdigest()
+    return f"{clean[: MAX_ID - len(digest) - 1]}~{digest}"

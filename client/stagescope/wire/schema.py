@@ -37,13 +37,15 @@ SCHEMA: Final = 1
 # --- kinds of events, with the fields of each -----------------------------------------------
 HELLO: Final = "hello"
 """world_size, data_rank, layout {LAYOUT_COLUMNS: value}, fingerprint {...}, settings {...},
-resumed_from_step, pid, watchdog (path of the file that `stagescope.wire.stacks` describes). Unknown
-is absent."""
+resumed_from_step, pid, watchdog (path of the file that `stagescope.wire.stacks` describes), launch
+(a text that each start of its launcher has of its own), single (True: the process knows of no other
+rank of its role). Unknown is absent."""
 BEGIN: Final = "begin"
 """work fields (WORK_FIELDS), device_time."""
 END: Final = "end"
 """work fields, begin_seq (the seq of the matching BEGIN, since a part may be repeated), begin_wall,
-begin_mono, status 'ok' | 'failed', error_type, error_message, scalars {name: float}, payload
+begin_mono, status 'ok' | 'failed', error_type, error_message, interrupted (True where the exception
+means that somebody stopped the training), scalars {name: float}, payload
 (PAYLOAD_FIELDS) or None, payload_dropped {reason, bytes, tensors} if the process had to drop the
 payload, device_seconds."""
 LOG: Final = "log"
@@ -51,15 +53,16 @@ LOG: Final = "log"
 END_STEP: Final = "end_step"
 """step."""
 FINISH: Final = "finish"
-"""The process leaves; it has sent everything that it announced."""
+"""The process leaves; it has sent everything that it announced. error_type, error_message,
+interrupted of the exception that ends it."""
 DROPPED: Final = "dropped"
 """what 'event' | 'payload' | 'scalar', count, bytes, reason, and, if known, work fields."""
 REFUSED: Final = "refused"
 """A call with bad input in the training process: what, message, severity, work fields."""
 DUMP: Final = "dump"
-"""work fields, capture_id, path, state 'estimated' | 'armed' | 'complete' | 'truncated' |
-'failed' | 'missed' | 'skipped', bytes, files, seconds, error, task, level, overrides [str],
-estimate {...}."""
+"""work fields, capture_id, path, state 'estimated' | 'armed' | 'complete' | 'empty' (of an import:
+without a call) | 'truncated' | 'failed' | 'missed' | 'skipped', bytes, files, seconds, error, task,
+level, overrides [str], estimate {...}."""
 STACKS: Final = "stacks"
 """work fields of the stage that the training thread is in, request_id (with `Sender.incarnation` it
 identifies the answer), source 'probe' | 'watchdog', threads [{name, ident, is_training, stack}],
@@ -125,13 +128,17 @@ PAIRS: Final = (("old", "rollout"), ("current", "rollout"), ("old", "recomputed"
 """(p, q) streams of the statistics of a payload, in order of preference: the mismatch comes from
 the first available pair, the noise floor from ('old', 'recomputed')."""
 
+UPDATE_PAIR: Final = ("current", "old")
+"""(p, q) streams of the first mini-batch of an update, before which no update lies between them."""
+
 PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "response_mask": "1 = model token, 0 = environment or padding; required with two streams",
     "responses": "token ids, as wide as the mask",
     "positions": "position of each token in its sample (context-parallel parts, zigzag)",
     "round_ids": "round of each token, where the mask alone cannot tell it (split samples)",
     "turn_ids": "true turn of each token",
-    "versions": "policy version of each token ([rows, tokens]) or sample ([rows])",
+    "versions": "policy version of each token ([rows, tokens]) or sample ([rows]); texts are sent "
+    "as `policy_versions` says",
     "token_offset": "[rows] position of a row's first token in its sample",
     "round_offset": "[rows] round of a row's first run in its sample",
     "rewards": "[rows] or as wide as the mask",

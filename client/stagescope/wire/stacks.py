@@ -102,7 +102,7 @@ def parse_watchdog(text: str) -> dict[str, Json] | None:
     names: JsonObject = header.get("threads") or {}
     training = header.get("training") or []
     threads: list[dict[str, Json]] = []
-    for line in dumped.splitlines():
+    for line in dumped.split("\n"):
         if found := _THREAD.match(line):
             ident = int(found[1], 16)
             threads.append(

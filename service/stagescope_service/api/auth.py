@@ -124,6 +124,8 @@ class Guard:
         if scope["path"].startswith(f"{PREFIX}/"):
             # Not in a copy: a server that stops looks for the path of `/stream` in its own scope.
             scope["path"] = scope["path"].removeprefix(PREFIX)
+        if self.access is not None:
+            await self.access.look()
         try:
             scope.setdefault("state", {})["caller"] = self.check(scope)
         except StagescopeError as error:

@@ -25,7 +25,11 @@ from stagescope_service.api.models.comparisons import COMPARISON_RESPONSE
 from stagescope_service.api.requests import Answer, PageOf, pattern, read_body
 from stagescope_service.api.target import Target
 from stagescope_service.compare.comparison import compare
-from stagescope_service.compare.fingerprints import AttemptFingerprint, fingerprint_differences
+from stagescope_service.compare.fingerprints import (
+    AttemptFingerprint,
+    fingerprint_differences,
+    not_compared,
+)
 from stagescope_service.compare.report import as_json
 from stagescope_service.compare.report.html import as_html
 from stagescope_service.compare.results import DumpComparison
@@ -114,9 +118,11 @@ async def page(
 def diff(deps: Deps, a: _AttemptText, b: _AttemptText, page: PageOf) -> Answer:
     """List what differs between two attempts or runs, what decides numbers first.
 
-    Compared are their fingerprints (git, configuration, packages, drivers, environment without
-    secrets) and where each rank ran. `weight` is what a difference may mean: other `numbers`,
-    another `place`, or only another `start`. `unknown` names the sides without a fingerprint.
+    Compared are their fingerprints (git, hashes of the script and of loaded modules outside of
+    installed packages, configuration, packages, drivers, environment without secrets) and where
+    each rank ran. `weight` is what a difference may mean: other `numbers`, another `place`, or only
+    another `start`. `unknown` names the sides without a fingerprint, `note` says what could not be
+    compared.
     """
     differences = attempt_differences(deps, _find_attempt(deps, a), _find_attempt(deps, b))
     return Answer({**differences.heading, **page.cut(differences.rows)})
@@ -179,6 +185,7 @@ def attempt_differences(deps: Dependencies, a: Target, b: Target) -> AttemptDiff
         "b": _attempt_heading(b),
         "counts": dict(Counter(each.weight for each in differences)),
         "unknown": [name for name, each in fingerprints.items() if not each.fingerprint],
+        "note": "; ".join(not_compared(fingerprints["a"], fingerprints["b"])) or None,
     }
     return AttemptDifferences(heading, [each._asdict() for each in differences])
 

@@ -1,4 +1,4 @@
-"""The route of the doctor: the rulebook held against a run's history."""
+"""The route of the doctor: the rulebook compared with a run's history."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from stagescope_service.diagnosis.parts import mismatch_parts
 from stagescope_service.dumps.joining.join import Selection
 
 OF_AN_ATTEMPT: Final = frozenset({
-    "anatomy", "batch", "findings", "loss", "losses", "metrics", "non-finite", "operators", "ranks",
-    "rounds", "samples", "scalars", "series", "stacks", "stages", "steps", "stuck", "tokens",
-    "weights",
+    "anatomy", "batch", "exact", "findings", "loss", "losses", "metrics", "non-finite",
+    "operators", "ranks", "rounds", "samples", "scalars", "series", "stacks", "stages", "steps",
+    "stuck", "tokens", "weights",
 })  # fmt: skip
 """Commands with an option `--attempt`."""
 _MAX_BYTES: Final = 256 << 20
@@ -60,12 +60,14 @@ async def diagnosis(
         Query(ge=0, lt=STEP_BOUND, description="Look at the steps up to this one alone."),
     ] = None,
 ) -> Answer:
-    """Hold the rulebook against the newest 2000 steps of a run: what is sick, and how sure that is.
+    """Compare the rulebook with the newest 2000 steps of a run: what is sick, and how sure that is.
 
     Each row is a symptom: `found`, `not found` or `not measured`, with the evidence for and against
     it in numbers, the first step that shows it, where, what it means, what to do next, and what to
     record where it is not measured. What was found comes first: what is wrong with the
-    service's own data, then precision, mismatch, reward, time and settings. `mismatch` takes the
+    service's own data, then precision, mismatch, reward, time and settings. A symptom that another
+    found one explains comes after those (`explained_by`), and one that ended last (`last_step`).
+    `notes` say what is no symptom, but matters to a comparison of two runs. `mismatch` takes the
     newest measured step's mismatch apart. While no step, finding or loss of the run changes, the
     answer is computed once a minute.
     """
@@ -102,7 +104,6 @@ def diagnosis_of(
             rows = add_earlier(rows, history, own, number, step)
     steps = [each.step for each in history.steps]
     newest = history.newest
-    found = sum(each.evidence.verdict == "found" for each in rows)
     unknown = sum(each.evidence.verdict == "not measured" for each in rows)
     fields: JsonObject = {
         **target.heading(),
@@ -112,14 +113,29 @@ def diagnosis_of(
         "steps": len(steps),
         "measured": len(history.measured),
         "measured_step": None if newest is None else newest.step.step,
-        "text": f"{found} of {len(rows)} symptoms found, {unknown} not measured, in {len(steps)} "
+        "text": f"{_found(rows)}, {unknown} not measured, in {len(steps)} "
         f"closed steps of run {target.run}{_before(target.run, rows, step)}",
+        "notes": [
+            {"rule": each.rule.name, "text": each.evidence.note, "meaning": each.rule.meaning}
+            for each in rows
+            if each.evidence.note
+        ],
         "mismatch": [
             {"name": part.name, "share": part.share, "text": part.text, "counted": part.counted}
             for part in mismatch_parts(history)
         ],
     }
     return fields, [_row(history, each, attempt) for each in rows]
+
+
+def _found(rows: Sequence[Diagnosis]) -> str:
+    """Return how many symptoms were found, and how many of them are no news."""
+    found = [each for each in rows if each.evidence.verdict == "found"]
+    ended = sum(each.evidence.last_step is not None for each in found)
+    explained = sum(bool(each.explained_by) and each.evidence.last_step is None for each in found)
+    parts = [(explained, "explained by others"), (ended, "ended")]
+    listed = ", ".join(f"{count} {what}" for count, what in parts if count)
+    return f"{len(found)} of {len(rows)} symptoms found" + (f" ({listed})" if listed else "")
 
 
 def _before(run: str, rows: Sequence[Diagnosis], step: int | None) -> str:
@@ -215,6 +231,8 @@ def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject
         "verdict": evidence.verdict,
         "sure": evidence.sure,
         "since_step": evidence.since_step,
+        "last_step": evidence.last_step,
+        "explained_by": [each.name for each in found.explained_by],
         "where": evidence.where or None,
         "for": list(evidence.supports),
         "against": list(evidence.against),

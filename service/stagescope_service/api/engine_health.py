@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import httpx
 
-from stagescope.discovery import is_loopback
+from stagescope import proxies
 from stagescope.engines.detection import HEALTH_PATH
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.api.encoding import JsonObject
 
 DEADLINE_SECONDS: Final = 2.0
@@ -83,10 +83,10 @@ class EngineHealth:
             # The deadline includes the wait for a slot.
             status = await asyncio.wait_for(self._request(url), DEADLINE_SECONDS)
             state = "up" if 200 <= status < 300 else "refuses"
-            reason = "" if state == "up" else f"{HEALTH_PATH} answers {status}"
+            reason = "" if state == "up" else f"{HEALTH_PATH} answers {status}{proxies.way_to(url)}"
         except (asyncio.TimeoutError, httpx.TimeoutException):
             reason = f"no answer within {DEADLINE_SECONDS:g} s"
-        except (httpx.HTTPError, OSError) as error:
+        except (httpx.HTTPError, OSError, InvalidInput) as error:
             reason = (str(error) or type(error).__name__)[:200]
         seconds = time.monotonic() - begun
         self._results.pop(url, None)
@@ -94,15 +94,13 @@ class EngineHealth:
 
     async def _request(self, url: str) -> int:
         """Return the status of the health path."""
-        # Loading the system's certificates takes 40 ms, which plain HTTP does not need.
-        verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http:") else True
         async with (
             self._slots,
             httpx.AsyncClient(
                 follow_redirects=False,
-                trust_env=not is_loopback(url),
+                transport=proxies.async_transport(url),
+                trust_env=False,
                 timeout=DEADLINE_SECONDS,
-                verify=verify,
             ) as client,
             client.stream("GET", url + HEALTH_PATH) as response,
         ):

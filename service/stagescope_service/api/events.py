@@ -9,7 +9,8 @@ from typing import Final
 from fastapi import APIRouter, Request
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import Sender, check_run_name
+from stagescope.wire.names import normal_run_name
+from stagescope.wire.schema import Sender
 from stagescope_service.api import framing
 from stagescope_service.api.dependencies import Deps
 from stagescope_service.api.models import service as models
@@ -118,7 +119,7 @@ async def drain(request: Request, deps: Deps) -> Answer:
     if key is not None and not key.isprintable():
         raise InvalidInput(f"attempt_key is {key!r:.100}", expected="a name")
     reply = await deps.commands.drain(
-        run=None if body.run is None else check_run_name(body.run),
+        run=None if body.run is None else normal_run_name(body.run),
         timeout=min(body.timeout, MAX_DRAIN),
         attempt_key=key,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from typing import Final
+import logging
+from typing import Final, NamedTuple
 
 import anyio
 from fastapi import APIRouter, Request, Response
@@ -17,7 +18,9 @@ from stagescope_service.api.dependencies import Dependencies, Deps
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import service as models
 from stagescope_service.api.requests import Answer, PageOf
+from stagescope_service.core.findings import describe
 
+log = logging.getLogger(__name__)
 router = APIRouter(tags=["service"])
 
 READY_SECONDS: Final = 3.0
@@ -36,7 +39,8 @@ async def readyz(deps: Deps) -> Answer:
     problem = await _readiness_problem(deps)
     if problem:
         # The details may name paths, and this route needs no token: they are in /status.
-        raise NotReady(problem[0], see=(Link("status", shows="more, with a token"),))
+        wrong = f"{problem.what}: {problem.public}" if problem.public else problem.what
+        raise NotReady(wrong, see=(Link("status", shows="more, with a token"),))
     return Answer({"status": "ready"})
 
 
@@ -46,7 +50,7 @@ async def status(deps: Deps) -> Answer:
     problem = await _readiness_problem(deps)
     answer: JsonObject = {
         "ready": problem is None,
-        "reason": None if problem is None else f"{problem[0]}: {problem[1]}",
+        "reason": None if problem is None else f"{problem.what}: {problem.why}",
         "version": _version(),
         "wall": deps.clock(),
         "data_dir": str(deps.settings.data_path),
@@ -54,11 +58,11 @@ async def status(deps: Deps) -> Answer:
     try:
         with anyio.fail_after(READY_SECONDS):
             answer["coordinator"] = await deps.commands.status()
-    except (StagescopeError, TimeoutError) as error:
+    except Exception as error:
         answer["coordinator"] = {"not_ready": _text(error)}
     try:
         answer["catalogue_bytes"] = await asyncio.to_thread(deps.catalogue.bytes_on_disk)
-    except (StagescopeError, OSError):
+    except Exception:
         answer["catalogue_bytes"] = None
     return Answer(answer)
 
@@ -95,25 +99,43 @@ def metrics(deps: Deps) -> Response:
     return Response(text, media_type=prometheus.CONTENT_TYPE)
 
 
-async def _readiness_problem(deps: Dependencies) -> tuple[str, str] | None:
-    """Return the part that is not ready and why; None where all are."""
+class _Problem(NamedTuple):
+    """The part of the service that is not ready, and why."""
+
+    what: str
+    why: str
+    public: str = ""
+    """Why, without what not everybody may see."""
+
+
+async def _readiness_problem(deps: Dependencies) -> _Problem | None:
+    """Return what is not ready; None where everything is. Raises nothing, whatever fails."""
     try:
         with anyio.fail_after(READY_SECONDS):
             await asyncio.to_thread(deps.catalogue.check)
-    except (StagescopeError, TimeoutError) as error:
-        return "the catalogue cannot be read", _text(error)
+    except Exception as error:
+        return _Problem("the catalogue cannot be read", _text(error))
     try:
         with anyio.fail_after(READY_SECONDS):
             reply = await deps.commands.status()
-    except (StagescopeError, TimeoutError) as error:
-        return "the coordinator does not answer", _text(error)
+    except Exception as error:
+        return _Problem("the coordinator does not answer", _text(error))
     if reply.get("not_ready"):
-        return "the coordinator is not ready", str(reply["not_ready"])
+        public = str(reply.get("problem") or "")
+        return _Problem("the coordinator is not ready", str(reply["not_ready"]), public)
+    if reply.get("cluster_problem"):
+        what = "the Ray cluster of the service does not answer"
+        return _Problem(what, str(reply["cluster_problem"]))
     return None
 
 
-def _text(error: BaseException) -> str:
-    return str(error) or f"no answer within {READY_SECONDS:g} s"
+def _text(error: Exception) -> str:
+    """Return an error as text. Those of the service and of a deadline are expected."""
+    if isinstance(error, TimeoutError):
+        return str(error) or f"no answer within {READY_SECONDS:g} s"
+    if not isinstance(error, StagescopeError):
+        log.warning("the state of the service cannot be read", exc_info=error)
+    return describe(error)
 
 
 def _version() -> str:

@@ -143,6 +143,7 @@ def rounds(
             **heading,
             **_context(measured, step),
             "by": by,
+            **({"turns": len(summary.turns.keys)} if len(summary.turns.keys) else {}),
             "whole": cell_row(summary.total, summary, step),
             **page.first_of(slice_rows(summary, step, by, page.offset, page.limit + 1)),
         }

@@ -12,7 +12,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request
 
-from stagescope.wire.errors import InvalidInput, NotReady, Unreachable
+from stagescope.wire.errors import InvalidInput, NotFound, NotReady, Unreachable
 from stagescope.wire.links import Link
 from stagescope_service.api.dependencies import Dependencies, Deps, wait_for
 from stagescope_service.api.encoding import JsonObject
@@ -25,6 +25,8 @@ from stagescope_service.api.target import Target
 from stagescope_service.compare.operators import comparison_process
 from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.compare.operators.tensors import TensorRow, compare_tensors
+from stagescope_service.dumps.formats.msprobe_directory import TENSOR_FOLDER
+from stagescope_service.dumps.records import IMPORTED_CAPTURE
 from stagescope_service.store.artifacts import confine
 
 router = APIRouter(tags=["operators"])
@@ -152,6 +154,12 @@ def _start_tensors(
 
 def _tensor_directory(deps: Dependencies, side: TableSide) -> Path:
     directory = confine(side.table["dump_path"] or "", deps.settings.roots)
+    if side.table["capture_id"] == IMPORTED_CAPTURE and not (directory / TENSOR_FOLDER).is_dir():
+        raise NotFound(
+            f"the import of {describe_table(side.table)} copied msprobe's statistics alone",
+            advice="`stagescope divergence` compares these, `stagescope compare DIR DIR` the "
+            "tensors of the directories that were imported",
+        )
     if not (directory / "dump.json").is_file():
         raise Unreachable(
             f"the tensors of {describe_table(side.table)} lie on node {side.table['node_id']} "

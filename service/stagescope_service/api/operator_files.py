@@ -9,6 +9,7 @@ import contextlib
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -20,6 +21,8 @@ from stagescope_service.store.tensorfile import disk_errors
 
 CHUNK: Final = 4 << 20
 """Bytes of one read from another node."""
+_MAX_CHECKSUMS: Final = 4096
+"""Files whose checksums are remembered."""
 _MAX_COPIES: Final = 1 << 30
 """Bytes of copies that are kept; the least recently used are deleted first."""
 
@@ -44,8 +47,10 @@ class OperatorFiles:
         self._nodes = nodes
         self._copies = copies
         self._checksums: dict[str, tuple[int, int, str]] = {}
-        """Path -> its modification time, inode and checksum."""
-        self._fetching = threading.Lock()
+        """Path -> its modification time, inode and checksum; the last used comes last."""
+        self._lock = threading.Lock()
+        self._fetching: dict[str, tuple[threading.Lock, int]] = {}
+        """Checksum -> the lock of its copy, and how many threads hold or wait for it."""
 
     def path(self, row: OperatorTableRow) -> Path:
         """Return a local file with the table's content.
@@ -65,7 +70,7 @@ class OperatorFiles:
         path = Path(row["path"] or "")
         if self._has_content(path, row):
             return path
-        with self._fetching:
+        with self._alone_with(str(row["checksum"])):
             copy = self._copies / f"{row['checksum']}.parquet"
             if not copy.exists():
                 self._fetch(row, copy)
@@ -73,16 +78,35 @@ class OperatorFiles:
                 os.utime(copy)
             return copy
 
+    @contextlib.contextmanager
+    def _alone_with(self, checksum: str) -> Iterator[None]:
+        """Let one thread at a time fetch a copy; those of other copies do not wait for it."""
+        with self._lock:
+            lock, users = self._fetching.get(checksum, (threading.Lock(), 0))
+            self._fetching[checksum] = (lock, users + 1)
+        try:
+            with lock:
+                yield
+        finally:
+            with self._lock:
+                lock, users = self._fetching.pop(checksum)
+                if users > 1:
+                    self._fetching[checksum] = (lock, users - 1)
+
     def _has_content(self, path: Path, row: OperatorTableRow) -> bool:
         """Return whether a file has the table's content; it is read again when it changed."""
         try:
             stat = path.stat()
             if stat.st_size != row["bytes"]:
                 return False
-            cached = self._checksums.get(str(path))
+            with self._lock:
+                cached = self._checksums.pop(str(path), None)
             if cached is None or cached[:2] != (stat.st_mtime_ns, stat.st_ino):
                 cached = (stat.st_mtime_ns, stat.st_ino, file_checksum(path))
+            with self._lock:
                 self._checksums[str(path)] = cached
+                while len(self._checksums) > _MAX_CHECKSUMS:
+                    del self._checksums[next(iter(self._checksums))]
         except (OSError, StoreError):
             return False
         return cached[2] == row["checksum"]
@@ -122,13 +146,16 @@ class OperatorFiles:
     def _delete_oldest(self, newest: Path) -> None:
         """Delete the least recently used copies beyond the limit."""
         with disk_errors(self._copies):
-            copies = [path for path in self._copies.glob("*.parquet") if path != newest]
-            copies.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-            used = newest.stat().st_size
-            for path in copies:
-                used += path.stat().st_size
-                if used > _MAX_COPIES:
-                    path.unlink()
+            copies = []
+            for path in self._copies.glob("*.parquet"):
+                with contextlib.suppress(FileNotFoundError):  # another thread deletes some, too
+                    copies.append((path.stat(), path))
+            copies.sort(key=lambda each: (each[1] == newest, each[0].st_mtime), reverse=True)
+            used = 0
+            for stat, path in copies:
+                used += stat.st_size
+                if used > _MAX_COPIES and path != newest:
+                    path.unlink(missing_ok=True)
 
 
 def describe_table(row: OperatorTableRow) -> str:

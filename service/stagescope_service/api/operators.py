@@ -225,6 +225,7 @@ async def non_finite(
     """Name the first operator with a NaN or infinite result on each rank, and the earliest.
 
     A row a dump; `name` is null where all results were finite (or masks: these are counted).
+    `measured` counts the tensors with a least and a largest value: of others nothing is known.
     `not_read` counts calls that passed on memory without reading it, such as a view of a buffer
     before it is filled: its previous content is no evidence. `certain` is false where the value
     may be a mask. Ranks share an order of calls: the rank whose first such call is lowest in it is
@@ -351,6 +352,9 @@ def _first_row(table: OperatorTable, across_ranks: comparison_process.Fields | N
         "culprits": summary.get("culprits"),
         "masks": summary.get("masks"),
         "not_read": summary.get("not_read"),
+        "calls": table["calls"],
+        "task": table["task"],
+        "measured": summary.get("measured"),
         **{name: status[name] for name in ("state", "reason", "truncated", "done")},
     }
 

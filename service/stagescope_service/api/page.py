@@ -20,6 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stagescope.versions import install_command
 from stagescope.wire.errors import NotFound, Unauthorized
 from stagescope_service.api.auth import COOKIE, COOKIE_SECONDS, caller_of
 from stagescope_service.api.dependencies import Deps
@@ -230,7 +231,7 @@ def _swagger_folder() -> Path:
     if found is None or found.origin is None:
         raise NotFound(
             "the files of Swagger UI are not installed",
-            advice="pip install 'stagescope[service]' brings them (fastapi-offline); "
+            advice=f"{install_command('service')} brings them (fastapi-offline); "
             "/openapi.json is the document itself",
         )
     return Path(found.origin).with_name("static")

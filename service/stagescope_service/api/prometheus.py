@@ -73,7 +73,7 @@ _LABEL_VALUES: Final[Mapping[str, frozenset[str]]] = {
     "role": frozenset(ROLES),
     "stage": frozenset(STAGES),
     "state": frozenset(
-        {"estimated", "armed", "complete", "truncated", "failed", "missed", "skipped"}
+        {"estimated", "armed", "complete", "empty", "truncated", "failed", "missed", "skipped"}
     ),
 }
 _MAX_KINDS: Final = 40

@@ -116,7 +116,7 @@ ROUTES: Final = frozenset(
     POST /events
     POST /poll
     POST /drain
-    """.strip().splitlines()
+    """.strip().split("\n")
 )
 """The routes whose answers are of one run, or leave out other runs. Not among them are the rules
 of triggers, which are of all runs and name them, and the audit."""

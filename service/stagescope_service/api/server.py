@@ -278,7 +278,7 @@ def holder_of(port: int) -> str | None:
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
-            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+            for line in Path(table).read_text(encoding="ascii").strip().split("\n")[1:]:
                 fields = line.split()
                 if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
                     inodes.add(f"socket:[{fields[9]}]")

@@ -12,8 +12,9 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Final, NamedTuple
 
 import anyio
@@ -27,6 +28,7 @@ from stagescope_service.api.dependencies import Deps, Run
 from stagescope_service.api.encoding import JsonObject, encode
 from stagescope_service.api.token_file import RunPatterns, sees
 from stagescope_service.api.tokens import Access
+from stagescope_service.background import BackgroundTasks
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.changes import ChangedRow, Recent
 
@@ -43,6 +45,8 @@ _REMEMBERED: Final = 512
 """Events that an interrupted listener can still get."""
 _MAX_BEHIND: Final = 30
 """Readings with changes that wait for a listener; one more, and it is closed."""
+_PLACE_SECONDS: Final = 60.0
+"""How long a listener keeps its place, however many others come."""
 _RETRY: Final = 2000
 """Milliseconds after which an interrupted browser asks again."""
 
@@ -71,7 +75,9 @@ async def stream(
     ended), `step` (with `step`, `closed`, `complete`, `measured` and the `verdict` on its streams),
     `finding` (with `finding_id`, `step`, `kind`, `severity`, `message` and `over`) and `capture`
     (with `capture_id`, `state`, `acknowledged` and `dumps`, state -> number). With `run` only those
-    of this run. A comment is sent every 15 seconds. At most 200 clients may listen at a time.
+    of this run. A comment is sent every 15 seconds. At most 200 clients may listen at a time. One
+    more takes the place of the one that has listened longest, of the caller with the most places;
+    that one may continue with its `Last-Event-ID`.
     """
     if run is not None:
         await asyncio.to_thread(deps.finder.attempt, run)
@@ -79,10 +85,13 @@ async def stream(
     watcher: Watcher = state.watcher
     access: Access | None = state.access
 
-    def is_allowed() -> bool:
-        return access is None or caller.token is None or access.is_valid(caller.token)
+    async def is_allowed() -> bool:
+        if access is None or caller.token is None:
+            return True
+        await access.look()
+        return access.is_valid(caller.token)
 
-    wanted = Wanted(run, caller.runs)
+    wanted = Wanted(run, caller.runs, str(caller))
     return _EventStream(watcher, wanted, last_event_id, is_allowed)
 
 
@@ -179,6 +188,8 @@ class Wanted(NamedTuple):
     """The one that it asks for, and what is of no run; None: of all."""
     seen: RunPatterns | None = None
     """Those that it may see, and nothing that is of no run; None: every one."""
+    caller: str = ""
+    """Who it is."""
 
     def has(self, run: str | None) -> bool:
         """Return whether it gets events of a run."""
@@ -191,9 +202,22 @@ class _Listener:
     def __init__(self, wanted: Wanted, scope: anyio.CancelScope) -> None:
         self._wanted = wanted
         self._scope = scope
+        self._since = time.monotonic()
         self._waiting: list[bytes] = []
         self._behind = 0
         self._has_some = asyncio.Event()
+
+    @property
+    def caller(self) -> str:
+        """Who it is."""
+        return self._wanted.caller
+
+    def leave_place(self, *, after: float) -> bool:
+        """End if it has listened for so many seconds; return whether it did."""
+        is_old = time.monotonic() - self._since >= after
+        if is_old:
+            self._scope.cancel()
+        return is_old
 
     def put(self, events: Iterable[_Sent], greeting: bytes = b"") -> None:
         """Add the events of a reading that are of its run, unless so many readings wait."""
@@ -235,9 +259,11 @@ class Watcher:
         self._number = 0
         self._recent: Recent | None = None
         self._remembered: deque[_Sent] = deque(maxlen=_REMEMBERED)
-        self._listeners: set[_Listener] = set()
+        self._listeners: dict[_Listener, None] = {}
+        """The clients; the one that has listened longest is the first."""
         self._waiting: list[tuple[_Listener, str | None]] = []
         """Listeners that wait for the first reading, with their last event's id."""
+        self._tasks = BackgroundTasks()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -249,7 +275,7 @@ class Watcher:
     def listening(
         self, wanted: Wanted, last_id: str | None, scope: anyio.CancelScope
     ) -> Iterator[_Listener]:
-        """Be a listener.
+        """Register a listener for the duration of the block.
 
         Args:
             wanted: the runs whose events it gets.
@@ -257,30 +283,45 @@ class Watcher:
             scope: is cancelled where the client reads too slowly.
 
         Raises:
-            NotReady: there are too many listeners.
+            NotReady: there are too many listeners, and all of them are new.
         """
-        if len(self._listeners) >= MAX_LISTENERS:
+        if len(self._listeners) >= MAX_LISTENERS and not self._make_place():
             raise NotReady(
                 f"{MAX_LISTENERS} clients listen already",
                 advice="close other pages, or ask for the steps now and then instead",
                 see=(Link("steps"),),
             )
         listener = _Listener(wanted, scope)
-        self._listeners.add(listener)
+        self._listeners[listener] = None
         if self._recent is None:
             self._waiting.append((listener, last_id))
         else:
             self._greet(listener, last_id)
         if self._task is None:
-            self._task = asyncio.create_task(self._watch())
+            self._task = self._tasks.start(self._watch())
         try:
             yield listener
         finally:
-            self._listeners.discard(listener)
+            self._listeners.pop(listener, None)
             self._waiting = [each for each in self._waiting if each[0] is not listener]
             if not self._listeners and self._task is not None:
                 self._task.cancel()
                 self._task = None
+
+    def _make_place(self) -> bool:
+        """End the oldest listener of the caller that has the most; return whether one ended.
+
+        A client that reads nothing cannot be distinguished from one that has nothing to read. If
+        clients never read, their places are taken by others before those of clients that come
+        back.
+        """
+        counts = Counter(listener.caller for listener in self._listeners)
+        caller = max(counts, key=counts.__getitem__)
+        oldest = next(each for each in self._listeners if each.caller == caller)
+        if not oldest.leave_place(after=_PLACE_SECONDS):
+            return False
+        del self._listeners[oldest]
+        return True
 
     def _greet(self, listener: _Listener, last_id: str | None) -> None:
         """Send hello, and the events that an interrupted client missed."""
@@ -306,6 +347,7 @@ class Watcher:
             try:
                 since = self._clock() - _ENDED_SECONDS
                 recent = await asyncio.to_thread(self._catalogue.recent, since)
+                self._publish(recent)
             except Exception as error:  # whatever it is, the next reading may succeed
                 if is_readable:
                     is_known = isinstance(error, StagescopeError)
@@ -313,7 +355,6 @@ class Watcher:
                 is_readable = False
             else:
                 is_readable = True
-                self._publish(recent)
             await asyncio.sleep(POLL_SECONDS)
 
     def _publish(self, recent: Recent) -> None:
@@ -346,7 +387,7 @@ class _EventStream(Response):
         watcher: Watcher,
         wanted: Wanted,
         last_id: str | None,
-        is_allowed: Callable[[], bool],
+        is_allowed: Callable[[], Awaitable[bool]],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -368,7 +409,7 @@ class _EventStream(Response):
                     text = b":\n\n"
                     with anyio.move_on_after(HEARTBEAT_SECONDS):
                         text = await listener.take()
-                    is_allowed = self._is_allowed()  # its token may have been removed meanwhile
+                    is_allowed = await self._is_allowed()  # its token may be removed meanwhile
                     body = {"body": text if is_allowed else b"", "more_body": is_allowed}
                     await send({"type": "http.response.body", **body})
                     if not is_allowed:

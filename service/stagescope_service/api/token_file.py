@@ -7,6 +7,7 @@ when it has changed. A file that cannot be read allows nothing: the two tokens o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import fcntl
@@ -39,6 +40,8 @@ RunPatterns = tuple[str, ...]
 TOKEN_BYTES: Final = 32
 CHECK_SECONDS: Final = 1.0
 """How often the file is looked at."""
+LOOK_SECONDS: Final = 2.0
+"""How long a request waits for that; then the tokens are as before."""
 _MAX_BYTES: Final = 16 << 20
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 PATTERN: Final = re.compile(r"[A-Za-z0-9._*?-]{1,100}")
@@ -286,26 +289,47 @@ class TokenFile:
         self._key = login_key.encode()
         self._clock = clock
         self._checked = -math.inf
+        self._looking: asyncio.Task[None] | None = None
         self._mark: tuple[int, ...] | None = None
         self._table = self._index([])
 
+    @property
     def table(self) -> TokenTable:
-        """Return the tokens as they were at most `CHECK_SECONDS` ago."""
-        now = self._clock()
-        if now - self._checked >= CHECK_SECONDS:
-            self._checked = now
-            mark = self._look()
-            if mark != self._mark:
-                self._table = self._read()
-                self._mark = mark
+        """The tokens as they were when the file was last read."""
         return self._table
+
+    async def look(self) -> None:
+        """Read the file again where it changed, unless that was done `CHECK_SECONDS` ago.
+
+        It is read in a thread: a home on a disk that hangs must not stop the event loop. If the
+        disk takes longer than `LOOK_SECONDS`, the tokens stay as they were.
+        """
+        if self._clock() - self._checked < CHECK_SECONDS:
+            return
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(asyncio.to_thread(self.read))
+        done, _ = await asyncio.wait([self._looking], timeout=LOOK_SECONDS)
+        if not done:
+            self._checked = self._clock()
+            log.error("%s was not read within %.0f s", self._path, LOOK_SECONDS)
+        for task in done:
+            task.result()
+
+    def read(self) -> None:
+        """Read the file again where it changed."""
+        now = self._clock()
+        mark = self._stat()
+        if mark != self._mark:
+            self._table = self._read()
+            self._mark = mark
+        self._checked = now
 
     def login(self, token: Token) -> str:
         """Return what the cookie of a browser holds that presented a token."""
         text = f"login {token.name} {token.sha256}"
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
 
-    def _look(self) -> tuple[int, ...] | None:
+    def _stat(self) -> tuple[int, ...] | None:
         try:
             found = os.stat(self._path, follow_symlinks=False)
         except OSError:

@@ -81,14 +81,18 @@ class Access:
         }
         """What a cookie holds for each token of the home."""
 
+    async def look(self) -> None:
+        """Bring the tokens of the file up to date; call it before the other methods."""
+        await self._file.look()
+
     def of_bearer(self, text: str) -> Token | None:
         """Return what is known of a token."""
         grade = self._tokens.grade(text)
-        return _HOME[grade] if grade else of_secret(self._file.table().by_sha256, text)
+        return _HOME[grade] if grade else of_secret(self._file.table.by_sha256, text)
 
     def of_person(self, name: str) -> Token | None:
         """Return what is known of a person whom a proxy names."""
-        return self._file.table().by_person.get(name)
+        return self._file.table.by_person.get(name)
 
     def of_cookie(self, cookie: str) -> Token | None:
         """Return the token that a browser presented when it logged in."""
@@ -98,7 +102,7 @@ class Access:
 
     def is_valid(self, token: Token) -> bool:
         """Return whether a token has neither been removed nor changed."""
-        return not token.name or self._file.table().by_name.get(token.name) == token
+        return not token.name or self._file.table.by_name.get(token.name) == token
 
     def login(self, token: Token, cookie: str = "") -> str:
         """Return the cookie of a browser that presented a token.
@@ -118,7 +122,7 @@ class Access:
         for grade, own in self._logins.items():
             if hmac.compare_digest(encoded, own.encode()):
                 return _HOME[grade]
-        return of_secret(self._file.table().by_login, login)
+        return of_secret(self._file.table.by_login, login)
 
     def _others(self, cookie: str) -> list[str]:
         return [login for login in cookie.split(".") if login and self._of_login(login) is None]

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import click
 
 from stagescope import discovery, render, terminal
 from stagescope.session import Session, attach
 from stagescope.wire import spool
-from stagescope.wire.errors import Conflict, InvalidInput, NotFound, NotReady
-from stagescope.wire.schema import check_run_name
+from stagescope.wire.errors import Conflict, InvalidInput, NotFound
+from stagescope.wire.names import run_name
+from stagescope_service.commands.imported_tables import (
+    tables_without_calls,
+    unread_tables,
+    wait_for_tables,
+)
 from stagescope_service.commands.spooled import take_in
 
 if TYPE_CHECKING:
+    from stagescope_service.dumps.importing import OperatorDump
     from stagescope_service.dumps.records import Dump, DumpProblem
 
-_CAPTURE: Final = "imported"
-_TABLE_SECONDS: Final = 30.0
-"""Time limit of the table of one operator dump."""
-_PAUSE: Final = 0.1
 KEEP: Final = {"what": ["all"], "parameters": ["*"], "gradients": ["*"]}
 """An imported run is kept completely."""
 _SHOWN: Final = 20
-
-
-_TableRow: TypeAlias = Mapping[str, str]
-"""The fields of an operator table in an API answer that are used here: all texts."""
 
 
 class UnreadFile(TypedDict):
@@ -59,6 +57,9 @@ class ImportReport(TypedDict):
         refused: what the service refused.
         left_out: name -> why values in the files are no values of that name, such as zeros that
             stand for a missing stream.
+        missing: name -> number of rows without a value of it, where others have one.
+        notes: what else to know of the files: what they do not say and the import decided, and
+            dumps without any call.
     """
 
     run: str
@@ -72,6 +73,8 @@ class ImportReport(TypedDict):
     problems: list[UnreadFile]
     refused: list[Refusal]
     left_out: dict[str, str]
+    missing: dict[str, int]
+    notes: list[str]
 
 
 @click.command("import")
@@ -152,15 +155,13 @@ def import_directory(
         from stagescope_service.dumps.discover import open_dump
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
-    name = check_run_name(run or _name_of(directory))
+    name = run_name(run or directory.resolve().name)
     dump = open_dump(directory.resolve(), step=step, kind=kind)
     with (
         attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session,
         terminal.progress("importing", hidden=as_json) as update,
     ):
-        report = import_dump(
-            session, dump, name, step=step, new_attempt=new_attempt, on_progress=update
-        )
+        report = import_dump(session, dump, name, new_attempt=new_attempt, on_progress=update)
     if as_json:
         terminal.show_json(report)
     else:
@@ -174,7 +175,6 @@ def import_dump(
     dump: Dump,
     run: str,
     *,
-    step: int | None = None,
     new_attempt: bool = False,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> ImportReport:
@@ -184,7 +184,6 @@ def import_dump(
         session: with an operate token.
         dump: of the directory.
         run: name of the run.
-        step: of operator dumps only this one.
         new_attempt: whether a run that is not of this directory gets another attempt.
         on_progress: called with the payloads that are taken in, and how many there are, about.
 
@@ -193,8 +192,11 @@ def import_dump(
             False.
         StagescopeError: the service cannot be reached, or the token may not operate.
     """
-    from stagescope_service.dumps.formats.msprobe_directory import rank_dumps
+    from stagescope_service.dumps.formats.columns import FROM_TEXTS, MISSING
+    from stagescope_service.dumps.formats.listing import rank_dumps
     from stagescope_service.dumps.importing import (
+        NOTES,
+        TrainedSamples,
         copy_operator_dumps,
         import_events,
         import_key,
@@ -202,7 +204,7 @@ def import_dump(
     )
     from stagescope_service.dumps.records import mapping
 
-    found = rank_dumps(dump, step=step)
+    found = rank_dumps(dump)
     if not dump.entries and not found:
         raise InvalidInput(
             f"{dump.name} holds nothing that can be taken in",
@@ -221,28 +223,36 @@ def import_dump(
         f"{each.path.parent.name}/{each.path.name}": f"of step {each.location.step}, which is none"
         for each in passed_over
     }
+    announced: list[OperatorDump] = []
+    missing = Counter[str]()
+    from_texts: set[str] = set()
+    samples = TrainedSamples()
     operators = copy_operator_dumps(found, run, key, _data_dir(session) if found else None)
     for batch in import_events(dump, run, key, keep=KEEP, operators=operators):
         senders.add(batch.sender)
-        problems += [_unread(each) for each in batch.problems]
+        problems += [each for each in map(_unread, batch.problems) if each not in problems]
+        samples.add(batch)
         for payload in batch.payloads.values():
             named = mapping(payload["meta"], "left_out")
             left_out |= {name: str(why) for name, why in named.items()}
+            lacking = mapping(payload["meta"], MISSING)
+            missing.update({name: n for name, n in lacking.items() if isinstance(n, int)})
+            read = payload["meta"].get(FROM_TEXTS)
+            from_texts.update(map(str, read) if isinstance(read, list) else ())
         answer = session.send(batch.sender, batch.events, batch.payloads)
         reasons = [*answer.refused.items(), *answer.refused_in_part.items()]
         refused += [Refusal(seq=seq, reason=reason) for seq, reason in reasons]
+        announced += [] if answer.refused else batch.operators
         accepted = {seq for seq in batch.payloads if seq not in answer.refused}
         refused += _wait_for_payloads(session, batch.sender, accepted)
         events += len(batch.events)
         payloads += len(accepted)
         on_progress(payloads, parts)
-    steps = {location.step for _, location in found if location.step is not None}
-    tables = _wait_for_tables(session, run, steps, len(found))
-    refused += [
-        Refusal(seq=None, reason=f"{each['dump_path']}: {each['reason']}")
-        for each in tables
-        if each["state"] != "digested"
-    ]
+    tables = wait_for_tables(session, run, key, announced)
+    refused += [Refusal(seq=None, reason=reason) for reason in unread_tables(announced, tables)]
+    notes = dump.about.get(NOTES)
+    notes = [*map(str, notes)] if isinstance(notes, list) else []
+    notes += tables_without_calls(tables)
     return {
         "run": run,
         "attempt_key": key,
@@ -251,10 +261,16 @@ def import_dump(
         "processes": len(senders),
         "events": events,
         "payloads": payloads,
-        "operators": sum(each["state"] == "digested" for each in tables),
+        "operators": sum(each["state"] == "digested" for each in tables.values()),
         "problems": problems,
         "refused": refused,
         "left_out": left_out,
+        "missing": dict(missing),
+        "notes": [
+            *notes,
+            *(f"{name}: texts in the files, read as numbers" for name in sorted(from_texts)),
+            *samples.notes(),
+        ],
     }
 
 
@@ -307,33 +323,8 @@ def _data_dir(session: Session) -> Path | None:
     return data_dir if data_dir.is_dir() and os.access(data_dir, os.W_OK) else None
 
 
-def _wait_for_tables(
-    session: Session, run: str, steps: set[int], count: int
-) -> Sequence[_TableRow]:
-    """Wait until the service has read `count` operator dumps; return their table rows."""
-    deadline = time.monotonic() + _TABLE_SECONDS * max(count, 1)
-    while True:
-        rows = [row for step in sorted(steps) for row in _tables_of(session, run, step)]
-        read = [row for row in rows if row["state"] != "announced"]
-        if len(read) >= count or time.monotonic() > deadline:
-            return rows
-        time.sleep(_PAUSE)
-
-
-def _tables_of(session: Session, run: str, step: int) -> Sequence[_TableRow]:
-    try:
-        found = session.step(step, run=run).operators(limit=1).about["tables"]
-    except (NotFound, NotReady):  # none is read yet
-        return []
-    return [each for each in found if each["capture_id"] == _CAPTURE]
-
-
 def _unread(problem: DumpProblem) -> UnreadFile:
     return {"path": str(problem.path), "kind": problem.kind, "message": problem.message}
-
-
-def _name_of(directory: Path) -> str:
-    return "".join(c if c.isalnum() or c in "._-" else "-" for c in directory.resolve().name)
 
 
 def _show(report: ImportReport, stepless: Path | None) -> None:
@@ -354,8 +345,15 @@ def _show(report: ImportReport, stepless: Path | None) -> None:
         click.echo(f"  {terminal.style('not taken:', fg='red')} {render.printable(text)}")
     for name, why in [*report["left_out"].items()][:_SHOWN]:
         click.echo(f"  left out: {render.printable(f'{name}: {why}')}")
-    if len(wrong) > _SHOWN:
-        click.echo(f"  ... {len(wrong) - _SHOWN} more (--json lists all)")
+    if report["missing"]:
+        named = [f"{name} of {render.counted(n, 'row')}" for name, n in report["missing"].items()]
+        click.echo(f"  missing: {render.printable(', '.join(named[:_SHOWN]))}")
+    for note in report["notes"][:_SHOWN]:
+        click.echo(f"  note: {render.printable(note)}")
+    listed = (wrong, report["left_out"], report["notes"])
+    hidden = sum(max(0, len(each) - _SHOWN) for each in listed)
+    if hidden:
+        click.echo(f"  ... {hidden} more (--json lists all)")
     if stepless is not None and not report["operators"]:
         click.echo(
             "its files name no step, and metrics and rounds are of steps: they can be compared"

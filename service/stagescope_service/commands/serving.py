@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 
 import click
 
-from stagescope import terminal, versions
+from stagescope import proxies, terminal, versions
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.names import closest_field
 from stagescope.wire.nonfinite import Json
@@ -30,8 +30,8 @@ _PREFIX: Final = "STAGESCOPE_"
 _OTHER_VARIABLES: Final = tuple(
     f"{_PREFIX}{name}"
     for name in (
-        "ATTEMPT", "ENGINE_KEY", "ENGINE_KEY_FILE", "RUN", "TEST_BROWSER", "TOKEN", "TOKEN_FILE",
-        "URL", "VERL", "VERL_FLOAT", "WATCHDOG", "WEIGHT_NAMES",
+        "ATTEMPT", "ENGINE_KEY", "ENGINE_KEY_FILE", "PROXY", "RUN", "TEST_BROWSER", "TOKEN",
+        "TOKEN_FILE", "URL", "VERL", "VERL_FLOAT", "WATCHDOG", "WEIGHT_NAMES",
     )
 )  # fmt: skip
 """Variables that are read elsewhere."""
@@ -101,6 +101,12 @@ def serve(address: str | None, as_json: bool, **options: Unpack[ServeOptions]) -
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
     info = start_service(settings, address=address)
+    if info.dead_cluster:
+        click.echo(
+            f"note: the head of this home's Ray cluster at {info.dead_cluster} had died: what was "
+            "left of it was ended, and the service goes on with the same data",
+            err=True,
+        )
     if info.passed_over:
         click.echo(_skipped_clusters(info.passed_over), err=True)
     unused = [
@@ -240,5 +246,6 @@ def _announce(info: ServiceInfo, settings: Settings) -> None:
     click.echo(f"               and STAGESCOPE_TOKEN{for_trainings}")
     click.echo()
     click.echo(f"try            {prefix}stagescope status")
-    click.echo(f'               curl -H "Authorization: Bearer {read_value}" \\')
+    direct = "--noproxy '*' " if proxies.unused_variable(info.url) else ""
+    click.echo(f'               curl {direct}-H "Authorization: Bearer {read_value}" \\')
     click.echo(f"                    {info.url}/steps/latest/metrics")

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from stagescope.comparison_report import ONE_SIDED_KINDS
 from stagescope.render import counted
+from stagescope_service.compare.flow import TOKEN_IDS
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
 from stagescope_service.compare.row_assignment import SAME_LENGTHS
 from stagescope_service.dumps.formats.own import KIND as OWN
@@ -28,6 +29,10 @@ _AGREE: Final = (Verdict.SAME, Verdict.WITHIN_NOISE)
 class _StationCause(NamedTuple):
     title: str
     checks: tuple[str, ...]
+    given: str = ""
+    """The station of which the title says that it is equal; '' for none."""
+    otherwise: str = ""
+    """The title where that station was not compared."""
 
 
 _BY_STATION: Final[Mapping[str, _StationCause]] = {
@@ -41,17 +46,17 @@ _BY_STATION: Final[Mapping[str, _StationCause]] = {
         "which tokens of tools and of the environment are 0",
         "whether EOS counts, and what truncation at max_length does",
         "whether one side replaced response_mask by a rejection mask",
-    )),
+    ), "tokens", "masks differ, or are of other tokens"),
     "rollout log-probs": _StationCause("the inference engines score the same tokens differently", (
         "dtype and quantisation of the engine (float32, bfloat16, int8)",
         "raw or processed log-probs: temperature, top_p, top_k before or after the softmax",
         "the weights that the engine held: policy version, missed weight syncs",
-    )),
+    ), "tokens", "rollout log-probs differ, of the same tokens or of others"),
     "rewards": _StationCause("rewards are computed differently", (
         "the reward function's version, answer extraction, time-outs",
         "a judge model that samples: its seed and temperature",
         "penalties (length, format, KL) added on one side only",
-    )),
+    ), "tokens", "rewards differ, of the same tokens or of others"),
     "log-probs before the update": _StationCause(
         "the trainers' forward pass differs on the same tokens", (
         "numerical precision: FP16 or bfloat16 against FP32, also of the softmax and the logits",
@@ -59,22 +64,22 @@ _BY_STATION: Final[Mapping[str, _StationCause]] = {
         "the weights before the step: checkpoint, step resumed from",
         "temperature applied to the logits; a shift of labels by one",
         "dropout and the random seed",
-    )),
+    ), "tokens", "the trainers' log-probs differ, of the same tokens or of others"),
     "values": _StationCause("the critics differ", (
         "the critic's weights and dtype", "value clipping and normalisation",
-    )),
+    ), "tokens", "values differ, of the same tokens or of others"),
     "advantages": _StationCause("advantages are computed differently from the same rewards", (
         "normalisation by the group's or the batch's standard deviation",
         "which trajectories form a group (group_id)", "gamma and lambda; KL in the reward",
-    )),
+    ), "rewards", "advantages differ, from the same rewards or from others"),
     "log-probs in the update": _StationCause("the policies differ while they are updated", (
         "the order of microbatches and minibatches, the number of epochs",
         "numerical precision: FP16 or bfloat16 against FP32", "dropout and the random seed",
-    )),
+    ), "log-probs before the update", "log-probs in the update differ, perhaps before it too"),
     "ratio": _StationCause("the importance ratio is computed differently", (
         "which old_log_probs are the denominator: the engine's or the trainer's",
         "clamping and truncation of the ratio; the mask effective_valid",
-    )),
+    ), "log-probs in the update", "importance ratios differ, of the same log-probs or of others"),
     "loss": _StationCause("the loss is put together differently from the same terms", (
         "entropy_coeff and the coefficient of the KL term: the same on both sides?",
         "averaging: over tokens, over sequences, over the global batch or the microbatch",
@@ -82,15 +87,15 @@ _BY_STATION: Final[Mapping[str, _StationCause]] = {
         "whether the random seed is fixed",
         "is_loss, in its order: log_probs, old_log_probs, advantages, prob_ratio, "
         "elementwise_loss, effective_valid",
-    )),
+    ), "log-probs in the update", "the loss differs, of the same terms or of others"),
     "gradients": _StationCause("gradients differ though the loss does not", (
         "clipping and its norm; gradient accumulation and its divisor",
         "dtype and order of the all-reduce", "parameters that one side freezes",
-    )),
+    ), "loss", "gradients differ, of the same loss or of another"),
     "parameters": _StationCause("the update differs though gradients do not", (
         "learning rate, weight decay, the optimizer's state and its dtype",
         "the checkpoint that the two started from",
-    )),
+    ), "gradients", "parameters differ, after the same gradients or after others"),
 }  # fmt: skip
 
 _EXCLUDES: Final[Mapping[str, str]] = {
@@ -136,9 +141,30 @@ def _station_causes(result: PairResult) -> list[Cause]:
     first = result.first
     if first is None or first.station not in _BY_STATION:
         return []
-    title, checks = _BY_STATION[first.station]
+    known = _BY_STATION[first.station]
     evidence = f"the first difference is {first.section}/{first.name}: {first.reason}"
-    return [Cause(title, evidence, checks)]
+    if not known.given or _is_equal(result, known.given):
+        return [Cause(known.title, evidence, known.checks)]
+    what = "token ids" if known.given == "tokens" else known.given
+    evidence += f"; whether the two sides agree in {what} is unknown: nothing of it was compared"
+    check = f"{what}: record them on both sides, and compare again"
+    return [Cause(known.otherwise, evidence, (check, *known.checks))]
+
+
+def _is_equal(result: PairResult, station: str) -> bool:
+    """Return whether a station was compared, in all that the first difference is of, and agrees."""
+    own = [tensor for tensor in result.tensors if tensor.verdict is Verdict.DIFFERENT][:1]
+    compared = [
+        tensor
+        for tensor in result.tensors
+        if tensor.station == station and tensor.found.pairs
+        and (station != "tokens" or tensor.name in TOKEN_IDS)
+        and all(each.step == tensor.step for each in own)
+    ]  # fmt: skip
+    rows = max((each.samples.get("compared", 0) for each in own), default=0)
+    enough = max((each.samples.get("compared", rows) for each in compared), default=0)
+    agree = bool(compared) and all(tensor.verdict in _AGREE for tensor in compared)
+    return agree and enough >= rows
 
 
 def _prompt_causes(result: PairResult) -> list[Cause]:
@@ -291,6 +317,8 @@ def _excluded(result: PairResult) -> tuple[str, ...]:
     excluded = []
     for station, text in _EXCLUDES.items():
         tensors = by_station.get(station, [])
+        if station == "tokens" and not any(tensor.name in TOKEN_IDS for tensor in tensors):
+            continue  # prompts or texts alone
         agree = bool(tensors) and all(tensor.verdict in _AGREE for tensor in tensors)
         measured = any(tensor.found.pairs for tensor in tensors)
         if agree and measured and not (station == "tokens" and names_alone):

@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
-AREAS: Final = ("git", "config", "layout", "packages", "drivers", "python", "environment", "place")
+AREAS: Final = (
+    "git", "code", "config", "layout", "packages", "drivers", "python", "environment", "place",
+)  # fmt: skip
 """Areas of a fingerprint; those that decide numbers come first."""
 
 Weight = Literal["numbers", "place", "start", "unknown"]
@@ -73,9 +75,67 @@ def fingerprint_differences(
     return found
 
 
+def not_compared(a: AttemptFingerprint, b: AttemptFingerprint) -> list[str]:
+    """Return sentences on what neither side knows, so that no difference of it can be seen.
+
+    What one side alone knows is a difference of weight `unknown`.
+    """
+    one, other = a.fingerprint or {}, b.fingerprint or {}
+    said = {
+        "git": "no side was started in a git repository: only loaded Python files are compared",
+        "config": "no side reported settings",
+        "packages": "no side reported package versions",
+        "environment": "no side reported environment variables",
+    }
+    found = [text for area, text in said.items() if not (one.get(area) or other.get(area))]
+    found += _code_not_compared(_code(one), _code(other))
+    if all(_is_dirty(each) for each in (one, other)):
+        found.append(
+            "both sides have uncommitted changes: of those only loaded Python files are compared"
+        )
+    return found
+
+
+def _code(fingerprint: Mapping[str, object]) -> dict[str, object]:
+    """Return module -> hash of what a side had loaded."""
+    code = fingerprint.get("code")
+    return {str(name): value for name, value in code.items()} if isinstance(code, Mapping) else {}
+
+
+def _code_not_compared(a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
+    """Return sentences on the code that was not compared."""
+    if not (a and b):
+        lacking = [name for name, code in (("a", a), ("b", b)) if not code]
+        sides = "no side has" if len(lacking) > 1 else f"side {lacking[0]} does not have"
+        return [f"{sides} hashes of its script and modules: their edits are not seen"]
+    found = []
+    for name, own in (("a", sorted(a.keys() - b.keys())), ("b", sorted(b.keys() - a.keys()))):
+        if own:
+            more = f" and {len(own) - _NAMED_MODULES} more" if len(own) > _NAMED_MODULES else ""
+            names = ", ".join(own[:_NAMED_MODULES])
+            found.append(f"side {name} alone had loaded {names}{more} when it started")
+    if max(len(a), len(b)) >= MOST_MODULES:
+        found.append(f"of the loaded modules the first {MOST_MODULES} by name are compared")
+    return found
+
+
+_NAMED_MODULES: Final = 5
+MOST_MODULES: Final = 400
+"""As many modules as a process reports."""
+
+
+def _is_dirty(fingerprint: Mapping[str, object]) -> bool:
+    state = fingerprint.get("git")
+    return isinstance(state, Mapping) and state.get("dirty") is True
+
+
 def _fingerprint_changes(
     a: Mapping[str, object], b: Mapping[str, object]
 ) -> Iterator[FingerprintDifference]:
+    of_a, of_b = _code(a), _code(b)
+    for name in sorted(of_a.keys() & of_b.keys()):
+        if of_a[name] != of_b[name]:
+            yield FingerprintDifference("code", name, of_a[name], of_b[name], "numbers")
     for area in ("git", "config", "packages", "drivers", "environment"):
         one, other = a.get(area), b.get(area)
         # Of an imported run only this configuration is known.

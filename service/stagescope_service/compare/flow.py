@@ -18,6 +18,8 @@ TARGETS: Final = "loss_fn_inputs/target_tokens"
 TOKENS: Final = frozenset({
     "tokens", "prompts", "responses", "input_ids", "input_tokens", TARGETS, *TEXTS.values(),
 })  # fmt: skip
+TOKEN_IDS: Final = TOKENS - {"prompts", *TEXTS.values()}
+"""Those that say which tokens were sampled; equal texts may be made of other tokens."""
 MASKS: Final = frozenset({"response_mask", "loss_mask", "attention_mask", "effective_valid"})
 LOG_PROBS: Final = frozenset({
     "rollout_log_probs", "old_log_probs", "log_probs", "ref_log_probs", "recomputed_log_probs",

@@ -23,9 +23,12 @@ import ray
 
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope.wire.nonfinite import JsonObject
+from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator import control_socket
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from stagescope_service.coordinator.coordinator import Coordinator
     from stagescope_service.settings import Settings
     from stagescope_service.store.sql import SqlStore
@@ -38,6 +41,9 @@ COMMANDS: Final = (
 )  # fmt: skip
 """Methods of `Coordinator` that the actor has, too; the API also calls them over a socket."""
 _FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0
+_CLOSE_SECONDS: Final = 10.0
+"""For what is queued to be written when the service stops."""
+_UNWRITABLE: Final = "the catalogue cannot be written"
 _GC_THRESHOLDS: Final = (50_000, 10, 5)
 """Of the state's objects few are garbage: by Python's defaults (700, 10, 10) the search for cycles
 took a sixth of the time of an event. What outlives two searches is found by one of everything: by
@@ -53,8 +59,9 @@ class DebugCoordinator:
         self._settings_json = dict(settings)
         self._name = uuid.uuid4().hex
         self._started = time.time()
-        self._reason = "the catalogue is being opened"
+        self._problem = self._reason = "the catalogue is being opened"
         self._coordinator: Coordinator | None = None
+        self._tasks = BackgroundTasks()
         self._task: asyncio.Task[None] | None = None
         self._store: SqlStore | None = None
         self._control: asyncio.Server | None = None
@@ -66,13 +73,16 @@ class DebugCoordinator:
 
     # --- raw calls --------------------------------------------------------------------------
     async def begin_stage(self, **fields: object) -> Reply:
-        """A raw caller begins a stage: run, step, stage, rank; role, world_size, attempt_key."""
+        """A raw caller begins a stage: run, step, stage, rank; docs/attach.md#raw-calls has all."""
         return await self._raw("begin", fields)
 
     async def end_stage(
         self, *, payload: Mapping[str, object] | None = None, **fields: object
     ) -> Reply:
-        """A raw caller ends a stage; with a payload it returns at the payload's receipt."""
+        """A raw caller ends a stage; with a payload it returns at the payload's receipt.
+
+        Its fields: docs/attach.md#raw-calls.
+        """
         return await self._raw("end", {"status": "ok", **fields}, payload)
 
     async def log_scalars(self, **fields: Any) -> Reply:
@@ -101,27 +111,30 @@ class DebugCoordinator:
 
     # --- service ----------------------------------------------------------------------------
     async def status(self) -> Reply:
-        """Return how the coordinator is; `not_ready` is the reason why it cannot serve."""
+        """Return how the coordinator is; `not_ready` is the reason why it cannot serve.
+
+        `problem` is the reason without details that not everybody may see, such as paths.
+        """
         own = {"coordinator": self._name, "pid": os.getpid(), "started": self._started}
         try:
             return {**own, **await self._ready().status()}
         except NotReady as error:
-            return {**own, "wall": time.time(), "not_ready": str(error)}
+            problem = self._problem if self._coordinator is None else _UNWRITABLE
+            return {**own, "wall": time.time(), "not_ready": str(error), "problem": problem}
 
     async def stop(self) -> None:
         """Write what is queued and close the catalogue; calls that follow are not ready."""
-        self._reason = "the service is stopping"
+        self._problem = self._reason = "the service is stopping"
         if self._task is not None:
             self._task.cancel()
         if self._control is not None:
             self._control.close()
         self._coordinator = None
-        if self._store is not None:
-            await asyncio.to_thread(self._store.close)
+        await self._close_store(_CLOSE_SECONDS)
 
     def _ready(self) -> Coordinator:
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task = self._tasks.start(self._run())
         if self._coordinator is None:
             raise NotReady(self._reason, advice="the same call may be made again")
         return self._coordinator
@@ -134,12 +147,9 @@ class DebugCoordinator:
     async def _run(self) -> None:
         """Open the catalogue, whatever it takes, then check leases."""
         from stagescope_service.coordinator.load import Memory
-        from stagescope_service.settings import Settings
 
-        settings = Settings(**self._settings_json)
-        await self._serve_control(settings)
-        coordinator = self._coordinator = await self._open(settings)
-        pause = max(0.05, min(1.0, settings.lease_seconds / 10))
+        coordinator = self._coordinator = await self._opened()
+        pause = coordinator.check_seconds
         memory = Memory()
         while True:
             await asyncio.sleep(pause)
@@ -151,37 +161,61 @@ class DebugCoordinator:
 
     async def _serve_control(self, settings: Settings) -> None:
         """Let commands come past the calls of the ranks, where a socket can be."""
-        from stagescope_service.core.findings import describe
-
         methods = {name: getattr(self, name) for name in (*COMMANDS, "status")}
         try:
-            settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            await asyncio.to_thread(_make_directory, settings.home)
             self._control = await control_socket.serve(settings.home, methods)
         except OSError as error:
-            logger.warning("commands wait behind the calls of ranks: %s", describe(error))
+            logger.warning("commands wait behind the calls of ranks: %s", error)
 
-    async def _open(self, settings: Settings) -> Coordinator:
-        from stagescope_service.coordinator.coordinator import Coordinator
-        from stagescope_service.core.findings import describe
-        from stagescope_service.ingest.actor import RayIngestors
-        from stagescope_service.store.sql import SqlStore
-
+    async def _opened(self) -> Coordinator:
+        """Return the coordinator. No error ends the tries: what caused it may go away."""
         pause = _FIRST_PAUSE
         while True:
             try:
-                settings.data_path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                store = self._store = SqlStore(settings.catalogue_url)
-                await asyncio.to_thread(store.open)
-                return await Coordinator.open(
-                    settings, store, RayIngestors(settings), name=self._name
-                )
-            except (StagescopeError, OSError) as error:  # noqa: PERF203
-                self._reason = f"the catalogue cannot be opened: {describe(error)}"
-                logger.warning("%s", self._reason)
-                if self._store is not None:
-                    await asyncio.to_thread(self._store.close, 0.0)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _MAX_PAUSE)
+                return await self._open()
+            except Exception as error:
+                self._note_failure(error)
+            await self._close_store(0.0)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE)
+
+    async def _open(self) -> Coordinator:
+        from stagescope_service.coordinator.coordinator import Coordinator
+        from stagescope_service.ingest.actor import RayIngestors
+        from stagescope_service.settings import Settings
+        from stagescope_service.store.sql import SqlStore
+
+        settings = Settings(**self._settings_json)
+        if self._control is None:
+            await self._serve_control(settings)
+        await asyncio.to_thread(_make_directory, settings.data_path)
+        store = self._store = SqlStore(settings.catalogue_url)
+        await asyncio.to_thread(store.open)
+        ingestors = RayIngestors(settings, self._name)
+        return await Coordinator.open(settings, store, ingestors, name=self._name)
+
+    def _note_failure(self, error: Exception) -> None:
+        from stagescope_service.core.findings import describe
+
+        reason = f"the catalogue cannot be opened: {describe(error)}"
+        if reason != self._reason:  # else every try would log the same
+            is_known = isinstance(error, StagescopeError | OSError)
+            logger.warning("%s", reason, exc_info=None if is_known else error)
+        cause = error.__cause__ or error
+        kind = type(getattr(cause, "orig", None) or cause).__name__  # the driver's own error
+        self._reason, self._problem = reason, f"the catalogue cannot be opened ({kind})"
+
+    async def _close_store(self, timeout: float) -> None:
+        if self._store is not None:
+            try:
+                await asyncio.to_thread(self._store.close, timeout)
+            except Exception:
+                logger.exception("the catalogue was not closed")
+
+
+def _make_directory(path: Path) -> None:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _method(name: str, *, answers_not_ready: bool = False) -> Callable[..., Awaitable[Reply]]:

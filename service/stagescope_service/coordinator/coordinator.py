@@ -32,8 +32,9 @@ from stagescope_service.coordinator.arguments import (
     names_checked,
 )
 from stagescope_service.coordinator.capture_references import with_baseline, with_ranks
+from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.draining import Draining
-from stagescope_service.coordinator.effects import REAL_CLOCK, Clock, Commits, Effects
+from stagescope_service.coordinator.effects import REAL_CLOCK, Clock, Effects
 from stagescope_service.coordinator.intake import Intake
 from stagescope_service.coordinator.load import Load, resident_bytes
 from stagescope_service.coordinator.raw_calls import RawCalls
@@ -144,17 +145,11 @@ class Coordinator:
         plan = Plan(in_force, revision=revision, keep_policy=policy)
         opened = cls(settings, store, ingestors, restored=Restored(state, plan), name=name)
         opened.adopt(snapshot)
+        left_over = _left_over(snapshot)
         effects = opened.effects
         await effects.write(rows)
-        effects.open()
-        for step in steps_to_aggregate(snapshot):
-            effects.start(step)
-        for judged in snapshot.steps:  # by an earlier coordinator, which may have been about to
-            if judged["completeness"] == PARTIAL:
-                effects.start(Rejudge(judged["attempt_id"], judged["step"]))
-        runs = {row["attempt_id"]: row["run"] for row in snapshot.attempts}
-        for row in snapshot.undigested:
-            effects.start(operator_tables.again(row, runs[row["attempt_id"]]))
+        # Nothing fails from here on: whoever opens again has no work of this one beside it.
+        effects.open(left_over)
         opened.intake.begin()
         return opened
 
@@ -165,6 +160,11 @@ class Coordinator:
         self.load.adopt(snapshot.findings)
         self.effects.retention.adopt_findings(snapshot.findings)
         self.state.stack_requests.adopt(snapshot.asked_stacks)
+
+    @property
+    def check_seconds(self) -> float:
+        """Seconds between two calls of `check`."""
+        return max(0.05, min(1.0, self._settings.lease_seconds / 10))
 
     async def check(self) -> None:
         """Expire leases, check requests and files; to be called several times a lease."""
@@ -434,6 +434,7 @@ class Coordinator:
             "revision": self.plan_in_force.revision,
             "poll_seconds": self.intake.poll_seconds,
             "keeping": self.effects.retention.health(),
+            "cluster_problem": self._ingestors.cluster_problem() or None,
         }
 
     def _audit(self, by: str, action: str, detail: JsonObject) -> Put:
@@ -460,6 +461,17 @@ async def _keep_policy(settings: Settings, snapshot: Snapshot) -> tuple[KeepPoli
     row = {"key": _KEEP_POLICY, "value": {"revision": revision + 1, "keep": found}}
     audit = _audit_row(wall, by, "set_keep", {"keep": found})
     return found, revision + 1, [Put("meta", row), audit]
+
+
+def _left_over(snapshot: Snapshot) -> list[Instruction]:
+    """Return what an earlier coordinator may have been about to do."""
+    judged = (row for row in snapshot.steps if row["completeness"] == PARTIAL)
+    runs = {row["attempt_id"]: row["run"] for row in snapshot.attempts}
+    return [
+        *steps_to_aggregate(snapshot),
+        *(Rejudge(row["attempt_id"], row["step"]) for row in judged),
+        *(operator_tables.again(row, runs[row["attempt_id"]]) for row in snapshot.undigested),
+    ]
 
 
 def steps_to_aggregate(snapshot: Snapshot) -> list[Aggregate]:

@@ -8,22 +8,31 @@ are carried out the same way.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from stagescope.wire.errors import NotReady, StagescopeError, StoreError, Unreachable
+from stagescope.wire.errors import (
+    CatalogueUnavailable,
+    NotReady,
+    StagescopeError,
+    StoreError,
+    Unreachable,
+)
 from stagescope.wire.keep import matching_selectors, read_keep
 from stagescope.wire.links import Link
+from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
+from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.hang_watch import HangWatch
 from stagescope_service.coordinator.node_watch import NodeWatch
 from stagescope_service.coordinator.retention import Limits, Retention
-from stagescope_service.coordinator.retries import RetriedWork
+from stagescope_service.coordinator.retries import RetriedWork, Turns
 from stagescope_service.coordinator.trigger_actions import (
     Acting,
     RequestCapture,
@@ -32,7 +41,8 @@ from stagescope_service.coordinator.trigger_watch import StepOrdering, TriggerWa
 from stagescope_service.coordinator.webhooks import Webhooks
 from stagescope_service.coordinator.weight_comparer import WeightComparer
 from stagescope_service.core.captures.plan import Plan
-from stagescope_service.core.findings import NOT_AGGREGATED, describe, finding
+from stagescope_service.core.catalogue_rows import integer, text
+from stagescope_service.core.findings import NOT_AGGREGATED, REFUSED_ROW, describe, finding
 from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.core.instructions import (
     Aggregate,
@@ -53,90 +63,25 @@ from stagescope_service.core.instructions import (
     Settled,
 )
 from stagescope_service.core.operator_tables import refusal
-from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestorClient, IngestorDied
 from stagescope_service.service_file import page_address
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.contract import Store, Write
+from stagescope_service.store.contract import RefusedWrite, Write
+from stagescope_service.store.queries.measurements import SettledPayloads
 from stagescope_service.triggers.watch import REACH
 
 logger = logging.getLogger(__name__)
+
+_AGGREGATIONS: Final = 4
+"""Steps that are aggregated at a time."""
+_ESSENTIAL: Final = frozenset({"payloads", "summaries"})
+"""Tables without whose rows a payload does not count as ingested."""
 
 _REJUDGE_SECONDS: Final = 1.0
 """For so long no event may have changed a verdict before it is written,"""
 _REJUDGE_AT_LATEST: Final = 10.0
 """but no longer after the first that did."""
-
-
-class Commits:
-    """Commits rows and wakes the calls that wait for them; used from one event loop."""
-
-    def __init__(self, state: State, store: Store) -> None:
-        self.state = state
-        self.store = store
-        self.uncommitted: Counter[PayloadKey] = Counter()
-        """Payloads settled in memory and not yet on disk: a sender that heard of it would let the
-        payload go."""
-        self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
-
-    def check_ready(self) -> None:
-        """Raise `NotReady` while the catalogue cannot be written."""
-        health = self.store.health()
-        if not health.healthy:
-            raise NotReady(
-                f"the catalogue cannot be written: {health.reason}",
-                advice="nothing was taken in; the same call may be made again",
-            )
-
-    async def commit(self, rows: Sequence[Write], settled: Sequence[PayloadKey] = ()) -> None:
-        """Write rows, among them the ends of the `settled` payloads; return after the commit."""
-        if not rows:
-            return
-        self.uncommitted.update(settled)
-        try:
-            await asyncio.wrap_future(self.store.submit(rows))
-        finally:
-            self.uncommitted.subtract(settled)
-            for key in settled:
-                if self.uncommitted[key] <= 0:
-                    del self.uncommitted[key]
-
-    def receipts(self, incarnation: str, seqs: Iterable[int]) -> dict[int, str]:
-        """Return seq -> state of those payloads whose end is on disk."""
-        process = self.state.registry.processes.get(incarnation)
-        if process is None:
-            return {}
-        return {
-            seq: process.settled[seq]
-            for seq in seqs
-            if seq in process.settled and PayloadKey(incarnation, seq) not in self.uncommitted
-        }
-
-    async def wait(self, names: Sequence[str], seconds: float) -> None:
-        """Wait until an incarnation or a capture of `names` is notified, at most `seconds`."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        for name in names:
-            self._waiting[name].add(future)
-        try:
-            await asyncio.wait({future}, timeout=seconds)
-        finally:
-            for name in names:
-                waiting = self._waiting[name]
-                waiting.discard(future)
-                if not waiting:
-                    del self._waiting[name]
-
-    def notify(self, names: Iterable[str]) -> None:
-        """Wake the calls that wait for one of these names."""
-        for name in names:
-            for future in self._waiting.get(name, ()):
-                if not future.done():
-                    future.set_result(None)
-
-    def notify_all(self) -> None:
-        """Wake every call that waits."""
-        self.notify(list(self._waiting))
 
 
 class Clock(NamedTuple):
@@ -197,6 +142,9 @@ class Effects:
         self._step_ordering = StepOrdering(REACH)
         self._weight_comparer = WeightComparer(catalogue, self.write, settings.weight_names)
         self._payloads: dict[PayloadKey, object] = {}
+        self._turns = Turns(_AGGREGATIONS)
+        self._left_over: set[Aggregate] = set()
+        """Steps that an earlier coordinator left, and that are still to be aggregated."""
         self._due: Counter[Aggregate] = Counter()
         """Steps to aggregate as soon as what makes them due is on disk."""
         self._aggregating = RetriedWork[Aggregate, Aggregate](
@@ -212,10 +160,17 @@ class Effects:
         )
         self._rejudged: dict[Rejudge, tuple[float, float]] = {}
         """Steps to judge anew -> when that was first and last asked for; monotonic seconds."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
-    def open(self) -> None:
-        """Begin with the stored rules of triggers; steps that are aggregated meanwhile wait."""
+    def open(self, left_over: Iterable[Instruction] = ()) -> None:
+        """Begin with the stored rules of triggers, and with what an earlier coordinator left.
+
+        Steps that are aggregated before the rules are read wait for them.
+        """
+        left_over = list(left_over)
+        self._left_over.update(each for each in left_over if isinstance(each, Aggregate))
+        for instruction in left_over:
+            self.start(instruction)
         self._run(self.triggers.open(self._settings.triggers))
         self._run(self._weight_comparer.catch_up())
         self._adopt_files(self._ingestors.home)
@@ -227,8 +182,11 @@ class Effects:
             if isinstance(instruction, Ingest):
                 self._payloads[instruction.key] = payload
 
-    async def carry_out(self, instructions: Sequence[Instruction]) -> None:
-        """Commit the rows, and only then start what the other instructions say."""
+    async def carry_out(self, instructions: Sequence[Instruction]) -> Sequence[RefusedWrite]:
+        """Commit the rows, and only then start what the other instructions say.
+
+        Returns the rows that the catalogue can never accept, each of which is a finding.
+        """
         rows: list[Put | Delete] = []
         settled: list[PayloadKey] = []
         started: list[Instruction] = []
@@ -250,16 +208,48 @@ class Effects:
                 started.append(each)
         self._due.update(due)
         try:
-            await self.write(rows, settled)
+            refused = await self.commits.commit(rows, settled)
             for each in started:
                 self.start(each)
         finally:
             self._due -= Counter(due)
         self.commits.notify(names)
+        if refused:
+            await self.commits.commit(self._report(refused))
+        return refused
 
-    async def write(self, rows: Sequence[Write], settled: Sequence[PayloadKey] = ()) -> None:
-        """Commit rows."""
-        await self.commits.commit(rows, settled)
+    def _report(self, refused: Iterable[RefusedWrite]) -> list[Put]:
+        """Return the findings of rows that the catalogue refused."""
+        found: list[Put] = []
+        for write, reason in refused:
+            logger.error("a row of %s was left out: %s", write.table, reason)
+            row = write.row if isinstance(write, Put) else {}
+            attempt = self._state.attempt(integer(row.get("attempt_id")) or 0)
+            put = finding(
+                REFUSED_ROW,
+                f"a row of {write.table} was left out: {reason}",
+                run=None if attempt is None else attempt.run,
+                attempt_id=None if attempt is None else attempt.attempt_id,
+                step=integer(row.get("step")),
+                stage=text(row.get("stage"), 200),
+                role=text(row.get("role"), 100),
+                rank=integer(row.get("rank")),
+                wall=self.wall(),
+                severity="error",
+                evidence={"table": write.table, "row": {**row}},
+                advice="the rest of what came with it is stored; report this as a fault of "
+                "stagescope, with the evidence of this finding",
+            )
+            found.append(self._state.refusals.add(put))
+        return found
+
+    async def write(self, rows: Sequence[Write]) -> None:
+        """Commit rows: all of them or none.
+
+        Raises:
+            StoreError: the catalogue can never accept one of them.
+        """
+        await self.commits.commit_all(rows)
 
     def start(self, instruction: Instruction) -> None:
         """Start one instruction that is no row.
@@ -306,13 +296,10 @@ class Effects:
 
     async def settled(self) -> None:
         """Wait until nothing that was started is under way (for tests)."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks)
+        await self._tasks.settled()
 
     def _run(self, work: Coroutine[object, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work)
 
     # --- payloads ---------------------------------------------------------------------------
     def _start_ingest(self, instruction: Ingest) -> None:
@@ -323,7 +310,7 @@ class Effects:
             self._state.unread(key)
             return
         # Before anything is awaited: the plan and the process's settings may change.
-        self._run(self._ingest(instruction, payload, self._keep(instruction)))
+        self._run(self._ingest_or_release(instruction, payload, self._keep(instruction)))
 
     def _keep(self, instruction: Ingest) -> list[str]:
         """Return the sections and names that the plan and the run's settings keep of a payload."""
@@ -334,22 +321,29 @@ class Effects:
         own = () if policy is None else matching_selectors(policy, **work)
         return [*self._plan.keeps(run=job["run"], **work), *own]
 
+    async def _ingest_or_release(
+        self, instruction: Ingest, payload: object, keep: list[str]
+    ) -> None:
+        try:
+            await self._ingest(instruction, payload, keep)
+        except Exception:
+            # Its refs would pin its bytes until the coordinator ends; it may be offered again.
+            self.release(instruction.key)
+            self._state.unread(instruction.key)
+            raise
+
     async def _ingest(self, instruction: Ingest, payload: object, keep: list[str]) -> None:
         key, node_id = instruction.key, instruction.node_id
         job: IngestJob = instruction.job
         reservation = None
         if keep:
+            with contextlib.suppress(Unreachable):  # then the home node's has it
+                await self._ingestors.learn_nodes([node_id])
             self._adopt_files(self._ingestors.node_of(node_id))
             reservation = await self.retention.make_room(node_id, job)
             job = {**job, "keep": keep, "no_room": reservation.refused}
         outcome = await self._ingestors.ingest(node_id, key, job, payload)
-        try:
-            await self.settle(key, outcome.state, outcome.reason, outcome.rows, **outcome.columns)
-        except StagescopeError as error:
-            # Rows that the catalogue refuses must not leave the payload without an end.
-            logger.exception("the outcome of %s was refused", key)
-            reason = f"the catalogue refused what came of it: {describe(error)}"
-            await self.settle(key, "refused", reason)
+        await self.settle(key, outcome.state, outcome.reason, outcome.rows, **outcome.columns)
         if reservation is not None:
             try:
                 await self.retention.settled(reservation, outcome.rows)
@@ -366,10 +360,31 @@ class Effects:
         rows: Sequence[Put] = (),
         **columns: object,
     ) -> None:
-        """Record the end of a payload, with the rows that came of it."""
+        """Record the end of a payload, with the rows that came of it.
+
+        If the catalogue can never accept its statistics or its end, the payload ends as refused.
+        """
         self.release(key)
+        payload = self._state.payload(key)
         settled = self._state.settle(key, state, reason, self.wall(), **columns)
-        await self.carry_out([*rows, *settled])
+        refused = await self.carry_out([*rows, *settled])
+        essential = [each.reason for each in refused if each.write.table in _ESSENTIAL]
+        if essential and payload is not None:
+            reason = f"the catalogue refused what came of it: {essential[0]}"
+            await self.carry_out(self._state.refuse(payload, reason, self.wall()))
+
+    async def settled_payloads(self, incarnation: str, seqs: Collection[int]) -> SettledPayloads:
+        """Return what the catalogue knows of payloads of a process.
+
+        Raises:
+            NotReady: it cannot be read now.
+        """
+        try:
+            return await asyncio.to_thread(self.catalogue.settled_payloads, incarnation, seqs)
+        except CatalogueUnavailable as error:
+            raise NotReady(
+                str(error), advice="nothing was taken in; make the same call again"
+            ) from error
 
     def release(self, key: PayloadKey) -> None:
         """Let go of the refs of a payload that is not read any more."""
@@ -405,7 +420,9 @@ class Effects:
             await self.write(late)
         else:
             forgotten = attempt is None or step.step not in attempt.steps
-            await self._aggregator.aggregate(step, run, forgotten=forgotten)
+            async with self._turns.turn(left_over=step in self._left_over):
+                await self._aggregator.aggregate(step, run, forgotten=forgotten)
+            self._left_over.discard(step)
             key = {"finding_id": self._not_aggregated(step).row["finding_id"]}
             await self.write([Delete("findings", key)])
             await self._retire(step)

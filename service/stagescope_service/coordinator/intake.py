@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, TypedDict
-
-from typing_extensions import NotRequired
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidEvent, NotReady, StagescopeError
-from stagescope.wire.plan import SentPlan
-from stagescope.wire.schema import FINISH, Event, Sender
+from stagescope.wire.schema import END, FINISH, Event, Sender
+from stagescope_service.background import BackgroundTasks
+from stagescope_service.coordinator.answers import (
+    BatchAnswer,
+    ErrorAnswer,
+    NotReadyAnswer,
+    PollAnswer,
+)
 from stagescope_service.coordinator.arguments import check_batch
 from stagescope_service.coordinator.draining import Draining
 from stagescope_service.coordinator.effects import Effects
 from stagescope_service.coordinator.load import Load
+from stagescope_service.coordinator.starts import Starts, hellos
 from stagescope_service.core import reports
 from stagescope_service.core.captures.agreement import ASKED
 from stagescope_service.core.captures.plan import CaptureEntry
@@ -28,63 +33,12 @@ from stagescope_service.core.findings import REFUSED_EVENT, describe, finding
 from stagescope_service.core.instructions import DumpReported, Instruction, Put, Settled
 from stagescope_service.core.state import Arrival
 from stagescope_service.ingest.relay import Batch, RelayAnswer, RelayedPoll
+from stagescope_service.store.contract import RefusedWrite
+from stagescope_service.store.queries.measurements import SettledPayloads
 
 logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS: Final = 0.02
-
-
-class BatchAnswer(TypedDict):
-    """What a batch of events is answered; the probe reads it."""
-
-    coordinator: str
-    """Names this incarnation of the coordinator."""
-    wall: float
-    received: int
-    refused: dict[int, str]
-    """Seq -> why that event was not taken in."""
-    refused_in_part: NotRequired[dict[int, str]]
-    """Seq -> what of that event was not taken in."""
-    receipts: dict[int, str]
-    """Seq -> state of payloads whose end is on disk."""
-    revision: int
-    """Of the plan."""
-    plan: NotRequired[SentPlan]
-    """The plan, where the sender said a revision and it is another."""
-    pause: NotRequired[float]
-    """Seconds to wait before the next batch."""
-    relay: NotRequired[bool]
-    """Present where ranks are to call through the relay of their node."""
-
-
-class PollAnswer(TypedDict):
-    """What a poll is answered; the probe reads it."""
-
-    coordinator: str
-    wall: float
-    revision: int
-    plan: SentPlan | None
-    """The plan, where its revision is another than the poll's."""
-    receipts: dict[int, str]
-    requests: list[dict[str, str]]
-    """For stacks, or to leave."""
-    poll_seconds: float
-    relay: NotRequired[bool]
-
-
-class NotReadyAnswer(TypedDict):
-    """What a call is answered that is to be made again."""
-
-    coordinator: str
-    not_ready: str
-    """Why."""
-    pause: NotRequired[float]
-
-
-class ErrorAnswer(TypedDict):
-    """What a relayed call is answered that failed: its rank gets it as an error."""
-
-    error: str
 
 
 class _ReadBatch(NamedTuple):
@@ -100,6 +54,15 @@ class _Taken(NamedTuple):
     instructions: list[Instruction]
     refused: dict[int, str]
     in_part: dict[int, str]
+    by_event: list[tuple[int, Sequence[Instruction]]]
+    """(seq, the instructions of its event)."""
+
+    def note_refused(self, refused: Sequence[RefusedWrite]) -> None:
+        """Note the events of rows that the catalogue refused."""
+        for write, reason in refused:
+            for seq, instructions in self.by_event:
+                if any(each is write for each in instructions):
+                    self.in_part.setdefault(seq, reason)
 
 
 class _Poll(NamedTuple):
@@ -146,7 +109,9 @@ class Intake:
         self._draining = draining
         self._mono = effects.clock.mono
         self._wall = effects.wall
+        self._starts = Starts(self._state)
         self._last_expiry = self._mono()
+        self._tasks = BackgroundTasks()
         self._check: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -169,10 +134,30 @@ class Intake:
         """
         self._commits.check_ready()
         sender = Sender.parse(sender_wire)
+        if (step := self._starts.step_in_question(sender, events)) is not None:
+            hello = self._take(_ReadBatch(sender, hellos(events), {}), None)
+            self.events_taken -= len(hello.batch.events)  # it counts with its batch
+            await self._carry_out(hello.instructions)
+            await self._starts.wait(sender.incarnation, step)
         async with self._load.admit(len(events)):
-            taken = self._take(_ReadBatch(sender, events, payloads or {}))
-            await self._carry_out(taken.instructions)
+            stored = await self._stored_payloads(sender, events)
+            taken = self._take(_ReadBatch(sender, events, payloads or {}), stored)
+            taken.note_refused(await self._carry_out(taken.instructions))
         return self._batch_answer(taken)
+
+    async def _stored_payloads(
+        self, sender: Sender, events: Sequence[object]
+    ) -> SettledPayloads | None:
+        """Look up payloads that are offered again after this coordinator forgot or never knew them.
+
+        Raises:
+            NotReady: the catalogue cannot be read now.
+        """
+        offered = [*_announced_seqs(events)]
+        asked = self._state.forgotten_payloads(sender, offered) if offered else []
+        if not asked:
+            return None
+        return await self._effects.settled_payloads(sender.incarnation, asked)
 
     async def record_together(self, batches: Sequence[Batch]) -> RelayAnswer:
         """Take in the batches of several ranks, each as `record` does and for itself.
@@ -206,23 +191,29 @@ class Intake:
     def _relay_answer(self, answers: Sequence[Mapping[str, object] | None]) -> RelayAnswer:
         return {"answers": answers, "gather_seconds": self._load.gather_seconds}
 
-    def _take(self, batch: _ReadBatch) -> _Taken:
+    def _take(self, batch: _ReadBatch, stored: SettledPayloads | None) -> _Taken:
         sender, events, payloads = batch
         refused: dict[int, str] = {}
         in_part: dict[int, str] = {}
         out: list[Instruction] = []
+        by_event: list[tuple[int, Sequence[Instruction]]] = []
         newest: float | None = None
         now, arrived = self._mono(), self._wall()
+        states = {} if stored is None else stored.states
         for wire in events:
             try:
                 event = Event.parse(wire)
                 newest = event.wall
                 has_payload = event.seq in payloads
-                instructions = self._state.handle(
-                    sender, event, now, Arrival(has_payload, wall=arrived)
-                )
+                arrival = Arrival(has_payload, wall=arrived, stored=states.get(event.seq))
+                instructions = self._state.handle(sender, event, now, arrival)
             except InvalidEvent as error:
                 refused[_seq_of(wire)] = str(error)
+                out += self._refusal(sender, error)
+                continue
+            except Exception as error:  # what other events of the batch changed must be written
+                logger.exception("event %.200r of %s could not be handled", wire, sender)
+                refused[_seq_of(wire)] = describe(error)
                 out += self._refusal(sender, error)
                 continue
             if has_payload:
@@ -230,21 +221,23 @@ class Intake:
             if (reason := reports.refused_in_part(instructions)) is not None:
                 in_part[event.seq] = reason
             out += instructions
+            by_event.append((event.seq, instructions))
             if event.kind == FINISH:
                 self._draining.finished(sender.incarnation)
+        if stored is not None:
+            self._state.note_payloads(sender.incarnation, stored.newest, _announced_seqs(events))
         out += self._acknowledge(sender.incarnation, sender.plan_revision)
         self.events_taken += len(events) - len(refused)
         if newest is not None and sender.clock_offset is not None:
             self._load.arrived(self._wall() - sender.clock_offset - newest)
-        return _Taken(batch, out, refused, in_part)
+        return _Taken(batch, out, refused, in_part, by_event)
 
     def _batch_answer(self, taken: _Taken) -> BatchAnswer:
         sender, events, _ = taken.batch
-        uncommitted = self._commits.uncommitted
         receipts = {
             each.key.seq: each.state
             for each in taken.instructions
-            if type(each) is Settled and each.key not in uncommitted
+            if type(each) is Settled and self._commits.is_written(each.key)
         }
         answer: BatchAnswer = {
             "coordinator": self.coordinator,
@@ -259,13 +252,15 @@ class Intake:
         # A rank whose poll waits behind the events of others learns of a capture request here.
         if sender.plan_revision not in (None, self._plan.revision):
             answer["plan"] = self._plan.wire(sender.run)
+        if (key := self._key_without_own(sender.incarnation)) is not None:
+            answer["attempt_key"] = key
         if pause := self._load.pause:
             answer["pause"] = pause
         if self._load.relays:
             answer["relay"] = True
         return answer
 
-    async def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+    async def _carry_out(self, instructions: Sequence[Instruction]) -> Sequence[RefusedWrite]:
         """Carry out instructions, and change the plan by what they report of dumps."""
         mono, wall = self._mono(), self._wall()
         changes = [
@@ -274,15 +269,16 @@ class Intake:
             if type(each) is DumpReported
             for put in self._requests.reported(each.row, mono, wall)
         ]
-        await self._effects.carry_out(instructions)
+        refused = await self._effects.carry_out(instructions)
         # A step that a rank missed may be agreed on again: then every rank is to hear of it.
         await self.change_plan(changes)
+        return refused
 
-    def _refusal(self, sender: Sender, error: InvalidEvent) -> list[Instruction]:
+    def _refusal(self, sender: Sender, error: Exception) -> list[Instruction]:
         process = self._state.registry.processes.get(sender.incarnation)
         found = finding(
             REFUSED_EVENT,
-            str(error),
+            describe(error),
             run=sender.run,
             attempt_id=None if process is None else process.attempt_id,
             wall=self._wall(),
@@ -392,9 +388,18 @@ class Intake:
             ],
             "poll_seconds": self._wait_seconds,
         }
+        if (key := self._key_without_own(incarnation)) is not None:
+            answer["attempt_key"] = key
         if self._load.relays:
             answer["relay"] = True
         return answer
+
+    def _key_without_own(self, incarnation: str) -> str | None:
+        """Return the key of the attempt of a process that has none of its own."""
+        process = self._state.registry.processes.get(incarnation)
+        if process is None or not process.unkeyed:
+            return None
+        return self._state.registry.attempt_of(process).key
 
     def _acknowledge(self, incarnation: str, revision: int | None) -> list[Instruction]:
         """Note the plan's revision that a process has in force; capture requests wait for it."""
@@ -440,14 +445,11 @@ class Intake:
     def _check_requests_soon(self) -> None:
         # Of a thousand ranks that acknowledge at once, each would have every request checked.
         if self._plan.entries and (self._check is None or self._check.done()):
-            self._check = asyncio.get_running_loop().create_task(self._check_requests_later())
+            self._check = self._tasks.start(self._check_requests_later())
 
     async def _check_requests_later(self) -> None:
         await asyncio.sleep(_CHECK_SECONDS)
-        try:
-            await self.check_requests()
-        except Exception:
-            logger.exception("capture requests could not be checked")
+        await self.check_requests()
 
     async def check_requests(self) -> None:
         """Agree on the capture requests that ranks acknowledged, and end those that are done."""
@@ -472,6 +474,15 @@ class Intake:
                 break
             await self._commits.wait([f"capture/{capture_id}"], left)
         return entry
+
+
+def _announced_seqs(events: Iterable[object]) -> Iterator[int]:
+    """Yield the seqs of the ENDs that announce a payload, of events that may be malformed."""
+    for wire in events:
+        if not isinstance(wire, tuple | list) or len(wire) < 6 or wire[1] != END:
+            continue
+        if isinstance(wire[2], int) and isinstance(wire[5], Mapping) and "payload" in wire[5]:
+            yield wire[2]
 
 
 def _seq_of(wire: object) -> int:

@@ -9,25 +9,27 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Collection, Mapping
-from typing import Final
 
 from stagescope.wire.errors import InvalidEvent, NotFound
-from stagescope.wire.names import closest_field
+from stagescope.wire.names import closest, run_name
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import (
     BEGIN,
     END,
-    END_STEP,
     FINISH,
     HELLO,
-    LOG,
-    WORK_FIELDS,
+    PAYLOAD_STRINGS,
     Event,
     Sender,
     Work,
-    check_run_name,
 )
 from stagescope_service.coordinator.effects import Effects
+from stagescope_service.coordinator.raw_fields import (
+    call_name,
+    check_plain,
+    plain_fields,
+    unknown_fields,
+)
 from stagescope_service.core import reports, spans, steps
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import FAILED, OK
@@ -36,21 +38,8 @@ from stagescope_service.core.instructions import Instruction, PayloadKey
 from stagescope_service.core.registry import UNKEYED, Registry
 from stagescope_service.core.spans import RAW_SEQ
 from stagescope_service.core.state import Arrival
-
-_CALLS: Final = {BEGIN: "begin_stage", END: "end_stage", LOG: "log_scalars"}
-"""Kind of event -> the call's name, where it differs."""
-_FIELDS: Final = ("run", "role", "rank", "attempt_key", "world_size", *WORK_FIELDS)
-"""Fields of every call; `end_step` and `finish` have no others."""
-_OWN_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
-    BEGIN: ("device_time",),
-    END: (
-        "payload", "scalars", "status", "begin_seq", "begin_wall", "begin_mono", "error_type",
-        "error_message", "device_seconds", "payload_dropped",
-    ),
-    LOG: ("scalars",),
-    END_STEP: (),
-    FINISH: (),
-}  # fmt: skip
+from stagescope_service.statistics.payload import are_texts
+from stagescope_service.store.queries.measurements import SettledPayloads
 
 
 class RawCalls:
@@ -91,18 +80,21 @@ class RawCalls:
             NotReady: the catalogue cannot be written now; nothing was accepted.
         """
         self._commits.check_ready()
-        run = check_run_name(fields.get("run"))
+        fields = plain_fields(fields)
+        if fields.get("run") is None:
+            unknown_fields(kind, fields)  # another name for it is the better answer
+        run = run_name(fields.get("run"))
         seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
         body = {name: value for name, value in fields.items() if value is not None}
         event = Event(kind, seq, self._wall(), self._mono(), body)
         try:  # before anything is changed
-            _check_plain(kind, fields)
-            unknown = _unknown_fields(kind, fields)
+            check_plain(kind, fields)
+            unknown = unknown_fields(kind, fields)
             sender = self._sender(run, fields)
             self._state.check(event)
             if fields.get("status") not in (None, OK, FAILED):
                 raise InvalidEvent(
-                    f"the status of {_name(kind)} is {fields['status']!r:.100}",
+                    f"the status of {call_name(kind)} is {fields['status']!r:.100}",
                     expected=f"{OK!r} or {FAILED!r}",
                 )
             if (size := fields.get("world_size")) is not None and integer(size) is None:
@@ -120,11 +112,14 @@ class RawCalls:
         if kind == FINISH:
             bare = dataclasses.replace(event, fields={})
             return await self._finish(run, bare, body, unknown)
-        sender, out = self._handle(sender, event, body, fields, payload)
+        stored = None
+        if payload is not None and self._state.forgotten_payloads(sender, [seq]):
+            stored = await self._effects.settled_payloads(sender.incarnation, [seq])
+        sender, out = self._handle(sender, event, body, fields, payload, stored)
         process = self._state.registry.processes[sender.incarnation]
         attempt = self._state.registry.attempt_of(process)
         if unknown:
-            name = _name(kind)
+            name = call_name(kind)
             out.append(reports.unknown_fields(attempt, process.role, name, unknown, event.wall))
         self.recorded += 1
         await self._effects.carry_out(out)
@@ -151,6 +146,7 @@ class RawCalls:
         body: dict[str, Json],
         fields: JsonObject,
         payload: Mapping[str, object] | None,
+        stored: SettledPayloads | None,
     ) -> tuple[Sender, list[Instruction]]:
         """Hand a checked call to the state machine.
 
@@ -160,6 +156,7 @@ class RawCalls:
             body: receives the occurrence where the call names none, and the payload.
             fields: of the call.
             payload: of the call.
+            stored: what the catalogue knows of it, if it was asked.
 
         Returns:
             The sender, of the attempt that the call belongs to, and the instructions.
@@ -180,10 +177,14 @@ class RawCalls:
             work = Work.parse(body)
             body["occurrence"] = _occurrence(registry, sender.incarnation, work, kind, event.seq)
         if payload is not None:
-            body["payload"] = {"tensors": dict.fromkeys(payload), "meta": {}}
-        handled = self._state.handle(
-            sender, event, event.mono, Arrival(payload is not None, raw=True, late=late)
-        )
+            # What a ref holds is not known before it is read.
+            names = [name for name, value in payload.items() if not _is_text(name, value)]
+            body["payload"] = {"tensors": dict.fromkeys(names), "meta": {}}
+        known = None if stored is None else stored.states.get(event.seq)
+        arrival = Arrival(payload is not None, raw=True, late=late, stored=known)
+        handled = self._state.handle(sender, event, event.mono, arrival)
+        if stored is not None:
+            self._state.note_payloads(sender.incarnation, stored.newest, ())
         self._effects.hold(handled, payload)
         return sender, out + handled
 
@@ -297,8 +298,15 @@ class RawCalls:
         return receipts[key.seq]
 
 
-def _name(kind: str) -> str:
-    return _CALLS.get(kind, kind)
+def _is_text(name: str, value: object) -> bool:
+    """Return whether a value of a payload is no tensor: texts of rows, or metadata."""
+    if value is None or isinstance(value, str | int | float | Mapping):
+        return True
+    if (
+        name == "versions" or closest(name) is not None
+    ):  # a misspelt name is found by its announcement
+        return False
+    return name in PAYLOAD_STRINGS or are_texts(value, name)
 
 
 def _role(fields: JsonObject) -> Json:
@@ -314,40 +322,6 @@ def _rank(fields: JsonObject) -> Json:
 def _named(fields: JsonObject) -> str:
     """Return `role actr, rank 55`, of a call that names one or both."""
     return ", ".join(f"{n} {text(fields[n], 100)}" for n in ("role", "rank") if n in fields)
-
-
-def _check_plain(kind: str, fields: JsonObject) -> None:
-    """Refuse arrays outside of the payload: they have no truth value, so that checks would fail.
-
-    Raises:
-        InvalidEvent: a field that is an array or a tensor with elements.
-    """
-    for name, value in fields.items():
-        if shape := tuple(getattr(value, "shape", None) or ()):
-            raise InvalidEvent(
-                f"{name!r:.100} of {_name(kind)} is a {type(value).__name__} of shape {shape}",
-                expected="a plain value; tensors belong into payload",
-            )
-
-
-def _unknown_fields(kind: str, fields: JsonObject) -> list[str]:
-    """Return the unknown fields of a call that do not look misspelt.
-
-    Raises:
-        InvalidEvent: a field that looks like a misspelling of a missing one: without this check,
-            `stp=5` would be work without a step.
-    """
-    known = (*_FIELDS, *_OWN_FIELDS.get(kind, ()))
-    unknown = sorted(set(fields) - {*known})
-    wanted = [name for name in known if name not in fields]
-    for name in unknown:
-        meant = closest_field(name, wanted)
-        if meant is not None:
-            raise InvalidEvent(
-                f"{_name(kind)} has no field {name!r:.100}",
-                expected=f"{meant}, which is the closest; it has {', '.join(known)}",
-            )
-    return unknown
 
 
 def _occurrence(registry: Registry, incarnation: str, work: Work, kind: str, seq: int) -> int:

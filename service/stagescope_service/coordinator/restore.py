@@ -83,11 +83,13 @@ def _attempt(row: AttemptRow) -> Attempt:
         ended_wall=row["ended_wall"],
         end_reason=row["end_reason"],
         crashed=row["end_reason"] == steps.CRASHED,
+        interrupted=row["end_reason"] == steps.INTERRUPTED,
         first_step=first,
         resumed_from_step=resumed,
         resume_reported=is_reported,
         resumed_restored=resumed if is_reported else None,
         last_closed_step=row["last_closed_step"],
+        has_past=True,
         # Its process is not stored: the fingerprint stays.
         fingerprint_of=None if row["fingerprint"] is None else RESTORED,
     )
@@ -108,6 +110,8 @@ def _restore_process(state: State, attempt: Attempt, row: ProcessRow, now: float
         world_size=row["world_size"],
         data_rank=row["data_rank"],
         captures=hello.get("captures") is not False,
+        launch=hello.get("launch"),
+        is_single=hello.get("single") is True,
         watchdog=hello.get("watchdog"),
         expected_roles=role_names(hello.get("expects")),
         handshake=_handshake(row),

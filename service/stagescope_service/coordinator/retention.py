@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
@@ -37,6 +37,9 @@ _ROWS: Final = 2000
 _STEPS: Final = 100
 _MAX_RUNS: Final = 100_000
 _MAX_FILES: Final = 100_000
+_COUNTS: Final = 3
+"""Counts at most until one has been made during which no payload was accounted for."""
+_MAX_STAGES: Final = 1000
 _DAY: Final = 86_400.0
 _SLACK: Final = 50
 """A deletion frees 1/50 of the limit beyond what is needed, so that not every payload deletes."""
@@ -58,6 +61,10 @@ class Reservation:
     """Bytes for the kept parts of a payload that is under way; none where `refused` says why."""
 
     node: str
+    stage: tuple[int, str]
+    """Attempt and stage of the payload."""
+    announced: int
+    """Bytes of its tensors, as its process announced them."""
     bytes: int
     refused: str
     counts: int
@@ -95,7 +102,11 @@ class Retention:
         self._checked = mono()
         self._bytes: Counter[str] | None = None
         self._counts = 0
+        self._added: Counter[str] = Counter()
+        """Bytes that were added since the last count began, which it may have or not."""
         self._reserved: Counter[str] = Counter()
+        self._beside: OrderedDict[tuple[int, str], int] = OrderedDict()
+        """Attempt and stage -> most bytes of a kept file beside the announced ones: its texts."""
         self._reasons: dict[str, str] = {}
         self._not_kept = 0
         self._open: dict[int, str] = {}
@@ -128,21 +139,27 @@ class Retention:
 
         `settled` releases it.
         """
-        node, needed = self._ingestors.node_of(node_id), int(job.get("bytes") or 0)
+        node, announced = self._ingestors.node_of(node_id), int(job.get("bytes") or 0)
+        stage = (job["attempt_id"], job["stage"])
+        needed = announced + self._beside.get(stage, 0)
         try:
             async with self._changing:
                 refused = await self._room(node, needed, (job["attempt_id"], job["step"]))
         except StagescopeError:
             logger.exception("whether there is room for kept files of node %s is not known", node)
             refused = ""
-        reservation = Reservation(node, 0 if refused else needed, refused, self._counts)
-        self._reserved[node] += reservation.bytes
-        return reservation
+        reserved = 0 if refused else needed
+        self._reserved[node] += reserved
+        return Reservation(node, stage, announced, reserved, refused, self._counts)
 
     async def _room(self, node: str, needed: int, own: tuple[int, int | None]) -> str:
         most = self._limits.bytes
-        if self._bytes is None or self._excess(node, needed) > 0:
+        for _ in range(_COUNTS):
+            if self._bytes is not None and self._excess(node, needed) <= 0:
+                break
             await self._count()
+            if not self._added[node]:  # else some bytes may be counted twice
+                break
         if (excess := self._excess(node, needed)) > 0:
             await self._free(node, excess + most // _SLACK, own)
         if self._excess(node, needed) <= 0:
@@ -159,12 +176,14 @@ class Retention:
 
     async def _count(self) -> None:
         self._counts += 1
+        self._added.clear()
         try:
             rows = await asyncio.to_thread(self._catalogue.kept_bytes)
         except StagescopeError:
             self._bytes = None
             raise
         self._bytes = Counter({row["node_id"]: row["bytes"] for row in rows})
+        self._bytes.update(self._added)
 
     async def _free(self, node: str, excess: int, own: tuple[int, int | None]) -> None:
         """Delete the oldest steps of a node, each completely, except the one that is being kept."""
@@ -183,10 +202,15 @@ class Retention:
         """Account for a payload for which room was reserved, after the commit of its rows."""
         node = reservation.node
         kept = [put for put in rows if put.table == "artifacts" and put.row.get("kind") == "kept"]
-        try:
-            await self._add(reservation, sum(put.row["bytes"] for put in kept))
-        finally:
-            self._reserved[node] -= reservation.bytes
+        # At once: payloads that wait for the lock, and for this room, would find none.
+        self._reserved[node] -= reservation.bytes
+        size = sum(put.row["bytes"] for put in kept)
+        self._added[node] += size
+        if self._bytes is not None:
+            self._bytes[node] += size
+        self._note_size(reservation, size)
+        if self._counts != reservation.counts:
+            await self._count_again()
         for put in kept:
             self._reasons[node] = ""
             await self._close(put.row["attempt_id"])
@@ -197,17 +221,22 @@ class Retention:
                 self._open[put.row["attempt_id"]] = put.row["finding_id"]
                 self._not_kept += 1
 
-    async def _add(self, reservation: Reservation, size: int) -> None:
+    async def _count_again(self) -> None:
+        """Count what may have been counted twice.
+
+        A count since a reservation has its rows or not, as they were committed before it or after
+        it. One that begins now has them, and those of all who wait for the lock.
+        """
         began = self._counts
-        if began == reservation.counts:
-            if self._bytes is not None:
-                self._bytes[reservation.node] += size
-            return
-        # A count since the reservation has these rows or not, as they were committed before it or
-        # after it; one that begins now has them, and those of all who wait for the lock.
         async with self._changing:
             if self._counts == began:
                 await self._count()
+
+    def _note_size(self, reservation: Reservation, size: int) -> None:
+        beside = max(size - reservation.announced, self._beside.pop(reservation.stage, 0))
+        self._beside[reservation.stage] = beside
+        while len(self._beside) > _MAX_STAGES:
+            self._beside.popitem(last=False)
 
     async def _close(self, attempt_id: int) -> None:
         """End the findings about files of an attempt that were not kept."""
@@ -284,7 +313,9 @@ class Retention:
                 before_step=before_step,
                 limit=_BATCH,
             )
-            for node in dict.fromkeys(row["node_id"] for row in rows):
+            nodes = dict.fromkeys(row["node_id"] for row in rows)
+            await self._ingestors.learn_nodes(nodes)
+            for node in nodes:
                 if self._ingestors.node_of(node) == node:  # the files of a gone node are unknown
                     await self._delete(node, [row for row in rows if row["node_id"] == node])
 
@@ -350,7 +381,7 @@ class Retention:
         self._adopted.add(node)
         try:
             await self.adopt(node)
-        except StagescopeError:
+        except Exception:
             logger.exception("the kept files of node %s could not be read", node)
             self._adopted.discard(node)
 
@@ -361,6 +392,7 @@ class Retention:
             known = {
                 row["path"]: row for row in await asyncio.to_thread(self._catalogue.kept_places)
             }
+            await self._ingestors.learn_nodes({row["node_id"] for row in known.values()})
             found = await self._ingestors.kept_files(node)
             rows = [*self._moved(node, known, found), *self._lost(node, known, found)]
             rows += await self._orphans(node, [path for path in found if path not in known])

@@ -18,9 +18,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import CatalogueUnavailable, InvalidPlan, NotFound, StagescopeError
+from stagescope.wire.errors import InvalidPlan, NotFound, StagescopeError
 from stagescope.wire.names import closest_by_words
 from stagescope.wire.nonfinite import Json
+from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.firings import Act, FiringKey, finding_of, finding_of_firing
 from stagescope_service.coordinator.followed_run import FollowedRun, Since, series_state
 from stagescope_service.coordinator.retries import retried
@@ -129,25 +130,25 @@ class TriggerWatch:
         nothing, and makes an audit entry.
         """
         async with self._lock:  # steps that are aggregated meanwhile wait
-            row = await self._stored()
-            if row is not None:
-                self.revision, self._since = row["revision"], Since.parse(row["since"])
-                self._rules = _readable(row["document"])
-            if file is not None:
-                await self._adopt_file(file, row)
-            # A newer version may have other defaults; rules that a user set stay.
-            stored = None if row is None or self.revision != row["revision"] else row["source"]
-            outdated = stored == DEFAULTS and self._rules != defaults()
-            if not self.revision or outdated:
-                await self._put(defaults(), by="stagescope", source=DEFAULTS)
+            while True:  # without its rules a run would never have a finding
+                try:
+                    return await self._open(file)
+                except Exception:  # noqa: PERF203
+                    logger.warning("the rules of triggers cannot be read yet", exc_info=True)
+                    await asyncio.sleep(_PAUSE)
 
-    async def _stored(self) -> TriggerRulesRow | None:
-        while True:
-            try:
-                return await asyncio.to_thread(self._catalogue.trigger_rules)
-            except CatalogueUnavailable:  # noqa: PERF203
-                logger.warning("the rules of triggers cannot be read yet", exc_info=True)
-                await asyncio.sleep(_PAUSE)
+    async def _open(self, file: Path | None) -> None:
+        row = await asyncio.to_thread(self._catalogue.trigger_rules)
+        if row is not None:
+            self.revision, self._since = row["revision"], Since.parse(row["since"])
+            self._rules = _readable(row["document"])
+        if file is not None:
+            await self._adopt_file(file, row)
+        # A newer version may have other defaults; rules that a user set stay.
+        stored = None if row is None or self.revision != row["revision"] else row["source"]
+        outdated = stored == DEFAULTS and self._rules != defaults()
+        if not self.revision or outdated:
+            await self._put(defaults(), by="stagescope", source=DEFAULTS)
 
     async def _adopt_file(self, file: Path, row: TriggerRulesRow | None) -> None:
         by = f"file {file}"
@@ -256,7 +257,7 @@ class TriggerWatch:
             waiting.append(step)
             return
         self._waiting[attempt_id] = due = [step]
-        acting: set[asyncio.Task[None]] = set()
+        acting = BackgroundTasks()
         while due:
             steps = due[:REACH]  # as many as are found again where this fails
             del due[:REACH]
@@ -264,11 +265,9 @@ class TriggerWatch:
             # What a webhook or a node takes its time for delays no other step.
             self._taken |= {_id(act) for act in acts}
             for _, of_step in itertools.groupby(acts, lambda act: act.row["step"]):
-                task = asyncio.get_running_loop().create_task(self._act([*of_step], rules))
-                acting.add(task)
-                task.add_done_callback(acting.discard)
+                acting.start(self._act([*of_step], rules))
         del self._waiting[attempt_id]
-        await asyncio.gather(*acting)
+        await acting.settled()
 
     async def _act(self, acts: Sequence[Act], rules: Rules) -> None:
         """Take the actions of a step's firings; never raises."""

@@ -12,6 +12,7 @@ from typing import Final
 
 import httpx
 
+from stagescope.proxies import unused_variable
 from stagescope_service.triggers.messages import Told, one_line, request_of, shortened
 from stagescope_service.triggers.webhooks import Webhook
 
@@ -99,10 +100,11 @@ class Webhooks:
                 self._post(target, content, reads=webhook.format != "json"), seconds
             )
         except asyncio.TimeoutError:
-            return Delivery(reason=f"no answer in {seconds:g} s")
+            return Delivery(reason=f"no answer in {seconds:g} s{_unused_proxy(webhook)}")
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             # Only its type: the text of an error may contain the URL.
-            return Delivery(reason=f"it cannot be reached: {type(error).__name__}")
+            name = type(error).__name__
+            return Delivery(reason=f"it cannot be reached: {name}{_unused_proxy(webhook)}")
         return read_answer(webhook, status, body)
 
     async def _post(self, url: httpx.URL, content: bytes, *, reads: bool) -> tuple[int, bytes]:
@@ -131,6 +133,11 @@ class Webhooks:
             finally:
                 await response.aclose()
             return response.status_code, bytes(body)
+
+
+def _unused_proxy(webhook: Webhook) -> str:
+    name = unused_variable(webhook.url)
+    return f"; webhooks are called directly, {name} is not used" if name else ""
 
 
 def read_answer(webhook: Webhook, status: int, body: bytes) -> Delivery:

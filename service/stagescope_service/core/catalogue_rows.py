@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, Final
 
+from stagescope.wire.names import storable_text
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import LAYOUT_COLUMNS, MAX_SCALAR_NAME, Work
 from stagescope_service.core.entities import Attempt, Process, Span
@@ -14,6 +15,7 @@ from stagescope_service.core.instructions import PayloadKey, Put
 
 _INT64: Final = 1 << 63
 _LONG: Final = 100_000
+_MOST: Final = 1 << 53
 
 
 def work_columns(work: Work) -> dict[str, Json]:
@@ -155,7 +157,7 @@ def loss_row(
             "step": work.step,
             "stage": work.stage,
             "kind": kind,
-            "reason": reason,
+            "reason": text(reason),
             **columns,
         },
     )
@@ -171,6 +173,12 @@ def integer(value: object) -> int | None:
     return value if -_INT64 <= value < _INT64 else None
 
 
+def amount(value: object) -> int | None:
+    """Return a count or a size if `value` is one; at most 2**53, so that sums fit into a column."""
+    found = integer(value)
+    return None if found is None else min(max(found, 0), _MOST)
+
+
 def number(value: object) -> float | None:
     """Return a number (NaN, infinities and numpy's included) as a float; None: none of float64."""
     if type(value) is float or value is None:
@@ -184,13 +192,8 @@ def number(value: object) -> float | None:
 
 
 def text(value: object, most: int = 4000) -> str | None:
-    """Return a text that every database stores: no lone surrogates, no NUL, not too long."""
-    if value is None:
-        return None
-    shown = str(value)[:most]
-    if shown.isprintable():
-        return shown
-    return shown.encode("utf-8", "replace").decode().replace("\0", "?")
+    """Return a value as a text that each database stores; None is None."""
+    return None if value is None else storable_text(str(value), most)
 
 
 def numbers(value: object) -> dict[str, float]:
@@ -219,5 +222,5 @@ def plain(value: object, depth: int = 20) -> Json:
 
 def row_id(*parts: object) -> str:
     """Return a short stable identifier of a tuple of values."""
-    text = "\x1f".join(str(part) for part in parts)
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    text = "\x1f".join(str(part) for part in parts).encode(errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=12).hexdigest()

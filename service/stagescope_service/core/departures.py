@@ -31,6 +31,7 @@ def release(attempt: Attempt, wall: float) -> None:
         elif process.settled or process.dumps or process.unbound_rows:
             for kept in (process.settled, process.reasons, process.dumps, process.unbound_rows):
                 kept.clear()
+            process.payloads_through = None
     if not is_over or not (attempt.steps or attempt.stepless.spans):
         return
     for process in attempt.processes.values():

@@ -126,9 +126,14 @@ class Process:
     attempt_id: int
     role: str
     rank: int
+    #: When it started, by the service's clock as far as its offset was known then.
     started: float
     raw: bool = False
     unkeyed: bool = False
+    #: What its launcher says of this start; a later start has another text.
+    launch: str | None = None
+    #: It knows of no other rank of its role.
+    is_single: bool = False
     world_size: int | None = None
     data_rank: int | None = None
     node_id: str | None = None
@@ -186,6 +191,9 @@ class Process:
     payloads: dict[PayloadKey, PendingPayload] = dataclasses.field(default_factory=dict)
     #: Final states of its latest payloads, so that a repeated announcement is answered at once.
     settled: dict[int, str] = dataclasses.field(default_factory=dict)
+    #: The highest seq of its payloads, or -1: later ones are new. A raw caller, whose seqs have no
+    #: order, has -1 if all its payloads came to this coordinator. None: only the catalogue knows.
+    payloads_through: int | None = None
     #: Reasons for which payloads of a raw caller were refused, for the answer to its call.
     reasons: dict[int, str] = dataclasses.field(default_factory=dict)
     #: (work key, capture) -> column -> seq of the DUMP event that set it last.
@@ -275,6 +283,8 @@ class Attempt:
     config_of: tuple[int, RankAge] | None = None
     #: Number of values in the settings that the run is shown with.
     settings_size: int = 0
+    #: Processes of it may be in the catalogue alone: they came before this coordinator.
+    has_past: bool = False
     processes: dict[str, Process] = dataclasses.field(default_factory=dict)
     by_rank: dict[tuple[str, int], list[Process]] = dataclasses.field(default_factory=dict)
     #: role -> (age of the process that reported it, world_size): the newest counts.
@@ -312,6 +322,8 @@ class Attempt:
     )
     #: One of its processes said that an exception ended it.
     crashed: bool = False
+    #: One of its processes said that it was interrupted.
+    interrupted: bool = False
 
     def add(self, process: Process) -> None:
         """Add a process."""

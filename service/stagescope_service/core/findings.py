@@ -11,7 +11,7 @@ from typing_extensions import Required, Unpack
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import JsonObject
-from stagescope_service.core.catalogue_rows import row_id
+from stagescope_service.core.catalogue_rows import plain, row_id, text
 from stagescope_service.core.instructions import Put
 
 NOT_KEPT: Final = "not_kept"
@@ -37,6 +37,9 @@ REFUSED_CALL: Final = "refused_call"
 
 REFUSED_EVENT: Final = "refused_event"
 """Of an event of a batch that was not taken."""
+
+REFUSED_ROW: Final = "refused_row"
+"""Of a row that the catalogue can never accept: it is left out, and the rest is stored."""
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -124,7 +127,11 @@ class Refusals:
     def adopt(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Continue the counts of the findings in rows of `findings` from before a restart."""
         for row in rows:
-            if row["count"] is not None and row["kind"] in (REFUSED_CALL, REFUSED_EVENT):
+            if row["count"] is not None and row["kind"] in (
+                REFUSED_CALL,
+                REFUSED_EVENT,
+                REFUSED_ROW,
+            ):
                 counted = (int(row["count"]), float(row["first_wall"] or 0.0))
                 self._of(_finding_id(row))[str(row["finding_id"])] = counted
 
@@ -157,9 +164,9 @@ def finding(kind: str, message: str, **fields: Unpack[FindingFields]) -> Put:
         "rank": fields.get("rank"),
         "kind": kind,
         "severity": fields.get("severity", "warning"),
-        "message": message,
-        "evidence": dict(fields.get("evidence", {})),
-        "advice": fields.get("advice", ""),
+        "message": text(message),
+        "evidence": plain(fields.get("evidence", {})),
+        "advice": text(fields.get("advice", "")),
         "see": [link.within(run).to_json() for link in fields.get("see", ())] or None,
         "first_wall": fields["wall"],
         "last_wall": fields["wall"],
@@ -169,6 +176,6 @@ def finding(kind: str, message: str, **fields: Unpack[FindingFields]) -> Put:
 
 def describe(error: BaseException) -> str:
     """Return an error as one line, without the colours that Ray gives to its messages."""
-    text = str(error) if isinstance(error, StagescopeError) else f"{type(error).__name__}: {error}"
-    text = _COLOUR.sub("", text)
-    return " ".join(text.split())[:1000]
+    shown = str(error) if isinstance(error, StagescopeError) else f"{type(error).__name__}: {error}"
+    shown = _COLOUR.sub("", shown)
+    return " ".join(shown.split())[:1000]

@@ -87,6 +87,8 @@ def read_hello(
     settings = plain(settings) if isinstance(settings, Mapping) else None
     process.settings = reading_settings(settings) or process.settings
     process.captures = fields.get("captures") is not False
+    process.launch = text(fields.get("launch"), 1000) or process.launch
+    process.is_single = process.is_single or fields.get("single") is True
     process.watchdog = text(fields.get("watchdog"), 1000) or process.watchdog
     process.expected_roles |= role_names(fields.get("expects"))
     process.handshake = Handshake(

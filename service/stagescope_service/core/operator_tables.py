@@ -25,8 +25,8 @@ from stagescope_service.core.instructions import (
 
 ARMED: Final = "armed"
 TRUNCATED: Final = "truncated"
-BUILT: Final = ("complete", TRUNCATED)
-"""States in which a dump lies on the disk, whole or as far as it came."""
+BUILT: Final = ("complete", "empty", TRUNCATED)
+"""States in which a dump lies on the disk: whole, without a call, or as far as it came."""
 
 TABLE_WRITTEN, REFUSED, UNREACHABLE = "digested", "refused", "unreachable"
 """How an announced dump ends."""

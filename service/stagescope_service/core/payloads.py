@@ -5,14 +5,14 @@ Every function changes only its arguments and returns the instructions that foll
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from stagescope.wire.names import misspelt, misspelt_beside
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import Event, Work
 from stagescope_service.core import steps
 from stagescope_service.core.catalogue_rows import (
-    integer,
+    amount,
     loss_row,
     numbers,
     payload_row,
@@ -39,6 +39,27 @@ from stagescope_service.core.instructions import (
     Settled,
 )
 from stagescope_service.statistics import available_pairs
+
+
+def forgotten(process: Process, seqs: Iterable[int]) -> list[int]:
+    """Return those of a process's payloads that may have been settled and are not in memory."""
+    through = process.payloads_through
+    return [
+        seq
+        for seq in seqs
+        if (through is None or seq <= through)
+        and seq not in process.settled
+        and PayloadKey(process.incarnation, seq) not in process.payloads
+    ]
+
+
+def recall(process: Process, seq: int, state: str | None) -> None:
+    """Note the final state in which the catalogue has the payload of an END that came again."""
+    through = process.payloads_through
+    if through is not None and not process.raw:
+        process.payloads_through = max(through, seq)
+    if state is not None and PayloadKey(process.incarnation, seq) not in process.payloads:
+        process.settled.setdefault(seq, state)
 
 
 def announce(
@@ -85,7 +106,7 @@ def announce(
             "minibatch": work.part.minibatch,
             "microbatch": work.part.microbatch,
             "scalars": numbers(event.fields.get("scalars")),
-            "bytes": integer(announced.get("bytes")),
+            "bytes": amount(announced.get("bytes")),
             "reported": announced.get("reported") is True,
         }
         out.append(Ingest(key, process.node_id, job))
@@ -150,7 +171,7 @@ def settle(
     **columns: object,
 ) -> list[Instruction]:
     """Set the final state of a payload: 'ingested', 'lost', 'refused' or 'dropped'."""
-    key, work = payload.key, payload.work
+    key, work, reason = payload.key, payload.work, text(reason)
     process.payloads.pop(key, None)
     process.settle(key.seq, state, reason)
     row = payload_row(process, key, work, state, reason=reason, settled_wall=wall, **columns)
@@ -170,7 +191,7 @@ def _payload_columns(process: Process, event: Event, announced: JsonObject) -> d
     return {
         "tensors": plain(announced.get("tensors")),
         "meta": plain(announced.get("meta")),
-        "bytes": integer(announced.get("bytes")),
+        "bytes": amount(announced.get("bytes")),
         "node_id": process.node_id,
         "announced_wall": event.wall,
     }

@@ -1,12 +1,20 @@
 """Runs, attempts and processes: assigns each process to the attempt of a run.
 
-An unknown attempt key opens the next attempt; a known key always selects its own, however late. A
-new incarnation of a trainer's rank that begins at or before the last closed step opens an attempt,
-too: ranks that are recreated under one driver keep their job, and with it their key.
+An unknown attempt key opens the next attempt; a known key always selects its own, however late.
+Processes that share a key may still be of several starts: ranks that are recreated under one driver
+keep their job, a loop in a shell script keeps its environment. A new incarnation of a trainer's
+rank opens an attempt, too, where
+
+* it begins at or before the last closed step,
+* its launcher started it again, or with another number of ranks, or
+* every rank that is live has a new incarnation that has not begun a step yet.
+
+A rank that is replaced alone stays in its attempt.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from stagescope.wire.nonfinite import Json, JsonObject
@@ -27,6 +35,8 @@ from stagescope_service.core.handshakes import (
 from stagescope_service.core.instructions import Instruction, Put
 
 UNKEYED: Final = "unkeyed"
+ROLLOUT: Final = "rollout"
+"""The role whose processes may serve several starts, and whose steps overlap."""
 RESTART_MARK: Final = "~"
 """Joins a key and a count where one key covers several starts."""
 
@@ -183,12 +193,13 @@ class Registry:
         late: bool,
     ) -> tuple[Process, list[Instruction]]:
         attempt, out = self.attempt_for(sender, ours)
+        started = event.wall if sender.started is None else sender.started
         process = Process(
             incarnation=sender.incarnation,
             attempt_id=attempt.attempt_id,
             role=sender.role,
             rank=sender.rank,
-            started=event.wall if sender.started is None else sender.started,
+            started=started + (ours - event.wall),
             raw=raw,
             unkeyed=sender.attempt_key is None,
             node_id=sender.node_id,
@@ -198,12 +209,12 @@ class Registry:
             returned=sender.incarnation in self._gone,
             finished=late,
             left_wall=event.wall if late else None,
+            payloads_through=None if attempt.has_past else -1,
         )
         self.processes[process.incarnation] = process
         attempt.add(process)
-        started = process.started + (ours - event.wall)
-        if started < attempt.opened_wall:
-            attempt.opened_wall = started
+        if process.started < attempt.opened_wall:
+            attempt.opened_wall = process.started
             out.append(attempt_row(attempt))
         # Its row from before a restart may have `lapsed_wall`.
         columns = {
@@ -273,24 +284,27 @@ class Registry:
         older = self._restarted(attempt, process, step)
         if older is None:
             return None, [*(self._adopt(attempt, process) if was_open else ())]
-        opened, out = self.open_restart(attempt, min(_started_on_our_clock(process), ours))
+        opened, out = self.open_restart(attempt, min(process.started, ours))
         # Processes of the same start that reported before any of them began a step move as well.
         for other in [*attempt.processes.values()]:
-            if other is process or self._came_with(attempt, other, older):
+            if other is process or self._came_with(other, process, older):
                 attempt.remove(other)
                 other.attempt_id = opened.attempt_id
                 opened.add(other)
-                opened.opened_wall = min(opened.opened_wall, _started_on_our_clock(other))
+                opened.opened_wall = min(opened.opened_wall, other.started)
                 out.append(process_row(other))
         return attempt, [*out, *self._adopt_again(attempt), *self._adopt_again(opened)]
 
     def _restarted(self, attempt: Attempt, process: Process, step: int) -> Process | None:
         """Return the older incarnation that a process replaces in a new attempt, else None."""
-        if process.raw or process.role == "rollout":
+        if process.raw or process.role == ROLLOUT:
             return None
         older = self._older(attempt, process)
         if process.unkeyed and (follows := self._follows(attempt, process, older)) is not None:
             return follows
+        before = self._before(attempt, process, older)
+        if before is not None and self._is_new_start(attempt, process, before):
+            return before
         closed = attempt.last_closed_step
         if closed is None or step > closed:
             return None
@@ -298,6 +312,68 @@ class Registry:
         if known is not None and process.started < (known.closed_wall or process.started):
             return None
         return older
+
+    def may_be_of_new_start(self, process: Process, step: int) -> bool:
+        """Return whether the HELLO of another rank would show that a process begins an attempt.
+
+        So it is of a rank that started again while others seem to be live: they may be silent
+        because they were killed as well. An event of theirs after its start shows that they go on.
+        """
+        attempt = self.attempt_of(process)
+        older = self._older(attempt, process)
+        if older is None or not older.bound or process.bound or process.raw:
+            return False
+        if process.role == ROLLOUT or self._restarted(attempt, process, step) is not None:
+            return False
+        left = (each for each in self._others(process) if not self._next(each, process, older))
+        return not any(
+            each.last_event > process.started or (each.bound and _is_nearer(each, process, older))
+            for each in left
+        )
+
+    def _before(self, attempt: Attempt, process: Process, older: Process | None) -> Process | None:
+        """Return a process of the start before that of `process`, if it had one in this attempt."""
+        if older is not None:
+            return older if older.bound or attempt.first_step is not None else None
+        # A rank that the start before did not have: that one had another number of ranks.
+        first = attempt.by_rank.get((process.role, 0), ())
+        others = [each for each in first if each.bound and each.age < process.age]
+        known = [each for each in others if each.world_size not in (None, process.world_size)]
+        if process.world_size is None or not known:
+            return None
+        return max(known, key=lambda each: each.age)
+
+    def _is_new_start(self, attempt: Attempt, process: Process, older: Process) -> bool:
+        """Return whether all ranks began again after the start of `older`, not `process` alone."""
+        left = [each for each in self._others(process) if not self._next(each, process, older)]
+        if any(each.bound and _is_nearer(each, process, older) for each in left):
+            return False  # where the first of this start stayed, the others stay
+        if _is_launched_again(process, older):
+            return True
+        is_size_known = process.unkeyed or process.is_single or process.world_size is not None
+        return is_size_known and not any(each.live for each in left)
+
+    def _others(self, process: Process) -> list[Process]:
+        """Return the processes of other ranks that a start of all of them would replace.
+
+        Rollouts are not among them, which may serve several starts, nor are ranks that the start of
+        `process` does not have.
+        """
+        here = (process.role, process.rank)
+        size = math.inf if process.world_size is None else process.world_size
+        return [
+            each
+            for each in self.attempt_of(process).processes.values()
+            if not each.raw and each.role != ROLLOUT and (each.role, each.rank) != here
+            if each.role != process.role or each.rank < size
+        ]
+
+    def _next(self, each: Process, process: Process, older: Process) -> bool:
+        """Return whether the rank of `each` has a process of the start of `process`."""
+        ranks = self.attempt_of(process).by_rank[(each.role, each.rank)]
+        return any(
+            other.age >= each.age and self._came_with(other, process, older) for other in ranks
+        )
 
     def stays_without_key(self, process: Process) -> bool:
         """Return whether a rank restarted without a key that tells if the whole training did."""
@@ -347,11 +423,15 @@ class Registry:
         of_role = [each for each in others if each.role == process.role]
         return older or max(of_role, key=lambda each: each.last_contact, default=None)
 
-    def _came_with(self, attempt: Attempt, other: Process, older: Process) -> bool:
-        """Return whether `other` belongs to the start after that of `older`."""
+    def _came_with(self, other: Process, process: Process, older: Process) -> bool:
+        """Return whether `other` belongs to the start of `process`, after that of `older`."""
         if other.bound or other.raw or other.worked or not other.live:
             return False
-        return other.started > older.last_wall or self._older(attempt, other) is not None
+        if other.started > older.last_wall + (older.clock[0] or 0.0):
+            return True
+        # The two starts may overlap.
+        attempt = self.attempt_of(process)
+        return _is_nearer(other, process, older) or self._older(attempt, other) is not None
 
     def forget(self, attempt: Attempt, now: float) -> None:
         """Remove from memory an attempt that is over and not its run's newest."""
@@ -365,20 +445,30 @@ class Registry:
             self._gone[incarnation] = attempt.attempt_id
         while len(self._gone) > GONE_REMEMBERED:
             del self._gone[next(iter(self._gone))]
+        attempt.has_past = True
         attempt.processes.clear()
         attempt.by_rank.clear()
         attempt.forget_steps()
 
 
+def _is_nearer(other: Process, process: Process, older: Process) -> bool:
+    """Return whether `other` started nearer to `process` than to `older`."""
+    return other.started - older.started > abs(process.started - other.started)
+
+
+def _is_launched_again(process: Process, before: Process) -> bool:
+    """Return whether the two are of different starts by what their launcher says of them."""
+    return any(
+        None not in pair and pair[0] != pair[1]
+        for pair in ((process.launch, before.launch), (process.world_size, before.world_size))
+    )
+
+
 def _last_sign(process: Process) -> float:
-    """Return until when a process certainly lived; Unix seconds."""
+    """Return until when a process certainly lived; Unix seconds of the service's clock."""
     left = process.left_wall if process.finished else None
     # Its FINISH arrives while it waits for the answer: later than it was made.
-    return max(process.last_wall, process.last_contact, left or 0.0)
-
-
-def _started_on_our_clock(process: Process) -> float:
-    return process.started + (process.clock[0] or 0.0)
+    return max(process.last_contact, 0.0 if left is None else left + (process.clock[0] or 0.0))
 
 
 def _last_report_columns(process: Process, ours: float) -> dict[str, Json]:

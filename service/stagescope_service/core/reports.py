@@ -9,11 +9,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
+from stagescope.wire.links import Link
 from stagescope.wire.names import closest_stage
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import MAX_SCALAR_NAME, STAGES, Event, Work
 from stagescope_service.core import operator_tables, steps
 from stagescope_service.core.catalogue_rows import (
+    amount,
     integer,
     loss_row,
     number,
@@ -137,6 +139,7 @@ def _non_finite_scalars(
         rank=process.rank,
         evidence={"scalars": sorted(names)[:20], "policy_version": work.policy_version},
         advice="a capture of that stage on that rank (msprobe L1, statistics) names the operator",
+        see=() if work.step is None else (Link.to_step("scalars", work.step),),
     )
 
 
@@ -144,8 +147,8 @@ def dropped(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     """Count what the process dropped; each such event is a loss."""
     fields = event.fields
     what = text(fields.get("what"), 100) or "event"
-    count = max(0, integer(fields.get("count", 1)) or 0)
-    size = max(0, integer(fields.get("bytes")) or 0)
+    count = amount(fields.get("count", 1)) or 0
+    size = amount(fields.get("bytes")) or 0
     columns = {"count": count, "bytes": size, "wall": event.wall}
     reason = text(fields.get("reason"), 1000) or "the process dropped it"
     out: list[Instruction] = [
@@ -341,7 +344,7 @@ def unknown_fields(
             attempt_id=attempt.attempt_id,
             wall=wall,
             role=role,
-            advice="the rest of the call was taken; its docstring and docs/attach.md list them",
+            advice="the rest of the call was taken; docs/attach.md#raw-calls lists the fields",
         )
     )
 
@@ -411,7 +414,7 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
         reason = f"dump {state}: {text(fields.get('error')) or 'no reason given'}"
         columns = {"identity": capture_id, "count": 1, "wall": event.wall}
         out.append(loss_row(attempt, process, work, "dump", reason[:1000], **columns))
-    elif state == "complete":
+    elif state in ("complete", "empty"):
         lost = row_id(process.incarnation, work.key, "dump", capture_id)
         out.append(Delete("losses", {"loss_id": lost}))
     return out + operator_tables.follow(attempt, process, event, work, row, reported.get("state"))
@@ -420,19 +423,22 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
 def failed_stage(attempt: Attempt, process: Process, event: Event, work: Work) -> Put:
     """Return the finding of a stage that an exception ended."""
     where = "" if work.step is None else f" of step {work.step}"
-    error = _error(event.fields)
+    error, interrupted = _error(event.fields), is_interruption(event.fields)
     return finding(
-        "stage_failed",
-        f"{work.stage}{where} failed on {process.role} rank {process.rank}: {error}",
+        "stage_interrupted" if interrupted else "stage_failed",
+        f"{work.stage}{where} {'was interrupted' if interrupted else 'failed'} on {process.role} "
+        f"rank {process.rank}: {error}",
         run=attempt.run,
         attempt_id=attempt.attempt_id,
         wall=event.wall,
-        severity="error",
+        severity="info" if interrupted else "error",
         step=work.step,
         stage=work.stage,
         role=process.role,
         rank=process.rank,
-        advice="the first rank that failed is the likeliest cause: other ranks fail of it; its log "
+        advice=_STOPPED
+        if interrupted
+        else "the first rank that failed is the likeliest cause: other ranks fail of it; its log "
         "holds the traceback",
     )
 
@@ -441,23 +447,37 @@ def crash(attempt: Attempt, process: Process, event: Event) -> list[Instruction]
     """Return the finding of a process that an exception ended, and mark its attempt."""
     if not event.fields.get("error_type"):
         return []
-    attempt.crashed = True
+    interrupted = is_interruption(event.fields)
+    if interrupted:
+        attempt.interrupted = True
+    else:
+        attempt.crashed = True
     reached = "before any step" if process.max_step is None else f"in step {process.max_step}"
+    ended = f"was interrupted {reached}" if interrupted else f"ended {reached} by an exception"
     return [
         finding(
-            "process_crashed",
-            f"the process of {process.role} rank {process.rank} ended {reached} by an exception: "
-            f"{_error(event.fields)}",
+            "process_interrupted" if interrupted else "process_crashed",
+            f"the process of {process.role} rank {process.rank} {ended}: {_error(event.fields)}",
             run=attempt.run,
             attempt_id=attempt.attempt_id,
             wall=event.wall,
-            severity="error",
+            severity="info" if interrupted else "error",
             step=process.max_step,
             role=process.role,
             rank=process.rank,
-            advice="its log holds the traceback",
+            advice=_STOPPED if interrupted else "its log holds the traceback",
         )
     ]
+
+
+_STOPPED: Final = "somebody stopped the training (Ctrl-C, for instance): nothing failed"
+_INTERRUPTIONS: Final = frozenset({"KeyboardInterrupt", "CancelledError"})
+"""Exceptions by which raw callers, which say no more, report an interruption."""
+
+
+def is_interruption(fields: JsonObject) -> bool:
+    """Return whether the exception in an event's fields means that somebody stopped the work."""
+    return fields.get("interrupted") is True or fields.get("error_type") in _INTERRUPTIONS
 
 
 def _error(fields: JsonObject) -> str:

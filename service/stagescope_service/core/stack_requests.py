@@ -238,8 +238,8 @@ def _stood_still(
     wall: float,
 ) -> Instruction:
     training = next((each for each in threads if each["is_training"]), None)
-    frames = training["stack"].splitlines() if training else []
-    where = f": {frames[-1].strip()}" if frames else ""
+    frames = training["stack"].split("\n") if training else [""]
+    where = f": {frames[-1].strip()}" if frames[-1].strip() else ""
     return finding(
         "interpreter_held",
         f"no thread of {process.role} rank {process.rank} could run Python{where}",

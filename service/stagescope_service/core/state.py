@@ -7,7 +7,7 @@ Only `handle`, `settle`, `expire` and `restore` change the state, in one thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import InvalidEvent
@@ -35,9 +35,11 @@ from stagescope_service.core.catalogue_rows import span_row
 from stagescope_service.core.entities import (
     FAILED,
     OPEN,
+    REFUSED,
     SPANS_REMEMBERED,
     UNFINISHED,
     Attempt,
+    PendingPayload,
     Process,
     Span,
     Step,
@@ -68,6 +70,8 @@ class Arrival(NamedTuple):
     """It is of an attempt that has finished; a new process is created as gone."""
     wall: float | None = None
     """When, by the service's clock; used for a sender whose clock offset is unknown."""
+    stored: str | None = None
+    """The final state of the END's payload in the catalogue, if it is not in memory."""
 
 
 PLAIN: Final = Arrival()
@@ -108,7 +112,7 @@ class State:
         Raises:
             InvalidEvent: this event cannot be applied; nothing has changed.
         """
-        has_payload, raw, late, arrived = arrival
+        has_payload, raw, late, arrived, stored = arrival
         work = self.check(event)
         reported = weight_records.read(event, work) if event.kind == WEIGHTS else None
         lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
@@ -135,6 +139,8 @@ class State:
                     process.begun_seq = event.seq
                 out += self._begin(process, received)
             case "end":
+                if "payload" in event.fields:
+                    payloads.recall(process, event.seq, stored)
                 out += self._end(process, received, has_payload=has_payload)
             case "hello":
                 resized, rows = self.registry.adopt_handshake(process, event.fields, event.wall)
@@ -239,7 +245,9 @@ class State:
             out += steps.rejudge_all(left)
             out += steps.end_if_left(left)
             out += steps.close_due(left, wall)
-            if process.unkeyed and not left.by_rank.get((process.role, process.rank)):
+            size = left.world_size(process.role)
+            had_rank = size is None or process.rank < size
+            if process.unkeyed and had_rank and not left.by_rank.get((process.role, process.rank)):
                 out.append(reports.began_alone(attempt, left, process, wall))
         elif may_leave:
             out += reports.handshake_fields(attempt, process)
@@ -358,6 +366,43 @@ class State:
             return [Settled(key, state)]
         attempt = self.registry.attempts[payload.attempt_id]
         return payloads.settle(attempt, process, payload, state, reason, wall, **columns)
+
+    def payload(self, key: PayloadKey) -> PendingPayload | None:
+        """Return a payload that is not settled."""
+        process = self.registry.processes.get(key.incarnation)
+        return None if process is None else process.payloads.get(key)
+
+    def refuse(self, payload: PendingPayload, reason: str, wall: float) -> list[Instruction]:
+        """Settle a payload again, as 'refused': the catalogue did not accept its first outcome."""
+        process = self.registry.processes.get(payload.key.incarnation)
+        attempt = self.registry.attempts.get(payload.attempt_id)
+        if process is None or attempt is None:
+            return []
+        return payloads.settle(attempt, process, payload, REFUSED, reason, wall)
+
+    def forgotten_payloads(self, sender: Sender, seqs: Iterable[int]) -> list[int]:
+        """Return the payloads of these ENDs whose state only the catalogue knows."""
+        process = self.registry.processes.get(sender.incarnation)
+        if process is not None:
+            return payloads.forgotten(process, seqs)
+        attempt = self.registry.find(sender.run, sender.attempt_key)
+        return [*seqs] if attempt is not None and attempt.has_past else []
+
+    def note_payloads(self, incarnation: str, stored: int | None, seqs: Iterable[int]) -> None:
+        """Note that a process's payloads were looked up in the catalogue.
+
+        Args:
+            incarnation: of the process.
+            stored: the highest seq of its payloads there.
+            seqs: of the payloads that it announced since.
+        """
+        process = self.registry.processes.get(incarnation)
+        if process is not None and process.payloads_through is None:
+            newest = -1 if stored is None else stored
+            if not process.raw:
+                process.payloads_through = max([newest, *seqs])
+            elif stored is None:
+                process.payloads_through = newest
 
     def unread(self, key: PayloadKey) -> None:
         """Mark a payload as not being ingested; the holder of its refs may offer it again."""

@@ -54,6 +54,7 @@ FINISHED: Final = "finished"
 _NAMED_RANKS: Final = 10
 
 CRASHED: Final = "an exception ended one of its processes"
+INTERRUPTED: Final = "it was interrupted"
 SILENT: Final = "its processes fell silent"
 
 
@@ -126,7 +127,8 @@ def end_if_left(attempt: Attempt) -> list[Instruction]:
     ended = max(map(_left_on_our_clock, gone), default=attempt.opened_wall)
     probes = any(not process.raw for process in gone)
     last = [each for each in gone if not each.replaced and not (probes and each.raw)]
-    reason = CRASHED if attempt.crashed else FINISHED
+    stopped = INTERRUPTED if attempt.interrupted else FINISHED
+    reason = CRASHED if attempt.crashed else stopped
     if not all(process.finished for process in last):
         reason = SILENT
     if (attempt.ended_wall, attempt.end_reason) == (ended, reason):
@@ -142,7 +144,7 @@ def _left_on_our_clock(process: Process) -> float:
 
 def took_leave(attempt: Attempt) -> bool:
     """Return whether the attempt is over because all its processes reported their end."""
-    return attempt.over and attempt.end_reason in (FINISHED, CRASHED)
+    return attempt.over and attempt.end_reason in (FINISHED, INTERRUPTED, CRASHED)
 
 
 def resume(attempt: Attempt, process: Process) -> list[Instruction]:

@@ -1,4 +1,4 @@
-"""The rulebook as data: rules read from YAML, and held against a run's history.
+"""The rulebook as data: rules read from YAML, and compared with a run's history.
 
 A rule names a function of `evidence` and its parameters, and says what a symptom means: what to do
 next, what to record where the evidence is lacking, and where the field met it.
@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any, Final
 
 from stagescope.wire.errors import InvalidPlan, StagescopeError
-from stagescope_service.diagnosis import mismatch, reports, trends
+from stagescope_service.diagnosis import mismatch, reports, streams, trends, turns, updates
 from stagescope_service.diagnosis.evidence import Before, Evidence, not_measured
 from stagescope_service.diagnosis.history import RunHistory
 from stagescope_service.triggers.rules import load_yaml
@@ -26,9 +26,10 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
     for function in (
         trends.jump, trends.step_change, trends.growth, trends.above, trends.scalar_above,
         trends.scalar_falls, trends.scalar_flat, trends.scalar_spike,
-        mismatch.rank_apart, mismatch.rounds_rise, mismatch.suspect, mismatch.noise_floor,
-        mismatch.rounded, mismatch.first_token, mismatch.engine_apart, mismatch.lattice,
-        mismatch.hidden_tails, mismatch.stale, mismatch.retokenised,
+        mismatch.rank_apart, mismatch.rounds_rise, mismatch.noise_floor, mismatch.engine_apart,
+        mismatch.hidden_tails, mismatch.stale,
+        streams.suspect, streams.rounded, streams.edge_token, streams.lattice,
+        turns.retokenised, turns.turn_stops, updates.current_differs,
         reports.groups, reports.truncated, reports.finding, reports.hangs, reports.lost,
         reports.scalars_not_finite, reports.failed, reports.partial, reports.unreported,
         reports.straggler, reports.settings,
@@ -37,16 +38,20 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
 """Name in a rule -> the function."""
 _OF_THE_NEWEST: Final = frozenset(
     {
-        "rank_apart", "rounds_rise", "rounded", "first_token", "engine_apart", "lattice", "stale",
-        "noise_floor", "straggler",
+        "rank_apart", "rounds_rise", "rounded", "edge_token", "engine_apart", "lattice", "stale",
+        "noise_floor", "straggler", "current_differs",
     }
 )  # fmt: skip
 """Functions that look at the newest steps alone: the others know since when by themselves."""
 _OF_ONE: Final = frozenset({"rank_apart", "engine_apart", "straggler"})
 """Functions that name one rank or engine: another one has another since."""
 _REQUIRED: Final = ("title", "family", "evidence", "meaning", "next")
-_OPTIONAL: Final = ("sources", "figure", "record")
+_OPTIONAL: Final = ("sources", "figure", "record", "explained_by")
 _ORDER: Final = {"found": 0, "not measured": 1, "not found": 2}
+_EVENTS: Final = frozenset({"jump", "step_change"})
+"""Functions of what happens in one step: a cause begins there, too."""
+_AT_ONCE: Final = 2
+"""Most steps between the begins of a symptom and of what explains it, either way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +69,7 @@ class SymptomRule:
         sources: where the field met it; empty: it is of this service alone.
         figure: the path of a figure, with {run}, {attempt} and {step}; None: there is none.
         record: what to record where it is not measured; None: nothing can be done.
+        explained_by: names of rules. Where one of them is found, too, this one follows from it.
     """
 
     name: str
@@ -76,6 +82,12 @@ class SymptomRule:
     sources: tuple[str, ...]
     figure: str | None = None
     record: str | None = None
+    explained_by: tuple[str, ...] = ()
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """The causes of a step's comparability that the rule answers for."""
+        return tuple(self.parameters.get("checks", ()))
 
     @classmethod
     def parse(cls, name: str, value: object) -> SymptomRule:
@@ -130,15 +142,23 @@ class SymptomRule:
             sources=tuple(map(str, value.get("sources", ()))),
             figure=None if value.get("figure") is None else str(value["figure"]),
             record=None if value.get("record") is None else str(value["record"]),
+            explained_by=tuple(map(str, value.get("explained_by", ()))),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """A rule and what was found for and against it."""
+    """A rule and what was found for and against it.
+
+    Attributes:
+        rule: the rule.
+        evidence: what was found.
+        explained_by: the found rules that explain this one.
+    """
 
     rule: SymptomRule
     evidence: Evidence
+    explained_by: tuple[SymptomRule, ...] = ()
 
 
 @cache
@@ -160,24 +180,53 @@ def rulebook() -> tuple[SymptomRule, ...]:
 
 
 def diagnose(history: RunHistory, rules: Sequence[SymptomRule] | None = None) -> list[Diagnosis]:
-    """Hold rules against a history; what was found comes first, the surest first.
+    """Compare rules with a history; what was found comes first, the surest first.
 
-    A rule whose evidence cannot be computed is 'not measured', with the error: one damaged step
-    must not hide what the others say.
+    A symptom that another found one explains follows those that none explains, and one that ended
+    follows those that last. A rule whose evidence cannot be computed is 'not measured', with the
+    error: one damaged step must not hide what the others say.
     """
     found = [
         Diagnosis(rule, _evidence(rule, history))
         for rule in (rulebook() if rules is None else rules)
     ]
     return sorted(
-        found,
+        (_explained(each, found) for each in found),
         key=lambda each: (
             _ORDER[each.evidence.verdict],
+            each.evidence.last_step is not None,
+            bool(each.explained_by),
             FAMILIES.index(each.rule.family),
             -each.evidence.sure,
             each.rule.name,
         ),
     )
+
+
+def _explained(symptom: Diagnosis, found: Sequence[Diagnosis]) -> Diagnosis:
+    """Return a found symptom with the other found ones that explain it."""
+    if symptom.evidence.verdict != "found":
+        return symptom
+    causes = [each for each in found if _explains(each, symptom)]
+    texts = (f"explained by {each.rule.name}: {each.rule.title}" for each in causes)
+    against = (*texts, *symptom.evidence.against)
+    evidence = dataclasses.replace(symptom.evidence, against=against)
+    return Diagnosis(symptom.rule, evidence, tuple(each.rule for each in causes))
+
+
+def _explains(cause: Diagnosis, symptom: Diagnosis) -> bool:
+    """Return whether a symptom follows from another: it is declared so, or the same step names the
+    other as the likelier cause, and the other began no later, and lasts as long."""
+    rule, evidence = symptom.rule, symptom.evidence
+    is_declared = cause.rule.name in rule.explained_by or evidence.likelier in cause.rule.causes
+    if cause.evidence.verdict != "found" or not is_declared:
+        return False
+    if cause.evidence.last_step is not None and evidence.last_step is None:
+        return False
+    if cause.evidence.since_step is None or evidence.since_step is None:
+        return True
+    later = cause.evidence.since_step - evidence.since_step
+    return later <= _AT_ONCE and (rule.function not in _EVENTS or later >= -_AT_ONCE)
 
 
 def add_earlier(
@@ -204,7 +253,7 @@ def add_earlier(
         if each.evidence.verdict == "found"
     }
     return [
-        Diagnosis(each.rule, each.evidence.with_before(shown[each.rule.name]))
+        dataclasses.replace(each, evidence=each.evidence.with_before(shown[each.rule.name]))
         if each.rule.name in shown
         else each
         for each in found

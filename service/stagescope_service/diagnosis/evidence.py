@@ -12,8 +12,11 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
+from stagescope.render import counted
 from stagescope_service.statistics.cell import Bool, Float64
 
+ENDED_AFTER: Final = 3
+"""Steps without a symptom that may still go on."""
 Verdict = Literal["found", "not found", "not measured"]
 ABS_DIFF: Final = "logprob_abs_diff/mean"
 
@@ -42,6 +45,9 @@ class Evidence:
         where: the round, rank, operator or stage; '' if it is of the whole step.
         supports: sentences with the numbers that speak for it.
         against: those that speak against it.
+        last_step: the last step that shows it, where it ended; None: it lasts, or is of no step.
+        likelier: a check that the same step's streams fail, and that explains those of the rule.
+        note: what is no symptom, but matters to a comparison of two runs; '' if nothing.
         before: what showed it in steps or attempts that a later attempt superseded; it is no
             evidence of what is in force, and stands among the sentences, too.
     """
@@ -52,9 +58,17 @@ class Evidence:
     where: str = ""
     supports: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
+    last_step: int | None = None
+    likelier: str | None = None
+    note: str = ""
     before: Before | None = None
     waits: bool = False
     """Whether more steps are lacking alone, and nothing that could be recorded."""
+
+    def ended(self, last: int, after: int) -> Evidence:
+        """Return the same, ended: shown last in a step, after which so many steps closed."""
+        text = f"last seen in step {last}: {counted(after, 'step')} closed since"
+        return dataclasses.replace(self, last_step=last, against=(*self.against, text))
 
     def with_before(self, before: Before) -> Evidence:
         """Return the same with what showed it before."""

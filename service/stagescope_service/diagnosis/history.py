@@ -15,10 +15,12 @@ import numpy as np
 from stagescope.batch import Batch
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import ROLES
+from stagescope.wire.schema import ROLES, UPDATE_PAIR
+from stagescope_service.diagnosis.passes import FirstPass, first_passes, passes_apart
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.comparability import Comparability, examine
 from stagescope_service.statistics.mismatch import publish
+from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
 from stagescope_service.statistics.step_summary import NOISE_PAIR, StepSummary, assemble
 from stagescope_service.statistics.summary import Summary
@@ -34,6 +36,10 @@ NEWEST: Final = 10
 """Newest measured steps that are looked at by rank, by round, and by sample."""
 READ: Final = 3
 """Newest measured steps whose step summaries are read: they may be large."""
+PARTIAL: Final = 200
+"""Newest partial steps of which the missing ranks are read."""
+SYNC: Final = "weight_sync"
+"""The stage of a weight sync."""
 _ROWS: Final = 20_000
 _CACHED: Final = 16
 """Measured steps that a history and those of its earlier steps keep together."""
@@ -89,6 +95,18 @@ class Series:
     def newest(self, count: int) -> Series:
         """Return the newest `count` steps."""
         return Series(self.name, self.steps[-count:], self.attempts[-count:], self.values[-count:])
+
+
+class MissingRank(NamedTuple):
+    """Where a rank is missing.
+
+    Attributes:
+        steps: the steps that closed without it, ascending.
+        stages: the stages of them that it did not end.
+    """
+
+    steps: list[int]
+    stages: list[str]
 
 
 class MeasuredStep:
@@ -198,12 +216,15 @@ class RunHistory:
         self._ids = [int(row["attempt_id"]) for row in self.attempts]
         self._number = {int(row["attempt_id"]): int(row["number"]) for row in self.attempts}
         self._series = lru_cache(maxsize=None)(self._read_series)
-        self._measured = lru_cache(maxsize=_CACHED)(self._read_measured)
+        self.read = lru_cache(maxsize=_CACHED)(self._read_measured)
+        """Return a step with its statistics; None: none are kept of a version that can be read."""
+        self.first_passes = lru_cache(maxsize=_CACHED)(self._read_first_passes)
+        """Return the samples of a step's first mini-batch: current against old log-probs."""
 
     def until(self, last: int) -> RunHistory:
         """Return what was known of the steps up to `last`, without tensors."""
         found = RunHistory.__new__(RunHistory)
-        for name in ("run", "attempts", "_catalogue", "_ids", "_number", "_measured"):
+        for name in ("run", "attempts", "_catalogue", "_ids", "_number", "read", "first_passes"):
             setattr(found, name, getattr(self, name))
         found._last, found.kept = last, None
         found._rows = [row for row in self._rows if row["step"] <= last]
@@ -291,6 +312,40 @@ class RunHistory:
         values = [float(row["completeness"] == "partial") for row in self._rows]
         return self._as_series("partial steps", self._rows, values)
 
+    def missing(self) -> dict[tuple[str, int], MissingRank]:
+        """Return (role, rank) -> in which of the newest `PARTIAL` partial steps it is missing."""
+        partial = [row for row in self._rows if row["completeness"] == "partial"][-PARTIAL:]
+        wanted = {(row["attempt_id"], row["step"]) for row in partial}
+        found: dict[tuple[str, int], MissingRank] = {}
+        for attempt_id in sorted({attempt_id for attempt_id, _ in wanted}, key=self.number_of):
+            own = [step for attempt, step in wanted if attempt == attempt_id]
+            span = min(max(own) - min(own) + 1, STEPS)
+            rows = self._catalogue.steps(attempt_id, before=max(own) + 1, limit=span)
+            for row in reversed(rows):
+                for each in (row["missing"] or ()) if row["step"] in own else ():
+                    key = (each["role"], each["rank"])
+                    rank = found.setdefault(key, MissingRank([], []))
+                    if rank.steps[-1:] != [row["step"]]:
+                        rank.steps.append(row["step"])
+                    if each["stage"] not in rank.stages:
+                        rank.stages.append(each["stage"])
+        return found
+
+    def mean_staleness(self, steps: Sequence[int]) -> float:
+        """Return the mean staleness of the tokens of some steps; NaN where it is not known."""
+        wanted = set(steps)
+        chosen = [step for step in self.measured if step.step in wanted]
+        counts: dict[int, float] = defaultdict(float)
+        for _, sizes in self.slices("staleness", "counts/tokens", chosen):
+            for (_, age), size in sizes.items():
+                counts[age] += size
+        total = sum(counts.values())
+        return sum(age * size for age, size in counts.items()) / total if total else math.nan
+
+    def closed_after(self, step: int) -> int:
+        """Return how many steps in force are later than a step."""
+        return sum(each.step > step for each in self.steps)
+
     @property
     def newest_attempt_id(self) -> int | None:
         """The catalogue's id of the attempt of the last step that is looked at."""
@@ -305,14 +360,15 @@ class RunHistory:
         return self._as_series(name, rows, [number(row["metrics"][name]) for row in rows])
 
     def slices(
-        self, by: Dimension, name: str
+        self, by: Dimension, name: str, steps: Sequence[StepInForce] | None = None
     ) -> list[tuple[StepInForce, Mapping[SliceKey, float]]]:
-        """Return a published number of the slices of each of the newest measured steps."""
-        newest = self.measured[-NEWEST:]
-        if not newest:
+        """Return a published number of the slices of some measured steps, ascending; of the newest
+        where `steps` is None."""
+        chosen = self.measured[-NEWEST:] if steps is None else steps
+        if not chosen:
             return []
-        first, last = newest[0].step, newest[-1].step
-        wanted = {(step.attempt_id, step.step): step for step in newest}
+        first, last = chosen[0].step, chosen[-1].step
+        wanted = {(step.attempt_id, step.step): step for step in chosen}
         found: list[tuple[StepInForce, Mapping[SliceKey, float]]] = []
         for row in self._catalogue.step_metrics(
             self._ids, version=VERSION, first=first, last=last, numbers="slices"
@@ -385,13 +441,13 @@ class RunHistory:
         Where an older version wrote them, no step has: not every step of a long run is read to
         find that out, each time that a rule asks.
         """
-        found = (self._measured(step) for step in reversed(self.measured[-_CACHED:]))
+        found = (self.read(step) for step in reversed(self.measured[-_CACHED:]))
         return next((each for each in found if each is not None), None)
 
     @cached_property
     def summaries(self) -> list[tuple[StepInForce, Summary]]:
         """The statistics of the newest `READ` steps with numbers, the newest first."""
-        found = map(self._measured, reversed(self.measured[-READ:]))
+        found = map(self.read, reversed(self.measured[-READ:]))
         return [(each.step, each.summary.summary) for each in found if each is not None]
 
     def _read_measured(self, step: StepInForce) -> MeasuredStep | None:
@@ -403,6 +459,24 @@ class RunHistory:
             return MeasuredStep(self._catalogue, step, StepSummary.from_bytes(row["whole"]))
         except InvalidInput:
             return None
+
+    def _read_first_passes(self, step: StepInForce) -> list[FirstPass]:
+        together = self._parts(step, UPDATE_PAIR)
+        if together:
+            return first_passes(together)
+        current = self._parts(step, ("current", "rollout"))
+        return passes_apart(current, self._parts(step, ("old", "rollout"))) if current else []
+
+    def _parts(self, step: StepInForce, pair: tuple[str, str]) -> list[PartRecord]:
+        attempt_id, number = step.attempt_id, step.step
+        rows = self._catalogue.summaries(attempt_id, number, pair=pair_name(pair))
+        if not rows:
+            return []
+        replaced = self._catalogue.replaced(attempt_id, number)
+        try:
+            return part_records(rows, self._catalogue.processes(attempt_id), replaced)
+        except InvalidInput:
+            return []
 
     @cached_property
     def samples(self) -> list[SampleRow]:
@@ -428,6 +502,11 @@ class RunHistory:
         """Return whether weights were recorded in an attempt, by its number."""
         found = (id for id, number in self._number.items() if number == attempt)
         return any(self._catalogue.newest_weights(each) is not None for each in found)
+
+    def has_syncs(self, attempt: int) -> bool:
+        """Return whether an attempt, by its number, reported a weight sync."""
+        found = (id for id, number in self._number.items() if number == attempt)
+        return any(self._catalogue.stages(each, stage=SYNC, limit=1) for each in found)
 
     # --- what else the service knows --------------------------------------------------------------
     @cached_property

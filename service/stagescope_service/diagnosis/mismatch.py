@@ -1,22 +1,19 @@
-"""Evidence of the mismatch: by rank, round and staleness, and of the streams themselves."""
+"""Evidence of the mismatch: by rank, round, engine and staleness."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from stagescope.batch import Batch
-from stagescope.batch.trajectories import keys_of, prompts_of, response_spans
-from stagescope.wire.tensorfile import Array
+from stagescope.render import counted
 from stagescope_service.diagnosis.evidence import (
     ABS_DIFF,
+    ENDED_AFTER,
     Evidence,
-    event_period,
     not_found,
     not_measured,
     short,
@@ -24,23 +21,7 @@ from stagescope_service.diagnosis.evidence import (
 )
 from stagescope_service.diagnosis.history import NEWEST, READ, RunHistory
 from stagescope_service.diagnosis.trends import of_rate
-from stagescope_service.statistics.cell import Float64, Int64
-from stagescope_service.statistics.profiles import (
-    COARSEST,
-    FINER,
-    NOT_FINITE,
-    ZERO,
-    exponent,
-)
-
-_OF_THE_MEAN: Final = {"renormalised", "temperature", "calibration"}
-"""Checks of whether another distribution sampled the tokens."""
-_LASTING: Final = 3
-"""Newest steps of which one has to be suspect."""
-_AT_EDGES: Final = ("first_token", "last_token")
-"""Checks of the tokens at the edges of rounds, which alone can fail those."""
-_TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "turn_ids"))
-"""The tensors that hold the tokens of a turn and of its prompt, either way."""
+from stagescope_service.statistics.cell import Float64
 
 
 def rank_apart(
@@ -58,31 +39,46 @@ def rank_apart(
         )
     apart: Counter[tuple[str | None, int]] = Counter()
     first: dict[tuple[str | None, int], int] = {}
+    last: dict[tuple[str | None, int], int] = {}
+    examined = 0
     for step, values in slices:
         known = {name: value for name, value in values.items() if not math.isnan(value)}
         if len(known) < 2:
             continue
+        examined += 1
         key = max(known, key=lambda name: known[name])  # no other can be 1.5 times all others
         value = known.pop(key)
         others = np.array([*known.values()])
         if value > factor * float(np.median(others)) and value > 1.5 * float(others.max()):
             apart[key] += 1
             first.setdefault(key, step.step)
+            last[key] = step.step
+    if examined < least:
+        return not_measured(f"{examined} of the newest steps have numbers of two or more ranks")
     if not apart:
-        return not_found(f"no rank is {factor:g} times the others in {len(slices)} steps")
+        return not_found(f"no rank is {factor:g} times the others in {examined} steps")
     (role, rank), count = apart.most_common(1)[0]
     step, values = slices[-1]
     rest = [value for key, value in values.items() if key != (role, rank)]
     newest = values.get((role, rank), math.nan)
     text = (
         f"{role} {rank} stands apart in {count} of {len(slices)} steps: {metric} is "
-        f"{short(newest)} in step {step.step}, {short(float(np.nanmedian(rest)))} at the "
+        f"{short(newest)} in step {step.step}, {short(_median(rest))} at the "
         f"other{'' if len(rest) == 1 else 's'}"
     )
     if count < least or (len(values) == 2 and 2 * count < len(slices)):
         return not_found(text)
-    since = first[role, rank]
-    return Evidence("found", count / len(slices), since, f"{role} rank {rank}", (text,))
+    evidence = Evidence(
+        "found", count / len(slices), first[role, rank], f"{role} rank {rank}", (text,)
+    )
+    after = sum(each.step > last[role, rank] for each, _ in slices)
+    return evidence.ended(last[role, rank], after) if after > ENDED_AFTER else evidence
+
+
+def _median(values: Sequence[float]) -> float:
+    """Return the median of the values that are not NaN; NaN where there is none."""
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.median(known)) if known else math.nan
 
 
 def rounds_rise(
@@ -137,38 +133,6 @@ def _rises(numbers: Float64, factor: float) -> bool:
     return spearman(numbers) >= 0.8 and bool(numbers[-1] >= factor * numbers[0])
 
 
-def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> Evidence:
-    """Return whether the checks of a step's streams name one of these causes, in one of the newest
-    three steps."""
-    measured = history.measured
-    newest = measured[-steps:]
-    if history.newest is None or not newest:
-        return not_measured("no step has both streams")
-    marks = np.array([bool(set(checks) & set(step.suspects)) for step in measured])
-    at_edges = [each.text for each in history.newest.comparability.checks if each.name in _AT_EDGES]
-    if at_edges and set(checks) <= _OF_THE_MEAN:
-        return not_found(f"step {history.newest.step.step}: {at_edges[0]}")
-    period = event_period(marks, _LASTING)
-    if period is None:
-        verdicts = Counter(step.verdict for step in newest)
-        listed = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
-        return not_found(f"the streams of the newest {len(newest)} steps: {listed}")
-    found = history.newest.comparability
-    texts = [
-        check.text for check in found.checks if check.name in checks and check.status == "suspect"
-    ]
-    share = float(marks[-steps:].mean())
-    lines = (f"named in {int(marks[-steps:].sum())} of the newest {len(newest)} steps", *texts)
-    likelier = [] if found.cause in (*checks, None) else [f"{found.cause} is the likelier cause"]
-    where = ", ".join(sorted(set(_ranks_named(texts))))
-    since = measured[period.first].step
-    return Evidence("found", share, since, where, lines, tuple(likelier))
-
-
-def _ranks_named(texts: Sequence[str]) -> list[str]:
-    return [word for text in texts for word in text.split("; ") if word.startswith("rank ")]
-
-
 def noise_floor(history: RunHistory, *, factor: float = 1.5) -> Evidence:
     """Return whether the mismatch is no larger than the trainer's against itself."""
     newest = history.newest
@@ -179,27 +143,12 @@ def noise_floor(history: RunHistory, *, factor: float = 1.5) -> Evidence:
         f"step {newest.step.step}: mean |d| is {short(mismatch)}, that of the trainer against "
         f"itself {short(noise)}"
     )
+    if math.isnan(mismatch) or math.isnan(noise):
+        return not_measured(f"{text}: no token counts on one side")
     if not mismatch <= factor * noise:
         return not_found(text)
     sure = min(1.0, noise / mismatch) if mismatch else 1.0
     return Evidence("found", sure, newest.step.step, "", (text,))
-
-
-def rounded(history: RunHistory, *, share: float = 0.5) -> Evidence:
-    """Return whether a stream's dtype alone explains the mismatch, or most of it."""
-    newest = history.newest
-    if newest is None:
-        return not_measured("no step has both streams")
-    floor, mismatch = newest.published["rounding/abs_diff_floor"], newest.published[ABS_DIFF]
-    dtypes = {name: ", ".join(each) for name, each in newest.summary.summary.dtypes.items()}
-    listed = ", ".join(f"{name} in {dtype}" for name, dtype in dtypes.items())
-    text = (
-        f"step {newest.step.step}: rounding adds about {short(floor)} to a mean |d| of "
-        f"{short(mismatch)} ({listed})"
-    )
-    if not (mismatch > 0 and floor >= share * mismatch):
-        return not_found(text)
-    return Evidence("found", min(1.0, floor / mismatch), newest.step.step, "", (text,))
 
 
 def engine_apart(
@@ -236,245 +185,122 @@ def engine_apart(
     return Evidence("found", 1.0, apart[-1][0], name, (text,))
 
 
-def first_token(history: RunHistory, *, factor: float = 3.0, tokens: int = 32) -> Evidence:
-    """Return whether the first tokens of rounds differ `factor` times as much as the others.
-
-    Each of the newest `READ` steps must show it, over `tokens` first tokens at least.
-    """
-    rows = []
-    for step, summary in history.summaries:
-        found = None if summary.profiles is None else summary.profiles.edge_tokens("first")
-        if found is not None and found[0].tokens >= tokens:
-            mean, others = (each.d_abs_sum / each.tokens for each in found)
-            rows.append((step.step, found[0].tokens, mean, others))
-    if len(rows) < READ:
-        return not_measured(
-            f"{len(rows)} of the newest steps have {tokens} first tokens of rounds with numbers"
-        )
-    newest, count, mean, others = rows[0]
-    text = (
-        f"step {newest}: mean |d| is {short(mean)} over the {count} first tokens of rounds, "
-        f"{short(others)} over the others"
-    )
-    if not all(row[2] > factor * row[3] for row in rows):
-        return not_found(text)
-    return Evidence("found", 1.0, rows[-1][0], "the first token of each round", (text,))
-
-
-def lattice(history: RunHistory, *, share: float = 0.5, tokens: int = 64) -> Evidence:
-    """Return whether `share` of the differences are multiples of a power of two.
-
-    Differences of values that were rounded to a narrow dtype are; of float32 log-probs about one in
-    2000 is by chance.
-    """
-    for step, summary in history.summaries:
-        bins = () if summary.profiles is None else summary.profiles.bins("lattice")
-        bins = tuple(each for each in bins if each.key not in (ZERO, NOT_FINITE))
-        count = sum(each.tokens for each in bins)
-        if count < tokens:
-            continue
-        on, power = 0, COARSEST
-        coarsest_first = sorted(bins, key=lambda each: -each.key)
-        for each in (each for each in coarsest_first if each.key > FINER):
-            on, power = on + each.tokens, each.key
-            if on >= share * count:
-                break
-        text = (
-            f"step {step.step}: {on / count:.0%} of the {count} differences other than 0 are a "
-            f"multiple of 2^{exponent(power)} = {2.0 ** exponent(power):g} nat"
-        )
-        if on < share * count:
-            return not_found(text)
-        return Evidence("found", on / count, step.step, "", (text,))
-    return not_measured(f"no step has {tokens} tokens that differ, with profiles of d")
-
-
 def hidden_tails(history: RunHistory, *, mean: float = 0.01, tail: float = 5.0) -> Evidence:
     """Return whether means look healthy while single tokens are far off.
 
     `training/rollout_probs_diff_mean` is below `mean` and `logprob_abs_diff/max` over `tail` nats:
     improbable tokens hardly move probabilities.
     """
-    means, largest = (
+    means, largest, share = (
         history.metric(name)
-        for name in ("training/rollout_probs_diff_mean", "logprob_abs_diff/max")
-    )
-    if not len(means) or len(means) != len(largest):
+        for name in (
+            "training/rollout_probs_diff_mean", "logprob_abs_diff/max",
+            "tail/abs_diff_over_1_share",
+        )
+    )  # fmt: skip
+    if not len(means) == len(largest) == len(share) > 0:
         return not_measured("no step has both streams")
+    has_tokens = ~np.isnan(means.values) & ~np.isnan(largest.values)
+    if not has_tokens.any():
+        return not_measured("no step has a token that counts")
+    means, largest, share = (each.where(has_tokens) for each in (means, largest, share))
     marks = (means.values < mean) & (largest.values > tail)
-    share = history.metric("tail/abs_diff_over_1_share").newest(NEWEST)
     text = (
-        f"|d| is up to {short(float(np.nanmax(largest.newest(NEWEST).values)))} nat while the "
-        f"mean of |e^p - e^q| is {short(float(np.nanmedian(means.newest(NEWEST).values)))}; "
-        f"{short(float(np.nanmedian(share.values)))} of the tokens are over 1 nat"
+        f"|d| is up to {short(float(largest.newest(NEWEST).values.max()))} nat while the "
+        f"mean of |e^p - e^q| is {short(float(np.median(means.newest(NEWEST).values)))}; "
+        f"{short(_median(share.newest(NEWEST).values.tolist()))} of the tokens are over 1 nat"
     )
     return of_rate(means.steps, marks, None, 0.5, NEWEST, text)
 
 
-def stale(history: RunHistory, *, metric: str = ABS_DIFF, factor: float = 1.5) -> Evidence:
-    """Return whether tokens of older policy versions have a larger mismatch than fresh ones."""
-    slices = history.slices("staleness", metric)
-    counts = dict(history.slices("staleness", "counts/tokens"))
-    rows = []
-    for step, values in slices:
-        sizes = counts.get(step, {})
-        fresh = values.get((None, 0), math.nan)
-        old = [(sizes[key], value) for key, value in values.items() if key[1] > 0]
-        total = sum(sizes.values())
-        if old and total:
-            weight = sum(size for size, _ in old)
-            mean = sum(size * value for size, value in old) / weight if weight else math.nan
-            rows.append((step.step, weight / total, mean, fresh))
-    if not slices or not any(len(values) for _, values in slices):
-        return not_measured(
-            "policy versions of the tokens, or of the stage that scores them, are not recorded"
-        )
-    if not rows:
-        return not_found("all tokens were sampled by the trainer's own version")
-    share = float(np.median([row[1] for row in rows]))
-    newest, _, mean, fresh = rows[-1]
-    text = (
-        f"{share:.0%} of the tokens are of an older version; in step {newest} their mean |d| is "
-        f"{short(mean)}, that of fresh ones {short(fresh)}"
-    )
-    larger = [row for row in rows if not row[3] * factor > row[2]]
-    if len(larger) * 2 < len(rows):
-        return not_found(text)
-    return Evidence("found", len(larger) / len(rows), rows[0][0], "", (text,))
+def stale(
+    history: RunHistory, *, checks: Sequence[str], metric: str = ABS_DIFF, factor: float = 1.5
+) -> Evidence:
+    """Return whether tokens of older policy versions have a larger mismatch than fresh ones.
 
-
-def retokenised(history: RunHistory, *, share: float = 0.01) -> Evidence:
-    """Return whether the prompt of a turn does not begin with the turn before it.
-
-    Rows of one group_id and run_id are turns of one trajectory where each row has a single turn_id.
-    Those of the newest `READ` steps whose tokens are kept are read; `share` of their follow-up
-    prompts have to differ.
+    Where no step has fresh tokens, the youngest of the newest steps are compared with the older.
     """
-    if history.kept is None:
-        return not_measured("tensors cannot be read here")
-    pairs, read = 0, 0
-    breaks: list[tuple[int, int, int, _Turn, _Turn]] = []
-    for step in reversed(history.steps[-NEWEST:]):
-        batches = (history.kept.batch(step, names) for names in _TURNS)
-        batch = next((each for each in batches if each is not None), None)
-        if batch is None:
-            continue
-        read += 1
-        for before, after in _following(batch):
-            pairs += 1
-            at = _first_difference(before, after)
-            if at is not None:
-                breaks.append((after.turn, at, step.step, before, after))
-        if read == READ:
-            break
-    if not read:
-        return not_measured("no prompts and responses are kept of the newest steps")
-    if not pairs:
+    slices = history.slices("staleness", metric)
+    if not any(len(values) for _, values in slices):
+        is_named = any({*checks} & {*step.suspects} for step in history.measured[-NEWEST:])
         return not_measured(
-            "each row holds a whole trajectory, or one whose other turns are absent"
+            "tokens come from several policy versions, but that of the stage that scores them is "
+            "not recorded"
+            if is_named
+            else "policy versions of the tokens, or of the stage that scores them, are not "
+            "recorded, or are texts that do not differ in one number"
         )
-    text = (
-        f"{len(breaks)} of {pairs} prompts of later turns, in {read} steps, do not begin with the "
-        "turn before"
-    )
-    if not breaks or len(breaks) < share * pairs:
-        return not_found(text)
-    turn, at, step_number, before, after = min(breaks, key=lambda each: each[:3])
-    first = (
-        f"first in turn {turn} at position {at} (step {step_number}, group {after.group}, run "
-        f"{after.run}): token {_id_at(after.given, at)} where turn {before.turn} has "
-        f"{_id_at(before.left[0], at)}"
-    )
-    since = min(each[2] for each in breaks)
-    where = f"turn {turn}, position {at}"
-    return Evidence("found", len(breaks) / pairs, since, where, (text, first))
-
-
-class _Turn(NamedTuple):
-    """A row that holds one turn of a trajectory; arrays of token ids."""
-
-    group: str
-    run: str
-    turn: int
-    given: Int64
-    """What the turn begins with: its prompt, or all tokens of the row."""
-    left: tuple[Int64, ...]
-    """What it leaves to the next one: prompt and response; twice where padding is not certain."""
-
-
-def _following(batch: Batch) -> Iterator[tuple[_Turn, _Turn]]:
-    """Yield each two turns that follow each other in a trajectory."""
-    by_run: dict[tuple[str, str], dict[int, _Turn]] = {}
-    again: set[tuple[str, str]] = set()
-    for row in _turns(batch):
-        key = (row.group, row.run)
-        if row.turn in by_run.setdefault(key, {}):
-            again.add(key)  # which of them the next turn follows is not known
-        by_run[key][row.turn] = row
-    for key, turns in by_run.items():
-        if key not in again:
-            yield from pairwise(turns[number] for number in sorted(turns))
-
-
-def _turns(batch: Batch) -> Iterator[_Turn]:
-    """Yield the rows of a batch that have a group and tokens of one turn alone."""
-    ids = batch["turn_ids"].reshape(batch.rows, -1).astype(np.int64)
-    last = ids.max(axis=1, initial=-1)
-    is_single = ((ids == last[:, None]) | (ids < 0)).all(axis=1) & (last >= 0)
-    prompts = prompts_of(batch)
-    if prompts is None:
-        on = batch["loss_mask"] != 0
-        ends = np.where(on.any(axis=1), on.shape[1] - on[:, ::-1].argmax(axis=1), 0)
-        begins = np.zeros_like(ends)
-    else:
-        prompts = _without_left_padding(prompts) if "prompts" not in batch.lengths else prompts
-        begins, ends = response_spans(batch)
-    for row, (group, run) in enumerate(keys_of(batch)):
-        if not (group and is_single[row]):
-            continue
-        if prompts is None:
-            whole = batch["tokens"][row].astype(np.int64)
-            yield _Turn(group, run, int(last[row]), whole, (whole[: ends[row]],))
-            continue
-        prompt = prompts[row].astype(np.int64)
-        written = batch["responses"][row, begins[row] : ends[row]].astype(np.int64)
-        without = prompt[: len(prompt) - _run_length(prompt[::-1])]
-        ways = (prompt,) if "prompts" in batch.lengths else (prompt, without)
-        left = tuple(np.concatenate([way, written]) for way in ways)
-        yield _Turn(group, run, int(last[row]), prompt, left)
-
-
-def _without_left_padding(prompts: Sequence[Array]) -> list[Array]:
-    """Strip the padding on the left of equally long rows: the id that the longest run of equal ids
-    at a row's begin is made of. Where it is no padding, all rows lose the same begin."""
-    runs = [_run_length(prompt) for prompt in prompts]
-    longest = int(np.argmax(runs)) if runs else 0
-    if not runs or runs[longest] < 2:
-        return list(prompts)
-    fill = prompts[longest][0]
-    return [
-        prompt[run:] if run and prompt[0] == fill else prompt
-        for prompt, run in zip(prompts, runs, strict=True)
+    counts = dict(history.slices("staleness", "counts/tokens"))
+    steps = [
+        _Ages(
+            step.step, {age: (counts[step][None, age], mean) for (_, age), mean in values.items()}
+        )
+        for step, values in slices
+        if step in counts and not all(math.isnan(mean) for mean in values.values())
     ]
+    old = [each for each in steps if max(each.sizes) > 0]
+    if not old:
+        return not_found("all tokens were sampled by the trainer's own version")
+    share = float(np.median([each.share_over(0) for each in old]))
+    text = f"{share:.0%} of the tokens are of an older version; "
+    fresh = [each for each in old if not math.isnan(each.mean(0, 0))]
+    if not fresh:
+        return _by_age(old, factor, text)
+    newest = fresh[-1]
+    text += (
+        f"in step {newest.step} their mean |d| is {short(newest.mean(1))}, that of fresh ones "
+        f"{short(newest.mean(0, 0))}"
+    )
+    larger = [each for each in fresh if each.mean(1) >= factor * each.mean(0, 0)]
+    if 2 * len(larger) < len(fresh):
+        return not_found(text)
+    return Evidence("found", len(larger) / len(fresh), larger[0].step, "", (text,))
 
 
-def _run_length(ids: Array) -> int:
-    """Return how many ids at the begin are equal."""
-    others = np.flatnonzero(ids != ids[0]) if len(ids) else ids
-    return int(others[0]) if len(others) else len(ids)
+class _Ages(NamedTuple):
+    """A step's tokens by staleness: (how many, their mean)."""
+
+    step: int
+    sizes: Mapping[int, tuple[float, float]]
+
+    def mean(self, first: int, last: int | None = None) -> float:
+        """Return the mean over the tokens of some stalenesses; NaN if there is none."""
+        return _pooled([self], first, last)
+
+    def share_over(self, age: int) -> float:
+        """Return the share of the tokens that are older."""
+        total = sum(size for size, _ in self.sizes.values())
+        older = sum(size for key, (size, _) in self.sizes.items() if key > age)
+        return older / total if total else math.nan
 
 
-def _first_difference(before: _Turn, after: _Turn) -> int | None:
-    """Return the position at which a turn does not go on from the one before; None: it does."""
-    found = []
-    for left in before.left:
-        shared = min(len(left), len(after.given))
-        differ = np.flatnonzero(left[:shared] != after.given[:shared])
-        if not len(differ) and len(left) <= len(after.given):
-            return None
-        found.append(int(differ[0]) if len(differ) else shared)
-    return max(found)
+def _pooled(steps: Sequence[_Ages], first: int, last: int | None = None) -> float:
+    found = [
+        (size, mean)
+        for each in steps
+        for age, (size, mean) in each.sizes.items()
+        if age >= first and (last is None or age <= last) and size and not math.isnan(mean)
+    ]
+    total = sum(size for size, _ in found)
+    return sum(size * mean for size, mean in found) / total if total else math.nan
 
 
-def _id_at(ids: Int64, position: int) -> str:
-    return str(ids[position]) if position < len(ids) else "no token"
+def _by_age(steps: Sequence[_Ages], factor: float, text: str) -> Evidence:
+    """Compare the youngest of tokens that are all old with the older ones."""
+    youngest = min(
+        age for each in steps for age, (size, _) in each.sizes.items() if age > 0 and size
+    )
+    young, older = _pooled(steps, youngest, youngest), _pooled(steps, youngest + 1)
+    if math.isnan(older) or math.isnan(young):
+        return not_measured(
+            f"{text}none is fresh, and all are {counted(youngest, 'version')} old: how much of "
+            "their mismatch is drift is unknown"
+        )
+    text += (
+        f"none is fresh: mean |d| is {short(young)} over those that are "
+        f"{counted(youngest, 'version')} old, {short(older)} over older ones"
+    )
+    if not older >= factor * young:
+        return not_found(text)
+    larger = [each for each in steps if each.mean(youngest + 1) >= factor * young]
+    return Evidence("found", len(larger) / len(steps), larger[0].step, "", (text,))

@@ -65,14 +65,14 @@ def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
         return []
     stale = _stale_share(summary, total)
     line = fitted_line(summary.fresh, newest.comparability)
-    noise = None if newest.noise is None else min(1.0, newest.noise[ABS_DIFF] / size)
-    rounding = min(1.0, newest.published["rounding/abs_diff_floor"] / size)
-    larger_is_noise = noise is not None and noise >= rounding
+    noise = None if newest.noise is None else _share(newest.noise[ABS_DIFF] / size)
+    rounding = _share(newest.published["rounding/abs_diff_floor"] / size)
+    larger_is_noise = noise is not None and noise >= (rounding or 0.0)
     return [
         MismatchPart(
             "stale tokens",
             stale,
-            "the policy versions of tokens are not recorded"
+            summary.why_no_staleness
             if stale is None
             else "share of the sum of |d|: tokens of older policy versions, whose |d| is drift and "
             "mismatch",
@@ -86,6 +86,8 @@ def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
             "noise floor",
             noise,
             "no recomputed_log_probs"
+            if newest.noise is None
+            else "no token of recomputed_log_probs counts"
             if noise is None
             else "mean |d| of the trainer against itself over that of the mismatch",
             counted=larger_is_noise,
@@ -93,15 +95,22 @@ def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
         MismatchPart(
             "rounding",
             rounding,
-            "what the dtypes of the streams add to mean |d|, over mean |d|",
+            "the dtypes of the streams are not known"
+            if rounding is None
+            else "what the dtypes of the streams add to mean |d|, over mean |d|",
             counted=not larger_is_noise,
         ),
         _rejected(history, newest),
         _worst(summary, total),
         _unexplained(
-            stale, line.share, _floor_of(summary.fresh, size * max(noise or 0.0, rounding))
+            stale, line.share, _floor_of(summary.fresh, size * max(noise or 0.0, rounding or 0.0))
         ),
     ]
+
+
+def _share(value: float) -> float | None:
+    """Return a share, at most 1; None where it is not finite."""
+    return min(1.0, value) if math.isfinite(value) else None
 
 
 def _floor_of(fresh: Cell, floor: float) -> float:
@@ -114,7 +123,7 @@ def _stale_share(summary: Summary, total: Cell) -> float | None:
     if not summary.staleness.keys.size:
         return None
     old = [cell[Field.D_ABS_SUM] for age, cell in summary.staleness.items() if age > 0]
-    return sum(old) / total[Field.D_ABS_SUM]
+    return _share(sum(old) / total[Field.D_ABS_SUM])
 
 
 # --- temperature or truncation ------------------------------------------------------------------
@@ -160,6 +169,8 @@ def fitted_line(cell: Cell, comparability: Comparability) -> FittedLine:
         return FittedLine(
             None, f"{spread_over:.0f} tokens hold most of d's sum of squares, {ENOUGH} are needed"
         )
+    if not math.isfinite(c):
+        return FittedLine(None, "the streams are too large for a line")
     left = max(p2 - c * c / q2, q2 - c * c / p2, 0.0) / squares
     share = min(1.0, max(0.0, 1.0 - left * spread_over / (spread_over - 2.0)))
     slope = c / q2
@@ -195,8 +206,7 @@ def _rejected(history: RunHistory, newest: MeasuredStep) -> MismatchPart:
     )
     if lacking:
         text += f"; at least, for it is not recorded {lacking[0]}"
-    known = min(1.0, share) if math.isfinite(share) else None
-    return MismatchPart(name, known, text, counted=False)
+    return MismatchPart(name, _share(share), text, counted=False)
 
 
 def _worst(summary: Summary, total: Cell) -> MismatchPart:

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, Literal
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from stagescope.render import counted
 from stagescope_service.diagnosis.evidence import (
+    ENDED_AFTER,
     Before,
     Evidence,
     found,
@@ -21,14 +22,15 @@ from stagescope_service.diagnosis.evidence import (
     not_measured,
     short,
 )
-from stagescope_service.diagnosis.history import NEWEST, RunHistory
+from stagescope_service.diagnosis.history import NEWEST, MissingRank, RunHistory
 from stagescope_service.diagnosis.trends import beyond, of_rate
 from stagescope_service.statistics.cell import Float64
 from stagescope_service.store.queries.measurements import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, LossRow
+from stagescope_service.triggers.rules import DEFAULT_COOLDOWN
 
-_SHORT_GAP: Final = 3
-"""Steps without a finding after which it may still go on."""
+TRIGGER: Final = "trigger_"
+"""Begin of the kind of a finding that a trigger's rule made."""
 
 
 def groups(
@@ -86,11 +88,11 @@ def _reward_edges(rows: Sequence[RewardGroupsRow]) -> tuple[Float64, Float64]:
     low = np.array([row["lowest"] for row in rows], np.float64)
     high = np.array([row["highest"] for row in rows], np.float64)
     begins = [max(0, at + 1 - NEWEST) for at in range(len(rows))]
-    lows = np.array([low[begin : at + 1].min() for at, begin in enumerate(begins)])
-    highs = np.array([high[begin : at + 1].max() for at, begin in enumerate(begins)])
+    lows = np.array([np.fmin.reduce(low[begin : at + 1]) for at, begin in enumerate(begins)])
+    highs = np.array([np.fmax.reduce(high[begin : at + 1]) for at, begin in enumerate(begins)])
     alone = lows == highs
-    lows = np.where(alone, np.minimum.accumulate(low), lows)
-    return lows, np.where(alone, np.maximum.accumulate(high), highs)
+    lows = np.where(alone, np.fmin.accumulate(low), lows)
+    return lows, np.where(alone, np.fmax.accumulate(high), highs)
 
 
 def truncated(
@@ -112,14 +114,21 @@ def truncated(
     return Evidence("found", cut, None, "", (text,))
 
 
-def finding(history: RunHistory, *, kinds: Sequence[str], open_only: bool = False) -> Evidence:
-    """Return the findings of some kinds (patterns with `*`)."""
+def finding(
+    history: RunHistory,
+    *,
+    kinds: Sequence[str],
+    besides: Sequence[str] = (),
+    open_only: bool = False,
+) -> Evidence:
+    """Return the findings of some kinds (patterns with `*`) that are not of those `besides`."""
 
     def matching(findings: Sequence[FindingRow]) -> list[FindingRow]:
         return [
             row
             for row in findings
             if any(fnmatch.fnmatchcase(row["kind"], kind) for kind in kinds)
+            and row["kind"] not in besides
             and not (open_only and row["over_wall"] is not None)
         ]
 
@@ -160,16 +169,44 @@ def _found(history: RunHistory, rows: list[FindingRow], before: Before | None = 
     if len(rows) > 3:
         lines.append(f"and {len(rows) - 3} more findings")
     evidence = found(1.0, first["step"], _listed(ranks), *lines, before=before)
-    return dataclasses.replace(evidence, against=_over(history, rows))
+    # A trigger's rule is silent for as many steps, whether its condition holds or not.
+    silent = min(_silent_after(row) for row in rows)
+    return _ended(history, evidence, rows, max(ENDED_AFTER, silent))
 
 
-def _over(history: RunHistory, rows: Sequence[FindingRow]) -> tuple[str, ...]:
-    """Return that steps have closed since the last of some findings; () where none or few have."""
-    last = max((row["step"] for row in rows if row["step"] is not None), default=None)
-    after = 0 if last is None else sum(step.step > last for step in history.steps)
-    if after <= _SHORT_GAP:
-        return ()
-    return (f"the last is of step {last}: {after} steps have closed since without one",)
+def _silent_after(row: FindingRow) -> int:
+    if not row["kind"].startswith(TRIGGER):
+        return 0
+    steps = (row["evidence"] or {}).get("cooldown", DEFAULT_COOLDOWN)
+    return steps if isinstance(steps, int) else DEFAULT_COOLDOWN
+
+
+def _ended(
+    history: RunHistory,
+    evidence: Evidence,
+    rows: Iterable[Mapping[str, Any]],
+    silent: int = ENDED_AFTER,
+) -> Evidence:
+    """Return the evidence of rows, ended where more than `silent` steps closed since the last.
+
+    What belongs to no step is of the last step of its attempt.
+    """
+    steps = [_step_of(history, row) for row in rows]
+    known = [step for step in steps if step is not None]
+    if not known or len(known) < len(steps):
+        return evidence
+    after = history.closed_after(max(known))
+    return evidence.ended(max(known), after) if after > silent else evidence
+
+
+def _step_of(history: RunHistory, row: Mapping[str, Any]) -> int | None:
+    """Return the step of a row; None: it belongs to none, and its attempt goes on."""
+    if row["step"] is not None:
+        return int(row["step"])
+    number = history.number_of(row["attempt_id"])
+    own = [step.step for step in history.steps if step.attempt <= number]
+    goes_on = row["attempt_id"] == history.newest_attempt_id
+    return None if goes_on or not own else own[-1]
 
 
 def _of_earlier(history: RunHistory, row: FindingRow | LossRow) -> str:
@@ -227,7 +264,8 @@ def scalars_not_finite(history: RunHistory) -> Evidence:
         for name, steps in sorted(by_name.items(), key=lambda item: min(item[1]))
     ]
     ranks = sorted({f"{row['role']} {row['rank']}" for row in rows if row["step"] == first})
-    return found(1.0, int(first), _listed(ranks), *lines[:6], before=before)
+    evidence = found(1.0, int(first), _listed(ranks), *lines[:6], before=before)
+    return _ended(history, evidence, rows)
 
 
 _UNENDED: Final = "stage"
@@ -247,19 +285,22 @@ def lost(history: RunHistory) -> Evidence:
     steps = [row["step"] for row in rows if row["step"] is not None]
     text = ", ".join(f"{count} of kind {kind}" for kind, count in kinds.most_common())
     newest = f"the newest: {_of_earlier(history, rows[0])}{rows[0]['reason']}"
-    return found(1.0, min(steps, default=None), "", text, newest, before=before)
+    evidence = found(1.0, min(steps, default=None), "", text, newest, before=before)
+    return _ended(history, evidence, rows)
 
 
 def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     """Return the findings of some kinds, else the stages whose process was gone at their end."""
     reported = finding(history, kinds=kinds)
-    unended = [row for row in history.losses if row["kind"] == _UNENDED]
+    unended = _unended(history, history.losses)
     before = reported.before
     if before is None:
-        superseded = [row for row in history.superseded_losses if row["kind"] == _UNENDED]
+        superseded = _unended(history, history.superseded_losses)
         before = _before(history, superseded, "unended stage", "reason")
     if reported.verdict == "found":
-        return reported
+        own = [row for row in history.findings if row["kind"] in kinds]
+        supports = (*reported.supports, *_after(history, own))
+        return dataclasses.replace(reported, supports=supports)
     if not unended:
         return not_found(reported.against[0], before=before)
     unended.sort(key=lambda row: (row["step"] is None, row["step"] or 0))
@@ -270,18 +311,71 @@ def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
         for row in unended
     )
     texts = [f"{text} ({counted(n, 'rank')})" for text, n in lines.most_common(3)]
-    return found(1.0, first["step"], _listed(ranks), *texts, before=before)
+    texts += _after(history, unended)
+    evidence = found(1.0, first["step"], _listed(ranks), *texts, before=before)
+    return _ended(history, evidence, unended)
+
+
+def _unended(history: RunHistory, losses: Sequence[LossRow]) -> list[LossRow]:
+    """Return the stages that the end of a process cut off, unless somebody interrupted it."""
+    interrupted = {
+        (row["attempt_id"], row["role"], row["rank"])
+        for row in (*history.findings, *history.superseded_findings)
+        if row["kind"] == "process_interrupted"
+    }
+    return [
+        row
+        for row in losses
+        if row["kind"] == _UNENDED
+        and (row["attempt_id"], row["role"], row["rank"]) not in interrupted
+    ]
+
+
+def _after(history: RunHistory, rows: Sequence[FindingRow | LossRow]) -> list[str]:
+    """Return that the attempt after the last of some rows began from a checkpoint, if one did."""
+    ids = [row["attempt_id"] for row in rows if row["attempt_id"] is not None]
+    number = max(map(history.number_of, ids), default=0)
+    firsts = [row["first_step"] for row in history.attempts if row["first_step"] is not None]
+    return [
+        f"attempt {number + 1} began from the checkpoint of step {row['resumed_from_step']}"
+        for row in history.attempts
+        if row["number"] == number + 1 and row["first_step"] is not None
+        if row["resumed_from_step"] is not None and row["resumed_from_step"] >= min(firsts)
+    ]
 
 
 def partial(history: RunHistory, *, share: float = 0.1) -> Evidence:
-    """Return whether steps close without some of their ranks."""
+    """Return whether steps close without some of their ranks, and which ranks those are."""
     series = history.partial()
     if not len(series):
         return not_measured("no step is closed")
     text = f"{int(series.values.sum())} of {len(series)} steps closed without some of their ranks"
     newest = series.newest(NEWEST)
     recent = f"{int(newest.values.sum())} of the newest {len(newest)}"
-    return of_rate(series.steps, series.values, None, share, NEWEST, text, recent)
+    evidence = of_rate(series.steps, series.values, None, share, NEWEST, text, recent)
+    if evidence.verdict != "found":
+        return evidence
+    silent = [
+        (role, rank, missing)
+        for (role, rank), missing in history.missing().items()
+        if evidence.since_step is None or missing.steps[-1] >= evidence.since_step
+    ]
+    silent.sort(key=lambda each: (-each[2].steps[-1], -len(each[2].steps), each[:2]))
+    lines = [_missing_text(*each) for each in silent[:_NAMED]]
+    if len(silent) > _NAMED:
+        lines.append(f"and {len(silent) - _NAMED} more ranks")
+    where = _listed([f"{role} {rank}" for role, rank, _ in silent])
+    return dataclasses.replace(evidence, where=where, supports=(*evidence.supports, *lines))
+
+
+_NAMED: Final = 5
+"""Ranks of which a line says in which steps they are missing."""
+
+
+def _missing_text(role: str, rank: int, missing: MissingRank) -> str:
+    count, first, last = len(missing.steps), missing.steps[0], missing.steps[-1]
+    span = f"step {first}" if count == 1 else f"{count} steps from {first} to {last}"
+    return f"{role} rank {rank} is missing in {span}: {', '.join(missing.stages)}"
 
 
 def unreported(history: RunHistory) -> Evidence:
@@ -309,7 +403,10 @@ def unreported(history: RunHistory) -> Evidence:
         texts.append(text)
     if len(gaps) > 6:
         texts.append(f"and {len(gaps) - 6} more gaps")
-    return Evidence("found", 1.0, gaps[0][0].step + 1, "", tuple(texts))
+    evidence = Evidence("found", 1.0, gaps[0][0].step + 1, "", tuple(texts))
+    newest = gaps[-1][1].step - 1
+    closed = history.closed_after(newest)
+    return evidence.ended(newest, closed) if closed > ENDED_AFTER else evidence
 
 
 def straggler(history: RunHistory, *, factor: float = 1.5, least: float = 0.05) -> Evidence:
@@ -348,15 +445,16 @@ def straggler(history: RunHistory, *, factor: float = 1.5, least: float = 0.05) 
 
 
 def settings(history: RunHistory, *, table: str, values: Mapping[str, object]) -> Evidence:
-    """Return which settings of a trainer are not those with which runs can be compared."""
+    """Note which settings of a trainer let two runs differ in their last bits.
+
+    They harm no training, and a framework's defaults are among them: it is no symptom.
+    """
     recorded = history.settings(table)
     if not recorded:
         return not_measured(f"the run's settings hold no {table!r}")
     known = {name: value for name, value in values.items() if name in recorded}
-    others = {
-        name: recorded[name] for name, value in known.items() if str(recorded[name]) != str(value)
-    }
-    listed = tuple(f"{name} is {recorded[name]}, not {values[name]}" for name in others)
+    others = [name for name, value in known.items() if str(recorded[name]) != str(value)]
     if not others:
         return not_found(f"{len(known)} settings are as they have to be")
-    return Evidence("found", len(others) / len(known), None, "", listed)
+    listed = "; ".join(f"{name} is {recorded[name]}, not {values[name]}" for name in others)
+    return dataclasses.replace(not_found(listed), note=listed)

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from stagescope.render import counted
 from stagescope_service.diagnosis.evidence import (
     ABS_DIFF,
+    ENDED_AFTER,
     Evidence,
     event_period,
     kendall,
@@ -24,6 +24,7 @@ from stagescope_service.diagnosis.evidence import (
 )
 from stagescope_service.diagnosis.history import NEWEST, RunHistory, Series
 from stagescope_service.statistics.cell import Float64, Int64
+from stagescope_service.statistics.step_metrics import staleness_name
 
 
 def jump(
@@ -48,7 +49,7 @@ def jump(
     """
     series = history.metric(metric).finite
     if at == "first sync":
-        return _jump_at_first_sync(series, factor, least, steps)
+        return _jump_at_first_sync(history, series, factor, least, steps)
     numbers = sorted({int(number) for number in series.attempts})
     if len(numbers) < 2:
         return not_measured(f"{metric} is measured in {len(numbers) or 'no'} attempt: no restart")
@@ -79,30 +80,45 @@ def jump(
             at_once = at_once and float(np.median(of_last)) < between
         if at_once and high > max(least, factor * low, low + 4 * spread(before.values)):
             beyond = float((head.values > before.values.max()).mean())
-            lasts = after.newest(steps).values
-            supports = [f"{text} ({times(high, low)})"]
-            if len(after) > 2 * steps and float(np.median(lasts)) < factor * low:
-                against.append(
-                    f"it is back at {short(float(np.median(lasts)))} in the newest steps"
-                )
-            found.append(Evidence("found", beyond, first, f"attempt {number}", tuple(supports)))
+            supports = (f"{text} ({times(high, low)})",)
+            evidence = Evidence("found", beyond, first, f"attempt {number}", supports)
+            since = series.where(series.steps >= first)
+            found.append(_while_above(evidence, since, between))
         else:
             against.append(text)
     if not found and against[-1].endswith(_TOO_FEW):
         return not_measured(against[-1])
     if not found:
         return not_found(*against)
-    return dataclasses.replace(found[-1], against=tuple(against))
+    return dataclasses.replace(found[-1], against=(*found[-1].against, *against))
+
+
+def _while_above(evidence: Evidence, series: Series, bound: float) -> Evidence:
+    """Return the evidence of a rise, ended where the newest values are below a bound."""
+    over = np.flatnonzero(series.values > bound)
+    after = len(series) - 1 - int(over[-1]) if len(over) else 0
+    if after <= ENDED_AFTER:
+        return evidence
+    ended = evidence.ended(int(series.steps[over[-1]]), after)
+    newest = float(np.median(series.values[-after:]))
+    return dataclasses.replace(
+        ended, against=(*ended.against, f"{series.name} is back at {short(newest)}")
+    )
 
 
 _TOO_FEW: Final = "too few steps on one side of its begin"
 
 
-def _jump_at_first_sync(series: Series, factor: float, least: float, steps: int) -> Evidence:
-    found, against = None, []
+def _jump_at_first_sync(
+    history: RunHistory, series: Series, factor: float, least: float, steps: int
+) -> Evidence:
+    found, against, unknown = None, [], []
     for number in sorted({int(number) for number in series.attempts}):
         own = series.of_attempt(number)
         if len(own) < 3:
+            continue
+        if not history.has_syncs(number):
+            unknown.append(f"attempt {number} reported no weight sync")
             continue
         first, later = float(own.values[0]), own.values[1 : steps + 1]
         high, step = float(np.median(later)), int(own.steps[1])
@@ -110,11 +126,14 @@ def _jump_at_first_sync(series: Series, factor: float, least: float, steps: int)
         if high > max(least, factor * first) and float(later.min()) > math.sqrt(first * high):
             sure = float((later > factor * first).mean())
             found = Evidence("found", sure, step, f"attempt {number}", (text,))
+            found = _while_above(found, series.where(series.steps >= step), math.sqrt(first * high))
         else:
             against.append(text)
-    if found is None:
-        return not_found(*against) if against else not_measured("no attempt has three steps")
-    return dataclasses.replace(found, against=tuple(against))
+    if found is not None:
+        return dataclasses.replace(found, against=(*found.against, *against))
+    if against:
+        return not_found(*against)
+    return not_measured(unknown[-1] if unknown else "no attempt has three steps")
 
 
 def step_change(
@@ -132,7 +151,8 @@ def step_change(
     that lies above the geometric mean of the two without a break. The later median is `factor`
     times the earlier one, at least 80 % of it arises between the 3 steps (or 2, at the begin) on
     either side, and every later value lies above the geometric mean, those of later attempts
-    included. The newest attempt that shows it is named, else nothing is found in the newest.
+    included. The newest attempt that shows it is named, else nothing is found in the newest. A
+    rise of over `_CLEAR` noise widths needs `_FEWEST` steps.
     """
     series = history.metric(metric).finite
     if not len(series):
@@ -141,34 +161,77 @@ def step_change(
     for attempt in sorted({*series.attempts.tolist()}, reverse=True):
         own = series.of_attempt(attempt).newest(_MAX_SPLIT)
         after = series.values[series.attempts > attempt]
-        if len(own) < steps:
-            text = f"attempt {attempt} has {len(own)} steps, {steps} are needed"
-            found.append(not_measured(text, waits=True))
+        # A first value alone that is low is of the weights that the engine loaded: of `jump`.
+        first = 2 if history.has_syncs(attempt) else 1
+        if len(own) >= steps:
+            at = _change_at(own.values, 3, first)
+            found.append(_change_in(own, at, after, metric, factor, least))
         else:
-            found.append(_change_in(own, after, metric, factor, least))
+            found.append(_clear_change_in(own, first, after, metric, least))
+            if found[-1].verdict != "found":
+                text = f"attempt {attempt} has {len(own)} steps, {steps} are needed"
+                found[-1] = not_measured(text, waits=True)
         if found[-1].verdict == "found":
             return found[-1]
     return found[0]
 
 
-def _change_in(own: Series, after: Float64, metric: str, factor: float, least: float) -> Evidence:
+def _change_in(
+    own: Series, at: int, after: Float64, metric: str, factor: float, least: float
+) -> Evidence:
     """Return whether the values of one attempt rise at once, and those after it stay as high."""
-    at = _change_at(own.values)
     low, high = (float(np.median(part)) for part in (own.values[:at], own.values[at:]))
     near = [
         float(np.median(part))
         for part in (own.values[max(at - 3, 0) : at], own.values[at : at + 3])
     ]
+    found = _changed(own, at, metric, low, high)
+    is_large = high > max(factor * low, least, 0.0)
+    lowest = min(own.values[at:].min(), after.min(initial=math.inf))
+    is_lasting = is_large and lowest > math.sqrt(low * high)
+    if not is_lasting or near[1] - near[0] < _AT_ONCE * (high - low):
+        return not_found(*found.supports)
+    return found
+
+
+_CLEAR: Final = 100.0
+"""Noise widths of a rise that few steps show: chance makes none as large."""
+_NOISE: Final = 0.1
+"""Least noise width of healthy steps, over their median: their samples differ."""
+_FEWEST: Final = 4
+"""Steps of such a rise, two on either side."""
+_AT_ONCE: Final = 0.8
+"""Share of a rise between two steps, from which it comes at once."""
+
+
+def _is_clear(before: Float64, lowest: float) -> bool:
+    """Return whether a value lies over `_CLEAR` noise widths above those before."""
+    low = float(np.median(before))
+    return lowest - low > _CLEAR * max(spread(before), _NOISE * abs(low))
+
+
+def _clear_change_in(
+    own: Series, first: int, after: Float64, metric: str, least: float
+) -> Evidence:
+    """Return whether the few values of one attempt rise at once, by many noise widths."""
+    if len(own) < _FEWEST:
+        return not_found()
+    at = _change_at(own.values, 2, first)
+    before, later = own.values[:at], own.values[at:]
+    low, high = float(np.median(before)), float(np.median(later))
+    lowest = min(later.min(), after.min(initial=math.inf))
+    is_at_once = own.values[at] - low >= _AT_ONCE * (high - low)
+    if not (high > least and is_at_once and _is_clear(before, lowest)):
+        return not_found()
+    return _changed(own, at, metric, low, high)
+
+
+def _changed(own: Series, at: int, metric: str, low: float, high: float) -> Evidence:
     step = int(own.steps[at])
     text = (
         f"{metric} is {short(low)} in the {at} steps before step {step} and {short(high)} in the "
         f"{len(own) - at} from it on"
     )
-    is_large = high > max(factor * low, least, 0.0)
-    lowest = min(own.values[at:].min(), after.min(initial=math.inf))
-    is_lasting = is_large and lowest > math.sqrt(low * high)
-    if not is_lasting or near[1] - near[0] < 0.8 * (high - low):
-        return not_found(text)
     beyond = float((own.values[at:] > own.values[:at].max()).mean())
     return Evidence("found", beyond, step, f"attempt {own.attempts[-1]}", (text,))
 
@@ -177,27 +240,30 @@ _MAX_SPLIT: Final = 400
 """Newest steps that are searched for a change."""
 
 
-def _change_at(values: Float64) -> int:
-    """Return the index of the first value after the change, from 2 on.
+def _change_at(values: Float64, least: int, first: int) -> int:
+    """Return the index of the first value after the change.
 
-    A first value alone that is low is of the weights that the engine loaded: of `jump`.
+    Args:
+        values: of an attempt.
+        least: how many values lie on either side of the split.
+        first: the first index at which a change is looked for; 1: before it lies one value alone.
     """
-    split = at = _split(values)
+    split = at = _split(values, 1 if first == 1 else least, least)
     between = math.sqrt(max(float(np.median(values[:at]) * np.median(values[at:])), 0.0))
     while at > 1 and values[at - 1] > between:
         at -= 1
-    return at if at > 1 else split
+    return at if at >= first else split
 
 
-def _split(values: Float64) -> int:
-    """Return the index of the first value after the change, from 3 to len(values) - 3."""
+def _split(values: Float64, before: int, after: int) -> int:
+    """Return the index of the first value after the change, with so many values on either side."""
     logs = np.log(np.maximum(values, np.finfo(np.float64).tiny))
     costs = [
         float(np.abs(part - np.median(part)).sum())
-        for at in range(3, len(logs) - 2)
+        for at in range(before, len(logs) - after + 1)
         for part in (logs[:at], logs[at:])
     ]
-    return 3 + int(np.argmin(np.add(costs[::2], costs[1::2])))
+    return before + int(np.argmin(np.add(costs[::2], costs[1::2])))
 
 
 def growth(
@@ -208,36 +274,71 @@ def growth(
     least: float = 0.0,
     steps: int = 12,
 ) -> Evidence:
-    """Return whether a metric grows step by step since its attempt began.
+    """Return whether a metric grows step by step in the newest attempt, beside its staleness.
 
     Kendall's tau of value and step is at least 0.5, and the median of the last quarter of the steps
-    at least `factor` times that of the first (and at least `least`).
+    at least `factor` times that of the first (and at least `least`). A growth of over `_CLEAR`
+    noise widths needs `_FEWEST` steps. Where the tokens grow older, those of staleness 0 have to
+    grow so.
     """
     series = history.metric(metric).finite
     if not len(series):
         return not_measured(f"no step has {metric}")
     own = series.of_attempt(int(series.attempts[-1]))
-    if len(own) < steps:
+    if len(own) < steps and not _grows_clearly(own.values):
         return not_measured(
             f"attempt {own.attempts[-1]} has {len(own)} steps, {steps} are needed", waits=True
         )
-    quarter = max(len(own) // 4, 1)
-    first, last = (float(np.median(part)) for part in (own.values[:quarter], own.values[-quarter:]))
-    tau = kendall(own.values)
-    text = (
-        f"{metric} grows from {short(first)} to {short(last)} over the {len(own)} steps of attempt "
-        f"{own.attempts[-1]} (Kendall's tau {tau:.2f})"
-    )
-    if tau < 0.5 or last < max(factor * first, least):
-        return not_found(text.replace("grows", "goes"))
+    evidence = _growth_of(own, factor, least)
+    if evidence.verdict != "found":
+        return evidence
     change = step_change(history, metric=metric)
     if change.verdict == "found" and change.since_step in own.steps:
         return not_found(f"it rises at once, in step {change.since_step}")
+    quarter = max(len(own) // 4, 1)
+    ages = [
+        history.mean_staleness(part.tolist())
+        for part in (own.steps[:quarter], own.steps[-quarter:])
+    ]
+    if ages[1] >= ages[0] + _OLDER:
+        older = f"the tokens grow older: mean staleness {short(ages[0])} to {short(ages[1])}"
+        fresh = history.metric(staleness_name(0, metric)).finite.of_attempt(int(own.attempts[-1]))
+        of_fresh = _growth_of(fresh, factor, least) if len(fresh) >= _FEWEST else None
+        if of_fresh is None or of_fresh.verdict != "found":
+            return not_found(evidence.supports[0], older)
+        evidence = of_fresh
     earlier = [
         f"attempt {number} began at {short(float(series.of_attempt(number).values[0]))} again"
         for number in sorted({int(number) for number in series.attempts})[1:]
     ]
-    return Evidence("found", tau, int(own.steps[0]), "", (text, *earlier))
+    return dataclasses.replace(evidence, supports=(*evidence.supports, *earlier))
+
+
+_OLDER: Final = 0.5
+"""Versions by which the mean staleness rises where tokens grow older."""
+
+
+def _grows_clearly(values: Float64) -> bool:
+    """Return whether few values grow by many noise widths, and not at once."""
+    if len(values) < _FEWEST or not _is_clear(values[:1], float(values[-2:].min())):
+        return False
+    return float(np.diff(values).max()) < _AT_ONCE * float(values[-1] - values[0])
+
+
+def _growth_of(own: Series, factor: float, least: float) -> Evidence:
+    """Return whether the values of one attempt grow."""
+    quarter = max(len(own) // 4, 1)
+    first, last = (float(np.median(part)) for part in (own.values[:quarter], own.values[-quarter:]))
+    tau = kendall(own.values)
+    text = (
+        f"{own.name} grows from {short(first)} to {short(last)} over the {len(own)} steps of "
+        f"attempt {own.attempts[-1]} (Kendall's tau {tau:.2f})"
+    )
+    if not (tau >= 0.5 and last >= max(factor * first, least)):
+        return not_found(text.replace("grows", "goes"))
+    below = np.flatnonzero(own.values < factor * first)
+    since = int(own.steps[below[-1] + 1 if len(below) and below[-1] + 1 < len(own) else 0])
+    return Evidence("found", tau, since, "", (text,))
 
 
 def above(
@@ -351,6 +452,8 @@ def scalar_flat(
         f"{series.name} goes from {short(first)} to {short(last)} over {len(series)} steps; one "
         f"step differs from the next by about {short(noise)} (Kendall's tau {tau:.2f})"
     )
+    if not math.isfinite(last - first + noise):
+        return not_measured(f"{text}: too large for a difference")
     if last - first > rise * noise and tau > 0.1:
         return not_found(text)
     return Evidence("found", min(1.0, max(0.0, 0.5 * (1.0 - tau))), None, "", (text,))
@@ -402,13 +505,9 @@ def _spike(series: Series, factor: float, window: int) -> Evidence:
         )
     last = int(np.flatnonzero(over | ~is_finite)[-1])
     after = len(series) - 1 - last
-    against = (
-        (f"the last is of step {series.steps[last]}: {counted(after, 'step')} without one since",)
-        if after
-        else ()
-    )
     sure = min(1.0, (len(bad) + len(spikes)) / 3)
-    return Evidence("found", sure, int(series.steps[period.first]), "", tuple(lines), against)
+    evidence = Evidence("found", sure, int(series.steps[period.first]), "", tuple(lines))
+    return evidence.ended(int(series.steps[last]), after) if after > ENDED_AFTER else evidence
 
 
 def _medians_up_to(values: Float64, window: int) -> Float64:

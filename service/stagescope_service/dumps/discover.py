@@ -20,8 +20,8 @@ from stagescope_service.dumps.formats import (
     verl_jsonl,
 )
 from stagescope_service.dumps.formats.content import damage_of
-from stagescope_service.dumps.formats.listing import ListedFile, files_of
-from stagescope_service.dumps.records import Dump
+from stagescope_service.dumps.formats.listing import ListedFile, files_of, rank_dumps
+from stagescope_service.dumps.records import Dump, Location
 
 
 class Format(NamedTuple):
@@ -94,14 +94,21 @@ def open_dump(path: Path, *, step: int | None = None, kind: str | None = None) -
     if kind not in FORMATS:
         raise InvalidInput(f"kind {kind!r} is not known", expected=f"one of {', '.join(KINDS)}")
     dump = FORMATS[kind].open(path, step=step)
-    if step is not None and not dump.entries:
-        locations = (entry.location for entry in FORMATS[kind].open(path).entries)
-        steps = sorted({location.step for location in locations if location.step is not None})
+    if step is not None and not _locations(dump):
+        steps = sorted(
+            {each.step for each in _locations(FORMATS[kind].open(path)) if each.step is not None}
+        )
         raise NotFound(
             f"{path} holds nothing of step {step}",
             expected=f"one of its steps: {', '.join(map(str, steps[:20])) or 'it says none'}",
         )
     return dump
+
+
+def _locations(dump: Dump) -> list[Location]:
+    """Return the places of a dump's entries and of its statistics of operators."""
+    ranks = rank_dumps(dump)
+    return [*(each.location for each in dump.entries), *(each.location for each in ranks)]
 
 
 def _detect_kind(path: Path) -> str:

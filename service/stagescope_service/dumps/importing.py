@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from stagescope.wire import schema
-from stagescope.wire.errors import StagescopeError
+from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.framing import WirePayload
-from stagescope_service.dumps.formats.listing import modified_at
-from stagescope_service.dumps.formats.msprobe_directory import (
-    DUMP_FILES,
-    OPERATOR_FILES,
-    rank_dumps,
+from stagescope_service.dumps.formats.listing import modified_at, rank_dumps
+from stagescope_service.dumps.formats.msprobe_directory import DUMP_FILES, OPERATOR_FILES
+from stagescope_service.dumps.formats.own import KIND as OWN
+from stagescope_service.dumps.formats.saved_batch import KIND as BATCH
+from stagescope_service.dumps.msprobe.json_window import holds_records
+from stagescope_service.dumps.records import (
+    IMPORTED_CAPTURE,
+    Dump,
+    DumpContents,
+    DumpEntry,
+    DumpProblem,
+    Location,
+    RankDump,
+    mapping,
 )
-from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, DumpProblem, Location
 from stagescope_service.store.artifacts import make_directory, step_directory
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
@@ -38,16 +46,27 @@ _ROLE_OF_STAGE: Final[Mapping[str, str]] = {
     "compute_values": "critic",
     "compute_rm_score": "reward_model",
     "ref_compute_log_prob": "ref",
+    "ref_log_prob": "ref",
+    "update_critic": "critic",
+    **dict.fromkeys(
+        ("generate_sequence", "generate_sequences", "actor_generate_sequences"), "rollout"
+    ),
 }
+"""Stages of other projects' dumps, too: see `formats.msprobe_places`."""
 _ROLE: Final = "actor"
 _LOGGED_PREFIX: Final = "metrics/"
 KEY_PREFIX: Final = "import-"
 """Prefix of the attempt key of an imported dump."""
 IMPORTED: Final = "imported"
 """Key of the dump's name in the configuration of an imported attempt."""
-CAPTURE: Final = "imported"
-"""The capture id of imported operator dumps."""
+NOTES: Final = "notes"
+"""Key of what a reader decided itself, in `Dump.about`: sentences for whoever imports."""
 _PARAMETER_PREFIXES: Final = {"parameters": "parameter", "gradients": "gradient"}
+_NAMED: Final = 5
+_WITH_PROCESSES: Final = (OWN, BATCH)
+"""Formats that say what process recorded a file; its first one is read twice."""
+_OF_PROCESS: Final = ("data_rank", "layout")
+"""What this project's files say of the process that recorded them."""
 _SECONDS: Final = 1e-3
 """Between two events: their order is known, their times are not."""
 
@@ -58,10 +77,19 @@ _Process: TypeAlias = "tuple[str, int]"
 
 
 class OperatorDump(NamedTuple):
-    """msprobe's operator statistics of one rank, in a directory that the service reads."""
+    """msprobe's operator statistics of one rank, in a directory that the service reads.
+
+    Attributes:
+        entry: the file with its calls.
+        directory: what the service reads.
+        work: its place, complete.
+        empty: whether msprobe recorded no call.
+    """
 
     entry: DumpEntry
     directory: Path
+    work: Location
+    empty: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +100,49 @@ class ProcessEvents:
         sender: `Sender.wire()`.
         events: each `Event.wire()`.
         payloads: by the sequence number of the END event; see `stagescope.wire.schema`.
-        problems: files of these events that could not be read.
+        problems: files of these events, or rows of them, that could not be read.
+        location: of the stage whose events they are; None of a process's first and last event.
+        operators: the operator dumps that they announce, each with its complete place.
     """
 
     sender: _Wire
     events: list[_Wire]
     payloads: Mapping[int, WirePayload]
     problems: Sequence[DumpProblem] = ()
+    location: Location | None = None
+    operators: Sequence[OperatorDump] = ()
+
+
+class TrainedSamples:
+    """Which samples of a step's rollout are in its training, by the names of both."""
+
+    def __init__(self) -> None:
+        self._rollout: dict[int, set[str]] = {}
+        self._training: dict[int, set[str]] = {}
+
+    def add(self, batch: ProcessEvents) -> None:
+        """Add the samples of a stage's payloads."""
+        if batch.location is None or batch.location.step is None:
+            return
+        is_rollout = batch.location.stage == STAGE_OF_SECTION["trajectories"]
+        if batch.location.stage in schema.STAGES:
+            sides = self._rollout if is_rollout else self._training
+            for payload in batch.payloads.values():
+                names = payload["strings"].get("sample_ids", ())
+                sides.setdefault(batch.location.step, set()).update(names)
+
+    def notes(self) -> Iterator[str]:
+        """Yield a sentence for each step whose training lacks samples of its rollout."""
+        for step, sampled in sorted(self._rollout.items()):
+            lacking = sorted(sampled - self._training.get(step, sampled))
+            if lacking:
+                named = ", ".join(lacking[:_NAMED]) + (", ..." if len(lacking) > _NAMED else "")
+                yield (
+                    f"step {step}: {len(lacking)} of {len(sampled)} samples of the rollout are in "
+                    f"no file of the training ({named}): the trainer filtered them out, or the "
+                    "files of other ranks are missing (where a path has no rank in it, each rank "
+                    "writes over the file of the others)"
+                )
 
 
 def import_key(dump: Dump, run: str) -> str:
@@ -133,18 +197,22 @@ def import_events(
     items = sorted(((_complete_location(entry), entry) for entry in entries), key=_sort_key)
     processes = sorted({_process(location) for location, _ in items})
     started = min((modified_at(entry.path) for _, entry in items), default=0.0)
-    directories = {each.entry: each.directory for each in operators}
+    of_entry = {each.entry: each for each in operators}
     replays: dict[_Process, _ProcessReplay] = {}
     for role, rank in processes:
         world_size = 1 + max(number for name, number in processes if name == role)
         sender = schema.Sender(f"{key}-{role}-{rank}", run, key, role, rank, started=started)
         replays[role, rank] = _ProcessReplay(dump, sender, world_size)
-    for replay in replays.values():
-        yield replay.hello(keep)
-    for location, group in groupby(items, key=lambda item: item[0]):
+    files = [
+        item for item in reversed(items) if dump.kind in _WITH_PROCESSES and item[1] not in of_entry
+    ]
+    first = {_process(location): entry for location, entry in files}
+    for process, replay in replays.items():
+        yield replay.hello(keep, first.get(process))
+    for location, group in itertools.groupby(items, key=lambda item: item[0]):
         held = [entry for _, entry in group]
-        tensors = [entry for entry in held if entry not in directories]
-        dumps = [directories[entry] for entry in held if entry in directories]
+        tensors = [entry for entry in held if entry not in of_entry]
+        dumps = [of_entry[entry] for entry in held if entry in of_entry]
         yield replays[_process(location)].stage(location, tensors, dumps)
     for replay in replays.values():
         yield replay.finish()
@@ -160,29 +228,44 @@ class _ProcessReplay:
         self._wall = sender.started or 0.0
         self._seq = 0
 
-    def hello(self, keep: Mapping[str, object]) -> ProcessEvents:
-        """Return the event that registers the process."""
-        imported = {IMPORTED: self._dump.name, "kind": self._dump.kind, **self._dump.about}
+    def hello(self, keep: Mapping[str, object], first: DumpEntry | None) -> ProcessEvents:
+        """Return the event that registers the process, with what its first file says of it."""
+        about = {name: value for name, value in self._dump.about.items() if name != NOTES}
+        imported = {IMPORTED: self._dump.name, "kind": self._dump.kind, **about}
+        records, _ = self._read([] if first is None else [first])
+        job = mapping(records[0].about, "job") if records else {}
+        known = {name: job[name] for name in _OF_PROCESS if job.get(name) is not None}
         hello = self._event(
             schema.HELLO,
             world_size=self._world_size,
             fingerprint={"config": imported},
-            settings={"keep": dict(keep)},
+            settings={**mapping(job, "settings"), "keep": dict(keep)},
+            **known,
         )
         return ProcessEvents(self._sender.wire(), [hello], {})
 
     def stage(
-        self, location: Location, entries: Sequence[DumpEntry], directories: Sequence[Path]
+        self,
+        location: Location,
+        entries: Sequence[DumpEntry],
+        operators: Sequence[OperatorDump],
     ) -> ProcessEvents:
         """Return the events of one stage and part, with the contents of its files as a payload."""
         records, problems = self._read(entries)
         self._wall = max([self._wall, *(modified_at(entry.path) for entry in entries)])
-        work = schema.Work(location.step, None, location.stage, location.part).fields()
+        version = next((v for each in records if (v := _policy_version(each)) is not None), None)
+        work = schema.Work(location.step, version, location.stage, location.part).fields()
         begin = self._event(schema.BEGIN, **work)
         begin_seq = self._seq
         dumps = [
-            self._event(schema.DUMP, **work, capture_id=CAPTURE, path=str(each), state="complete")
-            for each in directories
+            self._event(
+                schema.DUMP,
+                **work,
+                capture_id=IMPORTED_CAPTURE,
+                path=str(each.directory),
+                state="empty" if each.empty else "complete",
+            )
+            for each in operators
         ]
         payload, scalars = _merge(records)
         described = {"payload": _describe(payload)} if payload["tensors"] else {}
@@ -190,7 +273,8 @@ class _ProcessReplay:
             schema.END, **work, status="ok", begin_seq=begin_seq, scalars=scalars, **described
         )
         payloads = {self._seq: payload} if payload["tensors"] else {}
-        return ProcessEvents(self._sender.wire(), [begin, *dumps, end], payloads, problems)
+        events = [begin, *dumps, end]
+        return ProcessEvents(self._sender.wire(), events, payloads, problems, location, operators)
 
     def finish(self) -> ProcessEvents:
         """Return the event that ends the process."""
@@ -206,7 +290,8 @@ class _ProcessReplay:
         problems: list[DumpProblem] = []
         for entry in entries:
             try:
-                records.append(self._dump.read(entry))
+                records.append(record := self._dump.read(entry))
+                problems += record.problems
             except StagescopeError as error:  # noqa: PERF203 - the other files are still read
                 problems.append(DumpProblem(entry.path, error.code, str(error), entry))
         return records, problems
@@ -227,11 +312,22 @@ def _merge(records: Sequence[DumpContents]) -> tuple[WirePayload, dict[str, floa
             if texts is not None:
                 strings.setdefault(name, [*texts])
         scalars = {**_scalars(record.numbers), **scalars}
-        meta = {**record.about, **meta}
+        meta = {**_meta(record), **meta}
     payload: WirePayload = {
         "schema": schema.SCHEMA, "tensors": tensors, "strings": strings, "meta": meta,
     }  # fmt: skip
     return payload, scalars
+
+
+def _meta(record: DumpContents) -> dict[str, object]:
+    """Return the metadata of a record's payload: of this project's files those that it had."""
+    described = {name: value for name, value in record.about.items() if name not in ("meta", "job")}
+    return {**described, **mapping(record.about, "meta")}
+
+
+def _policy_version(record: DumpContents) -> int | None:
+    version = mapping(record.about, "job").get("policy_version")
+    return version if type(version) is int else None
 
 
 def _scalars(numbers: Mapping[str, float | int]) -> dict[str, float | int]:
@@ -263,7 +359,7 @@ def _complete_location(entry: DumpEntry) -> Location:
     """Return an entry's place, with defaults for a missing stage, role and rank."""
     location = entry.location
     stage = location.stage or STAGE_OF_SECTION.get(entry.section, "actor_update")
-    role = location.role or _ROLE_OF_STAGE.get(stage, _ROLE)
+    role = location.role or _ROLE_OF_STAGE.get(stage.partition("/")[0], _ROLE)
     if location.role is None and location.rank is None and role == _ROLE:
         # A file of the complete batch belongs to no rank: the others would count as missing.
         role = "driver"
@@ -294,12 +390,13 @@ def _sort_key(items: tuple[Location, DumpEntry]) -> tuple[object, ...]:
 
 
 def copy_operator_dumps(
-    found: Sequence[tuple[Path, Location]], run: str, key: str, data_dir: Path | None
+    found: Sequence[RankDump], run: str, key: str, data_dir: Path | None
 ) -> list[OperatorDump]:
     """Return the ranks' operator dumps in directories that the service reads.
 
-    Their JSON files are copied to the service's data directory: it writes a table beside them and
-    reads nothing outside its roots. If that directory is not on this machine, nothing is copied.
+    Their JSON files are copied to the service's data directory, each dump to a directory of its
+    own: the service writes a table beside them and reads nothing outside its roots. If that
+    directory is not on this machine, nothing is copied.
 
     Args:
         found: directories of ranks, with their places.
@@ -307,24 +404,42 @@ def copy_operator_dumps(
         data_dir: the service's data directory; None if it is not on this machine.
 
     Raises:
+        InvalidInput: two dumps are of one place.
         StoreError: the disk reported an error.
     """
-    dumps = []
+    dumps: dict[Location, OperatorDump] = {}
+    targets: set[Path] = set()
     for directory, location in found:
-        size = sum(each.stat().st_size for each in _operator_files(directory))
-        entry = DumpEntry("other", location, directory / DUMP_FILES[0], size, CAPTURE)
+        files = _operator_files(directory)
+        size = sum(each.stat().st_size for each in files)
+        entry = DumpEntry("other", location, files[0], size, IMPORTED_CAPTURE)
+        work = _complete_location(entry)
+        if work in dumps:
+            raise InvalidInput(
+                f"{directory} and {dumps[work].entry.path.parent} are both of {work}",
+                expected="one dump of a step, stage, rank and part",
+                advice="import one of them into another run",
+            )
         target = directory.absolute()
         if data_dir is not None:
-            work = _complete_location(entry)
             step = step_directory(data_dir, run, key, work.step, work.stage or "", work.part)
-            target = step / "step0" / f"rank{work.rank}"
+            # Names of stages may be equal as names of directories.
+            bases = (step / f"again_{number}" if number else step for number in itertools.count())
+            target = next(
+                path
+                for base in bases
+                if (path := base / "step0" / f"rank{work.rank}") not in targets
+            )
+            targets.add(target)
             make_directory(target)
-            for file in _operator_files(directory):
+            for file in files:
                 with disk_errors(target):
                     shutil.copyfile(file, target / file.name)
-        dumps.append(OperatorDump(entry, target))
-    return dumps
+        empty = not any(holds_records(file) for file in files if file.name in DUMP_FILES)
+        dumps[work] = OperatorDump(entry, target, work, empty)
+    return [*dumps.values()]
 
 
 def _operator_files(directory: Path) -> list[Path]:
+    """Return the files of operators of a rank's directory, those with the calls first."""
     return [directory / name for name in OPERATOR_FILES if (directory / name).is_file()]

@@ -153,6 +153,8 @@ class _Writer:
                 continue
             for name, reason in mapping(record.about, "left_out").items():
                 self._leave_out(f"{entry.path}: {name}: {reason}")
+            for problem in record.problems:
+                self._leave_out(problem.message)
             yield record
 
     def _leave_out(self, message: str) -> None:

@@ -45,6 +45,8 @@ SECTIONS: Final[Mapping[str, str]] = {
 }
 
 
+IMPORTED_CAPTURE: Final = "imported"
+"""The capture id of operator dumps that were imported."""
 SHIFTED_BY_ONE: Final = "index t is token t + 1"
 """Value in `DumpContents.about["alignment"]` (by tensor name) of a tensor shifted by one."""
 
@@ -63,6 +65,13 @@ class Location(NamedTuple):
         part = "" if self.part == Part() else f"part {self.part}"
         step = "" if self.step is None else f"step {self.step}"
         return ", ".join(text for text in (step, self.stage, rank, part) if text) or "one file"
+
+
+class RankDump(NamedTuple):
+    """A directory with msprobe's files of one rank, and its place."""
+
+    directory: Path
+    location: Location
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +109,7 @@ class DumpContents:
         mask: name of the tensor that selects the tokens of row tensors that count, or None. Token
             ids and masks themselves count wherever a row has tokens.
         about: metadata beside the tensors, plain JSON values.
+        problems: rows of the file that were not read.
     """
 
     entry: DumpEntry
@@ -110,11 +120,12 @@ class DumpContents:
     row_texts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     mask: str | None = None
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    problems: Sequence[DumpProblem] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class DumpProblem:
-    """A file that is missing, damaged or refused; it is reported and the other files are read.
+    """A file, or rows of one, that is missing, damaged or refused; the others are read.
 
     Attributes:
         path: the file.

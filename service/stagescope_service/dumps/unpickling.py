@@ -136,11 +136,11 @@ def _convert_in_subprocess(path: Path, target: Path) -> None:
         with tempfile.TemporaryFile() as errors:
             status = _run(command, Path(empty), environment, errors)
             errors.seek(max(errors.tell() - _LAST_BYTES, 0))
-            output = errors.read(_LAST_BYTES).decode(errors="replace").strip().splitlines()
+            output = errors.read(_LAST_BYTES).decode(errors="replace").strip().split("\n")
     if status is None:
         raise InvalidInput(f"{path} was not loaded within {SECONDS:.0f} s")
     if status != 0:
-        reason = output[-1][:500] if output else f"exit status {status}"
+        reason = output[-1][:500] if output[-1] else f"exit status {status}"
         raise InvalidInput(
             f"{path} could not be loaded: {reason}",
             advice="what it holds must be importable here: install the package that wrote it",

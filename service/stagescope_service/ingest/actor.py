@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import math
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias
 
 import ray
 from ray import exceptions
@@ -24,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from stagescope.discovery import NAMESPACE, ingestor_name
 from stagescope.wire.errors import Unreachable
 from stagescope.wire.nonfinite import JsonObject
+from stagescope_service.background import BackgroundTasks
 from stagescope_service.core.findings import describe
 from stagescope_service.core.instructions import (
     AnnouncedDump,
@@ -32,6 +32,7 @@ from stagescope_service.core.instructions import (
     PayloadKey,
     StepJob,
 )
+from stagescope_service.ingest.head_watch import HeadWatch
 from stagescope_service.ingest.ingestors import (
     IngestorClient,
     IngestorDied,
@@ -39,10 +40,12 @@ from stagescope_service.ingest.ingestors import (
     TokenRange,
 )
 from stagescope_service.ingest.kept_files import KeptDescription
+from stagescope_service.ingest.node_list import NodeList
 from stagescope_service.ingest.reader import Outcome
 from stagescope_service.ingest.recompute import JoinAnswer, Source
 from stagescope_service.ingest.relay_actor import start_relays
 from stagescope_service.ingest.rollout_join import RolloutRows
+from stagescope_service.ingest.work_queue import Superseded, WorkQueue
 from stagescope_service.settings import Settings
 from stagescope_service.statistics import warm
 from stagescope_service.store.contract import Put
@@ -51,15 +54,18 @@ from stagescope_service.store.ring import DEFAULT_RESERVE
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Caller: TypeAlias = str | None
+"""The coordinator that waits for a call's answer; None: another process does."""
 
+_CALLS: Final = 20_000
+"""Pending calls of an ingestor: a new coordinator is heard beside all those of a dead one."""
+_WITHOUT_QUEUE: Final = frozenset({"read_watchdogs", "kept_files", "describe_kept", "discard"})
+"""Methods that run beside the reading of payloads."""
 _NICE: Final = 10
-_NODES_SECONDS: Final = 2.0
+_RETRY_SECONDS: Final = 2.0
 _READ_SECONDS: Final = 120.0
 _UNREACHABLE_SECONDS: Final = 60.0
 """How long a payload waits for a node that may be lost; Ray knows after about 15."""
-_PLANNED_DEATHS: Final = (1, 4)
-"""Ray's EXPECTED_TERMINATION and AUTOSCALER_DRAIN_IDLE."""
 _UNAVAILABLE: Final = (exceptions.ActorUnavailableError, exceptions.ActorUnschedulableError)
 """Its node does not answer, and: it is known to be lost."""
 _GONE: Final = (
@@ -92,22 +98,23 @@ class Ingestor:
             reserve_bytes=reserve_bytes,
             alive=_living_nodes,
         )
-        self._memory = _MemoryLimit(most_bytes)
-        # One thread: two payloads at once would only alternate, and hold twice the memory.
-        self._thread = concurrent.futures.ThreadPoolExecutor(
+        thread = concurrent.futures.ThreadPoolExecutor(
             1, initializer=_start_worker, initargs=(node_id,)
         )
         # The thread starts with its first task: load the kernel now, not in the first step.
-        self._thread.submit(_nothing)
+        thread.submit(_nothing)
+        self._queue = WorkQueue(thread, most_bytes)
 
-    async def ingest(self, key: PayloadKey, job: IngestJob, payload: object) -> Outcome:
+    async def serve(self, coordinator: str) -> None:
+        """Serve this coordinator; the calls of earlier ones are dropped."""
+        self._queue.serve(coordinator)
+
+    async def ingest(
+        self, key: PayloadKey, job: IngestJob, payload: object, caller: Caller = None
+    ) -> Outcome:
         """Read a payload and return its outcome."""
         size = job.get("bytes") or 0
-        await self._memory.enter(size)
-        try:
-            return await self._run(self._read, key, job, payload)
-        finally:
-            self._memory.leave(size)
+        return await self._queue.run(caller, self._read, key, job, payload, size=size)
 
     async def recompute(
         self,
@@ -115,19 +122,20 @@ class Ingestor:
         job: StepJob,
         pair: tuple[str, str],
         skips: Sequence[TokenRange],
+        caller: Caller = None,
     ) -> bytes | None:
         """Return a payload's summary without tokens that count elsewhere; None: not kept."""
-        return await self._run(self._worker.recompute, key, job, pair, skips)
+        return await self._queue.run(caller, self._worker.recompute, key, job, pair, skips)
 
     async def join(
-        self, key: PayloadKey, job: PayloadJob, sources: Sequence[Source]
+        self, key: PayloadKey, job: PayloadJob, sources: Sequence[Source], caller: Caller = None
     ) -> JoinAnswer | None:
         """Join a trainer's payload with rollouts; None: not kept.
 
         The loop, not the thread, waits for other nodes' ingestors: two that call each other would
         otherwise deadlock.
         """
-        sample_ids = await self._run(self._worker.samples, key, job)
+        sample_ids = await self._queue.run(caller, self._worker.samples, key, job)
         if sample_ids is None:
             return None
         by_node: dict[str, list[Source]] = {}
@@ -135,13 +143,16 @@ class Ingestor:
             by_node.setdefault(source.node_id or self._node_id, []).append(source)
         calls = [self._rollouts_of(node, own, sample_ids) for node, own in by_node.items()]
         found = [rows for some in await asyncio.gather(*calls) for rows in some]
-        return await self._run(self._worker.join, key, job, found)
+        return await self._queue.run(caller, self._worker.join, key, job, found)
 
     async def rollouts(
         self, sources: Sequence[Source], sample_ids: Sequence[str]
     ) -> list[RolloutRows]:
-        """Return the rows of these samples in payloads of this node's ring."""
-        return await self._run(self._worker.rollouts, sources, sample_ids)
+        """Return the rows of these samples in payloads of this node's ring.
+
+        Another node's ingestor calls it, for a coordinator that may not have called here yet.
+        """
+        return await self._queue.run(None, self._worker.rollouts, sources, sample_ids)
 
     async def _rollouts_of(
         self, node: str, sources: Sequence[Source], sample_ids: Sequence[str]
@@ -149,19 +160,20 @@ class Ingestor:
         if node == self._node_id:
             return await self.rollouts(sources, sample_ids)
         try:
-            other: Any = ray.get_actor(ingestor_name(node), namespace=NAMESPACE)
+            name = ingestor_name(node)  # in a thread: the lookup waits for the GCS
+            other: Any = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
             found: list[RolloutRows] = await other.rollouts.remote(sources, sample_ids)
         except (ValueError, exceptions.RayError):
             return []  # that node is gone; the answer lists its samples as left out
         return found
 
-    async def build_operator_table(self, job: AnnouncedDump) -> list[Put]:
+    async def build_operator_table(self, job: AnnouncedDump, caller: Caller = None) -> list[Put]:
         """Build a dump's operator table and return its rows.
 
         Raises:
             StagescopeError: a transient failure, such as a full disk.
         """
-        return await self._run(self._worker.build_operator_table, job)
+        return await self._queue.run(caller, self._worker.build_operator_table, job)
 
     async def read_watchdogs(self, paths: Mapping[str, str]) -> dict[str, JsonObject]:
         """Return incarnation -> content of its watchdog's file, for the processes with a file."""
@@ -183,20 +195,17 @@ class Ingestor:
         """Delete kept files; return those that do not exist any more."""
         return await asyncio.to_thread(self._worker.discard, paths)
 
-    async def pin(self, attempt_id: int, step: int) -> Pinned:
+    async def pin(self, attempt_id: int, step: int, caller: Caller = None) -> Pinned:
         """Pin the payloads of a step."""
-        return await self._run(self._worker.pin, attempt_id, step)
+        return await self._queue.run(caller, self._worker.pin, attempt_id, step)
 
-    async def unpin(self, attempt_id: int, step: int) -> bool:
+    async def unpin(self, attempt_id: int, step: int, caller: Caller = None) -> bool:
         """Release the payloads of a step; False: its marker stays."""
-        return await self._run(self._worker.unpin, attempt_id, step)
+        return await self._queue.run(caller, self._worker.unpin, attempt_id, step)
 
     async def pid(self) -> int:
         """Return the process id (tests kill it)."""
         return os.getpid()
-
-    async def _run(self, work: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _read(self, key: PayloadKey, job: IngestJob, payload: object) -> Outcome:
         try:
@@ -225,18 +234,13 @@ def _start_worker(node_id: str) -> None:
         logger.warning("node %s has compiled, in %.0f s", node_id, time.monotonic() - began)
 
 
-def _is_lost(node: Mapping[str, Any]) -> bool:
-    return not node["Alive"] and node.get("DeathReason") not in _PLANNED_DEATHS
-
-
-def _death(node: Mapping[str, Any]) -> str:
-    """Return why a node of Ray's list is dead."""
-    return str(node.get("DeathReasonMessage") or "Ray does not say why")
+def _nodes() -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes
 
 
 def _living_nodes() -> set[str]:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return {node["NodeID"] for node in nodes if node["Alive"]}
+    return {node["NodeID"] for node in _nodes() if node["Alive"]}
 
 
 def _nothing() -> None:
@@ -252,28 +256,6 @@ def _fetched(payload: object) -> object:
     return payload
 
 
-class _MemoryLimit:
-    """Limits the bytes of payloads in memory; a larger payload is admitted alone."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._used = 0
-        self._changed = asyncio.Condition()
-
-    async def enter(self, size: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._used or self._used + size <= self._most)
-            self._used += size
-
-    def leave(self, size: int) -> None:
-        self._used -= size
-        asyncio.get_running_loop().create_task(self._notify())
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-
 class Ingestors:
     """Finds the ingestor of a node, and creates it if there is none."""
 
@@ -287,20 +269,19 @@ class Ingestors:
         )
         self._handles: dict[str, object] = {}
         self._home = ray.get_runtime_context().get_node_id()
-        self._alive: set[str] = set()
-        self.lost: dict[str, str] = {}
-        """The nodes that the cluster lost, and why each."""
-        self._looked = -math.inf
-        self._looking = threading.Lock()
+        self.nodes = NodeList(_nodes)
 
     @property
     def home(self) -> str:
         """The node of this process."""
         return str(self._home)
 
-    def handle_for(self, node_id: str | None) -> Any:
-        """Return the handle for a node; the home node's if the node is unknown or not alive."""
-        node = self.place(node_id)
+    def known_handle(self, node: str) -> Any | None:
+        """Return the handle of a node's ingestor if it was looked up before."""
+        return self._handles.get(node)
+
+    def handle_for(self, node: str) -> Any:
+        """Return the handle of a node's ingestor; a call to the cluster where it is not known."""
         handle = self._handles.get(node)
         if handle is None:
             options = {
@@ -311,7 +292,7 @@ class Ingestors:
                 "num_cpus": 0,
                 "max_restarts": -1,
                 "max_task_retries": 2,
-                "max_concurrency": 1000,
+                "max_concurrency": _CALLS,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             }
             handle = ray.remote(Ingestor).options(**options).remote(node, *self._arguments)
@@ -320,85 +301,134 @@ class Ingestors:
 
     def handle_of(self, node_id: str) -> Any | None:
         """Return the handle of a node's own ingestor; None if the node is not alive."""
-        return self.handle_for(node_id) if self._is_alive(node_id) else None
+        if self.nodes.is_due():
+            self.nodes.look()
+        return self.handle_for(node_id) if node_id in self.nodes.alive else None
 
     def place(self, node_id: str | None) -> str:
-        """Return the node whose ingestor reads data that is recorded for a node."""
-        return node_id if node_id is not None and self._is_alive(node_id) else self.home
+        """Return the node whose ingestor reads data that is recorded for a node.
+
+        It is the home node where the node is not alive, as of the newest list.
+        """
+        return node_id if node_id is not None and node_id in self.nodes.alive else self.home
 
     def forget(self, node_id: str | None) -> None:
         """Look the ingestor of a node up again next time."""
-        self._handles.pop(node_id or self.home, None)
-        self._looked = -math.inf
-
-    def is_due(self) -> bool:
-        """Return whether the list of nodes is old; it is a call to the cluster."""
-        return time.monotonic() - self._looked > _NODES_SECONDS
-
-    def look(self) -> None:
-        """Read the list of nodes, unless another thread does so."""
-        if not self._looking.acquire(blocking=False):
-            return
-        try:
-            nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-            self._alive = {node["NodeID"] for node in nodes if node["Alive"]}
-            self.lost = {node["NodeID"]: _death(node) for node in nodes if _is_lost(node)}
-            self._looked = time.monotonic()
-        finally:
-            self._looking.release()
-
-    def _is_alive(self, node_id: str) -> bool:
-        if self.is_due():
-            self.look()
-        return node_id in self._alive
-
-    def all(self) -> dict[str, Any]:
-        """Return the handles by node id."""
-        return dict(self._handles)
+        for node in {node_id or self.home, self.place(node_id)}:
+            self._handles.pop(node, None)
+        self.nodes.doubt()
 
 
 class RayIngestors(IngestorClient):
-    """The ingestors of all nodes, over their actors."""
+    """The ingestors of all nodes, over their actors.
 
-    def __init__(self, settings: Settings) -> None:
+    What asks the cluster runs in a thread: while the GCS is away, such a call waits for it.
+    """
+
+    def __init__(self, settings: Settings, coordinator: str) -> None:
         self._actors = Ingestors(settings)
+        self._nodes = self._actors.nodes
+        self._coordinator = coordinator
+        self._serving: dict[str, object] = {}
+        """Node -> handle of its ingestor that serves this coordinator."""
+        self._introducing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.home = self._actors.home
-        self._tasks: set[asyncio.Future[None]] = set()
-        self._starting: asyncio.Future[None] | None = None
+        self._head = HeadWatch(str(ray.get_runtime_context().gcs_address))
+        self._tasks = BackgroundTasks()
+        self._looking: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._relayed: set[str] = set()
 
     def node_of(self, node_id: str | None) -> str:
-        """Return the node whose ingestor serves calls for `node_id`."""
+        """Return the node whose ingestor serves calls for `node_id`, as far as is known."""
         return self._actors.place(node_id)
 
+    async def learn_nodes(self, node_ids: Iterable[str | None]) -> None:
+        """Read the list of nodes if it is old and one of these is not alive in it."""
+        if self._nodes.is_due_for(node_ids):
+            await asyncio.wait([self._look_soon()])
+        if not self._nodes.alive:
+            raise Unreachable(
+                "the Ray cluster does not say which nodes it has", advice="it is asked again"
+            )
+
     def start_relays(self, nodes: Set[str]) -> None:
-        """Let the relays of these nodes run; in a thread, which may wait for the GCS."""
+        """Let the relays of these nodes run."""
         missing = nodes - self._relayed
         if missing and (self._starting is None or self._starting.done()):
-            self._starting = asyncio.ensure_future(asyncio.to_thread(self._start, missing))
+            self._starting = self._tasks.start(self._start(missing))
 
-    def _start(self, nodes: Set[str]) -> None:
+    async def _start(self, nodes: Set[str]) -> None:
+        own = [node for node in nodes if self._actors.place(node) == node]
         try:
-            start_relays([node for node in nodes if self._actors.place(node) == node])
+            await asyncio.to_thread(start_relays, own)
             self._relayed |= nodes  # another cluster's, too: they have no relay
         except Exception as error:
             logger.warning("the relays of %d nodes were not started: %s", len(nodes), error)
 
     def lost_nodes(self) -> Mapping[str, str]:
-        """Return the nodes that the cluster lost, as of some seconds ago, and why each.
+        """Return the nodes that the cluster lost, as of some seconds ago, and why each."""
+        if self._nodes.is_due():
+            self._look_soon()
+        return self._nodes.lost
 
-        The list is read in a thread: while the GCS is away, that call waits for it.
+    def _look_soon(self) -> asyncio.Task[None]:
+        if self._looking is None or self._looking.done():
+            self._looking = self._tasks.start(self._look())
+        return self._looking
+
+    def cluster_problem(self) -> str:
+        """Return why the cluster does not answer, once it has not for some seconds."""
+        return self._head.problem(time.monotonic())
+
+    async def _look(self) -> None:
+        self._head.asked(time.monotonic())
+        try:
+            await asyncio.to_thread(self._head.check)
+            await asyncio.to_thread(self._nodes.look)
+        except Exception as error:  # the list stays as it was
+            if self._head.failed(describe(error)):
+                logger.warning("the list of nodes cannot be read: %s", describe(error))
+        else:
+            self._head.answered()
+
+    async def _handle(self, node_id: str | None) -> Any:
+        """Return the handle of a node's ingestor, which serves this coordinator.
+
+        Raises:
+            RayActorError: it does not answer.
+            Unreachable: the cluster does not say where it is.
         """
-        if self._actors.is_due() and not self._tasks:
-            task = asyncio.ensure_future(asyncio.to_thread(self._actors.look))
-            self._tasks.add(task)
-            task.add_done_callback(self._looked)
-        return self._actors.lost
+        await self.learn_nodes([node_id])
+        node = self._actors.place(node_id)
+        async with self._introducing[node]:
+            handle: Any = self._actors.known_handle(node) or await self._looked_up(node)
+            if self._serving.get(node) is not handle:
+                await handle.serve.remote(self._coordinator)
+                self._serving[node] = handle
+        return handle
 
-    def _looked(self, task: asyncio.Future[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("the list of nodes cannot be read: %s", describe(error))
+    async def _looked_up(self, node: str) -> Any:
+        try:
+            return await asyncio.to_thread(self._actors.handle_for, node)
+        except Exception as error:
+            raise Unreachable(
+                f"the ingestor of node {node} was not found: {describe(error)}",
+                advice="it is looked up again",
+            ) from error
+
+    async def _called(self, node_id: str | None, method: str, *arguments: object) -> Any:
+        """Call a method that waits in the ingestor's queue."""
+        handle = await self._handle(node_id)
+        try:
+            return await getattr(handle, method).remote(*arguments, caller=self._coordinator)
+        except exceptions.RayTaskError as error:
+            if not isinstance(error.cause, Superseded):
+                raise
+        # What an earlier coordinator had sent before its end came after this one's introduction.
+        self._serving.clear()
+        handle = await self._handle(node_id)
+        return await getattr(handle, method).remote(*arguments, caller=self._coordinator)
 
     async def ingest(
         self, node_id: str | None, key: PayloadKey, job: IngestJob, payload: object
@@ -413,12 +443,18 @@ class RayIngestors(IngestorClient):
         tries = 0
         while tries < 2:
             try:
-                return await self._actors.handle_for(node_id).ingest.remote(key, job, payload)  # type: ignore[no-any-return]
-            except (exceptions.RayActorError, *_UNAVAILABLE) as error:  # noqa: PERF203
+                return await self._called(node_id, "ingest", key, job, payload)  # type: ignore[no-any-return]
+            # The payload is as it was, and its refs are held.
+            except Unreachable as error:  # noqa: PERF203
+                reason = error.wrong
+                if time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(_RETRY_SECONDS)
+            except (exceptions.RayActorError, *_UNAVAILABLE) as error:
                 reason = f"its ingestor died while reading it: {describe(error)}"
                 self._actors.forget(node_id)
                 if isinstance(error, _UNAVAILABLE) and time.monotonic() < deadline:
-                    await asyncio.sleep(_NODES_SECONDS)
+                    await asyncio.sleep(_RETRY_SECONDS)
                 else:
                     tries += 1
             except Exception as error:  # any other error is final for this payload
@@ -429,14 +465,16 @@ class RayIngestors(IngestorClient):
     async def build_operator_table(self, node_id: str | None, job: AnnouncedDump) -> list[Put]:
         """Build a dump's operator table."""
         try:
-            return await self._actors.handle_for(node_id).build_operator_table.remote(job)  # type: ignore[no-any-return]
+            return await self._called(node_id, "build_operator_table", job)  # type: ignore[no-any-return]
         except exceptions.RayActorError as error:
             self._actors.forget(node_id)
             raise IngestorDied(describe(error)) from error
 
     async def _call(self, node_id: str | None, method: str, *arguments: object) -> Any:
         try:
-            return await getattr(self._actors.handle_for(node_id), method).remote(*arguments)
+            if method in _WITHOUT_QUEUE:
+                return await getattr(await self._handle(node_id), method).remote(*arguments)
+            return await self._called(node_id, method, *arguments)
         except exceptions.RayError as error:
             self._actors.forget(node_id)
             raise Unreachable(

@@ -10,7 +10,7 @@ import abc
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +50,7 @@ class IngestorClient(abc.ABC):
     """The ingestors of all nodes, one method a call.
 
     `node_id` is the node with the data. If it is None or gone, another node serves the call
-    (`node_of`).
+    (`node_of`). No method holds up the event loop.
     """
 
     home: str
@@ -58,11 +58,22 @@ class IngestorClient(abc.ABC):
 
     @abc.abstractmethod
     def node_of(self, node_id: str | None) -> str:
-        """Return the node whose ingestor serves calls for `node_id`."""
+        """Return the node whose ingestor serves calls for `node_id`, as far as is known."""
+
+    async def learn_nodes(self, node_ids: Iterable[str | None]) -> None:  # noqa: B027
+        """Learn which of these nodes live; `node_of` knows it afterwards.
+
+        Raises:
+            Unreachable: the cluster does not say which nodes it has.
+        """
 
     def lost_nodes(self) -> Mapping[str, str]:
         """Return the nodes that the cluster lost, as far as is known, and why each."""
         return {}
+
+    def cluster_problem(self) -> str:
+        """Return why the cluster does not answer; "" where it does."""
+        return ""
 
     def start_relays(self, nodes: Set[str]) -> None:  # noqa: B027 - in one process there are none
         """Let the relays of these nodes run; to be called often."""

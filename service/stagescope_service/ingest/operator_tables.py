@@ -28,7 +28,9 @@ from stagescope_service.core.operator_tables import (
     outcome,
     refusal,
 )
+from stagescope_service.dumps.msprobe.json_window import STRUCTURE
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
+from stagescope_service.dumps.records import IMPORTED_CAPTURE
 from stagescope_service.store.artifacts import confine, file_checksum
 from stagescope_service.store.contract import Put
 
@@ -61,6 +63,8 @@ def build_operator_table(job: AnnouncedDump, roots: Iterable[Path], node_id: str
     except StagescopeError as error:
         return refusal(job, error)
     rows = [_table_row(job, directory / TABLE, summary, found, node_id)]
+    if not summary.calls and summary.task != STRUCTURE and not job["truncated"]:
+        rows += _empty(job)
     if found.first is not None and found.certain:
         rows.append(_non_finite(job, found, found.first))
     return rows
@@ -103,15 +107,30 @@ def _table_row(
     )  # fmt: skip
 
 
+def _empty(job: AnnouncedDump) -> list[Put]:
+    """Return the finding of a capture without a call; an import says so itself."""
+    if job["capture_id"] == IMPORTED_CAPTURE:
+        return []
+    found = finding(
+        "empty_dump",
+        f"msprobe recorded no call of {job['stage']} on rank {job['rank']} in step {job['step']}",
+        **about(job),
+        advice="check the capture's list and scope, and that the stage computes on this rank",
+        evidence={"capture_id": job["capture_id"], "part": str(Part.of_columns(job))},
+    )
+    return [found]
+
+
 def _non_finite(job: AnnouncedDump, found: RankNonFinite, first: NonFiniteRow) -> Put:
     inputs = ", ".join(f"{row['section']} {row['index']}" for row in found.bad_inputs)
+    finite = "a saved value" if first["direction"] == "debug" else "its inputs were finite"
     module = f" in {first['parent']}" if first["parent"] else ""
     where = f", called at {first['source']}" if first["source"] else ""
     return finding(
         "non_finite_operator",
         f"{first['name']}{module} gave {first['non_finite']} in {first['section']} "
         f"{first['index']}, the first of rank {job['rank']} in {job['stage']}{where}; "
-        + (f"not finite before it: {inputs}" if inputs else "its inputs were finite"),
+        + (f"not finite before it: {inputs}" if inputs else finite),
         **about(job),
         severity="error",
         see=(Link.to_step("operators", job["step"], shows="what followed"),),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +18,15 @@ import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.wire.links import Link
+from stagescope.wire.names import MAX_ID
 from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
+from stagescope.wire.schema import (
+    RECENT_TENSORS,
+    STREAM_TENSORS,
+    UPDATE_PAIR,
+    WRITTEN_AFTER_HAND_OVER,
+)
+from stagescope_service.core.catalogue_rows import integer, number, text
 from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
@@ -31,6 +38,7 @@ from stagescope_service.statistics import (
     TokenBatch,
     WireTensor,
     available_pairs,
+    has_update_pair,
     skip_of,
     summarise,
 )
@@ -54,10 +62,21 @@ Skips = tuple[tuple[int, int, int], ...]
 COPIES: Final = "copies"
 """In a ring file's metadata: pair of streams -> `Skips` of rows that repeat others of it."""
 
-_PROVENANCE: Final[Mapping[str, type]] = {
-    "producer": str, "engine": str, "engine_version": str, "quantisation": str, "processed": bool,
-    "temperature": float, "top_p": float, "top_k": int, "alignment": str, "routing": str,
+
+def _short_text(value: object) -> str | None:
+    return text(value, MAX_ID) if isinstance(value, str) else None
+
+
+def _flag(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+_PROVENANCE: Final[Mapping[str, Callable[[object], Json]]] = {
+    "producer": _short_text, "engine": _short_text, "engine_version": _short_text,
+    "quantisation": _short_text, "processed": _flag, "temperature": number, "top_p": number,
+    "top_k": integer, "alignment": _short_text, "routing": _short_text,
 }  # fmt: skip
+"""Reported field of a stream -> its value in the catalogue; None where it is of another type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +121,7 @@ class PayloadReader:
             digest = digest or summary.digest
             if repeated:
                 copies[pair_name(summary.pair)] = repeated
+        rows += self._update_rows(key, job, payload)
         rows += self._keep(key, job, payload, copies)
         rows += _stream_rows(job, payload)
         rows += sample_rows(job, payload)
@@ -136,9 +156,28 @@ class PayloadReader:
                 except InvalidTensor as error:
                     known += [error] if job.get("reported") else []
                     raise
+                problems += [each for each in batch.problems if each not in problems]
                 yield summarise_once(batch, settings, key)
             except StagescopeError as error:  # noqa: PERF203 - the other pairs stand
                 problems.append(error)
+
+    def _update_rows(self, key: PayloadKey, job: IngestJob, payload: Payload) -> list[Put]:
+        """Return the summary of current against old log-probs of a first mini-batch.
+
+        What is wrong with one of the two streams is a problem of another pair, or of none.
+        """
+        is_first = not (job["occurrence"] or job["epoch"] or job["minibatch"])
+        if not (is_first and has_update_pair(payload.tensors)):
+            return []
+        try:
+            meta = _with_producers(job, payload.meta)
+            batch = TokenBatch.from_tensors(
+                payload.tensors, payload.strings, meta, pair=UPDATE_PAIR
+            )
+            summary, _ = summarise_once(batch, statistics_settings(job.get("settings")), key)
+        except StagescopeError:
+            return []
+        return [summary_row(key, job, summary)]
 
     def _keep(
         self,
@@ -212,8 +251,8 @@ def _with_producers(job: IngestJob, meta: JsonObject) -> dict[str, Json]:
     return {"policy_version": job.get("policy_version"), **known, **meta}
 
 
-def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator[Put]:
-    """Return the row of a payload's summary of one pair, and the finding of non-finite values."""
+def summary_row(key: PayloadKey, job: PayloadJob, summary: Summary) -> Put:
+    """Return the row of a payload's summary of one pair."""
     row: SummaryRow = {
         "incarnation": key.incarnation,
         "seq": key.seq,
@@ -231,7 +270,12 @@ def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator
         "microbatch": job["microbatch"],
         "summary": summary_to_bytes(summary),
     }
-    yield Put("summaries", row)
+    return Put("summaries", row)
+
+
+def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator[Put]:
+    """Return the row of a payload's summary of one pair, and the finding of non-finite values."""
+    yield summary_row(key, job, summary)
     if summary.ignored:
         ignored = ", ".join(summary.ignored)
         yield finding(
@@ -368,10 +412,9 @@ def _stream_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
             "stage": job["stage"],
             "dtype": tensor[0],
         }
-        for field, kind in _PROVENANCE.items():
-            value = reported.get(field)
-            if isinstance(value, (int, float) if kind is float else kind):
-                row[field] = kind(value)
+        for field, read in _PROVENANCE.items():
+            if (value := read(reported.get(field))) is not None:
+                row[field] = value
         yield Put("streams", row)
 
 
@@ -417,9 +460,9 @@ def sample_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
         for name in ("split", "data_source"):
             value = meta.get(name)
             if isinstance(value, str):
-                columns[name] = value
+                columns[name] = text(value, MAX_ID)
             elif isinstance(value, list) and row < len(value):
-                columns[name] = str(value[row])
+                columns[name] = text(value[row], MAX_ID)
         yield Put("samples", columns)
 
 

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, TypedDict
 
 from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.policy_versions import VERSION_NAMES
 from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.core.instructions import PayloadJob, PayloadKey, StepJob
 from stagescope_service.ingest.reader import (
@@ -186,6 +187,8 @@ class Recomputer:
         if batch.versions is not None and "versions" not in tensors:
             added["versions"] = ("int64", shape, batch.versions.reshape(shape), offsets)
         meta = dict(metadata["meta"])
+        if batch.version_names:
+            meta[VERSION_NAMES] = {str(code): text for code, text in batch.version_names.items()}
         if None not in batch.producers:
             known = dict(zip(batch.pair, batch.producers, strict=True))
             meta["producers"] = {**(meta.get("producers") or {}), **known}

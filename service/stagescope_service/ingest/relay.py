@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, TypedDict
 
 from stagescope.wire.errors import StagescopeError, Unreachable
+from stagescope_service.background import BackgroundTasks
 
 GATHER_SECONDS: Final = 0.02
 """How long calls are collected until the coordinator says how long: the more nodes, the longer."""
@@ -101,6 +102,7 @@ class Relay:
         self._gather_seconds = GATHER_SECONDS
         self._batches: list[_WaitingBatch] = []
         self._polls: list[_WaitingPoll] = []
+        self._tasks = BackgroundTasks()
         self._sending: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
 
@@ -115,7 +117,7 @@ class Relay:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._batches.append(_WaitingBatch((sender, events, payloads), answer))
         if self._sending is None or self._sending.done():
-            self._sending = asyncio.create_task(self._send_batches())
+            self._sending = self._tasks.start(self._send_batches())
         return _checked(await answer)
 
     async def poll(
@@ -129,7 +131,7 @@ class Relay:
         poll = _WaitingPoll(sender, revision, unreceipted, time.monotonic() + wait)
         self._polls.append(poll)
         if self._polling is None or self._polling.done():
-            self._polling = asyncio.create_task(self._send_polls())
+            self._polling = self._tasks.start(self._send_polls())
         return _checked(await poll.answer)
 
     # One call of each kind is under way at a time: what comes meanwhile goes with the next one.

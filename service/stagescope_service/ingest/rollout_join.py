@@ -48,6 +48,7 @@ class RolloutRows:
         producer: of q, if the payload names it.
         incarnation: the process that recorded it.
         engines: the engine instance of each row; None: the process is one.
+        version_names: the texts of versions that are texts.
     """
 
     samples: tuple[str, ...]
@@ -62,6 +63,7 @@ class RolloutRows:
     producer: str | None = None
     incarnation: str = ""
     engines: tuple[str, ...] | None = None
+    version_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +139,7 @@ def rollout_rows(
         age=age,
         producer=batch.producers[0],
         engines=None if batch.engines is None else tuple(batch.engines[index] for index in chosen),
+        version_names=batch.version_names,
     )
 
 
@@ -196,10 +199,11 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
         other = np.bincount(row[use][differ], minlength=batch.rows) > 0
     q = np.zeros(batch.tokens, rollout.q.dtype)
     q[at[use]] = rollout.q[source]
-    versions = batch.versions
+    versions, names = batch.versions, dict(batch.version_names)
     if versions is None and rollout.versions is not None:
         versions = np.zeros(batch.tokens, np.int64)
         versions[at[use]] = rollout.versions[source]
+        names = {code: text for rows in found for code, text in rows.version_names.items()}
     mixed = known & rollout.mixed[code]
     left = np.flatnonzero((counts > 0) & (~aligned | other | mixed))
     # A piece without model tokens does not make its sample one without a rollout.
@@ -211,6 +215,7 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
             q=q,
             q_dtype=rollout.dtype,
             versions=versions,
+            version_names=names,
             engines=batch.engines or _engines(batch.sample_ids, found),
         ),
         left_out=tuple(int(index) for index in out),

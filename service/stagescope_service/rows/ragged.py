@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +65,32 @@ class RowBlock(NamedTuple):
         """Return some of the rows."""
         lengths = None if self.lengths is None else self.lengths[rows]
         return RowBlock(self.dtype, self.values[rows], lengths)
+
+
+CU_SEQLENS = "cu_seqlens"
+"""Name of the offsets of the rows of a packed payload."""
+
+
+def unpack(tensors: Mapping[str, WireTensor]) -> dict[str, WireTensor]:
+    """Return the tensors of a payload; `cu_seqlens` becomes the row offsets of the packed ones.
+
+    Packed are [tokens], [1, tokens] and [tokens, ...] without offsets of their own; names with a
+    slash, as parameters have, are not.
+    """
+    found = dict(tensors)
+    packed = found.pop(CU_SEQLENS, None)
+    if packed is None or packed[2].size == 0:
+        return found
+    offsets = packed[2].reshape(-1).astype(np.int64)
+    tokens = int(offsets[-1])
+    for name, (tag, shape, values, own) in found.items():
+        if "/" in name:
+            continue
+        if own is None and len(shape) == 2 and shape == (1, tokens):
+            found[name] = (tag, (tokens,), values.reshape(-1), offsets)
+        elif own is None and shape[:1] == (tokens,):
+            found[name] = (tag, shape, values, offsets)
+    return found
 
 
 def row_tensor(wire: WireTensor, rows: int, label: str) -> RowTensor | None:

@@ -11,7 +11,12 @@ from stagescope_service.statistics.checks import Calibration, Check, calibration
 from stagescope_service.statistics.comparability import Comparability, examine, examine_cell
 from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.part import PartRecord, RankRow, Recompute
-from stagescope_service.statistics.payload import TokenBatch, WireTensor, available_pairs
+from stagescope_service.statistics.payload import (
+    TokenBatch,
+    WireTensor,
+    available_pairs,
+    has_update_pair,
+)
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.step_summary import (
     NOISE_PAIR,
@@ -42,6 +47,7 @@ __all__ = [
     "calibration",
     "examine",
     "examine_cell",
+    "has_update_pair",
     "publish",
     "publish_cell",
     "skip_of",

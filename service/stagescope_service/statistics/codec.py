@@ -181,6 +181,7 @@ def flatten(summary: Summary) -> tuple[Arrays, Document]:
         "empty_samples": list(summary.empty_samples),
         "unnamed_empty": summary.unnamed_empty,
         "versions": list(summary.versions),
+        "version_names": [[code, text] for code, text in summary.version_names.items()],
         "left_out": dict(summary.left_out),
         "ignored": list(summary.ignored),
         "engines": list(summary.engines),
@@ -280,6 +281,7 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
         left_out={str(why): int(n) for why, n in document.get("left_out", {}).items()},
         profiles=_profiles(arrays),
         engines=_engines(arrays, [str(name) for name in document.get("engines", ())]),
+        version_names={int(code): str(text) for code, text in document.get("version_names", ())},
     )
 
 

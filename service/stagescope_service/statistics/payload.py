@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 
 from stagescope.wire.errors import InvalidEvent, InvalidTensor
-from stagescope.wire.names import misspelt
+from stagescope.wire.names import misspelt, storable_id
 from stagescope.wire.nonfinite import Json
+from stagescope.wire.policy_versions import VERSION_NAMES, names_of, text_versions
 from stagescope.wire.schema import (
     DTYPE_BYTES,
     INTEGER_TENSORS,
@@ -28,6 +29,7 @@ from stagescope.wire.schema import (
     PER_TOKEN,
     SCHEMA,
     STREAM_TENSORS,
+    UPDATE_PAIR,
 )
 from stagescope.wire.tensorfile import WireTensor as WireTensor
 from stagescope_service.rows.positions import continues, positions_of
@@ -79,10 +81,27 @@ def read_value(value: object) -> Payload:
         str(name): _checked(str(name), wire) for name, wire in (value.get("tensors") or {}).items()
     }
     strings = {
-        str(name): [str(text) for text in texts]
-        for name, texts in (value.get("strings") or {}).items()
+        str(name): _texts(str(name), texts) for name, texts in (value.get("strings") or {}).items()
     }
-    return Payload(tensors, strings, dict(value.get("meta") or {}))
+    meta = dict(value.get("meta") or {})
+    if "versions" in strings and "versions" not in tensors:
+        _add_versions(strings.pop("versions"), tensors, meta)
+    return Payload(tensors, strings, meta)
+
+
+def _add_versions(texts: object, tensors: dict[str, WireTensor], meta: dict[str, Json]) -> bool:
+    """Add versions that are texts; False if `texts` has none."""
+    found = text_versions(texts)
+    if found is None:
+        return False
+    tensors["versions"], names = found
+    meta |= {VERSION_NAMES: names} if names else {}
+    return True
+
+
+def _texts(name: str, texts: Iterable[object]) -> list[str]:
+    """Return the texts of a payload; ids as the catalogue stores them, others as they are."""
+    return [*map(storable_id if name in PAYLOAD_STRINGS else str, texts)]
 
 
 def _checked(name: str, wire: object) -> WireTensor:
@@ -107,13 +126,24 @@ def _raw(value: Mapping[Any, object]) -> Payload:
                 f"the payload's {name!r:.100} is {item!r:.100}",
                 expected="a name, with an array, a tensor or a list of rows",
             )
-        if name in PAYLOAD_STRINGS and isinstance(item, Sequence | np.ndarray):
-            strings[name] = [str(text) for text in item]
+        if name == "versions" and _add_versions(item, tensors, meta):
+            continue
+        if are_texts(item, name):
+            strings[name] = _texts(name, item)
         elif item is None or isinstance(item, str | int | float | Mapping):
             meta[name] = item
         else:
             tensors[name] = to_wire(name, item)
     return Payload(tensors, strings, meta)
+
+
+def are_texts(value: object, name: str) -> TypeGuard[Sequence[object]]:
+    """Return whether a value is a text a row: ids, or any list of texts."""
+    if name in PAYLOAD_STRINGS:
+        return isinstance(value, Sequence | np.ndarray)
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(text, str) for text in value)
 
 
 def to_wire(name: str, value: object) -> WireTensor:
@@ -183,8 +213,10 @@ class TokenBatch:
         token_offset, round_offset: int64 [rows] or None.
         sample_ids: One sample_uid a row, or None.
         engines: The engine instance that sampled each row, or None.
+        version_names: The texts of versions that are texts.
         policy_version: The trainer's, for staleness.
         producers: The producers of p and q; None where not reported.
+        problems: What of the payload was not read, and leaves its numbers as they are.
     """
 
     pair: tuple[str, str]
@@ -206,6 +238,8 @@ class TokenBatch:
     engines: tuple[str, ...] | None = None
     policy_version: int | None = None
     producers: tuple[str | None, str | None] = (None, None)
+    version_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    problems: tuple[InvalidTensor, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -267,6 +301,11 @@ class TokenBatch:
         like, rows = (p_name, offsets), len(offsets) - 1
         version = (meta or {}).get("policy_version")
         responses = reader.optional("responses", like)
+        versions, problems = None, list[InvalidTensor]()
+        try:
+            versions = reader.versions(like)
+        except InvalidTensor as error:  # the mismatch does not depend on them
+            problems.append(error)
         return cls(
             pair=pair,
             p=p, p_dtype=p_dtype, q=q, q_dtype=q_dtype, mask=bits, mask_one=one,
@@ -275,7 +314,9 @@ class TokenBatch:
             round_ids=_int64(reader.optional("round_ids", like)),
             turn_ids=_int64(reader.optional("turn_ids", like)),
             token_ids=responses,
-            versions=_int64(reader.versions(like)),
+            versions=_int64(versions),
+            version_names=names_of(meta),
+            problems=tuple(problems),
             token_offset=reader.per_row("token_offset", rows),
             round_offset=reader.per_row("round_offset", rows),
             sample_ids=_row_ids(strings or {}, "sample_ids", rows),
@@ -287,12 +328,21 @@ class TokenBatch:
 
 def available_pairs(names: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Return the pairs of `schema.PAIRS` for which a payload has the tensors of both streams."""
-    present = {
+    present = _streams_in(names)
+    return tuple(pair for pair in PAIRS if present.issuperset(pair))
+
+
+def has_update_pair(names: Mapping[str, object]) -> bool:
+    """Return whether a payload has both streams of `schema.UPDATE_PAIR`, and their mask."""
+    return "response_mask" in names and _streams_in(names).issuperset(UPDATE_PAIR)
+
+
+def _streams_in(names: Mapping[str, object]) -> set[str]:
+    return {
         stream
         for stream, name in STREAM_TENSORS.items()
         if name in names or _ALIASES.get(name) in names
     }
-    return tuple(pair for pair in PAIRS if present.issuperset(pair))
 
 
 def mask_bits(mask: Array, dtype: str) -> tuple[Mask, int]:
@@ -388,9 +438,20 @@ class _Reader:
         """Return `versions`, one per token or per row, None if absent."""
         if "versions" in self._tensors:
             flat, _, shape, offsets = self._flat("versions", INTEGERS)
-            if len(shape) == 1 and offsets is None and flat.size == len(like[1]) - 1:
+            rows = len(like[1]) - 1
+            if len(shape) == 1 and offsets is None and flat.size == rows:
                 return flat
-        return self.optional("versions", like)
+            try:
+                return self.optional("versions", like)
+            except InvalidTensor as error:
+                form = f"shape {shape}" + ("" if offsets is None else f": {_lengths(offsets)}")
+                raise InvalidTensor(
+                    f"versions has {form}, where {like[0]} has {_lengths(like[1])}: no token is "
+                    "known to be of an older policy",
+                    expected=f"one for each row [{rows}], or for each token",
+                    advice="the other numbers of this payload count",
+                ) from error
+        return None
 
     def per_row(self, name: str, rows: int) -> Int64 | None:
         """Return an integer tensor [rows], None if absent."""

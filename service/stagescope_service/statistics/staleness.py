@@ -74,7 +74,7 @@ def explained_slope(of_all: Check, of_fresh: Check, all_tokens: Cell, fresh: Cel
 
 def versions(summary: Summary) -> Check:
     """Check which policy versions sampled the tokens."""
-    known = summary.versions
+    known = summary.version_labels
     values = {"versions": float(len(known))}
     if not known:
         return Check(
@@ -91,9 +91,9 @@ def versions(summary: Summary) -> Check:
         )
     if len(known) > 1:
         texts.append(
-            f"the tokens come from {len(known)} policy versions (the oldest {known[0]}, the "
-            f"newest {known[-1]}): the difference is policy drift plus mismatch; look at "
-            "staleness 0"
+            f"the tokens come from {len(known)} policy versions ({_in_order(summary)}): the "
+            "difference is policy drift plus mismatch"
+            + ("; look at staleness 0" if summary.are_versions_numbered else "")
         )
     if texts:
         return Check("versions", "suspect", "; ".join(texts), values)
@@ -105,3 +105,13 @@ def versions(summary: Summary) -> Check:
         )
         return Check("versions", "unknown", text, values)
     return Check("versions", "ok", f"one policy version, {known[0]}", values)
+
+
+def _in_order(summary: Summary) -> str:
+    """Name the oldest and the newest policy version, and what orders texts."""
+    first, last = summary.version_labels[0], summary.version_labels[-1]
+    if not summary.version_names:
+        return f"the oldest {first}, the newest {last}"
+    if summary.are_versions_numbered:
+        return f"by the number in them the oldest {first}, the newest {last}"
+    return f"in the order in which they appear {first} to {last}: how old a token is, is not known"

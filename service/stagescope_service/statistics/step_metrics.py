@@ -27,7 +27,7 @@ from stagescope_service.statistics.step_summary import StepSummary
 VERSION: Final = 1
 """Incremented when a published number changes its name or formula; older rows are ignored."""
 
-Dimension = Literal["rank", "round", "staleness"]
+Dimension = Literal["rank", "round", "turn", "staleness"]
 SliceKey = tuple[str | None, int]
 """(role, rank), or (None, round or staleness)."""
 
@@ -64,6 +64,7 @@ class SliceMetrics:
         found: dict[Dimension, list[tuple[SliceKey, Cell]]] = {
             "rank": [((row.role, row.rank), row.cell) for row in step_summary.ranks],
             "round": [((None, key), cell) for key, cell in summary.rounds.items()],
+            "turn": [((None, key), cell) for key, cell in summary.turns.items()],
             "staleness": [((None, key), cell) for key, cell in summary.staleness.items()],
         }
         names = tuple(publish_cell(Cell(cells.empty()), summary.pair))
@@ -76,8 +77,8 @@ class SliceMetrics:
         return cls(names, {by: tuple(key for key, _ in found[by]) for by in found}, values)
 
     def column(self, by: Dimension, name: str) -> dict[SliceKey, float]:
-        """Return one number of each slice; {} if it is not published."""
-        if name not in self.names:
+        """Return one number of each slice; {} if it is not published, or of an earlier release."""
+        if name not in self.names or by not in self.values:
             return {}
         column = self.values[by][:, self.names.index(name)].tolist()
         return dict(zip(self.keys[by], column, strict=True))

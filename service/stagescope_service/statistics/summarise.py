@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.policy_versions import is_numbered
 from stagescope_service.rows.ragged import cumulative, row_of_each
 from stagescope_service.statistics import blocks, kernel, profiles, segments
 from stagescope_service.statistics import cell as cells
@@ -108,7 +109,10 @@ def summarise(
         sources=(name,),
         empty_samples=empty_samples,
         unnamed_empty=0 if batch.sample_ids is not None else batch.rows - len(sequences),
-        versions=_versions(batch, table),
+        versions=(versions := _versions(batch, table)),
+        version_names={
+            code: text for code, text in batch.version_names.items() if code in versions
+        },
         unequal=_tokens(unequal_ids[:unequal_used], batch, table, index),
         ignored=(*ignored, *keys.ignored),
         profiles=profiles.Profiles.of_table(profile),
@@ -145,6 +149,7 @@ def _slice_keys(batch: TokenBatch, table: Int64) -> _SliceKeys:
         turns, turn_slots = _optional_slots(table[:, _TURN], known=False)
         ignored = (*ignored, "turn_ids")
     has_ages = batch.policy_version is not None and batch.versions is not None
+    has_ages = has_ages and all(map(is_numbered, batch.version_names))
     ages, age_slots = _optional_slots((batch.policy_version or 0) - table[:, _VERSION], has_ages)
     if len(ages) > MAX_ROUNDS:
         ages, age_slots = _optional_slots(table[:, _VERSION], known=False)

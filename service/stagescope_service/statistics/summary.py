@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.policy_versions import is_numbered
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Bool, Cell, Field, Float32, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
@@ -203,6 +204,8 @@ class Summary:
     """Sums of d by place, probability and lattice; None of what earlier versions stored."""
     engines: Mapping[str, Float64] = dataclasses.field(default_factory=dict)
     """Engine instance -> `profiles.COLUMNS` of its tokens, where rows say theirs."""
+    version_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """Texts of those versions that are texts, in the order of their appearance."""
 
     @cached_property
     def total(self) -> Cell:
@@ -230,6 +233,28 @@ class Summary:
     def is_staleness_known(self) -> bool:
         """Whether versions are reported and can be those of the trainer's past."""
         return bool(self.staleness.keys.size) and not self.has_impossible_versions
+
+    @property
+    def version_labels(self) -> tuple[str, ...]:
+        """The policy versions under the mask, the oldest first where their order is known."""
+        named, codes = self.version_names, [*self.versions]
+        if not self.are_versions_numbered:
+            codes = [*(code for code in codes if code not in named), *named]
+        return tuple(dict.fromkeys(named.get(code, str(code)) for code in codes))
+
+    @property
+    def why_no_staleness(self) -> str:
+        """Why the age of the tokens is not known."""
+        if not self.versions:
+            return "the policy versions of the tokens are not recorded (versions)"
+        if not self.are_versions_numbered:
+            return "the policy versions of the tokens are texts that do not differ in one number"
+        return "the trainer's own version is not recorded (policy_version= of the stage)"
+
+    @property
+    def are_versions_numbered(self) -> bool:
+        """Whether the order of the policy versions is known: texts without a number have none."""
+        return all(map(is_numbered, self.version_names))
 
     @property
     def empty_rows(self) -> int:
@@ -295,6 +320,7 @@ class Summary:
             left_out=dict(sum((Counter(s.left_out) for s in summaries), Counter())),
             profiles=_merge_profiles(summaries),
             engines=_merge_engines([s.engines for s in summaries]),
+            version_names={code: text for s in summaries for code, text in s.version_names.items()},
         )
 
 

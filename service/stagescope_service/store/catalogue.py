@@ -82,10 +82,14 @@ class CaptureQueries(Reader):
         return self._page(OperatorTableRow, "operators", where, order, limit)
 
     def operator_steps(self, attempt_id: int, *, limit: int = 8) -> list[int]:
-        """Return the newest steps of an attempt that have operators, newest first."""
+        """Return the newest steps of an attempt that have operators, newest first.
+
+        A dump that is known to hold no call, such as the last one of an engine, has none.
+        """
         table = TABLES["operators"]
         of_attempt = (table.c.attempt_id == attempt_id) & table.c.step.is_not(None)
-        query = sa.select(table.c.step).where(of_attempt).distinct()
+        has_calls = sa.func.coalesce(table.c.calls, 1) > 0
+        query = sa.select(table.c.step).where(of_attempt & has_calls).distinct()
         return self._values(query.order_by(table.c.step.desc()).limit(limit))
 
 

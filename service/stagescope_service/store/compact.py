@@ -40,7 +40,9 @@ Row = Mapping[str, Any]
 _PLACE: Final = ("attempt_id", "step", "policy_version", "stage", *PART_FIELDS)
 _SENDER: Final = ("incarnation", "attempt_id", "role", "rank")
 _CLOCK: Final = ("clock_offset", "clock_error")
-_JSON_MOST: Final = 10_000
+_JSON_MOST: Final = 2000
+"""Characters (ASCII) of JSON that is stored once. Longer JSON stays in its rows: a row of an index
+of PostgreSQL has at most 2704 bytes."""
 _RESERVED: Final = bytearray(20)
 """As much as the end of a stage, a payload or an artifact adds to its row. (SQLite's driver takes a
 bytearray as it is, and looks for an adapter of bytes.)"""

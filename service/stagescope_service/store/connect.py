@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 import sqlalchemy as sa
 from sqlalchemy import event, exc
 
+from stagescope.versions import install_command
 from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store.visible import hiding_views
 
@@ -84,7 +85,7 @@ def sqlite_path(url: str) -> Path | None:
 def filesystem_of(path: Path, mountinfo: str) -> tuple[str, str]:
     """Return (mount point, filesystem type) of `path` from the text of /proc/self/mountinfo."""
     found = ("/", "")
-    for line in mountinfo.splitlines():
+    for line in mountinfo.split("\n"):
         left, _, right = line.partition(" - ")
         fields = left.split(" ")
         if len(fields) < 5 or not right:
@@ -228,7 +229,7 @@ def _server_engine(url: str, **pool: int) -> sa.Engine:
     except (exc.ArgumentError, ImportError) as error:
         raise CatalogueUnavailable(
             f"no driver for catalogue {url.partition('://')[0]!r}: {error}",
-            advice="install it, for PostgreSQL: pip install 'stagescope[postgresql]'",
+            advice=f"install it, for PostgreSQL: {install_command('postgresql')}",
         ) from error
 
 
@@ -264,17 +265,32 @@ def file_id(path: Path) -> tuple[int, int] | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same write may succeed later, after an external change."""
-    if isinstance(error, CatalogueUnavailable | OSError):
-        return True
-    if isinstance(error, exc.TimeoutError):  # the pool's
-        return True
-    if not isinstance(error, exc.DBAPIError):
-        return False
-    if error.connection_invalidated or isinstance(error, exc.OperationalError):
-        return True
-    # sqlite3 raises the base class for a damaged file and for a file that is not a database.
-    return type(error) in (exc.DatabaseError, exc.InternalError)
+    """Return whether the same write may succeed later, after an external change.
+
+    A database that cannot be reached, lacks space, a privilege or a table is transient. An error
+    about the values of a row is not.
+    """
+    if isinstance(error, exc.DBAPIError):
+        return error.connection_invalidated or not _is_about_values(error.orig)
+    # exc.TimeoutError: all connections of the pool are in use.
+    return isinstance(error, CatalogueUnavailable | OSError | MemoryError | exc.TimeoutError)
+
+
+_SQLITE_VALUES: Final = (sqlite3.IntegrityError, sqlite3.DataError)
+_STATES_OF_VALUES: Final = re.compile("22...|23...|54...|42601|42804|42846|42883")
+"""SQLSTATE: data exceptions, constraints, limits (an index row that is too long), and the syntax
+errors and types that no later try changes."""
+
+
+def _is_about_values(error: BaseException | None) -> bool:
+    """Return whether a driver's error is about the values that it was given."""
+    if isinstance(error, sqlite3.Error):
+        return isinstance(error, _SQLITE_VALUES) or "binding parameter" in str(error)
+    state = getattr(error, "sqlstate", None)
+    if state is not None:
+        return _STATES_OF_VALUES.fullmatch(state) is not None
+    # psycopg refuses a NUL in a text (DataError) and a type that it does not know itself.
+    return type(error).__name__ == "DataError" or "cannot adapt" in str(error)
 
 
 def explain(error: BaseException, where: str) -> CatalogueUnavailable:
@@ -294,6 +310,9 @@ _ADVICE: Final = {
     "unable to open": "check that the directory exists and may be written by this user",
     "readonly": "check that file and directory may be written by this user",
     "Permission denied": "check that file and directory may be written by this user",
+    "permission denied": "grant the service's database user its privileges again; what is queued "
+    "is written then",
+    "does not exist": "restore it; what is queued is written then",
     "malformed": "the file is damaged; stop the service and restore or move it away",
     "not a database": "the file is not a catalogue; move it away or give another path",
     "no such table": "it has not been made yet; start the service first",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from stagescope.wire.nonfinite import Json
 
@@ -65,6 +65,17 @@ class RemoveRows(NamedTuple):
 
 
 Write = Put | Delete | RemoveRows
+
+
+class RefusedWrite(NamedTuple):
+    """A write that the catalogue can never accept, and the reason."""
+
+    write: Write
+    reason: str
+
+
+Submitted: TypeAlias = "Future[Sequence[RefusedWrite]]"
+"""Resolved after the commit, with the writes that were left out."""
 
 WriteRows = Callable[[Sequence[Write]], Awaitable[None]]
 """Commits rows; returns after the commit."""
@@ -123,10 +134,14 @@ class Store(Protocol):
     **Order.** Submissions are applied in the order of the calls: if two set the same column of
     the same row, the later one wins.
 
-    **Failure.** While the database cannot be written (locked, disk full, unreachable) nothing is
-    discarded: submissions stay queued, `health()` reports the reason, and writes are retried until
-    they succeed or the store is closed. A submission that can never be written (a wrong type, a
-    violated constraint, an unknown column) fails alone, with `StoreError`.
+    **Outage.** While the database cannot be written (locked, disk full, unreachable, privileges
+    revoked, a table missing) nothing is discarded: submissions stay queued, `health()` reports the
+    reason, and writes are retried until they succeed or the store is closed.
+
+    **Refusal.** A write whose values the database can never accept (a wrong type, a violated
+    constraint, an unknown column) concerns its submission alone. The submission fails as a whole
+    with `StoreError`. If it was submitted with `isolate`, its other writes are committed, and the
+    future's result names the refused ones.
 
     **Thread safety.** `submit`, `health` and `snapshot` may be called from any thread.
     """
@@ -140,8 +155,13 @@ class Store(Protocol):
         """
         ...
 
-    def submit(self, puts: Sequence[Write]) -> Future[None]:
-        """Queue writes to commit atomically; never waits for the disk."""
+    def submit(self, writes: Sequence[Write], *, isolate: bool = False) -> Submitted:
+        """Queue writes to commit atomically; never waits for the disk.
+
+        Args:
+            writes: in the order in which they apply.
+            isolate: leave out the writes that can never be accepted, instead of failing.
+        """
         ...
 
     def health(self) -> Health:

@@ -16,13 +16,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import sqlalchemy as sa
 
 from stagescope.wire.errors import CatalogueUnavailable, StoreError
 from stagescope_service.store import compact, connect, migrate, statements
-from stagescope_service.store.contract import Delete, Health, Put, RemoveRows, Snapshot, Write
+from stagescope_service.store.contract import (
+    Delete,
+    Health,
+    Put,
+    RefusedWrite,
+    RemoveRows,
+    Snapshot,
+    Submitted,
+    Write,
+)
 from stagescope_service.store.ids import Ids
 from stagescope_service.store.snapshot import read_snapshot
 from stagescope_service.store.tables import STEP_ROWS, TABLES, step_rows
@@ -42,7 +51,12 @@ _MAX_PAUSE: Final = 2.0
 @dataclasses.dataclass(slots=True)
 class _Submission:
     writes: Sequence[Write]
-    future: Future[None]
+    future: Submitted
+    isolate: bool
+
+
+_Outcome: TypeAlias = "StoreError | Sequence[RefusedWrite]"
+"""Of a submission: why it failed as a whole, or the writes that were left out."""
 
 
 class SqlStore:
@@ -86,16 +100,16 @@ class SqlStore:
             self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
             self._thread.start()
 
-    def submit(self, puts: Sequence[Write]) -> Future[None]:
+    def submit(self, writes: Sequence[Write], *, isolate: bool = False) -> Submitted:
         """Queue writes to commit atomically; never waits for the disk.
 
         Before the first `open` they stay queued.
         """
-        future: Future[None] = Future()
+        future: Submitted = Future()
         future.set_running_or_notify_cancel()  # cancelling the wait must not cancel the write
         with self._changed:
             if not self._closed:
-                self._queue.append(_Submission(puts, future))
+                self._queue.append(_Submission(writes, future, isolate))
                 self._changed.notify()
                 return future
         future.set_exception(CatalogueUnavailable(f"catalogue {self._where} is closed"))
@@ -158,7 +172,7 @@ class SqlStore:
         pause = _FIRST_PAUSE
         while True:
             try:
-                failures = self._commit(group)
+                outcomes = self._commit(group)
                 break
             except Exception as error:  # _commit handles all others
                 reason = connect.explain(error, self._where)
@@ -168,14 +182,14 @@ class SqlStore:
                     return
                 pause = min(2 * pause, _MAX_PAUSE)
         self._set_health(Health(True))
-        for submission, failure in zip(group, failures, strict=True):
-            if failure is None:
-                submission.future.set_result(None)
+        for submission, outcome in zip(group, outcomes, strict=True):
+            if isinstance(outcome, StoreError):
+                submission.future.set_exception(outcome)
             else:
-                submission.future.set_exception(failure)
+                submission.future.set_result(outcome)
 
-    def _commit(self, group: list[_Submission]) -> list[StoreError | None]:
-        """Write a group in one transaction; return each invalid submission's error.
+    def _commit(self, group: list[_Submission]) -> list[_Outcome]:
+        """Write a group in one transaction; return the outcome of each submission.
 
         Raises:
             Exception: nothing is written; the same group may be retried.
@@ -186,27 +200,58 @@ class SqlStore:
                 every = WriteBatch(write for one in group for write in one.writes)
                 every.execute(connection, self._ids)
                 self._check_file()
-            return [None] * len(group)
+            return [()] * len(group)
         except Exception as error:
             self._ids.clear()
             if connect.is_transient(error):
                 self._forget_connections(error)
                 raise
-        # Some row of the group is invalid: find its submission, and write the others.
+        # Some write of the group is invalid: find its submission, and write the others.
         try:
             with self._begin() as connection:
-                failures = [self._apply_separately(connection, one) for one in group]
+                outcomes = [self._apply_separately(connection, one) for one in group]
                 self._check_file()
-            return failures
+            return outcomes
         except Exception as error:
             self._ids.clear()
             self._forget_connections(error)
             raise
 
-    def _apply_separately(self, connection: sa.Connection, one: _Submission) -> StoreError | None:
+    def _apply_separately(self, connection: sa.Connection, one: _Submission) -> _Outcome:
+        error = self._apply(connection, one.writes)
+        if error is None:
+            return ()
+        if not one.isolate:
+            return error
+        refused: list[RefusedWrite] = []
+        self._isolate(connection, one.writes, error, refused)
+        return refused
+
+    def _isolate(
+        self,
+        connection: sa.Connection,
+        writes: Sequence[Write],
+        error: StoreError,
+        refused: list[RefusedWrite],
+    ) -> None:
+        """Apply writes that failed together by halves, in their order, down to the refused ones."""
+        if len(writes) == 1:
+            refused.append(RefusedWrite(writes[0], str(error)))
+            return
+        middle = len(writes) // 2
+        for half in (writes[:middle], writes[middle:]):
+            if (failed := self._apply(connection, half)) is not None:
+                self._isolate(connection, half, failed, refused)
+
+    def _apply(self, connection: sa.Connection, writes: Sequence[Write]) -> StoreError | None:
+        """Apply writes all or none; return the error if their values are the reason.
+
+        Raises:
+            Exception: a transient error.
+        """
         try:
             with connection.begin_nested():
-                WriteBatch(one.writes).execute(connection, self._ids)
+                WriteBatch(writes).execute(connection, self._ids)
         except Exception as error:
             self._ids.clear()
             if connect.is_transient(error):
@@ -214,9 +259,8 @@ class SqlStore:
             if isinstance(error, StoreError):
                 return error
             cause = getattr(error, "orig", None) or error
-            tables = ", ".join(sorted({write.table for write in one.writes}))
-            logger.error("The catalogue refused rows of %s: %s", tables, cause)
-            return StoreError(f"the catalogue refused rows of {tables}: {cause}")
+            tables = ", ".join(sorted({write.table for write in writes}))
+            return StoreError(f"the catalogue refused rows of {tables}: {cause!s:.500}")
         return None
 
     def _wait(self, seconds: float) -> bool:

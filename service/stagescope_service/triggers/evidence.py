@@ -144,6 +144,7 @@ def _numbers(rule: Rule, firing: Firing) -> dict[str, Json]:
         **firing.hits[0].numbers,
         "when": rule.when.wire(),
         "for": rule.consecutive,
+        "cooldown": rule.cooldown,
         "series": len(firing.hits),
         "hits": [_hit(hit) for hit in firing.hits[:LISTED]],
         "lasting": [_hit(hit) for hit in firing.lasting[:LISTED]],

@@ -28,6 +28,7 @@ from tests.support.stores import eventually
 from stagescope import Session
 from stagescope.forwarding import forwarder, records
 from stagescope.forwarding.forwarder import PREFIX
+from stagescope.versions import install_command
 from stagescope.wire.errors import Conflict, InvalidInput, MissingExtra, Unreachable
 
 # Clients of others: what they warn of is theirs.
@@ -216,7 +217,7 @@ def test_a_client_that_is_not_installed_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtra) as raised:
         asked.forward(RUN, target)
-    assert f"stagescope[{extra}]" in raised.value.advice
+    assert raised.value.advice == install_command(extra)
 
 
 def test_a_followed_step_is_written_once_its_numbers_are_there(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stagescope.wire.errors import InvalidPlan, NotReady, StagescopeError, Unreachable
+from stagescope.wire.errors import Conflict, InvalidPlan, NotReady, StagescopeError, Unreachable
 from stagescope.wire.links import Link
 from stagescope_service.settings import Settings
 
@@ -148,3 +148,21 @@ def test_without_a_listener_calls_go_by_ray(
                 await asked.commands.drain(run=None, timeout=1.0)
 
     asyncio.run(ask())
+
+
+def test_no_service_begins_beside_a_coordinator_that_still_writes(tmp_path: Path) -> None:
+    from stagescope_service.serve import _check_none_writes
+
+    settings = Settings(home=tmp_path)
+    _check_none_writes(settings)
+
+    async def status() -> dict[str, object]:
+        return {"pid": 4711}
+
+    async def ask() -> None:
+        async with await control_socket.serve(tmp_path, {"status": status}):
+            with pytest.raises(Conflict, match=r"still runs \(pid 4711\)"):
+                await asyncio.to_thread(_check_none_writes, settings)
+
+    asyncio.run(ask())
+    _check_none_writes(settings)  # the socket of one that ended

@@ -78,5 +78,7 @@ def test_on_the_command_line_values_that_differ_never_read_the_same(
     assert max(map(len, lines)) <= 80
     same = invoke("diff", "sick@1", "sick@1")
     assert "nothing that is known differs" in same.stdout
+    assert "not compared: " in same.stdout
+    assert "no side has hashes of its script" in " ".join(same.stdout.split())
     differences = json.loads(invoke("diff", "sick@1", "sick@2", "--json").stdout)
     assert differences["rows"][0]["name"] == "lr"

@@ -12,6 +12,7 @@ import pytest
 from tests.support.answering import serving
 from tests.support.api import Rank, Service
 from tests.support.engine_servers import EngineServer
+from tests.support.proxy import running_proxy, set_proxy
 
 from stagescope import attach
 from stagescope.engines import Sampling
@@ -89,6 +90,21 @@ def test_health_is_checked_only_on_request_by_one_path(live: Service) -> None:
         live.now += 30
         [row] = live.get("/engines")["rows"]
         assert row["age_seconds"] == pytest.approx(30)
+
+
+def test_health_is_not_asked_of_a_proxy_of_the_environment(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(EngineServer("vllm").app, host="127.0.0.2") as url, running_proxy() as proxy:
+        live.now = time.time()
+        set_proxy(monkeypatch, proxy)
+        add(live, url=url)
+        [row] = live.get("/engines", check=True)["rows"]
+        assert (row["state"], proxy.tokens) == ("up", [])
+        live.now += 2
+        monkeypatch.setenv("STAGESCOPE_PROXY", proxy.url)
+        [row] = live.get("/engines", check=True)["rows"]
+        assert f"/health answers 503 through the proxy {proxy.url}" in row["reason"]
 
 
 def test_a_redirect_is_not_followed(live: Service) -> None:

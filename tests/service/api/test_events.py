@@ -23,6 +23,8 @@ from stagescope_service.api import health
 from stagescope_service.api.framing import MEDIA_TYPE
 from stagescope_service.api.prometheus import Counts
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_workers.probe.options import checked_options
+from stagescope_workers.probe.probe import Probe
 
 SENDER = schema.Sender("http-0", "r", "a1", "actor", 0, started=1_000.0).wire()
 CAPTURE = {"stages": ["actor_update"], "steps": [7], "keep": ["old_log_probs"]}
@@ -281,6 +283,52 @@ class TestHealth:
         assert "/secret/path" in status["reason"]
         assert live.client(None).get("/healthz").status_code == 200
 
+    @pytest.mark.parametrize("part", ["catalogue", "coordinator"])
+    def test_an_error_that_nobody_expected_is_named(
+        self, live: Service, monkeypatch: pytest.MonkeyPatch, part: str
+    ) -> None:
+        def fail(*arguments: object) -> None:
+            raise KeyError("/secret/path")
+
+        async def fail_later() -> None:
+            fail()
+
+        if part == "catalogue":
+            monkeypatch.setattr(Catalogue, "check", fail)
+        else:
+            monkeypatch.setattr(live.engine, "status", fail_later, raising=False)
+        answer = live.client(None).get("/readyz")
+        assert answer.status_code == 503
+        assert part in answer.json()["wrong"]
+        assert "secret" not in answer.text
+        status = live.get("/status")
+        assert status["ready"] is False
+        assert "KeyError: '/secret/path'" in status["reason"]
+
+    def test_readyz_says_why_the_coordinator_is_not_ready_without_paths(
+        self, live: Service, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def status() -> dict[str, object]:
+            return {"not_ready": "cannot open /secret/path", "problem": "cannot open (KeyError)"}
+
+        monkeypatch.setattr(live.engine, "status", status, raising=False)
+        wrong = live.client(None).get("/readyz").json()["wrong"]
+        assert wrong == "the coordinator is not ready: cannot open (KeyError)"
+
+    def test_a_cluster_without_a_head_is_not_ready(
+        self, live: Service, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def status() -> dict[str, object]:
+            return {"pid": 1, "cluster_problem": "the head at 10.0.0.1:6379 does not answer"}
+
+        monkeypatch.setattr(live.engine, "status", status, raising=False)
+        answer = live.client(None).get("/readyz")
+        assert answer.status_code == 503
+        assert answer.json()["wrong"] == "the Ray cluster of the service does not answer"
+        status_said = live.get("/status")
+        assert status_said["ready"] is False
+        assert "10.0.0.1:6379" in status_said["reason"]
+
     def test_without_a_catalogue(self, live: Service) -> None:
         live.store.close()
         for file in live.settings.data_path.glob("catalogue.db*"):
@@ -405,3 +453,22 @@ def test_a_drain_says_whether_all_came_and_whether_anything_did(live: Service) -
     )  # fmt: skip
     for body in bad:
         assert live.operate.post("/drain", json=body).status_code == 422
+
+
+def test_ranks_without_a_key_learn_that_of_their_attempt(live: Service, tmp_path: Path) -> None:
+    assert live.tokens is not None
+    options = {"run": "unkeyed", "url": live.server.url, "token": live.tokens.operate}
+    probes = [Probe(checked_options({**options, "rank": rank})) for rank in (0, 1)]
+    assert len({probe.dump_key for probe in probes}) == 2  # nothing is known yet
+    try:
+        for probe in probes:
+            probe.start()
+            with probe.stage("actor_update", step=1):
+                pass
+        eventually(lambda: len({probe.dump_key for probe in probes}) == 1)
+        key = probes[0].dump_key
+    finally:
+        for probe in probes:
+            probe.close(10.0)
+    [attempt] = live.get("/runs/unkeyed/attempts")["rows"]
+    assert key == attempt["attempt_key"]

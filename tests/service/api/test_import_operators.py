@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 import torch
 from tests.support.api import Service, service
 from tests.support.command_line import invoke
+from tests.support.dump_files import own_directory
 from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
 import stagescope
+from stagescope.wire.errors import NotFound
 from stagescope_service.commands.importing import import_dump
 from stagescope_service.dumps.discover import open_dump
 
@@ -97,3 +100,144 @@ def test_a_dump_that_cannot_be_read_is_named(
     assert report["operators"] == 1
     (refused,) = report["refused"]
     assert "rank1" in refused["reason"]
+
+
+def test_no_dump_replaces_another(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    folders = {
+        "old_log_prob/step0/rank0": "old",
+        "actor_train/step0/rank0": "train",
+        "generate_sequence/41/step0/rank0": "one",
+        "generate_sequence/42/step0/rank0": "other",
+        "generate_sequence_41/step0/rank0": "alike as a name of a directory",
+        "step0/proc9": "no rank",
+    }
+    for folder, name in folders.items():
+        shutil.copytree(directory / "step3" / "rank0", tmp_path / folder)
+        dump = tmp_path / folder / "dump.json"
+        dump.write_text(dump.read_text().replace(".linear.0.", f".{name}.0."))
+    report = import_dump(session, open_dump(tmp_path), "stages")
+    assert (report["operators"], report["problems"], report["refused"]) == (6, [], [])
+    assert any("proc9 names no rank" in note for note in report["notes"])
+    step = session.step(0, run="stages")
+    found = {
+        stage: [
+            name
+            for name in folders.values()
+            if len(step.operators(stage=stage, name=f"*.{name}.0.forward"))
+        ]
+        for stage in {each["stage"] for each in step.operators(limit=1).about["tables"]}
+    }
+    assert found == {
+        "old_log_prob": ["old"],
+        "actor_train": ["train"],
+        "generate_sequence/41": ["one"],
+        "generate_sequence/42": ["other"],
+        "generate_sequence_41": ["alike as a name of a directory"],
+        "actor_update": ["no rank"],
+    }
+    # The same again, once it is no longer the newest attempt.
+    newer = import_dump(session, open_dump(tmp_path / "actor_train"), "stages", new_attempt=True)
+    assert newer["operators"] == 1
+    again = import_dump(session, open_dump(tmp_path), "stages")
+    assert (again["nothing_new"], again["operators"]) == (True, 6)
+
+
+def test_operators_beside_kept_tensors(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    attempt = own_directory(tmp_path)
+    rank = attempt / "step_0/actor_update/step0/rank0"
+    rank.mkdir(parents=True)
+    for name in FILES:
+        shutil.copy(directory / "step3/rank0" / name, rank / name)
+    dump = open_dump(attempt)
+    assert dump.kind == "own"
+    assert import_dump(session, dump, "both")["operators"] == 1
+    assert len(session.step(0, run="both").operators()) > 10
+
+
+def test_an_empty_last_step_is_said_to_be_empty(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    """As engines leave it: the collection opens one step more (vllm-ascend 12455)."""
+    shutil.copytree(directory / "step3/rank0", tmp_path / "step1/rank0")
+    shutil.copytree(directory / "step3/rank0", tmp_path / "step2/rank0")
+    (tmp_path / "step2/rank0/dump.json").write_text('{"task": "statistics", "data": {}}')
+    report = import_dump(session, open_dump(tmp_path), "trailing")
+    assert (report["operators"], report["problems"], report["refused"]) == (2, [], [])
+    (note,) = report["notes"]
+    assert note == "step 2, actor_update, actor 0: msprobe recorded no call"
+    assert session.step("captured", run="trailing").step == 1
+    steps = {number: session.step(number, run="trailing") for number in (1, 2)}
+    states = {number: step.dumps()[0]["state"] for number, step in steps.items()}
+    assert states == {1: "complete", 2: "empty"}
+    step = steps[2]
+    assert "actor_update actor/0 is empty: msprobe recorded no call" in step.operators().lines()
+    shown = "\n".join(step.non_finite().lines())
+    assert "is empty" in shown
+    assert "all finite" not in shown
+    both = session.divergence({"run": "trailing", "step": 1}, {"run": "trailing", "step": 2})
+    assert "nothing was compared: the two have no call in common" in both.lines()
+
+
+def test_values_that_a_script_saved(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    """Level debug: debug.json alone, or beside the calls."""
+    tensor = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "Max": 2.0,
+              "Min": -2.0}  # fmt: skip
+    saved = {"advantages.0.debug": tensor, "loss.0.debug": {**tensor, "Max": float("nan")}}
+    text = json.dumps({"task": "statistics", "level": "debug", "data": saved})
+    (tmp_path / "step0/rank0").mkdir(parents=True)
+    shutil.copytree(directory / "step3/rank0", tmp_path / "step0/rank1")
+    for rank in (0, 1):
+        (tmp_path / f"step0/rank{rank}/debug.json").write_text(text)
+    report = import_dump(session, open_dump(tmp_path), "saved")
+    assert (report["operators"], report["refused"], report["notes"]) == (2, [], [])
+    step = session.step(0, run="saved")
+    for rank in (0, 1):
+        assert len(step.operators(rank=rank, direction="debug")) == 2
+    assert step.non_finite().about["earliest"]["name"] == "loss.0.debug"
+
+
+def test_a_structure_has_no_values(session: stagescope.Session, tmp_path: Path) -> None:
+    (tmp_path / "step0/rank0").mkdir(parents=True)
+    (tmp_path / "step0/rank0/dump.json").write_text('{"task": "structure", "data": {}}')
+    report = import_dump(session, open_dump(tmp_path), "structure")
+    note = "step 0, actor_update, actor 0: msprobe recorded the structure alone (task structure)"
+    assert report["notes"] == [note]
+    step = session.step(0, run="structure")
+    assert step.dumps()[0]["state"] == "complete"
+    shown = "actor_update actor/0 has the structure alone (task structure): no values"
+    assert shown in step.operators().lines()
+    assert shown in step.non_finite().lines()
+
+
+def test_tensors_of_an_import_are_in_its_directory(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    for step in (0, 1):
+        rank = tmp_path / f"step{step}/rank0"
+        shutil.copytree(directory / "step3/rank0", rank)
+        text = (rank / "dump.json").read_text()
+        (rank / "dump.json").write_text(text.replace('"statistics"', '"tensor"', 1))
+    import_dump(session, open_dump(tmp_path), "full")
+    with pytest.raises(NotFound, match="stagescope compare DIR DIR"):
+        session.tensors({"run": "full", "step": 0}, {"step": 1})
+
+
+def test_checksums_alone_say_nothing_of_nan(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    tensor = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "md5": "0x01"}
+    data = {"Torch.mul.0.forward": {"input_args": [tensor], "output": [tensor]}}
+    (tmp_path / "step0/rank0").mkdir(parents=True)
+    (tmp_path / "step0/rank0/dump.json").write_text(json.dumps({"data": data}))
+    import_dump(session, open_dump(tmp_path), "checksums")
+    shown = session.step(0, run="checksums").non_finite().lines()
+    assert shown == [
+        "nothing is known of NaN and infinities: no Min and Max were recorded",
+        "actor_update actor/0: not known, as its 1 calls have no Min and Max",
+    ]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
+from tests.support.dump_files import make_batch, slime_rollout_file, slime_train_file
 from tests.support.step_dumps import WholeStep
 
 import stagescope
@@ -122,6 +123,36 @@ def test_what_nexrl_dumps_of_no_step_is_left_out(
     assert "left out: loss/step_-00001_rank0_micro0.pt: of step -1, which is none" in told
     assert [step["step"] for step in session.steps("no-step")] == [1]
     assert "nothing new" in take_in(running, str(export), "--run", "no-step")
+
+
+def test_what_of_a_file_was_not_read_or_is_not_trained_is_said(
+    running: Service, tmp_path: Path
+) -> None:
+    batch = make_batch(8, 24)
+    slime_rollout_file(tmp_path / "rollout_4.pt", batch, rollout_id=4)
+    train = slime_train_file(tmp_path / "train_4.pt", batch, rollout_id=4)
+    assert "note" not in take_in(running, str(tmp_path), "--run", "slime-whole")
+    data = torch.load(train, weights_only=True)
+    torch.save({**data, "samples": data["samples"][4:]}, train)
+    told = take_in(running, str(tmp_path), "--run", "slime-half")
+    assert (
+        "note: step 4: 4 of 8 samples of the rollout are in no file of the training (0, 1," in told
+    )
+    rows = [{"input": "a", "output": "b", "score": "1", "acc": 1}, {"input": "a", "output": "c"}]
+    text = "\n".join(map(json.dumps, rows)) + '\n{"input": "cut'
+    verl = tmp_path / "verl"
+    verl.mkdir()
+    (verl / "1.jsonl").write_text(text)
+    assert running.tokens is not None
+    env = {"STAGESCOPE_URL": running.server.url, "STAGESCOPE_TOKEN": running.tokens.operate}
+    result = invoke("import", str(verl), "--run", "verl-cut", env=env)
+    assert result.exit_code == 1
+    told = " ".join(result.stdout.split())
+    assert "verl-cut: 1 payload of 1 process" in told
+    assert "1.jsonl: line 3 is no JSON" in told
+    assert "the other 2 were read" in told
+    assert "missing: rewards of 1 row, acc of 1 row" in told
+    assert "note: rewards: texts in the files, read as numbers" in told
 
 
 def test_files_without_a_step_are_for_comparison_alone(running: Service, tmp_path: Path) -> None:

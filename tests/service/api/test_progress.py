@@ -371,6 +371,47 @@ def test_the_command_line_waits_for_a_run_as_long_as_it_is_told(
     assert capture["state"] == "agreed"
 
 
+@pytest.mark.parametrize("unknown", [{"run": "nosuch"}, {"run": "r", "roles": "critc"}])
+def test_waiting_for_ranks_that_never_reported_ends(
+    live: Service, monkeypatch: pytest.MonkeyPatch, unknown: dict[str, str]
+) -> None:
+    assert live.tokens is not None
+    Rank(live, world_size=1).stage(STAGE, 1)
+    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
+    monkeypatch.setattr(stagescope.capture_requests, "UNKNOWN_SECONDS", 0.2)
+    options = [word for name, value in unknown.items() for word in (f"--{name}", value)]
+    result = invoke("capture", *options, "--stages", STAGE, "--steps", "3", "--wait")
+    assert result.exit_code == 1
+    [capture] = live.get("/captures", run=unknown["run"])["rows"]
+    assert capture["state"] != "withdrawn"
+    for line in (
+        "nobody that it asks has reported",
+        f"stagescope progress {capture['capture_id']} --wait-seconds N",
+        f"stagescope remove-capture {capture['capture_id']}",
+    ):
+        assert line in result.stderr
+
+
+def test_an_interrupted_wait_says_that_the_request_stays(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert live.tokens is not None
+    Rank(live, world_size=1).stage(STAGE, 1)
+    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stagescope.Session, "wait_for", interrupted)
+    result = invoke("capture", "--run", "r", "--stages", STAGE, "--steps", "9", "--wait")
+    assert result.exit_code == 1
+    [capture] = live.get("/captures", run="r")["rows"]
+    withdraw = f"`stagescope remove-capture {capture['capture_id']}` withdraws it"
+    assert f"the request stays: {withdraw}" in result.stderr
+
+
 def test_a_list_of_an_unknown_run_names_those_there_are(live: Service) -> None:
     Rank(live, run="qwen3-8b", world_size=1).stage(STAGE, 1)
     for path in ("/captures", "/devices", "/triggers", "/triggers/firings"):

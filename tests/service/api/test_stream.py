@@ -318,6 +318,29 @@ def test_there_are_only_so_many(
     listen().next("hello")
 
 
+def test_one_that_reads_nothing_does_not_hold_every_place(
+    live: Service, listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "MAX_LISTENERS", 20)
+    assert live.tokens is not None
+    host, port = live.server.url.removeprefix("http://").split(":")
+    head = f"GET /stream HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {live.tokens.read}"
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            deaf = stack.enter_context(socket.create_connection((host, int(port))))
+            deaf.sendall(head.encode() + b"\r\n\r\n")
+        eventually(lambda: watcher_of(live).listeners == 20)
+        assert live.read.get("/stream").status_code == 503  # for as long as all of them are new
+        monkeypatch.setattr(stream, "_PLACE_SECONDS", 0.0)
+        first, second = listen(), listen()
+        first.next("hello")
+        second.next("hello")
+        Rank(live, world_size=1).begin(LOG_PROB, 5)
+        for listener in (first, second):
+            assert listener.next("step")["step"] == 5
+        assert watcher_of(live).listeners == 20
+
+
 def test_a_silent_stream_says_that_it_lives(
     live: Service, listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -103,9 +104,11 @@ class TestFile:
     def test_that_is_broken_allows_nothing(self, tmp_path: Path, content: str) -> None:
         text = added(tmp_path, "ada")
         found = TokenFile(tmp_path, "key")
-        assert token_file.of_secret(found.table().by_sha256, text) is not None
+        found.read()
+        assert token_file.of_secret(found.table.by_sha256, text) is not None
         (tmp_path / "tokens.json").write_text(content)
-        assert token_file.of_secret(found.table().by_sha256, text) is None
+        found.read()
+        assert token_file.of_secret(found.table.by_sha256, text) is None
         with pytest.raises(InvalidInput):
             read_tokens(tmp_path)
 
@@ -131,8 +134,31 @@ class TestFile:
         with monkeypatch.context() as patched:
             patched.setattr(os, "stat", counted)
             for now in (5.0, 5.5, 5.9, 6.0, 6.5):  # noqa: B007 - the clock's
-                found.table()
+                asyncio.run(found.look())
         assert len(looked) == 2
+
+    def test_on_a_disk_that_hangs_stops_no_request(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = added(tmp_path, "ada")
+        found = TokenFile(tmp_path, "key")
+        found.read()
+        now, hangs = found._checked + 60.0, threading.Event()
+        monkeypatch.setattr(found, "_clock", lambda: now)
+        monkeypatch.setattr(token_file, "LOOK_SECONDS", 0.1)
+        monkeypatch.setattr(found, "read", lambda: hangs.wait(30))
+
+        async def ask() -> int:
+            turns = 0
+            looking = asyncio.create_task(found.look())
+            while not looking.done():
+                await asyncio.sleep(0.001)
+                turns += 1
+            hangs.set()
+            return turns
+
+        assert asyncio.run(ask()) > 1  # the event loop went on
+        assert token_file.of_secret(found.table.by_sha256, text) is not None
 
 
 def test_patterns_of_runs() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.dump_files import nexrl_directory
-from tests.support.memory_dumps import MemoryDump, batch, record, split
+from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
 
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.compare.causes import likely_causes
@@ -17,6 +17,7 @@ from stagescope_service.compare.flow import STATIONS, sort_key, station
 from stagescope_service.compare.results import PairResult, Verdict
 from stagescope_service.compare.tolerances import Tolerances, severity
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.records import DumpContents
 
 Content = dict[str, Any]
 """Content of a torch file."""
@@ -65,6 +66,61 @@ def test_equal_tokens_and_masks_exclude_the_sampling() -> None:
     assert not any("sampling" in text for text in found.excluded)
     assert "the two sides sampled differently" in titles(found)
     assert "temperature" in checks(found)
+
+
+def without(dump: MemoryDump, *names: str) -> MemoryDump:
+    """Return a dump as of a training that recorded no tensors of these names."""
+    records = [
+        dataclasses.replace(
+            each, tensors={name: value for name, value in each.tensors.items() if name not in names}
+        )
+        for each in dump.records
+    ]
+    return dataclasses.replace(dump, records=records)
+
+
+def moved(samples: list[Sample], name: str) -> list[Sample]:
+    return [
+        dataclasses.replace(s, values={**s.values, name: s.values[name] - np.float32(0.5)})
+        for s in samples
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "instead"),
+    [
+        ("rollout_log_probs", "score the same tokens", "rollout log-probs differ, of the same"),
+        ("old_log_probs", "forward pass differs on the same", "log-probs differ, of the same"),
+    ],
+)
+def test_the_same_tokens_are_only_those_that_both_sides_recorded(
+    name: str, title: str, instead: str
+) -> None:
+    one, other = split(batch()), split(moved(batch(), name))
+    assert any(title in each for each in titles(pair(one, other)))
+    ids = ("tokens", "responses", "prompts")
+    for sides in ((without(one, *ids), without(other, *ids)), (without(one, *ids), other)):
+        found = pair(*sides)
+        assert found.first is not None
+        assert found.first.name == name
+        assert not any("the same tokens" in each and "others" not in each for each in titles(found))
+        assert any(instead in each for each in titles(found))
+        assert any("token ids is unknown" in cause.evidence for cause in found.causes)
+        assert not any("tokens are equal" in each for each in found.excluded)
+    prompts = pair(without(one, "responses"), without(other, "responses"))
+    assert any(instead in each for each in titles(prompts))
+    assert not any("tokens are equal" in each for each in prompts.excluded)
+
+
+def test_what_comes_before_is_equal_only_where_it_was_compared() -> None:
+    def gradients(**values: float) -> list[DumpContents]:
+        return [record("gradients", {"w": np.array([values["w"]], np.float32)})]
+
+    loss = record("loss", numbers={"loss": 1.0})
+    alone = pair(MemoryDump(gradients(w=1.0)), MemoryDump(gradients(w=2.0)))
+    assert titles(alone) == ["gradients differ, of the same loss or of another"]
+    found = pair(MemoryDump([loss, *gradients(w=1.0)]), MemoryDump([loss, *gradients(w=2.0)]))
+    assert titles(found) == ["gradients differ though the loss does not"]
 
 
 def test_other_precisions_and_overflow_are_named() -> None:

@@ -8,6 +8,7 @@ from stagescope_service.compare.fingerprints import (
     AttemptFingerprint,
     FingerprintDifference,
     fingerprint_differences,
+    not_compared,
 )
 
 Json = object
@@ -149,3 +150,31 @@ def test_options_of_the_command_line_may_change_numbers(
     )
     (found,) = fingerprint_differences(one, other)
     assert (found.name, found.weight) == ("argv", weight)
+
+
+def test_an_edited_script_is_a_difference_and_what_is_not_known_is_said() -> None:
+    def side(code: dict[str, Json] | None, **others: Json) -> AttemptFingerprint:
+        said = {} if code is None else {"code": code}
+        return AttemptFingerprint({**FINGERPRINT, **said, **others}, [])
+
+    one = side({"train.py": "aa", "helper": "bb", "lazy": "cc"}, git=None)
+    other = side({"train.py": "ab", "helper": "bb"}, git=None)
+    assert [tuple(each) for each in differences(other, one)] == [
+        ("code", "train.py", "aa", "ab", "numbers")
+    ]
+    assert not_compared(one, other) == [
+        "no side was started in a git repository: only loaded Python files are compared",
+        "side a alone had loaded lazy when it started",
+    ]
+    # A version before recorded no hashes.
+    assert differences(side(None), side({"train.py": "aa"})) == []
+    [text] = not_compared(side({"train.py": "aa"}), side(None))
+    assert text.startswith("side b does not have hashes of its script")
+    [text] = not_compared(side(None), side(None))
+    assert text.startswith("no side has hashes of its script")
+    dirty = side({"train.py": "aa"}, git={"commit": "abc", "dirty": True})
+    [text] = not_compared(dirty, dirty)
+    assert text.startswith("both sides have uncommitted changes")
+    assert not_compared(AttemptFingerprint(None, []), AttemptFingerprint(None, []))[-1].startswith(
+        "no side has hashes"
+    )

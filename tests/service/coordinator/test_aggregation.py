@@ -381,3 +381,34 @@ def test_a_step_whose_coordinator_died_before_its_summary_is_aggregated_by_the_n
         run(check)
         found = [bench.catalogue.step(1, number) for number in (1, 2)]
         assert [row is not None and row["whole"] is not None for row in found] == [True, True]
+
+
+def test_of_many_steps_that_are_left_over_some_are_done_before_the_next_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = range(1, 10)
+    running: list[int] = []
+    most = 0
+    aggregate = Aggregator.aggregate
+
+    async def counted(self: Aggregator, step: Aggregate, *arguments: Any, **more: Any) -> None:
+        nonlocal most
+        running.append(step.step)
+        most = max(most, len(running))
+        await aggregate(self, step, *arguments, **more)
+        running.remove(step.step)
+
+    with training(tmp_path) as bench:
+
+        async def check() -> None:
+            for number in steps:
+                await bench.step(number, hold=True)
+            killed = {"attempt_id": 1, "whole": None, "whole_wall": None, "whole_mark": None}
+            await bench.local.effects.write([Put("steps", {**killed, "step": n}) for n in steps])
+            monkeypatch.setattr(Aggregator, "aggregate", counted)
+            settings = bench.local.coordinator._settings
+            opened = await Coordinator.open(settings, bench.store, bench.local.ingestors)
+            await asyncio.wait_for(opened.effects.settled(), 60)
+
+        run(check)
+    assert 1 < most <= 4

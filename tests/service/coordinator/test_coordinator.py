@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
@@ -14,7 +15,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
-from tests.support.local import coordinator_of
+import torch
+from tests.support.local import coordinator_of, effects_of
 from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.wire.captures import validate_capture
@@ -24,16 +26,19 @@ from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.draining import DrainAnswer
 from stagescope_service.coordinator.effects import Clock
+from stagescope_service.coordinator.raw_fields import FIELDS, OWN_FIELDS, PAGE
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.instructions import (
     Aggregate,
+    Ingest,
     PayloadKey,
 )
 from stagescope_service.core.state import State
-from stagescope_service.store.contract import Store
+from stagescope_service.store.contract import Store, Submitted
 from stagescope_service.store.sql import SqlStore
 
 T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Clocked:
@@ -192,6 +197,77 @@ def test_a_misspelt_field_of_a_raw_call_is_refused(
     [row] = rows_of(made.store, "findings")
     assert (row["kind"], row["advice"]) == ("refused_call", "nothing of this call was taken")
     assert rows_of(made.store, "stages") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "meant"),
+    [
+        ("begin", {"run_name": "r", "step": 5, "stage": "s"}, "run"),
+        ("begin", {"experiment-name": "r", "step": 5, "stage": "s"}, "run"),
+        ("begin", {"run": "r", "global_step": 5, "stage": "s"}, "step"),
+        ("log", {"run": "r", "rollout_id": 5, "scalars": {"loss": 0.5}}, "step"),
+        ("begin", {"run": "r", "step": 5, "name": "s"}, "stage"),
+        ("end", {"run": "r", "step": 5, "stage": "s", "global_rank": 1}, "rank"),
+        ("log", {"run": "r", "step": 5, "metrics": {"loss": 0.5}}, "scalars"),
+        ("end", {"run": "r", "step": 5, "stage": "s", "tensors": {}}, "payload"),
+    ],
+)
+def test_another_name_of_a_field_of_a_raw_call_is_answered_with_ours(
+    made: Clocked, kind: str, fields: Mapping[str, object], meant: str
+) -> None:
+    with pytest.raises(InvalidEvent) as raised:
+        made.run(made.coordinator.raw_calls.record(kind, "d", fields))
+    assert f"expected {meant}, which it is called here" in str(raised.value)
+    page, _, heading = PAGE.partition("#")
+    assert f"{page}#{heading} says what each is" in str(raised.value)
+    text = (ROOT / page).read_text(encoding="utf-8")
+    section = text[text.index("## Raw calls") :].split("\n#")[0]
+    listed = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", section, re.M))))
+    assert listed == {*FIELDS, *(name for own in OWN_FIELDS.values() for name in own)}
+    # Beside the right one it is another field: the call is taken.
+    both = {"run": "r", "step": 5, "stage": "s", "global_step": 5, "rank": 0}
+    assert "no field global_step: not taken" in made.raw("begin", "both", **both)["refused_in_part"]
+
+
+@pytest.mark.parametrize("of", [np.int64, np.array, torch.tensor, lambda n: torch.tensor([n])])
+def test_scalars_of_numpy_and_torch_are_numbers_in_a_raw_call(
+    made: Clocked, of: Callable[[int], object]
+) -> None:
+    work = {"step": of(7), "rank": of(1), "minibatch": of(2), "policy_version": of(6)}
+    told = made.raw("begin", "begin", **work, world_size=of(2))
+    assert "refused_in_part" not in told
+    assert (told["step"], type(told["step"])) == (7, int)
+    scalars = {"a": of(3), "b": np.float32(0.5), "c": torch.tensor(0.25, dtype=torch.bfloat16)}
+    told = made.raw("end", "end", **work, status="ok", scalars=scalars)
+    assert "refused_in_part" not in told
+    assert {row["name"]: row["value"] for row in rows_of(made.store, "scalars")} == {
+        "a": 3.0, "b": 0.5, "c": 0.25,
+    }  # fmt: skip
+    (row,) = rows_of(made.store, "stages")
+    names = ("step", "rank", "minibatch", "policy_version", "status")
+    assert [row[name] for name in names] == [7, 1, 2, 6, "ok"]
+    with pytest.raises(InvalidEvent, match=r"step is 5\.0"):
+        made.raw("begin", "float", step=torch.tensor(5.0))
+
+
+def test_what_of_a_raw_payload_is_no_tensor_is_not_announced_as_one(made: Clocked) -> None:
+    payload = {
+        "old_log_probs": [[0.5]], "sample_ids": ["a"], "answers": ["x"], "policy_version": 3,
+        "streams": {"old": {"producer": "a"}}, "nothing": None,
+    }  # fmt: skip
+    payload["versions"] = ["step-1"]
+
+    async def end() -> None:
+        fields = {"run": "r", "step": 1, "stage": "s"}
+        call = asyncio.create_task(made.coordinator.raw_calls.record("end", "d", fields, payload))
+        await asyncio.sleep(0)
+        [key] = made.coordinator.state.pending("r")
+        await made.coordinator.effects.settle(key, "ingested", None)
+        await call
+
+    made.run(end())
+    (row,) = rows_of(made.store, "payloads")
+    assert set(row["tensors"]) == {"old_log_probs", "versions"}
 
 
 def test_a_field_that_a_raw_call_does_not_have_is_said_and_the_rest_is_taken(made: Clocked) -> None:
@@ -401,21 +477,20 @@ class HeldStore:
     def __init__(self, store: SqlStore) -> None:
         self._store = store
         self.slow = False
-        self._held: list[tuple[Any, Future[None]]] = []
+        self._held: list[tuple[Any, Submitted]] = []
 
-    def submit(self, puts: Any) -> Future[None]:
+    def submit(self, writes: Any, *, isolate: bool = False) -> Submitted:
         if not self.slow:
-            return self._store.submit(puts)
-        future: Future[None] = Future()
-        self._held.append((puts, future))
+            return self._store.submit(writes, isolate=isolate)
+        future: Submitted = Future()
+        self._held.append((writes, future))
         return future
 
     def release(self) -> None:
         """Let the disk catch up."""
         self.slow = False
         for puts, future in self._held:
-            self._store.submit(puts).result(30)
-            future.set_result(None)
+            future.set_result(self._store.submit(puts).result(30))
         self._held.clear()
 
     def __getattr__(self, name: str) -> object:
@@ -770,3 +845,35 @@ def test_another_jobs_driver_asks_nobody_to_leave(made: Clocked) -> None:
     assert not made.coordinator.draining._requests
     [process] = rows_of(made.store, "processes")
     assert process["finished_wall"] is None
+
+
+def test_a_payload_whose_reading_failed_pins_nothing_and_is_read_when_offered_again(
+    made: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*arguments: object) -> None:
+        raise ConnectionError("the cluster does not answer")
+
+    coordinator, effects = made.coordinator, effects_of(made.coordinator)
+    work = {"step": 1, "stage": "actor_update"}
+    fields = {**work, "status": "ok", "payload": {"tensors": {}, "meta": {}}}
+    event = (1, "end", 1, 1.0, 1.0, fields)
+
+    async def offer() -> None:
+        sender = Sender("i", "r", "a", "actor", 0).wire()
+        await coordinator.intake.record(sender, [event], {1: object()})
+
+    async def offer_and_read() -> None:
+        await offer()
+        assert effects._payloads
+        (ingest,) = [each for each in effects.queue if isinstance(each, Ingest)]
+        effects.queue.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(coordinator._ingestors, "ingest", fail)
+            effects.start_now(ingest)
+            with pytest.raises(ConnectionError):
+                await effects.settled()
+        assert not effects._payloads
+        await offer()
+        assert [type(each) for each in effects.queue if isinstance(each, Ingest)] == [Ingest]
+
+    made.run(offer_and_read())

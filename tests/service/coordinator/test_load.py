@@ -25,6 +25,7 @@ from stagescope_service.coordinator.load import (
 )
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State
+from stagescope_service.store.contract import Submitted
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import FindingRow
 
@@ -111,12 +112,12 @@ class HeldStore(SqlStore):
         self.held: list[Any] = []
         self.holds = False
 
-    def submit(self, puts: Any) -> Future[None]:
-        if self.holds and puts:
-            future: Future[None] = Future()
-            self.held.append((puts, future))
+    def submit(self, writes: Any, *, isolate: bool = False) -> Submitted:
+        if self.holds and writes:
+            future: Submitted = Future()
+            self.held.append((writes, future))
             return future
-        return super().submit(puts)
+        return super().submit(writes, isolate=isolate)
 
 
 @pytest.fixture
@@ -145,8 +146,7 @@ def test_what_waits_is_bounded_and_what_is_pushed_back_is_taken_later(
         assert coordinator.load.pause == 0.5
         store.holds = False
         for puts, future in store.held:
-            store.submit(puts).result(30)
-            future.set_result(None)
+            future.set_result(store.submit(puts).result(30))
         assert (await taken)["received"] == 80
         assert coordinator.load.status()["waiting_events"] == 0
         answer = await coordinator.intake.record(sender, begins(81, 30))

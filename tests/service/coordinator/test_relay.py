@@ -128,10 +128,10 @@ def test_a_batch_that_fails_takes_no_other_with_it(
             raise KeyError("not expected")
         return handle(sender, *arguments)
 
-    async def refuses(rows: Sequence[Any], *arguments: Any) -> None:
+    async def refuses(rows: Sequence[Any], *arguments: Any) -> Any:
         if any(row.row.get("rank") == 1 for row in rows):
             raise StoreError("refused")
-        await commit(rows, *arguments)
+        return await commit(rows, *arguments)
 
     if where == "in the state machine":
         monkeypatch.setattr(state, "handle", fails)
@@ -144,7 +144,12 @@ def test_a_batch_that_fails_takes_no_other_with_it(
         first, failed, last = await asyncio.gather(*calls, return_exceptions=True)
         for answer in (first, last):
             assert cast("Mapping[str, object]", answer)["received"] == 1
-        assert type(failed) is StagescopeError
+        if where == "in the state machine":
+            assert cast("Mapping[str, object]", failed)["refused"] == {
+                1: "KeyError: 'not expected'"
+            }
+        else:
+            assert type(failed) is StagescopeError
         assert [row["rank"] for row in rows_of(store, "stages")] == [0, 2]
 
     asyncio.run(record())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,6 +26,7 @@ from stagescope_service.ingest.kept_files import Keeper
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import RemoveRows, Write
+from stagescope_service.store.queries.files import KeptBytes
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables.declare import RankWork
@@ -221,7 +223,7 @@ def test_payloads_under_way_are_counted(node: Node) -> None:
     node.retention = node.made(Limits(3 * size))
 
     async def together() -> list[str]:
-        job = cast("IngestJob", {"attempt_id": 1, "step": 1, "bytes": size})
+        job = cast("IngestJob", {"attempt_id": 1, "step": 1, "stage": "s", "bytes": size})
         asked = [node.retention.make_room(node.node_id, job) for _ in range(5)]
         return [room.refused for room in await asyncio.gather(*asked)]
 
@@ -234,7 +236,7 @@ def test_bytes_that_are_counted_while_a_payload_is_under_way_count_once(node: No
 
     async def refuse() -> None:
         """Ask for more than there is: the kept bytes are counted anew."""
-        job = cast("IngestJob", {"attempt_id": 1, "step": 2, "bytes": 1 << 40})
+        job = cast("IngestJob", {"attempt_id": 1, "step": 2, "stage": "s", "bytes": 1 << 40})
         assert (await node.retention.make_room(node.node_id, job)).refused
 
     async def together() -> None:
@@ -244,6 +246,60 @@ def test_bytes_that_are_counted_while_a_payload_is_under_way_count_once(node: No
     assert node.retention.health()["bytes"] == {node.node_id: node.bytes()}
     run(together())
     assert node.retention.health()["bytes"] == {node.node_id: node.bytes()}
+
+
+def test_room_is_released_before_payloads_that_wait_for_it_are_answered(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = file_bytes(node)
+    node.retention = node.made(Limits(4 * size))
+    job = cast("IngestJob", {"step": 9, "stage": "s", "attempt_id": 1, "bytes": size})
+    kept_bytes, goes_on = node.catalogue.kept_bytes, threading.Event()
+
+    async def together() -> list[str]:
+        loop, counting = asyncio.get_running_loop(), asyncio.Event()
+        committed = asyncio.Semaphore(0)
+
+        def count_slowly() -> list[KeptBytes]:
+            loop.call_soon_threadsafe(counting.set)
+            assert goes_on.wait(30)
+            return kept_bytes()
+
+        async def until_somebody_counts() -> None:
+            committed.release()
+            await counting.wait()
+
+        keeping = [
+            asyncio.create_task(node.keeping(1, seq, bytes=size, between=until_somebody_counts))
+            for seq in range(4)
+        ]
+        for _ in keeping:
+            await committed.acquire()
+        # Every byte is of step 1, which may go; its payloads are still to be accounted for.
+        monkeypatch.setattr(node.catalogue, "kept_bytes", count_slowly)
+        asked = [asyncio.create_task(node.retention.make_room(node.node_id, job)) for _ in range(4)]
+        await counting.wait()
+        for _ in range(10):  # whatever does not wait for the lock is done
+            await asyncio.sleep(0)
+        goes_on.set()
+        answers = await asyncio.gather(*asked)
+        assert all(await asyncio.gather(*keeping))
+        return [answer.refused for answer in answers]
+
+    assert run(together()) == [""] * 4
+
+
+def test_what_a_file_has_beside_its_tensors_is_reserved_too(node: Node) -> None:
+    size = file_bytes(node)
+    node.retention = node.made(Limits(6 * size))
+    node.keep(1)
+    job = cast("IngestJob", {"attempt_id": 1, "step": 2, "stage": "actor_update", "bytes": SIZE})
+
+    async def reserve() -> list[int]:
+        asked = [node.retention.make_room(node.node_id, job) for _ in range(9)]
+        return [reservation.bytes for reservation in await asyncio.gather(*asked)]
+
+    assert run(reserve()) == [size] * 6 + [0] * 3  # the first step makes room, too
 
 
 def test_old_files_go_by_age_but_pinned_ones(node: Node) -> None:

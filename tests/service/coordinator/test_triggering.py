@@ -101,6 +101,7 @@ def test_a_scalar_that_is_not_finite_is_found_where_it_was_logged(bench: RuleBen
     assert [(row["name"], row["value"]) for row in finding["evidence"]["scalars"]] == [
         ("kl", "-inf"), ("loss", "nan"),
     ]  # fmt: skip
+    assert [(link["noun"], link["step"]) for link in finding["see"] or ()] == [("scalars", 2)]
 
 
 async def log_open(bench: RuleBench, step: int, rank: int, **scalars: float) -> None:
@@ -125,6 +126,7 @@ def test_a_lasting_nan_is_not_said_again_after_a_restart(bench: RuleBench) -> No
     run(work)
     (finding,) = bench.findings("non_finite_scalars")
     assert "kl" in finding["message"]
+    assert [(link["noun"], link["step"]) for link in finding["see"] or ()] == [("scalars", 3)]
 
 
 def test_a_scalar_that_is_not_finite_is_said_before_its_step_closes(bench: RuleBench) -> None:

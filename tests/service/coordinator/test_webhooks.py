@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from tests.service.triggers.test_messages import TOOLS, told
+from tests.support.answering import unused_port
 from tests.support.chat_services import SECRET, TOKEN, ChatService, chat_service
+from tests.support.proxy import running_proxy, set_proxy
 
 from stagescope_service.coordinator.webhooks import MAX_ANSWER, Delivery, Webhooks
 from stagescope_service.triggers.webhooks import Webhook
@@ -102,6 +104,18 @@ def test_an_error_is_told_with_its_reason_and_without_secrets(
     for secret in (TOKEN, TOKEN[6:18]):
         assert secret not in found
         assert secret not in caplog.text
+
+
+def test_a_proxy_of_the_environment_is_not_told_and_named_where_the_way_may_need_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with chat_service("json") as service, running_proxy() as proxy:
+        set_proxy(monkeypatch, proxy)
+        assert call(service) == ""
+        gone = f"http://127.0.0.1:{unused_port()}/hook"
+        reason = asyncio.run(Webhooks(pauses=()).call(Webhook.parse(gone, "webhook"), told()))
+        assert "webhooks are called directly, http_proxy is not used" in reason
+        assert proxy.tokens == []
 
 
 def test_no_more_of_an_answer_is_read_than_says_something() -> None:

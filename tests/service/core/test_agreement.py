@@ -481,6 +481,27 @@ def test_ranks_and_roles_that_are_not_there_are_named_in_a_note() -> None:
     assert any("no rank 3 is there" in note for note in said[2:])
 
 
+def test_filters_of_a_config_that_the_request_replaces_are_named_at_once() -> None:
+    ranks = Ranks(2)
+    for rank in (0, 1):
+        ranks.begin(rank)
+
+    def notes(config: dict[str, object], **fields: object) -> list[str]:
+        spec = capture_spec(run="r", task=None, config=config, **fields)
+        entry = ranks.requests.add(spec, by="me", mono=0.0, wall=0.0)
+        return [note for note in ranks.requests.notes(entry) if "config" in note]
+
+    assert notes({"rank": [4, "6-7"], "step": [1]}) == [
+        "the config's rank [4, '6-7'] is not used: the request's ranks are all (--ranks); the run "
+        "has no rank 4, 6, 7",
+        "the config's step [1] is not used: the request's steps are {'next': 1} (--steps)",
+    ]
+    assert notes({"rank": [1]}, ranks="0") == [
+        "the config's rank [1] is not used: the request's ranks are [0] (--ranks)"
+    ]
+    assert notes({"rank": [1], "step": []}, ranks="1") == []
+
+
 def test_the_same_order_is_another_once_its_steps_have_begun() -> None:
     ranks = Ranks(2)
     for rank in (0, 1):

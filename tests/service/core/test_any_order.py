@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 import tempfile
@@ -186,6 +187,44 @@ def test_nor_where_processes_overtake_each_other(
 ) -> None:
     # Each process's own events keep their order: over a restart its batches come one by one.
     said = interleaved(training, chance)
+    bench, expected = go_through(said, chance, crashes)
+    for each in (bench, expected):
+        each.silence()
+    assert differences(bench.rows, expected.rows) == []
+
+
+@st.composite
+def fast_starts(draw: st.DrawFn) -> list[Delivery]:
+    """Draw starts of one key, or of none, that follow within seconds; ranks are killed."""
+    key = draw(st.sampled_from([None, "job"]))
+    said: list[Delivery] = []
+    step, wall = 1, 1000.0
+    for number in range(draw(st.integers(2, 3))):
+        size = draw(st.integers(1, 3))
+        alone = bool(number) and draw(st.booleans())
+        launch = {"launch": f"start {number}"} if draw(st.booleans()) else {}
+        ranks = [
+            Rank(rank, key=key, started=wall + rank / 10)
+            for rank in (range(draw(st.integers(0, size - 1)), size) if alone else range(size))
+        ]
+        hellos = [rank.hello(world_size=size, **launch) for rank in ranks]
+        work = [[each for at in (step, step + 1) for each in rank.work(at)] for rank in ranks]
+        if draw(st.booleans()):
+            said += [*hellos, *itertools.chain(*work)]
+        else:
+            said += itertools.chain(
+                *([hello, *own] for hello, own in zip(hellos, work, strict=True))
+            )
+        step += draw(st.integers(1, 3))
+        wall = max(rank.wall for rank in ranks) + draw(st.sampled_from([-0.5, 0.5, 5.0]))
+    return said
+
+
+@usual
+@given(fast_starts(), st.randoms(use_true_random=False), crashes)
+def test_nor_where_starts_follow_each_other_within_seconds(
+    said: list[Delivery], chance: random.Random, crashes: list[tuple[int, int]]
+) -> None:
     bench, expected = go_through(said, chance, crashes)
     for each in (bench, expected):
         each.silence()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -218,6 +219,159 @@ def test_all_ranks_of_a_start_without_a_key_are_in_one_attempt(pause: float, lea
             for rank in second
         }
         assert len(found) == 1, (order, found)
+
+
+# --- starts that come fast: the processes before still seem to be live --------------------------
+def killed_in(bench: Bench, step: int, ranks: int = 2, **about: object) -> list[Rank]:
+    """Run a start whose ranks are killed in `step`: none of them says that it leaves."""
+    key = "job-1" if about.get("keyed") else None
+    said = {name: value for name, value in about.items() if name != "keyed"}
+    old = [Rank(rank, key=key) for rank in range(ranks)]
+    for rank in old:
+        bench.give(rank.hello(world_size=ranks, **said))
+    for number in range(1, step):
+        for rank in old:
+            bench.give(*rank.work(number))
+    bench.give(*(rank.begin(step) for rank in old))
+    return old
+
+
+def placed(bench: Bench, ranks: list[Rank]) -> list[int]:
+    """Return the number of the attempt of each process."""
+    numbers = {row["attempt_id"]: row["number"] for row in bench.rows.of("attempts")}
+    rows = [bench.rows.one("processes", incarnation=each.sender.incarnation) for each in ranks]
+    return [numbers[row["attempt_id"]] for row in rows]
+
+
+def work_of(bench: Bench, attempt: int) -> set[tuple[int, int]]:
+    found = bench.rows.of("stages", attempt_id=bench.attempt(attempt)["attempt_id"])
+    return {(row["rank"], row["step"]) for row in found}
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("step", [6, 7])
+@pytest.mark.parametrize("pause", [-2.0, 0.1, 5.0], ids=["overlapping", "at once", "soon"])
+def test_where_every_rank_is_a_new_process_it_is_a_new_attempt(
+    bench: Bench, pause: float, step: int, keyed: bool
+) -> None:
+    old = killed_in(bench, 6, keyed=keyed)
+    began = max(rank.wall for rank in old) + pause
+    new = [Rank(rank, key=old[0].sender.attempt_key, started=began + rank / 10) for rank in (0, 1)]
+    bench.give(*(rank.hello(world_size=2) for rank in new))
+    if pause < 0:
+        bench.give(old[1].log(6, loss=1.0))  # it still lives
+    for rank in new:
+        bench.give(*rank.work(step))
+    assert placed(bench, [*old, *new]) == [1, 1, 2, 2]
+    assert work_of(bench, 2) == {(0, step), (1, step)}
+    assert work_of(bench, 1) == {(rank, number) for rank in (0, 1) for number in range(1, 7)}
+    assert bench.attempt(2)["resumed_from_step"] == step - 1
+    assert not bench.rows.of("findings")
+    check_memory(bench.state)
+    bench.restart()
+    assert placed(bench, [*old, *new]) == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("order", [*itertools.permutations("0011")])
+def test_what_a_launcher_says_of_its_starts_tells_them_apart(
+    bench: Bench, order: tuple[str, ...], keyed: bool
+) -> None:
+    """In any order of hellos and first steps, without the HELLO of every rank."""
+    old = killed_in(bench, 6, keyed=keyed, launch="torchrun a, restart 0")
+    new = [Rank(rank, key=old[0].sender.attempt_key, started=1001.0) for rank in (0, 1)]
+    launch = "torchrun a, restart 1"
+    said = [[each.hello(world_size=2, launch=launch), *each.work(7)] for each in new]
+    spoke: set[str] = set()
+    for which in order:
+        bench.give(*(said[int(which)][1:] if which in spoke else said[int(which)][:1]))
+        spoke.add(which)
+    assert placed(bench, [*old, *new]) == [1, 1, 2, 2]
+    assert not bench.rows.of("findings")
+    check_memory(bench.state)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("last_first", [False, True])
+def test_a_start_with_another_number_of_ranks_is_a_new_attempt(
+    bench: Bench, size: int, last_first: bool, keyed: bool
+) -> None:
+    old = killed_in(bench, 6, 3, keyed=keyed)
+    key = old[0].sender.attempt_key
+    new = [Rank(rank, key=key, started=1020.0 + rank / 10) for rank in range(size)]
+    for rank in reversed(new) if last_first else new:
+        bench.give(rank.hello(world_size=size), *rank.work(7))
+    assert placed(bench, [*old, *new]) == [1, 1, 1, *([2] * size)]
+    assert not bench.rows.of("findings")
+    check_memory(bench.state)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_rank_that_is_replaced_alone_stays(bench: Bench, goes_on: bool, keyed: bool) -> None:
+    old = killed_in(bench, 6, keyed=keyed)
+    new = Rank(1, key=old[0].sender.attempt_key, started=1020.0)
+    bench.give(new.hello(world_size=2))
+    if goes_on:
+        old[0].wall = 1021.0
+        bench.give(*old[0].work(6))
+    registry = bench.state.registry
+    assert registry.may_be_of_new_start(registry.processes[new.sender.incarnation], 6) != goes_on
+    bench.give(*new.work(6))
+    assert placed(bench, [*old, new]) == [1, 1, 1]
+    # Then all of them start again.
+    last = [Rank(rank, key=new.sender.attempt_key, started=1040.0) for rank in (0, 1)]
+    bench.give(*(rank.hello(world_size=2) for rank in last), *last[0].work(7), *last[1].work(7))
+    assert placed(bench, [*old, new, *last]) == [1, 1, 1, 2, 2]
+    check_memory(bench.state)
+
+
+def test_a_single_process_that_starts_again_under_one_key_is_a_new_attempt(bench: Bench) -> None:
+    for step, started in ((1, 1000.0), (3, 1010.0)):  # as in a loop of a shell script
+        rank = Rank(started=started)
+        bench.give(rank.hello(single=True), *rank.work(step), *rank.work(step + 1))
+    assert attempts(bench) == [(1, "job-1"), (2, "job-1~2")]
+
+
+def test_the_processes_of_another_role_must_have_begun_again_too(bench: Bench) -> None:
+    critic, rollout = Rank(0, "critic"), Rank(0, "rollout")
+    old = killed_in(bench, 6, 1, keyed=True)
+    bench.give(critic.hello(world_size=1), *critic.work(6), *rollout.work(6, "rollout_generate"))
+    new = Rank(0, started=1020.0)
+    bench.give(new.hello(world_size=1), *new.work(7))
+    assert placed(bench, [*old, critic, new]) == [1, 1, 1]
+    again = [Rank(0, started=1030.0), Rank(0, "critic", started=1030.0)]
+    bench.give(*(rank.hello(world_size=1) for rank in again), *again[0].work(8))
+    assert placed(bench, [*again, rollout]) == [2, 2, 1]
+    check_memory(bench.state)
+
+
+@pytest.mark.parametrize("skew", [-7200.0, 7200.0])
+@pytest.mark.parametrize("skewed", [0, 1])
+def test_a_clock_that_is_hours_off_moves_no_start(bench: Bench, skew: float, skewed: int) -> None:
+    """The ranks of two starts; the clock of one node is wrong, which its ranks have measured."""
+
+    def start(began: float) -> list[Rank]:
+        ranks = [Rank(rank, key=None, started=began) for rank in (0, 1)]
+        wrong = ranks[skewed]
+        wrong.wall += skew
+        wrong.sender = dataclasses.replace(
+            wrong.sender, started=began + skew, clock_offset=-skew, clock_error=0.01
+        )
+        return ranks
+
+    for number, began in ((1, 10_000.0), (3, 10_060.0)):
+        ranks = start(began)
+        bench.give(*(rank.hello(world_size=2) for rank in ranks))
+        for step in (number, number + 1):
+            bench.give(*(event for rank in ranks for event in rank.work(step)))
+        bench.give(*(rank.finish() for rank in ranks))
+    rows = bench.rows.of("attempts")
+    assert [(row["number"], row["opened_wall"]) for row in rows] == [(1, 10_000.0), (2, 10_060.0)]
+    begun = [row["begun_wall"] for row in bench.rows.of("stages", attempt_id=2)]
+    assert 10_060.0 < min(begun) <= max(begun) < 10_070.0
+    assert all(10_000.0 < row["opened_wall"] < 10_070.0 for row in bench.rows.of("steps"))
 
 
 def test_after_a_restart_of_the_service_nobody_is_taken_for_gone(bench: Bench) -> None:
@@ -516,14 +670,14 @@ def test_a_new_start_takes_along_what_it_said_in_any_order(
 def test_what_is_reported_before_the_first_step_goes_with_its_process(
     bench: Bench, moves: bool
 ) -> None:
-    old = Rank(0)
-    bench.give(old.hello(world_size=1), old.refused("settings", step=None))
-    closed_through(bench, 1, 5)
+    old, ranks = Rank(0), 1 if moves else 2  # rank 1 goes on, or there is none
+    bench.give(old.hello(world_size=ranks), old.refused("settings", step=None))
+    closed_through(bench, ranks, 5)
     new, driver = Rank(0, started=2000.0), Rank(role="a driver", started=1999.0)
     said = [
         driver.hello(),
         driver.log(None, learning_rate=0.1),
-        new.hello(world_size=1),
+        new.hello(world_size=ranks),
         new.log(None, loss=2.0),
         new.log(3, reward=1.0),
         new.log(4, reward=1.0),

@@ -239,6 +239,33 @@ def test_a_stage_that_failed_and_a_process_that_crashed_are_findings(bench: Benc
     check_memory(bench.state)
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("crashes", [False, True])
+def test_a_training_that_somebody_stops_did_not_crash(
+    bench: Bench, crashes: bool, restarted: bool
+) -> None:
+    ranks = [Rank(0), Rank(1)]
+    hello(bench, ranks, 2)
+    stopped: dict[str, Any] = {"error_type": "Stopped", "interrupted": True}
+    raw: dict[str, Any] = {"error_type": "KeyboardInterrupt"}
+    bench.give(ranks[0].end(ranks[0].begin(3), status="failed", **stopped))
+    bench.give(ranks[1].end(ranks[1].begin(3), status="failed", **raw))
+    bench.give(ranks[0].say("finish", **stopped))
+    if restarted:
+        bench.restart()
+    bench.give(ranks[1].say("finish", **({"error_type": "ValueError"} if crashes else raw)))
+    found = [(row["kind"], row["rank"], row["severity"]) for row in bench.rows.of("findings")]
+    assert sorted(found) == [
+        *([("process_crashed", 1, "error")] if crashes else []),
+        ("process_interrupted", 0, "info"),
+        *([] if crashes else [("process_interrupted", 1, "info")]),
+        ("stage_interrupted", 0, "info"),
+        ("stage_interrupted", 1, "info"),
+    ]
+    ended = "an exception ended one of its processes" if crashes else "it was interrupted"
+    assert bench.attempt()["end_reason"] == ended
+
+
 def test_a_first_step_stays_unknown_when_something_of_it_comes_late(bench: Bench) -> None:
     rank = Rank(0)
     begun = rank.begin(1)
@@ -346,7 +373,7 @@ def test_the_newest_incarnation_says_how_many_ranks_there_are(bench: Bench) -> N
         for rank in new:
             bench.give(*rank.work(step))
     bench.silence()
-    assert bench.step(3)["completeness"] == "complete"
+    assert bench.step(3, attempt=2)["completeness"] == "complete"
 
 
 def test_an_unbelievable_world_size_is_not_believed(bench: Bench) -> None:

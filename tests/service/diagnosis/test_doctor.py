@@ -30,8 +30,8 @@ from stagescope_service.diagnosis import evidence
 from stagescope_service.diagnosis import history as history_module
 from stagescope_service.diagnosis.doctor import FAMILIES, Diagnosis, SymptomRule, diagnose, rulebook
 from stagescope_service.diagnosis.history import RunHistory, StepInForce
-from stagescope_service.diagnosis.mismatch import retokenised
 from stagescope_service.diagnosis.parts import fitted_line
+from stagescope_service.diagnosis.turns import retokenised
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.statistics import Comparability, examine, summarise
 from stagescope_service.statistics.cell import Cell
@@ -95,8 +95,10 @@ def train(
     settings: Mapping[str, object] | None = None,
     seed: int = 0,
     keep: Sequence[str] = (),
+    syncs: bool = False,
 ) -> None:
-    """Report a training of healthy numbers, changed by `change`, `scalars` and `seconds`."""
+    """Report a training of healthy numbers, changed by `change`, `scalars` and `seconds`; with
+    `syncs` it reports its weight syncs, too."""
     live.engine.keep(*keep)
     processes = [
         Rank(live, run=run, rank=rank, key=key, world_size=ranks, start=start,
@@ -118,6 +120,8 @@ def train(
             )  # fmt: skip
             reports.append(report)
         live.engine.take_together(reports)
+        for rank in processes if syncs else ():
+            rank.stage("weight_sync", step)
     for rank in processes:
         rank.begin(STAGE, steps.stop)
     live.engine.keep()
@@ -269,6 +273,25 @@ def first_tokens(batch: Batch) -> None:
     batch.add(0.1, np.arange(batch.p.shape[1]) % (TOKENS + 1) == 0)
 
 
+def last_tokens(batch: Batch) -> None:
+    """One side scores the stop token otherwise."""
+    last = np.arange(batch.p.shape[1]) % (TOKENS + 1) == TOKENS - 1
+    batch.p = np.where(last, batch.p - 0.6, batch.p)
+
+
+def last_tokens_of_shorter_rounds(batch: Batch) -> None:
+    """The same, in rounds that are the shorter the later they come."""
+    for number in range(ROUNDS):
+        begin = number * (TOKENS + 1)
+        length = TOKENS >> number
+        batch.rounds[:, begin + length : begin + TOKENS] = -1
+        batch.p[:, begin + length - 1] -= 3.0
+
+
+def copied(batch: Batch) -> None:
+    batch.p = batch.q.copy()
+
+
 def less_likely_first_tokens(batch: Batch) -> None:
     """All first tokens are off to one side, as after a prompt that is tokenised otherwise."""
     first = np.arange(batch.p.shape[1]) % (TOKENS + 1) == 0
@@ -358,9 +381,9 @@ def retokenise(batch: Batch) -> None:
 
 
 PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
-    "mismatch_grows": ({"change": grow}, {"mismatch_jump_at_first_sync"}),
+    "mismatch_grows": ({"change": grow, "syncs": True}, {"mismatch_jump_at_first_sync"}),
     "mismatch_jump": ({"change": since(15, lambda batch: batch.add(0.05))}, set()),
-    "mismatch_jump_at_first_sync": ({"change": after_first}, set()),
+    "mismatch_jump_at_first_sync": ({"change": after_first, "syncs": True}, set()),
     "mismatch_rises_with_rounds": ({"change": late_rounds}, set()),
     "rank_apart": ({"change": rank_two}, set()),
     "streams_shifted": ({"change": shift}, {"streams_unrelated", "sampling_differs"}),
@@ -368,6 +391,8 @@ PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
     "sampling_differs": ({"change": cut_vocabulary}, {"streams_unrelated"}),
     "rounded_stream": ({"change": bfloat16}, set()),
     "first_token": ({"change": first_tokens}, set()),
+    "last_token": ({"change": last_tokens}, set()),
+    "streams_copied": ({"change": copied}, set()),
     "engine_apart": ({"change": one_replica}, set()),
     "lattice": ({"change": rounded_logits}, {"rounded_stream"}),
     "hidden_tails": ({"change": tails}, {"streams_unrelated"}),
@@ -395,9 +420,6 @@ PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
         {"scalars": and_scalars(**{"response_length/clip_ratio": lambda step: 0.4})}, set(),
     ),
     "straggler": ({"seconds": lambda step, rank: 2.5 if rank == 3 else 1.0}, set()),
-    "verl_settings": (
-        {"settings": {"verl": {"data.shuffle": True, "critic.shuffle": False}}}, set(),
-    ),
 }  # fmt: skip
 """SymptomRule -> how its symptom is planted, and what else the same fault may be called."""
 
@@ -410,9 +432,10 @@ def test_a_planted_fault_is_found(rule: str, live: Service) -> None:
     row = rows[rule]
     assert row["verdict"] == "found", row
     # A fault since some step may make the mismatch of all ranks jump there.
-    assert found_in(rows) <= {rule, "mismatch_jump", *also}, {
+    assert found_in(rows) <= {rule, "mismatch_jump", "trigger_fired", *also}, {
         name: rows[name]["for"] for name in found_in(rows)
     }
+    assert "trigger_fired" not in found_in(rows) or rows["trigger_fired"]["explained_by"]
     assert row["for"]
     assert row["next"]
     assert not [line for line in row["next"] if "{" in line]
@@ -474,7 +497,8 @@ def test_a_finding_of_long_ago_is_not_said_to_last(live: Service) -> None:
     train(live, "nan-at-9", once)
     row = rows_of(live, "nan-at-9")["non_finite_log_probs"]
     assert (row["verdict"], row["since_step"]) == ("found", 9)
-    assert row["against"] == ["the last is of step 9: 15 steps have closed since without one"]
+    assert row["last_step"] == 9
+    assert row["against"] == ["last seen in step 9: 15 steps closed since"]
 
 
 def test_first_tokens_off_to_one_side_are_no_other_distribution(live: Service) -> None:
@@ -762,6 +786,35 @@ def test_missing_ranks_losses_and_hangs_are_found(live: Service) -> None:
     failed = rows_of(live, "failing")["processes_failed"]
     assert failed["verdict"] == "found"
     assert "ValueError" in failed["for"][0]
+    assert len(failed["for"]) == 1  # no attempt follows
+
+
+@pytest.mark.parametrize("first_step", [1, 3])
+def test_a_checkpoint_is_named_only_where_there_is_one(live: Service, first_step: int) -> None:
+    run = f"again-{first_step}"
+    crashed = Rank(live, run=run, world_size=1, key="a")
+    for step in (1, 2):
+        crashed.stage(STAGE, step)
+    crashed.say("finish", error_type="ValueError", error_message="no")
+    later = Rank(live, run=run, world_size=1, key="b", start=20_000.0)
+    later.stage(STAGE, first_step)
+    failed = rows_of(live, run)["processes_failed"]
+    named = "attempt 2 began from the checkpoint of step 2"
+    assert (named in failed["for"]) == (first_step == 3)
+    assert "checkpoint" not in f"{failed['meaning']} {failed['against']}"
+
+
+def test_an_interruption_is_no_crash(live: Service) -> None:
+    stopped = Rank(live, run="stopped", world_size=1)
+    stopped.stage(STAGE, 1)
+    stopped.begin(STAGE, 2)
+    stopped.begin("another_stage", 2)
+    said = {"error_type": "KeyboardInterrupt", "error_message": "", "interrupted": True}
+    stopped.end(STAGE, 2, status="failed", **said)
+    stopped.say("finish", **said)
+    [attempt] = live.catalogue.attempts("stopped")
+    assert attempt["end_reason"] == "it was interrupted"
+    assert rows_of(live, "stopped")["processes_failed"]["verdict"] == "not found"
 
 
 def test_only_what_still_holds_up_the_newest_attempt_is_a_hang(live: Service) -> None:
@@ -874,10 +927,20 @@ def test_another_rank_stands_apart_since_another_step(live: Service) -> None:
 
 
 def test_a_low_first_step_alone_is_no_jump_inside_an_attempt(live: Service) -> None:
-    train(live, "low-first", since(2, lambda batch: batch.add(0.05)), steps=range(1, 16))
+    worse = since(2, lambda batch: batch.add(0.05))
+    train(live, "low-first", worse, steps=range(1, 16), syncs=True)
     rows = rows_of(live, "low-first")
     assert rows["mismatch_jump"]["verdict"] == "not found"
     assert rows["mismatch_jump_at_first_sync"]["verdict"] == "found"
+    # Where no sync is reported, nothing says that one lies between: it is a jump.
+    train(live, "low-no-sync", worse, steps=range(1, 16))
+    rows = rows_of(live, "low-no-sync")
+    assert rows["mismatch_jump"]["since_step"] == 2
+    of_sync = rows["mismatch_jump_at_first_sync"]
+    assert (of_sync["verdict"], of_sync["against"]) == (
+        "not measured", ["attempt 1 reported no weight sync"],
+    )  # fmt: skip
+    assert "weight_sync" in of_sync["record"]
 
 
 def test_what_the_later_attempt_resumed_from_is_found_with_its_attempt(live: Service) -> None:
@@ -941,8 +1004,9 @@ def test_a_healthy_run_has_no_symptom(seed: int, live: Service) -> None:
     assert not found_in(rows), {name: rows[name]["for"] for name in found_in(rows)}
     unknown = {name for name, row in rows.items() if row["verdict"] == "not measured"}
     assert unknown == {
-        "mismatch_jump_at_restart", "staleness", "within_noise_floor", "verl_settings",
-        "engine_apart", "retokenised",
+        "mismatch_jump_at_restart", "mismatch_jump_at_first_sync", "staleness",
+        "within_noise_floor", "verl_settings", "engine_apart", "retokenised", "current_differs",
+        "turn_stops",
     }  # fmt: skip
     assert all(rows[name]["against"] for name in unknown)
     assert rows["staleness"]["record"].startswith("record versions")
@@ -965,7 +1029,7 @@ def test_rounds_of_less_sure_tokens_are_no_symptom(live: Service) -> None:
 def test_every_rule_has_a_planted_fault_or_a_finding_behind_it() -> None:
     elsewhere = {
         "mismatch_jump_at_restart", "ranks_missing", "payloads_lost", "processes_failed",
-        "steps_unreported", "hangs",
+        "steps_unreported", "hangs", "verl_settings", "current_differs", "turn_stops",
     }  # fmt: skip
     of_findings = {rule.name for rule in rulebook() if rule.function == "finding"}
     assert {rule.name for rule in rulebook()} == {*PLANTED, *elsewhere, *of_findings}
@@ -1221,7 +1285,8 @@ def test_notebook_and_terminal_show_the_same(live: Service) -> None:
     train(live, "shown", rank_two)
     with stagescope.attach(live.server.url, token=live.tokens.read) as session:
         table = session.doctor("shown")
-    assert [row["rule"] for row in table.found] == ["mismatch_jump", "rank_apart"]
+    assert [row["rule"] for row in table.found] == ["rank_apart", "mismatch_jump"]
+    assert table.found[1]["explained_by"] == ["rank_apart"]
     assert "One rank's mismatch stands apart" in repr(table)
     assert "-> stagescope ranks" in repr(table)
     assert "<details open>" in table._repr_html_()

@@ -125,7 +125,8 @@ def test_spikes_since_their_first_one_however_the_median_moves() -> None:
     late = _spike(series(norms[:110]), 10.0, 50)
     assert late.sure == 1.0
     assert "(step 29, step 49, step 73)" in late.supports[0]
-    assert late.against == ("the last is of step 73: 37 steps without one since",)
+    assert late.against == ("last seen in step 73: 37 steps closed since",)
+    assert late.last_step == 73
 
 
 @given(st.lists(st.sampled_from([1.0, 1.1, 0.9, 30.0, float("nan")]), min_size=1, max_size=80))

@@ -13,6 +13,7 @@ from tests.support.batches import bfloat16, from_bfloat16
 from tests.support.parallel import Sample, Span, make_samples, payload_of, zigzag
 
 from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.policy_versions import text_versions
 from stagescope_service.ingest import rollout_join
 from stagescope_service.ingest.recompute import producers_of
 from stagescope_service.ingest.rollout_join import (
@@ -22,7 +23,7 @@ from stagescope_service.ingest.rollout_join import (
     rollout_rows,
     stream_of,
 )
-from stagescope_service.statistics import TokenBatch, WireTensor
+from stagescope_service.statistics import TokenBatch, WireTensor, summarise
 
 TRAINED = ("old_log_probs", "response_mask", "responses", "positions")
 GENERATED = ("rollout_log_probs", "response_mask", "responses", "positions", "versions")
@@ -281,3 +282,18 @@ def test_joined_streams_are_of_two_producers_unless_something_is_said(
     assert producers_of("actor-0", trainer_said, told(*engines_said)) == expected
     itself = [dataclasses.replace(each, incarnation="actor-0") for each in told(None)]
     assert producers_of("actor-0", None, itself) == (None, None)
+
+
+def test_texts_of_versions_come_with_them_from_several_payloads() -> None:
+    samples = make_samples(1, 4, 9, "g")
+    spans, found = whole(samples), []
+    for age, text in enumerate(("default", "b7c2")):
+        own = [span for row, span in enumerate(spans) if row % 2 == age]
+        (tensor, names) = text_versions([text] * len(own)) or pytest.fail("no text")
+        rows_of = engine(own, "versions", age=age, versions=tensor)
+        assert rows_of is not None
+        codes = {int(code): name for code, name in names.items()}
+        found.append(dataclasses.replace(rows_of, version_names=codes))
+    summary = summarise(join(trainer(spans), found).batch)
+    assert summary.version_labels == ("default", "b7c2")
+    assert not summary.staleness.keys.size

@@ -14,7 +14,9 @@ from tests.support.batches import batch_of, random_streams, wire
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics import TokenBatch, available_pairs, publish, summarise
-from stagescope_service.statistics.payload import to_wire
+from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
+from stagescope_service.statistics.payload import read_value, to_wire
+from stagescope_service.statistics.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -199,6 +201,61 @@ def test_turns_and_staleness_are_sliced_and_add_up() -> None:
     by_row = summarise(batch_of(P, Q, MASK, versions=np.arange(6), policy_version=6))
     assert [k for k, _ in by_row.staleness.items()] == [1, 2, 3, 4, 5, 6]
     assert not summarise(batch_of(P, Q, MASK, versions=versions)).staleness.keys.size
+
+
+def test_versions_that_are_texts() -> None:
+    rows = len(P)
+
+    def of(*texts: str, **meta: object) -> Summary:
+        raw = {"old_log_probs": P, "rollout_log_probs": Q, "response_mask": MASK, **meta}
+        payload = read_value({**raw, "versions": [texts[row % len(texts)] for row in range(rows)]})
+        return summarise(TokenBatch.from_tensors(payload.tensors, {}, payload.meta))
+
+    numbered = of("step-41", "step-42", policy_version=43)
+    assert numbered.version_labels == ("step-41", "step-42")
+    assert numbered.staleness.keys.tolist() == [1, 2]
+    assert publish(numbered) == pytest.approx(
+        publish(of("41", "42", policy_version=43)), nan_ok=True
+    )
+    over_http = {"schema": 1, "tensors": {}, "strings": {"versions": ["step-1", "step-2"]}}
+    taken = read_value({**over_http, "meta": {"a": 1}})
+    assert taken.tensors["versions"][2].tolist() == [1, 2]
+    assert (taken.strings, taken.meta) == (
+        {}, {"a": 1, "version_names": {"1": "step-1", "2": "step-2"}},
+    )  # fmt: skip
+    other = of("default", "b7c2", policy_version=43)
+    assert other.version_labels == ("default", "b7c2")
+    assert not other.staleness.keys.size
+    assert "texts that do not differ in one number" in other.why_no_staleness
+    assert summary_from_bytes(summary_to_bytes(other)).version_labels == ("default", "b7c2")
+    assert Summary.merge([other, of("c", "default")]).version_labels == ("default", "b7c2", "c")
+    assert Summary.merge([numbered, of("7", "8")]).version_labels == (
+        "7",
+        "8",
+        "step-41",
+        "step-42",
+    )
+    assert "policy_version=" in of("step-41", "step-42").why_no_staleness
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        np.arange(3),
+        np.arange(240.0).reshape(6, 40),
+        np.zeros((6, 40, 2), np.int64),
+        np.int64(3),
+        [["step-41", "step-42"], ["step-42"], ["step-42"], ["step-42"], ["step-42"], ["step-42"]],
+    ],
+    ids=["rows", "floats", "three dimensions", "one number", "several texts a sample"],
+)
+def test_versions_that_do_not_fit_cost_no_other_number(versions: object) -> None:
+    given = {"old_log_probs": P, "rollout_log_probs": Q, "response_mask": MASK}
+    batch = TokenBatch.from_tensors(read_value({**given, "versions": versions}).tensors)
+    assert publish(summarise(batch)) == FULL
+    assert batch.versions is None
+    (problem,) = batch.problems
+    assert problem.wrong.startswith("versions ")
 
 
 def test_skipped_tokens_do_not_count_and_move_no_round() -> None:

@@ -25,6 +25,7 @@ from tests.support.sampler import (
     top_p,
 )
 
+from stagescope.wire.policy_versions import encode_versions
 from stagescope_service.api.numbers import cell_row
 from stagescope_service.statistics import (
     Comparability,
@@ -640,6 +641,29 @@ def test_a_cause_that_is_already_said_leaves_those_of_other_ranks() -> None:
 def test_several_policy_versions() -> None:
     versions = np.repeat([[3], [4], [4], [5]], 500, axis=1)
     assert found(P, Q, versions=versions, policy_version=5) == ("suspect", {"versions"})
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["step-9", "step-10"], "by the number in them the oldest step-9, the newest step-10"),
+        (["9", "10"], "the oldest 9, the newest 10"),
+        (
+            ["new", "default"],
+            "in the order in which they appear new to default: how old a token is",
+        ),
+        (["default"], "one policy version, default"),
+    ],
+)
+def test_the_check_names_texts_of_versions_and_what_orders_them(
+    texts: list[str], said: str
+) -> None:
+    codes, names = encode_versions(texts[row % len(texts)] for row in range(len(P)))
+    named = {int(code): text for code, text in names.items()}
+    batch = dataclasses.replace(batch_of(P, Q, ON, versions=np.array(codes)), version_names=named)
+    (check,) = [check for check in examine(summarise(batch)).checks if check.name == "versions"]
+    assert said in check.text
+    assert check.values["versions"] == len(texts)
 
 
 def test_bitwise_equal_streams_are_not_measured() -> None:

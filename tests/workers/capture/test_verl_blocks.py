@@ -12,7 +12,7 @@ import yaml
 
 from stagescope.wire.errors import InvalidPlan
 from stagescope.wire.plan import CaptureRequest
-from stagescope_workers.capture.verl_blocks import captures_from_verl
+from stagescope_workers.capture.verl_blocks import captures_from_verl, otherwise_in_verl
 from stagescope_workers.probe.plan import captures_from_yaml
 
 # The blocks of verl's guide.
@@ -54,6 +54,9 @@ critic:
     ranks: [0]
 """
 BLOCK = "global_profiler.global_tool_config.precision_debugger"
+VERL_PROFILERS = (
+    "actor_rollout_ref.actor.profiler", "actor_rollout_ref.ref.profiler", "critic.profiler"
+)  # fmt: skip
 
 
 def config(**changes: object) -> dict[str, object]:
@@ -123,6 +126,58 @@ def test_what_gates_the_whole_block(changes: dict[str, object]) -> None:
 def test_steps_of_both_levels(outer: object, inner: object, steps: object) -> None:
     captures = captures_from_verl(config(**{"global_profiler.steps": outer, "BLOCK.steps": inner}))
     assert [capture["steps"] for capture in captures] == ([] if steps is None else [steps] * 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"BLOCK.steps": ..., "ALL": True}, ""),
+        ({"BLOCK.steps": [5, 2, 1], "ALL": True}, ""),  # the same steps
+        ({"global_profiler.tool": "nsys", "BLOCK.steps": [2]}, ""),
+        ({"BLOCK.enable": False, "BLOCK.steps": [2]}, ""),
+        (
+            {"BLOCK.steps": [2, 9], "ALL": True},
+            "ignores precision_debugger.steps ([2, 9]) and captures steps [1, 2, 5], "
+            "stagescope steps [2]",
+        ),
+        (
+            {"BLOCK.steps": [9], "ALL": True},
+            "ignores precision_debugger.steps ([9]) and captures steps [1, 2, 5], "
+            "stagescope nothing",
+        ),
+        (
+            {"global_profiler.steps": None, "BLOCK.steps": [3], "ALL": True},
+            "ignores precision_debugger.steps ([3]) and captures nothing, stagescope steps [3]",
+        ),
+        (
+            {"BLOCK.steps": ..., "critic.profiler.enable": False},
+            "captures every rank of actor, stagescope ranks [0]; it captures every rank of ref, "
+            "stagescope ranks [0]",
+        ),
+        (
+            {
+                "BLOCK.steps": [1],
+                "critic.profiler.enable": False,
+                "actor_rollout_ref.ref.profiler.enable": False,
+            },
+            "ignores precision_debugger.steps ([1]) and captures steps [1, 2, 5], stagescope "
+            "steps [1]; it captures every rank of actor, stagescope ranks [0]",
+        ),
+    ],
+)
+def test_one_line_says_what_verl_would_do_otherwise(changes: dict[str, object], line: str) -> None:
+    for path in VERL_PROFILERS if changes.pop("ALL", False) else ():
+        changes[f"{path}.all_ranks"] = True
+    told = otherwise_in_verl(config(**changes), "0.9.1")
+    assert told == (f"precision_debugger: verl 0.9.1 {line}" if line else "")
+
+
+def test_ranks_that_msprobe_names_are_the_same_in_verl(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"task": "statistics", "level": "L1", "rank": [1]}')
+    named = config(**{"BLOCK.config_path": str(path), "BLOCK.steps": ...})
+    assert [each["ranks"] for each in captures_from_verl(named)] == [[1]] * 3
+    assert otherwise_in_verl(named, "0.9.1") == ""
 
 
 @pytest.mark.parametrize(

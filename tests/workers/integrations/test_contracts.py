@@ -1,81 +1,112 @@
 """The interfaces that the integrations rely on, as recorded, and in the trainers' sources.
 
-STAGESCOPE_TRAINER_SOURCES names a folder with a checkout of each repository (by its name, such as
-SkyRL): the record is then held to it. Nothing of the sources is imported.
+STAGESCOPE_TRAINER_SOURCES names a folder with checkouts or unpacked packages: the records are then
+held to them, and always to the packages that are installed. See `tests.support.contracts`.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib
-import json
-import os
-import re
 from pathlib import Path
-from typing import Any, Final
+from types import ModuleType
+from typing import Final
 
 import pytest
+from tests.support import contracts, verl_fakes
+from tests.workers.integrations import test_nemo_rl, test_openrlhf, test_skyrl
 
-from stagescope_workers.integrations.registry import integration
+from stagescope_workers.integrations.registry import INTEGRATIONS
 
-CONTRACTS: Final[dict[str, Any]] = json.loads(
-    Path(__file__).with_name("fakes").joinpath("contracts.json").read_text()
-)
-MORE_CALLS: Final = {
-    "nemo_rl.algorithms.grpo_sync",
-    "nemo_rl.algorithms.ppo",
-    "nemo_rl.models.policy.lm_policy",
-}
-"""Modules whose functions are patched by name alone: their arguments are handed on as they are."""
+OURS: Final = {"run", "attempt_key"}
+"""What stagescope itself writes into verl's configuration."""
+
+trainers = pytest.mark.parametrize("name", contracts.NAMES)
 
 
-def sources(name: str) -> Path:
-    root = os.environ.get("STAGESCOPE_TRAINER_SOURCES")
-    path = Path(root or "/nowhere") / str(CONTRACTS[name]["repository"]).rpartition("/")[2]
-    if not path.is_dir():
-        pytest.skip(f"needs {CONTRACTS[name]['repository']} below STAGESCOPE_TRAINER_SOURCES")
-    return path
+def test_every_trainer_has_a_contract() -> None:
+    assert {*contracts.NAMES} == {each.name for each in INTEGRATIONS if each.tried is not None}
 
 
-def parameters(tree: ast.Module, path: str) -> list[str] | None:
-    body: list[ast.stmt] = tree.body
-    *holders, name = path.split(".")
-    for holder in holders:
-        body = next(n.body for n in body if isinstance(n, ast.ClassDef) and n.name == holder)
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            return [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
-    return None
-
-
-@pytest.mark.parametrize("name", CONTRACTS)
+@trainers
 def test_every_patch_is_of_a_recorded_function(name: str) -> None:
-    found = integration(name)
-    assert found is not None
-    patches = importlib.import_module(found.module).patches()
-    recorded = CONTRACTS[name]["functions"]
-    patched = {f"{each.module}:{each.path}" for each in patches if each.module not in MORE_CALLS}
-    assert patched <= {*recorded}
+    contract = contracts.load(name)
+    recorded = {*contract["functions"], *contract.get("older", ())}
+    patched = {f"{each.module}:{each.path}" for each in contracts.patches_of(name)}
+    assert patched
+    assert patched <= recorded
 
 
-@pytest.mark.parametrize("name", CONTRACTS)
-def test_the_sources_have_the_recorded_functions(name: str) -> None:
-    root = sources(name)
-    found = integration(name)
-    assert found is not None
-    for function, recorded in CONTRACTS[name]["functions"].items():
-        module, _, path = function.partition(":")
-        tree = ast.parse((root / module.replace(".", "/")).with_suffix(".py").read_text())
-        assert parameters(tree, path) == recorded, function
-    for patch in importlib.import_module(found.module).patches():
-        tree = ast.parse((root / patch.module.replace(".", "/")).with_suffix(".py").read_text())
-        assert parameters(tree, patch.path) is not None, str(patch)
+@trainers
+def test_every_option_that_is_read_is_recorded(name: str) -> None:
+    """An option that a trainer renames differs from its sources, instead of being absent."""
+    names = contracts.load(name)["names"].values()
+    recorded = {
+        word
+        for each in names
+        for words in each
+        for word in ([words] if isinstance(words, str) else words)
+    }
+    assert contracts.options_read(name) - OURS <= recorded
 
 
-@pytest.mark.parametrize("name", CONTRACTS)
-def test_the_sources_have_the_recorded_names(name: str) -> None:
-    root = sources(name)
-    for module, names in CONTRACTS[name]["names"].items():
-        text = (root / module.replace(".", "/")).with_suffix(".py").read_text()
-        missing = [each for each in names if not re.search(rf"\b{each}\b", text)]
-        assert not missing, f"{module}: {missing}"
+@pytest.mark.parametrize(
+    ("name", "fakes"),
+    [("openrlhf", test_openrlhf), ("skyrl", test_skyrl), ("nemo-rl", test_nemo_rl)],
+)
+def test_the_fakes_are_as_recorded(name: str, fakes: ModuleType) -> None:
+    assert contracts.fakes_differ(name, lambda _, path: contracts.at_path(fakes, path)) == []
+
+
+def test_the_fakes_of_verl_are_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = verl_fakes.fake_modules(verl_fakes.Seen(), monkeypatch)
+
+    def find(module: str, path: str) -> object:
+        # Both trainers share their fakes, which have V1's arguments.
+        shared = path.startswith("RayPPOTrainer.")
+        return None if shared else contracts.at_path(modules.get(module), path)
+
+    assert contracts.fakes_differ("verl", find) == []
+
+
+@trainers
+def test_the_newest_version_that_was_tried_is_one_of_those_read(name: str) -> None:
+    tried = next(each.tried for each in INTEGRATIONS if each.name == name)
+    assert tried is not None
+    read = [text.split()[0] for text in contracts.load(name)["read"]]
+    assert any(version.startswith(tried.newest) for version in read)
+    assert all(not tried.remark(name, version) for version in read)
+
+
+@trainers
+def test_the_sources_have_what_is_recorded(name: str) -> None:
+    found = [*contracts.sources(name)]
+    if not found:
+        pytest.skip(f"needs {contracts.load(name)['repository']} installed, or a checkout")
+    for root in found:
+        assert contracts.differences(name, root) == [], root
+
+
+def test_sources_that_differ_are_named(tmp_path: Path) -> None:
+    """A function with other arguments, one that moved away, and an option of another name."""
+    module = tmp_path / "openrlhf/trainer/ray/ppo_actor.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(
+        "from .elsewhere import helper\n"
+        "class ActorPPOTrainer:\n"
+        "    def ppo_train(self, other): ...\n"
+        "    def broadcast_to_vllm(self): ...\n"
+        "metrics = weights = policy_loss = vllm_kl = 0\n"
+    )
+    (module.parent / "elsewhere.py").write_text("def helper(one, *, two=2, **more): ...\n")
+    options = tmp_path / "openrlhf/cli/train_ppo_ray.py"
+    options.parent.mkdir(parents=True)
+    options.write_text("'--algo.advantage.is_correction_level --algo.advantage.is_correction_kind'")
+    told = contracts.differences("openrlhf", tmp_path)
+    actor = "openrlhf.trainer.ray.ppo_actor:ActorPPOTrainer"
+    assert f"{actor}.ppo_train has ['self', 'other'], recorded is ['self', 'kl_ctl']" in told
+    assert any(line.startswith(f"{actor}.training_step has None") for line in told)
+    assert not any("broadcast_to_vllm" in line or "vllm_kl" in line for line in told)
+    cli = "openrlhf.cli.train_ppo_ray has no"
+    assert f"{cli} is_correction_mode and no is_correction_type" in told
+    assert not any("is_correction_level" in line for line in told)
+    imported = "openrlhf.trainer.ray.ppo_actor:helper"
+    assert contracts.of_source(tmp_path, imported) == ["one", "*", "two", "**more"]

@@ -89,7 +89,7 @@ def test_a_command_that_cannot_run_has_a_shells_status(tmp_path: Path) -> None:
     assert launch(str(broken)).returncode == 126
 
 
-def test_names_reach_every_process_and_a_bad_one_is_refused() -> None:
+def test_names_reach_every_process_and_one_that_is_no_name_is_normalised() -> None:
     code = """
     import os, subprocess, sys
     show = "import os; print(os.environ['STAGESCOPE_RUN'], os.environ['STAGESCOPE_ATTEMPT'])"
@@ -97,8 +97,9 @@ def test_names_reach_every_process_and_a_bad_one_is_refused() -> None:
     """
     done = launch(*python(code), options=("--run", "mine", "--attempt", "k1"))
     assert done.stdout.split() == ["mine", "k1"]
-    refused = launch(*python("print(1)"), options=("--run", "not a name"))
-    assert (refused.returncode != 0, refused.stdout) == (True, "")
+    odd = launch(*python(code), options=("--run", "qwen3/grpo 1", "--attempt", "k1"))
+    assert odd.stdout.split() == ["qwen3-grpo-1", "k1"]
+    assert odd.stderr.count("'qwen3/grpo 1' is reported as qwen3-grpo-1") == 1
 
 
 def test_the_line_says_where_a_service_is_expected_and_does_not_answer() -> None:
@@ -106,6 +107,14 @@ def test_the_line_says_where_a_service_is_expected_and_does_not_answer() -> None
     done = launch(*python("print('ran')"), environ=environ)
     assert done.stdout == "ran\n"
     assert "the service at http://127.0.0.1:9 (STAGESCOPE_URL) does not answer" in done.stderr
+    # It is reached through the proxy, which must answer then.
+    environ = {"STAGESCOPE_URL": "http://head:8700", "STAGESCOPE_PROXY": "http://127.0.0.1:9"}
+    done = launch(*python("print('ran')"), environ=environ)
+    assert done.stdout == "ran\n"
+    way = (
+        "http://head:8700 (STAGESCOPE_URL) through the proxy http://127.0.0.1:9 (STAGESCOPE_PROXY)"
+    )
+    assert f"the service at {way} does not answer: [Errno 111]" in done.stderr
 
 
 def test_nothing_of_stagescope_is_imported_without_a_trainer() -> None:
@@ -177,6 +186,41 @@ def test_a_function_that_is_missing_is_said_in_one_line(trainer: dict[str, str])
     loop.unlink()
     done = run_with(trainer, "import other_trainer; print('ran')")
     assert done.stderr.splitlines() == ["not reported with other_trainer 1: steps"]
+
+
+def test_a_version_that_was_not_tried_is_said_in_one_line(tmp_path: Path) -> None:
+    """Of each trainer: a package of its name, of a version that nobody tried."""
+    for each in registry.INTEGRATIONS:
+        if each.tried is None or each.attaches_itself:
+            continue
+        package = tmp_path / each.package
+        package.mkdir()
+        (package / "__init__.py").write_text("__version__ = '99.0'\n")
+    (tmp_path / "no_hooks.py").write_text("def patches():\n    return []\n")
+    path = os.pathsep.join(
+        [str(registry.BOOTSTRAP), str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    )
+    table = ",".join(f"{each.package}=no_hooks" for each in registry.INTEGRATIONS[1:])
+    code = (
+        "import importlib.metadata as m\nm.version = m.metadata = lambda name: m.distribution('-')"
+    )
+    code += "".join(
+        f"\nimport {each.package}"
+        for each in registry.INTEGRATIONS
+        if each.tried is not None and not each.attaches_itself
+    )
+    done = run_with({"PYTHONPATH": path, registry.VARIABLE: table}, code)
+    assert done.returncode == 0, done.stderr
+    expected = [
+        f"{each.name} 99.0 was not tried with stagescope: {each.tried}"
+        if each.states_version
+        else f"the version of {each.name} is not known: {each.tried}"
+        for each in registry.INTEGRATIONS
+        if each.tried is not None and not each.attaches_itself
+    ]
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True))
 
 
 def test_an_integration_that_fails_ends_nothing(trainer: dict[str, str]) -> None:

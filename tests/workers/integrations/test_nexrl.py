@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.support import nexrl_fakes
+from tests.support import contracts, nexrl_fakes
 from tests.support.api import Service, service
 
 from stagescope_workers.integrations import registry
@@ -357,3 +357,10 @@ def test_a_trainer_by_the_configuration_is_attached_once(nexrl: NexRL) -> None:
     with pytest.raises(AttributeError, match="RemoteApiGrpoTrainer"):
         _ = door.Nonsense
     delattr(door, "SelfHostedGrpoTrainer")
+
+
+def test_the_fakes_are_as_recorded(nexrl: NexRL) -> None:
+    def find(module: str, path: str) -> object:
+        return contracts.at_path(importlib.import_module(module), path)
+
+    assert contracts.fakes_differ("nexrl", find) == []

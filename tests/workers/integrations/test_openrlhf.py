@@ -161,6 +161,36 @@ def test_steps_are_numbered_as_openrlhf_logs_them_and_tokens_count_once(live: Se
         assert answer["metrics"]["per_round/total_rounds"] == 2
     rows = live.get("/steps/2/scalars", run="r")["rows"]
     assert {row["name"] for row in rows} == {"policy_loss", "actor_lr"}
+    # Each row is a sample of its prompt's group, with its reward.
+    rows = live.get("/steps/2/samples", run="r")["rows"]
+    assert {row["sample_uid"]: row["reward"] for row in rows} == {
+        f"0-{part}-{row}": float(row % 2) for part in (0, 1) for row in range(ROWS)
+    }
+    assert len({row["group_id"] for row in rows}) == 2
+    diagnosis = live.get("/runs/r/diagnosis", limit=1000)["rows"]
+    verdicts = {row["rule"]: row["verdict"] for row in diagnosis}
+    assert verdicts["groups_equal"] == "not found"
+
+
+def test_the_weights_that_the_loss_applies_reach_the_service(live: Service) -> None:
+    live.engine.keep("old_log_probs", "rollout_log_probs", "response_mask", "rollout_is_weights")
+    told = arguments("weights")
+    vars(told.algo.advantage).update(
+        is_correction_level="token", is_correction_mode="mask", is_correction_gating="ratio",
+        is_correction_threshold=[0.95, 1.05],
+    )  # fmt: skip
+    trainer = ActorPPOTrainer(DeepspeedStrategy(told))
+    trainer.ppo_train(0.0)
+    assert finish(30, run="weights")
+    p, q = chosen(trainer.seen)
+    ratio = np.exp(p - q)
+    applied = np.where((ratio >= 0.95) & (ratio <= 1.05), ratio, 0.0)
+    metrics = live.get("/steps/1/metrics", run="weights")["metrics"]
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(applied.mean(), rel=1e-9)
+    assert metrics["rollout_corr/rollout_is_truncated"] == 1.0
+    rows = live.get("/steps/1/loss", run="weights")["rows"]
+    fates = {row["fate"]: row["tokens"] for row in rows}
+    assert sum(count for fate, count in fates.items() if "weight" in fate) == (applied == 0).sum()
 
 
 def test_a_stream_of_zeros_is_left_out_and_named(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.support.api import Service, service
+from tests.support.stores import rows_of
 from tests.workers.integrations.test_launcher import LAUNCH
 
 pytest.importorskip("trl")
@@ -50,11 +51,21 @@ def loss(model, inputs):
     })
     return value
 
+rewarded, score = [], trainer._calculate_rewards
+
+def rewards(*args, **kwargs):
+    found = score(*args, **kwargs)
+    rewarded.append({"step": trainer.state.global_step + 1, "rewards": found.sum(1).tolist()})
+    return found
+
 trainer._compute_loss, trainer._get_per_token_logps_and_entropies = loss, pass_
+trainer._calculate_rewards = rewards
 trainer.train(resume_from_checkpoint=options.resume or None)
 weights = {name: value.double().sum().item() for name, value in trainer.model.state_dict().items()}
 with open(os.path.join(options.directory, "seen.json"), "w") as file:
-    json.dump({"seen": seen, "weights": weights, "log": trainer.state.log_history}, file)
+    json.dump({
+        "seen": seen, "rewarded": rewarded, "weights": weights, "log": trainer.state.log_history
+    }, file)
 """
 
 
@@ -103,6 +114,14 @@ def tokens(seen: list[dict[str, torch.Tensor]], step: int) -> tuple[np.ndarray, 
     )
 
 
+def unmeasured_groups(live: Service, run: str) -> set[str]:
+    """Return the doctor's rules on groups of samples that could not be measured."""
+    rows = live.get(f"/runs/{run}/diagnosis", limit=1000)["rows"]
+    rules = {row["rule"]: row["verdict"] for row in rows if row["rule"].startswith("groups_")}
+    assert len(rules) == 4
+    return {rule for rule, verdict in rules.items() if verdict == "not measured"}
+
+
 def test_a_training_is_reported_exactly_and_stays_as_it_was(live: Service, tmp_path: Path) -> None:
     """Two rounds and more, streams of the update's own passes, numbers in TRL's own log."""
     options = ("--steps", "3", "--report-to", "tensorboard", "--beta", "0.04")
@@ -122,10 +141,18 @@ def test_a_training_is_reported_exactly_and_stays_as_it_was(live: Service, tmp_p
             np.abs(np.exp(p) - np.exp(q)).max(), rel=1e-9
         )
         assert metrics["per_round/total_rounds"] >= 2
+        [rewarded] = [each["rewards"] for each in had["rewarded"] if each["step"] == step]
+        rows = live.get(f"/steps/{step}/samples", run="r")["rows"]
+        found = {(row["sample_uid"], row["group_id"]): row["reward"] for row in rows}
+        assert found == {
+            (f"{row // 4}-{row % 4}", str(row // 4)): pytest.approx(reward)
+            for row, reward in enumerate(rewarded)
+        }
         stages = {row["stage"] for row in live.get(f"/steps/{step}/stages", run="r")["rows"]}
         assert stages == {
             "rollout_generate", "compute_rm_score", "ref_compute_log_prob", "actor_update"
         }  # fmt: skip
+    assert unmeasured_groups(live, "r") == set()
     # However late they came, every step's numbers are in TRL's TensorBoard, once and at its step.
     board = EventAccumulator(str(next((tmp_path / "with").rglob("events.out.tfevents*")).parent))
     board.Reload()
@@ -164,6 +191,17 @@ def test_streams_before_the_update_where_trl_computes_them(live: Service, tmp_pa
         assert answer["stage"] == "actor_compute_log_prob"
         assert answer["coverage"]["tokens"] == len(p)
         assert answer["metrics"]["rollout_corr/kl"] == pytest.approx((q - p).mean(), rel=1e-9)
+    # The second step trains parts of the groups, which are no groups of its own.
+    [attempt] = [
+        row["attempt_id"] for row in rows_of(live.store, "attempts") if row["run"] == "old"
+    ]
+    grouped = [
+        row for row in rows_of(live.store, "samples")
+        if row["attempt_id"] == attempt and row["group_id"] is not None
+    ]  # fmt: skip
+    assert {row["step"] for row in grouped} == {1, 3}
+    assert None not in {row["reward"] for row in grouped}
+    assert unmeasured_groups(live, "old") == set()
 
 
 def test_generation_without_log_probs_is_not_measured_and_why(
@@ -173,6 +211,7 @@ def test_generation_without_log_probs_is_not_measured_and_why(
     problem = live.problem(404, "/steps/1/metrics", run="hf")
     assert "log_probs, response_mask, responses" in problem["detail"]
     assert "rollout_log_probs" in problem["expected"]
+    assert unmeasured_groups(live, "hf") == set()  # the rewards are there
 
 
 def test_an_update_is_reported_that_has_the_trainers_log_probs_alone(

@@ -64,32 +64,76 @@ def captures_from_verl(config: object) -> list[CaptureRequest]:
         return []
     strict = _lookup(block, "strict") is True
     try:
-        return _captures(config, profiler, block, strict)
+        captures, notes = _captures(config, profiler, block, strict)
     except InvalidPlan as error:
         if strict:
             raise
         _log.warning("verl's precision_debugger block is ignored: %s", error)
         return []
+    for note in notes:
+        _log.warning("verl's precision_debugger block: %s", note)
+    return captures
+
+
+def otherwise_in_verl(config: object, version: str) -> str:
+    """Return in one line what verl itself would do otherwise with its block; empty for nothing.
+
+    verl (0.8 to 0.10.0.dev0) ignores `precision_debugger.steps`, and opens every rank of an enabled
+    role whatever its `ranks` say. stagescope keeps the documented rule.
+
+    Args:
+        config: As `captures_from_verl` gets it.
+        version: Of the installed verl.
+    """
+    profiler = _lookup(config, "global_profiler")
+    block = _lookup(profiler, "global_tool_config", _TOOL)
+    if _lookup(profiler, "tool") != _TOOL or block is None or _lookup(block, "enable") is False:
+        return ""
+    try:
+        ours, _ = _captures(config, profiler, block, strict=False)
+        theirs, _ = _captures(config, profiler, block, strict=False, as_verl=True)
+    except InvalidPlan:
+        return ""  # `captures_from_verl` says why
+    found: list[str] = []
+    inner = _lookup(block, "steps")
+    if _all_steps(ours) != _all_steps(theirs):
+        found.append(
+            f"ignores precision_debugger.steps ({inner}) and captures "
+            f"{_text_of(_all_steps(theirs))}, stagescope {_text_of(_all_steps(ours))}"
+        )
+    ranks = {each["capture_id"]: each["ranks"] for each in theirs}
+    for each in ours:
+        if ranks.get(each["capture_id"], each["ranks"]) != each["ranks"]:
+            role = each["capture_id"].removeprefix("verl-")
+            found.append(f"captures every rank of {role}, stagescope ranks {each['ranks']}")
+    return f"precision_debugger: verl {version} {'; it '.join(found)}" if found else ""
+
+
+def _all_steps(captures: Sequence[CaptureRequest]) -> object:
+    return captures[0]["steps"] if captures else []
+
+
+def _text_of(steps: object) -> str:
+    return f"steps {steps}" if steps else "nothing"
 
 
 def _captures(
-    config: object, profiler: object, block: object, strict: bool
-) -> list[CaptureRequest]:
+    config: object, profiler: object, block: object, strict: bool, *, as_verl: bool = False
+) -> tuple[list[CaptureRequest], list[str]]:
+    """Return the captures and notes; `as_verl` without what verl ignores."""
     notes: list[str] = []
     stages = _stages(block, strict, notes)
-    steps = _steps(profiler, block, notes)
+    steps = _steps(profiler, None if as_verl else block, notes)
     config_path = _lookup(block, "config_path")
     if not config_path:
         notes.append("precision_debugger.config_path is not set: verl captures nothing without it")
-    for note in notes:
-        _log.warning("verl's precision_debugger block: %s", note)
     if not steps or not config_path:
-        return []
+        return [], notes
     data_dir = _lookup(block, "data_dir")
     captures: list[CaptureRequest] = []
     for role, role_stages in _STAGES_BY_ROLE.items():
         path = _BLOCK_BY_ROLE[role]
-        ranks = _ranks(_lookup(config, *path), ".".join(path), str(config_path))
+        ranks = _ranks(_lookup(config, *path), ".".join(path), str(config_path), as_verl)
         requested = [stage for stage in role_stages if stage in stages]
         if ranks is None or not requested:
             continue
@@ -121,7 +165,7 @@ def _captures(
                 "notes": [*notes, *rule],
             }
         )
-    return captures
+    return captures, notes
 
 
 def _lookup(node: object, *path: str) -> object:
@@ -174,12 +218,13 @@ def _steps(profiler: object, block: object, notes: list[str]) -> list[int]:
     return both
 
 
-def _ranks(block: object, name: str, config_path: str) -> list[int] | str | None:
+def _ranks(block: object, name: str, config_path: str, as_verl: bool) -> list[int] | str | None:
     """Return the ranks that a role's profiler block chooses, or None where it is off."""
     if not _lookup(block, "enable"):
         return None
     all_ranks = _lookup(block, "all_ranks")
-    named = None if all_ranks else _numbers(_lookup(block, "ranks"), f"{name}.ranks")
+    every = all_ranks or as_verl
+    named = None if every else _numbers(_lookup(block, "ranks"), f"{name}.ranks")
     chosen = _msprobe_ranks(config_path) or named
     return sorted(chosen) if chosen else "all"
 

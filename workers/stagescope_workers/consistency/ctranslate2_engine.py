@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from stagescope.engines import EngineInfo, Generation, Prompt, Sampling
 from stagescope.engines.base import check_ids
+from stagescope.versions import install_command
 from stagescope.wire.errors import EngineError, InvalidInput, MissingExtra, NotFound
 
 try:
@@ -19,7 +20,7 @@ try:
 except ImportError as error:
     raise MissingExtra(
         "an engine of CTranslate2 needs ctranslate2, which is not installed",
-        advice="pip install ctranslate2, or 'stagescope[example]'",
+        advice=f"pip install ctranslate2, or {install_command('example')}",
     ) from error
 
 _MAX_VOCABULARY_BYTES: Final = 64 << 20

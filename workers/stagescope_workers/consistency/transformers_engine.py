@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from stagescope.engines import EngineInfo, Generation, Prompt, Sampling, vision_part
 from stagescope.engines.base import check_ids, check_prompt
+from stagescope.versions import install_command
 from stagescope.wire.errors import InvalidInput, MissingExtra, NotFound
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_workers.consistency.prompts import Tokenizer
@@ -25,7 +26,7 @@ try:
 except ImportError as error:
     raise MissingExtra(
         f"transformers needs {error.name}, which is not installed",
-        advice="pip install torch transformers, or 'stagescope[example]'",
+        advice=f"pip install torch transformers, or {install_command('example')}",
     ) from error
 
 _POSITIONS: Final = 512

@@ -7,14 +7,12 @@ import importlib.util
 
 import click
 
-from stagescope import versions
 from stagescope_workers.integrations.patches import Patch
 from stagescope_workers.integrations.registry import (
     INTEGRATIONS,
     Integration,
     install,
     integration,
-    remarks,
 )
 
 
@@ -25,7 +23,8 @@ def main(name: str | None) -> None:
     if name is None:
         for each in INTEGRATIONS:
             door = "by itself" if each.attaches_itself else "stagescope run"
-            click.echo(f"{each.name:10} {_version(each):16} {door}")
+            version, tried = _version(each), f"tried: {each.tried}" if each.tried else ""
+            click.echo(f"{each.name:10} {version:16} {door:16} {tried}".rstrip())
         return
     found = integration(name)
     if found is None:
@@ -37,7 +36,7 @@ def main(name: str | None) -> None:
 def show(found: Integration) -> None:
     """Print each patch of a trainer, and its state in the version that is installed."""
     click.echo(f"{found.distribution} {_version(found)}")
-    for remark in remarks([found]):
+    if (found.version() or _is_there(found)) and (remark := found.remark()):
         click.echo(remark)
     if found.attaches_itself:
         importlib.import_module(found.package)  # logs the missing hooks
@@ -51,10 +50,11 @@ def show(found: Integration) -> None:
 
 def _version(found: Integration) -> str:
     """Return the installed version, or how else the trainer is found: many run from a checkout."""
-    version = versions.installed(found.distribution)
-    if version is not None:
-        return version
-    return "not installed" if importlib.util.find_spec(found.package) is None else "a checkout"
+    return found.version() or ("a checkout" if _is_there(found) else "not installed")
+
+
+def _is_there(found: Integration) -> bool:
+    return importlib.util.find_spec(found.package) is not None
 
 
 def _state(patch: Patch) -> str:

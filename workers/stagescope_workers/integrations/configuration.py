@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from stagescope.wire.names import run_name
 from stagescope.wire.nonfinite import Json
 from stagescope_workers.probe.identity import has_password, hide, is_secret, visible_arguments
 
-_NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _MIN_SECRET_LENGTH: Final = 8
-_MAX_NAME_LENGTH: Final = 100
 MAX_LEAVES: Final = 990
 
 
 def named_run(name: str, *, fallback: str) -> str:
     """Return STAGESCOPE_RUN, else `name`, as a valid run name; `fallback` where nothing is left."""
-    name = os.environ.get("STAGESCOPE_RUN") or name
-    valid = _NOT_IN_NAMES.sub("-", name).strip(".-") or fallback
-    if name.isascii() and len(valid) <= _MAX_NAME_LENGTH:
-        return valid
-    # Names that are truncated or have other letters must still differ.
-    checksum = hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:8]
-    return f"{valid[: _MAX_NAME_LENGTH - 9]}-{checksum}"
+    return run_name(os.environ.get("STAGESCOPE_RUN") or name, fallback=fallback)
 
 
 def lookup(node: Any, *path: str) -> Any:

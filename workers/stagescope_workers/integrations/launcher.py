@@ -16,10 +16,10 @@ from typing import Final, NoReturn
 
 import click
 
-from stagescope import discovery
+from stagescope import discovery, proxies
 from stagescope.wire import spool
 from stagescope.wire.errors import StagescopeError
-from stagescope.wire.schema import check_run_name
+from stagescope.wire.names import run_name
 from stagescope_workers.integrations.registry import environment
 
 _NOT_FOUND: Final = 127
@@ -41,7 +41,7 @@ def run(run: str | None, attempt: str | None, command: tuple[str, ...]) -> NoRet
     (`python -m stagescope_workers.integrations` lists them); everything else just runs.
     """
     if run is not None:
-        check_run_name(run)
+        run = run_name(run)
     click.echo(f"stagescope run: {service_line()}", err=True)
     key = attempt or attempt_key(command, os.environ)
     added = environment(os.environ, run=run, attempt_key=key)
@@ -67,22 +67,14 @@ def service_line() -> str:
             "no service is known here, nothing is reported unless the training joins the Ray "
             "cluster of one: start one with `stagescope serve`, or set STAGESCOPE_URL"
         )
-    reason = _refused(location.url)
-    if reason:
-        return f"the service at {location.url} ({location.found}) does not answer: {reason}"
-    return f"reports to {location.url} ({location.found})"
-
-
-def _refused(url: str) -> str:
-    import httpx
-
-    parsed = httpx.URL(url)
-    address = (parsed.host, parsed.port or (443 if parsed.scheme == "https" else 80))
+    service = f"{location.url} ({location.found})"
     try:
+        service += proxies.way_to(location.url)
+        address = proxies.first_address(location.url)
         socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
-        return str(error)
-    return ""
+    except (OSError, StagescopeError) as error:
+        return f"the service at {service} does not answer: {error}"
+    return f"reports to {service}"
 
 
 def attempt_key(command: Sequence[str], environ: Mapping[str, str]) -> str | None:

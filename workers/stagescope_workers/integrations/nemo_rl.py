@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from stagescope_workers.compat import read_batch
+from stagescope_workers.integrations import weights
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch, Wrap
@@ -167,13 +168,20 @@ def settings(config: Any) -> dict[str, object]:
 def statistics_settings(config: object) -> dict[str, object]:
     """Return the settings that the statistics depend on: which importance weights are applied."""
     loss = lookup(config, "loss_fn")
+    if not weights.has(loss, "use_importance_sampling_correction"):
+        return weights.not_known("NeMo-RL", "loss_fn.use_importance_sampling_correction")
     if not lookup(loss, "use_importance_sampling_correction"):
         return {}
-    threshold = lookup(loss, "truncated_importance_sampling_ratio")
+    low, high = (lookup(loss, f"truncated_importance_sampling_ratio{end}") for end in ("_min", ""))
     kind = lookup(loss, "truncated_importance_sampling_type") or "tis"
-    if threshold is None or kind != "tis" or lookup(loss, "sequence_level_importance_ratios"):
-        return {}
-    return {"rollout_is": "token", "rollout_is_threshold": threshold}
+    if lookup(loss, "sequence_level_importance_ratios"):
+        return weights.not_computed("NeMo-RL", "it sets sequence_level_importance_ratios")
+    if high is None:
+        return weights.applied("NeMo-RL", "token", "cut", low=None, high=None)
+    if kind not in ("tis", "icepop"):
+        return weights.not_computed("NeMo-RL", f"its truncated_importance_sampling_type is {kind}")
+    outside: weights.Outside = "cut" if kind == "tis" else "zero"
+    return weights.applied("NeMo-RL", "token", outside, low=low, high=high)
 
 
 def _in_stage(name: str) -> Wrap:

@@ -1,8 +1,8 @@
 """OpenRLHF's `ActorPPOTrainer` on each DeepSpeed rank: streams, stages and scalars of the update.
 
-Whole trainings of OpenRLHF 0.11.0 ran on CPU with it. A global step is one call of `ppo_train`,
-numbered as OpenRLHF logs it: the first is 1, later ones go on from the checkpoint that was loaded,
-and `critic.freezing_steps` without an actor's update are counted too.
+Whole trainings of OpenRLHF 0.11.0 ran on CPU with it; 0.11.2 was read. A global step is one call
+of `ppo_train`, numbered as OpenRLHF logs it: the first is 1, later ones go on from the checkpoint
+that was loaded, and `critic.freezing_steps` without an actor's update are counted too.
 
 Every tensor of an `Experience` is as wide as `action_mask`, one less than `sequences`: index t is
 of token t + 1. `action_log_probs` are the trainer's before the update. OpenRLHF's agents fill in
@@ -17,9 +17,10 @@ import functools
 import logging
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from stagescope_workers.compat import read_batch
+from stagescope_workers.integrations import weights
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch
@@ -105,6 +106,8 @@ class Experience(Protocol):
 
     action_mask: torch.Tensor
     """[rows, response tokens]."""
+    action_log_probs: torch.Tensor | None
+    rollout_log_probs: torch.Tensor
     sequences: torch.Tensor
     """Prompts and responses."""
 
@@ -117,6 +120,7 @@ class Training:
         resumed: The global step of the checkpoint, 0 without one.
         calls: How often `ppo_train` was called.
         epoch, minibatch: Of the `training_step` that is running, or ran last.
+        data_rank: The same number for ranks that hold the same rows.
     """
 
     resumed: int = 0
@@ -124,6 +128,7 @@ class Training:
     epoch: int = -1
     minibatch: int = -1
     probe: Probe | None = None
+    data_rank: int = 0
 
     def step(self, arguments: object) -> int:
         """Return the global step that is being trained, or was last."""
@@ -153,12 +158,15 @@ def probe_of(trainer: Trainer) -> Probe:
         arguments = trainer.strategy.args
         joined = dist.is_available() and dist.is_initialized()
         name = lookup(arguments, "logger", "wandb", "run_name") or "openrlhf"
+        rank = dist.get_rank() if joined else 0
+        data_rank = _data_rank(trainer.strategy)
+        found.data_rank = rank if data_rank is None else data_rank
         found.probe = init(
             named_run(str(name), fallback="openrlhf"),
             role="actor",
-            rank=dist.get_rank() if joined else 0,
+            rank=rank,
             world_size=dist.get_world_size() if joined else 1,
-            data_rank=_data_rank(trainer.strategy),
+            data_rank=data_rank,
             layout={"framework": "openrlhf"},
             settings={**statistics_settings(arguments), "openrlhf": settings(arguments)},
             resumed_from_step=found.resumed or None,
@@ -190,16 +198,101 @@ def _tree(node: object) -> dict[object, object]:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Correction:
+    """OpenRLHF's importance correction, by the names of 0.11.2.
+
+    Attributes:
+        level: Whether the gate reads each token, or the mean of a sequence.
+        mode: Whether a weight beyond the bounds is set to 0, or cut to the bound.
+        gating: What the gate reads: the weight itself, or a divergence of the token's two
+            probabilities.
+        low, high: The bounds of what the gate reads.
+    """
+
+    level: str
+    mode: str
+    gating: str
+    low: float
+    high: float
+
+
+_OLDER: Final = {
+    "tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")
+}  # fmt: skip
+"""`is_correction_type` until 0.11.1 -> level and mode."""
+
+
+def correction(arguments: object) -> Correction | Literal["off", "unknown"]:
+    """Return the correction that the loss applies; 'unknown' where no known option tells."""
+    options = lookup(arguments, "algo", "advantage")
+    if weights.has(options, "is_correction_level"):
+        level = str(lookup(options, "is_correction_level"))
+        mode = str(lookup(options, "is_correction_mode"))
+        gating = str(lookup(options, "is_correction_gating"))
+    elif weights.has(options, "is_correction_enable"):
+        kind = str(lookup(options, "is_correction_type"))
+        known = _OLDER.get(kind, (kind, kind))
+        level, mode = known if lookup(options, "is_correction_enable") else ("off", "off")
+        gating = "ratio"
+    else:
+        return "unknown"
+    if level == "off" or lookup(arguments, "actor", "policy_loss_type") not in (None, "ppo"):
+        return "off"
+    bounds = lookup(options, "is_correction_threshold")
+    if not isinstance(bounds, list | tuple) or len(bounds) not in (1, 2):
+        return "unknown"
+    low = float(bounds[0]) if len(bounds) == 2 else 0.0
+    return Correction(level, mode, gating, low, float(bounds[-1]))
+
+
 def statistics_settings(arguments: object) -> dict[str, object]:
     """Return the settings that the statistics depend on: which importance weights are applied."""
-    if not lookup(arguments, "algo", "advantage", "is_correction_enable"):
+    found = correction(arguments)
+    if found == "off":
         return {}
-    kind = lookup(arguments, "algo", "advantage", "is_correction_type")
-    bounds = lookup(arguments, "algo", "advantage", "is_correction_threshold")
-    # Weights that are cut at both bounds, and masks, are none of those that the service computes.
-    if kind != "tis" or not isinstance(bounds, list | tuple) or len(bounds) != 2 or bounds[0]:
-        return {}
-    return {"rollout_is": "token", "rollout_is_threshold": bounds[1]}
+    if found == "unknown":
+        return weights.not_known(
+            "OpenRLHF", "algo.advantage.is_correction_level", "is_correction_enable"
+        )
+    if (found.level, found.gating) == ("token", "ratio") and found.mode in ("clip", "mask"):
+        outside: weights.Outside = "cut" if found.mode == "clip" else "zero"
+        return weights.applied("OpenRLHF", "token", outside, low=found.low, high=found.high)
+    return weights.not_computed(
+        "OpenRLHF",
+        f"its loss drops tokens by {found.gating} of each {found.level} (mode {found.mode})",
+    )
+
+
+def applied_weights(
+    found: Correction, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the weight by which the loss multiplies each token, [rows, tokens].
+
+    None where the correction has a form that is not known.
+    """
+    log_ratio = (old - rollout).detach()
+    ratio = log_ratio.exp()
+    if found.gating == "ratio":
+        gated = log_ratio
+    elif found.gating in ("binary_kl", "tv"):
+        p, q = (each.detach().exp().clamp(1e-6, 1 - 1e-6) for each in (rollout, old))
+        of_token = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+        gated = of_token if found.gating == "binary_kl" else (p - q).abs()
+    else:
+        return None
+    if found.level == "seq":
+        count = mask.sum(-1, keepdim=True).clamp(min=1)
+        gated = (gated * mask).sum(-1, keepdim=True) / count
+    elif found.level != "token":
+        return None
+    if found.gating == "ratio":
+        gated = gated.exp()
+    if found.mode == "clip":
+        return gated.clamp(min=found.low, max=found.high).expand(ratio.shape)
+    if found.mode != "mask":
+        return None
+    return ratio.where((gated >= found.low) & (gated <= found.high), ratio.new_zeros(()))
 
 
 def wrap_load(function: Function) -> Function:
@@ -293,7 +386,8 @@ def wrap_training_step(function: Function) -> Function:
             with guarded("streams and samples"):
                 # Later epochs train on the same samples: their tokens count once.
                 if training(trainer).epoch == 0 and stage is not None:
-                    stage.record(recorded(experience, trainer.args))
+                    names = samples(training(trainer), experience)
+                    stage.record({**recorded(experience, trainer.args), **names})
             result = function(trainer, experience, kl_ctl, step, *args, **kwargs)
             with guarded("scalars"):
                 if stage is not None:
@@ -312,6 +406,14 @@ def recorded(experience: Experience, arguments: object) -> dict[str, object]:
     del found["producers"]
     mask = experience.action_mask
     found["responses"] = experience.sequences[:, -mask.shape[1] :]
+    if "rollout_log_probs" in found and experience.action_log_probs is not None:
+        how = correction(arguments)
+        if isinstance(how, Correction):
+            applied = applied_weights(
+                how, experience.action_log_probs, experience.rollout_log_probs, mask
+            )
+            if applied is not None:
+                found["rollout_is_weights"] = applied
     rewards = getattr(experience, "rewards", None)
     if rewards is not None and rewards.dim() == 1:
         found["rewards"] = rewards
@@ -328,6 +430,12 @@ def recorded(experience: Experience, arguments: object) -> dict[str, object]:
         streams["rollout"] = {"producer": "vllm", "engine": "vllm", **sampled}
     found["streams"] = streams
     return found
+
+
+def samples(found: Training, experience: Experience) -> dict[str, list[str]]:
+    """Return ids of a micro-batch's rows; ranks that hold the same rows agree."""
+    rows = range(experience.action_mask.shape[0])
+    return {"sample_ids": [f"{found.data_rank}-{found.minibatch}-{row}" for row in rows]}
 
 
 def _prompt_id(prompt: object) -> str:

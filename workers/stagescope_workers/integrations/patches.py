@@ -18,6 +18,8 @@ _log = logging.getLogger("stagescope.integrations")
 Function = Callable[..., Any]
 Wrap = Callable[[Function], Function]
 """Returns the replacement of a function; it must call the function."""
+Remark = Callable[[ModuleType], str]
+"""Returns the line about a package's version, empty where there is none."""
 
 WAITING: Final = "waiting"
 """The module was not imported here."""
@@ -94,10 +96,13 @@ class Patches:
     Args:
         patches: The patches.
         package: Logged is what it lacks, as soon as it is imported; None: the caller logs that.
+        remark: Returns the line about a version of the imported `package` that was not tried.
     """
 
-    def __init__(self, patches: Iterable[Patch], package: str | None = None) -> None:
-        self._package = package
+    def __init__(
+        self, patches: Iterable[Patch], package: str | None = None, remark: Remark | None = None
+    ) -> None:
+        self._package, self._remark = package, remark
         self._by_module: dict[str, list[Patch]] = {} if package is None else {package: []}
         for patch in patches:
             self._by_module.setdefault(patch.module, []).append(patch)
@@ -146,7 +151,7 @@ class Patches:
         if missing and os.environ.get("RANK", "0") == "0":
             _log.warning("not reported with this version: %s", "; ".join(map(str, missing)))
         if name == self._package:
-            log_missing_hooks(self, name)
+            log_version(self, name, self._remark)
 
 
 class _PatchingLoader:
@@ -176,12 +181,17 @@ def _is_loading(module: ModuleType) -> bool:
     return bool(getattr(spec, "_initializing", False))
 
 
-def log_missing_hooks(patches: Iterable[Patch], package: str) -> None:
-    """Log in one line what is not reported with the version of `package` that is imported here."""
+def log_version(patches: Iterable[Patch], package: str, remark: Remark | None = None) -> None:
+    """Log what is not reported with the version of `package` that is imported here.
+
+    One line says that the version was not tried, and one which of its modules are missing.
+    """
     module = sys.modules.get(package)
     # Every rank finds the same: rank 0 logs it.
     if module is None or os.environ.get("RANK", "0") != "0":
         return
+    if remark is not None and (line := remark(module)):
+        _log.warning("%s", line)
     version = str(getattr(module, "__version__", "of unknown version"))
     missing = missing_hooks(patches, module)
     if missing:

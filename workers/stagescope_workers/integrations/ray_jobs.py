@@ -13,15 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from stagescope import proxies
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import Function, Patch
 from stagescope_workers.integrations.registry import VARIABLE, environment
 
 _PATHS: Final = ("STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE", "STAGESCOPE_DATA_DIR")
-# No token: Ray shows a job's variables to everybody with access to the job. The path of a token
-# file is not a secret, and each process reads the file.
+# No token, and no proxy with a password: Ray shows a job's variables to everybody with access to
+# the job. The path of a token file is not a secret, and each process reads the file.
 PASSED_VARIABLES: Final = (
-    VARIABLE, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", *_PATHS
+    VARIABLE, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", proxies.VARIABLE, *_PATHS
 )  # fmt: skip
 _JOB_VARIABLE: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Of a driver that `ray job submit` started: JSON with the job's runtime environment."""
@@ -65,6 +66,8 @@ def with_variables(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _passed() -> dict[str, str]:
     found = {name: os.environ[name] for name in PASSED_VARIABLES if os.environ.get(name)}
+    if "@" in found.get(proxies.VARIABLE, ""):
+        del found[proxies.VARIABLE]
     for name in _PATHS:
         if name in found:
             found[name] = str(Path(found[name]).expanduser().absolute())

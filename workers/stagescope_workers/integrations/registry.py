@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 from stagescope import versions
+from stagescope.versions import Tried
 from stagescope_workers.integrations.patches import Patches
 
 BOOTSTRAP: Final = Path(__file__).with_name("bootstrap")
@@ -33,27 +35,46 @@ class Integration:
         package: Its top-level package, whose first import installs the patches.
         module: Ours; `patches()` of it returns the list of patches.
         distribution: Its name for `pip install`, to find its version.
+        tried: The versions that were tried; docs/trainers.md tells how. None: not a trainer.
         attaches_itself: It loads its patches by an entry point, also without the launcher.
+        states_version: Whether `__version__` of the package is the version of its distribution.
     """
 
     name: str
     package: str
     module: str
     distribution: str
+    tried: Tried | None = None
     attaches_itself: bool = False
+    states_version: bool = True
+
+    def version(self, module: ModuleType | None = None) -> str | None:
+        """Return the installed version, else that which the imported `module` states; or None."""
+        found = versions.installed(self.distribution)
+        if found is None and self.states_version:
+            found = getattr(module, "__version__", None)
+        return found if isinstance(found, str) else None
+
+    def remark(self, module: ModuleType | None = None) -> str:
+        """Return one line where this version was not tried; empty where it was."""
+        return "" if self.tried is None else self.tried.remark(self.name, self.version(module))
 
 
 INTEGRATIONS: Final = (
-    Integration("verl", "verl", f"{_HERE}.verl.plugin", "verl", attaches_itself=True),
-    Integration("trl", "trl", f"{_HERE}.trl", "trl"),
-    Integration("nexrl", "nexrl", f"{_HERE}.nexrl.plugin", "NexRL"),
-    Integration("areal", "areal", f"{_HERE}.areal", "areal"),
-    Integration("slime", "slime", f"{_HERE}.slime", "slime"),
-    Integration("skyrl", "skyrl", f"{_HERE}.skyrl", "skyrl"),
-    Integration("openrlhf", "openrlhf", f"{_HERE}.openrlhf", "openrlhf"),
-    Integration("nemo-rl", "nemo_rl", f"{_HERE}.nemo_rl", "nemo-rl"),
+    Integration("verl", "verl", f"{_HERE}.verl.plugin", "verl", Tried("0.7", "0.10.0.dev0"),
+                attaches_itself=True),
+    Integration("trl", "trl", f"{_HERE}.trl", "trl", Tried("1.16", "1.16")),
+    Integration("nexrl", "nexrl", f"{_HERE}.nexrl.plugin", "NexRL", Tried("1.4.0", "1.4.0"),
+                states_version=False),  # 0.1.0, whatever it is
+    Integration("areal", "areal", f"{_HERE}.areal", "areal", Tried("1.0.4", "1.0.4")),
+    Integration("slime", "slime", f"{_HERE}.slime", "slime", Tried("0.3.1", "0.3.1")),
+    Integration("miles", "miles", f"{_HERE}.miles", "miles", Tried("0.1.0", "0.1.0")),
+    Integration("skyrl", "skyrl", f"{_HERE}.skyrl", "skyrl", Tried("0.3.0", "0.3.0")),
+    Integration("openrlhf", "openrlhf", f"{_HERE}.openrlhf", "openrlhf",
+                Tried("0.11.0", "0.11.2")),
+    Integration("nemo-rl", "nemo_rl", f"{_HERE}.nemo_rl", "nemo-rl", Tried("0.6.0", "0.6.0")),
     Integration("ray", "ray", f"{_HERE}.ray_jobs", "ray"),
-)
+)  # fmt: skip
 
 
 def watched() -> str:
@@ -69,14 +90,14 @@ def integration(name: str) -> Integration | None:
 
 def install(package: str, module: str) -> Patches:
     """Install the patches of an integration; what this version of `package` lacks is logged."""
-    installed = Patches(importlib.import_module(module).patches(), package)
+    found = next((each for each in INTEGRATIONS if each.package == package), None)
+    installed = Patches(
+        importlib.import_module(module).patches(),
+        package,
+        remark=None if found is None else found.remark,
+    )
     installed.install()
     return installed
-
-
-def remarks(integrations: Iterable[Integration]) -> list[str]:
-    """Return a line for each package whose installed version was not tried."""
-    return [str(remark) for remark in versions.remarks(each.distribution for each in integrations)]
 
 
 def environment(

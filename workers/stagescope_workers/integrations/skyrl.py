@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from stagescope_workers.compat import DIALECTS
+from stagescope_workers.integrations import weights
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch, Wrap
@@ -168,16 +169,27 @@ def settings(config: object) -> dict[str, object]:
     return visible_leaves(dict(dataclasses.asdict(config).items()))
 
 
+_THRESHOLDS: Final = {
+    "token": "token_tis_ratio_clip_high", "sequence": "sequence_tis_ratio_clip_high"
+}  # fmt: skip
+"""SkyRL's levels of truncated importance sampling -> the option with its bound."""
+
+
 def statistics_settings(config: object) -> dict[str, object]:
     """Return the settings that the statistics depend on: which importance weights are applied."""
     correction = lookup(config, "trainer", "algorithm", "off_policy_correction")
+    if not weights.has(correction, "tis_ratio_type"):
+        return weights.not_known("SkyRL", "trainer.algorithm.off_policy_correction.tis_ratio_type")
     kind = lookup(correction, "tis_ratio_type")
-    names = {
-        "token": "token_tis_ratio_clip_high",
-        "sequence": "sequence_tis_ratio_clip_high",
-    }
-    threshold = lookup(correction, names[kind]) if kind in names else None
-    return {} if threshold is None else {"rollout_is": kind, "rollout_is_threshold": threshold}
+    if kind is None:
+        return {}
+    if kind not in _THRESHOLDS:
+        return weights.not_computed("SkyRL", f"its tis_ratio_type is {kind}")
+    if not weights.has(correction, _THRESHOLDS[kind]):
+        return weights.not_known("SkyRL", _THRESHOLDS[kind])
+    return weights.applied(
+        "SkyRL", kind, "cut", low=None, high=lookup(correction, _THRESHOLDS[kind])
+    )
 
 
 def streams(config: object, names: Sequence[str]) -> dict[str, object]:

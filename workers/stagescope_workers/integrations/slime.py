@@ -12,13 +12,13 @@ switched on here for as long as it is not on already. Streams of context-paralle
 their parts, with the positions of their tokens: nothing is gathered.
 
 Read in slime of 2026-08-21, after its modules moved to `slime.observability` (#2298); where they
-are still in `slime.utils`, they are patched there.
+are still in `slime.utils`, they are patched there. miles, a fork of slime, is reported by the same
+functions: see `miles`.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import sys
 from argparse import Namespace
@@ -26,10 +26,11 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from stagescope_workers.integrations import megatron
+from stagescope_workers.integrations import megatron, registry, slime_modules
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import Function, Patch, Patches, Wrap
+from stagescope_workers.integrations.slime_modules import MILES, SLIME, Modules
 from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
@@ -37,12 +38,6 @@ from stagescope_workers.probe.stage import Stage
 if TYPE_CHECKING:
     import torch
 
-_ACTOR: Final = "slime.backends.megatron_utils.actor"
-_MODEL: Final = "slime.backends.megatron_utils.model"
-_LOSS: Final = "slime.backends.megatron_utils.loss"
-_SLICES: Final = "slime.backends.megatron_utils.cp_utils"
-_HOMES: Final = ("slime.observability", "slime.utils")
-"""Where timers and training data are, since 2026-08-21 and before."""
 _STAGES: Final = {
     "log_probs": "actor_compute_log_prob",
     "ref_log_probs": "ref_compute_log_prob",
@@ -70,6 +65,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.args: Namespace | None = None
+        self.modules = SLIME
         self.role = "actor"
         self.step: int | None = None
         self._probe: Probe | None = None
@@ -87,13 +83,17 @@ class Rank:
             step = self.step or 0
             assert self.args is not None
             self._probe = lifecycle.init(
-                run_name(self.args),
+                run_name(self.args, self.modules.package),
                 role=self.role,
                 rank=int(self.args.rank),
                 world_size=int(self.args.world_size),
-                data_rank=data_rank(layout),
-                layout={"framework": "slime", "engine": "megatron", **layout},
-                settings={"slime": settings(self.args)} if int(self.args.rank) == 0 else None,
+                data_rank=slime_modules.ranks(self.modules, layout)[1],
+                layout={"framework": self.modules.package, "engine": "megatron", **layout},
+                settings={
+                    # What the statistics depend on is of the rank that hands tensors over.
+                    **slime_modules.statistics_settings(self.modules.package, self.args),
+                    **(settings(self.modules, self.args) if int(self.args.rank) == 0 else {}),
+                },
                 resumed_from_step=step - 1 if step else None,
             )
         return self._probe
@@ -107,7 +107,7 @@ class Rank:
         version = self.step + 1 if name == "update_weights" else self.step
         self._open[name] = self.probe.begin(_STAGES[name], step=self.step, policy_version=version)
         if name == "actor_train":
-            self.is_capturing = start_capture()
+            self.is_capturing = start_capture(self.modules)
 
     def end(self, name: str) -> None:
         """End the stage of a timer; that of the update waits for its batch."""
@@ -126,7 +126,7 @@ class Rank:
         if self.update is None or step != self.step:
             return
         try:
-            self.update.record(payload(self.args, batch, captured))
+            self.update.record(payload(self.modules, self.args, batch, captured))
         finally:
             self._settle()
 
@@ -134,7 +134,9 @@ class Rank:
         if not self.is_capturing:
             return {}
         self.is_capturing = False
-        drained: Mapping[int, torch.Tensor] = sys.modules[_LOSS].drain_captured_log_probs()
+        drained: Mapping[int, torch.Tensor] = sys.modules[
+            self.modules.loss
+        ].drain_captured_log_probs()
         return drained
 
     def _settle(self) -> None:
@@ -146,9 +148,9 @@ class Rank:
 _rank: Final = Rank()
 
 
-def start_capture() -> bool:
+def start_capture(modules: Modules) -> bool:
     """Switch slime's capture of log-probs on, unless it is on; return whether it was done here."""
-    loss: ModuleType | None = sys.modules.get(_LOSS)
+    loss: ModuleType | None = sys.modules.get(modules.loss) if modules.captures else None
     if loss is None or not hasattr(loss, "enable_log_prob_capture"):
         return False
     if loss._LOG_PROB_CAPTURE is not None:
@@ -157,50 +159,37 @@ def start_capture() -> bool:
     return True
 
 
-def run_name(args: object) -> str:
+def run_name(args: object, package: str) -> str:
     """Return the run: W&B's names where it has them, else the folder that is saved to."""
     names = [getattr(args, name, None) for name in ("wandb_project", "wandb_group")]
     folder = getattr(args, "save", None) or getattr(args, "load", None) or ""
     given = "-".join(str(name) for name in names if name)
-    return named_run(given or os.path.basename(os.path.abspath(str(folder))), fallback="slime")
+    return named_run(given or os.path.basename(os.path.abspath(str(folder))), fallback=package)
 
 
-def settings(args: object) -> dict[str, object]:
+def settings(modules: Modules, args: object) -> dict[str, object]:
     """Return slime's arguments, without what may be secret."""
     plain = (str, int, float, bool, list, type(None))
-    return {
-        name: value if isinstance(value, plain) else str(value)
-        for name, value in visible_leaves(dict(vars(args).items())).items()
+    leaves = visible_leaves(dict(vars(args).items()))
+    found = {
+        name: value if isinstance(value, plain) else str(value) for name, value in leaves.items()
     }
-
-
-def data_rank(layout: Mapping[str, int]) -> int | None:
-    """Return the same number for ranks with the same tokens: of one data and context rank."""
-    state: ModuleType | None = sys.modules.get("megatron.core.parallel_state")
-    with guarded("the data-parallel rank"):
-        if state is not None and layout:
-            return int(state.get_data_parallel_rank(with_context_parallel=True))
-    return None
+    return {modules.package: found}
 
 
 def payload(
-    args: object, batch: Mapping[str, Any], captured: Mapping[int, torch.Tensor]
+    modules: Modules, args: object, batch: Mapping[str, Any], captured: Mapping[int, torch.Tensor]
 ) -> dict[str, object]:
     """Return a batch by the names of `Stage.record`: lists of rows, of this rank's tokens.
 
     Args:
+        modules: slime's, or those of its fork.
         args: slime's arguments.
         batch: Its `rollout_data`: response-only lists; streams are sliced by context parallelism.
         captured: Log-probs of the update's own pass, by position in the rollout.
     """
-    totals, responses = batch["total_lengths"], batch["response_lengths"]
-
-    def sliced(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            _slice(row, int(total), int(response))
-            for row, total, response in zip(rows, totals, responses, strict=True)
-        ]
-
+    responses = batch["response_lengths"]
+    sliced = functools.partial(slime_modules.sliced, modules, args, batch)
     tokens = [
         row[row.shape[0] - int(count) :]
         for row, count in zip(batch["tokens"], responses, strict=True)
@@ -209,7 +198,8 @@ def payload(
         "response_mask": sliced(batch["loss_masks"]),
         "responses": sliced(tokens),
     }
-    if megatron.layout().get("cp_size", 1) > 1:
+    layout = megatron.layout()
+    if layout.get("cp_size", 1) > 1:
         found["positions"] = sliced([_positions(row, row.shape[0]) for row in batch["loss_masks"]])
     for name in _BY_TOKEN:
         if batch.get(name):
@@ -223,6 +213,11 @@ def payload(
         found["rewards"] = [float(value) for value in batch["rewards"]]
     if positions is not None:
         found["sample_ids"] = [str(int(position)) for position in positions]
+    elif modules is MILES:
+        # Its ranks do not learn the positions: they name the rows that they share.
+        rows = slime_modules.ranks(modules, layout)[0]
+        if rows is not None:
+            found["sample_ids"] = [f"{rows}-{number}" for number in range(len(responses))]
     own = {"producer": "trainer", "engine": "megatron"}
     rollout = {"producer": "rollout", "engine": "sglang"}
     for ours, theirs in (
@@ -232,13 +227,6 @@ def payload(
         if getattr(args, theirs, None) is not None:
             rollout[ours] = getattr(args, theirs)
     return {**found, "streams": {"rollout": rollout, "old": own, "current": own}}
-
-
-def _slice(row: torch.Tensor, total: int, response: int) -> torch.Tensor:
-    """Return this context-parallel rank's part of a row that is whole."""
-    module = sys.modules.get(_SLICES)
-    slice_ = getattr(module, "slice_log_prob_with_cp", None)
-    return row if slice_ is None else slice_(row, total, response)
 
 
 def _positions(like: torch.Tensor, count: int) -> torch.Tensor:
@@ -301,6 +289,7 @@ def wrap_train(function: Function) -> Function:
     @functools.wraps(function)
     def run(actor: _Actor, rollout_id: int, *args: object, **kwargs: object) -> object:
         with guarded("a step"):
+            _rank.modules = slime_modules.of_module(function.__module__)
             _rank.args = actor.args
             _rank.role = str(getattr(actor, "role", "actor"))
             _rank.step = int(rollout_id)
@@ -363,41 +352,34 @@ def wrap_log(function: Function) -> Function:
     return run
 
 
-def patches() -> list[Patch]:
-    """Return the patches of a rank, at the import paths that this slime has."""
-    home = next((each for each in _HOMES if _has(f"{each}.train_data_utils")), _HOMES[0])
-    logs = home if _has(f"{home}.logging_utils") else "slime.utils"
-    hooks: list[tuple[str, str, Wrap, str]] = [
-        (f"{home}.timer", "Timer.start", wrap_start, "stages"),
-        (f"{home}.timer", "Timer.end", wrap_end, "stages"),
-        (f"{home}.train_data_utils", "save_debug_train_data", wrap_save, "streams and samples"),
-        (f"{logs}.logging_utils", "log", wrap_log, "scalars"),
-        (_ACTOR, "MegatronTrainRayActor.train_actor", wrap_train, "the number of the step"),
-        (_ACTOR, "MegatronTrainRayActor.train_critic", wrap_train, "the number of the step"),
-        (_MODEL, "get_batch", wrap_get_batch, "log-probs of the update's own pass"),
+def patches(modules: Modules = SLIME) -> list[Patch]:
+    """Return the patches of a rank, at the import paths that this slime, or its fork, has."""
+    actor, home = f"{modules.actor}:MegatronTrainRayActor", modules.home
+    hooks: list[tuple[str, Wrap, str]] = [
+        (f"{home}.timer:Timer.start", wrap_start, "stages"),
+        (f"{home}.timer:Timer.end", wrap_end, "stages"),
+        (f"{home}.{modules.data}:save_debug_train_data", wrap_save, "streams and samples"),
+        (f"{modules.log}:log", wrap_log, "scalars"),
+        (f"{actor}.train_actor", wrap_train, "the number of the step"),
+        (f"{actor}.train_critic", wrap_train, "the number of the step"),
     ]
-    return [Patch(module, path, wrap, purpose) for module, path, wrap, purpose in hooks]
-
-
-def _has(module: str) -> bool:
-    """Return whether a module of slime is there, without importing it."""
-    if module in sys.modules:
-        return True
-    package, _, name = module.rpartition(".")
-    found = importlib.util.find_spec("slime")
-    folders = [] if found is None else list(found.submodule_search_locations or ())
-    parts = [*package.split(".")[1:], f"{name}.py"]
-    return any(os.path.exists(os.path.join(folder, *parts)) for folder in folders)
+    if modules.captures:
+        batches = "log-probs of the update's own pass"
+        hooks.append((f"{modules.model}:get_batch", wrap_get_batch, batches))
+    found = []
+    for path, wrap, purpose in hooks:
+        module, _, name = path.partition(":")
+        found.append(Patch(module, name, wrap, purpose))
+    return found
 
 
 _installed: Patches | None = None
 
 
-def init(args: Namespace) -> None:
+def init(args: Namespace, modules: Modules = SLIME, integration: str = __name__) -> None:
     """Attach this rank; slime calls it by `--custom-megatron-init-path`, once and early."""
     global _installed
-    with guarded("attaching slime"):
+    with guarded(f"attaching {modules.package}"):
         _rank.args = args
         if _installed is None:
-            _installed = Patches(patches())
-            _installed.install()
+            _installed = registry.install(modules.package, integration)

@@ -12,6 +12,7 @@ from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.wire.framing import WirePayload
 from stagescope.wire.names import misspelt, misspelt_beside, misspelt_streams
 from stagescope.wire.nonfinite import Json
+from stagescope.wire.policy_versions import VERSION_NAMES, text_versions
 from stagescope.wire.schema import (
     DTYPE_BYTES,
     PAYLOAD_STRINGS,
@@ -88,6 +89,11 @@ class Draft:
                 expected="each name once in a stage",
                 advice="give each piece a stage of its own, with microbatch= or minibatch=",
             )
+        if name == "versions" and (named := text_versions(value)) is not None:
+            self._tensors[name], names = named
+            self._specs[name] = wire_spec(named[0])
+            self._meta |= {VERSION_NAMES: names} if names else {}
+            return
         # Names with one string per row come first: numpy arrays of objects are such lists.
         strings = strings_from(name, value)
         if strings is not None:

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from stagescope.wire.schema import HELLO, Sender
 from stagescope_workers.probe import identity
+from stagescope_workers.probe.code import script_of
 from stagescope_workers.probe.draft import plain
+from stagescope_workers.probe.launch import launch_text
 from stagescope_workers.probe.options import ProbeOptions
 from stagescope_workers.probe.stage_tracker import StageTracker
 from stagescope_workers.transport.calls import Clock
@@ -68,18 +70,30 @@ class Handshake:
             self._used_ray = self._used_ray or isinstance(link, RayLink)
             self.find_ray()
             node = None if self.ray is None else self.ray.node_id
+            self._note_launch()
             self._hello.fields["watchdog"] = self._stage_tracker.start_watchdog()
             self._hello.fields["layout"] = plain(identity.detect_layout(options.layout, node=node))
             self._add_entrypoint()
         return link
 
+    def _note_launch(self) -> None:
+        """Add what the launcher says of this start."""
+        size = self._options.world_size
+        launch = launch_text(os.environ, size, in_ray=self.ray is not None)
+        if launch is not None:
+            self._hello.fields["launch"] = launch
+        if self._options.is_single:
+            self._hello.fields["single"] = True
+
     def _add_entrypoint(self) -> None:
-        """Add the driver's command line to the fingerprint; only rank 0 sends it."""
+        """Add the driver's command line and script to the fingerprint; only rank 0 sends them."""
         fingerprint = self._hello.fields.get("fingerprint")
         if self._options.rank == 0 and isinstance(fingerprint, dict):
             line = fingerprint.get("entrypoint") or ray_entrypoint()
             if line is not None:
                 fingerprint["entrypoint"] = identity.visible_line(str(line))
+                if isinstance(code := fingerprint.get("code"), dict):
+                    code.update(filter(None, [script_of(str(line), ray_directory())]))
 
     def _waited(self) -> float:
         """Return for how long this process has had time to join Ray."""
@@ -113,6 +127,8 @@ class Handshake:
         """Fill in the fields of HELLO; the fingerprint takes a while."""
         options = self._options
         fingerprint = identity.fingerprint(options.settings, ray_directory())
+        if options.rank > 0:  # an attempt has that of its lowest rank
+            fingerprint.pop("code", None)
         versions = fingerprint.get("versions")
         self._log_versions(versions if isinstance(versions, Mapping) else {})
         fields = {

@@ -22,11 +22,13 @@ from typing import Final, TypedDict
 
 from stagescope import versions
 from stagescope.wire.schema import LAYOUT_COLUMNS
+from stagescope_workers.probe.code import loaded_code
 
 PACKAGES: Final = (
     "stagescope", "numpy", "torch", "torch_npu", "ray", "transformers", "verl", "areal", "slime",
-    "trl", "vllm", "vllm-ascend", "sglang", "megatron-core", "mindspeed", "deepspeed", "accelerate",
-    "flash-attn", "triton", "ctranslate2", "mindstudio-probe", "tensordict", "peft", "datasets",
+    "miles", "NexRL", "skyrl", "openrlhf", "nemo-rl", "trl", "vllm", "vllm-ascend", "sglang",
+    "megatron-core", "mindspeed", "deepspeed", "accelerate", "flash-attn", "triton", "ctranslate2",
+    "mindstudio-probe", "tensordict", "peft", "datasets",
 )  # fmt: skip
 
 _SECRET: Final = re.compile(r"token|secret|passw|pwd|key|credential|auth|cookie|session", re.I)
@@ -55,6 +57,7 @@ def fingerprint(settings: Mapping[str, object], directory: str | None = None) ->
     """
     parts: dict[str, Callable[[], object]] = {
         "git": lambda: git_state(Path(directory or Path.cwd())),
+        "code": loaded_code,
         "config": lambda: dict(settings),
         "python": platform.python_version,
         "platform": platform.platform,

@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import NotReady, StagescopeError
+from stagescope.wire.names import normal_run_name
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.probe import decorator
 from stagescope_workers.probe.options import ProbeOptions, checked_options
@@ -84,7 +85,8 @@ def init(
     that step, and a finding reports it.
 
     Args:
-        run: the experiment's name, 1 to 100 of `A-Z a-z 0-9 . _ -`.
+        run: the experiment's name, 1 to 100 of `A-Z a-z 0-9 . _ -`. In another one other
+            characters become `-`, which is logged: `qwen3/grpo` is the run `qwen3-grpo`.
         role: actor, ref, critic, reward_model or rollout, or a role of your own.
         rank: in the role; the variable RANK, else 0, where not given.
         world_size: number of ranks of the role; the variable WORLD_SIZE where not given.
@@ -233,7 +235,8 @@ def _drain_all(
     link = find_link(url, token, namespace)
     if link is None:
         return None
-    runs: list[str | None] = [run] if run is not None else [*sorted(_runs)] or [None]
+    named = None if run is None else normal_run_name(run)
+    runs: list[str | None] = [named] if named is not None else [*sorted(_runs)] or [None]
     with contextlib.closing(link):
         drained = [_drain(link, name, max(0.1, deadline - time.monotonic()), key) for name in runs]
     return all(drained)

@@ -12,7 +12,7 @@ from typing import Final
 from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.keep import validate_keep
-from stagescope.wire.names import closest_field
+from stagescope.wire.names import closest_field, run_name
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.plan import KeepSpec
 from stagescope.wire.schema import (
@@ -57,6 +57,8 @@ class ProbeOptions:
     device_events: bool = False
     watchdog: float = DEFAULT_SECONDS
     namespace: str = NAMESPACE
+    is_single: bool = False
+    """Whether neither an argument nor a variable names other ranks of the role."""
     problems: tuple[StagescopeError, ...] = ()
     """Of arguments that were refused; the others are in force."""
 
@@ -70,7 +72,8 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
     Raises:
         InvalidInput: an impossible name or number.
     """
-    options = {**arguments, "run": check_run_name(arguments["run"])}
+    named = check_run_name if arguments.get("strict") else run_name
+    options = {**arguments, "run": named(arguments["run"])}
     problems: list[StagescopeError] = []
     variables = {
         "rank": "RANK",
@@ -82,6 +85,7 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
     for name, variable in variables.items():
         if options.get(name) is None or options[name] == "":
             options[name] = os.environ.get(variable) or None
+    is_single = options["rank"] is None and options["world_size"] is None
     if options["rank"] is None:
         options["rank"] = 0
     for name in ("rank", "world_size", "data_rank", "resumed_from_step"):
@@ -128,7 +132,7 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
         except StagescopeError as error:
             options["keep"] = None
             problems.append(error)
-    return ProbeOptions(**options, problems=tuple(problems))
+    return ProbeOptions(**options, is_single=is_single, problems=tuple(problems))
 
 
 def _seconds(name: str, value: object, default: float) -> float:

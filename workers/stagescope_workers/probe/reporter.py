@@ -74,6 +74,15 @@ class Reporter:
         return self._handshake.attempt_key
 
     @property
+    def dump_key(self) -> str:
+        """The attempt's key in paths of dumps: the process's own, else what the service gave it.
+
+        Without a service there is none: then each process has a directory of its own.
+        """
+        given = None if self._sender is None else self._sender.attempt_key
+        return self.attempt_key or given or self.incarnation
+
+    @property
     def models(self) -> StageModels:
         """The model of each stage, and its number of tokens."""
         return self._capture_reports.models

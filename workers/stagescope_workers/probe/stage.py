@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypedDict
@@ -15,6 +14,7 @@ from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.wire.keep import kept_sections
 from stagescope.wire.plan import CaptureRequest
 from stagescope.wire.schema import BEGIN, DUMP, END, LOG, MAX_SCALAR_NAME, Work
+from stagescope_workers import steady_clock
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, copy_tensor
 from stagescope_workers.payload import datum_columns, describe, is_torch
 from stagescope_workers.probe.draft import Draft
@@ -76,7 +76,7 @@ class Stage:
         probe = self._probe
         with probe.guard("begin", work):
             # Before anything that could fail: an end always has a beginning.
-            self._begun = (time.time(), time.monotonic())
+            self._begun = steady_clock.now()
             if probe.device_events:
                 self._timer = DeviceTimer.start()
             fields = work.fields()
@@ -296,7 +296,7 @@ class Stage:
                 armed = Capturer().begin(
                     capture,
                     run=probe.run,
-                    attempt_key=probe.attempt_key or probe.incarnation,
+                    attempt_key=probe.dump_key,
                     stage=stage,
                     step=work.step,
                     part=work.part,
@@ -425,11 +425,21 @@ def settle_scalars(fields: dict[str, object]) -> None:
 
 
 def error_fields(error: BaseException | None) -> dict[str, object]:
-    """Return the fields `error_type` and `error_message` of an event; None where there is none."""
-    return {
-        "error_type": None if error is None else type(error).__name__,
-        "error_message": None if error is None else _message(error),
-    }
+    """Return the fields of an event that say which exception ended a stage or a process.
+
+    `error_type` and `error_message` are None where there is none; `interrupted` is there where
+    somebody stopped the training: Ctrl-C, a cancelled task, `sys.exit()` without a failure.
+    """
+    if error is None:
+        return {"error_type": None, "error_message": None}
+    fields = {"error_type": type(error).__name__, "error_message": _message(error)}
+    return fields | ({"interrupted": True} if _is_interruption(error) else {})
+
+
+def _is_interruption(error: BaseException) -> bool:
+    if isinstance(error, SystemExit):
+        return error.code in (None, 0)
+    return not isinstance(error, Exception)
 
 
 def _message(error: BaseException) -> str:

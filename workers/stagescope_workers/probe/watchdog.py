@@ -42,6 +42,7 @@ from stagescope.wire.stacks import (
     watchdog_directory,
     watchdog_header,
 )
+from stagescope_workers import steady_clock
 
 
 def collect_stacks(
@@ -204,7 +205,7 @@ class Watchdog:
         training, work = current_work()
         state = (thread_names(), training, work)
         if due or state != self._written_state:
-            self._armed_wall = time.time() if due else self._armed_wall
+            self._armed_wall = steady_clock.now()[0] if due else self._armed_wall
             self._written_state = state
             self._write(file, state)
         self._checked_at = now

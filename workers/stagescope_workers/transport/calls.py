@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.plan import SentPlan
+from stagescope_workers import steady_clock
 
 MAX_BACKOFF: Final = 2.0
 """Seconds; short, since the service may be back at any moment."""
@@ -38,6 +39,8 @@ class ServiceAnswer(TypedDict, total=False):
     plan: SentPlan | None
     requests: list[dict[str, object]]
     poll_seconds: float
+    attempt_key: str
+    """Of this process's attempt, where the process has no key."""
 
 
 class Call:
@@ -45,8 +48,8 @@ class Call:
 
     def __init__(self, future: Future[Reply], wake: Callable[[], None]) -> None:
         self.future = future
-        self.wall = time.time()
-        self.mono = self.checked_at = time.monotonic()
+        self.wall, self.mono = steady_clock.now()
+        self.checked_at = self.mono
         self.answered = 0.0
         self._wake = wake
         future.add_done_callback(self._done)
@@ -98,6 +101,7 @@ def in_thread(call: Callable[[], Reply]) -> Future[Reply]:
 
 _RECENT: Final = 32
 _MAX_AGE: Final = 600.0  # seconds: clocks drift, so an old sample is no evidence
+_DRIFT: Final = 0.1  # seconds by which clocks drift apart in that time, generously
 
 
 class Offset(NamedTuple):
@@ -123,7 +127,12 @@ class Clock:
             mono: this process's monotonic clock now.
         """
         half = duration / 2
-        self._samples.append((mono, Offset(service - (sent + half), half)))
+        measured = Offset(service - (sent + half), half)
+        if self._samples:
+            last = self._samples[-1][1]
+            if abs(measured.offset - last.offset) > measured.error + last.error + _DRIFT:
+                self._samples.clear()  # a clock was set
+        self._samples.append((mono, measured))
 
     def best(self, mono: float) -> Offset | None:
         """Return the offset with the smallest error among recent samples."""

@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from stagescope.discovery import is_loopback
+from stagescope import proxies
 from stagescope.wire.errors import (
     NotFound,
     NotReady,
     StagescopeError,
+    TooLarge,
     TooManyRequests,
     Unauthorized,
     Unreachable,
 )
 from stagescope.wire.framing import MEDIA_TYPE, WirePayload, pack_batch
-from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_workers.transport.calls import Reply, in_thread
 
 if TYPE_CHECKING:
@@ -83,19 +84,20 @@ class HttpLink:
         """
         import httpx
 
-        self.address = f"{url} (from {found})" if found else url
+        self._url = url
+        self.address = (f"{url} (from {found})" if found else url) + proxies.way_to(url)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._has_token = bool(token)
         self._timeout = timeout
         self._errors = (httpx.HTTPError, OSError)
-        # A proxy cannot reach this host's loopback, and must not see the token.
         for name in _HTTP_LOGGERS:
             logging.getLogger(name).addFilter(_REQUEST_FILTER)
         self._client = httpx.Client(
             base_url=url.rstrip("/"),
             headers=headers,
             timeout=timeout,
-            trust_env=not is_loopback(url),
+            transport=proxies.transport(url),
+            trust_env=False,
         )
         self._lock = threading.Lock()
         self._running_calls = 0
@@ -143,7 +145,7 @@ class HttpLink:
     def _metrics(self, run: str, attempt_key: str | None, step: int) -> Reply:
         params = {"run": run} if attempt_key is None else {"run": run, "attempt_key": attempt_key}
         response = self._send("GET", f"/steps/{step}/metrics", params=params)
-        if response.status_code == NotFound.status and _code(response) == NotFound.code:
+        if response.status_code == NotFound.status and response.json()["code"] == NotFound.code:
             raise NotFound(str(response.json().get("wrong")))
         if response.status_code in (NotReady.status, TooManyRequests.status):
             raise NotReady(f"the service is not ready: {_wrong(response)}")
@@ -159,14 +161,30 @@ class HttpLink:
         return answer
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Return the service's response to a request.
+
+        Raises:
+            Unreachable: nothing answers, or a proxy or another server does.
+            StagescopeError: what answers refuses this body alone, for its size.
+        """
         try:
             with _quietly():
-                return self._client.request(method, path, **options)
+                response = self._client.request(method, path, **options)
         except self._errors as error:
+            hint = proxies.unused_proxy(self._url)
             raise Unreachable(
-                f"{method} {self._client.base_url}{path}: {type(error).__name__}: {error}",
-                advice="is `stagescope serve` up, and STAGESCOPE_URL its address?",
+                f"{method} {self._url}{path}{proxies.way_to(self._url)}: "
+                f"{type(error).__name__}: {error}",
+                advice="is `stagescope serve` up, and STAGESCOPE_URL its address?"
+                + (f" {hint}" if hint else ""),
             ) from error
+        if proxies.is_foreign(response):
+            wrong, advice = proxies.describe_foreign(self._url, response)
+            is_too_large = response.status_code == TooLarge.status
+            raise (StagescopeError if is_too_large else Unreachable)(
+                f"{method} {path}: {wrong}", advice=advice
+            )
+        return response
 
     def _checked(self, response: httpx.Response) -> Reply:
         """Return the JSON of a successful response; raise for any other."""
@@ -187,7 +205,15 @@ class HttpLink:
             raise Unreachable(f"{call} was answered with {status}")
         if status >= 400:
             raise StagescopeError(f"{call} was refused: {response.text[:500]}")
-        answer: Reply = response.json()
+        answer: Json = None
+        with contextlib.suppress(ValueError):
+            answer = response.json()
+        if not isinstance(answer, dict):
+            raise Unreachable(
+                f"{call} was answered with no JSON object{proxies.way_to(self._url)}"
+                f"{proxies.who_sent(response)}",
+                advice=f"is {self._url} the address of a stagescope service?",
+            )
         return answer
 
     @property
@@ -254,19 +280,6 @@ class HttpLink:
                 self._client.close()
 
 
-def _problem(response: httpx.Response) -> Mapping[str, object]:
-    """Return the problem in an error of this service; empty for any other response."""
-    try:
-        problem = response.json()
-    except ValueError:
-        return {}
-    return problem if isinstance(problem, dict) else {}
-
-
-def _code(response: httpx.Response) -> object:
-    return _problem(response).get("code")
-
-
 def _wrong(response: httpx.Response) -> str:
     """Return what was wrong, as one line for a log."""
-    return str(_problem(response).get("wrong") or response.text)[:500]
+    return str(response.json().get("wrong") or response.text)[:500]

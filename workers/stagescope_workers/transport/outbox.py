@@ -18,13 +18,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 from stagescope.wire.framing import WirePayload
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG, SCHEMA, WORK_FIELDS
+from stagescope_workers import steady_clock
 
 DEFAULT_MAX_BYTES: Final = 1 << 30
 DEFAULT_MAX_EVENTS: Final = 100_000
@@ -131,7 +131,7 @@ class Outbox:
         finalise: Callable[[dict[str, Json]], None] | None = None,
     ) -> Entry:
         """Queue an event with its payload; drop others by the policy where a bound is reached."""
-        wall, mono = time.time(), time.monotonic()
+        wall, mono = steady_clock.now()
         nbytes = draft.nbytes if draft is not None else 0
         with self._lock:
             self._seq += 1

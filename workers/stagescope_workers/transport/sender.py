@@ -30,6 +30,9 @@ RECEIPT_POLL_SECONDS: Final = 3.0
 CALL_SECONDS: Final = 10.0
 """After this time without an answer the coordinator's name is looked up again."""
 UNCONNECTED_SECONDS: Final = 10.0
+_CLOCK_SECONDS: Final = 1.0
+"""How long the first batch waits for the answer to the first poll. It tells the offset of the
+service's clock, by which the first events are dated."""
 _UNAUTHORIZED_SECONDS: Final = 10.0
 """After a refused token, which only a person can change."""
 _MIN_POLL_INTERVAL: Final = 0.05
@@ -105,6 +108,8 @@ class EventSender:
         self.clock = Clock()
         self.coordinator: str | None = None
         self.answers = 0
+        self.attempt_key: str | None = None
+        """That the service gave the attempt of a process without a key."""
         self.has_address = False
         """Whether a search found where a service should answer; it may be down at the moment."""
         self._search = 1  # the number of the current search
@@ -115,6 +120,8 @@ class EventSender:
         self._prepared = False
         self._link: ServiceLink | None = None
         self._is_new_link = True
+        self._batches_after = 0.0
+        """When the first batch may be sent, where no answer has told the service's clock yet."""
         self._batch_limit = BATCH_EVENTS
         self._refusals = 0
         self._sending: Call | None = None
@@ -268,7 +275,7 @@ class EventSender:
             return max(0.0, min(self._connecting.until - now, self._longest_pause))
         due = [now + self._longest_pause]
         if self._sending is None and self._outbox.waiting:
-            due.append(max(self._sends.until, self._outbox.due))
+            due.append(max(self._sends.until, self._outbox.due, self._batches_after))
         if self._polling is None or (self._receipts is None and self._has_unpolled_receipts()):
             due.append(self._polls.until)
         return max(0.0, min(due) - now)
@@ -378,6 +385,7 @@ class EventSender:
                 service=float(answer["wall"]),
                 mono=call.answered,
             )
+        self.attempt_key = answer.get("attempt_key", self.attempt_key)
         self._outbox.settle(answer.get("receipts") or {})
         return answer
 
@@ -413,6 +421,7 @@ class EventSender:
             self._sends.hold(pause)
 
     def _handle_poll_answer(self, call: Call) -> None:
+        self._batches_after = 0.0
         answer = self._answer(call, self._polls, "polling")
         if answer is None:
             return
@@ -456,7 +465,9 @@ class EventSender:
         link, now = self._link, time.monotonic()
         if link is None:
             return
-        due = max(self._sends.until, self._outbox.due)
+        if self._is_new_link and not self.answers:
+            self._batches_after = now + _CLOCK_SECONDS
+        due = max(self._sends.until, self._outbox.due, self._batches_after)
         if self._sending is None and now >= due and self._outbox.waiting:
             self._send(link)
         if self._polling is None and now >= self._polls.until:

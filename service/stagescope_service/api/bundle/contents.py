@@ -43,7 +43,7 @@ LOG_PATHS: Final[Mapping[str, str]] = {
     "TORCH_FR_DUMP_TEMP_FILE": "flight recorder",
 }
 """Variable of the training -> what lies at its path, or begins with it."""
-_DUMP_FILES: Final = ("dump.json", "stack.json", "construct.json")
+_DUMP_FILES: Final = ("dump.json", "debug.json", "stack.json", "construct.json")
 _CHUNK: Final = 1 << 20
 
 

@@ -81,7 +81,7 @@ def info(deps: Dependencies, target: Target, by: By) -> AnatomyInfo:
     mean = total.mean(Field.D_ABS_SUM) if total.tokens else None
     if by == "staleness":
         found = tuple(_of_cell(key, cell) for key, cell in summary.staleness.items())
-        lacking = "the policy versions of the tokens are not recorded (versions)"
+        lacking = summary.why_no_staleness
     elif by == "engine":
         owners = {
             f"{PROCESS}{row['incarnation']}": f"{row['role']} {row['rank']}"

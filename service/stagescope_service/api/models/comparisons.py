@@ -40,10 +40,10 @@ class Difference(Model):
     """One thing that is not the same in two attempts."""
 
     area: Literal[
-        "git", "config", "layout", "packages", "drivers", "python", "environment", "place"
+        "git", "code", "config", "layout", "packages", "drivers", "python", "environment", "place"
     ]
-    """The part of the fingerprint, `layout` (parallel coordinates of ranks) or `place` (their nodes
-    and devices)."""
+    """The part of the fingerprint (`code`: hashes of the script and of loaded modules), `layout`
+    (parallel coordinates of ranks) or `place` (their nodes and devices)."""
     name: Annotated[str, Field(examples=["torch"])]
     """What differs: dotted names of the area, from `role/rank` on for ranks."""
     a: Annotated[object, Field(description="Its value on side `a`; null: that side has none.")]
@@ -64,6 +64,8 @@ class Diff(Model, Page[Difference]):
     """Weight -> number of differences."""
     unknown: list[Literal["a", "b"]]
     """Sides without a fingerprint."""
+    note: str | None
+    """What could not be compared: no difference of it can be seen; null: nothing."""
 
 
 @functools.cache

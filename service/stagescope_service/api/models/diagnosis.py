@@ -41,6 +41,10 @@ class Symptom(Model):
     """Share of the examined steps, ranks or samples that show the symptom, 0 to 1."""
     since_step: int | None
     """The first step that shows it; null: not found, or not a matter of steps."""
+    last_step: int | None
+    """The last step that shows it, where it ended; null: it lasts, or is not a matter of steps."""
+    explained_by: Annotated[list[str], Field(examples=[["streams_shifted"]])]
+    """The found rules that explain it: look at those first."""
     where: str | None
     """The rank, round, stage or operator; null: the whole step."""
     supports: Annotated[list[str], Field(alias="for", description="Evidence for it, in numbers.")]
@@ -56,6 +60,17 @@ class Symptom(Model):
     """What to record, so that it is measured; null: it is, or nothing can be recorded."""
     sources: list[str]
     """Where the field met it."""
+
+
+class Note(Model):
+    """What is no symptom, but matters to a comparison of two runs."""
+
+    rule: Annotated[str, Field(examples=["verl_settings"])]
+    """The name of the rule that notes it."""
+    text: str
+    """What was noted."""
+    meaning: str
+    """What it means for a comparison."""
 
 
 class Diagnosis(RunHeading, Page[Symptom]):
@@ -76,5 +91,7 @@ class Diagnosis(RunHeading, Page[Symptom]):
     text: str
     """How many symptoms were found, as a sentence, and which others earlier attempts ended with, or
     showed in steps that are no longer in force."""
+    notes: list[Note]
+    """What is no symptom, but matters to a comparison of two runs."""
     mismatch: list[MismatchPart]
     """The mismatch taken apart; empty: no step has both streams, or they are equal."""

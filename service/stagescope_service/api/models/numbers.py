@@ -277,6 +277,8 @@ class Rounds(Numbers, Page[SliceRow]):
 
     by: Literal["round", "turn", "staleness"]
     """What the rows are of."""
+    turns: int = ABSENT
+    """How many true turns the tokens name, where `turn_ids` are recorded."""
     whole: CellRow
     """The same numbers of all tokens."""
 

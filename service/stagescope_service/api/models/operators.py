@@ -219,6 +219,13 @@ class FirstNonFinite(OperatorTableKey, _Reading):
     not_read: int | None
     """Number of calls that passed on memory without reading it: its content is no evidence; null:
     the table is not written."""
+    calls: int | None
+    """Number of calls in the dump; 0: msprobe recorded none."""
+    task: str | None
+    """msprobe's task, such as `statistics`; `structure` records no call."""
+    measured: int | None
+    """Number of tensors with a least and a largest value, in which NaN and infinities are found;
+    null: not counted."""
 
 
 class EarliestNonFinite(FirstNonFinite):
@@ -366,6 +373,15 @@ class Divergence(Model):
     """Number of rows whose values differ in memory that no call read: no difference."""
     zero_gradients: int
     """Number of rows that differ in gradients that are zero but for rounding: no difference."""
+    identifiers: int
+    """Number of rows that differ in what identifies a process or a call, such as a process group, a
+    peer, or whether the call was recomputed: no difference."""
+    near_counts: int
+    """Number of rows that differ in counts (`histc`, `bincount`) by what rounding moves: no
+    difference, but with `exact`."""
+    other_checksums: int
+    """Number of rows whose statistics agree and whose checksums differ: a difference with `exact`
+    alone."""
     exact_alignment: bool
     """False where the two differ so much that calls were paired by counting."""
 

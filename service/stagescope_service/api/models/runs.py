@@ -72,8 +72,8 @@ class AttemptRow(Model):
     ended: float | None
     """Unix seconds; null: it has not."""
     end_reason: str | None
-    """`finished`, `an exception ended one of its processes`, or `its processes fell silent`; null:
-    it has not ended."""
+    """`finished`, `it was interrupted`, `an exception ended one of its processes`, or
+    `its processes fell silent`; null: it has not ended."""
     attempt_key: str
     """What the processes of one start have in common."""
     resumed_from_step: Step | None

@@ -139,6 +139,10 @@ class CoordinatorStatus(Model):
     """Revision of the plan in force."""
     poll_seconds: float = ABSENT
     """Seconds after which a poll ends."""
+    problem: str = ABSENT
+    """Why it cannot serve, without details such as paths."""
+    cluster_problem: str | None = ABSENT
+    """Why the Ray cluster does not answer; null where it does."""
     keeping: Keeping | None = ABSENT
     """Whether what is to be kept is kept, and how much of it there is."""
 
@@ -184,6 +188,8 @@ class Taken(Model):
     """Number of events that were recorded."""
     refused: dict[str, str]
     """seq -> why that event was refused; it need not be sent again."""
+    attempt_key: str = ABSENT
+    """Key of the process's attempt, where the process gave none."""
     refused_in_part: dict[str, str] = ABSENT
     """seq -> the part of an event that was refused; the rest was recorded."""
     receipts: dict[str, str]
@@ -221,6 +227,8 @@ class News(Model):
     """Requests that the process must answer."""
     poll_seconds: float
     """Seconds after which a poll ends."""
+    attempt_key: str = ABSENT
+    """Key of the process's attempt, where the process gave none."""
 
 
 class Drained(Model):

@@ -81,6 +81,7 @@ def _doctor(scope: ReportScope) -> Section:
     found = [row for row in rows if row["verdict"] == "found"]
     for row in found:
         since = "" if row["since_step"] is None else f", since step {row['since_step']}"
+        since += "" if row["last_step"] is None else f", last seen in step {row['last_step']}"
         where = "" if row["where"] is None else f", {row['where']}"
         lines = [f"+ {text}" for text in cast("list[str]", row["for"])]
         lines += [f"- {text}" for text in cast("list[str]", row["against"])]
@@ -95,6 +96,10 @@ def _doctor(scope: ReportScope) -> Section:
             unknown.append(f"{row['rule']} is not measured: {reasons}{record}")
     names = ", ".join(str(row["rule"]) for row in rows if row["verdict"] == "not found")
     texts = [str(fields["text"]), *([f"not found: {names}"] if names else [])]
+    texts += [
+        f"no symptom, but for a comparison of two runs: {note['text']}"
+        for note in cast("list[JsonObject]", fields["notes"])
+    ]
     parts = cast("list[JsonObject]", fields["mismatch"])
     title = "The newest measured step's mismatch, taken apart"
     table = ReportTable(("name", "share", "text"), parts, title=title) if parts else None
@@ -302,12 +307,12 @@ def _attempts(scope: ReportScope) -> Section:
 
 
 def _fingerprint(found: object) -> list[str]:
-    """Return an attempt's fingerprint as lines; environment and configuration as counts."""
+    """Return an attempt's fingerprint as lines; long parts as counts."""
     if not isinstance(found, Mapping) or not found:
         return ["none is known"]
     lines = []
     for name, value in found.items():
-        if name in ("environment", "config") and isinstance(value, Mapping):
+        if name in ("environment", "config", "code") and isinstance(value, Mapping):
             lines.append(f"{name}: {len(value)} values (stagescope attempts --json)")
         elif isinstance(value, Mapping):
             lines.append(f"{name}: {', '.join(f'{k} {format_value(v)}' for k, v in value.items())}")

@@ -24,15 +24,16 @@ export function choose(view, { run, a = "", b = "" }) {
   const attempts = [a, b].map((each) => each.replace(/:\d+$/, ""));
   view.block({
     title: "What differs between the attempts", path: url("/diff", { a: attempts[0], b: attempts[1], limit: 200 }),
-    draw: ({ rows, counts, unknown, next }) => [
+    draw: ({ rows, counts, unknown, note: unseen, next }) => [
       h("p", {}, Object.entries(counts).map(([weight, size]) => `${count(size)} that may change ${weight}`).join(", ")
-        || "Nothing differs.", unknown.length > 0 && ` ${unknown.join(" and ").toUpperCase()} recorded no fingerprint.`),
+        || "Nothing that is known differs.", unknown.length > 0 && ` ${unknown.join(" and ").toUpperCase()} recorded no fingerprint.`),
       rows.length > 0 && table("Differences", [
         ["what", (row) => `${row.area}: ${row.name}`, { head: true, wide: true }],
         ["may change", (row) => badge(row.weight === "numbers" ? "partial" : "info", row.weight)],
         ["A", (row) => shown(row.a), { wide: true }], ["B", (row) => shown(row.b), { wide: true }],
       ], rows, { key: (row) => `${row.area}/${row.name}` }),
       next && h("p.quiet", {}, "The first 200; /diff lists all."),
+      unseen && h("p.quiet", {}, `Not compared: ${unseen}.`),
     ],
   });
   view.place(new Figure({

@@ -22,9 +22,8 @@ export function doctor(view, { run, step = "", attempt }) {
   view.block({
     path: url(`/runs/${part(run)}/diagnosis`, { step, attempt, limit: 200 }),
     concerns: (event) => event.run === run && event.event === "step" && event.closed && event.measured,
-    draw: ({ rows, text, mismatch, measured_step: at }) => {
-      const sorted = [...rows].sort((a, b) =>
-        ORDER.indexOf(a.verdict) - ORDER.indexOf(b.verdict) || b.sure - a.sure);
+    draw: ({ rows, text, mismatch, notes, measured_step: at }) => {
+      const sorted = [...rows].sort((a, b) => ORDER.indexOf(a.verdict) - ORDER.indexOf(b.verdict));
       const found = sorted.filter((row) => row.verdict === "found");
       const rest = sorted.filter((row) => row.verdict !== "found");
       return [
@@ -37,6 +36,8 @@ export function doctor(view, { run, step = "", attempt }) {
         ], mismatch, { stacks: true, key: (row) => row.name }),
         found.length === 0 && h("p.lead", {}, badge("ok", "nothing found"), " by the rules whose data is there"),
         found.map((row) => h("article.symptom", { "data-key": row.rule }, symptom(view, figures, row))),
+        notes.map((each) => h("p.quiet", { "data-key": `note ${each.rule}` },
+          `No symptom, but for a comparison of two runs: ${each.text}. ${each.meaning}`)),
         h("details", {}, h("summary", {}, `${plural(rest.length, "rule")} more: nothing found, or not measured`),
           table("Other rules", [
             ["rule", (row) => row.title, { head: true, wide: true }],
@@ -55,7 +56,8 @@ function symptom(view, figures, row) {
   return [
     h("h2", {}, badge("found", `${share(row.sure)} sure`), ` ${row.title}`),
     h("p", {}, row.meaning),
-    h("p", {}, [row.where, row.since_step !== null && `since step ${row.since_step}`].filter(Boolean).join(", ")),
+    h("p", {}, [row.where, row.since_step !== null && `since step ${row.since_step}`,
+      row.last_step !== null && `last seen in step ${row.last_step}`].filter(Boolean).join(", ")),
     evidence("For", row.for), evidence("Against", row.against),
     row.next.length > 0 && [h("h3", {}, "Next"), h("ul", {}, row.next.map((each) =>
       h("li", {}, each.startsWith("stagescope ") ? h("code", {}, each) : each)))],

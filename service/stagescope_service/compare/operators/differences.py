@@ -16,8 +16,11 @@ divided by the extremes and not by itself, since a mean near zero is all noise. 
 finite on both sides are left out (a Norm of float16 overflows on finite data), and so are extremes
 that are the limit of their own dtype on both sides: -FLT_MAX of a mask differs by dtype.
 
-Two kinds of rows are no difference, and are counted separately:
+Some rows are no difference, and are counted separately:
 
+* what identifies a process or a call instead of measuring it (see `evidence.identifies`): process
+  groups, peers, tags, whether a call was recomputed;
+* counts that differ by what rounding moves, such as tokens per expert (see `counts`);
 * values that no call read (see `evidence`): memory before it is written, views of it;
 * gradients that are zero but for rounding on both sides, such as that of a bias before BatchNorm
   or of the keys of an attention. An element of a one-dimensional gradient is a sum of n gradients
@@ -33,7 +36,6 @@ this call, included: a value that was rounded once stays rounded. 0 for integers
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -49,7 +51,14 @@ from stagescope_service.compare.operators.calls import (
     PairedCalls,
     shared_codes,
 )
-from stagescope_service.compare.operators.evidence import Use
+from stagescope_service.compare.operators.counts import near_counts
+from stagescope_service.compare.operators.evidence import Use, identifies
+from stagescope_service.compare.operators.joined_rows import (
+    JoinedRows,
+    is_tensor,
+    join_rows,
+    tensor_size,
+)
 from stagescope_service.compare.operators.sequences import Codes
 
 Verdicts = npt.NDArray[np.int8]
@@ -109,6 +118,12 @@ class RowDifferences(NamedTuple):
     """Number of rows whose values differ in memory that no call read."""
     zero_gradients: int
     """Number of rows that differ in gradients that are zero but for rounding."""
+    identifiers: int
+    """Number of rows that differ in what identifies a process or a call."""
+    near_counts: int
+    """Number of rows that differ in counts by what rounding moves."""
+    other_checksums: int
+    """Number of rows without a difference whose checksums differ."""
 
 
 def differences(
@@ -127,93 +142,48 @@ def differences(
         thresholds: see `Thresholds`.
         skip_sharded: leave out tensors that are shards (DTensor): two ranks hold different ones.
     """
-    rows = _join_rows(a, b, paired)
+    rows = join_rows(a, b, paired)
     sharded = (_is_shard(a)[rows.row_a] | _is_shard(b)[rows.row_b]) & skip_sharded
     rows = rows.select(~sharded)
     on_both = (rows.row_a >= 0) & (rows.row_b >= 0)
     shared = rows.select(on_both)
+    coarsest = _coarsest(a, b, paired, thresholds)
     threshold = np.zeros(len(rows.pair))
-    threshold[on_both] = _row_thresholds(shared, paired, thresholds)
+    threshold[on_both] = _row_thresholds(shared, coarsest)
     relative = np.full(len(rows.pair), np.nan)
     relative[on_both] = _relative_differences(shared)
     verdict = np.zeros(len(rows.pair), np.int8)
-    one_sided = np.where(rows.row_a >= 0, _is_tensor(a)[rows.row_a], _is_tensor(b)[rows.row_b])
+    one_sided = np.where(rows.row_a >= 0, is_tensor(a)[rows.row_a], is_tensor(b)[rows.row_b])
     verdict[~on_both & one_sided] = VERDICTS.index("missing")
     verdict[on_both] = _verdicts(shared, relative[on_both], threshold[on_both], thresholds)
     not_read = _not_read(rows, verdict)
     verdict[not_read] = 0
     zero = _zero_gradients(rows, verdict, threshold, thresholds)
     verdict[zero] = 0
-    left_out = (int(flags.sum()) for flags in (sharded, not_read, zero))
+    identifiers = _identifiers(rows, verdict)
+    verdict[identifiers] = 0
+    near = np.zeros(len(verdict), bool)
+    if not thresholds.exact:
+        near = near_counts(rows, verdict == VERDICTS.index("statistics"), coarsest[rows.pair])
+        verdict[near] = 0
+    checksums = np.zeros(len(verdict), bool)
+    checksums[on_both] = _checksums_differ(shared)
+    other = checksums & (verdict == 0) & ~(not_read | zero | near)
+    left_out = (int(flags.sum()) for flags in (sharded, not_read, zero, identifiers, near, other))
     return RowDifferences(rows.row_a, rows.row_b, verdict, relative, threshold, *left_out)
 
 
-class _JoinedRows(NamedTuple):
-    """Rows of paired calls: row of each table (-1 if it has none), and index of the pair."""
-
-    a: OperatorColumns
-    b: OperatorColumns
-    row_a: Codes
-    row_b: Codes
-    pair: Codes
-
-    def select(self, flags: Flags) -> _JoinedRows:
-        """Return the rows for which a flag is true."""
-        return self._replace(
-            row_a=self.row_a[flags], row_b=self.row_b[flags], pair=self.pair[flags]
-        )
-
-    def texts_differ(self, column: str) -> Flags:
-        """Return where a text differs between the sides."""
-        codes_a, codes_b = shared_codes(self.a.texts(column), self.b.texts(column))
-        differ: Flags = codes_a[self.row_a] != codes_b[self.row_b]
-        return differ
-
-
-def _join_rows(a: OperatorColumns, b: OperatorColumns, paired: PairedCalls) -> _JoinedRows:
-    """Outer join of the rows of paired calls on (section, index), in the order of the pairs."""
-    key_a, key_b = _row_keys(a, b)
-    pair_of_a, pair_of_b = np.full(a.calls, -1, np.int64), np.full(b.calls, -1, np.int64)
-    for number, (i, j) in enumerate(paired.pairs):
-        pair_of_a[i] = pair_of_b[j] = number
-    of_a, of_b = pair_of_a[a.call_of_row], pair_of_b[b.call_of_row]
-    width = max(key_a.max(initial=0), key_b.max(initial=0)) + 1
-    rows_a, rows_b = np.flatnonzero(of_a >= 0), np.flatnonzero(of_b >= 0)
-    joined_a, joined_b = of_a[rows_a] * width + key_a[rows_a], of_b[rows_b] * width + key_b[rows_b]
-    sort = np.argsort(joined_b, kind="stable")
-    position = np.searchsorted(joined_b[sort], joined_a)
-    position[position == len(sort)] = 0
-    partner = np.full(len(rows_a), -1, np.int64)
-    if len(sort):
-        is_match = joined_b[sort][position] == joined_a
-        partner[is_match] = rows_b[sort[position[is_match]]]
-    only_b = np.setdiff1d(rows_b, partner)
-    row_a = np.concatenate([rows_a, np.full(len(only_b), -1, np.int64)])
-    row_b = np.concatenate([partner, only_b])
-    pair = np.concatenate([of_a[rows_a], of_b[only_b]])
-    order = np.argsort(pair, kind="stable")
-    return _JoinedRows(a, b, row_a[order], row_b[order], pair[order])
-
-
-def _row_keys(a: OperatorColumns, b: OperatorColumns) -> tuple[Codes, Codes]:
-    """Return a code for the section and index of each row, in one numbering of both tables."""
-    section_a, section_b = shared_codes(a.texts("section"), b.texts("section"))
-    index_a, index_b = shared_codes(a.texts("index"), b.texts("index"))
-    width = max(index_a.max(initial=0), index_b.max(initial=0)) + 2
-    return (section_a + 1) * width + index_a + 1, (section_b + 1) * width + index_b + 1
-
-
 def _verdicts(
-    rows: _JoinedRows, relative: Floats, threshold: Floats, thresholds: Thresholds
+    rows: JoinedRows, relative: Floats, threshold: Floats, thresholds: Thresholds
 ) -> Verdicts:
     """Return the first verdict that holds of each row that both sides have."""
-    tensor_a, tensor_b = _is_tensor(rows.a)[rows.row_a], _is_tensor(rows.b)[rows.row_b]
+    tensor_a, tensor_b = is_tensor(rows.a)[rows.row_a], is_tensor(rows.b)[rows.row_b]
     tensors = tensor_a & tensor_b
     checks = {
         "type": tensor_a != tensor_b,
         "shape": tensors & rows.texts_differ("shape"),
         "non_finite": tensors & rows.texts_differ("non_finite"),
-        "checksum": tensors & _checksums_differ(rows, thresholds),
+        "checksum": tensors & _checksums_differ(rows) & _by_checksum(rows, thresholds),
         "value": ~tensor_a & ~tensor_b & _values_differ(rows, threshold),
         "statistics": tensors & (relative > threshold),
     }
@@ -223,7 +193,7 @@ def _verdicts(
     return verdict
 
 
-def _relative_differences(rows: _JoinedRows) -> Floats:
+def _relative_differences(rows: JoinedRows) -> Floats:
     """Return the relative difference of each row; 0 where nothing can be compared."""
     columns = ("min", "max", "mean", "norm")
     numbers_a = {name: rows.a.numbers(name)[rows.row_a] for name in columns}
@@ -254,24 +224,31 @@ def _relative_differences(rows: _JoinedRows) -> Floats:
     return relative
 
 
-def _row_thresholds(rows: _JoinedRows, paired: PairedCalls, thresholds: Thresholds) -> Floats:
-    """Return the threshold of the coarsest dtype up to each row; 0 of tensors that do not round."""
+def _coarsest(
+    a: OperatorColumns, b: OperatorColumns, paired: PairedCalls, thresholds: Thresholds
+) -> Floats:
+    """Return the threshold of the coarsest dtype up to each pair of calls."""
     coarsest = np.zeros(len(paired.pairs))
     pairs = np.asarray(paired.pairs, np.int64).reshape(-1, 2)
-    for side, calls in ((rows.a, pairs[:, 0]), (rows.b, pairs[:, 1])):
+    for side, calls in ((a, pairs[:, 0]), (b, pairs[:, 1])):
         dtypes = side.texts("dtype")
         of_dtype = np.asarray([*map(thresholds.for_dtype, dtypes.values), 0.0])
         of_call = np.zeros(side.calls)
         np.maximum.at(of_call, side.call_of_row, of_dtype[dtypes.codes])
         coarsest = np.maximum(coarsest, np.maximum.accumulate(of_call)[calls])
+    return coarsest
+
+
+def _row_thresholds(rows: JoinedRows, coarsest: Floats) -> Floats:
+    """Return the threshold of each row, given those of the pairs; 0 of what does not round."""
     rounds_a = _by_dtype(rows.a, EPS, 0.0)[rows.row_a] > 0
     rounds_b = _by_dtype(rows.b, EPS, 0.0)[rows.row_b] > 0
-    tensors = _is_tensor(rows.a)[rows.row_a] | _is_tensor(rows.b)[rows.row_b]
+    tensors = is_tensor(rows.a)[rows.row_a] | is_tensor(rows.b)[rows.row_b]
     threshold: Floats = np.where(rounds_a | rounds_b | ~tensors, coarsest[rows.pair], 0.0)
     return threshold
 
 
-def _not_read(rows: _JoinedRows, verdict: Verdicts) -> Flags:
+def _not_read(rows: JoinedRows, verdict: Verdicts) -> Flags:
     """Return which rows differ in values that are no evidence (see `evidence`)."""
     of_values = [VERDICTS.index(name) for name in _OF_VALUES]
     at = np.flatnonzero(np.isin(verdict, of_values))
@@ -285,8 +262,24 @@ def _not_read(rows: _JoinedRows, verdict: Verdicts) -> Flags:
     return found
 
 
+def _identifiers(rows: JoinedRows, verdict: Verdicts) -> Flags:
+    """Return which rows differ in what identifies a process or a call."""
+    found = np.zeros(len(verdict), bool)
+    for at in np.flatnonzero(verdict == VERDICTS.index("value")).tolist():
+        found[at] = any(
+            identifies(
+                *(side.texts(name).text(row) for name in ("kind", "operator")),
+                *(side.texts(name).text(row) for name in ("section", "index")),
+                value_type=side.texts("type").text(row),
+                value=side.texts("value").text(row),
+            )
+            for side, row in ((rows.a, int(rows.row_a[at])), (rows.b, int(rows.row_b[at])))
+        )
+    return found
+
+
 def _zero_gradients(
-    rows: _JoinedRows, verdict: Verdicts, threshold: Floats, thresholds: Thresholds
+    rows: JoinedRows, verdict: Verdicts, threshold: Floats, thresholds: Thresholds
 ) -> Flags:
     """Return which rows differ in gradients that are zero but for rounding on both sides."""
     found = np.zeros(len(verdict), bool)
@@ -314,17 +307,17 @@ class _ResultGradients:
     def sum_to_zero(self, row: int, threshold: float, of_float32: float) -> bool:
         """Return whether a row is a gradient that is zero but for rounding."""
         side = self._side
-        size = _size(side, row)
+        size = tensor_size(side, row)
         calls = self._made_of(row) if size is not None and size[0] == 1 else []
         rows = [
             other
             for call in calls
             for other in side.rows_of(call)
-            if side.texts("section").text(other) == "input" and _size(side, other) is not None
+            if side.texts("section").text(other) == "input" and tensor_size(side, other) is not None
         ]
         squares, count = 0.0, 0
         for other in rows:
-            _, elements = _size(side, other) or (0, 0)
+            _, elements = tensor_size(side, other) or (0, 0)
             norm = abs(float(side.numbers("norm")[other]))
             if not math.isfinite(norm):  # msprobe records none for float64
                 norm = _largest(side, other) * math.sqrt(elements)
@@ -356,15 +349,6 @@ class _ResultGradients:
         return side.call_text("operator", call), side.call_text("module_class", call)
 
 
-def _size(side: OperatorColumns, row: int) -> tuple[int, int] | None:
-    """Return the number of dimensions and of elements of a tensor."""
-    text = side.texts("shape").text(row)
-    if text is None:
-        return None
-    shape = json.loads(text)
-    return len(shape), math.prod(shape)
-
-
 def _largest(side: OperatorColumns, row: int) -> float:
     """Return the largest absolute value; infinite if it is unknown or not finite."""
     ends = [abs(float(side.numbers(name)[row])) for name in ("min", "max")]
@@ -378,11 +362,6 @@ def _by_dtype(side: OperatorColumns, table: Mapping[str, float], otherwise: floa
     return found
 
 
-def _is_tensor(side: OperatorColumns) -> Flags:
-    """Return for each row whether it is a tensor; False for row -1."""
-    return np.append(side.texts("dtype").codes >= 0, False)
-
-
 def _is_shard(side: OperatorColumns) -> Flags:
     return _matches(side, "placements", lambda text: "Shard" in text or "Partial" in text)
 
@@ -393,17 +372,21 @@ def _matches(side: OperatorColumns, column: str, predicate: Callable[[str], bool
     return np.append(np.asarray([*map(predicate, texts.values), False])[texts.codes], False)
 
 
-def _checksums_differ(rows: _JoinedRows, thresholds: Thresholds) -> Flags:
-    """Return where checksums differ; unless `exact`, only of tensors without statistics."""
+def _checksums_differ(rows: JoinedRows) -> Flags:
+    """Return where checksums differ."""
     codes_a, codes_b = shared_codes(rows.a.texts("checksum"), rows.b.texts("checksum"))
     codes_a, codes_b = codes_a[rows.row_a], codes_b[rows.row_b]
     differ: Flags = (codes_a >= 0) & (codes_b >= 0) & (codes_a != codes_b)
-    if not thresholds.exact:
-        differ &= ~rows.a.is_known("max")[rows.row_a] & ~rows.b.is_known("max")[rows.row_b]
     return differ
 
 
-def _values_differ(rows: _JoinedRows, threshold: Floats) -> Flags:
+def _by_checksum(rows: JoinedRows, thresholds: Thresholds) -> Flags:
+    """Return where a checksum decides: where there are no statistics, or everywhere if `exact`."""
+    known: Flags = rows.a.is_known("max")[rows.row_a] | rows.b.is_known("max")[rows.row_b]
+    return ~known | thresholds.exact
+
+
+def _values_differ(rows: JoinedRows, threshold: Floats) -> Flags:
     """Return where values differ: floats by their threshold, devices by type, others exactly."""
     differ = rows.texts_differ("value")
     types, values_a, values_b = (
@@ -415,8 +398,15 @@ def _values_differ(rows: _JoinedRows, threshold: Floats) -> Flags:
         if kind == "float":
             differ[at] = not _is_close(x, y, float(threshold[at]))
         elif kind == "torch.device":
-            differ[at] = (x or "").partition(":")[0] != (y or "").partition(":")[0]
+            differ[at] = not _same_device(x, y)
     return differ
+
+
+def _same_device(x: str | None, y: str | None) -> bool:
+    """Return whether devices are of one kind; an index alone is of any accelerator."""
+    kinds = {(device or "").partition(":")[0] for device in (x, y)}
+    indexes = {kind for kind in kinds if kind.isdecimal()}
+    return len(kinds) == 1 or (bool(indexes) and "cpu" not in kinds)
 
 
 def _is_close(x: str | None, y: str | None, threshold: float) -> bool:

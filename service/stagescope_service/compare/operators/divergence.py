@@ -97,6 +97,11 @@ class OperatorDivergence:
         not_read: number of rows whose values differ in memory that no call read: no difference.
         zero_gradients: number of rows that differ in gradients that are zero but for rounding: no
             difference.
+        identifiers: number of rows that differ in what identifies a process or a call (process
+            groups, peers, recomputation): no difference.
+        near_counts: number of rows that differ in counts by what rounding moves: no difference.
+        other_checksums: number of rows whose statistics agree and whose checksums differ: only
+            `exact` makes that a difference.
         exact_alignment: False if the two differ so much that calls were paired by occurrence.
     """
 
@@ -119,6 +124,9 @@ class OperatorDivergence:
     sharded: int
     not_read: int
     zero_gradients: int
+    identifiers: int
+    near_counts: int
+    other_checksums: int
     exact_alignment: bool
 
     @property
@@ -182,6 +190,9 @@ def first_divergent(
         sharded=found.sharded,
         not_read=found.not_read,
         zero_gradients=found.zero_gradients,
+        identifiers=found.identifiers,
+        near_counts=found.near_counts,
+        other_checksums=found.other_checksums,
         exact_alignment=paired.exact,
     )
 

@@ -14,6 +14,9 @@ earlier tensor left in it differs between two healthy runs, and may be NaN. Valu
 Calls that FSDP makes to gather and free its shards (with the innermost frame in
 torch/distributed/fsdp) are no evidence: parameters and gradients are recorded where the model reads
 and computes them. Nor are calls of the probe, which copies what it records.
+
+Some values measure nothing and identify (`identifies`): the process group of a collective, its
+peers and tags, whether a call was recomputed. Two healthy ranks differ in them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-__all__ = ["Use", "infrastructure_stacks", "use_of"]
+__all__ = ["Use", "identifies", "infrastructure_stacks", "use_of"]
 
 
 class Use(enum.IntEnum):
@@ -85,6 +88,22 @@ _DESTINATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "broadcast": ("0", "tensor"),
 }
 """Collective -> position and name of the argument that it fills."""
+
+_RECOMPUTED: Final = "is_recompute"
+"""A field that msprobe writes beside a call's arguments."""
+_OF_GROUPS: Final = _names(
+    "group group_name group_id group_ranks group_tag process_group pg hcom comm_group group_ep"
+    " group_tp ep_rank_id tp_rank_id rank_id"
+)
+_OF_PEERS: Final = _names("peer tag op src dst root group_src group_dst group_peer")
+"""Names of arguments of collectives, also inside of a `P2POp`; `src` of a scatter is data."""
+_COLLECTIVE: Final = re.compile(
+    r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|moe_distribute|broadcast"
+)
+"""Operators that communicate, some fused with a matrix product (`npu_mm_all_reduce_base`)."""
+_REDUCTIONS: Final = _names("sum avg mean max min product prod band bor bxor premul_sum")
+_SCALARS: Final = ("int", "str", "NoneType", None)
+"""Types of values that name a rank, a tag or a group; sizes are in lists."""
 
 _SUBJECT: Final = ("0", "self", "input")
 _INPUTS: Final = frozenset({"input_args", "input_kwargs"})
@@ -148,6 +167,36 @@ def _use_of_result(kind: str | None, operator: str, *, by_tensor: bool) -> Use:
     if operator in _VIEWS or operator in _OVERWRITES_PARTS:
         return Use.CARRIED
     return Use.CARRIED if operator == "__getitem__" and not by_tensor else Use.EVIDENCE
+
+
+def identifies(
+    kind: str | None,
+    operator: str | None,
+    section: str | None,
+    index: str | None,
+    *,
+    value_type: str | None,
+    value: str | None,
+) -> bool:
+    """Return whether a value that is no tensor identifies a process or a call.
+
+    Args:
+        kind, operator: of the call (`Distributed`, `all_reduce`).
+        section, index: of the value (`input_kwargs`, `group`).
+        value_type, value: what msprobe recorded (`torch.ProcessGroup`).
+    """
+    if section == _RECOMPUTED or (value_type or "").endswith((".ProcessGroup", ".DeviceMesh")):
+        return True
+    if section not in _INPUTS:
+        return False
+    if (value or "").lower().rpartition(".")[2] in _REDUCTIONS:  # RedOpType.SUM
+        return False
+    path = (index or "").split(".")
+    if path[-1] in _OF_GROUPS:
+        return True
+    if kind == "Distributed":
+        return path[-1] in _OF_PEERS or (len(path) == 1 and value_type in _SCALARS)
+    return value_type == "str" and _COLLECTIVE.search(operator or "") is not None
 
 
 def infrastructure_stacks(stacks: Mapping[str, Iterable[str]]) -> frozenset[str]:

@@ -15,6 +15,8 @@ status:
   and what FSDP itself called to gather its shards.
 
 The answer is the first `culprit`, or without one the first `perhaps_mask`, with `certain` false.
+Gradients of values that a script saved (level debug) stand beside these in the dump, and are made
+after all of them: they come last.
 Masks and memory that was not read are counted, and the first masks are listed. -FLT_MAX is finite.
 
 Over ranks the position of a call is that in the order of names that most ranks share (of equally
@@ -168,6 +170,7 @@ def first_non_finite(tables: Mapping[int, Path]) -> NonFinite:
 def non_finite_of_rank(path: Path) -> RankNonFinite:
     """Find the first non-finite result of one operator table."""
     culprit: _Call | None = None
+    saved_gradient: _Call | None = None
     perhaps: _Call | None = None
     culprits, masks, not_read = 0, list[str](), 0
     holding_masks: set[str] = set()
@@ -176,7 +179,10 @@ def non_finite_of_rank(path: Path) -> RankNonFinite:
         status = _status(call, holding_masks, of_infrastructure)
         if status == "culprit":
             culprits += 1
-            culprit = culprit or call
+            if call[0]["direction"] == "debug" and call[0]["section"] == "grad":
+                saved_gradient = saved_gradient or call
+            else:
+                culprit = culprit or call
         elif status == "not_read":
             not_read += 1
         elif status is not None:
@@ -184,6 +190,7 @@ def non_finite_of_rank(path: Path) -> RankNonFinite:
             holding_masks.add(call[0]["parent"] or "")
             if status == "perhaps_mask":
                 perhaps = perhaps or call
+    culprit = culprit or saved_gradient
     named = culprit or perhaps
     return RankNonFinite(
         first=None if named is None else _evident_results(named)[0],

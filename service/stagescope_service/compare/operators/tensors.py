@@ -18,8 +18,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from stagescope.versions import install_command
 from stagescope.wire.errors import InvalidInput, MissingExtra, NotFound, TooLarge
 from stagescope_service.compare.operators.msprobe_compare import EXIT_NOT_INSTALLED
+from stagescope_service.dumps.formats.msprobe_directory import TENSOR_FOLDER
 from stagescope_service.dumps.msprobe.operator_query import iterate_rows
 from stagescope_service.store.tensorfile import disk_errors
 
@@ -80,7 +82,7 @@ def check_dump(directory: Path, table: Path) -> None:
         NotFound: it no longer exists.
         InvalidInput: a name or link leads outside.
     """
-    tensors = directory / "dump_tensor_data"
+    tensors = directory / TENSOR_FOLDER
     if not tensors.is_dir():
         raise NotFound(f"there are no tensors in {directory}", advice="they may have been removed")
     for row in iterate_rows(table, columns=["data_name"]):
@@ -128,7 +130,7 @@ def _run(a: Path, b: Path, out: Path) -> str:
     if code == EXIT_NOT_INSTALLED:
         raise MissingExtra(
             f"msprobe cannot be imported where the service runs: {log_errors}",
-            advice="pip install 'stagescope[msprobe]' there",
+            advice=f"{install_command('msprobe')} there",
         )
     return log_errors
 
@@ -136,7 +138,7 @@ def _run(a: Path, b: Path, out: Path) -> str:
 def _errors(log: Path) -> str:
     with disk_errors(log), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-        lines = file.read().decode("utf-8", "replace").splitlines()
+        lines = file.read().decode("utf-8", "replace").rstrip().split("\n")
     wrong = [line for line in lines if "[ERROR]" in line or "Error" in line]
     return " ".join(" | ".join(wrong[-3:] or lines[-1:]).split())[:1000]
 

@@ -325,6 +325,7 @@ def _read(
     except (OSError, StagescopeError) as error:
         problems.append((side, DumpProblem.from_error(entry.path, error, entry)))
         return None
+    problems += [(side, problem) for problem in record.problems]
     _check_offsets(record)
     return record
 

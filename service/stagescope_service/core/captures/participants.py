@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from stagescope.wire.captures import needs_ranks, unmatched_ranks
@@ -196,20 +196,55 @@ def _keep_notes(request: CaptureSpec) -> list[str]:
     ]
 
 
+def _config_notes(request: CaptureSpec, known: Collection[int]) -> list[str]:
+    """Return notes on filters of msprobe's config that the request replaces.
+
+    Args:
+        request: the request.
+        known: the ranks that it could ask.
+    """
+    config, fields = request["config"] or {}, list[str]()
+    ranks, steps = config.get("rank"), config.get("step")
+    if ranks and ranks != request["ranks"]:
+        absent = sorted({*_numbers_in(ranks)} - {*known}) if known else []
+        named = ", ".join(map(str, absent[:_RANKS_NAMED]))
+        fields.append(
+            f"the config's rank {ranks!r:.200} is not used: the request's ranks are "
+            f"{request['ranks']!s:.100} (--ranks)"
+            + (f"; the run has no rank {named}" if absent else "")
+        )
+    if steps and steps != request["steps"]:
+        fields.append(
+            f"the config's step {steps!r:.200} is not used: the request's steps are "
+            f"{request['steps']!s:.100} (--steps)"
+        )
+    return fields
+
+
+def _numbers_in(ranks: object) -> Iterator[int]:
+    """Yield the ranks of a config: numbers, and texts such as `4-6`."""
+    for each in ranks if isinstance(ranks, list) else [ranks]:
+        first, _, last = str(each).partition("-")
+        if first.isdecimal() and (last or first).isdecimal():
+            yield from itertools.islice(range(int(first), int(last or first) + 1), _RANKS_NAMED)
+
+
 def notes(registry: Registry, entry: CaptureEntry) -> list[str]:
     """Return notes for the author of a request, which may wait for something that never comes."""
     request = entry.request
     if request["run"] is None:
         note = "it is for every run: none is live whose ranks could be asked"
-        return [note, *_stage_notes(request["stages"], set()), *_keep_notes(request)]
+        stages = _stage_notes(request["stages"], set())
+        return [note, *stages, *_keep_notes(request), *_config_notes(request, ())]
     attempt = registry.newest(request["run"])
     if attempt is None:
         waiting_notes = [
             _run_note(registry, request["run"]),
             *_stage_notes(request["stages"], set()),
         ]
-        return [*waiting_notes, *_keep_notes(request)]
+        return [*waiting_notes, *_keep_notes(request), *_config_notes(request, ())]
     fields = _keep_notes(request)
+    fields += _config_notes(request, {rank for _, rank in attempt.by_rank})
     if attempt.over:
         fields.append(f"attempt {attempt.number} of the run is over: it waits for the next")
     fields += _stage_notes(request["stages"], _done(attempt))

@@ -12,11 +12,24 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from stagescope.batch import Tensor, widened
+from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.policy_versions import VERSION_NAMES, text_versions
 from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, Unreadable
+from stagescope_service.dumps.records import mapping
 from stagescope_service.store.tensorfile import WireTensor
 
+MISSING: Final = "missing"
+"""Key in `DumpContents.about`: name of a column -> number of rows without a value."""
+NULLS: Final = "null_values"
+"""Key in `DumpContents.about`: name of a column of lists -> number of nulls, which are NaN."""
+FROM_TEXTS: Final = "numbers_from_texts"
+"""Key in `DumpContents.about`: names of columns of numbers that the file holds as texts."""
+_NUMBER_COLUMNS: Final = ("rewards",)
+"""Columns of which texts of numbers are read as numbers: `json.dumps(default=str)` makes them."""
 _NUMBERS: Final = frozenset({int, float, bool})
+_NULL: Final = type(None)
+_BOOLS: Final = {"True": 1.0, "False": 0.0}
 _DEPTH: Final = 16
 _MAX_TEXT: Final = 100_000
 _MAX_LISTED: Final = 10_000
@@ -36,6 +49,7 @@ class Columns:
         about: plain values that are none of these.
         left_out: name -> why the value could not be converted.
         upcast: name -> the dtype in the file, if it was widened.
+        from_texts: names of numbers that the file holds as texts.
     """
 
     tensors: dict[str, WireTensor] = dataclasses.field(default_factory=dict)
@@ -44,10 +58,13 @@ class Columns:
     about: dict[str, object] = dataclasses.field(default_factory=dict)
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     upcast: dict[str, str] = dataclasses.field(default_factory=dict)
+    from_texts: list[str] = dataclasses.field(default_factory=list)
 
     def metadata(self) -> dict[str, object]:
         """Return the metadata for `DumpContents.about`."""
-        conversions = {"left_out": self.left_out, "upcast": self.upcast}
+        conversions = {
+            "left_out": self.left_out, "upcast": self.upcast, FROM_TEXTS: self.from_texts,
+        }  # fmt: skip
         return {**self.about, **{name: value for name, value in conversions.items() if value}}
 
     def add(self, name: str, value: FileValue) -> None:
@@ -58,6 +75,8 @@ class Columns:
             self.left_out[name] = value.reason
         elif isinstance(value, bool | int | float):
             self.numbers[name] = value
+        elif isinstance(value, list) and name == "versions" and self.add_versions(value):
+            return
         elif isinstance(value, list) and (tensor := _from_list(value)) is not None:
             self.tensors[name] = tensor
         elif value is not None:
@@ -71,6 +90,19 @@ class Columns:
         self.about |= other.about
         self.left_out |= other.left_out
         self.upcast |= other.upcast
+        self.from_texts += other.from_texts
+
+    def add_versions(self, values: list[FileValue]) -> bool:
+        """Add policy versions that are texts; False if there are none.
+
+        Raises:
+            InvalidTensor: a row has none, or something else.
+        """
+        coded = text_versions(values)
+        if coded is not None:
+            self.tensors["versions"], names = coded
+            self.about |= {VERSION_NAMES: names} if names else {}
+        return coded is not None
 
     def _add_tensor(self, name: str, value: FileTensor) -> None:
         tag, shape, values, offsets = value.wire
@@ -138,7 +170,8 @@ def collect_rows(
 
     Numbers become a tensor [rows] (NaN where a row has none); lists and one-dimensional tensors
     become ragged rows (empty where a row has none), tensors of [1, n] too; texts and plain dicts
-    become texts. `about["missing"]` counts the rows that lack a value, by name.
+    become texts. `about[MISSING]` counts the rows that lack a value, by name; `about[NULLS]` the
+    nulls in lists, which are read as NaN.
 
     Args:
         rows: dicts of plain values and `FileTensor`.
@@ -159,7 +192,7 @@ def collect_rows(
             missing[target] = lacking
         _add_column(found, target, values)
     if missing:
-        found.about["missing"] = dict(missing)
+        found.about[MISSING] = dict(missing)
     return found
 
 
@@ -197,18 +230,27 @@ def unique_samples(names: Sequence[str], found: Columns) -> tuple[str, ...] | No
 def _add_column(found: Columns, name: str, values: list[FileValue]) -> None:
     kinds = set(map(type, values)) - {type(None)}
     try:
+        if name == "versions" and found.add_versions(values):
+            return
         if kinds <= _NUMBERS:
             found.tensors[name] = _scalars(values, kinds)
+        elif name in _NUMBER_COLUMNS and (read := _numbers_in_texts(values)) is not None:
+            found.tensors[name] = _scalars(read, {float})
+            found.from_texts.append(name)
         elif kinds == {str}:
             found.texts[name] = tuple("" if value is None else str(value) for value in values)
         elif kinds == {list} and (tensor := _ragged_lists(values)) is not None:
             found.tensors[name] = tensor
+            if nulls := sum(row.count(None) for row in values if isinstance(row, list)):
+                found.about[NULLS] = {**mapping(found.about, NULLS), name: nulls}
         elif FileTensor in kinds and kinds <= {FileTensor, list}:
             found.tensors[name] = _ragged_tensors(values, found.upcast, name)
         else:
             _add_texts(found, name, values)
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, InvalidTensor) as error:
         found.left_out[name] = str(error)
+    if name in _NUMBER_COLUMNS and name in found.texts:
+        found.left_out[name] = "it holds texts that are no numbers, and is kept as texts"
 
 
 def _add_texts(found: Columns, name: str, values: list[FileValue]) -> None:
@@ -231,13 +273,36 @@ def _scalars(values: list[FileValue], kinds: set[type]) -> WireTensor:
     return str(array.dtype), array.shape, array, None
 
 
+def are_numbers(texts: Iterable[str]) -> bool:
+    """Return whether texts, of which empty ones do not count, are numbers, and some are."""
+    given: list[FileValue] = [text for text in texts if text]
+    return bool(given) and _numbers_in_texts(given) is not None
+
+
+def _numbers_in_texts(values: list[FileValue]) -> list[FileValue] | None:
+    """Return numbers and texts of numbers as floats; None where a value is neither."""
+    if not any(isinstance(value, str) for value in values):
+        return None
+    found: list[FileValue] = []
+    for value in values:
+        text = _BOOLS.get(value, value) if isinstance(value, str) else value
+        try:
+            found.append(None if text is None else float(text))  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            return None
+    return found
+
+
 def _ragged_lists(rows: list[FileValue]) -> WireTensor | None:
-    """Return lists of numbers as ragged rows; None if they hold anything else."""
+    """Return lists of numbers as ragged rows, a null as NaN; None if they hold anything else."""
     lists = [row if isinstance(row, list) else [] for row in rows]
     kinds: set[type] = set().union(*(set(map(type, row)) for row in lists))
-    if not kinds <= _NUMBERS:
+    if not kinds - {_NULL} <= _NUMBERS or kinds == {_NULL}:
         return None
-    return _ragged(list(itertools.chain.from_iterable(lists)), map(len, lists), kinds)
+    flat = list(itertools.chain.from_iterable(lists))
+    if _NULL in kinds:
+        flat, kinds = [np.nan if value is None else value for value in flat], {float}
+    return _ragged(flat, map(len, lists), kinds)
 
 
 def _ragged(flat: list[FileValue], lengths: Iterable[int], kinds: set[type]) -> WireTensor:
@@ -253,7 +318,9 @@ def _ragged(flat: list[FileValue], lengths: Iterable[int], kinds: set[type]) -> 
 
 
 def _ragged_tensors(rows: list[FileValue], upcast: dict[str, str], name: str) -> WireTensor:
-    wires = [_row(row) for row in rows if row is not None]
+    given = {row.wire[0] for row in rows if isinstance(row, FileTensor)}
+    dtype = given.pop() if len(given) == 1 else None
+    wires = [_row(row, dtype) for row in rows if row is not None]
     tags = {wire[0] for wire in wires if wire[2].size} or {wires[0][0]}
     if len(tags) > 1 or any(wire[3] is not None for wire in wires):
         raise ValueError(f"rows of several dtypes: {', '.join(sorted(tags))}")
@@ -265,7 +332,8 @@ def _ragged_tensors(rows: list[FileValue], upcast: dict[str, str], name: str) ->
     if shapes == {()} and len(wires) == len(rows):
         return tag, (len(rows),), np.stack(arrays), None
     if {len(shape) for shape in shapes} == {1}:
-        lengths = [0 if row is None else _row(row)[2].size for row in rows]
+        sizes = iter([wire[2].size for wire in wires])
+        lengths = [0 if row is None else next(sizes) for row in rows]
         flat = np.concatenate([array for array in arrays if array.size] or arrays[:1])
         return tag, flat.shape, flat, np.cumsum([0, *lengths], dtype=np.int64)
     if len(shapes) > 1 or len(wires) < len(rows):
@@ -273,11 +341,18 @@ def _ragged_tensors(rows: list[FileValue], upcast: dict[str, str], name: str) ->
     return tag, (len(rows), *shapes.pop()), np.stack(arrays), None
 
 
-def _row(value: FileValue) -> WireTensor:
-    if not isinstance(value, FileTensor):  # short lists of a converted file
+def _row(value: FileValue, dtype: str | None) -> WireTensor:
+    """Return a row; a list has the dtype of the tensors beside it where that holds its values."""
+    if not isinstance(value, FileTensor):  # as short lists of a converted file are
         found = _from_list(value) if isinstance(value, list) else None
         if found is None:
             raise ValueError("rows of tensors and of lists")
+        tag, shape, values, offsets = found
+        if dtype not in (None, tag, "bfloat16"):
+            with np.errstate(invalid="ignore"):
+                cast = values.astype(dtype)
+            if np.array_equal(cast, values, equal_nan=True):
+                return str(dtype), shape, cast, offsets
         return found
     tag, shape, values, offsets = value.wire
     if len(shape) > 1 and shape[0] == 1:

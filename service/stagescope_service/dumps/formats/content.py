@@ -11,8 +11,9 @@ import functools
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -63,8 +64,7 @@ def read_content(path: Path) -> FileValue:
     if path.suffix == ".pt":
         return read_torch_file(path)
     if path.suffix == ".jsonl":
-        lines = _text(path).splitlines()
-        return [parse_json(line, path) for line in lines if line.strip()]
+        return [_parse_named(line, path) for line in json_lines(path)]
     tree = parse_json(_text(path), path)
     if path.suffix != ".json" or not isinstance(tree, dict) or tree.get(_CONVERTED) != 1:
         raise InvalidTensor(
@@ -72,6 +72,57 @@ def read_content(path: Path) -> FileValue:
             expected=f"a file of {', '.join(SUFFIXES)}; .json as stagescope convert writes it",
         )
     return _Decoder(path, read_tensors(path.with_suffix(".safetensors")).tensors)(tree["content"])
+
+
+class JsonLine(NamedTuple):
+    """A line of a JSON Lines file: its number from 1, its bytes, and whether a newline ends it."""
+
+    number: int
+    data: bytes
+    is_ended: bool
+
+
+def json_lines(path: Path) -> Iterator[JsonLine]:
+    r"""Yield the lines of a JSON Lines file that are not blank.
+
+    They are separated by `\n` alone. A JSON text may hold the other characters at which Python
+    splits lines, such as U+2028 and U+0085.
+
+    Raises:
+        NotFound: there is no such file.
+        InvalidTensor: too large.
+        StoreError: the disk reported an error.
+    """
+    lines = _bytes(path).split(b"\n")
+    for number, data in enumerate(lines, 1):
+        if data.strip():
+            yield JsonLine(number, data, number < len(lines))
+
+
+def parse_line(line: JsonLine) -> FileValue:
+    """Read one line.
+
+    Raises:
+        InvalidTensor: it is no JSON, no UTF-8, or nested too deeply; the message follows the
+            line's name.
+    """
+    try:
+        found: FileValue = json.loads(
+            line.data.decode("utf-8-sig" if line.number == 1 else "utf-8")
+        )
+    except RecursionError as error:
+        raise InvalidTensor("holds JSON that is nested too deeply") from error
+    except ValueError as error:
+        why = "it is damaged" if line.is_ended else "it was cut off while it was written"
+        raise InvalidTensor(f"is no JSON ({error}): {why}") from error
+    return found
+
+
+def _parse_named(line: JsonLine, path: Path) -> FileValue:
+    try:
+        return parse_line(line)
+    except InvalidTensor as error:
+        raise InvalidTensor(f"line {line.number} of {path} {error.wrong}") from error
 
 
 @functools.lru_cache(maxsize=1)
@@ -102,7 +153,8 @@ def first_values(path: Path, most: int = _MAX_VALUES) -> list[str | int]:
     try:
         if path.suffix == ".jsonl":
             with path.open("rb") as file:
-                return _first(json.loads(file.readline(MAX_LINE_BYTES)), most)
+                lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+                return _first(json.loads(next(filter(bytes.strip, lines), b"")), most)
         with path.open("rb") as file:
             is_converted = file.read(len(_HEAD)) == _HEAD
         tree = parse_json(_text(path), path) if is_converted else None
@@ -180,13 +232,20 @@ def parse_json(text: str, path: Path) -> FileValue:
         raise InvalidTensor(f"{path} holds JSON that is nested too deeply") from error
     except ValueError as error:
         raise InvalidTensor(
-            f"{path} holds a line that is no JSON: {error}",
+            f"{path} is no JSON: {error}",
             advice="it is damaged, or was cut off while it was written",
         ) from error
     return found
 
 
 def _text(path: Path) -> str:
+    try:
+        return _bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidTensor(f"{path} is no text in UTF-8: {error}") from error
+
+
+def _bytes(path: Path) -> bytes:
     with disk_errors(path):
         try:
             with path.open("rb") as file:
@@ -195,15 +254,11 @@ def _text(path: Path) -> str:
                     raise InvalidTensor(
                         f"{path} has {size} bytes", expected=f"at most {MAX_TEXT_BYTES} of JSON"
                     )
-                data = file.read()
+                return file.read()
         except FileNotFoundError as error:
             raise NotFound(f"there is no file {path}") from error
         except IsADirectoryError as error:
             raise InvalidTensor(f"{path} is a directory", expected="a file") from error
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidTensor(f"{path} is no text in UTF-8: {error}") from error
 
 
 class _Encoder:

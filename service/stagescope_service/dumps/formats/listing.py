@@ -12,7 +12,14 @@ from typing import Final, NamedTuple
 from stagescope.wire.errors import NotFound, StagescopeError, TooLarge
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.content import damage_of
-from stagescope_service.dumps.records import SECTIONS, DumpContents, DumpEntry, DumpProblem
+from stagescope_service.dumps.records import (
+    SECTIONS,
+    Dump,
+    DumpContents,
+    DumpEntry,
+    DumpProblem,
+    RankDump,
+)
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.tensorfile import disk_errors
 
@@ -31,7 +38,11 @@ class ListedFile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FileDump:
-    """A `records.Dump` of files; `reader` reads one entry and is a function of a module."""
+    """A `records.Dump` of files; `reader` reads one entry and is a function of a module.
+
+    `ranks` are the directories in it with msprobe's statistics of operators, each of a place of its
+    own.
+    """
 
     name: str
     kind: str
@@ -39,10 +50,16 @@ class FileDump:
     problems: Sequence[DumpProblem]
     reader: Callable[[DumpEntry], DumpContents]
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    ranks: Sequence[RankDump] = ()
 
     def read(self, entry: DumpEntry) -> DumpContents:
         """Read one entry; see `records.Dump.read`."""
         return self.reader(entry)
+
+
+def rank_dumps(dump: Dump) -> Sequence[RankDump]:
+    """Return the directories in a dump that hold msprobe's statistics of operators."""
+    return dump.ranks if isinstance(dump, FileDump) else ()
 
 
 def entry_order(entry: DumpEntry) -> tuple[object, ...]:

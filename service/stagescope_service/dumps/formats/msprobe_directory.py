@@ -1,22 +1,20 @@
 """Directories of msprobe's dumps: full tensors by operator.
 
-`{dump_path}/step{N}/{rankR | procPID}/` holds `dump.json`, its sidecars and, where tensors were
-dumped, `dump_tensor_data/{operator}.{direction}.{which}.pt`, one tensor a file. In this project's
-captures and in verl's the step and the stage are directories above:
-`step_{N}/{stage}[/part]/step0`. `stagescope_service.dumps.msprobe` reads the operator statistics
-(`stagescope operators`).
+The directory of a rank holds `dump.json`, its sidecars and, where tensors were dumped,
+`dump_tensor_data/{operator}.{direction}.{which}.pt`, one tensor a file.
+At level debug it holds `debug.json`.
+`msprobe_places` says of which step, stage and rank it is. `stagescope_service.dumps.msprobe` reads
+the operator statistics (`stagescope operators`).
 """
 
 from __future__ import annotations
 
-import collections
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import NotFound
-from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.columns import Columns
 from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.formats.listing import (
@@ -26,7 +24,8 @@ from stagescope_service.dumps.formats.listing import (
     files_below,
     unknown_file,
 )
-from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location
+from stagescope_service.dumps.formats.msprobe_places import find_places
+from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
 
 KIND: Final = "msprobe"
 DUMP_FILES: Final = ("dump.json", "debug.json")
@@ -34,13 +33,9 @@ OPERATOR_FILES: Final = (*DUMP_FILES, "stack.json", "construct.json", "DONE.json
 """Files of a rank's directory from which the statistics of its operators are read."""
 TENSOR_FOLDER: Final = "dump_tensor_data"
 
-_SETTINGS: Final = "config.json"
-"""What msprobe was told to dump: users keep it beside its dump."""
+_SETTINGS: Final = re.compile(r"(?:.*[_-])?config(?:uration)?s?(?:[_-].*)?\.(?:json|ya?ml)\Z")
+"""What msprobe was told to dump: users and collectors keep it beside its dump."""
 _TABLE: Final = "operators.parquet"
-_RANK: Final = re.compile(r"rank(\d{1,9})\Z")
-_OWN_STEP: Final = re.compile(r"step(\d{1,18})\Z")
-_STAGE_STEP: Final = re.compile(r"step_(\d{1,18})\Z")
-_PART: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\Z")
 _GRADIENT: Final = ".parameters_grad."
 
 
@@ -54,8 +49,10 @@ def operator_files(names: Iterable[str]) -> set[str]:
     """Return the names that belong to a dump of msprobe's: its settings and our table, too."""
     names = [*names]
     directories = set(rank_directories(names))
-    found = {name for name in names if name.rpartition("/")[2] in (_TABLE, _SETTINGS)}
+    found = set()
     for name in names:
+        if name.rpartition("/")[2] == _TABLE or _SETTINGS.match(name.rpartition("/")[2]):
+            found.add(name)
         folder = name.rpartition("/")[0]
         inner = folder.removesuffix(TENSOR_FOLDER).removesuffix("/")
         if folder in directories or (folder.endswith(TENSOR_FOLDER) and inner in directories):
@@ -69,7 +66,7 @@ def holds_msprobe(found: Sequence[ListedFile]) -> bool:
 
 
 def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
-    """List the full tensors of a dump of msprobe's; `about` lists the ranks with statistics.
+    """List the full tensors of a dump of msprobe's, and the ranks that have statistics.
 
     Args:
         path: a directory at any level: of a rank, a step, a stage or all.
@@ -90,62 +87,37 @@ def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
     problems += [
         unknown_file(each, "a dump of msprobe's") for each in found if each.name not in recognized
     ]
+    places = find_places(path, (path / each for each in directories))
+    of_directory = {each.directory: each.location for each in places.ranks}
     tensors = [
         each
         for each in found
         if each.name in recognized and each.path.parent.name == TENSOR_FOLDER
         and each.path.suffix in (".pt", ".json")
     ]  # fmt: skip
-    entries = [_entry_of(each) for each in tensors]
-    chosen = [entry for entry in entries if step in (None, entry.location.step)]
+    entries = [*filter(None, (_entry_of(each, of_directory) for each in tensors))]
     about = {
-        "operators": [str(path / each) for each in directories],
         "operators_are_read_by": "stagescope operators, and the comparison of operators",
+        **({"notes": places.notes} if places.notes else {}),
     }
-    return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry, about)
+    return FileDump(
+        str(path),
+        KIND,
+        sorted((each for each in entries if step in (None, each.location.step)), key=entry_order),
+        [*problems, *places.problems],
+        read_entry,
+        about,
+        [each for each in places.ranks if step in (None, each.location.step)],
+    )
 
 
-def rank_dumps(dump: Dump, *, step: int | None = None) -> list[tuple[Path, Location]]:
-    """Return the ranks' directories that hold statistics of operators, each with its place.
-
-    A process without a distributed group writes `procPID`, which names no rank: those of a step are
-    numbered from 0 in the order of their names.
-    """
-    listed = dump.about.get("operators") if dump.kind == KIND else None
-    directories = [Path(each) for each in listed] if isinstance(listed, list) else []
-    found: list[tuple[Path, Location]] = []
-    unnamed: collections.Counter[Location] = collections.Counter()
-    for directory in directories:
-        location = _place_of(directory)
-        if step not in (None, location.step) or not (directory / DUMP_FILES[0]).is_file():
-            continue
-        if location.rank is None:
-            rank = unnamed[location]
-            unnamed[location] += 1
-            location = location._replace(rank=rank)
-        found.append((directory, location))
-    return found
-
-
-def _entry_of(found: ListedFile) -> DumpEntry:
+def _entry_of(found: ListedFile, places: Mapping[Path, Location]) -> DumpEntry | None:
+    """Return the entry of a tensor's file; None of a directory without a place."""
+    location = places.get(found.path.parent.parent.absolute())
+    if location is None:
+        return None
     section = "gradients" if _GRADIENT in found.path.stem else "other"
-    location = _place_of(found.path.parent.parent)
     return DumpEntry(section, location, found.path, found.bytes, found.path.stem)
-
-
-def _place_of(directory: Path) -> Location:
-    """Return the place that the names of a rank's directory and those above it give."""
-    step: int | None = None
-    stage, part, rank = None, Part(), _RANK.match(directory.name)
-    names = directory.absolute().parts
-    if own := _OWN_STEP.match(names[-2] if len(names) > 1 else ""):
-        step = int(own[1])
-    for index, name in enumerate(names[:-2]):
-        if match := _STAGE_STEP.match(name):
-            step, stage = int(match[1]), names[index + 1]
-            numbers = _PART.match(names[index + 2])
-            part = Part(*map(int, numbers.groups())) if numbers else Part()
-    return Location(step, stage, None, int(rank[1]) if rank else None, part)
 
 
 def read_entry(entry: DumpEntry) -> DumpContents:

@@ -30,6 +30,7 @@ from stagescope_service.dumps.formats.listing import (
     unknown_file,
 )
 from stagescope_service.dumps.formats.sequences import (
+    UNNAMED,
     SequenceRow,
     is_constant,
     numbers,
@@ -112,14 +113,9 @@ def open_nemo_rl(path: Path, *, step: int | None = None) -> FileDump:
 
 def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one file; see `records.Dump.read`."""
-    rows = [_unlisted(line) for line in read_objects(entry.path)]
-    if any("token_ids" not in row for row in rows):
-        raise InvalidTensor(
-            f"{entry.path} holds rows without token_ids",
-            expected="token_ids, which NeMo-RL writes with the masks",
-        )
+    lines, sequences = read_objects(entry.path).convert(lambda line: _sequence(_unlisted(line)))
+    rows = [_unlisted(line) for line in lines.rows.values()]
     found = Columns()
-    sequences = [_sequence(row) for row in rows]
     found.tensors |= response_tensors(sequences)
     _leave_out_zeros(found, sequences)
     rewards = "filtered_rewards" if any("filtered_rewards" in row for row in rows) else "rewards"
@@ -133,13 +129,16 @@ def read_entry(entry: DumpEntry) -> DumpContents:
         found.texts["content"] = tuple(map(str, texts))
     found.about |= {
         "alignment": "responses alone, index t is token t",
-        "samples": "named by a hash of their prompt and their position among its answers",
+        "samples": UNNAMED
+        if lines.has_holes
+        else "named by a hash of their prompt and their position among its answers",
         "streams": {name: _PRODUCERS[name] for name in _PRODUCERS if _has(found, name)},
     }
     groups, samples = prompt_ids(sequences)
     return DumpContents(
-        entry, found.tensors, {}, samples, groups, found.texts, "response_mask", found.metadata()
-    )
+        entry, found.tensors, {}, None if lines.has_holes else samples, groups, found.texts,
+        "response_mask", found.metadata(), lines.problems(entry),
+    )  # fmt: skip
 
 
 def _has(found: Columns, stream: str) -> bool:
@@ -156,6 +155,8 @@ def _unlisted(line: Mapping[str, FileValue]) -> dict[str, FileValue]:
 
 
 def _sequence(row: Mapping[str, FileValue]) -> SequenceRow:
+    if "token_ids" not in row:
+        raise InvalidTensor("it has no token_ids, which NeMo-RL writes with the masks")
     tokens, _ = numbers(plain_list(row["token_ids"]))
     length = row.get("input_lengths")
     end = length if isinstance(length, int) and 0 < length <= len(tokens) else len(tokens)

@@ -30,6 +30,7 @@ from stagescope_service.dumps.formats.columns import (
     name_samples,
 )
 from stagescope_service.dumps.formats.content import SUFFIXES, read_content
+from stagescope_service.dumps.formats.json_lines import read_object_lines
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
@@ -234,10 +235,13 @@ def _missing(path: Path, kind: str, location: Location) -> DumpProblem:
 
 def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one file; see `records.Dump.read`."""
-    data = read_content(entry.path)
+    problems: Sequence[DumpProblem] = ()
+    data: FileValue
     if entry.path.suffix == ".jsonl":
-        assert isinstance(data, list)
-        data = _join_lines(data, entry.path)
+        lines = read_object_lines(entry.path)
+        data, problems = _join_lines([*lines.rows.values()], entry.path), lines.problems(entry)
+    else:
+        data = read_content(entry.path)
     if not isinstance(data, dict):
         raise InvalidTensor(
             f"{entry.path} holds a {type(data).__name__}", expected="a dict, as NexRL writes it"
@@ -248,15 +252,16 @@ def read_entry(entry: DumpEntry) -> DumpContents:
         found.about["dtypes"] = "not known: JSON has one kind of whole and one of other numbers"
     for name in _METADATA.intersection(data):
         found.add_about(name, data.pop(name))
-    return _READERS.get(entry.key, _read_tensors)(entry, data, found)
+    record = _READERS.get(entry.key, _read_tensors)(entry, data, found)
+    return dataclasses.replace(record, problems=problems) if problems else record
 
 
-def _join_lines(lines: list[FileValue], path: Path) -> FileValue:
+def _join_lines(lines: Sequence[dict[str, FileValue]], path: Path) -> FileValue:
     """Return the trajectories of several lines as those of one."""
     if len(lines) == 1:
         return lines[0]
-    batches = [each for each in lines if isinstance(each, dict) and "trajectories" in each]
-    if not batches or len(batches) != len(lines):
+    batches = [each for each in lines if "trajectories" in each]
+    if len(batches) != len(lines):
         raise InvalidTensor(f"{path} holds {len(lines)} lines", expected="one, as NexRL writes it")
     rows: list[FileValue] = []
     for batch in batches:

@@ -24,7 +24,8 @@ from stagescope_service.dumps.formats.listing import (
     modified_at,
     unknown_file,
 )
-from stagescope_service.dumps.formats.msprobe_directory import operator_files
+from stagescope_service.dumps.formats.msprobe_directory import operator_files, rank_directories
+from stagescope_service.dumps.formats.msprobe_places import find_places
 from stagescope_service.dumps.formats.own_file import (
     ROW_OFFSETS,
     complete_place,
@@ -83,8 +84,10 @@ def open_own(path: Path, *, step: int | None = None) -> FileDump:
             f"{path} holds {len(attempts)} attempts: {', '.join(attempts[:5])}",
             expected="the directory of one attempt",
         )
-    problems += [*dump.problems, *_missing_entries(dump.entries)]
-    return dataclasses.replace(dump, problems=problems)
+    places = find_places(path, (path / each for each in rank_directories(e.name for e in found)))
+    problems += [*dump.problems, *places.problems, *_missing_entries(dump.entries)]
+    ranks = [each for each in places.ranks if step in (None, each.location.step)]
+    return dataclasses.replace(dump, problems=problems, ranks=ranks)
 
 
 def open_files(name: str, files: Iterable[tuple[Path, Location]]) -> FileDump:

@@ -9,15 +9,14 @@ from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.keep import family, sections_of
 from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.dumps.formats.columns import Columns, number_of, unique_samples
 from stagescope_service.dumps.records import SECTIONS, DumpContents, DumpEntry, Location, mapping
-from stagescope_service.store.tensorfile import WireTensor, describe_file, map_tensors
+from stagescope_service.rows.ragged import unpack
+from stagescope_service.store.tensorfile import describe_file, map_tensors
 
 ROW_OFFSETS: Final = ".row_offsets"
 
@@ -29,13 +28,12 @@ ROW_SECTIONS: Final = (
 )  # fmt: skip
 _FAMILIES: Final = ("parameter/*", "gradient/*", "datums/*")
 _IDS: Final = ("sample_ids", "group_ids")
-_CU_SEQLENS: Final = "cu_seqlens"
 
 
 def read_section(entry: DumpEntry) -> DumpContents:
     """Read one section of one file; see `records.Dump.read`."""
     file = map_tensors(entry.path)
-    tensors, metadata = _with_row_offsets(file.tensors), file.metadata
+    tensors, metadata = unpack(file.tensors), file.metadata
     sections = sections_in(metadata, tensors)
     names = sections.get(entry.section, [])
     scalars = mapping(metadata, "scalars")
@@ -155,19 +153,6 @@ def _about(metadata: Mapping[str, object]) -> dict[str, object]:
     }
     about = {"meta": meta, "job": job, "shards": shards}
     return {name: value for name, value in about.items() if value}
-
-
-def _with_row_offsets(tensors: Mapping[str, WireTensor]) -> dict[str, WireTensor]:
-    """Give the tensors of a packed payload the row offsets in `cu_seqlens`."""
-    found = dict(tensors)
-    offsets = found.pop(_CU_SEQLENS, None)
-    if offsets is None or offsets[2].size == 0:
-        return found
-    rows = offsets[2].reshape(-1).astype(np.int64)
-    for name, (tag, shape, values, own) in found.items():
-        if own is None and shape == (int(rows[-1]),):
-            found[name] = (tag, shape, values, rows)
-    return found
 
 
 def mask_in(section: str, names: Container[str]) -> str | None:

@@ -137,7 +137,8 @@ def _unstable(entries: Sequence[DumpEntry]) -> list[DumpProblem]:
 
 def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one rank's file of a step; see `records.Dump.read`."""
-    rows = read_objects(entry.path)
+    lines = read_objects(entry.path)
+    rows = [*lines.rows.values()]
     versions = {str(row.get("schema_version")) for row in rows}
     if versions != {str(_SCHEMA)}:
         raise InvalidTensor(
@@ -146,7 +147,8 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     found = Columns()
     nulls: dict[str, int] = {}
     columns = _columns_of(rows, found)
-    sequences = [_sequence(row, columns, nulls) for row in rows]
+    lines, sequences = lines.convert(lambda row: _sequence(row, columns, nulls))
+    rows = [*lines.rows.values()]
     found.tensors |= response_tensors(sequences)
     for name in _PER_ROW:
         found.tensors[name] = row_values((row.get(name) for row in rows), whole=True)
@@ -169,8 +171,9 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     # The order of a prompt's sequences is that of packing, and differs from run to run: samples
     # pair by their content.
     return DumpContents(
-        entry, found.tensors, {}, None, groups, found.texts, "response_mask", found.metadata()
-    )
+        entry, found.tensors, {}, None, groups, found.texts, "response_mask", found.metadata(),
+        lines.problems(entry),
+    )  # fmt: skip
 
 
 def _columns_of(rows: Sequence[Mapping[str, FileValue]], found: Columns) -> dict[str, str]:
@@ -194,8 +197,8 @@ def _is_array(value: FileValue) -> bool:
 def _sequence(
     row: Mapping[str, FileValue], columns: Mapping[str, str], nulls: dict[str, int]
 ) -> SequenceRow:
-    tokens, _ = numbers(plain_list(row["token_ids"]))
-    mask = [value is True or value == 1 for value in plain_list(row["loss_mask"])]
+    tokens, _ = numbers(plain_list(row.get("token_ids")))
+    mask = [value is True or value == 1 for value in plain_list(row.get("loss_mask"))]
     values: dict[str, list[float]] = {}
     for theirs, ours in columns.items():
         items = plain_list(row.get(theirs))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.batch import Batch, BatchPart, Tensor
+from stagescope.batch import Batch, BatchPart
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.keep import sections_of
 from stagescope.wire.schema import Part
@@ -33,6 +33,7 @@ from stagescope_service.dumps.records import (
     DumpEntry,
     DumpProblem,
     Location,
+    mapping,
 )
 from stagescope_service.rows.ragged import unpadded
 from stagescope_service.store.tensorfile import describe_file
@@ -98,16 +99,19 @@ def open_batch(path: Path, *, step: int | None = None) -> FileDump:
 def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one section of one part; see `records.Dump.read`."""
     batch = _loaded(entry.path)
-    micro, own = batch, dict[str, Tensor]()
+    micro, about = batch, dict[str, object]()
     if entry.key != _NO_PARTS:
         part = batch.parts[int(entry.key)]
         names = _sections(part.stage, part.names, part.numbers)[entry.section]
-        micro, own = _only(batch, names).microbatch(part), dict(part.own)
+        micro = _only(batch, names).microbatch(part)
+        settings = mapping(batch.meta, "settings")
+        stages = mapping(batch.meta, "stages")
+        about = {"meta": mapping(stages, part.stage), "job": {"settings": settings, **part.about}}
     else:
         names = _sections(_text(batch, "stage"), [*batch], batch.numbers)[entry.section]
-    found = Columns()
+    found = Columns(about={name: value for name, value in about.items() if value})
     for name in names:
-        _add_value(found, micro, name, own)
+        _add_value(found, micro, name)
     samples = groups = None
     if entry.section in ROW_SECTIONS and micro.rows:
         ids = micro.sample_ids
@@ -187,7 +191,7 @@ def _only(batch: Batch, names: Sequence[str]) -> Batch:
     )
 
 
-def _add_value(found: Columns, micro: Batch, name: str, own: Mapping[str, Tensor]) -> None:
+def _add_value(found: Columns, micro: Batch, name: str) -> None:
     if name in micro.numbers:
         found.numbers[name] = micro.numbers[name]
     elif name in micro:
@@ -195,7 +199,7 @@ def _add_value(found: Columns, micro: Batch, name: str, own: Mapping[str, Tensor
         target = name_in_record(name)
         if values.ndim == 0:
             found.numbers[target] = number_of(tag, values)
-        elif name in micro.lengths and name not in own and values.ndim == 2:
+        elif name in micro.lengths and values.ndim > 1:
             flat, offsets = unpadded(values, micro.lengths[name], micro.side(name))
             found.tensors[target] = (tag, flat.shape, flat, offsets)
         else:

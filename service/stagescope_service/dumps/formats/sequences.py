@@ -17,7 +17,9 @@ from typing import Final
 import numpy as np
 
 from stagescope.wire.errors import InvalidTensor
-from stagescope_service.dumps.formats.content import read_shared
+from stagescope_service.dumps.formats.content import read_content
+from stagescope_service.dumps.formats.json_lines import UNNAMED as UNNAMED
+from stagescope_service.dumps.formats.json_lines import ObjectLines, read_object_lines
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.rows.ragged import cumulative
 from stagescope_service.store.tensorfile import WireTensor
@@ -101,18 +103,19 @@ def row_values(values: Iterable[FileValue], *, whole: bool = False) -> WireTenso
     return str(array.dtype), array.shape, array, None
 
 
-def read_objects(path: Path) -> list[dict[str, FileValue]]:
-    """Read a file with an object in each line.
+def read_objects(path: Path) -> ObjectLines:
+    """Read a file with an object in each line, or a converted one.
 
     Raises:
-        NotFound, InvalidTensor, Forbidden, StoreError: as `read_content`; InvalidTensor also where
-            a line is no object.
+        NotFound, InvalidTensor, StoreError: as `read_object_lines`.
     """
-    lines = plain_list(read_shared(path))
-    rows = [line for line in lines if isinstance(line, dict)]
+    if path.suffix == ".jsonl":
+        return read_object_lines(path)
+    lines = plain_list(read_content(path))
+    rows = {number: line for number, line in enumerate(lines, 1) if isinstance(line, dict)}
     if not rows or len(rows) != len(lines):
         raise InvalidTensor(f"{path} holds lines that are no objects", expected="objects")
-    return rows
+    return ObjectLines(path, rows)
 
 
 def prompt_ids(rows: Sequence[SequenceRow]) -> tuple[tuple[str, ...], tuple[str, ...]]:

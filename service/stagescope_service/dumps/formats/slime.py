@@ -8,6 +8,7 @@ its `index`, which both files have; its group is `group_index`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -27,7 +28,7 @@ from stagescope_service.dumps.formats.listing import (
     unrecognized_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
-from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
 from stagescope_service.rows.ragged import cumulative, slice_indexes
 
 KIND: Final = "slime"
@@ -50,6 +51,12 @@ _SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "advantages": ("values", "advantages", "returns", "kl", "opd_reverse_kl"),
 }
 """Sections of a train file other than its trajectories, with their tensors."""
+_PER_TOKEN: Final = (
+    "loss_mask", "loss_masks", "rollout_log_probs", "log_probs", "ref_log_probs",
+    "teacher_log_probs", "entropy", "values", "advantages", "returns",
+)  # fmt: skip
+"""Values of the tokens of the response, by their names in the file."""
+_NAMED: Final = 5
 
 
 def is_slime(values: Sequence[str | int]) -> bool:
@@ -123,13 +130,14 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     names = _TRAIN_NAMES if is_train else _NAMES
     elsewhere = {name for section in _SECTIONS.values() for name in section} if is_train else set()
     own = _SECTIONS.get(entry.section)
+    rows, problems = _fitting([_plain_sample(row) for row in rows], entry)
     wanted = [
         {
             name: value
             for name, value in row.items()
             if name not in _SKIPPED and _is_wanted(names.get(name, name), own, elsewhere)
         }
-        for row in map(_plain_sample, rows)
+        for row in rows
     ]
     found = collect_rows(wanted, names=names)
     if entry.section == "trajectories":
@@ -144,7 +152,8 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     mask = "response_mask" if "response_mask" in found.tensors else None
     groups, sample_uids = _row_ids(rows, found)
     return DumpContents(
-        entry, found.tensors, {}, sample_uids, groups, found.texts, mask, found.metadata()
+        entry, found.tensors, {}, sample_uids, groups, found.texts, mask, found.metadata(),
+        problems,
     )  # fmt: skip
 
 
@@ -168,6 +177,53 @@ def _plain_sample(row: dict[str, FileValue]) -> dict[str, FileValue]:
     return row
 
 
+def _fitting(
+    rows: Sequence[dict[str, FileValue]], entry: DumpEntry
+) -> tuple[list[dict[str, FileValue]], list[DumpProblem]]:
+    """Return the samples whose values of each token are as many as the response has tokens.
+
+    Values that a sample lacks and others have are NaN. A name that fits fewer than half of the
+    samples is left as it is: its file has another layout.
+    """
+    lengths = [_length(row) for row in rows]
+    names = [name for name in _PER_TOKEN if any(_count(row.get(name)) for row in rows)]
+    wrong: dict[int, str] = {}
+    for name in names:
+        counts = [_count(row.get(name)) for row in rows]
+        fits = [count in (0, length) for count, length in zip(counts, lengths, strict=True)]
+        for at, fit in enumerate(fits):
+            if not fit and 2 * sum(fits) >= len(fits):
+                wrong.setdefault(
+                    at, f"{name} has {counts[at]} values, its response {lengths[at]} tokens"
+                )
+    kept = []
+    for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        nan: list[FileValue] = [math.nan] * length
+        lacking = {name: nan for name in names if not _count(row.get(name))}
+        kept += [{**row, **lacking}] if at not in wrong else []
+    if not wrong:
+        return kept, []
+    named = [f"sample {_name(rows[at], at)}: {why}" for at, why in sorted(wrong.items())]
+    more = f"; {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    message = (
+        f"{entry.path}: {'; '.join(named[:_NAMED])}{more}. Of the {len(rows)} samples "
+        f"{len(kept)} were read"
+    )
+    return kept, [DumpProblem(entry.path, "damaged", message, entry)]
+
+
+def _count(value: FileValue) -> int:
+    """Return the number of values of a list or one-dimensional tensor; 0 of anything else."""
+    if isinstance(value, FileTensor):
+        return int(value.wire[2].size) if len(value.wire[1]) > 0 else 0
+    return len(value) if isinstance(value, list) else 0
+
+
+def _name(row: Mapping[str, FileValue], at: int) -> object:
+    index = row.get("index", row.get("sample_index"))
+    return f"at {at}" if index is None else _scalar(index)
+
+
 def _length(row: Mapping[str, FileValue]) -> int:
     length = row.get("response_length", row.get("response_lengths"))
     return length if isinstance(length, int) and 0 <= length < 1 << 40 else 0
@@ -189,17 +245,26 @@ def _add_responses(found: Columns, rows: list[dict[str, FileValue]]) -> None:
 
 
 def _add_versions(found: Columns, rows: list[dict[str, FileValue]]) -> None:
-    """Add the policy version of each sample, as a tensor if each sample has exactly one."""
+    """Add the policy version of each sample: of a sample of several its first, and their texts."""
     versions = [_versions(row.get("weight_versions")) for row in rows]
-    if all(len(each) == 1 and next(iter(each)).isdecimal() for each in versions) and versions:
-        values = np.array([int(next(iter(each))[:18]) for each in versions], np.int64)
-        found.tensors["versions"] = ("int64", values.shape, values, None)
+    mixed = sum(len(each) > 1 for each in versions)
+    if mixed:
+        found.texts["weight_versions"] = tuple(" ".join(each) for each in versions)
+        found.about["samples_of_mixed_versions"] = mixed
+    if all(versions) and rows:
+        first: list[FileValue] = [each[0] for each in versions]
+        found.add_versions(first)
     elif any(versions):
-        found.texts["weight_versions"] = tuple(" ".join(sorted(each)) for each in versions)
+        found.left_out["versions"] = f"{versions.count([])} samples have none"
 
 
-def _versions(value: FileValue) -> set[str]:
-    return set(map(str, value)) if isinstance(value, list | dict | str) else set()
+def _versions(value: FileValue) -> list[str]:
+    """Return the policy versions of a sample, in the order in which it lists them."""
+    if isinstance(value, FileTensor):
+        value = value.wire[2].reshape(-1).tolist()
+    if isinstance(value, str | int):
+        return [str(value)]
+    return [*dict.fromkeys(map(str, value))] if isinstance(value, list | dict) else []
 
 
 def _row_ids(rows: list[dict[str, FileValue]], found: Columns) -> tuple[RowIds, RowIds]:

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import InvalidTensor, NotFound
-from stagescope_service.dumps.formats.columns import collect_rows
-from stagescope_service.dumps.formats.content import damage_of, first_values, read_content
+from stagescope.wire.errors import NotFound
+from stagescope_service.dumps.formats.columns import are_numbers, collect_rows
+from stagescope_service.dumps.formats.content import damage_of, first_values
+from stagescope_service.dumps.formats.json_lines import UNNAMED, read_object_lines
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
@@ -30,6 +31,8 @@ KIND: Final = "verl"
 
 _FILE: Final = re.compile(r"\d{1,18}\Z")
 _NAMES: Final = {"score": "rewards"}
+_TEXTS: Final = ("input", "output", "gts", "uid")
+"""Columns that are texts; of others numbers are expected."""
 
 
 def is_verl(found: ListedFile) -> bool:
@@ -96,14 +99,18 @@ def _stage(found: ListedFile) -> str | None:
 
 def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one file; see `records.Dump.read`."""
-    lines = read_content(entry.path)
-    assert isinstance(lines, list)
-    rows = [line for line in lines if isinstance(line, dict)]
-    if len(rows) != len(lines):
-        raise InvalidTensor(f"{entry.path} holds lines that are no objects", expected="objects")
+    lines = read_object_lines(entry.path)
+    rows = [*lines.rows.values()]
     is_one_step = bool(rows) and all(row.get("step") == rows[0].get("step") for row in rows)
     found = collect_rows(rows, names=_NAMES, skip=("step",) if is_one_step else ())
-    found.about["samples"] = "named by a hash of their prompt and their position among its answers"
+    for name, texts in found.texts.items():
+        if name not in _TEXTS and are_numbers(texts):
+            found.left_out[name] = "its numbers are texts in the file, and are kept as texts"
+    found.about["samples"] = (
+        UNNAMED
+        if lines.has_holes
+        else "named by a hash of their prompt and their position among its answers"
+    )
     groups = tuple(_hash(row.get("input")) for row in rows)
     seen: Counter[str] = Counter()
     samples: list[str] = []
@@ -111,8 +118,9 @@ def read_entry(entry: DumpEntry) -> DumpContents:
         samples.append(f"{group}_{seen[group]}")
         seen[group] += 1
     return DumpContents(
-        entry, found.tensors, {}, tuple(samples), groups, found.texts, about=found.metadata()
-    )
+        entry, found.tensors, {}, None if lines.has_holes else tuple(samples), groups, found.texts,
+        about=found.metadata(), problems=lines.problems(entry),
+    )  # fmt: skip
 
 
 def _hash(text: object) -> str:

@@ -15,13 +15,12 @@ import numpy as np
 from stagescope.batch import Batch, BatchPart, Gap, Tensor
 from stagescope.batch.data import flow_index
 from stagescope.wire.errors import NotFound, StagescopeError
-from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.joining.column import Allocate, Assembly, Column
 from stagescope_service.dumps.joining.parts import DumpParts, find_parts
 from stagescope_service.dumps.joining.rows import RecordedPart
 from stagescope_service.dumps.records import Dump, DumpContents
 from stagescope_service.rows.positions import POSITION_TENSORS, TokenPositions, token_positions
-from stagescope_service.rows.ragged import RowBlock, row_block
+from stagescope_service.rows.ragged import Int64, RowBlock, row_block
 
 _RECOMPUTED: Final = ("entropy", "values", "loss")
 """Values that every pass over the rows computes anew, beside `log_probs` and what follows it."""
@@ -106,6 +105,7 @@ class _Joiner:
         self._allocate = allocate
         self._columns: dict[str, Column] = {}
         self._own: list[dict[str, Tensor]] = [{} for _ in found.parts]
+        self._own_lengths: list[dict[str, Int64]] = [{} for _ in found.parts]
         self._assemblies: dict[_AssemblyKey, Assembly] = {}
         self._recorded: list[dict[str, int | None]] = [{} for _ in found.parts]
         self._gaps: list[Gap] = []
@@ -188,7 +188,10 @@ class _Joiner:
             block = row_block(wire, part.count, self._sides.get(name, "right"))
             if block is None or part.rows is None or name not in self._columns:
                 self._recorded[index][name] = None
-                self._keep_own(index, name, wire[0], wire[2].reshape(wire[1]))
+                block = row_block(wire, part.count, "right")
+                if block is None or block.lengths is None or part.consumed is not None:
+                    block = RowBlock(wire[0], wire[2].reshape(wire[1]), None)
+                self._keep_own(index, name, block)
                 continue
             if part.consumed is not None:
                 block = block.take(part.consumed)
@@ -206,7 +209,7 @@ class _Joiner:
         added = part.about.get("joined_tensors")
         if isinstance(added, list) and name in added:
             return  # a copy of another part's, with 0 where no token counts
-        self._keep_own(index, name, block.dtype, block.values)
+        self._keep_own(index, name, block)
         if not is_accepted:
             shape = f"{block.dtype} {list(block.values.shape[1:])}, that of {column.first} is "
             text = f"{shape}{column.tag} {list(column.values.shape[1:])}"
@@ -259,10 +262,12 @@ class _Joiner:
                 other = "its other pieces" if assembly.differing else column.first
                 self._gaps.append(Gap("disagrees", f"{name} of {stage} is not that of {other}"))
 
-    def _keep_own(self, index: int, name: str, tag: str, values: Array) -> None:
-        own = self._allocate(values.shape, values.dtype)
-        own[...] = values
-        self._own[index][name] = Tensor(tag, own)
+    def _keep_own(self, index: int, name: str, block: RowBlock) -> None:
+        own = self._allocate(block.values.shape, block.values.dtype)
+        own[...] = block.values
+        self._own[index][name] = Tensor(block.dtype, own)
+        if block.lengths is not None and block.values.ndim > 1:
+            self._own_lengths[index][name] = block.lengths
 
     def _part(self, index: int, part: RecordedPart) -> BatchPart:
         recorded = self._recorded[index]
@@ -276,6 +281,8 @@ class _Joiner:
             widths={name: width for name, width in recorded.items() if width is not None},
             own=self._own[index],
             numbers=part.numbers,
+            lengths=self._own_lengths[index],
+            about=part.process,
         )
 
     def _is_requested(self, name: str) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from stagescope.batch import Gap
 from stagescope.batch.data import flow_index
 from stagescope.wire.errors import NotFound, StagescopeError
+from stagescope.wire.policy_versions import VERSION_NAMES
 from stagescope.wire.schema import STAGES, Part
 from stagescope_service.dumps.joining.rows import RecordedPart, RowIndex, rows_lacking_ranks
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, mapping
@@ -62,7 +63,7 @@ class DumpParts:
     def meta(self, dump: Dump) -> dict[str, object]:
         """Return the metadata beside the tensors: of the step, and by stage."""
         versions: list[object] = []
-        stages: dict[str, Mapping[str, object]] = {}
+        stages: dict[str, dict[str, object]] = {}
         settings: Mapping[str, object] = {}
         for part in self.parts:
             settings = settings or mapping(part.about, "settings")
@@ -71,7 +72,9 @@ class DumpParts:
             if version is not None and version not in versions:
                 versions.append(version)
             if meta:
-                stages.setdefault(part.stage, dict(meta))
+                of_stage = stages.setdefault(part.stage, dict(meta))
+                if named := {**mapping(of_stage, VERSION_NAMES), **mapping(meta, VERSION_NAMES)}:
+                    of_stage[VERSION_NAMES] = named
         found: dict[str, object] = {
             "settings": dict(settings), "sampling": _sampling(stages.values()), "stages": stages,
         }  # fmt: skip
@@ -167,6 +170,10 @@ class _Scanner:
         self._add_rows(part, record)
         for name, reason in mapping(about, "left_out").items():
             self.gaps.append(Gap("tensor", f"{part} left out {name}: {reason}"))
+        for problem in record.problems:
+            gap = Gap("file", problem.message)
+            if gap not in self.gaps:
+                self.gaps.append(gap)
 
     def _add_file(self, entry: DumpEntry, about: Mapping[str, object]) -> None:
         location = entry.location

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.records import DumpContents, DumpEntry, mapping
 from stagescope_service.rows.positions import has_positions
-from stagescope_service.rows.ragged import Int64
+from stagescope_service.rows.ragged import Int64, unpack
 from stagescope_service.store.tensorfile import WireTensor
 
 Shape: TypeAlias = "tuple[str, tuple[int, ...]]"
 """(dtype tag, shape)"""
-
-_PACKED: Final = "cu_seqlens"
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,22 +75,19 @@ class RecordedPart:
         return self._layout.get("cp_rank")
 
     @property
+    def process(self) -> dict[str, object]:
+        """What its files say of the process that recorded it."""
+        job = mapping(self.about, "job")
+        names = ("policy_version", "data_rank", "layout")
+        return {name: job[name] for name in names if job.get(name) is not None}
+
+    @property
     def _layout(self) -> Mapping[str, object]:
         return mapping(mapping(self.about, "job"), "layout")
 
     def unpack(self, record: DumpContents) -> dict[str, WireTensor]:
         """Return a record's tensors; `cu_seqlens` becomes the row offsets of the others."""
-        packed = record.tensors.get(_PACKED)
-        if packed is None:
-            return dict(record.tensors)
-        offsets = packed[2].reshape(-1).astype(np.int64)
-        return {
-            name: (tag, shape, values, offsets)
-            if shape and shape[0] == offsets[-1] and own is None
-            else (tag, shape, values, own)
-            for name, (tag, shape, values, own) in record.tensors.items()
-            if name != _PACKED
-        }
+        return unpack(record.tensors)
 
 
 class RowIndex:

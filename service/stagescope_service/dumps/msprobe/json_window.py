@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
-from stagescope.wire.errors import InvalidInput, NotFound, TooLarge
+from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError, TooLarge
 from stagescope_service.store.tensorfile import disk_errors
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
@@ -237,6 +237,22 @@ class JsonWindow:
         )
 
 
+def holds_records(path: Path) -> bool:
+    """Return whether a file of msprobe's has a record, or is none that should have one.
+
+    A damaged file may have some, and task structure records the modules alone.
+    """
+    try:
+        with open_file(path) as file:
+            dump = DumpFile(file, str(path))
+            holds = next(dump.records(), None) is not None or dump.truncated_at is not None
+            return holds or dump.header["task"] == STRUCTURE
+    except StagescopeError:
+        return True
+
+
+STRUCTURE: Final = "structure"
+"""The task that records no call."""
 HEADER: Final = ("task", "level", "framework", "dump_data_dir")
 MAX_NAME: Final = 4096
 

@@ -23,9 +23,16 @@ import pyarrow.parquet as pq
 from stagescope.wire.errors import NotFound
 from stagescope_service.dumps.msprobe.json_window import DumpFile, open_file
 from stagescope_service.dumps.msprobe.operators import Leaf, clean_text, leaves, parse_name
-from stagescope_service.dumps.msprobe.sidecars import CallStacks, read_parents, read_stacks
+from stagescope_service.dumps.msprobe.sidecars import (
+    CallStacks,
+    read_done,
+    read_parents,
+    read_stacks,
+)
 from stagescope_service.store.tensorfile import disk_errors, sync_directory
 
+DUMP_NAMES: Final = ("dump.json", "debug.json")
+"""What msprobe writes of calls, and of values that a script saved at level debug."""
 SCHEMA_VERSION: Final = 1
 ROW_GROUP: Final = 16_384
 SUMMARY_KEY: Final = b"stagescope.operators"
@@ -73,14 +80,16 @@ class OperatorSummary:
     calls: int = 0
     rows: int = 0
     bytes: int = 0
-    """Bytes read of dump.json."""
+    """Bytes read of dump.json and debug.json."""
     truncated_at: int | None = None
-    """Byte at which dump.json is truncated."""
+    """Byte at which dump.json, else debug.json, is truncated."""
     last_name: str | None = None
+    measured: int = 0
+    """Tensors with a least and a largest value: NaN and infinities are found in these alone."""
     non_finite_rows: int = 0
     first_non_finite: FirstNonFinite | None = None
     problems: list[str] = dataclasses.field(default_factory=list)
-    """What stack.json and construct.json lack, and why."""
+    """What the files lack, and why."""
 
     def fields(self) -> dict[str, object]:
         """Return it as JSON values."""
@@ -105,26 +114,32 @@ def write_operator_table(
     """
     stacks = read_stacks(directory / "stack.json")
     parents, problems = read_parents(directory / "construct.json")
-    summary = OperatorSummary(done=_done(directory), problems=[*stacks.problems, *problems])
-    path = _dump_path(directory)
-    with open_file(path) as file, _atomic_write(target) as temporary:
-        dump = DumpFile(file, str(path))
-        with pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
-            batch: list[_Row] = []
-            for row in _rows(dump, summary, stacks, parents):
-                batch.append(row)
-                if len(batch) >= row_group:
-                    _write(writer, batch)
-                    batch = []
-            if batch:
-                _write(writer, batch)
-            _complete_summary(summary, dump)
-            writer.add_key_value_metadata(
-                {
-                    SUMMARY_KEY: json.dumps(summary.fields()),
-                    STACKS_KEY: json.dumps(stacks.frames),
-                }
-            )
+    done = read_done(directory)
+    is_done = None if done is None else done.get("ok") is True
+    summary = OperatorSummary(done=is_done, problems=[*stacks.problems, *problems])
+    paths = _dump_paths(directory)
+    with (
+        _atomic_write(target) as temporary,
+        pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer,
+    ):
+        batch: list[_Row] = []
+        for path in paths:
+            with open_file(path) as file:
+                dump = DumpFile(file, str(path))
+                for row in _rows(dump, summary, stacks, parents):
+                    batch.append(row)
+                    if len(batch) >= row_group:
+                        _write(writer, batch)
+                        batch = []
+                _add_file(summary, dump, path.name)
+        if batch:
+            _write(writer, batch)
+        writer.add_key_value_metadata(
+            {
+                SUMMARY_KEY: json.dumps(summary.fields()),
+                STACKS_KEY: json.dumps(stacks.frames),
+            }
+        )
     return summary
 
 
@@ -143,6 +158,7 @@ def _rows(
             if leaf.non_finite is not None:
                 _count_non_finite(summary, order, name, leaf)
             summary.rows += 1
+            summary.measured += leaf.min is not None and leaf.max is not None
             yield call + leaf
 
 
@@ -162,29 +178,29 @@ def _write(writer: pq.ParquetWriter, rows: list[_Row]) -> None:
     writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(rows))
 
 
-def _complete_summary(summary: OperatorSummary, dump: DumpFile) -> None:
-    summary.task, summary.level = dump.header["task"], dump.header["level"]
-    summary.framework = dump.header["framework"]
-    summary.bytes, summary.truncated_at = dump.bytes_read, dump.truncated_at
-    summary.last_name = dump.last_name
+def _add_file(summary: OperatorSummary, dump: DumpFile, name: str) -> None:
+    """Add what a file that was read says of itself."""
+    header = dump.header
+    summary.task = summary.task or header["task"]
+    summary.framework = summary.framework or header["framework"]
+    levels = dict.fromkeys(filter(None, (summary.level, header["level"])))
+    summary.level = ", ".join(levels) or None
+    summary.bytes += dump.bytes_read
+    summary.last_name = dump.last_name or summary.last_name
+    if dump.truncated_at is None:
+        return
+    if summary.calls and name != DUMP_NAMES[0]:
+        summary.problems.append(f"{name} is cut off at byte {dump.truncated_at}")
+    if summary.truncated_at is None:
+        summary.truncated_at = dump.truncated_at
 
 
-def _dump_path(directory: Path) -> Path:
-    for name in ("dump.json", "debug.json"):
-        if (directory / name).exists():
-            return directory / name
-    raise NotFound(f"{directory} holds neither dump.json nor debug.json")
-
-
-def _done(directory: Path) -> bool | None:
-    try:
-        with open_file(directory / "DONE.json") as file:
-            content = json.loads(file.read(1 << 20))
-        return content.get("ok") is True if isinstance(content, dict) else False
-    except NotFound:
-        return None
-    except (ValueError, RecursionError):
-        return False
+def _dump_paths(directory: Path) -> list[Path]:
+    """Return dump.json and debug.json; values that were saved come after the calls."""
+    found = [path for name in DUMP_NAMES if (path := directory / name).exists()]
+    if not found:
+        raise NotFound(f"{directory} holds neither {' nor '.join(DUMP_NAMES)}")
+    return found
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ Names of records:
 
 * APIs (L1, mix): `{Functional|Torch|Tensor|NPU|Distributed|...}.{api}.{call}.{forward|backward}`
 * modules (L0, mix): `Module.{path}.{Class}.{forward|backward}.{call}`,
-  `Module.{path}.{Class}.parameters_grad.{call}`
+  `Module.{path}.{Class}.parameters_grad[.{call}]` (older ones have no counter)
 * debug: `{name}.{call}.debug`, with the gradient as `{name}_grad.{call}.debug`
 """
 
@@ -29,7 +29,8 @@ from stagescope_service.dumps.msprobe.json_window import JsonValue
 
 _MODULE: Final = re.compile(
     r"(?P<kind>Module|Cell)\.(?:(?P<operator>.+)\.)?(?P<module_class>[^.]+)"
-    r"\.(?P<direction>forward|backward|parameters_grad)\.(?P<call>\d{1,9})\Z"
+    r"\.(?:(?P<direction>forward|backward)\.(?P<call>\d{1,9})"
+    r"|(?P<gradient>parameters_grad)(?:\.(?P<update>\d{1,9}))?)\Z"
 )
 _API: Final = re.compile(
     r"(?P<kind>[^.]+)\.(?P<operator>.+)\.(?P<call>\d{1,9})\.(?P<direction>forward|backward)\Z"
@@ -53,12 +54,13 @@ def parse_name(name: str) -> OperatorName:
         found = pattern.match(name)
         if found is not None:
             fields = found.groupdict()
+            call = fields["call"] or fields.get("update")
             return OperatorName(
                 fields.get("kind") or kind,
                 fields["operator"] or "",
                 fields.get("module_class"),
-                int(fields["call"]),
-                fields["direction"],
+                None if call is None else int(call),
+                fields["direction"] or fields.get("gradient"),
             )
     return OperatorName(None, name, None, None, None)
 

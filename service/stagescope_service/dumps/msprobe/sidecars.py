@@ -12,6 +12,7 @@ calls have a stack; a backward call has that of its forward call.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +28,15 @@ MAX_STACK_TEXT: Final = 4 << 20
 _MAX_VALUE: Final = 32 << 20
 """Characters of one stack with the names that share it: the calls of a loop share one."""
 
+_MAX_DONE: Final = 1 << 20
+
 _FRAME: Final = re.compile(r"File (?P<file>.+?), line (?P<line>\d+), in (?P<function>[^,]+)")
 _LIBRARY_CODE: Final = re.compile(
     r"/(?:site|dist)-packages/(?:torch|torch_npu|mindspore|msprobe|stagescope_workers)/"
     r"|/torch/(?:nn|autograd|optim|distributed|utils|_[a-z]+)/"
     r"|/torch/(?:functional|_tensor|_ops)\.py"
-    r"|/(?:msprobe|stagescope_workers)/"
+    r"|/msprobe/(?:core|pytorch|mindspore)/"
+    r"|/stagescope_workers/"
     r"|^<"
 )
 
@@ -87,6 +91,18 @@ def read_parents(path: Path) -> tuple[dict[str, str], list[str]]:
             problems.append(f"{path.name} names over {MAX_NAMES} calls: the rest is left")
             break
     return parents, problems
+
+
+def read_done(directory: Path) -> dict[str, JsonValue] | None:
+    """Return what a capture wrote in DONE.json; None without one, {} if it is damaged."""
+    try:
+        with open_file(directory / "DONE.json") as file:
+            content = json.loads(file.read(_MAX_DONE))
+    except NotFound:
+        return None
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def source_of(frames: list[str]) -> str | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
-from typing import Final, Literal, TypedDict
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from typing import Final, Literal, NamedTuple, TypedDict
 
 import sqlalchemy as sa
 from typing_extensions import NotRequired, Unpack
 
+from stagescope_service.store import connect
 from stagescope_service.store.queries import rollouts
 from stagescope_service.store.queries.curves import between
 from stagescope_service.store.queries.overview import StepOverview
@@ -27,6 +28,7 @@ from stagescope_service.store.tables import (
     ScalarRow,
     StreamRow,
     SummaryRow,
+    compact,
 )
 from stagescope_service.store.tables.compact import scalar_names
 
@@ -110,6 +112,15 @@ class PayloadStates(TypedDict):
 class _ScalarName(TypedDict):
     name: str
     last: int | None
+
+
+class SettledPayloads(NamedTuple):
+    """What the catalogue knows of a process's payloads."""
+
+    newest: int | None
+    """The highest seq of all its payloads; None if it has none."""
+    states: Mapping[int, str]
+    """Seq -> final state, of those that were asked for and are settled."""
 
 
 class MeasurementQueries(Reader):
@@ -308,6 +319,20 @@ class MeasurementQueries(Reader):
             consumed_step=consumed_step,
         )
         return self._page(PayloadRow, "payloads", where, "announced_wall incarnation seq", limit)
+
+    def settled_payloads(self, incarnation: str, seqs: Collection[int]) -> SettledPayloads:
+        """Return the final states of some payloads of a process, by its delivery identity."""
+        table, texts = compact.payload_rows.c, compact.texts.c
+        owner = sa.select(texts.text_id).where(texts.text == incarnation).scalar_subquery()
+        own = table.owner_id == owner
+        newest = sa.select(sa.func.max(table.seq)).where(own)
+        state = sa.select(texts.text).where(texts.text_id == table.state_id).scalar_subquery()
+        found = sa.select(table.seq, state).where(
+            own, table.seq.in_(list(seqs)), table.state_id != compact.ANNOUNCED
+        )
+        with connect.catalogue_errors(self._where), self._connect() as connection:
+            states = {int(seq): str(state) for seq, state in connection.execute(found)}
+            return SettledPayloads(connection.scalar(newest), states)
 
     def payload_states(
         self, attempts: Sequence[int], steps: Sequence[int], *, measured: Collection[int] = ()

@@ -226,7 +226,7 @@ def tensor(
             "Min": low, "Mean": None, "Norm": None, **fields}  # fmt: skip
 
 
-def device(name: str) -> Argument:
+def device(name: str | int) -> Argument:
     return {"type": "torch.device", "value": name}
 
 
@@ -310,6 +310,9 @@ EMPTY = tensor(None, None)
         ({"type": "str", "value": "a"}, None, "value"),
         (device("npu:0"), device("npu:7"), None),
         (device("cpu"), device("npu:7"), "value"),
+        (device(0), device(7), None),
+        (device("npu:0"), device(7), None),
+        (device("cpu"), device(7), "value"),
     ],
 )  # fmt: skip
 def test_verdicts(tmp_path: Path, a: Argument, b: Argument | None, verdict: str | None) -> None:
@@ -324,6 +327,8 @@ def test_with_exact_every_number_and_checksum_must_be_equal(tmp_path: Path) -> N
     assert compare_outputs(tmp_path, close, other, exact=True).counts == {"statistics": 1}
     a, b = tensor(0, 1, md5="a"), tensor(0, 1, md5="b")
     assert compare_outputs(tmp_path, a, b, exact=True).counts == {"checksum": 1}
+    assert compare_outputs(tmp_path, a, b).other_checksums == 1
+    assert compare_outputs(tmp_path, a, tensor(0, 2, md5="b")).other_checksums == 0
 
 
 @pytest.mark.parametrize("dtype", sorted(set(EPS) - {"float64", "complex128"}))

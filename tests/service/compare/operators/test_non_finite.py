@@ -13,6 +13,7 @@ from tests.support.small_decoder import small_decoder
 from torch import nn
 
 from stagescope_service.compare.operators.non_finite import first_non_finite, non_finite_of_rank
+from stagescope_service.dumps.msprobe.operator_table import write_operator_table
 
 
 def planted(value: float, layer: str = "blocks.1.down") -> nn.Module:
@@ -149,6 +150,23 @@ def test_a_parameter_is_no_mask(tmp_path: Path) -> None:
         found = non_finite_of_rank(tabled(tmp_path, text)[0])
         assert found.first is not None
         assert found.certain == certain
+
+
+def test_gradients_of_saved_values_come_after_these(tmp_path: Path) -> None:
+    """msprobe writes a gradient beside its value, though the loss was computed in between."""
+    bad = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [], "Max": math.inf,
+           "Min": math.inf}  # fmt: skip
+    saved = {"logits_grad.0.debug": bad, "loss.0.debug": bad}
+    (tmp_path / "debug.json").write_text(json.dumps({"level": "debug", "data": saved}))
+    write_operator_table(tmp_path, tmp_path / "o.parquet")
+    found = non_finite_of_rank(tmp_path / "o.parquet")
+    assert found.first is not None
+    assert (found.first["name"], found.culprits) == ("loss.0.debug", 2)
+    (tmp_path / "debug.json").write_text(json.dumps({"data": {"logits_grad.0.debug": bad}}))
+    write_operator_table(tmp_path, tmp_path / "o.parquet")
+    alone = non_finite_of_rank(tmp_path / "o.parquet")
+    assert alone.first is not None
+    assert alone.first["name"] == "logits_grad.0.debug"
 
 
 def test_a_bad_input_alone_is_no_result(tmp_path: Path) -> None:

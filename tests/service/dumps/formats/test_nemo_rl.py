@@ -133,15 +133,25 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     text = path.read_text()
     path.write_text(text[: len(text) // 2])
     dump = open_dump(tmp_path)
-    with pytest.raises(InvalidTensor, match="no JSON"):
-        dump.read(dump.entries[0])
+    record = dump.read(dump.entries[0])
+    assert (
+        len(record.samples or ())
+        == len(record.tensors["rewards"][2])
+        == text[: len(text) // 2].count("\n")
+    )
+    assert "is no JSON" in record.problems[0].message
     lines[1]["generation_logprobs"] = [[0.0]]
     path = write(tmp_path / "train_data_step3.jsonl", lines)
     dump = open_dump(tmp_path, step=3)
     assert len(dump.read(dump.entries[0]).tensors["responses"][2]) > 0
     lines[1]["generation_logprobs"] = [[0.0, 0.0]]
     write(path, lines)
-    with pytest.raises(InvalidTensor, match="one value for each token"):
+    record = dump.read(open_dump(tmp_path, step=3).entries[0])
+    assert len(record.tensors["rewards"][2]) == len(lines) - 1
+    assert record.samples is None  # a name has the position among the answers of its prompt
+    assert "line 2 is left out: rollout_log_probs of a sequence has" in record.problems[0].message
+    write(path, lines[1:2])
+    with pytest.raises(InvalidTensor, match="holds no row: line 1 is left out"):
         dump.read(open_dump(tmp_path, step=3).entries[0])
     # The file of distillation has no streams.
     write(tmp_path / "other" / "train_data_step1.jsonl", [{"content": ["x"], "input_lengths": [3]}])

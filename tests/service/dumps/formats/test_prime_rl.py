@@ -143,8 +143,13 @@ def test_another_schema_and_a_line_that_was_cut_off(tmp_path: Path) -> None:
     dump = open_dump(tmp_path)
     with pytest.raises(InvalidTensor, match="schema version 1, 2"):
         dump.read(dump.entries[0])
-    with pytest.raises(InvalidTensor, match="cut off"):
-        dump.read(dump.entries[1])
+    record = dump.read(dump.entries[1])
+    assert len(record.tensors["micro_step"][2]) == 4
+    assert "line 5 is no JSON" in record.problems[0].message
+    edit(first, 2, schema_version=1, loss_mask=[True])
+    record = dump.read(dump.entries[0])
+    assert len(record.tensors["micro_step"][2]) == 4
+    assert "line 3 is left out: the mask of a sequence has 1 values" in record.problems[0].message
 
 
 def test_an_import_has_prime_rls_own_number_and_sides_compare(tmp_path: Path) -> None:

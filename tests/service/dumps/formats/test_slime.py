@@ -70,8 +70,22 @@ def test_rewards_of_several_kinds_and_several_versions(tmp_path: Path, batch: Ba
     )
     record = read(open_dump(path), "trajectories", "rollout_generate")
     assert record.tensors["rewards/acc"][2].tolist() == [1.0] * 8
-    assert "versions" not in record.tensors
+    assert record.tensors["versions"][2].tolist() == [1] * 8  # of each sample its first
     assert record.row_texts["weight_versions"][0] == "1 2"
+    assert record.about["samples_of_mixed_versions"] == 8
+
+
+def test_versions_are_texts(tmp_path: Path, batch: Batch) -> None:
+    path = slime_rollout_file(tmp_path / "a.pt", batch, weight_versions=["step-4"])
+    change_sample(path, 1, weight_versions=["step-3", "step-4"])
+    record = read(open_dump(path), "trajectories", "rollout_generate")
+    assert record.tensors["versions"][2].tolist() == [4, 3] + [4] * 6
+    assert record.about["version_names"] == {"4": "step-4", "3": "step-3"}
+    assert record.about["samples_of_mixed_versions"] == 1
+    change_sample(path, 1, weight_versions=[])
+    record = read(open_dump(path), "trajectories", "rollout_generate")
+    assert "versions" not in record.tensors
+    assert mapping(record.about, "left_out")["versions"] == "1 samples have none"
 
 
 def test_a_train_file_pairs_with_its_rollout(tmp_path: Path, batch: Batch) -> None:
@@ -117,6 +131,59 @@ def test_a_response_longer_than_its_tokens_is_named(tmp_path: Path, batch: Batch
     record = read(dump, "trajectories", "rollout_generate")
     assert "responses" not in record.tensors
     assert "longer" in str(mapping(record.about, "left_out")["responses"])
+
+
+def change_sample(path: Path, at: int, **changes: object) -> Path:
+    data = torch.load(path, weights_only=True)
+    data["samples"][at] = {**data["samples"][at], **changes}
+    torch.save(data, path)
+    return path
+
+
+def test_a_sample_whose_values_do_not_fit_its_response_is_named_and_the_others_read(
+    tmp_path: Path, batch: Batch
+) -> None:
+    mask = batch.of_row("response_mask", 3)[:-2]
+    path = change_sample(slime_rollout_file(tmp_path / "a.pt", batch), 3, loss_mask=mask)
+    record = read(open_dump(path), "trajectories", "rollout_generate")
+    assert record.samples == tuple(str(row) for row in range(8) if row != 3)
+    masks = [batch.of_row("response_mask", row) for row in range(8) if row != 3]
+    assert rows_of(record, "response_mask") == masks
+    (problem,) = record.problems
+    assert (problem.kind, problem.path) == ("damaged", path)
+    assert f"sample 3: loss_mask has {len(mask)} values" in problem.message
+    assert "Of the 8 samples 7 were read" in problem.message
+    train = slime_train_file(tmp_path / "b.pt", batch)
+    change_sample(train, 5, log_probs=torch.zeros(3))
+    for section in ("trajectories", "old_log_probs", "advantages"):
+        record = read(open_dump(train), section, "actor_update")
+        assert record.samples == tuple(str(row) for row in range(8) if row != 5)
+        assert "sample 5: log_probs has 3 values" in record.problems[0].message
+
+
+def test_log_probs_that_a_sample_lacks_are_nan(tmp_path: Path, batch: Batch) -> None:
+    for lacking in (None, []):
+        path = slime_rollout_file(tmp_path / "a.pt", batch)
+        record = read(
+            open_dump(change_sample(path, 2, rollout_log_probs=lacking)),
+            "trajectories",
+            "rollout_generate",
+        )
+        assert record.samples is not None
+        assert len(record.samples) == 8
+        rows = rows_of(record, "rollout_log_probs")
+        assert [[value == value for value in row] for row in rows] == [
+            [row != 2] * int(batch.lengths[row]) for row in range(8)
+        ]
+    values: list[object] = [*batch.of_row("rollout_log_probs", 2)]
+    values[0] = None
+    change_sample(path, 2, rollout_log_probs=values)
+    record = read(open_dump(path), "trajectories", "rollout_generate")
+    assert np.isnan(record.tensors["rollout_log_probs"][2]).sum() == 1
+    assert record.about["null_values"] == {"rollout_log_probs": 1}
+    train = change_sample(slime_train_file(tmp_path / "b.pt", batch), 2, log_probs=None)
+    old = read(open_dump(train), "old_log_probs", "actor_update").tensors["old_log_probs"]
+    assert (old[0], np.isnan(old[2]).sum()) == ("float32", batch.lengths[2])
 
 
 def test_other_files_are_problems(tmp_path: Path, batch: Batch) -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tests.support.dump_files import GROUP, make_batch, verl_directory
 
-from stagescope.wire.errors import InvalidTensor
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.records import mapping
 
 
 def test_generations(tmp_path: Path) -> None:
@@ -30,12 +30,60 @@ def test_generations(tmp_path: Path) -> None:
     assert again.samples == record.samples
 
 
-def test_a_damaged_line_is_reported(tmp_path: Path) -> None:
+def test_a_last_line_that_was_cut_off_costs_its_own_row_alone(tmp_path: Path) -> None:
     path = verl_directory(tmp_path, make_batch(4, 8)) / "1.jsonl"
-    path.write_text(path.read_text()[:-20])
+    whole = open_dump(path)
+    names = whole.read(whole.entries[0]).samples
+    assert names is not None
+    text = path.read_text().rstrip("\n")
+    for cut in (text[:-20].encode(), text[:-20].encode() + "答".encode()[:2]):  # inside a character
+        path.write_bytes(cut)
+        dump = open_dump(path)
+        record = dump.read(dump.entries[0])
+        assert record.samples == names[:-1]
+        assert len(record.tensors["rewards"][2]) == 3
+        (problem,) = record.problems
+        assert (problem.kind, problem.path) == ("damaged", path)
+        assert f"{path}: line 4 is no JSON" in problem.message
+        assert problem.message.endswith("cut off while it was written; the other 3 were read")
+
+
+def test_rows_after_a_damaged_line_have_no_names(tmp_path: Path) -> None:
+    # A sample is named by how many answers of its prompt came before: one of them is not known.
+    path = verl_directory(tmp_path, make_batch(8, 8)) / "1.jsonl"
+    lines = path.read_text().split("\n")
+    lines[2] = "\0" * 40
+    lines[5] = "[1]"
+    path.write_text("\n".join(lines))
     dump = open_dump(path)
-    with pytest.raises(InvalidTensor, match="cut off"):
-        dump.read(dump.entries[0])
+    record = dump.read(dump.entries[0])
+    assert record.samples is None
+    assert "not named" in str(record.about["samples"])
+    assert len(record.row_texts["output"]) == 6
+    (problem,) = record.problems
+    assert "line 3 is no JSON" in problem.message
+    assert "line 6 holds a list, not an object" in problem.message
+
+
+def test_a_file_without_a_row_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_text('{"input": "a", "output": "b"}\n')
+    for content in (b"", b"\n\n", b'{"input": "cut'):
+        (tmp_path / "2.jsonl").write_bytes(content)
+        (problem,) = open_dump(tmp_path).problems
+        assert (problem.kind, problem.path.name) == ("damaged", "2.jsonl")
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1e"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_newline_alone_ends_a_line(tmp_path: Path, character: str, end: str) -> None:
+    # A JSON text holds control characters below a space escaped, and the others as they are.
+    rows = [{"input": "a", "output": f"one{character}two {row}", "score": row} for row in range(3)]
+    text = "".join(json.dumps(row, ensure_ascii=False) + end for row in rows)
+    (tmp_path / "1.jsonl").write_bytes(b"\n" + text.encode())
+    dump = open_dump(tmp_path)
+    record = dump.read(dump.entries[0])
+    assert record.problems == []
+    assert record.row_texts["output"] == tuple(row["output"] for row in rows)
 
 
 def test_other_files_and_lines(tmp_path: Path) -> None:
@@ -45,6 +93,29 @@ def test_other_files_and_lines(tmp_path: Path) -> None:
     dump = open_dump(tmp_path)
     assert [entry.location.step for entry in dump.entries] == [1]
     assert {p.path.name for p in dump.problems} == {"7.jsonl", "x.jsonl"}
+
+
+def test_numbers_that_are_texts_are_read_or_named(tmp_path: Path) -> None:
+    # `json.dumps(default=str)` makes texts of numpy's numbers.
+    rows = [
+        {"input": "7", "output": "1", "gts": "1", "score": score, "acc": acc, "pred": "one"}
+        for score, acc in (("0.5", "1"), (1, "0"), ("nan", None), (None, "1"), ("True", "1"))
+    ]
+    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
+    np.testing.assert_array_equal(record.tensors["rewards"][2], [0.5, 1, np.nan, np.nan, 1])
+    assert record.about["numbers_from_texts"] == ["rewards"]
+    assert record.row_texts["acc"] == ("1", "0", "", "1", "1")
+    assert record.about["left_out"] == {
+        "acc": "its numbers are texts in the file, and are kept as texts"
+    }
+    assert record.about["missing"] == {"rewards": 1, "acc": 1}
+    rows[0]["score"] = "good"
+    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
+    assert "rewards" not in record.tensors
+    assert record.row_texts["rewards"][0] == "good"
+    assert "no numbers" in str(mapping(record.about, "left_out")["rewards"])
 
 
 def test_scores_that_are_missing_are_nan_and_counted(tmp_path: Path) -> None:

@@ -156,6 +156,27 @@ def test_level_debug_has_values_and_their_gradients(tmp_path: Path) -> None:
     assert summary.problems == ["stack.json is not there", "construct.json is not there"]
 
 
+def test_saved_values_beside_calls(tmp_path: Path) -> None:
+    low, high = ({"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "Max": 2.0,
+                  "Min": value} for value in (1.0, math.nan))  # fmt: skip
+    call = {"Torch.mul.0.forward": {"input_args": [low], "output": [low]}}
+    (tmp_path / "dump.json").write_text(dump(call, level="L1"))
+    saved = dump({"advantages.0.debug": low, "loss.0.debug": high}, level="debug")
+    (tmp_path / "debug.json").write_text(saved)
+    summary = write_operator_table(tmp_path, tmp_path / "o.parquet")
+    found = rows(tmp_path / "o.parquet")
+    assert [row["name"] for row in found] == [
+        "Torch.mul.0.forward", "Torch.mul.0.forward", "advantages.0.debug", "loss.0.debug",
+    ]  # fmt: skip
+    assert [row["order"] for row in found] == [0, 0, 1, 2]
+    assert (summary.level, summary.calls, summary.measured) == ("L1, debug", 3, 4)
+    assert (summary.truncated_at, summary.non_finite_rows) == (None, 1)
+    (tmp_path / "debug.json").write_text(saved[:-30])
+    cut = write_operator_table(tmp_path, tmp_path / "o.parquet")
+    assert cut.truncated_at == len(saved) - 30
+    assert cut.problems[-1] == f"debug.json is cut off at byte {len(saved) - 30}"
+
+
 @pytest.fixture(scope="module")
 def real_dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return capture(tmp_path_factory.mktemp("dump"))
@@ -309,6 +330,7 @@ def test_a_norm_that_overflowed_is_no_infinity(tmp_path: Path) -> None:
         ("Torch.linalg.norm.0.forward", ("Torch", "linalg.norm", None, 0, "forward")),
         ("Module.a.0.b.Linear.forward.3", ("Module", "a.0.b", "Linear", 3, "forward")),
         ("Module.Linear.parameters_grad.0", ("Module", "", "Linear", 0, "parameters_grad")),
+        ("Module.a.Linear.parameters_grad", ("Module", "a", "Linear", None, "parameters_grad")),
         ("Cell.net.Dense.forward.0", ("Cell", "net", "Dense", 0, "forward")),
         ("x.y.0.debug", ("Debug", "x.y", None, 0, "debug")),
         ("../../etc/passwd", (None, "../../etc/passwd", None, None, None)),
@@ -341,6 +363,9 @@ def test_the_source_is_the_first_frame_of_the_models_own_code() -> None:
     assert source_of([*theirs, own]) == "/home/a, b/torch/model.py:7 in forward"
     assert (source_of(theirs) or "").endswith("linear.py:134 in forward")
     assert source_of(["no call stack"]) is None
+    # A user's own folder may be named so.
+    mine = "File /home/me/msprobe/train.py, line 5, in loss, \n x"
+    assert source_of([*theirs, mine]) == "/home/me/msprobe/train.py:5 in loss"
 
 
 def test_a_directory_without_a_dump_is_not_found(tmp_path: Path) -> None:

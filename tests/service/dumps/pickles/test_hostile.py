@@ -143,7 +143,7 @@ def test_text_that_is_no_text(tmp_path: Path) -> None:
     path = nexrl_directory(tmp_path, suffix="jsonl") / "loss/step_000000_rank0_micro1.jsonl"
     path.write_bytes(b"\xff\xfe\x00")
     dump = open_dump(tmp_path)
-    with pytest.raises(InvalidTensor, match="UTF-8"):
+    with pytest.raises(InvalidTensor, match="utf-8"):
         dump.read(entry_at(dump, path))
     path.write_text('{"step": ' + "9" * 5000 + "}")
     with pytest.raises(InvalidTensor):

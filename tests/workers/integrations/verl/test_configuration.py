@@ -79,10 +79,12 @@ def test_verl_s_debugger_is_handed_on_with_absolute_paths(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text('{"task": "statistics", "level": "L1"}')
-    block = {"config_path": "config.json", "stages": ["critic_update"], "strict": True}
+    block = {
+        "config_path": "config.json", "stages": ["critic_update"], "strict": True, "steps": [2, 7]
+    }  # fmt: skip
     config: dict[str, object] = verl_fakes.config() | {
         "global_profiler": {
-            "tool": "precision_debugger", "steps": [2], "save_path": "dumps",
+            "tool": "precision_debugger", "steps": [1, 2], "save_path": "dumps",
             "global_tool_config": {"precision_debugger": block},
         },
         "critic": {"profiler": {"enable": True, "all_ranks": True}},

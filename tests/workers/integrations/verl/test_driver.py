@@ -6,6 +6,7 @@ import asyncio
 import math
 import types
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,29 @@ def in_v1(modules: Modules, seen: Seen, held: Any) -> None:
     debug = modules["verl.utils.debug.metrics"]
     data = verl_fakes.DataProto(held)
     seen.outcomes["_compute_old_log_prob"] = lambda *_, **__: debug.calculate_debug_metrics(data)
+
+
+def test_what_verl_would_do_otherwise_with_its_block_is_logged(
+    verl: Modules, seen: Seen, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The steps of both lists are captured; verl ignores those of its own block."""
+    path = tmp_path / "config.json"
+    path.write_text('{"task": "statistics", "level": "L1"}')
+    batch = verl_fakes.batch_v0()
+    made = verl_fakes.trainer(verl)
+    made.config["global_profiler"] = {
+        "tool": "precision_debugger", "steps": [1, 2], "global_tool_config": {
+            "precision_debugger": {"config_path": str(path), "steps": [2, 7]}
+        },
+    }  # fmt: skip
+    made.config["actor_rollout_ref"]["actor"]["profiler"] = {"enable": True, "ranks": [0]}
+    seen.outcomes["_compute_old_log_prob"] = lambda *_, **__: verl_fakes.old_log_probs(batch)
+    for _ in range(2):
+        made._compute_old_log_prob(batch)
+    [line] = [each for each in caplog.messages if "precision_debugger" in each]
+    assert "ignores precision_debugger.steps ([2, 7]) and captures steps [1, 2]" in line
+    assert "stagescope steps [2]; it captures every rank of actor, stagescope ranks [0]" in line
+    assert planted(batch).profiler is not None
 
 
 # --- before the first step --------------------------------------------------------------------
@@ -264,7 +288,7 @@ def test_bfloat16_is_reported_and_verl_s_own_metrics_are_upcast_where_asked(
     assert given.batch["response_mask"] is held["response_mask"]
     assert held["old_log_probs"] is half  # what trains is not touched
     helper = verl["verl.trainer.ppo.rollout_corr_helper"]
-    helper.compute_offpolicy_metrics(half, rollout_log_prob=half.float(), mask=mask)
+    helper.compute_offpolicy_metrics(half, rollout_log_prob=half.float(), response_mask=mask)
     _, metrics_of, _ = seen.calls[-1]
     assert [t.dtype for t in metrics_of] == [expected.dtype, torch.float32, torch.int64]
     assert metrics_of[2] is mask

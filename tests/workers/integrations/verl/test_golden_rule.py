@@ -190,7 +190,7 @@ def _number_calls(modules: dict[str, ModuleType], seen: Seen) -> Iterator[tuple[
         return constants.get_ppo_ray_runtime_env()
 
     yield "get_ppo_ray_runtime_env", environment
-    yield "compute_offpolicy_metrics", lambda: corr.compute_offpolicy_metrics(p, q, mask=q)
+    yield "compute_offpolicy_metrics", lambda: corr.compute_offpolicy_metrics(p, q, response_mask=q)
 
 
 def _worker_calls(modules: dict[str, ModuleType], seen: Seen) -> Iterator[tuple[str, Call]]:

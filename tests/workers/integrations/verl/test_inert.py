@@ -213,9 +213,11 @@ def test_a_service_that_attach_finds_is_there_once_it_takes_connections(
 # --- the variables, in every process of the job -----------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["off", "all"])
+@pytest.mark.parametrize(
+    ("mode", "proxy"), [("off", "http://proxy:3128"), ("all", "http://user:secret@proxy:3128")]
+)
 def test_variables_are_brought_to_the_job_s_processes(
-    mode: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
+    mode: str, proxy: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules = fake_modules(seen, monkeypatch)
     for patch in hooks.patches(Mode(mode)):
@@ -225,6 +227,7 @@ def test_variables_are_brought_to_the_job_s_processes(
     monkeypatch.setenv(VARIABLE, mode)
     monkeypatch.setenv("STAGESCOPE_RUN", "ours")
     monkeypatch.setenv("STAGESCOPE_TOKEN", "secret")
+    monkeypatch.setenv("STAGESCOPE_PROXY", proxy)
     monkeypatch.setenv("STAGESCOPE_HOME", "/shared/home")
     monkeypatch.setenv("STAGESCOPE_TOKEN_FILE", "operate.token")
     assert modules["verl.trainer.constants_ppo"].get_ppo_ray_runtime_env() is held
@@ -235,5 +238,6 @@ def test_variables_are_brought_to_the_job_s_processes(
         "STAGESCOPE_HOME": "/shared/home",
         "STAGESCOPE_TOKEN_FILE": str(Path("operate.token").absolute()),  # where it is, no token
         VARIABLE: mode,
+        **({} if "secret" in proxy else {"STAGESCOPE_PROXY": proxy}),
     }
     assert "STAGESCOPE_TOKEN" not in modes.PASSED_VARIABLES

@@ -106,7 +106,7 @@ def test_what_another_module_serves_is_not_left_out(
     without: str, installed: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     installed(*of_all(without))
-    patches.log_missing_hooks(hooks.patches(Mode("all")), "verl")
+    patches.log_version(hooks.patches(Mode("all")), "verl")
     assert caplog.records == []
 
 
@@ -117,10 +117,10 @@ def test_what_no_module_serves_is_logged_in_one_line(
 ) -> None:
     installed(*(module for module in of_all("precision") if "tracking" not in module))
     monkeypatch.setenv("RANK", "3")
-    patches.log_missing_hooks(hooks.patches(Mode("all")), "verl")
+    patches.log_version(hooks.patches(Mode("all")), "verl")
     assert caplog.records == []
     monkeypatch.setenv("RANK", "0")
-    patches.log_missing_hooks(hooks.patches(Mode("all")), "verl")
+    patches.log_version(hooks.patches(Mode("all")), "verl")
     [record] = caplog.records
     assert record.getMessage() == (
         "not reported with verl 0.7.9: numbers in verl's log, and verl's scalars; "

@@ -16,9 +16,9 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from stagescope_workers.integrations import megatron
+from stagescope_workers.integrations import megatron, weights
 from stagescope_workers.integrations.areal import rows
-from stagescope_workers.integrations.configuration import named_run
+from stagescope_workers.integrations.configuration import lookup, named_run
 from stagescope_workers.integrations.guard import ending, guarded, running
 from stagescope_workers.integrations.patches import Function, Wrap
 from stagescope_workers.integrations.training import alive
@@ -97,6 +97,7 @@ class Rank:
                 rank=rank,
                 world_size=world_size,
                 resumed_from_step=step - 1 if step else None,
+                settings=statistics_settings(self.owner.config) if self.role == "actor" else None,
                 **describe(self.owner.engine),
             )
         return self._probe
@@ -152,6 +153,27 @@ def run_name(config: object) -> str:
     """Return the run of a configuration: experiment and trial, as AReaL names its own logs."""
     parts = [getattr(config, name, None) for name in ("experiment_name", "trial_name")]
     return named_run("-".join(str(part) for part in parts if part), fallback="areal")
+
+
+def statistics_settings(actor: object) -> dict[str, object]:
+    """Return the settings that the statistics depend on: which importance weights are applied.
+
+    Args:
+        actor: The configuration of the actor. Tokens are weighed only where its loss is decoupled
+            and rejects samples.
+    """
+    if not weights.has(actor, "rejection_sampling"):
+        return weights.not_known("AReaL", "actor.rejection_sampling")
+    rejection = lookup(actor, "rejection_sampling")
+    if rejection is None or not lookup(actor, "use_decoupled_loss"):
+        return {}
+    level, metric, action = (lookup(rejection, each) for each in ("level", "metric", "action"))
+    if (level, metric) != ("token", "ratio") or action not in ("mask", "clamp"):
+        return weights.not_computed(
+            "AReaL", f"its rejection_sampling is {action} by {metric} of each {level}"
+        )
+    bounds = {"low": lookup(rejection, "lower"), "high": lookup(rejection, "upper")}
+    return weights.applied("AReaL", "token", "cut" if action == "clamp" else "zero", **bounds)
 
 
 def place() -> tuple[int, int]:

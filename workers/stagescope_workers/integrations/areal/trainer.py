@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.nonfinite import Json
 from stagescope_workers.integrations.areal import ranks, rows
-from stagescope_workers.integrations.configuration import visible_leaves
+from stagescope_workers.integrations.configuration import lookup, visible_leaves
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.training import (
@@ -128,10 +128,11 @@ def settings(config: object) -> dict[str, object]:
         leaves = visible_leaves(tree)
         plain = (str, int, float, list, type(None))
         return {
+            **ranks.statistics_settings(lookup(config, "actor")),
             "areal": {
                 name: value if isinstance(value, plain) else str(value)
                 for name, value in leaves.items()
-            }
+            },
         }
     return {}
 

@@ -93,7 +93,7 @@ def _read_pt(file: Path) -> object:
 def _read_jsonl(file: Path) -> object:
     try:
         text = file.read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        lines = [json.loads(line) for line in text.split("\n") if line.strip()]
     except ValueError as error:
         raise ReplayError(
             f"{file} cannot be read as trajectory_format 'jsonl': {error!r:.300}"

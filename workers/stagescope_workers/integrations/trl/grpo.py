@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from stagescope_workers.integrations import weights
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch, Wrap
 from stagescope_workers.integrations.training import one_a_trainer
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 _MODULE: Final = "trl.trainer.grpo_trainer"
 _ROWS: Final = "stagescope_rows"
 """The column that names the rows of a generation batch, [rows] int64 on the host."""
+_REWARDS: Final = "stagescope_rewards"
+"""The column of their rewards, [rows] on the host; nan where no function scored a completion."""
 _CLIPPED_LOSSES: Final = ("grpo", "bnpo", "dr_grpo", "dapo")
 """The losses that cut a token's ratio at bounds, with TRL's own formula."""
 
@@ -62,7 +65,7 @@ class Arguments(trl.Arguments, Protocol):
     generation_batch_size: int
     steps_per_generation: int
     gradient_accumulation_steps: int
-    vllm_importance_sampling_correction: bool
+    vllm_importance_sampling_mode: str
     vllm_importance_sampling_clip_max: float | None
 
 
@@ -92,9 +95,8 @@ class _GenerationBatch:
     Attributes:
         step: The step that generates it.
         number: How many the step has made before.
-        old: The trainer's log-probs, [rows, tokens], where TRL computes them before the update.
         rewards: Of this process's rows, [rows].
-        stage: The stage of `old`.
+        stage: The stage of the trainer's log-probs, where TRL computes them before the update.
     """
 
     step: int
@@ -117,13 +119,21 @@ class Training(TrlTraining[Trainer]):
         """Return which importance weights are applied."""
         trainer = self.trainer
         arguments = trainer.args
-        mode = str(getattr(arguments, "vllm_importance_sampling_mode", ""))
-        is_corrected = trainer.use_vllm and arguments.vllm_importance_sampling_correction
-        if not (is_corrected and mode.endswith("_truncate")):
+        if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
             return {}
-        threshold = arguments.vllm_importance_sampling_clip_max
-        found = {"rollout_is": mode.removesuffix("_truncate"), "rollout_is_threshold": threshold}
-        return {name: value for name, value in found.items() if value is not None}
+        if not weights.has(arguments, "vllm_importance_sampling_mode"):
+            return weights.not_known("TRL", "vllm_importance_sampling_mode")
+        mode = str(arguments.vllm_importance_sampling_mode)
+        level, _, constraint = mode.partition("_")
+        if level not in ("token", "sequence") or constraint not in ("truncate", "mask"):
+            return weights.not_computed("TRL", f"its vllm_importance_sampling_mode is {mode}")
+        return weights.applied(
+            "TRL",
+            "token" if level == "token" else "sequence",
+            "cut" if constraint == "truncate" else "zero",
+            low=getattr(arguments, "vllm_importance_sampling_clip_min", None),
+            high=arguments.vllm_importance_sampling_clip_max,
+        )
 
     @property
     def measures_update(self) -> bool:
@@ -217,6 +227,8 @@ def _record_batch(
     total = count * accelerator.num_processes
     first = batch.number * total + accelerator.process_index * count
     output[_ROWS] = torch.arange(first, first + count)
+    if batch.rewards is not None:
+        output[_REWARDS] = batch.rewards.detach().cpu()
     stage, batch.stage = batch.stage, None
     if stage is None:
         return
@@ -224,7 +236,6 @@ def _record_batch(
         **_tokens(trainer, output),
         **_rows_of(output, "old_log_probs", "old_per_token_logps"),
         **_rows_of(output, "ref_log_probs", "ref_per_token_logps"),
-        **({} if batch.rewards is None else {"rewards": batch.rewards}),
     }
     stage.record(recorded)
     stage.end()
@@ -242,6 +253,7 @@ def _tokens(trainer: Trainer, inputs: Mapping[str, torch.Tensor]) -> dict[str, A
         "responses": inputs["completion_ids"],
         "advantages": _by_token(inputs["advantages"], mask),
         **({} if rollout is None else {"rollout_log_probs": rollout}),
+        **_rows_of(inputs, "rewards", _REWARDS),
         **samples(trainer, inputs[_ROWS]),
         **streams(trainer, has_rollout=rollout is not None),
     }
@@ -394,15 +406,17 @@ def _update(
     """Return what one micro-batch of the update had: log-probs, weights, which tokens are cut."""
     old = inputs.get("old_per_token_logps")
     recorded = _tokens(trainer, inputs)
-    weights = inputs.get("importance_sampling_ratio")
-    if weights is not None:
-        recorded["rollout_is_weights"] = weights.expand(current.shape)
+    applied = inputs.get("importance_sampling_ratio")
+    if applied is not None:
+        recorded["rollout_is_weights"] = applied.expand(current.shape)
     if old is None:
         # These weights sampled the tokens: TRL takes this pass for the one before the update, too.
         recorded["log_probs"] = current
         return recorded
-    # The streams were recorded before the update; this pass is of weights that may have changed.
-    recorded.pop("rollout_log_probs", None)  # generation by transformers has none
+    # The streams, groups and rewards were recorded before the update, perhaps in an earlier step:
+    # a step may train a part of a group. This pass is of weights that may have changed.
+    for name in ("rollout_log_probs", "rewards", "group_ids"):
+        recorded.pop(name, None)  # generation by transformers has no log-probs
     if trainer.loss_type in _CLIPPED_LOSSES:
         mask, log_ratio = recorded["response_mask"], current - old
         if trainer.importance_sampling_level == "sequence":

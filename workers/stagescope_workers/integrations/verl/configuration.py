@@ -130,7 +130,6 @@ def profiler(config: object) -> dict[str, object] | None:
             "global_tool_config": {
                 "precision_debugger": {
                     **tool,
-                    "steps": None,  # verl only reads the steps of global_profiler
                     "config_path": absolute(tool.get("config_path")),
                     "data_dir": absolute(directory),
                 }

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import numbers
 from collections.abc import Mapping
 from typing import Any, Final
 
+from stagescope import versions
 from stagescope.wire.nonfinite import Json
+from stagescope_workers.capture.verl_blocks import otherwise_in_verl
 from stagescope_workers.integrations.configuration import lookup
+from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.verl import batches, configuration, processes, ranks
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl.context import Context
@@ -24,6 +28,8 @@ from stagescope_workers.metrics_feed import MetricsFeed
 from stagescope_workers.probe.lifecycle import finish
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
+
+_log = logging.getLogger("stagescope.verl")
 
 _FINISH_SECONDS: Final = 10.0
 _FAILED_SECONDS: Final = 3.0
@@ -58,6 +64,8 @@ class Driver:
     def _base_context(self) -> Context:
         """The context of any step; `context` sets the step and version."""
         config = self.trainer.config
+        profiler = configuration.profiler(config) if self.mode.stages else None
+        _log_otherwise(profiler)
         return Context(
             run=configuration.run_name(config),
             attempt_key=configuration.attempt_key(),
@@ -67,7 +75,7 @@ class Driver:
             bypass=self.mode.metrics and configuration.is_bypass(config),
             settings=configuration.statistics_settings(config),
             streams=configuration.streams(config),
-            profiler=configuration.profiler(config) if self.mode.stages else None,
+            profiler=profiler,
         )
 
     @functools.cached_property
@@ -229,3 +237,13 @@ class Driver:
             "expects": ("actor",) if role == "driver" and context.stages else (),
         }
         return processes.get_probe(context, role, 0, world_size=1, describe=lambda: options)
+
+
+def _log_otherwise(profiler: object) -> None:
+    """Log in one line what the installed verl would do otherwise with its precision debugger."""
+    with guarded("comparing verl's precision_debugger block"):
+        line = otherwise_in_verl(
+            {} if profiler is None else profiler, versions.installed("verl") or ""
+        )
+        if line:
+            _log.warning("%s", line)

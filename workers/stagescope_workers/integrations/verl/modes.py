@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Final
 
+from stagescope import proxies
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import Function
 
@@ -59,10 +60,11 @@ def wants_float32() -> bool:
 
 
 _PATHS: Final = ("STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE")
-# No token: Ray shows a job's variables to everybody with access to the job. The path of a token
-# file is not a secret, and each process reads the file.
+# No token, and no proxy with a password: Ray shows a job's variables to everybody with access to
+# the job. The path of a token file is not a secret, and each process reads the file.
 PASSED_VARIABLES: Final = (
-    VARIABLE, FLOAT32, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", *_PATHS
+    VARIABLE, FLOAT32, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", proxies.VARIABLE,
+    *_PATHS,
 )  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def wrap_runtime_env(function: Function) -> Function:
             variables = environment["env_vars"]
             for name in PASSED_VARIABLES:
                 value = os.environ.get(name)
-                if value is not None:
+                if value is not None and not (name == proxies.VARIABLE and "@" in value):
                     absolute = str(Path(value).expanduser().absolute())
                     variables.setdefault(name, absolute if value and name in _PATHS else value)
         return environment

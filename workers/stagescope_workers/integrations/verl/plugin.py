@@ -12,6 +12,7 @@ from typing import Final
 
 from stagescope_workers.integrations import patches
 from stagescope_workers.integrations.patches import Patches
+from stagescope_workers.integrations.registry import integration
 from stagescope_workers.integrations.verl import hooks
 from stagescope_workers.integrations.verl.modes import current_mode
 
@@ -22,7 +23,8 @@ def _install() -> Patches | None:
     try:
         installed = Patches(hooks.patches(current_mode()))
         installed.install()
-        patches.log_missing_hooks(installed, "verl")
+        found = integration("verl")
+        patches.log_version(installed, "verl", None if found is None else found.remark)
     except Exception as error:  # verl must start in any case
         _log.warning("stagescope is not attached to verl: %r", error, exc_info=True)
         return None

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Final
-from urllib.parse import urlsplit
 
-from stagescope import discovery
+from stagescope import discovery, proxies
 from stagescope.discovery import NAMESPACE
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_workers.integrations.verl.context import Context
@@ -87,8 +86,7 @@ def _listed_service_connects() -> bool:
 
 
 def _connect() -> Reply:
-    url = urlsplit(discovery.find().url)
-    address = (url.hostname or "", url.port or (443 if url.scheme == "https" else 80))
+    address = proxies.first_address(discovery.find().url)
     socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
     return {}
 

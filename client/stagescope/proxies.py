@@ -1,0 +1,161 @@
+"""Reach an address directly, or through the proxy that STAGESCOPE_PROXY names.
+
+Clusters set http_proxy for the world outside. Such a proxy cannot reach the cluster's own
+addresses, and it reads the access token of a request over plain HTTP. httpx would use it, and does
+not know networks (10.0.0.0/8) in no_proxy. So no client of this project reads these variables.
+
+httpx is imported only where a connection is made: see `discovery`.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from stagescope.discovery import is_loopback, without_password
+from stagescope.wire.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import httpx
+
+VARIABLE: Final = "STAGESCOPE_PROXY"
+_PORTS: Final = {"http": 80, "https": 443, "socks5": 1080, "socks5h": 1080}
+_NAMING: Final = ("server", "via", "location")
+"""Headers of an answer that say who sent it, or where it leads."""
+_SHOWN: Final = 100
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy for requests to `url`; None: none, as always for this host's loopback.
+
+    Raises:
+        InvalidInput: STAGESCOPE_PROXY is not the URL of a proxy.
+    """
+    proxy = os.environ.get(VARIABLE)
+    if not proxy or is_loopback(url):
+        return None
+    try:
+        parts = urlsplit(proxy)
+        is_usable = parts.scheme in _PORTS and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise InvalidInput(
+            f"{VARIABLE} is {without_password(proxy)!r:.200}, which is not the URL of a proxy",
+            expected="http://HOST:PORT, https://HOST:PORT or socks5://HOST:PORT",
+        )
+    return proxy
+
+
+def way_to(url: str) -> str:
+    """Return " through the proxy ..." for a message about `url`; empty if the way is direct."""
+    proxy = proxy_of(url)
+    return f" through the proxy {without_password(proxy)} ({VARIABLE})" if proxy else ""
+
+
+def first_address(url: str) -> tuple[str, int]:
+    """Return host and port to which a request to `url` connects: the proxy's, else its own."""
+    parts = urlsplit(proxy_of(url) or url)
+    return parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 80)
+
+
+def transport(url: str) -> httpx.HTTPTransport:
+    """Return what connects to `url`, for `httpx.Client(transport=..., trust_env=False)`.
+
+    Raises:
+        InvalidInput: STAGESCOPE_PROXY cannot be used.
+    """
+    import httpx
+
+    try:
+        return httpx.HTTPTransport(**_options(url))
+    except ImportError as error:
+        raise _without_socks(error) from error
+
+
+def async_transport(url: str) -> httpx.AsyncHTTPTransport:
+    """Return what connects to `url` from an event loop; see `transport`.
+
+    Raises:
+        InvalidInput: STAGESCOPE_PROXY cannot be used.
+    """
+    import httpx
+
+    try:
+        return httpx.AsyncHTTPTransport(**_options(url))
+    except ImportError as error:
+        raise _without_socks(error) from error
+
+
+def _options(url: str) -> dict[str, Any]:
+    # Loading the system's certificates takes 40 ms and is useless without TLS; an empty context
+    # trusts no server. SSL_CERT_FILE, which trust_env stands for here, is used with TLS.
+    is_plain = url.startswith("http:")
+    verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain else True
+    return {"verify": verify, "proxy": proxy_of(url), "trust_env": True}
+
+
+def _without_socks(error: ImportError) -> InvalidInput:
+    return InvalidInput(
+        f"the proxy of {VARIABLE} cannot be used: {error}", advice="pip install socksio"
+    )
+
+
+def unused_variable(url: str) -> str | None:
+    """Return the variable that names a proxy for the scheme of `url`; None where none is set."""
+    scheme = urlsplit(url).scheme
+    names = (f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
+    return next((name for name in names if os.environ.get(name)), None)
+
+
+def unused_proxy(url: str) -> str:
+    """Return a hint where a variable names a proxy that is not used for `url`; empty if none."""
+    name = unused_variable(url)
+    if name is None or is_loopback(url) or os.environ.get(VARIABLE):
+        return ""
+    return f"{name} is set and not used for it: if only a proxy reaches it, name that in {VARIABLE}"
+
+
+def is_foreign(response: httpx.Response) -> bool:
+    """Return whether an error was answered by another server than stagescope, such as a proxy.
+
+    Every error of the service is a JSON object with a `code` that is a text. Read the response's
+    body before.
+    """
+    if response.is_success:
+        return False
+    try:
+        body = response.json()
+    except ValueError:
+        return True
+    return not (isinstance(body, dict) and isinstance(body.get("code"), str))
+
+
+def describe_foreign(url: str, response: httpx.Response) -> tuple[str, str]:
+    """Return what a foreign answer to a request to `url` was, and what to do about it."""
+    status, way = response.status_code, way_to(url)
+    if way:
+        who, advice = way, f"check that this proxy may reach it, or unset {VARIABLE}"
+    else:
+        is_proxy = "via" in response.headers or status == 407
+        who = f" from {'a proxy' if is_proxy else 'a proxy or another server'}"
+        advice = "check the URL, and what lies between"
+    if status >= 500:
+        advice = f"it may have been stopped meanwhile: ask again; else {advice}"
+    answer = f"{status} {_printable(response.reason_phrase)}".rstrip()
+    wrong = f"the answer {answer} is not that of the service at {url}: it came{who}"
+    return wrong + who_sent(response), advice
+
+
+def who_sent(response: httpx.Response) -> str:
+    """Return the headers of an answer that name its sender, in brackets; empty if there is none."""
+    named = [
+        f"{name}: {_printable(value)}" for name in _NAMING if (value := response.headers.get(name))
+    ]
+    return f" ({', '.join(named)})" if named else ""
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)[:_SHOWN]

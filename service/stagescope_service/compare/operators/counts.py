@@ -1,0 +1,144 @@
+"""Counts that differ by what rounding moves: tokens per expert, elements per bin.
+
+A count rests on decisions. Where rounding moves a value across the edge of a bin, or another expert
+ahead in a near tie, one count is one higher and another one lower: 31 tokens against 30 are no
+divergence, 31 against 3 are one. Of n elements about t x n are so close to an edge that a relative
+difference of t (the threshold of the coarsest dtype up to there) moves them. Counts are near if
+they differ by at most 1 + t x n, as their total does; their norm may differ by that for each.
+
+What is made of counts alone is near as they are: copies, casts and views of them, which have the
+same extremes, and results of calls (`cumsum`, a division by their sum) that read nothing else and
+differ by no larger share.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from stagescope_service.compare.operators.calls import Flags, Floats, OperatorColumns
+from stagescope_service.compare.operators.joined_rows import JoinedRows, tensor_size
+
+_COUNTS: Final = re.compile(
+    r"histc\Z|bincount|histogram\Z|count_nonzero|tokens_per_expert|expert_tokens"
+)
+"""Operators whose results are counts."""
+_INPUTS: Final = ("input_args", "input_kwargs")
+
+
+class _Extremes(NamedTuple):
+    """The least and the largest value of a tensor on both sides."""
+
+    min_a: float
+    max_a: float
+    min_b: float
+    max_b: float
+
+
+def near_counts(rows: JoinedRows, differing: Flags, threshold: Floats) -> Flags:
+    """Return which rows differ in counts by no more than rounding moves.
+
+    Args:
+        rows: rows of paired calls, in execution order.
+        differing: those whose statistics differ.
+        threshold: of the coarsest dtype up to each row.
+    """
+    found = np.zeros(len(rows.pair), bool)
+    at_differing = np.flatnonzero(differing).tolist()
+    if not at_differing or not (_has_counts(rows.a) and _has_counts(rows.b)):
+        return found
+    calls: defaultdict[int, list[int]] = defaultdict(list)
+    for at in at_differing:
+        calls[int(rows.pair[at])].append(at)
+    shares: dict[_Extremes, float] = {}
+    """Counts that are near -> the largest share by which they may differ."""
+    for pair, members in calls.items():
+        share = _share_of_inputs(rows, pair, members, shares)
+        for at in members:
+            extremes = _extremes(rows, at)
+            if extremes in shares:
+                found[at] = True
+                continue
+            rounded = float(threshold[at])
+            counts = _is_count(rows, at) and _are_near(rows, at, extremes, rounded)
+            if counts or (_section(rows, at) not in _INPUTS and _within(extremes, share)):
+                found[at] = True
+                largest = max(map(abs, extremes))
+                shares[extremes] = _limit(extremes, rounded) / largest if counts else share
+    return found
+
+
+def _has_counts(side: OperatorColumns) -> bool:
+    return any(map(_COUNTS.search, side.texts("operator").values))
+
+
+def _is_count(rows: JoinedRows, at: int) -> bool:
+    """Return whether a row is the result of an operator that counts, and holds whole numbers."""
+    operator = (rows.a.texts("operator").text(int(rows.row_a[at])) or "").strip("_")
+    if not _COUNTS.search(operator) or _section(rows, at) != "output":
+        return False
+    return all(math.isfinite(value) and value == round(value) for value in _extremes(rows, at))
+
+
+def _are_near(rows: JoinedRows, at: int, extremes: _Extremes, threshold: float) -> bool:
+    """Return whether every number of two counts differs by no more than rounding moves."""
+    row_a, row_b = int(rows.row_a[at]), int(rows.row_b[at])
+    limit = _limit(extremes, threshold)
+    low = abs(extremes.min_a - extremes.min_b)
+    high = abs(extremes.max_a - extremes.max_b)
+    if max(low, high) > limit:
+        return False
+    size = tensor_size(rows.a, row_a)
+    if size is None or not (rows.a.is_known("norm")[row_a] and rows.b.is_known("norm")[row_b]):
+        return True  # of integers msprobe records the extremes alone
+    totals = [
+        float(side.numbers("mean")[row]) * size[1]
+        for side, row in ((rows.a, row_a), (rows.b, row_b))
+    ]
+    norms = [float(side.numbers("norm")[row]) for side, row in ((rows.a, row_a), (rows.b, row_b))]
+    return abs(totals[0] - totals[1]) <= 1.0 + threshold * max(totals) and abs(
+        norms[0] - norms[1]
+    ) <= limit * math.sqrt(size[1])
+
+
+def _limit(extremes: _Extremes, threshold: float) -> float:
+    return 1.0 + threshold * max(map(abs, extremes))
+
+
+def _share_of_inputs(
+    rows: JoinedRows, pair: int, members: list[int], shares: dict[_Extremes, float]
+) -> float:
+    """Return by which share results of a call may differ, as its inputs are counts; else 0."""
+    if not shares:
+        return 0.0
+    inputs = [at for at in members if _section(rows, at) in _INPUTS]
+    found = [shares.get(_extremes(rows, at), 0.0) for at in inputs]
+    if not found or min(found) == 0.0:
+        return 0.0
+    call = int(rows.a.call_of_row[rows.row_a[inputs[0]]])
+    for row in rows.a.rows_of(call):
+        size = tensor_size(rows.a, row)
+        if size is not None and size[0] > 1:  # hidden states, a weight
+            return 0.0
+    return max(found)
+
+
+def _within(extremes: _Extremes, share: float) -> bool:
+    largest = max(map(abs, extremes))
+    distance = max(abs(extremes.min_a - extremes.min_b), abs(extremes.max_a - extremes.max_b))
+    return share > 0.0 and distance <= share * largest
+
+
+def _section(rows: JoinedRows, at: int) -> str | None:
+    return rows.a.texts("section").text(int(rows.row_a[at]))
+
+
+def _extremes(rows: JoinedRows, at: int) -> _Extremes:
+    row_a, row_b = int(rows.row_a[at]), int(rows.row_b[at])
+    low, high = (rows.a.numbers(name)[row_a] for name in ("min", "max"))
+    low_b, high_b = (rows.b.numbers(name)[row_b] for name in ("min", "max"))
+    return _Extremes(float(low), float(high), float(low_b), float(high_b))

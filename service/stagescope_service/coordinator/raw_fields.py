@@ -1,0 +1,100 @@
+"""The fields of raw calls: their names, other names for them, and plain values of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.names import closest_field
+from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, LOG, WORK_FIELDS
+
+CALLS: Final = {BEGIN: "begin_stage", END: "end_stage", LOG: "log_scalars"}
+"""Kind of event -> the call's name, where it differs."""
+FIELDS: Final = ("run", "role", "rank", "attempt_key", "world_size", *WORK_FIELDS)
+"""Fields of every call; `end_step` and `finish` have no others."""
+OWN_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    BEGIN: ("device_time",),
+    END: (
+        "payload", "scalars", "status", "begin_seq", "begin_wall", "begin_mono", "error_type",
+        "error_message", "device_seconds", "payload_dropped",
+    ),
+    LOG: ("scalars",),
+    END_STEP: (),
+    FINISH: (),
+}  # fmt: skip
+PAGE: Final = "docs/attach.md#raw-calls"
+"""Where the fields are listed."""
+_OTHER_NAMES: Final[Mapping[str, str]] = {
+    "run_name": "run", "run_id": "run", "experiment": "run", "experiment_name": "run",
+    "job_name": "run",
+    "global_step": "step", "global_steps": "step", "step_id": "step", "step_index": "step",
+    "step_number": "step", "iteration": "step", "rollout_id": "step", "training_step": "step",
+    "name": "stage", "stage_name": "stage", "phase": "stage",
+    "global_rank": "rank", "world_rank": "rank", "rank_id": "rank",
+    "num_ranks": "world_size", "n_ranks": "world_size", "nranks": "world_size",
+    "tensors": "payload", "metrics": "scalars",
+}  # fmt: skip
+"""Names that trainers and other tools have for these fields."""
+
+
+def call_name(kind: str) -> str:
+    """Return the name of the call of a kind of event."""
+    return CALLS.get(kind, kind)
+
+
+def plain_fields(fields: JsonObject) -> dict[str, Json]:
+    """Return the fields of a call with scalars of numpy and torch as Python's, one level deep."""
+    plain = {name: _plain(value) for name, value in fields.items()}
+    if isinstance(scalars := plain.get("scalars"), Mapping):
+        plain["scalars"] = {name: _plain(value) for name, value in scalars.items()}
+    return plain
+
+
+def check_plain(kind: str, fields: JsonObject) -> None:
+    """Refuse arrays outside of the payload: they have no truth value, so that checks would fail.
+
+    Raises:
+        InvalidEvent: a field that is an array or a tensor with elements.
+    """
+    for name, value in fields.items():
+        if shape := tuple(getattr(value, "shape", None) or ()):
+            raise InvalidEvent(
+                f"{name!r:.100} of {call_name(kind)} is a {type(value).__name__} of shape {shape}",
+                expected="a plain value; tensors belong into payload",
+            )
+
+
+def unknown_fields(kind: str, fields: JsonObject) -> list[str]:
+    """Return the unknown fields of a call that do not seem to mean a field that it lacks.
+
+    Raises:
+        InvalidEvent: a field that looks like a misspelling of a missing one, or is another name of
+            it: without this check, `global_step=5` would be work without a step.
+    """
+    known = (*FIELDS, *OWN_FIELDS.get(kind, ()))
+    unknown = sorted(set(fields) - {*known})
+    wanted = [name for name in known if name not in fields]
+    for name in unknown:
+        meant = _OTHER_NAMES.get(name.lower().replace("-", "_"))
+        why = "which it is called here"
+        if meant not in wanted:
+            meant, why = closest_field(name, wanted), "which is the closest"
+        if meant is not None:
+            raise InvalidEvent(
+                f"{call_name(kind)} has no field {name!r:.100}",
+                expected=f"{meant}, {why}; it has {', '.join(known)}",
+                advice=f"{PAGE} says what each is",
+            )
+    return unknown
+
+
+def _plain(value: Json) -> Json:
+    shape, item = getattr(value, "shape", None), getattr(value, "item", None)
+    if shape is None or item is None or any(size != 1 for size in shape):
+        return value
+    try:
+        return item()
+    except Exception:  # of any library: the check of the field names its type
+        return value

@@ -1,0 +1,131 @@
+"""The first mini-batch of an update: its log-probs are the old ones, but for noise."""
+
+# ruff: noqa: F811 - a fixture of another file is an argument here
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.service.diagnosis.test_doctor import STAGE, live, rows_of  # noqa: F401 - a fixture
+from tests.support.api import Rank, Service
+
+ROWS: Final = 8
+WIDTH: Final = 40
+Float64 = npt.NDArray[np.float64]
+
+
+def update(
+    live: Service, run: str, off: dict[int, list[int]], *, noise: float = 0.0, by: float = 0.02,
+    later: bool = False, rollout: bool = True, apart: bool = False, steps: int = 2,
+) -> dict[str, Any]:  # fmt: skip
+    """Train with two ranks; rows `off` of a rank are scored otherwise by the update.
+
+    With `later` a second mini-batch follows, whose log-probs have moved. With `apart` the update
+    records no old ones.
+    """
+    ranks = [Rank(live, run=run, rank=rank, world_size=2) for rank in range(2)]
+    for step in range(1, steps + 1):
+        for stage in (STAGE, "actor_update"):
+            reports = []
+            for at, rank in enumerate(ranks):
+                random = np.random.default_rng([step, at])
+                q = -1.0 - random.exponential(1.0, (ROWS, WIDTH))
+                old = np.minimum(q + random.normal(0.0, 0.01, q.shape), -1e-6)
+                current = old + random.normal(0.0, noise, q.shape) if noise else old.copy()
+                for row in off.get(at, []):
+                    current[row] += random.normal(0.0, by, WIDTH)
+                names = [f"s{step}r{at}-{row}" for row in range(ROWS)]
+                streams = {"old_log_probs": old}
+                streams |= {"rollout_log_probs": q} if rollout else {}
+                if stage == STAGE:
+                    reports.append(rank.draft_stage(stage, step, payload(streams, names)))
+                    continue
+                streams["log_probs"] = current
+                if apart:
+                    del streams["old_log_probs"]
+                reports.append(
+                    rank.draft_stage(stage, step, payload(streams, names), epoch=0, minibatch=0)
+                )
+                if later:
+                    streams["log_probs"] = current + random.normal(0.0, 0.5, q.shape)
+                    reports.append(
+                        rank.draft_stage(stage, step, payload(streams, names), epoch=0, minibatch=1)
+                    )
+            live.engine.take_together(reports)
+    for rank in ranks:
+        rank.begin(STAGE, steps + 1)
+    return rows_of(live, run)["current_differs"]
+
+
+def payload(streams: dict[str, Float64], names: list[str]) -> dict[str, object]:
+    tensors: dict[str, object] = {
+        name: ("float32", values.shape, values.astype(np.float32), None)
+        for name, values in streams.items()
+    }
+    tensors["response_mask"] = ("int64", (ROWS, WIDTH), np.ones((ROWS, WIDTH), np.int64), None)
+    return {"schema": 1, "tensors": tensors, "strings": {"sample_ids": names}, "meta": {}}
+
+
+@pytest.mark.parametrize("rollout", [True, False])
+def test_the_rank_and_the_samples_that_differ_are_named(rollout: bool, live: Service) -> None:
+    row = update(live, f"update-two-rows-{rollout}", {1: [6, 7]}, rollout=rollout)
+    assert (row["verdict"], row["where"], row["since_step"]) == ("found", "actor 1", 1)
+    assert row["for"][0] == (
+        "step 2: in the first mini-batch current and old log-probs are equal in 14 of 16 samples"
+    )
+    assert row["for"][1].startswith("actor rank 1: 2 of 8 samples differ, by 0.01")
+    assert row["for"][1].endswith(" nat on average: s2r1-6, s2r1-7")
+    assert row["sure"] == 2 / 16
+
+
+def test_old_log_probs_that_another_stage_recorded_are_compared_by_sample(live: Service) -> None:
+    row = update(live, "update-apart", {1: [6, 7]}, apart=True, later=True)
+    assert (row["verdict"], row["where"], row["since_step"]) == ("found", "actor 1", 1)
+    assert row["for"][1].startswith("actor rank 1: 2 of 8 samples differ, by ")
+    assert row["for"][1].endswith(": s2r1-6, s2r1-7")
+    assert update(live, "update-apart-well", {}, apart=True)["verdict"] == "not found"
+    noisy = update(live, "update-apart-noise", {1: [6]}, apart=True, noise=0.005, by=0.2)
+    assert noisy["verdict"] == "not found"  # noise cancels in sums: nothing can be told
+
+
+def test_a_later_mini_batch_may_differ(live: Service) -> None:
+    row = update(live, "update-later", {}, later=True)
+    assert row["verdict"] == "not found"
+    assert row["against"] == [
+        "step 2: in the first mini-batch current and old log-probs are equal in 16 of 16 samples"
+    ]
+
+
+def test_noise_of_two_passes_is_no_difference_but_rows_far_beyond_it_are(live: Service) -> None:
+    assert update(live, "update-noise", {}, noise=0.005)["verdict"] == "not found"
+    row = update(live, "update-beyond", {0: [3]}, noise=0.005, by=0.2)
+    assert (row["verdict"], row["where"]) == ("found", "actor 0")
+    assert row["for"][1].endswith(": s2r0-3")
+
+
+def test_old_log_probs_of_another_policy_differ_everywhere(live: Service) -> None:
+    row = update(live, "update-all", {}, noise=0.1)
+    assert (row["verdict"], row["where"], row["sure"]) == ("found", "actor 0, actor 1", 1.0)
+
+
+def test_numbers_of_the_step_are_those_without_the_current_ones(live: Service) -> None:
+    """The comparison is beside the mismatch, and adds no token to it."""
+    update(live, "update-beside", {1: [6]})
+    answer = live.get("/steps/2/metrics", run="update-beside")
+    assert answer["stage"] == STAGE
+    assert answer["metrics"]["counts/tokens"] == 2 * ROWS * WIDTH
+    of_update = live.get("/steps/2/metrics", run="update-beside", stage="actor_update")
+    assert of_update["metrics"]["counts/tokens"] == 2 * ROWS * WIDTH
+    assert {row["kind"] for row in live.get("/findings?run=update-beside")["rows"]} <= set()
+
+
+def test_without_both_streams_it_is_not_measured(live: Service) -> None:
+    rank = Rank(live, run="update-none", world_size=1)
+    rank.stage(STAGE, 1)
+    rank.begin(STAGE, 2)
+    row = rows_of(live, "update-none")["current_differs"]
+    assert row["verdict"] == "not measured"
+    assert "minibatch=0" in row["record"]

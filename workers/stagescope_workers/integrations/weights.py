@@ -1,0 +1,78 @@
+"""Which importance weights a trainer's loss applies: the settings for `rollout_corr/rollout_is_*`.
+
+The service computes two kinds of weights, of tokens or of sequences: those cut at an upper bound,
+and those set to 0 outside two bounds. Where a trainer applies others, or has renamed the options
+that tell, one line says so: without these settings the numbers are of untruncated weights. Each
+process that hands over streams gives the same settings.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Final, Literal
+
+_log = logging.getLogger("stagescope.integrations")
+_logged: Final[set[str]] = set()
+
+Level = Literal["token", "sequence"]
+Outside = Literal["cut", "zero"]
+"""What becomes of a weight beyond its bounds: it is cut to the bound, or set to 0."""
+
+
+def applied(
+    trainer: str, level: Level, outside: Outside, *, low: float | None, high: float | None
+) -> dict[str, object]:
+    """Return the settings of the weights that a loss applies.
+
+    Args:
+        trainer: Its name, for the line.
+        level: Of the weights.
+        outside: Of the bounds.
+        low, high: The bounds; None or 0 for `low`, and None for `high`, is none.
+
+    Returns:
+        The settings of `init`; empty, with one line, where the service has no such weights.
+    """
+    bounds = f"{low or 0} and {'inf' if high is None else high}"
+    if outside == "cut" and not low:
+        return {"rollout_is": level, "rollout_is_threshold": "inf" if high is None else high}
+    if outside == "zero" and low and high is not None:
+        return {"rollout_is": level, "rollout_is_threshold": f"{low}_{high}"}
+    what = "cuts weights" if outside == "cut" else "drops weights outside"
+    return not_computed(trainer, f"its loss {what} at {bounds} ({level} weights)")
+
+
+def not_computed(trainer: str, why: str) -> dict[str, object]:
+    """Log once that the service does not compute the weights of a loss; return no settings."""
+    line = (
+        f"{trainer}: {why}. rollout_corr/rollout_is_* are therefore of untruncated weights, which "
+        "are not those that the loss applies"
+    )
+    # Every rank finds the same: rank 0 logs it.
+    if line not in _logged and os.environ.get("RANK", "0") == "0":
+        _logged.add(line)
+        _log.warning("%s", line)
+    return {}
+
+
+def not_known(trainer: str, *options: str) -> dict[str, object]:
+    """Log once that no option tells which weights a loss applies; return no settings."""
+    return not_computed(
+        trainer,
+        f"its configuration has no {' and no '.join(options)}, so which importance weights it "
+        "applies is not known (another version of it may have renamed them)",
+    )
+
+
+def has(node: object, name: str) -> bool:
+    """Return whether a configuration has an option, whatever its value."""
+    if node is None:
+        return False
+    if isinstance(node, Mapping):
+        return name in node
+    try:
+        return hasattr(node, name)
+    except Exception:  # OmegaConf raises its own errors for failed interpolations
+        return True
