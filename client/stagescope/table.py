@@ -432,6 +432,15 @@ def coverage_notes(coverage: JsonObject) -> list[str]:
             f"rounds and sequences: counted within each of {pieces} pieces of samples, which say "
             "no round_ids; see findings"
         )
+    ignored = [*(coverage.get("ignored_tensors") or ())]
+    if "response_mask" in ignored:
+        ignored.remove("response_mask")
+        notes.append(
+            "rounds: the mask has more than 4096; from 4096 on they count as one, and total_rounds "
+            "stops there"
+        )
+    if ignored:
+        notes.append(f"not used, since more than 4096 values differ: {', '.join(ignored)}")
     return notes
 
 

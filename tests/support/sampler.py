@@ -90,6 +90,36 @@ def top_p(share: float) -> Scores:
     return cut
 
 
+@functools.cache
+def min_p(share: float) -> Scores:
+    """Return what keeps tokens of at least a share of the likeliest one's chance, renormalised."""
+
+    def cut(scores: Array) -> Array:
+        least = scores.max(axis=-1, keepdims=True) + np.log(share)
+        return log_softmax(np.where(scores >= least, scores, -1e4))
+
+    return cut
+
+
+@functools.cache
+def other_model(size: float, rank: int | None = None, sharpness: float = 1.0) -> Scores:
+    """Return what takes a model's log-probs to those of another model.
+
+    Args:
+        size: standard deviation of the change of the logits.
+        rank: of the change, as an adapter makes it; None: each logit changes alone.
+        sharpness: factor on the logits.
+    """
+    rng = np.random.default_rng([int(size * 1000), rank or 0])
+    if rank is None:
+        change = rng.standard_normal((CONTEXTS, VOCABULARY))
+    else:
+        widths = np.exp(rng.standard_normal((CONTEXTS, 1)) - 1.0)
+        left = widths * rng.standard_normal((CONTEXTS, rank))
+        change = left @ rng.standard_normal((rank, VOCABULARY)) / np.sqrt(rank)
+    return lambda scores: log_softmax(sharpness * scores + size * change)
+
+
 def as_is(scores: Array) -> Array:
     """Change nothing."""
     return scores
@@ -105,6 +135,7 @@ def draw(
     sampled: Scores = as_is,
     reported: Scores | None = None,
     trained: Scores = as_is,
+    foreign: float = 0.0,
 ) -> Batch:
     """Draw a batch.
 
@@ -115,12 +146,17 @@ def draw(
         sampled: what the engine's log-probs become before a token is drawn.
         reported: what they become before they are handed over; default as `sampled`.
         trained: what the trainer's become.
+        foreign: share of the tokens of which the trainer scores another id.
     """
     scored, given, rungs, entropies = _prepared(model, engine, sampled, reported, trained)
     context = rng.integers(0, CONTEXTS, rows * tokens)
     at = np.searchsorted(rungs, context + rng.random(rows * tokens), side="right")
     token = np.clip(at - context * VOCABULARY, 0, VOCABULARY - 1)
-    columns = (scored[context, token], given[context, token], entropies[context])
+    scored_token = token
+    if foreign:
+        is_foreign = rng.random(rows * tokens) < foreign
+        scored_token = np.where(is_foreign, rng.integers(0, VOCABULARY, rows * tokens), token)
+    columns = (scored[context, scored_token], given[context, token], entropies[context])
     return Batch(*(column.astype(np.float32).reshape(rows, tokens) for column in columns))
 
 

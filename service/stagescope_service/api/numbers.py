@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Final, Literal, TypedDict, cast
+from typing import Annotated, Final, Literal, NotRequired, TypedDict, cast
 
 from fastapi import APIRouter, Query
 
@@ -97,6 +97,7 @@ class Coverage(TypedDict):
     duplicates_left_out: int
     parts_to_restate: int
     fragmented_sequences: int
+    ignored_tensors: NotRequired[list[str]]
 
 
 @router.get("/metrics", response_model=models.Metrics)
@@ -144,7 +145,7 @@ def rounds(
             "by": by,
             **({"turns": len(summary.turns.keys)} if len(summary.turns.keys) else {}),
             "whole": cell_row(summary.total, summary, step),
-            **page.cut(slice_rows(summary, step, by)),
+            **page.first_of(slice_rows(summary, step, by, page.offset, page.limit + 1)),
         }
     )
 
@@ -394,7 +395,7 @@ def coverage(measured: MeasuredSummary) -> Coverage:
     tokens_left_out = dict(summary.tokens_left_out)
     if cell.masked > cell.tokens:
         tokens_left_out[NOT_FINITE] = cell.masked - cell.tokens
-    return {
+    found: Coverage = {
         "payloads_announced": sum(states.values()),
         "payloads_ingested": states.get("ingested", 0),
         "payloads_lost": states.get("lost", 0),
@@ -414,6 +415,9 @@ def coverage(measured: MeasuredSummary) -> Coverage:
         "parts_to_restate": len(summary.to_recompute),
         "fragmented_sequences": summary.fragmented,
     }
+    if summary.summary.ignored:
+        found["ignored_tensors"] = list(summary.summary.ignored)
+    return found
 
 
 def importance_weights(summary: Summary) -> JsonObject:
@@ -441,14 +445,17 @@ def nonfinite_counts(cell: Cell, pair: tuple[str, str]) -> dict[str, dict[str, i
     return counts
 
 
-def slice_rows(summary: Summary, step: Comparability, by: SliceBy) -> list[JsonObject]:
-    """Return a row for each round, turn or staleness."""
+def slice_rows(
+    summary: Summary, step: Comparability, by: SliceBy, first: int, most: int
+) -> list[JsonObject]:
+    """Return a row for each round, turn or staleness, from the index `first` on, at most `most`."""
     slices: Slices = {
         "round": summary.rounds,
         "turn": summary.turns,
         "staleness": summary.staleness,
     }[by]
-    return [{by: key, **cell_row(cell, summary, step)} for key, cell in slices.items()]
+    shown = slices.items()[first : first + most]
+    return [{by: key, **cell_row(cell, summary, step)} for key, cell in shown]
 
 
 def rank_rows(

@@ -296,7 +296,7 @@ def _columns(deps: Dependencies, target: Target, batch: Batch, row: int, *notes:
         "p": one.stream("p", shown),
         "q": one.stream("q", shown),
         "p_stream": one.p_name,
-        "d": d,
+        "d": of_model(mask, d),
         "advantage": shown_of(one.loss.advantage, shown),
         "weight_raw": of_model(mask, one.raw_weight[0, shown]),
         "weight": None if one.loss.weight is None else of_model(mask, one.loss.weight[0, shown]),

@@ -205,6 +205,10 @@ class StepSummaries:
             }
             for row in self._catalogue.streams(attempt_id, stage=summary.stage)
         }
+        for name, dtypes in summary.summary.dtypes.items():
+            # The catalogue has that of the attempt's first step.
+            if attributes.get(name, {}).pop("dtype", None) is not None and len(dtypes) == 1:
+                attributes[name]["dtype"] = dtypes[0]
         return {
             name: {**attributes.get(name, {}), "dtypes": list(dtypes)}
             for name, dtypes in summary.summary.dtypes.items()

@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import enum
 import math
+from functools import cached_property
 from typing import Any, Final, cast
 
 import numpy as np
@@ -287,8 +288,13 @@ class Cell:
 
     vector: Float64
 
+    @cached_property
+    def _numbers(self) -> list[float]:
+        numbers: list[float] = self.vector.tolist()
+        return numbers
+
     def __getitem__(self, field: Field) -> float:
-        return float(self.vector[field])
+        return self._numbers[field]
 
     @property
     def tokens(self) -> int:
@@ -311,11 +317,14 @@ class Cell:
         return 1.0 + self.mean(above_1) if math.isnan(mean) else mean
 
     def std(self, second: Field, low: Field, high: Field) -> float:
-        """Standard deviation with n - 1; NaN below two tokens, as torch.std; 0 where min = max."""
+        """Standard deviation with n - 1; NaN below two tokens, as torch.std; 0 where min = max;
+        inf where its sum exceeds float64, in whichever direction."""
         if self.tokens < 2:
             return math.nan
         if self[low] == self[high]:
             return 0.0
+        if math.isinf(self[second]):
+            return math.inf
         return math.sqrt(max(self[second], 0.0) / (self.tokens - 1))
 
     def extreme(self, field: Field) -> float:
@@ -343,15 +352,16 @@ class Cell:
         return self[size] ** 2 / squares if squares > 0.0 else 0.0
 
     def correlation(self, x2: Field, y2: Field, xy: Field) -> float:
-        """Pearson's correlation; NaN where p or q is constant. That of e^p and e^q is also NaN
-        where one of them never exceeds e^FAINT: e^p - 1 then has too few digits of e^p."""
+        """Pearson's correlation; NaN where p or q is constant, or a moment exceeds float64. That of
+        e^p and e^q is also NaN where one of them never exceeds e^FAINT: e^p - 1 then has too few
+        digits of e^p."""
         if self[Field.P_MIN] >= self[Field.P_MAX] or self[Field.Q_MIN] >= self[Field.Q_MAX]:
             return math.nan
         of_probabilities = x2 is Field.U_M2
         if of_probabilities and min(self[Field.P_MAX], self[Field.Q_MAX]) < FAINT:
             return math.nan
         scale = math.sqrt(max(self[x2], 0.0)) * math.sqrt(max(self[y2], 0.0))
-        if not scale > 0.0:
+        if not 0.0 < scale < math.inf:
             return math.nan
         correlation = self[xy] / scale
         return math.nan if math.isnan(correlation) else min(1.0, max(-1.0, correlation))

@@ -31,12 +31,6 @@ MANY: Final = 128
 """Minimum tokens for a calibration or a temperature to be meaningful."""
 POSITIVE_BOUND: Final = 1e-3
 """Rounding can leave a log-prob slightly above 0."""
-FEW_ZEROS: Final = 8
-ROUNDED_TO_ONE: Final = 0.02
-"""Nats: a probability nearer to 1 rounds to 1 in bfloat16, and a little further with its noise."""
-LACKING_SHARE: Final = 0.01
-TEMPLATE: Final = 16
-"""Tokens of a template at one end of a stretch that may have probability 1 on both sides."""
 SHIFTED_RATIO: Final = 0.5
 """mean |d| at another lag over that at lag 0, below which the streams are shifted."""
 UNRELATED: Final = 0.75
@@ -65,11 +59,29 @@ of 0.98 makes 2e-3 where a model is sure of nearly every token, or of none."""
 SCALED_ALARMS: Final = 6.3e-5
 """Probability with which independent noise makes a temperature of any of the slices that a check
 looks at: 4 standard errors on either side, and more where there are several slices."""
+SCALED_Z: Final = 4.0
+"""Standard errors that normal noise has with a probability of `SCALED_ALARMS`."""
 NOISE_RATIO: Final = 1.3
 STRONG_RATIO: Final = 1.15
 """|cov(d, q)| / var(d): noise of q itself makes at most 1. The second of strong correlations."""
 CALIBRATION_Z: Final = 6.0
 CALIBRATION_BIAS: Final = 1e-3
+CUT_SHARE: Final = 0.7
+"""Minimum share of the unequal tokens in which a q that was cut lies above p. Where tokens of
+another model, or other tokens, lower the mean of e^d, it is 0.5 to 0.6."""
+CUT_CORRELATION: Final = 0.05
+"""Minimum corr(d, q) of a q that was cut, where noise hides that."""
+CUT_SPREAD_OUT: Final = 0.3
+"""Minimum share of the tokens that carry the sum of |d| of a q that was cut, where noise of q hides
+that. Noise alone has 0.64, and tokens that are scored as others, 5 % of all, below 0.2."""
+CUT_P_SHARE: Final = 0.9
+"""Minimum share of the unequal tokens in which a p that was cut lies above q. A q of another model
+raises the mean of e^d, and p lies above it in 0.5 to 0.9."""
+CUT_ONE_SIDED: Final = 0.9
+"""Minimum |sum of d| over the sum of |d| of a vocabulary that was cut, but for noise."""
+SCALED_ONE_SIDED: Final = 0.85
+"""Minimum |corr(d, q)| of a temperature where all d have one sign: log-probs that were scaled
+without renormalising them. A cut reaches 0.72."""
 EDGE_RATIO: Final = 3.0
 """mean |d| of edge tokens of rounds over that of the others, from which they stand apart."""
 ROUNDED_SHARE: Final = 0.98
@@ -200,102 +212,6 @@ def probabilities(cell: Cell, p: str, q: str) -> Check:
 
 def _values(count: float) -> str:
     return f"{count:.0f} value{'' if count == 1 else 's'}"
-
-
-def coverage(cell: Cell, p: str, q: str) -> Check:
-    """Check whether the mask covers tokens that one stream lacks.
-
-    Truncated sampling also gives an exact 0 to the only token that it kept; the other stream is
-    then close to 0, too. For missing tokens the other stream is as far from 0 as elsewhere.
-    Misaligned streams have such zeros on both sides, or the zeros of padding on one: most of
-    their difference is then in other tokens (`explains`, a share of the sum of |d|).
-    """
-    in_zeros = cell[Field.P_LACKS_ABS] + cell[Field.Q_LACKS_ABS]
-    values = {
-        "p_lacks": cell[Field.P_LACKS],
-        "q_lacks": cell[Field.Q_LACKS],
-        "explains": in_zeros / cell[Field.D_ABS_SUM] if cell[Field.D_ABS_SUM] else math.nan,
-    }
-    if not cell.masked:
-        return Check("coverage", "unknown", "the mask covers no token", values)
-    missing = {
-        side: sum(cell[Field[f"{side}_{kind}"]] for kind in ("NAN", "POSINF", "NEGINF"))
-        for side in ("P", "Q")
-    }
-    zeros = {side: max(cell[Field[f"{side}_LACKS"]] - missing[side], 0.0) for side in missing}
-    found = []
-    for side, other, stream in (("P", "Q", p), ("Q", "P", q)):
-        lacks, filled = cell[Field[f"{side}_LACKS"]], zeros[side]
-        if filled < 3.0 * zeros[other] or not _filled(cell, side, filled):
-            lacks, filled = lacks - filled, 0.0
-        if lacks >= LACKING_SHARE * cell.masked:
-            kinds = (("not finite", lacks - filled), ("exactly 0", filled))
-            what = " and ".join(f"{kind} in {count:.0f}" for kind, count in kinds if count)
-            found.append((filled, f"{stream} is {what} tokens where the other stream has a value"))
-    if found:
-        if sum(missing.values()) >= LACKING_SHARE * cell.masked:
-            values["explains"] = 1.0  # non-finite values are in no sum of differences
-        why = (
-            "the mask covers tokens that it lacks"
-            if any(filled for filled, _ in found)
-            else "such values come from where it was computed, or stand for what it lacks"
-        )
-        text = f"{' and '.join(each for _, each in found)}: {why}"
-        return Check("coverage", "suspect", text, values)
-    return Check("coverage", "ok", "both streams cover the mask", values)
-
-
-def _filled(cell: Cell, side: str, zeros: float) -> bool:
-    """Return whether the zeros of a stream stand for missing values."""
-    if not zeros:
-        return False
-    others_at_zeros = cell[Field[f"{side}_LACKS_ABS"]]
-    if math.isnan(others_at_zeros):
-        return True
-    others = cell.tokens - zeros
-    rest = abs(cell[Field.Q_SUM if side == "P" else Field.P_SUM]) - others_at_zeros
-    if not others:
-        # A slice of few tokens, such as a round: a sure model's probability rounds to 1, too.
-        return zeros >= FEW_ZEROS or others_at_zeros / zeros > ROUNDED_TO_ONE
-    return others_at_zeros / zeros > 0.5 * max(rest, 0.0) / others
-
-
-def padding(cell: Cell) -> Check:
-    """Check whether stretches of the mask begin or end in zeros that belong to padding.
-
-    A confident model has exact zeros, too. In a share f of its tokens, f / (1 - f) of them are
-    expected at each edge of a stretch. Tokens of a template (`<think>`, the brackets of a tool's
-    call, the end of a turn) add some, about as many at the end of each stretch, while the zeros of
-    padding fill rows of several lengths up to one width: their number varies, and is 0 in few rows,
-    unlike that of responses that end in an endless repetition.
-    """
-    edge, capped, trail, squares, n = (
-        cell[field]
-        for field in (
-            Field.EDGE_ZERO, Field.EDGE_CAPPED, Field.TRAIL_CAPPED, Field.TRAIL_SQUARES,
-            Field.SEGMENTS,
-        )
-    )  # fmt: skip
-    values = {"zeros": cell[Field.BOTH_ZERO], "zeros_at_edges": edge}
-    if math.isnan(edge) or not cell.tokens or not n:
-        return Check("padding", "unknown", "no token counts, or an older record", values)
-    inside = cell.tokens - edge
-    share = (cell[Field.BOTH_ZERO] - edge) / inside if inside > 0 else 0.0
-    usual = share / (1.0 - share) if share < 1.0 else math.inf
-    at_end, spread = trail / n, math.sqrt(max(squares / n - (trail / n) ** 2, 0.0))
-    varies = 1.0 + 0.2 * at_end < spread < 1.5 * at_end
-    padded = varies and at_end > 1.0 + 3.0 * usual
-    prefix = max((capped - trail) / n, at_end) > TEMPLATE + 3.0 * usual
-    if math.isnan(trail):  # an older record, which does not tell how they vary
-        padded = capped / n > 2.0 + 6.0 * usual
-    if edge >= LACKING_SHARE * cell.masked and (padded or prefix):
-        text = (
-            f"both streams are exactly 0 in {edge:.0f} tokens at the edges of the mask's "
-            f"stretches ({edge / cell.masked:.1%} of the tokens): the mask covers padding or a "
-            "prompt, and these equal tokens dilute every mean"
-        )
-        return Check("padding", "suspect", text, values)
-    return Check("padding", "ok", "no run of zeros at the edges of the mask", values)
 
 
 def shifted(cell: Cell, p: str, q: str) -> Check:
@@ -465,7 +381,12 @@ def biased(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
     found = calibration(cell)
     unequal = cell.tokens - cell[Field.EQUAL]
     above = cell[Field.Q_GREATER] / unequal if unequal else math.nan
-    values = {"mean": found.mean, "z": found.z, "share_of_unequal": above}
+    values = {
+        "mean": found.mean,
+        "z": found.z,
+        "share_of_unequal": above,
+        "one_sided": one_sided(cell),
+    }
     if found.tokens < MANY or math.isnan(found.z):
         return Check("calibration", "unknown", "too few tokens that differ", values)
     bias = found.mean - 1.0
@@ -480,8 +401,7 @@ def biased(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
     )
     if abs(found.z) < CALIBRATION_Z or abs(bias) < CALIBRATION_BIAS or not is_sure:
         return Check("calibration", "ok", f"{mean}1", values)
-    cut = above > 0.5 if bias < 0 else above < 0.5
-    if cut:
+    if _is_cut(cell, bias, above):
         high, low = (q, p) if bias < 0 else (p, q)
         text = (
             f"{mean}1, and {high} lies above {low} in {max(above, 1 - above):.0%} of the "
@@ -494,6 +414,35 @@ def biased(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
         "cut that it does not show, another adapter, filled-in values)"
     )
     return Check("calibration", "suspect", text, values)
+
+
+def one_sided(cell: Cell) -> float:
+    """Return |sum of d| over the sum of |d|: 1 where all d have one sign, NaN where all are 0."""
+    size = cell[Field.D_ABS_SUM]
+    return abs(cell[Field.D_SUM]) / size if size > 0.0 else math.nan
+
+
+def _is_cut(cell: Cell, bias: float, above: float) -> bool:
+    """Return whether one stream was renormalised over a cut vocabulary.
+
+    Every token that a cut keeps gains the mass of the others: d has one sign but for noise. The
+    scores of another model differ in both directions, and other tokens are few that are far off.
+    Noise hides the sign of small gains where q is the stream that was cut. The gain is larger in
+    less certain contexts, so that d still rises with q, or it is of nearly all tokens.
+
+    Args:
+        cell: The tokens.
+        bias: The mean of e^d, minus 1.
+        above: The share of the unequal tokens in which q lies above p.
+    """
+    if bias > 0.0:
+        return above <= 1.0 - CUT_P_SHARE and one_sided(cell) >= CUT_ONE_SIDED
+    spread_out = cell.carrying(Field.D_ABS_SUM, Field.D_SUM, Field.D_M2) / cell.tokens
+    if above >= CUT_SHARE or spread_out >= CUT_SPREAD_OUT:
+        return above > 0.5
+    variance, spread = cell[Field.Q_M2], cell[Field.D_M2]
+    rise = cell[Field.PQ_C] - variance
+    return above > 0.5 and rise > CUT_CORRELATION * math.sqrt(variance * spread)
 
 
 def edge_token(edge: Edge, found: Bin, others: Bin) -> Check | None:

@@ -14,30 +14,32 @@ from typing import Final, NamedTuple, get_args
 
 import numpy as np
 
-from stagescope_service.statistics.cell import Cell, Field, empty
+from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import (
+    CUT_ONE_SIDED,
     ENOUGH,
     FAR_TOKENS,
     FITS,
+    SCALED_ONE_SIDED,
     Check,
     Scope,
     biased,
     constant,
-    coverage,
     edge_token,
     fits,
     lag_means,
-    padding,
     probabilities,
     rounded,
     scaled,
     shifted,
     unrelated,
 )
+from stagescope_service.statistics.coverage import coverage, missing_values, padding
 from stagescope_service.statistics.exact import are_equal, bitwise_equal
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.profiles import Edge
 from stagescope_service.statistics.sample_checks import check_samples
+from stagescope_service.statistics.staleness import Drift, explained_slope, versions
 from stagescope_service.statistics.summary import Produced, Sequences, Summary
 
 __all__ = [
@@ -69,23 +71,22 @@ WHAT_TO_CHECK: Final = {
     "rounded": "in which dtype the engine returns log-probs, and whether one stream is a copy",
     "renormalised": "top_p, top_k and min_p of the rollout, and whether the engine returns raw or "
     "processed log-probs",
-    "temperature": "whether both sides divide logits by the same temperature",
     "calibration": "sampling parameters, weights and adapters of the engine that sampled",
-    "versions": "which policy version sampled which tokens: the slice of staleness 0 is the "
-    "mismatch alone",
+    "temperature": "whether both sides divide logits by the same temperature",
+    "versions": "which policy version sampled which tokens, and how engine and trainer count them: "
+    "the slice of staleness 0 is the mismatch alone",
 }
 """What to look at for each cause, the likeliest cause first."""
 LIKELIEST_FIRST: Final = (*WHAT_TO_CHECK,)
 _MOST: Final = 0.5
 """Minimum share of the sum of |d| in missing tokens for them to explain the difference."""
 _FAR: Final = 1.0
-"""Nats. An exact 0 whose other stream is further away is a missing value: truncation to the only
-token that is left gives at most -log(top_p), and rounding less."""
-_FAR_TOKENS: Final = 5
-"""Minimum of such tokens."""
+"""Nats beyond which edge tokens of rounds are suspect, whether another check fails or not."""
 _LISTED: Final = 5
 _OF_MEAN_RATIO: Final = frozenset({"renormalised", "calibration"})
 """Checks that the first or last tokens of rounds alone can fail."""
+_BY_EDGES: Final = _OF_MEAN_RATIO | {"shifted", "unrelated"}
+"""The same where they are so far off that they outweigh all others."""
 _OF_RATIOS: Final = _OF_MEAN_RATIO | {"rounded", "temperature", "first_token", "last_token"}
 """Checks that one cause may fail in the smaller counts of a rank."""
 
@@ -121,22 +122,21 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
         ranks: The cell of each rank, if the summary covers several.
     """
     pair, total = summary.pair, summary.total
-    found = [bitwise_equal(total, pair, summary.produced, ranks)]
-    drifts = summary.has_stale_tokens
-    found += _check_cell(total, pair, summary.fresh, summary.sequences, drifts=drifts)
-    found += [_missing_values(summary), _versions(summary)]
-    if drifts:  # the fresh ones among them need no allowance for it
-        found.append(unrelated(summary.fresh, *pair))
+    drift = _drift(summary)
+    found = _check_fresh(summary) if drift else []
+    found += [bitwise_equal(total, pair, summary.produced, ranks)]
+    found += _check_cell(total, pair, summary.sequences, drift=drift)
+    found += [missing_values(summary), versions(summary)]
     scopes = [Scope(check, total.tokens, 0) for check in found]
     if len(ranks) > 1:
         of_ranks = [
             _Part(f"{row.role} {row.rank}", row.cell, row.produced or summary.produced)
             for row in ranks
         ]
-        scopes += _check_slices("rank", of_ranks, pair, summary.sequences, drifts=drifts)
+        scopes += _check_slices("rank", of_ranks, pair, summary.sequences, drift=drift)
     rounds = [_Part(str(key), cell, summary.produced) for key, cell in summary.rounds.items()]
     if len(rounds) > 1:
-        scopes += _check_slices("round", rounds, pair, summary.sequences, drifts=drifts)
+        scopes += _check_slices("round", rounds, pair, summary.sequences, drift=drift)
     scopes = _by_edge_tokens(scopes, summary)
     scopes += check_samples(summary).scopes()
     return _rank_checks(total, _without_explained(scopes))
@@ -150,12 +150,12 @@ def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparabil
         ranks: Its ranks.
     """
     found = []
+    drift = _drift(summary)
     for row, samples in zip(ranks, _samples_of_ranks(summary, ranks), strict=True):
         own = [bitwise_equal(row.cell, summary.pair, row.produced or summary.produced)]
         own += _check_cell(
-            row.cell, summary.pair, row.cell, summary.sequences,
-            slices=len(ranks), drifts=summary.has_stale_tokens,
-        )  # fmt: skip
+            row.cell, summary.pair, summary.sequences, slices=len(ranks), drift=drift
+        )
         found.append(_rank_checks(row.cell, _of_rank(row, own, samples)))
     return found
 
@@ -225,7 +225,7 @@ def _by_edge_tokens(scopes: Sequence[Scope], summary: Summary) -> list[Scope]:
             continue
         explained = _OF_MEAN_RATIO
         if lags and cause.values["others"] < FITS * min(lags)[0]:
-            explained |= {"shifted", "unrelated"}
+            explained = _BY_EDGES
         found = [
             dataclasses.replace(scope, check=cause)
             if scope.check.status == "suspect" and scope.check.name in explained
@@ -259,11 +259,11 @@ def causes_of_ranks(
         besides: A cause that is already reported: ranks with it, or with a related check, are
             excluded.
     """
-    drifts = summary.has_stale_tokens
+    drift = _drift(summary)
     found: dict[str, list[tuple[RankRow, Check]]] = {}
     for row, samples in zip(ranks, _samples_of_ranks(summary, ranks), strict=True):
         part = _Part("", row.cell, row.produced or summary.produced)
-        own = _check_slice(part, summary.pair, summary.sequences, slices=len(ranks), drifts=drifts)
+        own = _check_slice(part, summary.pair, summary.sequences, slices=len(ranks), drift=drift)
         judged = _rank_checks(row.cell, _of_rank(row, own, samples))
         names = {check.name for check in judged.suspects}
         if not names or besides in names or {besides, judged.cause} <= _OF_RATIOS:
@@ -291,13 +291,18 @@ def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparabil
         produced: Who computed its tokens; of a round, a turn or a staleness, those of the step.
     """
     checks = _check_cell(
-        cell, summary.pair, cell, summary.sequences,
-        slices=max(len(summary.rounds.keys), 1), drifts=summary.has_stale_tokens,
-    )  # fmt: skip
+        cell,
+        summary.pair,
+        summary.sequences,
+        slices=max(len(summary.rounds.keys), 1),
+        drift=_drift(summary),
+    )
     checks.append(bitwise_equal(cell, summary.pair, produced))
-    scopes = _by_edge_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
-    # Whose first and last tokens are far off the profiles of all tokens do not tell.
-    return _rank_checks(cell, [scope.check for scope in scopes[: len(checks)]])
+    if any(check.status == "suspect" and check.name in _BY_EDGES for check in checks):
+        scopes = _by_edge_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
+        # Whose first and last tokens are far off the profiles of all tokens do not tell.
+        checks = [scope.check for scope in scopes[: len(checks)]]
+    return _rank_checks(cell, checks)
 
 
 def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
@@ -307,9 +312,10 @@ def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
         known = by_name.get(check.name)
         if known is None or (check.status == "suspect" and known.status != "suspect"):
             by_name[check.name] = check
-    scaling, cut = by_name.get("temperature"), by_name.get("renormalised")
+    scaling = by_name.get("temperature")
+    ratio = by_name.get("renormalised") or by_name.get("calibration")
     first = list(LIKELIEST_FIRST)
-    if scaling is not None and cut is not None and _is_temperature(scaling, cut):
+    if scaling is not None and ratio is not None and _is_temperature(scaling, ratio):
         first.remove("temperature")
         first.insert(first.index("renormalised"), "temperature")
     lacking = by_name.get("coverage")
@@ -332,48 +338,75 @@ def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
     return Comparability(verdict, tuple(checks))
 
 
-def _is_temperature(scaling: Check, cut: Check) -> bool:
+def _is_temperature(scaling: Check, ratio: Check) -> bool:
     """Return whether a slope explains a mean ratio other than 1.
 
     Truncation has the opposite slope: the mass that q loses is larger in less certain contexts,
     so d rises with q as it does for a flatter q. With a colder q, which lacks rare tokens on
-    average, d falls with q.
+    average, d falls with q, as it does where q is of another model, which raises the mean ratio.
+    All d have one sign where log-probs were scaled without renormalising them, and of a deep cut,
+    whose d do not follow q as closely.
     """
     if scaling.status != "suspect":
         return False
     correlation = scaling.values["correlation"]
-    return abs(correlation) > 0.6 or (cut.values["mean"] < 1.0) == (correlation < 0.0)
+    if ratio.status != "suspect":
+        return True
+    if ratio.values["one_sided"] >= CUT_ONE_SIDED:
+        return abs(correlation) > SCALED_ONE_SIDED
+    return (ratio.values["mean"] < 1.0) == (correlation < 0.0)
+
+
+def _drift(summary: Summary) -> Drift | None:
+    """Return the policy drift of a step's tokens, None where no token is stale."""
+    drift = Drift.of(summary)
+    if drift is None:
+        return None
+    total, fresh = summary.total, summary.fresh
+    of_all, of_fresh = (scaled(cell, *summary.pair, summary.sequences) for cell in (total, fresh))
+    scales = explained_slope(of_all, of_fresh, total, fresh)
+    return dataclasses.replace(drift, scales=scales)
+
+
+def _check_fresh(summary: Summary) -> list[Check]:
+    """Return the checks that fail in the fresh tokens, which need no allowance for policy drift."""
+    fresh, pair, sequences = summary.fresh, summary.pair, summary.sequences
+    checks = (
+        unrelated(fresh, *pair),
+        scaled(fresh, *pair, sequences),
+        biased(fresh, *pair, sequences),
+    )
+    return [check for check in checks if check.status == "suspect"]
 
 
 def _check_cell(
     cell: Cell,
     pair: tuple[str, str],
-    fresh: Cell,
     sequences: Sequences,
     *,
     slices: int = 1,
-    drifts: bool,
+    drift: Drift | None,
 ) -> list[Check]:
     """Run the checks that need one cell.
 
     Args:
         cell: the tokens.
         pair: the names of the streams.
-        fresh: those of them that the trainer's own version sampled.
         sequences: those of the step.
         slices: how many slices of the cell's kind are checked.
-        drifts: whether older versions sampled some of the step's tokens.
+        drift: of the step.
     """
     checks: tuple[Callable[[Cell, str, str], Check], ...] = (
         constant, probabilities, coverage, shifted, rounded,
     )  # fmt: skip
-    return [
+    found = [
         *(check(cell, *pair) for check in checks),
-        unrelated(cell, *pair, drifts=drifts),
+        unrelated(cell, *pair, drifts=drift is not None),
         padding(cell),
-        scaled(fresh, *pair, sequences, slices=slices),
-        biased(fresh, *pair, sequences),
+        scaled(cell, *pair, sequences, slices=slices),
+        biased(cell, *pair, sequences),
     ]
+    return found if drift is None else [drift.judged(check) for check in found]
 
 
 def _check_slices(
@@ -382,12 +415,12 @@ def _check_slices(
     pair: tuple[str, str],
     sequences: Sequences,
     *,
-    drifts: bool,
+    drift: Drift | None,
 ) -> list[Scope]:
     """Check each slice and report the ones that failed."""
     by_name: dict[str, dict[str, Check]] = {}
     for part in parts:
-        for check in _check_slice(part, pair, sequences, slices=len(parts), drifts=drifts):
+        for check in _check_slice(part, pair, sequences, slices=len(parts), drift=drift):
             if check.status == "suspect":
                 by_name.setdefault(check.name, {})[part.name] = check
     return [
@@ -403,12 +436,16 @@ def _check_slices(
 
 
 def _check_slice(
-    part: _Part, pair: tuple[str, str], sequences: Sequences, *, slices: int, drifts: bool
+    part: _Part,
+    pair: tuple[str, str],
+    sequences: Sequences,
+    *,
+    slices: int,
+    drift: Drift | None,
 ) -> list[Check]:
     """Run the checks that the tokens of a slice allow."""
     cell = part.cell
-    fresh = Cell(empty()) if drifts else cell
-    found = _check_cell(cell, pair, fresh, sequences, slices=slices, drifts=drifts)
+    found = _check_cell(cell, pair, sequences, slices=slices, drift=drift)
     if cell.tokens >= ENOUGH and are_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
         found.append(bitwise_equal(cell, pair, part.produced))
     return found
@@ -421,53 +458,3 @@ def _combine(kind: str, where: Sequence[tuple[str, Check]], of: int) -> Check:
     head = where[0][1]
     text = f"in {len(where)} of {of} {kind}s ({listed}{more}): {head.text}"
     return Check(head.name, "suspect", text, {**head.values, f"{kind}s": len(where)})
-
-
-def _missing_values(summary: Summary) -> Check:
-    """Check whether a stream is exactly 0 in most of the tokens that differ by more than `_FAR`.
-
-    The check `coverage` of a cell compares means. A sure model, a coarse format and truncation give
-    many exact zeros close to the other stream, which hide a few that stand for missing values.
-    """
-    p, q = summary.worst.p, summary.worst.q
-    zeros = np.array([(p == 0.0) & (q < -_FAR), (q == 0.0) & (p < -_FAR)]).sum(axis=1)
-    side, count = int(zeros.argmax()), int(zeros.max())
-    far = int((np.abs(p - q) > _FAR).sum())
-    if count < max(_FAR_TOKENS, far / 2, 3 * int(zeros.min())):
-        return Check("coverage", "ok", "both streams cover the mask")
-    stream, other = summary.pair[side], summary.pair[1 - side]
-    text = (
-        f"{stream} is exactly 0 in {count} of the {len(p)} tokens that differ most, where {other} "
-        f"lies below {-_FAR:g}: it was filled with 0 where it lacks a value (or these tokens were "
-        "sampled greedily)"
-    )
-    total = summary.total
-    in_zeros = total[Field.P_LACKS_ABS] + total[Field.Q_LACKS_ABS]
-    return Check("coverage", "suspect", text, {"explains": in_zeros / total[Field.D_ABS_SUM]})
-
-
-def _versions(summary: Summary) -> Check:
-    versions = summary.version_labels
-    values = {"versions": float(len(versions))}
-    if len(versions) == 0:
-        return Check(
-            "versions", "unknown", "the policy that sampled the tokens is not reported", values
-        )
-    if len(versions) > 1:
-        text = (
-            f"the tokens come from {len(versions)} policy versions ({_in_order(summary)}): the "
-            "difference is policy drift plus mismatch"
-            + ("; look at staleness 0" if summary.are_versions_numbered else "")
-        )
-        return Check("versions", "suspect", text, values)
-    return Check("versions", "ok", f"one policy version, {versions[0]}", values)
-
-
-def _in_order(summary: Summary) -> str:
-    """Name the oldest and the newest policy version, and what orders texts."""
-    first, last = summary.version_labels[0], summary.version_labels[-1]
-    if not summary.version_names:
-        return f"the oldest {first}, the newest {last}"
-    if summary.are_versions_numbered:
-        return f"by the number in them the oldest {first}, the newest {last}"
-    return f"in the order in which they appear {first} to {last}: how old a token is, is not known"

@@ -99,6 +99,7 @@ def empty_samples(records: Sequence[PartRecord], identities: Identities) -> tupl
     A resampling pass may repeat all rows that have tokens and add one without tokens.
     """
     known = {sample for record in records for sample in record.full_summary.sequences.samples}
+    whole = _Whole(records, {found.sample for found in identities.contradictions})
     own: dict[object, set[str]] = {}
     for record in records:
         owner = identities.owners.get(owner_of(record))
@@ -109,9 +110,38 @@ def empty_samples(records: Sequence[PartRecord], identities: Identities) -> tupl
         owner = identities.owners.get(owner_of(record))
         has_tokens = known if owner is None else own[owner]
         where = "" if owner is None else f" [{record.role} {owner[-1]}]"
-        names = record.full_summary.empty_samples
-        found |= dict.fromkeys(f"{name}{where}" for name in names if name not in has_tokens)
+        for name in record.full_summary.empty_samples:
+            if name not in has_tokens:
+                found[f"{name}{where}"] = None
+            elif owner is None and whole.is_another_sample(record, name):
+                found[f"{name} [{record.role} {owner_of(record)[-1]}]"] = None
     return tuple(sorted(found))
+
+
+class _Whole:
+    """Which ranks hold whole samples of their own: no copies, and no pieces at known positions."""
+
+    def __init__(self, records: Sequence[PartRecord], contradicted: set[str]) -> None:
+        self._owner_of: dict[tuple[str, str], GroupKey] = {}
+        """(role, sample) -> the owner that has its tokens."""
+        self._pieces: set[str] = set()
+        self._shares: set[str] = set()
+        """Roles of which several owners hold one sample: their ids name the same samples."""
+        for record in records:
+            sequences = record.full_summary.sequences
+            if record.cp_rank is not None or sequences.placed[:, 0].any():
+                self._pieces.update(sequences.samples)
+            owner = owner_of(record)
+            for sample in sequences.samples:
+                first = self._owner_of.setdefault((record.role, sample), owner)
+                if first != owner and sample not in contradicted:
+                    self._shares.add(record.role)
+
+    def is_another_sample(self, record: PartRecord, name: str) -> bool:
+        """Return whether a row without a model token is another sample than those of its id."""
+        holder = self._owner_of.get((record.role, name), owner_of(record))
+        is_piece = name in self._pieces or record.cp_rank is not None
+        return holder != owner_of(record) and not is_piece and record.role not in self._shares
 
 
 def resolve(records: Iterable[PartRecord]) -> Identities:

@@ -29,6 +29,7 @@ from stagescope.wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
 from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.copies import Copies
 from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
 from stagescope_service.statistics.ledger import Claim, Ledger
 from stagescope_service.statistics.part import (
@@ -71,7 +72,7 @@ class StepSummary:
         tokens_left_out: Reason -> number of tokens under the mask that it excludes.
         sent: Tokens under the mask of all parts; None if written by an earlier release.
         contradictions: Ids that name several samples, each of which counts.
-        differing: (key, key of the counted replica) of replicas whose numbers differ.
+        differing: (key, key of the copy that came first) of copies whose numbers or masks differ.
         to_recompute: Parts to recompute; until then their tokens are missing.
         ranks_to_recompute: The same for the numbers of single ranks; stored nowhere.
         fragmented: Number of sequences in pieces without an offset: their sequence and round
@@ -323,7 +324,7 @@ class _TokenAccounting:
         self._holders: dict[tuple[object, ...], PartRecord] = {}
         self._epochs: dict[GroupKey, int] = {}
         self._digests: dict[tuple[object, ...], str] = {}
-        self._sampled: dict[tuple[object, ...], tuple[bytes, str]] = {}
+        self._copies = Copies(identities)
         self.counted: list[PartRecord] = []
         self.left_out: dict[str, str] = {}
         self.tokens_left_out = Counter[str]()
@@ -341,49 +342,29 @@ class _TokenAccounting:
                 self.counted.append(record)
             else:
                 self.left_out[record.key] = REPLICA if holder is not record else LATER_EPOCH
+            other = self._copies.differing(record, holder)
+            if other is not None:
+                self.differing.append((record.key, other))
             return
         if record.has_ids:
             why, claim = self._by_sample(record)
         else:
             why, claim = self._by_layout(record), None
         holder = self._holders.setdefault((*record.group, record.part), record)
+        other = self._copies.differing(record, holder) if record.has_ids else None
         if why is None:
             self.counted.append(record)
             if claim is not None:
                 self.tokens_left_out[REPEATED] += _repeated(claim, full, record.summary)
-                self._find_differing_copy(record)
-            return
-        self.left_out[record.key] = why
-        missing = min(claim.fresh, full.total.masked) if why == PARTIAL and claim else 0
-        self.tokens_left_out[why] += missing
-        self.tokens_left_out[REPEATED if why == PARTIAL else why] += full.total.masked - missing
-        if why not in (REPLICA, REPEATED):
-            return
-        if record.has_ids:
-            other = self._find_differing_copy(record)
         else:
-            other = holder.key if holder.digest != record.digest else None
+            self.left_out[record.key] = why
+            missing = min(claim.fresh, full.total.masked) if why == PARTIAL and claim else 0
+            self.tokens_left_out[why] += missing
+            self.tokens_left_out[REPEATED if why == PARTIAL else why] += full.total.masked - missing
+            if not record.has_ids and why in (REPLICA, REPEATED) and holder.digest != record.digest:
+                other = holder.key
         if other is not None:
             self.differing.append((record.key, other))
-
-    def _find_differing_copy(self, record: PartRecord) -> str | None:
-        """Register a record's samples; return a part of the same pass with other numbers."""
-        summary, part = record.full_summary, record.part
-        places = self._identities.places_of(record.key, summary)
-        cover = summary.sequences.cover
-        bounds = np.searchsorted(cover[:, 0], np.arange(len(places) + 1))
-        found = None
-        for index, (place, values) in enumerate(zip(places, summary.sequences.values, strict=True)):
-            # Sums of other tokens of the sample differ without a difference in what both hold.
-            runs = cover[bounds[index] : bounds[index + 1], 1:] + place.shift
-            if place.dropped:
-                found = found or self._holders[(*record.group, part)].key
-            piece = (place.sample, runs.tobytes(), record.cp_rank)
-            key = (*piece, record.role, part.epoch, part.occurrence)
-            content, owner = self._sampled.setdefault(key, (values.tobytes(), record.key))
-            if owner != record.key and content != values.tobytes():
-                found = found or owner
-        return found
 
     def _by_sample(self, record: PartRecord) -> tuple[str | None, Claim | None]:
         if self._identities.contradictions and record.role not in (self._main_role, *ROLES):

@@ -207,7 +207,7 @@ class Summary:
     version_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Texts of those versions that are texts, in the order of their appearance."""
 
-    @property
+    @cached_property
     def total(self) -> Cell:
         """The cell of all tokens."""
         return Cell(cells.merge(self.rounds.cells))
@@ -222,7 +222,17 @@ class Summary:
     @property
     def has_stale_tokens(self) -> bool:
         """Whether older policy versions sampled tokens; of a rank alone it is not known."""
-        return bool((self.staleness.keys != 0).any())
+        return bool((self.staleness.keys > 0).any())
+
+    @property
+    def has_impossible_versions(self) -> bool:
+        """Whether tokens are of policy versions ahead of the trainer's own, which do not exist."""
+        return bool((self.staleness.keys < 0).any())
+
+    @property
+    def is_staleness_known(self) -> bool:
+        """Whether versions are reported and can be those of the trainer's past."""
+        return bool(self.staleness.keys.size) and not self.has_impossible_versions
 
     @property
     def version_labels(self) -> tuple[str, ...]:

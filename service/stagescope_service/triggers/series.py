@@ -122,7 +122,7 @@ class Publisher:
                 if (row.role, row.rank) == (series.role, series.rank)
             )
             cell = next(of_rank, None)
-        elif rule.staleness is not None and summary.staleness.keys.size:
+        elif rule.staleness is not None and summary.is_staleness_known:
             cell = summary.staleness.get(rule.staleness)
         else:
             cell = summary.total
@@ -147,9 +147,8 @@ class Publisher:
         """Yield ((role, rank, round), metrics) of the slices of a rule."""
         summary = step_summary.summary
         if rule.by == "round":
-            if rule.staleness is not None and any(
-                age != rule.staleness for age in summary.staleness.keys.tolist()
-            ):
+            is_sliced = rule.staleness is not None and summary.is_staleness_known
+            if is_sliced and (summary.staleness.keys != rule.staleness).any():
                 return  # no cell holds the tokens of a round that have one staleness
             for number, cell in summary.rounds.items():
                 if cell.masked:
@@ -161,7 +160,7 @@ class Publisher:
                         (row.role, row.rank, None),
                         self._cell_metrics(step_summary, -1 - at, row.cell),
                     )
-        elif rule.staleness is None or not summary.staleness.keys.size:
+        elif rule.staleness is None or not summary.is_staleness_known:
             if summary.total.masked:
                 yield (None, None, None), self._step_metrics(step_summary)
         else:

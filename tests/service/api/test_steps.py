@@ -8,8 +8,11 @@ import pytest
 from tests.support.api import Rank, Service
 from tests.support.measure import payload
 
+from stagescope.table import coverage_notes
 from stagescope_service.api.completeness import gaps
-from stagescope_service.api.numbers import COLUMNS
+from stagescope_service.api.numbers import COLUMNS, slice_rows
+from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics.comparability import examine
 from stagescope_service.statistics.mismatch import publish
 from stagescope_service.statistics.payload import TokenBatch
 from stagescope_service.statistics.summarise import summarise
@@ -45,6 +48,62 @@ def reference() -> dict[str, float]:
 
 def number(value: Any) -> float:
     return float(value)
+
+
+def test_the_dtype_of_a_stream_is_that_of_the_step(live: Service) -> None:
+    (rank,) = two_ranks(live)[:1]
+    rank.stage(LOG_PROB, 5, payload(seed=0))
+    later = payload(seed=1)
+    tag, shape, buffer, rows = later["tensors"]["old_log_probs"]
+    later["tensors"]["old_log_probs"] = ("float64", shape, buffer.astype(np.float64), rows)
+    rank.stage(LOG_PROB, 6, later)
+    rank.begin(LOG_PROB, 7)
+    assert tag == "float32"
+    for step, dtype in ((5, "float32"), (6, "float64")):
+        old = live.get(f"/steps/{step}/metrics")["streams"]["old"]
+        assert (old["dtype"], old["dtypes"]) == (dtype, [dtype])
+
+
+def test_rounds_beyond_the_limit_are_said_beside_the_numbers(live: Service) -> None:
+    (rank,) = two_ranks(live)[:1]
+    tokens = 8300
+    q = -np.random.default_rng(0).exponential(1.0, (1, tokens)).astype(np.float32)
+    sent = payload(seed=0)
+    sent["strings"] = {"sample_ids": ["a"]}
+    sent["tensors"] = {
+        name: (str(values.dtype), values.shape, values, None)
+        for name, values in {
+            "rollout_log_probs": q, "old_log_probs": q * np.float32(1.001),
+            "response_mask": np.arange(tokens)[None] % 2,
+        }.items()
+    }  # fmt: skip
+    rank.stage(LOG_PROB, 5, sent)
+    rank.begin(LOG_PROB, 6)
+    answer = live.get("/steps/5/metrics")
+    assert answer["metrics"]["per_round/total_rounds"] == 4096
+    assert answer["coverage"]["ignored_tensors"] == ["response_mask"]
+    (note,) = coverage_notes(answer["coverage"])
+    assert "from 4096 on they count as one, and total_rounds stops there" in note
+    page = live.get("/steps/5/rounds", limit=3)
+    assert [row["round"] for row in page["rows"]] == [0, 1, 2]
+    rest = live.get("/steps/5/rounds", limit=2, cursor=page["next"])
+    assert [row["round"] for row in rest["rows"]] == [3, 4]
+
+
+def test_rows_of_rounds_do_not_merge_all_of_them_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {
+        "rollout_log_probs": -np.random.default_rng(0).exponential(1.0, (1, 2000)),
+        "old_log_probs": -np.random.default_rng(1).exponential(1.0, (1, 2000)),
+        "response_mask": np.arange(2000)[None] % 2,
+    }
+    wire = {name: (str(each.dtype), each.shape, each, None) for name, each in tensors.items()}
+    summary = summarise(TokenBatch.from_tensors(wire, {}, {}))
+    merges: list[int] = []
+    merge = cells.merge
+    monkeypatch.setattr(cells, "merge", lambda rows: merges.append(len(rows)) or merge(rows))
+    rows = slice_rows(summary, examine(summary), "round", 10, 500)
+    assert [row["round"] for row in rows] == [*range(10, 510)]
+    assert len(merges) <= 2
 
 
 class TestMetrics:

@@ -97,6 +97,48 @@ def test_a_replica_with_other_numbers_is_named() -> None:
     assert_same(step_summary.summary, summarise(rows_of(streams, [0, 1])))
 
 
+@pytest.mark.parametrize("kept", ["fewer", "none", "more"])
+def test_a_replica_with_another_mask_is_named(kept: str) -> None:
+    """Of a rank with the same data_rank: tokens that one of the two does not train on."""
+    p, q, _ = make()
+    mask, other = np.ones(p.shape, np.int64), np.ones(p.shape, np.int64)
+    changed = mask if kept == "more" else other
+    changed[1, {"fewer": slice(-3, None), "none": slice(None), "more": slice(-3, None)}[kept]] = 0
+    parts = [
+        record("r0", rows_of((p, q, mask), [0, 1]), 0, data_rank=0),
+        record("r1", rows_of((p, q, other), [0, 1]), 1, data_rank=0),
+        record("r2", rows_of((p, q, mask), [0, 1]), 2, data_rank=0),
+    ]
+    step_summary = assemble(parts)
+    assert step_summary.differing == (("r1", "r0"),)
+    assert step_summary.left_out["r1"] == ("restate" if kept == "more" else "replica")
+    alone = [dataclasses.replace(part, data_rank=part.rank) for part in parts]
+    assert not assemble(alone[::2]).differing
+    only = [record(f"o{rank}", rows_of((p, q, each), [1]), rank, data_rank=0)
+            for rank, each in enumerate((mask, other))]  # fmt: skip
+    assert assemble(only).differing == (("o1", "o0"),)
+
+
+@pytest.mark.parametrize("again", [Part(microbatch=1), Part(occurrence=1), Part(minibatch=1)])
+def test_samples_that_a_rank_hands_over_twice_with_other_values_are_named(again: Part) -> None:
+    streams = make()
+    moved = (streams[0] - np.float32(0.1), *streams[1:])
+
+    def assembled(later: Streams, rows: list[int]) -> StepSummary:
+        return assemble([
+            record("first", rows_of(streams, [0, 1, 2])),
+            record("again", rows_of(later, rows), part=again),
+        ])  # fmt: skip
+
+    assert assembled(moved, [0, 1, 2]).differing == (("again", "first"),)
+    assert assembled(moved, [1, 2, 3]).differing == (("again", "first"),)
+    assert not assembled(streams, [1, 2, 3]).differing
+    assert not assembled(moved, [3, 4]).differing
+    # Another epoch has other weights.
+    epoch = record("again", rows_of(moved, [0, 1, 2]), part=Part(epoch=1))
+    assert not assemble([record("first", rows_of(streams, [0, 1, 2])), epoch]).differing
+
+
 def test_a_piece_beside_a_copy_of_the_whole_sample_does_not_differ_from_it() -> None:
     p, q, mask = make(3)
     mask[:] = 1
@@ -346,3 +388,28 @@ def test_ranks_that_use_the_same_ids_for_other_samples_are_told_apart() -> None:
         (("actor", 0), ("actor", 1))
     }
     assert len(step_summary.contradictions) == np.count_nonzero(first[2].any(axis=1))
+
+
+def test_a_rank_s_row_without_a_model_token_is_a_row_of_its_own_whatever_its_id() -> None:
+    """Each rank numbers its rows from 0, and has one; that of rank 1 was left out of training."""
+    p, q, _ = make()
+    on, off = np.ones((1, WIDTH), np.int64), np.zeros((1, WIDTH), np.int64)
+
+    def of_rank(rank: int, mask: Array, **fields: object) -> PartRecord:
+        batch = batch_of(p[[rank]], q[[rank]], mask, samples=["0"])
+        return record(f"r{rank}", batch, rank, **fields)
+
+    found = assemble([of_rank(0, on), of_rank(1, off)]).summary
+    assert (found.empty_rows, len(found.sequences)) == (1, 1)
+    assert found.empty_samples == ("0 [actor 1]",)
+    # Beside ranks whose ids contradict each other, too.
+    three = assemble([of_rank(0, on), of_rank(1, off), of_rank(2, on)]).summary
+    assert (three.empty_rows, len(three.sequences)) == (1, 2)
+    # A piece of a sample that is split by context is no row of its own, nor is a replica's.
+    split = [{"layout": {"cp_rank": rank, "cp_size": 2, "dp_rank": 0}} for rank in (0, 1)]
+    assert (
+        assemble([of_rank(0, on, **split[0]), of_rank(1, off, **split[1])]).summary.empty_rows == 0
+    )
+    copies = assemble([of_rank(0, on, data_rank=0), of_rank(1, off, data_rank=0)])
+    assert copies.summary.empty_rows == 0
+    assert copies.differing == (("r1", "r0"),)

@@ -480,3 +480,28 @@ def _expanded(name: str) -> Iterator[str]:
         return
     for each in found[1].split(","):
         yield from _expanded(name[: found.start()] + each + name[found.end() :])
+
+
+@pytest.mark.parametrize("size", [1e140, 1e153, 1e160, 1e200])
+def test_moments_that_exceed_float64_make_no_number(size: float) -> None:
+    at = cells.Field
+    p, q, mask = random_streams(np.random.default_rng(3), 4, 60)
+    cell = summarise(batch_of(p.astype(float) * size, q.astype(float) * size, mask)).total
+    correlation = cell.correlation(at.P_M2, at.Q_M2, at.PQ_C)
+    spread = cell.std(at.P_M2, at.P_MIN, at.P_MAX)
+    if size < 1e150:
+        assert correlation > 0.9
+        assert 0.0 < spread < 1e150
+    else:
+        assert math.isnan(correlation)
+        assert not math.isfinite(spread)
+
+
+def test_the_correlation_of_probabilities_that_exceed_float64_is_no_number() -> None:
+    """As of values that are no log-probs: the square of e^400 is infinite, its product is not."""
+    q = -np.random.default_rng(3).exponential(1.0, (1, 40))
+    cell = summarise(batch_of(q + 400.0, q, np.ones(q.shape, np.int64))).total
+    at = cells.Field
+    assert math.isinf(cell[at.U_M2])
+    assert math.isfinite(cell[at.UV_C])
+    assert math.isnan(cell.correlation(at.U_M2, at.V_M2, at.UV_C))

@@ -72,6 +72,16 @@ def test_drift_is_not_looked_at_where_versions_are_told() -> None:
     assert values(step_summary_of([2, 2, 1, 1]), staleness=0) == {}
 
 
+@pytest.mark.parametrize("ages", [[-1, -1, -1, -1], [-205, 0, 0, 0], [-1, 0, 1, 3]])
+def test_versions_that_do_not_exist_hide_no_token(ages: list[int]) -> None:
+    """Their counter is another one: no token is known to be stale, as where none is told."""
+    step_summary = step_summary_of(ages)
+    for metric, by in ((MEAN, "whole"), (MEAN, "round")):
+        found = values(step_summary, metric=metric, by=by, staleness=0)
+        assert found == values(step_summary, metric=metric, by=by)
+        assert found
+
+
 @pytest.mark.parametrize("ages", [None, [0, 0, 0, 0]])
 def test_a_synchronous_step_is_looked_at_whole(ages: list[int] | None) -> None:
     step_summary = step_summary_of(ages)

@@ -65,6 +65,10 @@ class Coverage(Model):
     """Number of parts that must be read again, because their rows were identified later."""
     fragmented_sequences: int
     """Number of fragments of sequences whose order in their sequence is not known."""
+    ignored_tensors: list[str] = ABSENT
+    """Tensors with more than 4096 distinct rounds, turns or versions. Of `response_mask` the rounds
+    from 4096 on count as one, and `per_round/total_rounds` as 4096; the others are not used.
+    Absent: none."""
 
 
 class CheckRow(Model):
@@ -146,7 +150,7 @@ class Stream(Model):
     engine_version: str = ABSENT
     """Version of that engine."""
     dtype: str = ABSENT
-    """The dtype that its producer reported."""
+    """The dtype in which it arrived in this step; absent: in several."""
     quantisation: str = ABSENT
     """The producer's quantisation of weights, as reported."""
     processed: bool = ABSENT

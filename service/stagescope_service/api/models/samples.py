@@ -95,8 +95,8 @@ class Sample(StepHeading, Streams):
     """The rollout's log-probs in nats; null: no model token."""
     p_stream: Annotated[str, Field(examples=["old_log_probs"])]
     """The tensor that p is of."""
-    d: list[Number]
-    """p - q in nats, of tokens of the environment too where both are recorded."""
+    d: list[Number | None]
+    """p - q in nats; null: no model token."""
     advantage: list[Number] | None
     """Advantages, in units of the reward; null: not recorded."""
     weight_raw: list[Number | None]

@@ -466,9 +466,25 @@ def _replicas(step_summary: StepSummary, step_parts: StepParts, location: Findin
             "their tokens are in no number: give ranks with rows of their own another data_rank in "
             "init, or record sample_ids"
         )
+    elif again := [
+        f"{sources[one].role} {sources[one].rank}"
+        for one, other in step_summary.differing
+        if one in sources and other in sources
+        and (sources[one].role, sources[one].rank) == (sources[other].role, sources[other].rank)
+    ]:  # fmt: skip
+        shown = ", ".join([*dict.fromkeys(again)][:_LISTED_GROUPS])
+        message = (
+            f"{len(again)} parts hold samples that the same rank handed over before in this step, "
+            f"with other log-probs ({shown}): the first ones count"
+        )
+        advice = (
+            "hand each sample over once in a step; if a later pass computes them anew on purpose, "
+            "record it in a stage of its own"
+        )
     else:
         message = (
-            f"{len(pairs)} ranks hold the same rows as another rank and differ from it in log-probs"
+            f"{len(pairs)} ranks hold the same rows as another rank and differ from it in "
+            "log-probs or in their mask"
         )
         advice = (
             "replicas of one model on one batch should agree; if these ranks are no replicas, what "

@@ -1,0 +1,176 @@
+"""Checks of whether both streams have a value in every token under the mask, and only there."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+
+from stagescope_service.statistics.cell import Bool, Cell, Field
+from stagescope_service.statistics.checks import Check
+from stagescope_service.statistics.summary import Summary
+
+FEW_ZEROS: Final = 8
+ROUNDED_TO_ONE: Final = 0.02
+"""Nats: a probability nearer to 1 rounds to 1 in bfloat16, and a little further with its noise."""
+LACKING_SHARE: Final = 0.01
+TEMPLATE: Final = 16
+"""Tokens of a template at one end of a stretch that may have probability 1 on both sides."""
+_FAR: Final = 1.0
+"""Nats. An exact 0 whose other stream is further away is a missing value: truncation to the only
+token that is left gives at most -log(top_p), and rounding less."""
+_DEEP: Final = 3.0
+"""The same of a top_p of 0.05. Greedy sampling takes the likeliest token, which other weights do
+not make that unlikely."""
+_BOUNDS: Final = ((_FAR, 5), (_DEEP, 1))
+"""Bounds of |d|, and the minimum of zeros beyond each."""
+_ODDS: Final = 10.0
+"""Minimum odds of a zero among tokens that are far off, over those among all others: of other ids
+it is up to 4, since a sure model makes the largest differences."""
+_LISTED: Final = 3
+
+
+def coverage(cell: Cell, p: str, q: str) -> Check:
+    """Check whether the mask covers tokens that one stream lacks.
+
+    Truncated sampling also gives an exact 0 to the only token that it kept; the other stream is
+    then close to 0, too. For missing tokens the other stream is as far from 0 as elsewhere.
+    Misaligned streams have such zeros on both sides, or the zeros of padding on one: most of
+    their difference is then in other tokens (`explains`, a share of the sum of |d|).
+    """
+    in_zeros = cell[Field.P_LACKS_ABS] + cell[Field.Q_LACKS_ABS]
+    values = {
+        "p_lacks": cell[Field.P_LACKS],
+        "q_lacks": cell[Field.Q_LACKS],
+        "explains": in_zeros / cell[Field.D_ABS_SUM] if cell[Field.D_ABS_SUM] else math.nan,
+    }
+    if not cell.masked:
+        return Check("coverage", "unknown", "the mask covers no token", values)
+    missing = {
+        side: sum(cell[Field[f"{side}_{kind}"]] for kind in ("NAN", "POSINF", "NEGINF"))
+        for side in ("P", "Q")
+    }
+    zeros = {side: max(cell[Field[f"{side}_LACKS"]] - missing[side], 0.0) for side in missing}
+    found = []
+    for side, other, stream in (("P", "Q", p), ("Q", "P", q)):
+        lacks, filled = cell[Field[f"{side}_LACKS"]], zeros[side]
+        if filled < 3.0 * zeros[other] or not _filled(cell, side, filled):
+            lacks, filled = lacks - filled, 0.0
+        if lacks >= LACKING_SHARE * cell.masked:
+            kinds = (("not finite", lacks - filled), ("exactly 0", filled))
+            what = " and ".join(f"{kind} in {count:.0f}" for kind, count in kinds if count)
+            found.append((filled, f"{stream} is {what} tokens where the other stream has a value"))
+    if found:
+        if sum(missing.values()) >= LACKING_SHARE * cell.masked:
+            values["explains"] = 1.0  # non-finite values are in no sum of differences
+        why = (
+            "the mask covers tokens that it lacks"
+            if any(filled for filled, _ in found)
+            else "such values come from where it was computed, or stand for what it lacks"
+        )
+        text = f"{' and '.join(each for _, each in found)}: {why}"
+        return Check("coverage", "suspect", text, values)
+    return Check("coverage", "ok", "both streams cover the mask", values)
+
+
+def _filled(cell: Cell, side: str, zeros: float) -> bool:
+    """Return whether the zeros of a stream stand for missing values."""
+    if not zeros:
+        return False
+    others_at_zeros = cell[Field[f"{side}_LACKS_ABS"]]
+    if math.isnan(others_at_zeros):
+        return True
+    others = cell.tokens - zeros
+    rest = abs(cell[Field.Q_SUM if side == "P" else Field.P_SUM]) - others_at_zeros
+    if not others:
+        # A slice of few tokens, such as a round: a sure model's probability rounds to 1, too.
+        return zeros >= FEW_ZEROS or others_at_zeros / zeros > ROUNDED_TO_ONE
+    return others_at_zeros / zeros > 0.5 * max(rest, 0.0) / others
+
+
+def padding(cell: Cell) -> Check:
+    """Check whether stretches of the mask begin or end in zeros that belong to padding.
+
+    A confident model has exact zeros, too. In a share f of its tokens, f / (1 - f) of them are
+    expected at each edge of a stretch. Tokens of a template (`<think>`, the brackets of a tool's
+    call, the end of a turn) add some, about as many at the end of each stretch, while the zeros of
+    padding fill rows of several lengths up to one width: their number varies, and is 0 in few rows,
+    unlike that of responses that end in an endless repetition.
+    """
+    edge, capped, trail, squares, n = (
+        cell[field]
+        for field in (
+            Field.EDGE_ZERO, Field.EDGE_CAPPED, Field.TRAIL_CAPPED, Field.TRAIL_SQUARES,
+            Field.SEGMENTS,
+        )
+    )  # fmt: skip
+    values = {"zeros": cell[Field.BOTH_ZERO], "zeros_at_edges": edge}
+    if math.isnan(edge) or not cell.tokens or not n:
+        return Check("padding", "unknown", "no token counts, or an older record", values)
+    inside = cell.tokens - edge
+    share = (cell[Field.BOTH_ZERO] - edge) / inside if inside > 0 else 0.0
+    usual = share / (1.0 - share) if share < 1.0 else math.inf
+    at_end, spread = trail / n, math.sqrt(max(squares / n - (trail / n) ** 2, 0.0))
+    varies = 1.0 + 0.2 * at_end < spread < 1.5 * at_end
+    padded = varies and at_end > 1.0 + 3.0 * usual
+    prefix = max((capped - trail) / n, at_end) > TEMPLATE + 3.0 * usual
+    if math.isnan(trail):  # an older record, which does not tell how they vary
+        padded = capped / n > 2.0 + 6.0 * usual
+    if edge >= LACKING_SHARE * cell.masked and (padded or prefix):
+        text = (
+            f"both streams are exactly 0 in {edge:.0f} tokens at the edges of the mask's "
+            f"stretches ({edge / cell.masked:.1%} of the tokens): the mask covers padding or a "
+            "prompt, and these equal tokens dilute every mean"
+        )
+        return Check("padding", "suspect", text, values)
+    return Check("padding", "ok", "no run of zeros at the edges of the mask", values)
+
+
+def missing_values(summary: Summary) -> Check:
+    """Check whether a stream is exactly 0 in tokens where the other one is far from it.
+
+    The check `coverage` of a cell compares means. A sure model, a coarse format and truncation give
+    many exact zeros close to the other stream, which hide a few that stand for missing values.
+    Where zeros are usual, tokens that are far off for another reason have some by chance.
+    """
+    worst, total = summary.worst, summary.total
+    size = np.abs(worst.p - worst.q)
+    sides = (worst.p == 0.0, worst.q == 0.0)
+    side = int((sides[1] & (size > _FAR)).sum() > (sides[0] & (size > _FAR)).sum())
+    stream, other = summary.pair[side], summary.pair[1 - side]
+    for least, enough in _BOUNDS:
+        far = size > least
+        filled, on_other, n = sides[side] & far, sides[1 - side] & far, int(far.sum())
+        count = int(filled.sum())
+        zeros = total[(Field.P_ZERO, Field.Q_ZERO)[side]] - count
+        usual = max(zeros, 0.0) / max(total.tokens - n, 1)
+        # Misaligned streams have such zeros on both sides.
+        if count < max(enough, n / 2, 3 * int(on_other.sum())):
+            continue
+        if count * (1.0 - usual) < _ODDS * (n - count) * usual:
+            continue
+        text = (
+            f"{stream} is exactly 0 in {count} of the {len(size)} tokens that differ most, where "
+            f"{other} lies below {-least:g} ({_places(summary, filled, side)}): it was filled with "
+            "0 where it lacks a value"
+        )
+        text += " (or these tokens were sampled greedily)" if least == _FAR else ""
+        in_zeros = total[Field.P_LACKS_ABS] + total[Field.Q_LACKS_ABS]
+        values = {"explains": in_zeros / total[Field.D_ABS_SUM], "tokens": float(count)}
+        return Check("coverage", "suspect", text, values)
+    return Check("coverage", "ok", "both streams cover the mask")
+
+
+def _places(summary: Summary, chosen: Bool, side: int) -> str:
+    """Return where the first tokens lie, and the value of the stream that has one."""
+    worst, sequences = summary.worst, summary.sequences
+    at = np.flatnonzero(chosen)
+    values = worst.q if side == 0 else worst.p
+    places = []
+    for token in at[:_LISTED].tolist():
+        sequence = int(worst.sequence[token])
+        name = sequences.samples[sequence]
+        row = f"sample {name}" if name else f"row {int(sequences.row[sequence])}"
+        places.append(f"{row}, token {int(worst.position[token])}: {values[token]:.4g}")
+    return "; ".join(places) + ("; ..." if len(at) > _LISTED else "")

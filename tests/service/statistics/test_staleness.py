@@ -1,0 +1,143 @@
+"""Checks of streams whose tokens older policy versions sampled, or versions that do not exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.service.statistics.test_causes import CASES, SHAPES, judged, summary_of
+from tests.support.sampler import (
+    NOISE,
+    SHARPNESS,
+    Batch,
+    draw,
+    other_model,
+    temperature,
+    top_p,
+)
+
+from stagescope_service.statistics import (
+    Comparability,
+    PartRecord,
+    assemble,
+    examine,
+    examine_cell,
+)
+from stagescope_service.statistics.comparability import examine_ranks
+
+
+def aged(batch: Batch, *versions: int, trainer: int = 5) -> Comparability:
+    """Judge a batch whose rows were sampled by versions in turn."""
+    rows = np.resize(np.array(versions), len(batch.p))
+    return judged(batch, versions=rows, policy_version=trainer)
+
+
+@pytest.mark.parametrize("name", [*CASES])
+def test_versions_of_one_age_make_no_verdict_weaker(name: str) -> None:
+    for model in ("sure", "usual", "unsure"):
+        batch = draw(np.random.default_rng(7), 32, 100, model=model, **CASES[name][1])
+        unknown = judged(batch)
+        for trainer in (4, 5, 9):
+            known = aged(batch, 4, trainer=trainer)
+            if unknown.cause != "unrelated":  # policy drift explains a low correlation
+                assert (known.verdict, known.cause) == (unknown.verdict, unknown.cause)
+
+
+@pytest.mark.parametrize("fresh", [0, 1, 2])
+def test_a_temperature_is_found_in_stale_tokens(fresh: int) -> None:
+    """64 rows of 60 tokens, of which at most 120 are fresh: too few to judge alone."""
+    batch = draw(np.random.default_rng(7), 64, 60, sampled=temperature(0.8))
+    found = aged(batch, *[5] * fresh, *[4] * (64 - fresh))
+    assert (found.verdict, found.cause) == ("suspect", "temperature")
+    text = found.suspects[0].text
+    assert f"(1 behind the trainer's) sampled {(64 - fresh) * 60} of the step's 3840 tokens" in text
+    assert "only where it sharpens or flattens the policy" in text
+
+
+def test_what_staleness_means_is_said_of_each_check() -> None:
+    cut = aged(draw(np.random.default_rng(7), 64, 60, sampled=top_p(0.9)), 1, 3)
+    assert cut.cause == "renormalised"
+    assert "(2 to 4 behind the trainer's)" in cut.suspects[0].text
+    assert cut.suspects[0].text.endswith("policy drift leaves this mean at 1")
+    healthy = aged(draw(np.random.default_rng(7), 64, 60), 4)
+    assert healthy.verdict == "comparable"
+    (said,) = (check for check in healthy.checks if check.name == "versions")
+    assert said.status == "unknown"
+    assert "one policy version, 4, 1 behind the trainer's" in said.text
+
+
+def test_one_rank_of_stale_tokens_is_named() -> None:
+    healthy = draw(np.random.default_rng(7), 64, 60)
+    hot = draw(np.random.default_rng(8), 64, 60, sampled=temperature(0.8))
+    parts = []
+    for rank, rows in enumerate(np.split(np.arange(64), 4)):
+        own = hot if rank == 2 else healthy
+        batch = Batch(own.p[rows], own.q[rows], own.entropy[rows])
+        summary = summary_of(batch, versions=np.full(16, 4), policy_version=5)
+        names = tuple(f"s{row}" for row in rows)
+        sequences = dataclasses.replace(summary.sequences, samples=names)
+        summary = dataclasses.replace(summary, sequences=sequences)
+        parts.append(PartRecord(f"{rank}:1", summary, "s", "actor", rank, data_rank=rank))
+    step = assemble(parts)
+    found = examine(step.summary, step.ranks)
+    assert found.verdict == "suspect"
+    (said,) = (check for check in found.suspects if check.name == "temperature")
+    assert "(actor 2)" in said.text
+    verdicts = [each.verdict for each in examine_ranks(step.summary, step.ranks)]
+    assert verdicts == ["comparable", "comparable", "suspect", "comparable"]
+    assert [
+        examine_cell(row.cell, step.summary, row.produced).verdict for row in step.ranks
+    ] == verdicts
+
+
+def test_policy_drift_that_sharpens_the_policy_is_no_temperature() -> None:
+    """Half of the rows are fresh, and show no slope."""
+    fresh = draw(np.random.default_rng(7), 64, 100)
+    stale = draw(np.random.default_rng(8), 64, 100, trained=temperature(0.8))
+    batch = Batch(*(np.concatenate(pair) for pair in zip(
+        (fresh.p, fresh.q, fresh.entropy), (stale.p, stale.q, stale.entropy), strict=True
+    )))  # fmt: skip
+    assert judged(batch).cause == "temperature"
+    found = aged(batch, *[5] * 64, *[4] * 64)
+    assert {check.name for check in found.suspects} == {"versions"}
+    (said,) = (check for check in found.checks if check.name == "temperature")
+    assert said.text.endswith("and fresh ones show no slope")
+    # The same in all tokens is none.
+    hot = draw(np.random.default_rng(7), 128, 100, sampled=temperature(0.8))
+    assert aged(hot, *[5] * 64, *[4] * 64).cause == "temperature"
+
+
+@pytest.mark.parametrize("version", [6, 7, 210])
+def test_versions_ahead_of_the_trainer_are_named_and_hide_no_cause(version: int) -> None:
+    healthy = aged(draw(np.random.default_rng(7), 64, 60), version)
+    assert (healthy.verdict, healthy.cause) == ("suspect", "versions")
+    text = healthy.suspects[0].text
+    assert f"3840 tokens are of policy versions up to {version - 5} ahead of the trainer's" in text
+    assert f"the newest is {version}" in text
+    hot = aged(draw(np.random.default_rng(7), 64, 60, sampled=temperature(0.8)), version)
+    assert hot.cause == "temperature"
+    assert {check.name for check in hot.suspects} == {"temperature", "versions"}
+    few = aged(draw(np.random.default_rng(7), 64, 60), version, *[5] * 63)
+    assert "60 tokens are of policy versions up to" in few.suspects[0].text
+    assert "the tokens come from 2 policy versions" in few.suspects[0].text
+
+
+def test_of_400_healthy_asynchronous_batches_none_is_suspect() -> None:
+    """Each update moves the policy: from not at all to far."""
+    kinds = list(itertools.product(SHARPNESS, NOISE))
+    updates: list[dict[str, Any]] = [
+        {}, *({"trained": other_model(size)} for size in (0.02, 0.1, 0.3)),
+        *({"trained": other_model(size, rank=8)} for size in (0.05, 0.2)),
+    ]  # fmt: skip
+    wrong = []
+    for seed in range(400):
+        (model, engine), shape = kinds[seed % 15], SHAPES[seed % 4]
+        update = updates[seed % len(updates)]
+        batch = draw(np.random.default_rng(seed), *shape, model=model, engine=engine, **update)
+        found = aged(batch, 4)
+        if found.verdict != "comparable":
+            wrong.append((seed, model, engine, found.suspects))
+    assert not wrong
