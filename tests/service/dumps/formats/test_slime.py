@@ -162,7 +162,8 @@ def test_a_sample_whose_values_do_not_fit_its_response_is_named_and_the_others_r
 
 
 def test_log_probs_that_a_sample_lacks_are_nan(tmp_path: Path, batch: Batch) -> None:
-    for lacking in (None, []):
+    absent: tuple[list[float] | None, ...] = (None, [])
+    for lacking in absent:
         path = slime_rollout_file(tmp_path / "a.pt", batch)
         record = read(
             open_dump(change_sample(path, 2, rollout_log_probs=lacking)),
