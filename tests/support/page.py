@@ -87,16 +87,17 @@ def visiting(
     width: int = 1280,
     height: int = 900,
     scheme: Scheme = "light",
+    url: str | None = None,
 ) -> Iterator[Visit]:
-    """Open the page of a service in a window of its own."""
+    """Open the page of a service in a window of its own; `url`: where a proxy serves it."""
     context = browser.new_context(
         viewport={"width": width, "height": height}, color_scheme=scheme, locale="en-GB"
     )
     try:
-        found = Visit(context.new_page(), live.server.url)
+        found = Visit(context.new_page(), url or live.server.url)
 
         def only_the_service(route: Route) -> None:
-            if route.request.url.startswith((live.server.url, "data:", "blob:")):
+            if route.request.url.startswith((found.url, "data:", "blob:")):
                 route.continue_()
             else:
                 found.foreign.append(route.request.url)
@@ -106,7 +107,7 @@ def visiting(
         found.page.on("request", lambda request: found.requests.append(request.url))
         found.page.on("console", lambda message: found.messages.append(message.text))
         found.page.on("pageerror", lambda error: found.messages.append(str(error)))
-        found.page.goto(live.server.url)
+        found.page.goto(f"{found.url}/")
         yield found
     finally:
         context.close()

@@ -183,7 +183,7 @@ def _file(name: str) -> _File:
 def _page(name: str) -> _File:
     """Return an HTML file whose references name the version of what they refer to."""
     text = (_FOLDER / name).read_text(encoding="utf-8")
-    return _as_file(name, text.replace("/static/", f"/static/{_version()}/").encode())
+    return _as_file(name, text.replace('"static/', f'"static/{_version()}/').encode())
 
 
 async def index(request: Request) -> Response:

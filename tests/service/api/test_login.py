@@ -276,7 +276,7 @@ class TestFiles:
 
     def test_of_the_present_version_are_kept_for_good(self, shared: Service) -> None:
         nobody = shared.client(None)
-        (script,) = re.findall(r'src="(/static/[^"]+/app\.js)"', nobody.get("/").text)
+        (script,) = re.findall(r'src="(static/[^"]+/app\.js)"', nobody.get("/").text)
         versioned = nobody.get(script)
         assert "immutable" in versioned.headers["cache-control"]
         for path in ("/static/app.js", "/static/another-version/app.js"):

@@ -16,6 +16,7 @@ from tests.support.browser import chromium
 from tests.support.investigated_run import STEPS, investigated
 from tests.support.measure import Handed
 from tests.support.page import Visit, visiting
+from tests.support.path_proxy import path_proxy
 from tests.support.shown_run import (
     BROKEN,
     HOT_RANK,
@@ -111,6 +112,25 @@ def _two_passes(running: Service) -> None:
 def described(handed: Handed) -> dict[str, object]:
     specs = {name: [tag, [*shape], None] for name, (tag, shape, *_) in handed["tensors"].items()}
     return {"tensors": specs, "bytes": 1, "meta": {}}
+
+
+def test_below_a_path_of_a_proxy(browser: Browser, shared: Service) -> None:
+    assert shared.tokens is not None
+    with (
+        path_proxy(shared.server.url) as (url, outside),
+        visiting(browser, shared, url=url) as visit,
+    ):
+        visit.log_in(shared.tokens.operate)
+        for address in ("#/", OF_RUN, STEP, f"{OF_RUN}/doctor"):
+            visit.go(address)
+        visit.wait_until("document.querySelector('main h1')")
+        links = visit.page.eval_on_selector_all("a[href]", "all => all.map(a => a.href)")
+        assert links
+        assert [link for link in links if not link.startswith(f"{url}/")] == []
+        visit.page.goto(f"{url}/docs")
+        visit.page.wait_for_selector(".swagger-ui .info")
+        assert visit.foreign == outside == []
+        assert any("/stream" in each for each in visit.requests)
 
 
 @pytest.fixture

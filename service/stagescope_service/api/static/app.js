@@ -212,7 +212,7 @@ function drawSession() {
       h("span", { "aria-hidden": "true" }, isLive ? "● " : "○ "), state.stream),
     !archive && h("a", { href: "#/engines" }, "engines"),
     state.user?.role === "admin" && !archive && h("a", { href: "#/audit" }, "audit"),
-    h("a", { href: "/docs" }, "API"),
+    h("a", { href: "docs" }, "API"),
     state.user && !archive && h("span.quiet", {
       title: state.user.runs && `sees the runs ${state.user.runs.join(", ")}`,
     }, [state.user.person ?? state.user.token, `may ${state.user.grade}`].filter(Boolean).join(", ")),

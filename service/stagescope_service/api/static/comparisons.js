@@ -83,7 +83,7 @@ function drawn({ verdict, reason, pairs }, a, b) {
       ], pair.sections.flatMap(({ section, tensors }) => tensors.map((row) => [section, row])),
       { key: ([section, row]) => `${section}/${row.name}/${row.step}`, empty: "Neither side keeps a tensor." }),
     ]),
-    h("p", {}, h("a", { href: `/comparisons/page?a=${part(a)}&b=${part(b)}` },
+    h("p", {}, h("a", { href: `comparisons/page?a=${part(a)}&b=${part(b)}` },
       `The whole comparison as a page of its own, with ${plural(pairs.length, "pair")}`)),
   ];
 }

@@ -109,7 +109,8 @@ export async function send(method, path, body, user) {
 
 async function reach(path, options) {
   try {
-    return await fetch(path, { credentials: "same-origin", ...options });
+    // Relative to the page: a proxy may serve it below a path.
+    return await fetch(`.${path}`, { credentials: "same-origin", ...options });
   } catch {
     throw new ServiceError({
       status: 0, wrong: "the service does not answer",

@@ -77,7 +77,7 @@ export function triggers(view, { run }) {
   });
   view.add(h("form.operates", { onsubmit: tryRules }, h("button", {}, "Try the rules on the stored steps")), result,
     h("p.quiet.operates", {}, "Rules are set by ", h("code", {}, "stagescope triggers set"), "; the service's API has them at ",
-      h("a", { href: "/docs" }, "PUT /triggers"), "."));
+      h("a", { href: "docs" }, "PUT /triggers"), "."));
 }
 
 function conditions(when_) {
