@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Final, Literal, NotRequired, TypedDict, cast
+from typing import Annotated, Final, Literal, TypedDict, cast
 
 from fastapi import APIRouter, Query
+from typing_extensions import NotRequired
 
 from stagescope.answers import unit_of_metric
 from stagescope.render import stretches
