@@ -33,7 +33,8 @@ COORDINATOR_NAME: Final = "DebugCoordinator"
 API_NAME: Final = "ApiServer"
 """Name of the actor that serves the API in Ray."""
 _RAY_SECONDS: Final = 5.0
-_PASSWORD: Final = re.compile(r"//[^/@\s]*@")
+_PASSWORD: Final = re.compile(r"""((?<=//)|^['"]?(?!['"]?\w+://))[^\s?#]*@""")
+"""Up to the last @: a password may hold one, and a proxy may be named without a scheme."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def check_url(url: str) -> str:
 
 def without_password(url: str) -> str:
     """Return a URL for a message, without the name and password in it."""
-    return _PASSWORD.sub("//...@", url)
+    return _PASSWORD.sub("...@", url, count=1)
 
 
 def is_loopback(url: str) -> bool:

@@ -71,8 +71,8 @@ def transport(url: str) -> httpx.HTTPTransport:
 
     try:
         return httpx.HTTPTransport(**_options(url))
-    except ImportError as error:
-        raise _without_socks(error) from error
+    except (ImportError, ValueError) as error:
+        raise _unusable(error) from error
 
 
 def async_transport(url: str) -> httpx.AsyncHTTPTransport:
@@ -85,8 +85,8 @@ def async_transport(url: str) -> httpx.AsyncHTTPTransport:
 
     try:
         return httpx.AsyncHTTPTransport(**_options(url))
-    except ImportError as error:
-        raise _without_socks(error) from error
+    except (ImportError, ValueError) as error:
+        raise _unusable(error) from error
 
 
 def _options(url: str) -> dict[str, Any]:
@@ -97,10 +97,14 @@ def _options(url: str) -> dict[str, Any]:
     return {"verify": verify, "proxy": proxy_of(url), "trust_env": True}
 
 
-def _without_socks(error: ImportError) -> InvalidInput:
-    return InvalidInput(
-        f"the proxy of {VARIABLE} cannot be used: {error}", advice="pip install socksio"
-    )
+def _unusable(error: ImportError | ValueError) -> InvalidInput:
+    """Return the error of a proxy for which httpx lacks a library, or whose scheme it lacks."""
+    known = "http://, https:// or socks5://HOST:PORT"
+    if isinstance(error, ImportError):
+        wrong, advice = f"the proxy of {VARIABLE} cannot be used: {error}", "pip install socksio"
+    else:  # its text may hold the password
+        wrong, advice = f"this httpx has no proxies of the scheme in {VARIABLE}", "update httpx"
+    return InvalidInput(wrong, expected=known, advice=advice)
 
 
 def unused_variable(url: str) -> str | None:

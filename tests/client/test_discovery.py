@@ -93,10 +93,15 @@ def test_a_token_by_the_path_of_its_file(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert discovery.find("http://head:8700").operate_token == "t" * 20
 
 
-def test_a_password_in_a_url_is_not_repeated() -> None:
+@pytest.mark.parametrize(
+    "url",
+    ["http://me:hidden@head:8700", "me:hidden@head:8700", "http://me:a@hidden@h", "//u:/hidden@h"],
+)
+def test_a_password_in_a_url_is_not_repeated(url: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        discovery.find("http://me:hidden@head:8700")
+        discovery.find(url)
     assert "hidden" not in str(caught.value)
+    assert "hidden" not in discovery.without_password(url)
 
 
 def test_one_service_by_two_loopback_names() -> None:

@@ -142,7 +142,7 @@ def test_without_plotly_the_error_says_what_to_install(
     monkeypatch.setattr(builtins, "__import__", refuse)
     monkeypatch.setattr(importlib, "import_module", refuse)
     for draw in (session.plot, session.step(5).timeline, session.step(5).rounds().plot):
-        with pytest.raises(MissingExtra, match=r"stagescope\[notebook\]"):
+        with pytest.raises(MissingExtra, match=r"\[notebook\]"):
             draw()
     assert "abs_diff_mean" in session.step(5).rounds()._repr_html_()  # a table needs none
 

@@ -123,7 +123,7 @@ def test_a_missing_library_names_the_extra(
     # None is how Python itself marks a module as not importable.
     monkeypatch.setitem(sys.modules, name, None)
     convert = {"pandas": table.to_pandas, "polars": table.to_polars, "pyarrow": table.to_arrow}
-    with pytest.raises(MissingExtra, match=r"stagescope\[notebook\]") as caught:
+    with pytest.raises(MissingExtra, match=r"\[notebook\]") as caught:
         convert[name]()
     assert isinstance(caught.value, ImportError)
     monkeypatch.undo()

@@ -62,6 +62,7 @@ def test_looking_up_the_service_s_actors_loads_no_library_of_the_service() -> No
     assert not loaded & SERVICE
     assert {name for name in loaded if name.startswith("stagescope_service.")} == {
         "stagescope_service.api_actor",
+        "stagescope_service.background",
         "stagescope_service.coordinator",
         "stagescope_service.coordinator.actor",
         "stagescope_service.coordinator.control_socket",

@@ -13,7 +13,15 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import (
@@ -32,7 +40,7 @@ from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.hang_watch import HangWatch
 from stagescope_service.coordinator.node_watch import NodeWatch
 from stagescope_service.coordinator.retention import Limits, Retention
-from stagescope_service.coordinator.retries import RetriedWork, Turns
+from stagescope_service.coordinator.retries import RetriedWork
 from stagescope_service.coordinator.trigger_actions import (
     Acting,
     RequestCapture,
@@ -41,8 +49,8 @@ from stagescope_service.coordinator.trigger_watch import StepOrdering, TriggerWa
 from stagescope_service.coordinator.webhooks import Webhooks
 from stagescope_service.coordinator.weight_comparer import WeightComparer
 from stagescope_service.core.captures.plan import Plan
-from stagescope_service.core.catalogue_rows import integer, text
-from stagescope_service.core.findings import NOT_AGGREGATED, REFUSED_ROW, describe, finding
+from stagescope_service.core.catalogue_rows import integer
+from stagescope_service.core.findings import NOT_AGGREGATED, describe, finding, refused_row
 from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.core.instructions import (
     Aggregate,
@@ -73,8 +81,8 @@ from stagescope_service.triggers.watch import REACH
 
 logger = logging.getLogger(__name__)
 
-_AGGREGATIONS: Final = 4
-"""Steps that are aggregated at a time."""
+_LEFT_OVER_AT_ONCE: Final = 4
+"""Steps of an earlier coordinator that are aggregated at a time."""
 _ESSENTIAL: Final = frozenset({"payloads", "summaries"})
 """Tables without whose rows a payload does not count as ingested."""
 
@@ -142,7 +150,7 @@ class Effects:
         self._step_ordering = StepOrdering(REACH)
         self._weight_comparer = WeightComparer(catalogue, self.write, settings.weight_names)
         self._payloads: dict[PayloadKey, object] = {}
-        self._turns = Turns(_AGGREGATIONS)
+        self._turns = asyncio.Semaphore(_LEFT_OVER_AT_ONCE)
         self._left_over: set[Aggregate] = set()
         """Steps that an earlier coordinator left, and that are still to be aggregated."""
         self._due: Counter[Aggregate] = Counter()
@@ -225,22 +233,8 @@ class Effects:
             logger.error("a row of %s was left out: %s", write.table, reason)
             row = write.row if isinstance(write, Put) else {}
             attempt = self._state.attempt(integer(row.get("attempt_id")) or 0)
-            put = finding(
-                REFUSED_ROW,
-                f"a row of {write.table} was left out: {reason}",
-                run=None if attempt is None else attempt.run,
-                attempt_id=None if attempt is None else attempt.attempt_id,
-                step=integer(row.get("step")),
-                stage=text(row.get("stage"), 200),
-                role=text(row.get("role"), 100),
-                rank=integer(row.get("rank")),
-                wall=self.wall(),
-                severity="error",
-                evidence={"table": write.table, "row": {**row}},
-                advice="the rest of what came with it is stored; report this as a fault of "
-                "stagescope, with the evidence of this finding",
-            )
-            found.append(self._state.refusals.add(put))
+            run = None if attempt is None else attempt.run
+            found.append(self._state.refusals.add(refused_row(write, reason, run, self.wall())))
         return found
 
     async def write(self, rows: Sequence[Write]) -> None:
@@ -420,13 +414,28 @@ class Effects:
             await self.write(late)
         else:
             forgotten = attempt is None or step.step not in attempt.steps
-            async with self._turns.turn(left_over=step in self._left_over):
+            async with self._turn(step):
                 await self._aggregator.aggregate(step, run, forgotten=forgotten)
-            self._left_over.discard(step)
             key = {"finding_id": self._not_aggregated(step).row["finding_id"]}
             await self.write([Delete("findings", key)])
             await self._retire(step)
         self._check_rules(step)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, step: Aggregate) -> AsyncIterator[None]:
+        """Let a few of the steps at a time that an earlier coordinator left; others need not wait.
+
+        Side by side, hundreds of them would all end at once: a coordinator that is killed before
+        would have done nothing.
+        """
+        if step not in self._left_over:
+            yield
+            return
+        async with self._turns:
+            try:
+                yield
+            finally:
+                self._left_over.discard(step)
 
     async def _too_late(self, step: Aggregate) -> Sequence[Put | Delete] | None:
         attempt = self._state.attempt(step.attempt_id)

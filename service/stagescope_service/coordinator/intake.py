@@ -29,8 +29,15 @@ from stagescope_service.core import reports
 from stagescope_service.core.captures.agreement import ASKED
 from stagescope_service.core.captures.plan import CaptureEntry
 from stagescope_service.core.captures.requests import CaptureRequests
+from stagescope_service.core.entities import REFUSED
 from stagescope_service.core.findings import REFUSED_EVENT, describe, finding
-from stagescope_service.core.instructions import DumpReported, Instruction, Put, Settled
+from stagescope_service.core.instructions import (
+    DumpReported,
+    Instruction,
+    PayloadKey,
+    Put,
+    Settled,
+)
 from stagescope_service.core.state import Arrival
 from stagescope_service.ingest.relay import Batch, RelayAnswer, RelayedPoll
 from stagescope_service.store.contract import RefusedWrite
@@ -213,13 +220,16 @@ class Intake:
                 continue
             except Exception as error:  # what other events of the batch changed must be written
                 logger.exception("event %.200r of %s could not be handled", wire, sender)
-                refused[_seq_of(wire)] = describe(error)
+                seq, reason = _seq_of(wire), describe(error)
+                refused[seq] = reason
                 out += self._refusal(sender, error)
+                if self._state.payload(key := PayloadKey(sender.incarnation, seq)) is not None:
+                    out += self._state.settle(key, REFUSED, reason, arrived)
                 continue
             if has_payload:
                 self._effects.hold(instructions, payloads[event.seq])
-            if (reason := reports.refused_in_part(instructions)) is not None:
-                in_part[event.seq] = reason
+            if (part := reports.refused_in_part(instructions)) is not None:
+                in_part[event.seq] = part
             out += instructions
             by_event.append((event.seq, instructions))
             if event.kind == FINISH:

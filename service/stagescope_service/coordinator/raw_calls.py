@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from stagescope.wire.errors import InvalidEvent, NotFound
 from stagescope.wire.names import closest, run_name
@@ -105,6 +105,13 @@ class RawCalls:
                 raise InvalidEvent(
                     f"the payload is a {type(payload).__name__}",
                     expected="a dict of names to tensors or to refs of them",
+                )
+            names: Iterable[object] = payload or ()  # of a caller that may not know the types
+            odd = next((name for name in names if not isinstance(name, str)), None)
+            if odd is not None:
+                raise InvalidEvent(
+                    f"the payload has a {type(odd).__name__}, {odd!r:.100}, for a name",
+                    expected="a text, such as old_log_probs",
                 )
         except InvalidEvent as error:
             await self._effects.carry_out([self._refusal(run, kind, fields, error)])

@@ -7,11 +7,8 @@ stored data. A full disk, a locked catalogue or a dead ingestor often recovers i
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import heapq
-import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from typing import Final, Generic, TypeVar
 
 from stagescope.wire.errors import CatalogueUnavailable, NotReady
@@ -55,49 +52,6 @@ async def retried(
             pause = following
             logger.warning("%s failed, next try in %g s: %s", what, pause, describe(error))
         await asyncio.sleep(pause)
-
-
-class Turns:
-    """Lets a few jobs run at a time; those that matter now come before what was left over.
-
-    Of hundreds that run side by side, each gets to its end only when all do: a coordinator that
-    is killed before has done nothing. Used from one event loop.
-
-    Args:
-        most: jobs at a time.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._free = most
-        self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []
-        self._numbers = itertools.count()
-
-    @contextlib.asynccontextmanager
-    async def turn(self, *, left_over: bool) -> AsyncIterator[None]:
-        """Wait for a turn, in the order of arrival; `left_over`: after all that are not."""
-        if self._free:
-            self._free -= 1
-        else:
-            given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (left_over, next(self._numbers), given))
-            try:
-                await given
-            except asyncio.CancelledError:
-                if not given.cancelled():  # it was given, and is not used
-                    self._give()
-                raise
-        try:
-            yield
-        finally:
-            self._give()
-
-    def _give(self) -> None:
-        while self._waiting:
-            _, _, given = heapq.heappop(self._waiting)
-            if not given.done():
-                given.set_result(None)
-                return
-        self._free += 1
 
 
 class RetriedWork(Generic[Key, Job]):

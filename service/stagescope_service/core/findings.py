@@ -11,8 +11,9 @@ from typing_extensions import Required, Unpack
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import JsonObject
-from stagescope_service.core.catalogue_rows import plain, row_id, text
+from stagescope_service.core.catalogue_rows import integer, plain, row_id, text
 from stagescope_service.core.instructions import Put
+from stagescope_service.store.contract import Write
 
 NOT_KEPT: Final = "not_kept"
 """Of an attempt: what is to be kept of payloads is not; over with the next file that is."""
@@ -172,6 +173,29 @@ def finding(kind: str, message: str, **fields: Unpack[FindingFields]) -> Put:
         "last_wall": fields["wall"],
     }
     return Put("findings", {"finding_id": _finding_id(row), **row})
+
+
+def refused_row(write: Write, reason: str, run: str | None, wall: float) -> Put:
+    """Return the finding of a write that the catalogue can never accept.
+
+    Its columns may hold what was refused: they are converted as for any other row.
+    """
+    row = write.row if isinstance(write, Put) else {}
+    return finding(
+        REFUSED_ROW,
+        f"a row of {write.table} was left out: {reason}",
+        run=run,
+        attempt_id=None if run is None else integer(row.get("attempt_id")),
+        step=integer(row.get("step")),
+        stage=text(row.get("stage"), 200),
+        role=text(row.get("role"), 100),
+        rank=integer(row.get("rank")),
+        wall=wall,
+        severity="error",
+        evidence={"table": write.table, "row": {**row}},
+        advice="the rest of what came with it is stored; report this as a fault of stagescope, "
+        "with the evidence of this finding",
+    )
 
 
 def describe(error: BaseException) -> str:

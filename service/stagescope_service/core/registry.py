@@ -130,6 +130,11 @@ class Registry:
         self.adopt(attempt)
         return attempt, [*out, attempt_row(attempt)]
 
+    def known_attempt(self, sender: Sender) -> Attempt | None:
+        """Return the attempt in which a sender would go on that is not in memory."""
+        before = self.attempts.get(self._gone.get(sender.incarnation, -1))
+        return before or self.find(sender.run, sender.attempt_key)
+
     def attempt_for(self, sender: Sender, wall: float) -> tuple[Attempt, list[Instruction]]:
         """Return the attempt of a sender: the one it was in, else its key's, opened if new."""
         before = self._gone.get(sender.incarnation)

@@ -385,7 +385,7 @@ class State:
         process = self.registry.processes.get(sender.incarnation)
         if process is not None:
             return payloads.forgotten(process, seqs)
-        attempt = self.registry.find(sender.run, sender.attempt_key)
+        attempt = self.registry.known_attempt(sender)
         return [*seqs] if attempt is not None and attempt.has_past else []
 
     def note_payloads(self, incarnation: str, stored: int | None, seqs: Iterable[int]) -> None:

@@ -148,7 +148,7 @@ def test_addresses_that_a_launcher_prints(tmp_path: Path, monkeypatch: pytest.Mo
     [
         {}, {"url": 7}, {"url": "file:///etc/passwd"}, {"url": "http://u:p@h:1"},
         {"url": "http://h:1", "name": "a/b"}, {"url": "http://h:1", "name": ".."},
-        {"url": "http://h:1", "run": "a b"}, {"url": "http://h:1", "key": "secret"},
+        {"url": "http://h:1", "run": 7}, {"url": "http://h:1", "key": "secret"},
         {"url": "http://h:1", "model": "x" * 501}, {"url": "http://h:1", "settings": []},
     ],
 )  # fmt: skip

@@ -448,7 +448,7 @@ def test_a_drain_says_whether_all_came_and_whether_anything_did(live: Service) -
     counts = {"drained": True, "pending": 0, "known": False, "missing": []}
     assert unknown == {"run": "never-heard-of", **counts}
     bad: tuple[dict[str, object], ...] = (
-        {"run": "no/name"}, {"run": None, "timeout": -1}, {"run": None, "wait": 1},
+        {"run": 5}, {"run": None, "timeout": -1}, {"run": None, "wait": 1},
         {"run": None, "attempt_key": ""}, {"run": None, "attempt_key": 5},
     )  # fmt: skip
     for body in bad:

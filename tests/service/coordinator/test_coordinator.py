@@ -385,6 +385,35 @@ def test_a_raw_call_says_why_its_payload_was_not_taken(made: Clocked) -> None:
     assert (answer["payload"], answer["payload_reason"]) == ("refused", "response_mask is missing")
 
 
+def test_a_raw_payload_with_a_name_that_is_no_text_changes_nothing(made: Clocked) -> None:
+    fields = {"run": "r", "step": 1, "stage": "s", "world_size": 2}
+    with pytest.raises(InvalidEvent, match="has a int, 1, for a name"):
+        made.run(made.coordinator.raw_calls.record("end", "d", fields, {1: [[0.5]]}))  # type: ignore[dict-item]
+    assert made.coordinator.state.registry.newest("r") is None
+    made.begin()
+    assert [row["run"] for row in rows_of(made.store, "runs")] == ["r"]
+
+
+def test_an_event_that_cannot_be_handled_leaves_no_payload_unsettled(
+    made: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = made.coordinator.state
+
+    def fails(*arguments: object, **more: object) -> None:
+        raise RuntimeError("not expected")
+
+    made.begin()
+    monkeypatch.setattr(state, "_stand", fails)
+    announced = {"step": 1, "stage": "actor_update", "payload": {"tensors": {"x": {}}}}
+    sender = Sender("i", "r", "a", "actor", 0).wire()
+    end = (1, "end", 2, 1.0, 1.0, announced)
+    answer = made.run(made.coordinator.intake.record(sender, [end], {2: {}}))
+    assert answer["refused"] == {2: "RuntimeError: not expected"}
+    assert state.pending("r") == []
+    (row,) = rows_of(made.store, "payloads")
+    assert (row["state"], row["reason"]) == ("refused", "RuntimeError: not expected")
+
+
 def test_a_raw_callers_misspelt_tensor_is_a_finding(made: Clocked) -> None:
     async def end() -> None:
         taken = made.coordinator.raw_calls.record(
