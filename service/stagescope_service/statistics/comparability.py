@@ -123,7 +123,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     """
     pair, total = summary.pair, summary.total
     drift = _drift(summary)
-    found = _check_fresh(summary) if drift else []
+    found = _check_fresh(summary) if drift and summary.is_staleness_known else []
     found += [bitwise_equal(total, pair, summary.produced, ranks)]
     found += _check_cell(total, pair, summary.sequences, drift=drift)
     found += [missing_values(summary), versions(summary)]

@@ -93,10 +93,18 @@ def versions(summary: Summary) -> Check:
         texts.append(
             f"the tokens come from {len(known)} policy versions ({_in_order(summary)}): the "
             "difference is policy drift plus mismatch"
-            + ("; look at staleness 0" if summary.are_versions_numbered else "")
+            + ("; look at staleness 0" if summary.is_staleness_known else "")
+        )
+    gap = ""
+    if summary.staleness.keys.size and (unknown := summary.tokens_of_unknown_age):
+        gap = (
+            f"how old {unknown} of the step's {summary.total.masked} tokens are is not known: the "
+            "slices by staleness leave them out, and rules of one staleness look at all tokens"
         )
     if texts:
-        return Check("versions", "suspect", "; ".join(texts), values)
+        return Check("versions", "suspect", "; ".join([*texts, gap] if gap else texts), values)
+    if gap:
+        return Check("versions", "unknown", gap, values)
     if summary.has_stale_tokens:
         age = int(summary.staleness.keys[0])
         text = (

@@ -214,8 +214,8 @@ class Summary:
 
     @property
     def fresh(self) -> Cell:
-        """The cell of the tokens of staleness 0 if versions are known, else of all."""
-        if not self.staleness.keys.size:
+        """The cell of the tokens of staleness 0 if that of all tokens is known, else of all."""
+        if not self.is_staleness_known:
             return self.total
         return self.staleness.get(0) or Cell(cells.empty())
 
@@ -231,8 +231,17 @@ class Summary:
 
     @property
     def is_staleness_known(self) -> bool:
-        """Whether versions are reported and can be those of the trainer's past."""
-        return bool(self.staleness.keys.size) and not self.has_impossible_versions
+        """Whether the age of every token is known and can be that of the trainer's past.
+
+        Of merged payloads each decides by its own texts and tensors whether its tokens have one.
+        """
+        known = bool(self.staleness.keys.size) and self.are_versions_numbered
+        return known and not self.has_impossible_versions and not self.tokens_of_unknown_age
+
+    @property
+    def tokens_of_unknown_age(self) -> int:
+        """Number of tokens under the mask that are in no cell by staleness."""
+        return self.total.masked - int(self.staleness.cells[:, Field.MASKED].sum())
 
     @property
     def version_labels(self) -> tuple[str, ...]:
@@ -249,6 +258,13 @@ class Summary:
             return "the policy versions of the tokens are not recorded (versions)"
         if not self.are_versions_numbered:
             return "the policy versions of the tokens are texts that do not differ in one number"
+        if self.has_impossible_versions:
+            return "tokens are of policy versions ahead of the trainer's own"
+        if self.staleness.keys.size:
+            return (
+                f"the policy version of {self.tokens_of_unknown_age} of {self.total.masked} "
+                "tokens is not recorded (versions, and policy_version= of the stage, on each rank)"
+            )
         return "the trainer's own version is not recorded (policy_version= of the stage)"
 
     @property
