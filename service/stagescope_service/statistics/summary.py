@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.policy_versions import is_numbered
+from stagescope.wire.policy_versions import differ_in_number, is_numbered, merge_names
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Bool, Cell, Field, Float32, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
@@ -269,8 +269,12 @@ class Summary:
 
     @property
     def are_versions_numbered(self) -> bool:
-        """Whether the order of the policy versions is known: texts without a number have none."""
-        return all(map(is_numbered, self.version_names))
+        """Whether the order of the policy versions is known.
+
+        Texts without a number have none, nor have those of ranks that write other texts around it.
+        """
+        named = self.version_names
+        return all(map(is_numbered, named)) and differ_in_number(named.values())
 
     @property
     def empty_rows(self) -> int:
@@ -311,6 +315,7 @@ class Summary:
         if len(summaries) == 1:
             return head
         sequences, starts = _merge_sequences(summaries)
+        names = merge_names(s.version_names for s in summaries)
         return cls(
             pair=head.pair,
             settings=head.settings,
@@ -327,7 +332,7 @@ class Summary:
             sources=tuple(name for s in summaries for name in s.sources),
             empty_samples=tuple(sorted({name for s in summaries for name in s.empty_samples})),
             unnamed_empty=sum(s.unnamed_empty for s in summaries),
-            versions=tuple(sorted({v for s in summaries for v in s.versions})),
+            versions=tuple(sorted({v for s in summaries for v in s.versions}.union(names))),
             unequal=_merge_tokens(
                 [s.unequal for s in summaries], starts, sequences, head, by_d=False, keep=1
             ),
@@ -336,7 +341,7 @@ class Summary:
             left_out=dict(sum((Counter(s.left_out) for s in summaries), Counter())),
             profiles=_merge_profiles(summaries),
             engines=_merge_engines([s.engines for s in summaries]),
-            version_names={code: text for s in summaries for code, text in s.version_names.items()},
+            version_names=names,
         )
 
 
