@@ -13,7 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.policy_versions import encode_versions, is_numbered, text_versions
+from stagescope.wire.policy_versions import (
+    encode_versions,
+    is_numbered,
+    names_of,
+    text_versions,
+)
 from stagescope_workers.payload import host_tensor, owned_tensor, strings_from
 
 DTYPES = [
@@ -65,6 +70,10 @@ ORDERED = {"41": "step-41", "42": "step-42"}
         (["41", "42", "41"], (3,), [41, 42, 41], {}),
         (["-1", 41, "+2"], (3,), [-1, 41, 2], {}),
         (["step-41", "step-42", "step-41"], (3,), [41, 42, 41], ORDERED),
+        (["global_step_7"], (1,), [7], {"7": "global_step_7"}),
+        (["V3", "V3"], (2,), [3, 3], {"3": "V3"}),
+        (["weights/ckpt-12/"], (1,), [12], {"12": "weights/ckpt-12/"}),
+        (["policy-8", "policy-9"], (2,), [8, 9], {"8": "policy-8", "9": "policy-9"}),
         (np.array(["step-42", "step-41"]), (2,), [42, 41], {"42": "step-42", "41": "step-41"}),
         (np.array(["step-41", "step-42"], object), (2,), [41, 42], ORDERED),
         (np.array([["step-41"] * 2, ["step-42"] * 2]), (2, 2), [41, 41, 42, 42], ORDERED),
@@ -92,6 +101,8 @@ def test_versions_that_are_texts_are_the_numbers_in_them(
     "texts",
     [
         ["default"],
+        ["Qwen3"],  # another text would show that the number is one of a version
+        ["a-3"],
         ["default", "step-1"],
         ["a3f9", "b7c2"],  # a hash has no number
         ["lora-a-1", "lora-b-2"],
@@ -111,6 +122,11 @@ def test_other_texts_are_the_same_in_every_process_and_have_no_number(texts: lis
     assert all(len(name) <= 100 and name.isprintable() for name in names.values())
     again, _ = encode_versions([*reversed(texts), *texts])
     assert again == [*reversed(codes), *codes]
+
+
+def test_names_of_numbers_that_are_too_long_are_left_out() -> None:
+    named = {"9" * 5000: "x", "9" * 19: "a", "-3": "b", "q": "c", "7": "step-7"}
+    assert names_of({"version_names": named}) == {int("9" * 19): "a", -3: "b", 7: "step-7"}
 
 
 def test_what_is_no_version_among_texts_is_refused() -> None:

@@ -2,8 +2,10 @@
 
 They travel as integers in the tensor `versions`, with their texts in the metadata under
 `VERSION_NAMES`. If the texts differ in one number alone, the integers are these numbers: they are
-ordered, and their distance from the trainer's version is known. Else an integer is a hash of its
-text, the same in every process. Such versions have the order in which they appear, and no distance.
+ordered, and their distance from the trainer's version is known. Of one text alone that is so where
+its number stands beside words for a version at most (`step-42`, but not `Qwen3`). Else an integer
+is a hash of its text, the same in every process. Such versions have the order in which they appear,
+and no distance.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ MAX_NAMES: Final = 1000
 _MAX_TEXT: Final = 100
 _UNNUMBERED: Final = 1 << 62
 _INTEGER: Final = re.compile(r"[+-]?\d{1,18}\Z")
+_CODE: Final = re.compile(r"[+-]?\d{1,19}\Z")
 _NUMBERED: Final = re.compile(r"(\D*)(\d{1,18})(\D*)\Z")
+_TAG: Final = re.compile(
+    r"(?:global|steps?|iter|iteration|version|ver|v|weights?|ckpt|checkpoint|[\W_])*\Z", re.I
+)
+"""What stands around the number of a version where no other text shows that it is one."""
 
 
 def is_numbered(version: int) -> bool:
@@ -48,13 +55,21 @@ def encode_versions(texts: Iterable[str]) -> tuple[list[int], dict[str, str]]:
             f"versions has {len(distinct)} different texts", expected=f"at most {MAX_NAMES}"
         )
     numbered = {text: match for text in distinct if (match := _NUMBERED.match(text))}
-    around = {(match[1], match[3]) for match in numbered.values()}
-    if len(numbered) == len(distinct) and len(around) == 1:
+    is_shown = len(distinct) > 1 or all(
+        _TAG.match(around) for match in numbered.values() for around in (match[1], match[3])
+    )
+    if is_shown and differ_in_number(distinct):
         codes = {text: int(match[2]) for text, match in numbered.items()}
     else:
         codes = {text: _hash(text) for text in distinct}
     names = {str(code): _shown(text) for text, code in codes.items()}
     return [codes[text] for text in listed], names
+
+
+def differ_in_number(texts: Iterable[str]) -> bool:
+    """Return whether each text has one number, and all have the same around it."""
+    around = {match and (match[1], match[3]) for match in map(_NUMBERED.match, texts)}
+    return None not in around and len(around) <= 1
 
 
 def text_versions(value: object) -> tuple[WireTensor, dict[str, str]] | None:
@@ -108,9 +123,19 @@ def names_of(meta: Mapping[str, object] | None) -> dict[int, str]:
     named = (meta or {}).get(VERSION_NAMES)
     found: dict[int, str] = {}
     for code, text in named.items() if isinstance(named, Mapping) else ():
-        if _INTEGER.match(str(code)) or str(code).isdecimal():
+        if _CODE.match(str(code)):
             found[int(code)] = str(text)
     return found
+
+
+def merge_names(several: Iterable[Mapping[int, str]]) -> dict[int, str]:
+    """Merge names of several payloads; a text whose number another one has is named by its hash."""
+    merged: dict[int, str] = {}
+    for names in several:
+        for code, text in names.items():
+            if merged.setdefault(code, text) != text:
+                merged[_hash(text)] = text
+    return merged
 
 
 def _hash(text: str) -> int:

@@ -120,7 +120,7 @@ def _floor_of(fresh: Cell, floor: float) -> float:
 
 
 def _stale_share(summary: Summary, total: Cell) -> float | None:
-    if not summary.staleness.keys.size:
+    if not summary.is_staleness_known:
         return None
     old = [cell[Field.D_ABS_SUM] for age, cell in summary.staleness.items() if age > 0]
     return _share(sum(old) / total[Field.D_ABS_SUM])

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.policy_versions import merge_names
 from stagescope_service.rows.positions import TokenIndex
 from stagescope_service.rows.ragged import Bools, Int64, cumulative, row_of_each, slice_indexes
 from stagescope_service.statistics import TokenBatch, WireTensor
@@ -203,7 +204,7 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
     if versions is None and rollout.versions is not None:
         versions = np.zeros(batch.tokens, np.int64)
         versions[at[use]] = rollout.versions[source]
-        names = {code: text for rows in found for code, text in rows.version_names.items()}
+        names = merge_names(rows.version_names for rows in found)
     mixed = known & rollout.mixed[code]
     left = np.flatnonzero((counts > 0) & (~aligned | other | mixed))
     # A piece without model tokens does not make its sample one without a rollout.

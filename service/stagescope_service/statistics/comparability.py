@@ -39,7 +39,7 @@ from stagescope_service.statistics.exact import are_equal, bitwise_equal
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.profiles import Edge
 from stagescope_service.statistics.sample_checks import check_samples
-from stagescope_service.statistics.staleness import Drift, explained_slope, versions
+from stagescope_service.statistics.staleness import Drift, slope_in_fresh, versions
 from stagescope_service.statistics.summary import Produced, Sequences, Summary
 
 __all__ = [
@@ -123,7 +123,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     """
     pair, total = summary.pair, summary.total
     drift = _drift(summary)
-    found = _check_fresh(summary) if drift else []
+    found = _check_fresh(summary) if drift and summary.is_staleness_known else []
     found += [bitwise_equal(total, pair, summary.produced, ranks)]
     found += _check_cell(total, pair, summary.sequences, drift=drift)
     found += [missing_values(summary), versions(summary)]
@@ -364,8 +364,10 @@ def _drift(summary: Summary) -> Drift | None:
         return None
     total, fresh = summary.total, summary.fresh
     of_all, of_fresh = (scaled(cell, *summary.pair, summary.sequences) for cell in (total, fresh))
-    scales = explained_slope(of_all, of_fresh, total, fresh)
-    return dataclasses.replace(drift, scales=scales)
+    slope = slope_in_fresh(of_all, of_fresh, total, fresh)
+    if not summary.is_staleness_known and not summary.has_impossible_versions:
+        slope = "too few"  # which tokens are fresh is not known
+    return dataclasses.replace(drift, scales=slope == "absent", lacks_fresh=slope == "too few")
 
 
 def _check_fresh(summary: Summary) -> list[Check]:

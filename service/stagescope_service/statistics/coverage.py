@@ -23,8 +23,9 @@ token that is left gives at most -log(top_p), and rounding less."""
 _DEEP: Final = 3.0
 """The same of a top_p of 0.05. Greedy sampling takes the likeliest token, which other weights do
 not make that unlikely."""
-_BOUNDS: Final = ((_FAR, 5), (_DEEP, 1))
-"""Bounds of |d|, and the minimum of zeros beyond each."""
+_BOUNDS: Final = ((_FAR, 5, 0.2), (_DEEP, 1, 0.05))
+"""Bounds of |d|, the minimum of zeros beyond each, and the maximum probability that as many tokens
+are all usual zeros: one token is often far off for another reason, and five seldom are."""
 _ODDS: Final = 10.0
 """Minimum odds of a zero among tokens that are far off, over those among all others: of other ids
 it is up to 4, since a sure model makes the largest differences."""
@@ -139,7 +140,7 @@ def missing_values(summary: Summary) -> Check:
     sides = (worst.p == 0.0, worst.q == 0.0)
     side = int((sides[1] & (size > _FAR)).sum() > (sides[0] & (size > _FAR)).sum())
     stream, other = summary.pair[side], summary.pair[1 - side]
-    for least, enough in _BOUNDS:
+    for least, enough, chance in _BOUNDS:
         far = size > least
         filled, on_other, n = sides[side] & far, sides[1 - side] & far, int(far.sum())
         count = int(filled.sum())
@@ -148,7 +149,7 @@ def missing_values(summary: Summary) -> Check:
         # Misaligned streams have such zeros on both sides.
         if count < max(enough, n / 2, 3 * int(on_other.sum())):
             continue
-        if count * (1.0 - usual) < _ODDS * (n - count) * usual:
+        if count * (1.0 - usual) < _ODDS * (n - count) * usual or usual**count > chance:
             continue
         text = (
             f"{stream} is exactly 0 in {count} of the {len(size)} tokens that differ most, where "

@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Final, Literal
 
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import SCALED_Z, Check
 from stagescope_service.statistics.summary import Summary
+
+DRIFTED_SLOPE: Final = 0.115
+"""Maximum distance of a slope from 1 that policy drift may have made: an update that sharpens the
+policy as a temperature of 0.9 does, which is a lot for one, gives up to 1 / 0.9 - 1 = 0.111, while
+a wrong temperature of 0.8 gives 0.12 to 0.25."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +29,12 @@ class Drift:
     Attributes:
         text: How many tokens, and how old.
         scales: Whether policy drift explains that log-probs are scaled: fresh tokens show none.
+        lacks_fresh: Whether too few tokens are known to be fresh to show that.
     """
 
     text: str
     scales: bool = False
+    lacks_fresh: bool = False
 
     @classmethod
     def of(cls, summary: Summary) -> Drift | None:
@@ -52,6 +60,9 @@ class Drift:
             if self.scales:
                 text = f"{check.text}; but {self.text}, and fresh ones show no slope"
                 return dataclasses.replace(check, status="ok", text=text)
+            if self.lacks_fresh and abs(check.values["slope"] - 1.0) <= DRIFTED_SLOPE:
+                text = f"{check.text}; {self.text}: {text}, and too few fresh ones tell"
+                return dataclasses.replace(check, status="unknown", text=text)
         elif check.name in ("calibration", "renormalised"):
             text = "policy drift leaves this mean at 1"
         else:
@@ -59,17 +70,23 @@ class Drift:
         return dataclasses.replace(check, text=f"{check.text}; {self.text}: {text}")
 
 
-def explained_slope(of_all: Check, of_fresh: Check, all_tokens: Cell, fresh: Cell) -> bool:
-    """Return whether the fresh tokens would show the slope of all tokens, and do not.
+def slope_in_fresh(
+    of_all: Check, of_fresh: Check, all_tokens: Cell, fresh: Cell
+) -> Literal["shown", "absent", "too few"]:
+    """Return whether the fresh tokens show the slope of all tokens, if they are enough for it.
 
     Args:
         of_all, of_fresh: the checks `temperature` of all tokens and of the fresh ones.
         all_tokens, fresh: these tokens.
     """
-    if of_all.status != "suspect" or of_fresh.status != "ok":
-        return False
+    if of_fresh.status == "suspect":
+        return "shown"
+    if of_fresh.status == "unknown":
+        return "too few"
+    if of_all.status != "suspect":
+        return "shown"  # no slope of all tokens that fresh ones could lack
     expected = abs(of_all.values["z"]) * math.sqrt(fresh.tokens / all_tokens.tokens)
-    return expected >= 2.0 * SCALED_Z
+    return "absent" if expected >= 2.0 * SCALED_Z else "too few"
 
 
 def versions(summary: Summary) -> Check:
@@ -93,10 +110,18 @@ def versions(summary: Summary) -> Check:
         texts.append(
             f"the tokens come from {len(known)} policy versions ({_in_order(summary)}): the "
             "difference is policy drift plus mismatch"
-            + ("; look at staleness 0" if summary.are_versions_numbered else "")
+            + ("; look at staleness 0" if summary.is_staleness_known else "")
+        )
+    gap = ""
+    if summary.staleness.keys.size and (unknown := summary.tokens_of_unknown_age):
+        gap = (
+            f"how old {unknown} of the step's {summary.total.masked} tokens are is not known: the "
+            "slices by staleness leave them out, and rules of one staleness look at all tokens"
         )
     if texts:
-        return Check("versions", "suspect", "; ".join(texts), values)
+        return Check("versions", "suspect", "; ".join([*texts, gap] if gap else texts), values)
+    if gap:
+        return Check("versions", "unknown", gap, values)
     if summary.has_stale_tokens:
         age = int(summary.staleness.keys[0])
         text = (

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.policy_versions import is_numbered
+from stagescope.wire.policy_versions import differ_in_number, is_numbered
 from stagescope_service.rows.ragged import cumulative, row_of_each
 from stagescope_service.statistics import blocks, kernel, profiles, segments
 from stagescope_service.statistics import cell as cells
@@ -150,6 +150,7 @@ def _slice_keys(batch: TokenBatch, table: Int64) -> _SliceKeys:
         ignored = (*ignored, "turn_ids")
     has_ages = batch.policy_version is not None and batch.versions is not None
     has_ages = has_ages and all(map(is_numbered, batch.version_names))
+    has_ages = has_ages and differ_in_number(batch.version_names.values())
     ages, age_slots = _optional_slots((batch.policy_version or 0) - table[:, _VERSION], has_ages)
     if len(ages) > MAX_ROUNDS:
         ages, age_slots = _optional_slots(table[:, _VERSION], known=False)

@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.policy_versions import is_numbered
+from stagescope.wire.policy_versions import differ_in_number, is_numbered, merge_names
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Bool, Cell, Field, Float32, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
@@ -214,8 +214,8 @@ class Summary:
 
     @property
     def fresh(self) -> Cell:
-        """The cell of the tokens of staleness 0 if versions are known, else of all."""
-        if not self.staleness.keys.size:
+        """The cell of the tokens of staleness 0 if that of all tokens is known, else of all."""
+        if not self.is_staleness_known:
             return self.total
         return self.staleness.get(0) or Cell(cells.empty())
 
@@ -231,8 +231,17 @@ class Summary:
 
     @property
     def is_staleness_known(self) -> bool:
-        """Whether versions are reported and can be those of the trainer's past."""
-        return bool(self.staleness.keys.size) and not self.has_impossible_versions
+        """Whether the age of every token is known and can be that of the trainer's past.
+
+        Of merged payloads each decides by its own texts and tensors whether its tokens have one.
+        """
+        known = bool(self.staleness.keys.size) and self.are_versions_numbered
+        return known and not self.has_impossible_versions and not self.tokens_of_unknown_age
+
+    @property
+    def tokens_of_unknown_age(self) -> int:
+        """Number of tokens under the mask that are in no cell by staleness."""
+        return self.total.masked - int(self.staleness.cells[:, Field.MASKED].sum())
 
     @property
     def version_labels(self) -> tuple[str, ...]:
@@ -249,12 +258,23 @@ class Summary:
             return "the policy versions of the tokens are not recorded (versions)"
         if not self.are_versions_numbered:
             return "the policy versions of the tokens are texts that do not differ in one number"
+        if self.has_impossible_versions:
+            return "tokens are of policy versions ahead of the trainer's own"
+        if self.staleness.keys.size:
+            return (
+                f"the policy version of {self.tokens_of_unknown_age} of {self.total.masked} "
+                "tokens is not recorded (versions, and policy_version= of the stage, on each rank)"
+            )
         return "the trainer's own version is not recorded (policy_version= of the stage)"
 
     @property
     def are_versions_numbered(self) -> bool:
-        """Whether the order of the policy versions is known: texts without a number have none."""
-        return all(map(is_numbered, self.version_names))
+        """Whether the order of the policy versions is known.
+
+        Texts without a number have none, nor have those of ranks that write other texts around it.
+        """
+        named = self.version_names
+        return all(map(is_numbered, named)) and differ_in_number(named.values())
 
     @property
     def empty_rows(self) -> int:
@@ -295,6 +315,7 @@ class Summary:
         if len(summaries) == 1:
             return head
         sequences, starts = _merge_sequences(summaries)
+        names = merge_names(s.version_names for s in summaries)
         return cls(
             pair=head.pair,
             settings=head.settings,
@@ -311,7 +332,7 @@ class Summary:
             sources=tuple(name for s in summaries for name in s.sources),
             empty_samples=tuple(sorted({name for s in summaries for name in s.empty_samples})),
             unnamed_empty=sum(s.unnamed_empty for s in summaries),
-            versions=tuple(sorted({v for s in summaries for v in s.versions})),
+            versions=tuple(sorted({v for s in summaries for v in s.versions}.union(names))),
             unequal=_merge_tokens(
                 [s.unequal for s in summaries], starts, sequences, head, by_d=False, keep=1
             ),
@@ -320,7 +341,7 @@ class Summary:
             left_out=dict(sum((Counter(s.left_out) for s in summaries), Counter())),
             profiles=_merge_profiles(summaries),
             engines=_merge_engines([s.engines for s in summaries]),
-            version_names={code: text for s in summaries for code, text in s.version_names.items()},
+            version_names=names,
         )
 
 

@@ -284,16 +284,19 @@ def test_joined_streams_are_of_two_producers_unless_something_is_said(
     assert producers_of("actor-0", None, itself) == (None, None)
 
 
-def test_texts_of_versions_come_with_them_from_several_payloads() -> None:
+@pytest.mark.parametrize("said", [("default", "b7c2"), ("step-3", "iter-3")])
+def test_texts_of_versions_come_with_them_from_several_payloads(said: tuple[str, str]) -> None:
     samples = make_samples(1, 4, 9, "g")
     spans, found = whole(samples), []
-    for age, text in enumerate(("default", "b7c2")):
+    for age, text in enumerate(said):
         own = [span for row, span in enumerate(spans) if row % 2 == age]
         (tensor, names) = text_versions([text] * len(own)) or pytest.fail("no text")
         rows_of = engine(own, "versions", age=age, versions=tensor)
         assert rows_of is not None
         codes = {int(code): name for code, name in names.items()}
         found.append(dataclasses.replace(rows_of, version_names=codes))
-    summary = summarise(join(trainer(spans), found).batch)
-    assert summary.version_labels == ("default", "b7c2")
+    batch = join(trainer(spans), found).batch
+    assert {*said} <= {*batch.version_names.values()}
+    summary = summarise(dataclasses.replace(batch, policy_version=4))
+    assert summary.version_labels == (said if said[0] == "default" else said[:1])
     assert not summary.staleness.keys.size

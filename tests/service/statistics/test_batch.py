@@ -236,6 +236,31 @@ def test_versions_that_are_texts() -> None:
         "step-42",
     )
     assert "policy_version=" in of("step-41", "step-42").why_no_staleness
+    model, another = of("Qwen3", policy_version=3), of("a-3", policy_version=3)
+    assert not model.staleness.keys.size
+    both = Summary.merge([another, of("b-3", policy_version=3)])
+    assert both.version_labels == ("a-3", "b-3")
+
+
+def test_ranks_that_write_other_texts_around_one_number_have_no_order() -> None:
+    rows = len(P)
+
+    def of(*texts: str) -> Summary:
+        raw = {"old_log_probs": P, "rollout_log_probs": Q, "response_mask": MASK}
+        versions = [texts[row % len(texts)] for row in range(rows)]
+        payload = read_value({**raw, "policy_version": 4, "versions": versions})
+        return summarise(TokenBatch.from_tensors(payload.tensors, {}, payload.meta))
+
+    for first, second, labels in (
+        (("a-3", "a-4"), ("b-3", "b-4"), {"a-3", "a-4", "b-3", "b-4"}),
+        (("step-3",), ("iter-3",), {"step-3", "iter-3"}),
+        (("step-3",), ("iter-4",), {"step-3", "iter-4"}),
+    ):
+        assert of(*first).is_staleness_known
+        both = Summary.merge([of(*first), of(*second)])
+        assert {*both.version_labels} == labels
+        assert not both.is_staleness_known
+        assert {*Summary.merge([both, of(*second)]).version_labels} == labels
 
 
 @pytest.mark.parametrize(

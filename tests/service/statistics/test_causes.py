@@ -110,5 +110,18 @@ def test_zeros_that_are_usual_are_no_values_that_were_filled_in(model: str, coar
     healthy = draw(np.random.default_rng(3), 64, 100, model=model)
     healthy.q[healthy.q > -coarse] = 0.0
     assert missing_values(summary_of(healthy)).status == "ok"
-    healthy.q[0, 0], healthy.p[0, 0] = 0.0, -10.8
+    healthy.q[0, :60], healthy.p[0, :60] = 0.0, -10.8
     assert missing_values(summary_of(healthy)).status == "suspect"
+
+
+def test_one_token_far_off_is_a_usual_zero_by_chance() -> None:
+    """A third of a sure model's log-probs are 0, and so are those of a third of all outliers."""
+    zeros = 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        batch = draw(rng, 64, 100, model="sure")
+        batch.q[batch.q > -2e-3] = 0.0
+        batch.p[0, 0] = batch.q[0, 0] - 4.0
+        zeros += batch.q[0, 0] == 0.0
+        assert missing_values(summary_of(batch)).status == "ok"
+    assert zeros > 5

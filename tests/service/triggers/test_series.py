@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,8 +10,16 @@ import numpy as np
 import pytest
 from tests.support.batches import batch_of, random_streams
 
+from stagescope.wire.policy_versions import encode_versions
 from stagescope.wire.schema import Part
-from stagescope_service.statistics import PartRecord, StepSummary, assemble, publish, summarise
+from stagescope_service.statistics import (
+    PartRecord,
+    StepSummary,
+    assemble,
+    examine,
+    publish,
+    summarise,
+)
 from stagescope_service.statistics.mismatch import publish_cell
 from stagescope_service.store.tables import UnfinishedRank
 from stagescope_service.triggers.facts import Facts, Needs
@@ -22,6 +31,13 @@ MEAN = "training/rollout_probs_diff_mean"
 
 def step_summary_of(ages: list[int] | None, *, noise: float = 0.3) -> StepSummary:
     """A step of one rank: the i-th row of tokens was sampled `ages[i]` versions ago."""
+    return assemble([record_of(ages, noise=noise)])
+
+
+def record_of(
+    ages: list[int] | None, *, rank: int = 0, noise: float = 0.3, names: tuple[str, ...] = ()
+) -> PartRecord:
+    """What a rank reports; `names` are the versions of its rows as texts."""
     p, q, mask = random_streams(np.random.default_rng(3), 4, 20, noise, share=1.0)
     mask[:] = 1
     mask[:, 9] = 0
@@ -30,10 +46,16 @@ def step_summary_of(ages: list[int] | None, *, noise: float = 0.3) -> StepSummar
         extra = {"versions": np.repeat(10 - np.array(ages), 20).reshape(4, 20)}
         p[np.array(ages) > 0] -= 5.0  # drift, which is no mismatch
     version = None if ages is None else 10
-    batch = batch_of(p, q, mask, samples=list("abcd"), policy_version=version, **extra)
-    stage, part = "actor_compute_log_prob", Part(0, 0, 0, 0)
-    record = PartRecord("i:1", summarise(batch), stage, "actor", 0, part, None, {}, "i")
-    return assemble([record])
+    samples = [f"{name}{rank}" for name in "abcd"]
+    if names:
+        codes, texts = encode_versions(names)
+        version, extra = 10, {"versions": np.array(codes)}
+    batch = batch_of(p, q, mask, samples=samples, policy_version=version, **extra)
+    if names:
+        named = {int(code): text for code, text in texts.items()}
+        batch = dataclasses.replace(batch, version_names=named)
+    stage, part = "actor_compute_log_prob", Part(rank, 0, 0, 0)
+    return PartRecord(f"{rank}:1", summarise(batch), stage, "actor", rank, part, None, {}, "i")
 
 
 def values(step_summary: StepSummary, **rule: object) -> dict[SeriesKey, float]:
@@ -80,6 +102,26 @@ def test_versions_that_do_not_exist_hide_no_token(ages: list[int]) -> None:
         found = values(step_summary, metric=metric, by=by, staleness=0)
         assert found == values(step_summary, metric=metric, by=by)
         assert found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("step-10",) * 3 + ("default",), ("10", "10", "10", "default"), ()],
+    ids=["a text among numbered ones", "a text among numbers", "a rank without versions"],
+)
+def test_a_rank_whose_tokens_have_no_age_is_looked_at_too(names: tuple[str, ...]) -> None:
+    step = assemble([record_of([0, 0, 0, 0]), record_of(None, rank=1, noise=3.0, names=names)])
+    assert [cell.masked for _, cell in step.summary.staleness.items()] == [76]
+    assert step.total.masked == 152
+    for by in ("whole", "round"):
+        assert values(step, by=by, staleness=0) == values(step, by=by)
+    assert step.summary.fresh.masked == 152
+    (said,) = (each for each in examine(step.summary).checks if each.name == "versions")
+    assert said.status == ("suspect" if names else "unknown")
+    assert "how old 76 of the step's 152 tokens are is not known" in said.text
+    assert "look at staleness 0" not in said.text
+    if not names:
+        assert "of 76 of 152 tokens is not recorded" in step.summary.why_no_staleness
 
 
 @pytest.mark.parametrize("ages", [None, [0, 0, 0, 0]])

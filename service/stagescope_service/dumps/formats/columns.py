@@ -75,7 +75,7 @@ class Columns:
             self.left_out[name] = value.reason
         elif isinstance(value, bool | int | float):
             self.numbers[name] = value
-        elif isinstance(value, list) and name == "versions" and self.add_versions(value):
+        elif isinstance(value, list) and name == "versions" and self._has_versions(value):
             return
         elif isinstance(value, list) and (tensor := _from_list(value)) is not None:
             self.tensors[name] = tensor
@@ -103,6 +103,13 @@ class Columns:
             self.tensors["versions"], names = coded
             self.about |= {VERSION_NAMES: names} if names else {}
         return coded is not None
+
+    def _has_versions(self, values: list[FileValue]) -> bool:
+        try:
+            return self.add_versions(values)
+        except InvalidTensor as error:
+            self.left_out["versions"] = error.wrong
+            return True
 
     def _add_tensor(self, name: str, value: FileTensor) -> None:
         tag, shape, values, offsets = value.wire

@@ -253,7 +253,7 @@ def _add_versions(found: Columns, rows: list[dict[str, FileValue]]) -> None:
         found.about["samples_of_mixed_versions"] = mixed
     if all(versions) and rows:
         first: list[FileValue] = [each[0] for each in versions]
-        found.add_versions(first)
+        found.add("versions", first)
     elif any(versions):
         found.left_out["versions"] = f"{versions.count([])} samples have none"
 

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from stagescope_service.dumps.formats.columns import collect_rows
+from stagescope_service.dumps.formats.columns import Columns, collect_rows
 from stagescope_service.dumps.formats.content import read_content, write_content
 from stagescope_service.dumps.pickles.torch_file import FileTensor
 from stagescope_service.dumps.records import mapping
@@ -96,3 +97,15 @@ def test_no_value_of_a_row_is_dropped_silently(rows: list[dict[str, Any]]) -> No
             ]  # fmt: skip
             numbers = [np.nan if item is None else item for item in expected]
             np.testing.assert_array_equal(flat, np.array(numbers, flat.dtype))
+
+
+@pytest.mark.parametrize("wrong", [["step-1", None], [f"{row}.{row}" for row in range(1001)]])
+def test_versions_that_cannot_be_read_cost_no_other_value(wrong: list[Any]) -> None:
+    found = Columns()
+    found.add("versions", wrong)
+    found.add("rewards", [1.0, 2.0])
+    assert found.left_out["versions"].startswith("versions has ")
+    assert [*found.tensors] == ["rewards"]
+    assert not found.about
+    found.add("versions", ["step-1", "step-2"])
+    assert found.tensors["versions"][2].tolist() == [1, 2]
