@@ -16,6 +16,7 @@ from tests.support.api import Rank, Service
 import stagescope
 from stagescope.batch import Batch
 from stagescope.batch.data import Tensor
+from stagescope.wire.errors import InvalidInput
 from stagescope_service.diagnosis.history import LossOfStep, RunHistory, StepInForce
 from stagescope_service.diagnosis.turns import turn_stops
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey
@@ -114,6 +115,10 @@ def test_turns_are_listed_where_they_are_named(live: Service) -> None:
         step = session.step(3, run="turn-listed")
         assert step.rounds()["turn"] == (0, 1, 2)
         assert step.rounds()["tokens"] == (480, 480, 320)
+        for rounds in (step.rounds(), step.rounds(by="turn")):
+            with pytest.raises(InvalidInput, match="of a slice \\(by turn\\)"):
+                rounds.plot()
+        assert step.rounds(by="round").plot()
         # Of a row whose turn 1 is masked, round 1 is turn 2.
         assert step.rounds(by="round")["tokens"] == (480, 480 + 160, 160)
     assert live.get("/steps/3/rounds", run="turn-listed")["by"] == "round"
