@@ -168,17 +168,17 @@ class Step:
         `about["whole"]` has the same columns for the step, to which the rows add up. `comparable`
         is of a row's own tokens, `step_comparable` of the whole step: the text marks rows with `*`
         where these can be compared and the step cannot. `plot` draws the
-        rounds of the step against the steps before.
+        rounds of the step against the steps before, and no turns: ask with `by="round"`.
 
         Usage:
-            >>> session.step(5).rounds().plot(compare=3)
+            >>> session.step(5).rounds(by="round").plot(compare=3)
         """
         filters = {"by": by, "stage": stage, "role": role, "rank": rank}
-        sliced = {**filters, "by": None if by == "round" else by}
         table = self._table("rounds", _ROUND_ORDER, limit, **filters)
         if by is None and table.about.get("turns"):
             filters["by"] = "turn"
             table = self._table("rounds", _ROUND_ORDER, limit, **filters)
+        sliced = {**filters, "by": None if filters["by"] == "round" else filters["by"]}
         return PlottedTable.drawn_by(
             table,
             functools.partial(self.figure, "rounds"),

@@ -251,10 +251,15 @@ def stale(
         f"in step {newest.step} their mean |d| is {short(newest.mean(1))}, that of fresh ones "
         f"{short(newest.mean(0, 0))}"
     )
-    larger = [each for each in fresh if each.mean(1) >= factor * each.mean(0, 0)]
+    larger = [each for each in fresh if _is_larger(each.mean(1), each.mean(0, 0), factor)]
     if 2 * len(larger) < len(fresh):
         return not_found(text)
     return Evidence("found", len(larger) / len(fresh), larger[0].step, "", (text,))
+
+
+def _is_larger(mean: float, than: float, factor: float) -> bool:
+    """Return whether a mean is `factor` times another; 0 is no larger than 0."""
+    return mean > than and mean >= factor * than
 
 
 class _Ages(NamedTuple):
@@ -300,7 +305,7 @@ def _by_age(steps: Sequence[_Ages], factor: float, text: str) -> Evidence:
         f"none is fresh: mean |d| is {short(young)} over those that are "
         f"{counted(youngest, 'version')} old, {short(older)} over older ones"
     )
-    if not older >= factor * young:
+    if not _is_larger(older, young, factor):
         return not_found(text)
-    larger = [each for each in steps if each.mean(youngest + 1) >= factor * young]
+    larger = [each for each in steps if _is_larger(each.mean(youngest + 1), young, factor)]
     return Evidence("found", len(larger) / len(steps), larger[0].step, "", (text,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -73,9 +73,11 @@ def turn_stops(
 
     A turn's size is its tokens over those of the step's other turns, which a larger or smaller
     batch leaves as it is. It falls below `factor` times its median of up to `_BEFORE` steps before,
-    and stays there until now. Turns of few tokens vary too much: of one with `tokens` tokens and a
-    `share` of the step's is asked. Where the newest step's tensors are kept, some of its samples
-    must have the turn and no token of it under the mask: else its responses became shorter.
+    further than it varied, and stays there until now. Turns of few tokens vary too much: of one
+    with `tokens` tokens and a `share` of the step's is asked. Where the newest step's tensors are
+    kept, as many of its samples must have the turn and no token of it under the mask: else its
+    responses became shorter. Where they are not, `_BEFORE` steps before and `_AFTER` from it on
+    must show it.
     """
     steps = history.slices("turn", "counts/masked_tokens", history.measured[-_SEARCHED:])
     steps = [(step, sizes) for step, sizes in steps if len(sizes) > 1 and any(sizes.values())]
@@ -98,17 +100,17 @@ def turn_stops(
             f"{steps[begin][0].step}, and {short(after)} from it on, beside as many of other turns"
         )
         lines = [text]
+        lost = 1.0 - after / before
         if masked is not None:
             rows, of = masked.samples.get(turn, (0, 0))
-            if not rows:
+            if not rows or rows < 0.5 * lost * of:
                 continue
             lines.append(
                 f"step {masked.step}: {rows} of {of} samples with turn {turn} have no token of it "
-                "under the mask"
+                f"under the mask{masked.besides}"
             )
-        elif begin < _BEFORE:
-            continue  # so few steps before show no usual size
-        lost = 1.0 - after / before
+        elif begin < _BEFORE or len(steps) - begin < _AFTER:
+            continue  # so few steps show no size, of before or of now
         evidence = Evidence("found", lost, steps[begin][0].step, f"turn {turn}", tuple(lines))
         found.append((lost, -turn, evidence))
     if not found:
@@ -120,6 +122,10 @@ _SEARCHED: Final = 200
 """Newest measured steps whose turns are looked at."""
 _BEFORE: Final = 5
 """Steps before that a turn's usual size is taken from."""
+_AFTER: Final = 3
+"""Steps that show by themselves that a turn stays small."""
+_VARIED: Final = 20
+"""Steps before that show how much a turn's size varies."""
 
 
 def _begin_of_loss(
@@ -134,21 +140,37 @@ def _begin_of_loss(
         usual = float(np.nanmedian(sizes[first:at])) if np.isfinite(sizes[first:at]).any() else 0.0
         is_large = np.median(own[first:at]) >= max(tokens, share * np.median(total[first:at]))
         is_usual = sizes[at - 1] > 0.8 * usual
-        is_low = np.nanmax(sizes[at:], initial=0.0) <= factor * usual
+        spread = float(np.nanstd(sizes[max(at - _VARIED, 0) : at])) if usual > 0.0 else 0.0
+        is_low = np.nanmax(sizes[at:], initial=0.0) <= min(factor * usual, usual - 2.0 * spread)
         if usual > 0.0 and is_large and is_usual and is_low:
             return at
     return None
 
 
+_Bools: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]"
+
+
 class _Masked(NamedTuple):
-    """Turn -> (samples that have it and train on no token of it, samples that have it)."""
+    """Which turns are fully masked in samples of a step that train on another turn."""
 
     step: int
     samples: dict[int, tuple[int, int]]
+    """Turn -> (samples that have it and train on others alone, samples that have it and train)."""
+    without: int
+    """Samples that train on no turn."""
+
+    @property
+    def besides(self) -> str:
+        """What to say of the samples that are not counted; "" where there are none."""
+        return f" ({self.without} more train on no turn)" if self.without else ""
 
 
 def _masked_turns(history: RunHistory) -> _Masked | None:
-    """Return which turns are fully masked in samples of the newest step; None: it is not kept."""
+    """Return which turns are fully masked in samples of the newest step; None: it is not kept.
+
+    A sample that trains on no turn is left out: a filter of whole samples, as of those that are too
+    long, masks it. Where a row holds one turn, its trajectory is the sample.
+    """
     if history.kept is None or not history.measured:
         return None
     step = history.measured[-1]
@@ -160,13 +182,28 @@ def _masked_turns(history: RunHistory) -> _Masked | None:
         on = batch[mask].reshape(batch.rows, -1) != 0
         if ids.shape != on.shape:
             return None
+        first: dict[tuple[str, str], int] = {}
+        keys = (
+            key if key[0] else ("", str(row))  # a row without a group is its own sample
+            for row, key in enumerate(keys_of(batch))
+        )
+        owner = np.array([first.setdefault(key, len(first)) for key in keys], np.int64)
+        trains = _of_samples(owner, (on & (ids >= 0)).any(axis=1))
         found = {}
         for turn in np.unique(ids[ids >= 0]).tolist():
-            has = (ids == turn).any(axis=1)
-            trains = ((ids == turn) & on).any(axis=1)
-            found[turn] = (int((has & ~trains).sum()), int(has.sum()))
-        return _Masked(step.step, found)
+            is_turn = ids == turn
+            has = trains & _of_samples(owner, is_turn.any(axis=1))
+            without = has & ~_of_samples(owner, (is_turn & on).any(axis=1))
+            found[turn] = (int(without.sum()), int(has.sum()))
+        return _Masked(step.step, found, int((~trains).sum()))
     return None
+
+
+def _of_samples(owner: Int64, rows: _Bools) -> _Bools:
+    """Return which samples have one of some rows; `owner` is the sample of each row."""
+    found = np.zeros(int(owner.max(initial=-1)) + 1, np.bool_)
+    found[owner[rows]] = True
+    return found
 
 
 class _Turn(NamedTuple):

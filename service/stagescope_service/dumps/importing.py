@@ -119,6 +119,8 @@ class TrainedSamples:
     def __init__(self) -> None:
         self._rollout: dict[int, set[str]] = {}
         self._training: dict[int, set[str]] = {}
+        self._unnamed: set[int] = set()
+        """Steps whose training has rows without names: they may be any sample's."""
 
     def add(self, batch: ProcessEvents) -> None:
         """Add the samples of a stage's payloads."""
@@ -128,12 +130,17 @@ class TrainedSamples:
         if batch.location.stage in schema.STAGES:
             sides = self._rollout if is_rollout else self._training
             for payload in batch.payloads.values():
-                names = payload["strings"].get("sample_ids", ())
-                sides.setdefault(batch.location.step, set()).update(names)
+                names = payload["strings"].get("sample_ids")
+                if names is not None:
+                    sides.setdefault(batch.location.step, set()).update(names)
+                elif not is_rollout and _has_rows(payload):
+                    self._unnamed.add(batch.location.step)
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for each step whose training lacks samples of its rollout."""
         for step, sampled in sorted(self._rollout.items()):
+            if step in self._unnamed:
+                continue
             lacking = sorted(sampled - self._training.get(step, sampled))
             if lacking:
                 named = ", ".join(lacking[:_NAMED]) + (", ..." if len(lacking) > _NAMED else "")
@@ -143,6 +150,15 @@ class TrainedSamples:
                     "files of other ranks are missing (where a path has no rank in it, each rank "
                     "writes over the file of the others)"
                 )
+
+
+def _has_rows(payload: WirePayload) -> bool:
+    """Return whether a payload has a tensor of samples, not just a loss or gradients."""
+    of_rows = {*schema.PAYLOAD_TENSORS, *schema.PER_TOKEN}
+    return any(
+        name in of_rows or offsets is not None
+        for name, (_, _, _, offsets) in payload["tensors"].items()
+    )
 
 
 def import_key(dump: Dump, run: str) -> str:

@@ -275,6 +275,18 @@ def test_tokens_that_are_all_old_are_no_sure_drift(live: Service) -> None:
     assert "1 version old" in row["for"][0]
 
 
+@pytest.mark.parametrize("youngest", [0, 1])
+def test_old_tokens_without_any_mismatch_did_not_drift(live: Service, youngest: int) -> None:
+    def exact(batch: Batch) -> None:
+        ages = np.where(np.arange(len(batch.q))[:, None] < 2, youngest, 3)
+        batch.versions = np.broadcast_to(batch.step - ages, batch.q.shape).copy()
+        batch.p = batch.q.copy()
+
+    train(live, f"exact-{youngest}", exact, steps=range(1, 4))
+    row = rows_of(live, f"exact-{youngest}")["staleness"]
+    assert row["verdict"] == "not found", row
+
+
 def test_growing_staleness_is_no_growing_mismatch(live: Service) -> None:
     def lags(batch: Batch) -> None:
         """Each step half of the tokens are older than in the one before, and drift more."""

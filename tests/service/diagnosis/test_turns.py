@@ -4,17 +4,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from tests.service.diagnosis.test_doctor import STAGE, live, rows_of  # noqa: F401 - a fixture
 from tests.support.api import Rank, Service
 
 import stagescope
-from stagescope_service.diagnosis.history import RunHistory
+from stagescope.batch import Batch
+from stagescope.batch.data import Tensor
+from stagescope.wire.errors import InvalidInput
+from stagescope_service.diagnosis.history import LossOfStep, RunHistory, StepInForce
 from stagescope_service.diagnosis.turns import turn_stops
+from stagescope_service.statistics.step_metrics import Dimension, SliceKey
 
 ROWS: Final = 16
 Int64 = npt.NDArray[np.int64]
@@ -110,6 +115,10 @@ def test_turns_are_listed_where_they_are_named(live: Service) -> None:
         step = session.step(3, run="turn-listed")
         assert step.rounds()["turn"] == (0, 1, 2)
         assert step.rounds()["tokens"] == (480, 480, 320)
+        for rounds in (step.rounds(), step.rounds(by="turn")):
+            with pytest.raises(InvalidInput, match="of a slice \\(by turn\\)"):
+                rounds.plot()
+        assert step.rounds(by="round").plot()
         # Of a row whose turn 1 is masked, round 1 is turn 2.
         assert step.rounds(by="round")["tokens"] == (480, 480 + 160, 160)
     assert live.get("/steps/3/rounds", run="turn-listed")["by"] == "round"
@@ -119,3 +128,54 @@ def test_one_step_is_not_measured(live: Service) -> None:
     row = train(live, "turn-one", second_turn_of_half, steps=1)
     assert row["verdict"] == "not measured"
     assert row["record"] is None
+
+
+class SimulatedKept:
+    """Keeps the mask and turns of the newest step."""
+
+    def __init__(self, turns: Int64, on: Int64) -> None:
+        self._turns, self._on = turns, on
+
+    def loss(self, step: StepInForce) -> LossOfStep:
+        raise NotImplementedError
+
+    def batch(self, step: StepInForce, names: Sequence[str]) -> Batch | None:
+        if [*names] != ["turn_ids", "response_mask"]:
+            return None
+        tensors = {"turn_ids": Tensor("int64", self._turns), names[1]: Tensor("int64", self._on)}
+        return Batch(len(self._on), tensors)
+
+
+class SimulatedRun(RunHistory):
+    """30 steps of 64 healthy samples, whose turns vary in number and length."""
+
+    def __init__(self, seed: int, *, filtered: float, keeps: bool) -> None:
+        random = np.random.default_rng(seed)
+        self.measured = [StepInForce(step, 1, 1, "ok", ()) for step in range(1, 31)]
+        self._sizes: list[dict[SliceKey, float]] = []
+        for _ in self.measured:
+            numbers = random.geometric(0.4, 64)
+            rows = np.repeat(np.arange(64), numbers)
+            turns = np.concatenate([np.arange(number) for number in numbers])
+            lengths = random.gamma(4, 40, len(rows)).astype(np.int64) + 1
+            trains = random.random(64) >= filtered
+            sizes = np.bincount(turns, lengths * trains[rows])
+            self._sizes.append({(None, turn): size for turn, size in enumerate(sizes.tolist())})
+        of_row = [np.repeat(turns[rows == row], lengths[rows == row]) for row in range(64)]
+        ids = np.full((64, max(map(len, of_row))), -1)
+        for row, values in enumerate(of_row):
+            ids[row, : len(values)] = values
+        on = ((ids >= 0) & trains[:, None]).astype(np.int64)
+        self.kept = SimulatedKept(ids, on) if keeps else None
+
+    def slices(
+        self, by: Dimension, name: str, steps: Sequence[StepInForce] | None = None
+    ) -> list[tuple[StepInForce, Mapping[SliceKey, float]]]:
+        return list(zip(self.measured, self._sizes, strict=True))
+
+
+@pytest.mark.parametrize(("filtered", "keeps"), [(0.0, False), (0.05, True)])
+def test_turns_that_vary_are_none_that_stop(filtered: float, keeps: bool) -> None:
+    runs = (SimulatedRun(seed, filtered=filtered, keeps=keeps) for seed in range(300))
+    verdicts = [turn_stops(run) for run in runs]
+    assert [each.supports for each in verdicts if each.verdict != "not found"] == []

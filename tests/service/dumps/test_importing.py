@@ -11,7 +11,12 @@ import pytest
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
-from stagescope_service.dumps.importing import ProcessEvents, import_events, import_key
+from stagescope_service.dumps.importing import (
+    ProcessEvents,
+    TrainedSamples,
+    import_events,
+    import_key,
+)
 from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
 
 KEEP = {"what": ["all"]}
@@ -175,3 +180,38 @@ def test_ids_travel_with_the_rows(tmp_path: Path) -> None:
     ((_, end, _),) = of_kind([batch], END)
     assert end.fields["payload"]["tensors"] == {"rewards": ["float32", [2], None]}
     assert end.fields["payload"]["bytes"] == 8
+
+
+@pytest.mark.parametrize(
+    ("tensor", "notes"), [(None, 1), ("loss", 1), ("old_log_probs", 0)], ids=str
+)
+def test_samples_are_missed_only_where_all_that_is_trained_has_names(
+    tmp_path: Path, tensor: str | None, notes: int
+) -> None:
+    """A payload with rows and without names may be of any sample; a loss is of none."""
+    sampled = entry(tmp_path, "trajectories", "a")
+    trained = entry(tmp_path, "advantages", "b", rank=0)
+    records: dict[DumpEntry, DumpContents | Exception] = {
+        sampled: DumpContents(sampled, {"responses": values(3, 2)}, samples=("s0", "s1", "s2")),
+        trained: DumpContents(trained, {"advantages": values(2, 2)}, samples=("s0", "s1")),
+    }
+    if tensor is not None:
+        unnamed = entry(tmp_path, "loss", "c", rank=1)
+        records[unnamed] = DumpContents(unnamed, {tensor: values(1, 2)})
+    samples = TrainedSamples()
+    for batch in imported(FakeDump(records)):
+        samples.add(batch)
+    assert len([*samples.notes()]) == notes
+
+
+def test_a_training_whose_rows_have_no_names_lacks_no_sample(tmp_path: Path) -> None:
+    sampled, trained = entry(tmp_path, "trajectories", "a"), entry(tmp_path, "loss", "b")
+    for tensor in ("loss", "old_log_probs"):
+        samples = TrainedSamples()
+        records: dict[DumpEntry, DumpContents | Exception] = {
+            sampled: DumpContents(sampled, {"responses": values(3, 2)}, samples=("s0", "s1", "s2")),
+            trained: DumpContents(trained, {tensor: values(3, 2)}),
+        }
+        for batch in imported(FakeDump(records)):
+            samples.add(batch)
+        assert not [*samples.notes()]

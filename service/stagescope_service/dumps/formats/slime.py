@@ -56,6 +56,7 @@ _PER_TOKEN: Final = (
     "teacher_log_probs", "entropy", "values", "advantages", "returns",
 )  # fmt: skip
 """Values of the tokens of the response, by their names in the file."""
+_MASKS: Final = ("loss_mask", "loss_masks")
 _NAMED: Final = 5
 
 
@@ -182,24 +183,29 @@ def _fitting(
 ) -> tuple[list[dict[str, FileValue]], list[DumpProblem]]:
     """Return the samples whose values of each token are as many as the response has tokens.
 
-    Values that a sample lacks and others have are NaN. A name that fits fewer than half of the
-    samples is left as it is: its file has another layout.
+    Values that a sample lacks and others have are NaN; a mask has none, so an empty one of a
+    response with tokens does not fit. A name that fits fewer than half of the samples is left as it
+    is: its file has another layout.
     """
     lengths = [_length(row) for row in rows]
     names = [name for name in _PER_TOKEN if any(_count(row.get(name)) for row in rows)]
     wrong: dict[int, str] = {}
     for name in names:
         counts = [_count(row.get(name)) for row in rows]
-        fits = [count in (0, length) for count, length in zip(counts, lengths, strict=True)]
+        fits = [
+            count == length or (count == 0 and (name not in _MASKS or row.get(name) is None))
+            for row, count, length in zip(rows, counts, lengths, strict=True)
+        ]
+        fits_most = 2 * sum(fits) >= len(fits)
         for at, fit in enumerate(fits):
-            if not fit and 2 * sum(fits) >= len(fits):
+            if not fit and fits_most:
                 wrong.setdefault(
                     at, f"{name} has {counts[at]} values, its response {lengths[at]} tokens"
                 )
     kept = []
     for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         nan: list[FileValue] = [math.nan] * length
-        lacking = {name: nan for name in names if not _count(row.get(name))}
+        lacking = {name: nan for name in names if name not in _MASKS and not _count(row.get(name))}
         kept += [{**row, **lacking}] if at not in wrong else []
     if not wrong:
         return kept, []

@@ -161,6 +161,15 @@ def test_a_sample_whose_values_do_not_fit_its_response_is_named_and_the_others_r
         assert "sample 5: log_probs has 3 values" in record.problems[0].message
 
 
+def test_an_empty_mask_does_not_fit_a_response_with_tokens(tmp_path: Path, batch: Batch) -> None:
+    path = change_sample(slime_rollout_file(tmp_path / "a.pt", batch), 3, loss_mask=[])
+    record = read(open_dump(path), "trajectories", "rollout_generate")
+    assert record.samples == tuple(str(row) for row in range(8) if row != 3)
+    assert not np.isnan(record.tensors["response_mask"][2]).any()
+    (problem,) = record.problems
+    assert "sample 3: loss_mask has 0 values" in problem.message
+
+
 def test_log_probs_that_a_sample_lacks_are_nan(tmp_path: Path, batch: Batch) -> None:
     absent: tuple[list[float] | None, ...] = (None, [])
     for lacking in absent:
