@@ -488,6 +488,16 @@ class Registry:
             for each in itertools.chain(first, attempt.processes.values())
         ):
             return None
+        # Ranks of the start before that had not begun a step either.
+        if older is not None and any(
+            not each.bound
+            and each.live
+            and each.started <= older.bound_wall
+            and now - max(each.last_contact, self.listening_since) < SILENT_SECONDS
+            and not self._next(each, process, older)
+            for each in self._others(process)
+        ):
+            return None
         bound = [
             each for each in attempt.processes.values()
             if each.bound and not each.raw and each is not process

@@ -450,6 +450,20 @@ def test_a_poll_shows_that_a_process_of_the_same_rank_lives_on(bench: Bench) -> 
 
 
 @pytest.mark.parametrize("keyed", [False, True])
+def test_a_rank_that_is_replaced_before_the_others_began_a_step_stays(
+    bench: Bench, keyed: bool
+) -> None:
+    key = "job-1" if keyed else None
+    ranks = [Rank(rank, key=key) for rank in (0, 1)]
+    bench.give(*(rank.hello(world_size=2) for rank in ranks), *ranks[1].work(1))
+    again = Rank(1, key=key, started=1010.0)
+    bench.give(again.hello(world_size=2), *again.work(1))
+    bench.give(*ranks[0].work(1))
+    assert placed(bench, [*ranks, again]) == [1, 1, 1]
+    check_memory(bench.state)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_a_rank_that_joins_an_elastic_training_stays(bench: Bench, rank: int, keyed: bool) -> None:
     """With a larger world_size, while the others are inside a long stage."""
