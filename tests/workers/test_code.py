@@ -6,9 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
+
+import pytest
 
 from stagescope_service.compare.fingerprints import MOST_MODULES
-from stagescope_workers.probe import code
+from stagescope_workers.probe import code, identity
+from stagescope_workers.probe.handshake import Handshake
+from stagescope_workers.probe.options import ProbeOptions
+from stagescope_workers.probe.stage_tracker import StageTracker
+from stagescope_workers.transport.outbox import Outbox
 
 MAIN = """
 import json, helper, numpy, stagescope
@@ -53,3 +60,37 @@ def test_the_script_of_a_ray_job_s_driver_is_found_by_its_command_line(tmp_path:
 
 def test_the_service_knows_how_many_modules_are_reported() -> None:
     assert code.MAX_FILES == MOST_MODULES
+
+
+LAZY = """
+import importlib.util, json, sys
+from stagescope_workers.probe.code import loaded_code
+spec = importlib.util.find_spec("lazy")
+spec.loader = importlib.util.LazyLoader(spec.loader)
+sys.modules["lazy"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["lazy"])
+print(json.dumps(loaded_code()))
+"""
+
+
+def test_a_module_that_waits_for_its_first_use_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LAZY)
+    (tmp_path / "lazy.py").write_text("raise SystemExit('it was run')\n")
+    assert set(hashes(tmp_path)) == {"train.py", "lazy"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_hashes_its_code(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def loaded_code() -> dict[str, str]:
+        asked.append("code")
+        return {"train.py": "0123"}
+
+    monkeypatch.setattr(identity, "loaded_code", loaded_code)
+    options, outbox = ProbeOptions(run="r", rank=rank), Outbox()
+    Handshake(options, "i", outbox, StageTracker(outbox, watchdog_seconds=0.0)).fill_hello()
+    [hello] = outbox.next_batch()
+    assert (asked, "code" in cast("Any", hello.fields["fingerprint"])) == (
+        (["code"], True) if rank == 0 else ([], False)
+    )

@@ -574,7 +574,7 @@ def test_close_gives_up_only_after_a_search_for_the_service(
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(settings: object, directory: object) -> dict[str, object]:
+    def slow(*_: object, **__: object) -> dict[str, object]:
         begun.set()
         assert go_on.wait(30)
         return {}

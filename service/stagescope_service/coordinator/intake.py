@@ -24,7 +24,7 @@ from stagescope_service.coordinator.arguments import check_batch
 from stagescope_service.coordinator.draining import Draining
 from stagescope_service.coordinator.effects import Effects
 from stagescope_service.coordinator.load import Load
-from stagescope_service.coordinator.starts import Starts, hellos
+from stagescope_service.coordinator.starts import PAUSE_SECONDS, Starts, hellos
 from stagescope_service.core import reports
 from stagescope_service.core.captures.agreement import ASKED
 from stagescope_service.core.captures.plan import CaptureEntry
@@ -141,11 +141,25 @@ class Intake:
         """
         self._commits.check_ready()
         sender = Sender.parse(sender_wire)
-        if (step := self._starts.step_in_question(sender, events)) is not None:
+        if (step := await self._step_in_question(sender, events)) is not None:
+            await self._starts.wait(sender.incarnation, step)
+        return await self._record(sender, events, payloads)
+
+    async def _step_in_question(self, sender: Sender, events: Sequence[object]) -> int | None:
+        """Return the step with which a batch may begin a new start, its HELLO taken in."""
+        step = self._starts.step_in_question(sender, events)
+        if step is not None and not self._starts.is_known(sender.incarnation):
             hello = self._take(_ReadBatch(sender, hellos(events), {}), None)
             self.events_taken -= len(hello.batch.events)  # it counts with its batch
             await self._carry_out(hello.instructions)
-            await self._starts.wait(sender.incarnation, step)
+        return step
+
+    async def _record(
+        self,
+        sender: Sender,
+        events: Sequence[object],
+        payloads: Mapping[int, object] | None,
+    ) -> BatchAnswer:
         async with self._load.admit(len(events)):
             stored = await self._stored_payloads(sender, events)
             taken = self._take(_ReadBatch(sender, events, payloads or {}), stored)
@@ -181,7 +195,14 @@ class Intake:
         sender_wire, events, payloads = batch
         try:
             check_batch(events, payloads)
-            return await self.record(sender_wire, events, payloads)
+            self._commits.check_ready()
+            sender = Sender.parse(sender_wire)
+            # A wait in here would hold up the call that the relay has under way, and with it the
+            # HELLOs that are waited for.
+            step = await self._step_in_question(sender, events)
+            if step is not None and self._starts.is_in_question(sender.incarnation, step):
+                return self._comes_too_early()
+            return await self._record(sender, events, payloads)
         except NotReady as error:
             return self.not_ready(error)
         except Exception as error:
@@ -194,6 +215,14 @@ class Intake:
         if pause := self._load.pause:
             answer["pause"] = pause
         return answer
+
+    def _comes_too_early(self) -> NotReadyAnswer:
+        reason = "it waits for what the other ranks report, to know whether all started again"
+        return {
+            "coordinator": self.coordinator,
+            "not_ready": reason,
+            "pause": max(PAUSE_SECONDS, self._load.pause),
+        }
 
     def _relay_answer(self, answers: Sequence[Mapping[str, object] | None]) -> RelayAnswer:
         return {"answers": answers, "gather_seconds": self._load.gather_seconds}
@@ -405,9 +434,12 @@ class Intake:
         return answer
 
     def _key_without_own(self, incarnation: str) -> str | None:
-        """Return the key of the attempt of a process that has none of its own."""
+        """Return the key of the attempt of a process that has none of its own.
+
+        None while it may still turn out to belong to a later attempt: its dumps lie by that key.
+        """
         process = self._state.registry.processes.get(incarnation)
-        if process is None or not process.unkeyed:
+        if process is None or not process.unkeyed or self._state.registry.may_leave(process):
             return None
         return self._state.registry.attempt_of(process).key
 

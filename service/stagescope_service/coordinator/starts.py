@@ -13,12 +13,16 @@ from typing import Final
 
 from stagescope.wire.errors import InvalidEvent
 from stagescope.wire.schema import BEGIN, END, HELLO, WEIGHTS, Event, Sender, Work
+from stagescope_service.background import BackgroundTasks
+from stagescope_service.core.entities import Process
 from stagescope_service.core.state import State
 
 WAIT_SECONDS: Final = 5.0
 """How long a batch waits at most: less than a sender waits for its answer."""
+PAUSE_SECONDS: Final = 0.3
+"""After which a rank that calls through a relay is to send its batch again."""
 _LOOK_SECONDS: Final = 0.1
-_ATTEMPTS_REMEMBERED: Final = 100
+_REMEMBERED: Final = 10_000
 
 _BINDING: Final = frozenset({BEGIN, END, WEIGHTS})
 """Events of a step after which a process stays in its attempt."""
@@ -29,8 +33,11 @@ class Starts:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._looked: dict[int, float] = {}
-        """Attempt id -> when it was looked at last: the answer is about the same for its ranks."""
+        self._tasks = BackgroundTasks()
+        self._waits: dict[tuple[int, str], asyncio.Task[None]] = {}
+        """Attempt id, role -> the wait under way: what ends it ends it for all ranks of a role."""
+        self._until: dict[str, float] = {}
+        """Incarnation -> until when its batch is answered that it is to come again."""
 
     def step_in_question(self, sender: Sender, events: Sequence[object]) -> int | None:
         """Return the step with which a batch may begin a new start; None if it cannot."""
@@ -42,28 +49,62 @@ class Starts:
             return None
         else:
             attempt = registry.attempt_of(process)
-        known = () if attempt is None else attempt.by_rank.get((sender.role, sender.rank), ())
-        return _first_step(events) if any(each.bound for each in known) else None
+        if attempt is None:
+            return None
+        known = attempt.by_rank.get((sender.role, sender.rank), ())
+        is_again = any(each.bound for each in known)
+        if is_again or registry.may_have_other_size(attempt, sender.role, sender.rank):
+            return _first_step(events)
+        return None
+
+    def is_known(self, incarnation: str) -> bool:
+        """Return whether the HELLO of a process was handled."""
+        process = self._state.registry.processes.get(incarnation)
+        return process is not None and process.handshake is not None
 
     async def wait(self, incarnation: str, step: int) -> None:
         """Wait until it is known to which start a process belongs that begins `step`.
 
         Its HELLO was handled before. It ends after `WAIT_SECONDS` at most.
         """
+        if (waiting := self._waiting(incarnation, step)) is not None:
+            await asyncio.shield(waiting)
+
+    def is_in_question(self, incarnation: str, step: int) -> bool:
+        """Return whether `wait` would wait, for `WAIT_SECONDS` after the first such question."""
+        now = asyncio.get_running_loop().time()
+        until = self._until.get(incarnation, now + WAIT_SECONDS)
+        if now < until and self._waiting(incarnation, step) is not None:
+            if len(self._until) >= _REMEMBERED:  # of ranks that did not come again
+                self._until = {name: each for name, each in self._until.items() if each > now}
+            self._until[incarnation] = until
+            return True
+        self._until.pop(incarnation, None)
+        return False
+
+    def _waiting(self, incarnation: str, step: int) -> asyncio.Task[None] | None:
         registry = self._state.registry
         process = registry.processes.get(incarnation)
         if process is None:
-            return
-        attempt_id, loop = process.attempt_id, asyncio.get_running_loop()
-        until = loop.time() + WAIT_SECONDS
-        while not process.bound and process.attempt_id == attempt_id and loop.time() < until:
-            if loop.time() >= self._looked.get(attempt_id, 0.0) + _LOOK_SECONDS:
-                if len(self._looked) > _ATTEMPTS_REMEMBERED:
-                    self._looked.clear()
-                self._looked[attempt_id] = loop.time()
-                if not registry.may_be_of_new_start(process, step):
-                    return
+            return None
+        key = (process.attempt_id, process.role)
+        if (waiting := self._waits.get(key)) is not None:
+            return waiting
+        if not registry.may_be_of_new_start(process, step):
+            return None
+        waiting = self._waits[key] = self._tasks.start(self._look(process, step))
+        waiting.add_done_callback(lambda _: self._waits.pop(key, None))
+        return waiting
+
+    async def _look(self, process: Process, step: int) -> None:
+        registry, loop = self._state.registry, asyncio.get_running_loop()
+        attempt_id, until = process.attempt_id, loop.time() + WAIT_SECONDS
+        while loop.time() < until:
             await asyncio.sleep(_LOOK_SECONDS)
+            if process.bound or process.attempt_id != attempt_id:
+                return
+            if not registry.may_be_of_new_start(process, step):
+                return
 
 
 def hellos(events: Sequence[object]) -> list[object]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, Final
 
 from stagescope.wire.nonfinite import Json, JsonObject
@@ -152,6 +153,8 @@ class Process:
     last_wall: float = 0.0
     #: Time of its last event or poll, by the service's clock.
     last_contact: float = 0.0
+    #: Time of its last poll, by the service's clock; 0: none came to this coordinator.
+    last_poll: float = 0.0
     #: Time of its last BEGIN or END, by the service's clock.
     last_event: float = 0.0
     #: Its last BEGIN: time, key of the work, timing of its role in that part.
@@ -177,6 +180,8 @@ class Process:
     returned: bool = False
     #: It has begun a step: its attempt no longer changes.
     bound: bool = False
+    #: When it began that step; minus infinity: before this coordinator.
+    bound_wall: float = -math.inf
     #: Rows that it reported before, by table and key, and whether they are new in its attempt: they
     #: move with the process to another attempt.
     unbound_rows: dict[tuple[str, ...], tuple[Put, bool]] = dataclasses.field(default_factory=dict)
@@ -320,6 +325,8 @@ class Attempt:
     absent_ranks: dict[str, tuple[frozenset[int], dict[str, Json]]] = dataclasses.field(
         default_factory=dict
     )
+    #: Incarnation of the last rank that started again and stayed in this attempt.
+    stayed: str | None = None
     #: One of its processes said that an exception ended it.
     crashed: bool = False
     #: One of its processes said that it was interrupted.
@@ -333,12 +340,13 @@ class Attempt:
         self.expected_roles |= process.expected_roles
         self.believe(process)
 
-    def remove(self, process: Process) -> None:
-        """Remove a process that has done no work in this attempt."""
-        del self.processes[process.incarnation]
-        self.by_rank[(process.role, process.rank)].remove(process)
+    def remove(self, processes: Iterable[Process]) -> None:
+        """Remove processes that have done no work in this attempt."""
+        for process in processes:
+            del self.processes[process.incarnation]
+            self.by_rank[(process.role, process.rank)].remove(process)
+            self.sizes.pop(process.role, None)
         self.expected_roles, self.reporting_roles = set(), set()
-        self.sizes.pop(process.role, None)
         for other in self.processes.values():
             self.expected_roles |= other.expected_roles
             self.reporting_roles.add(other.role)

@@ -9,12 +9,15 @@ rank opens an attempt, too, where
 * its launcher started it again, or with another number of ranks, or
 * every rank that is live has a new incarnation that has not begun a step yet.
 
-A rank that is replaced alone stays in its attempt.
+A rank that is replaced alone stays in its attempt, and so does one beside which others go on: its
+older incarnation, or another role. Rather is a restart missed than one invented.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 from typing import Final
 
 from stagescope.wire.nonfinite import Json, JsonObject
@@ -37,6 +40,8 @@ from stagescope_service.core.instructions import Instruction, Put
 UNKEYED: Final = "unkeyed"
 ROLLOUT: Final = "rollout"
 """The role whose processes may serve several starts, and whose steps overlap."""
+LEADING: Final = "actor"
+"""The role whose start is that of the training; the others may be started again beside it."""
 RESTART_MARK: Final = "~"
 """Joins a key and a count where one key covers several starts."""
 
@@ -44,6 +49,9 @@ SILENT_SECONDS: Final = 30.0
 """Live processes poll more often than this, as long as the service keeps up."""
 REFRESH: Final = 5.0
 """Seconds after which a process's row says again when it was last heard."""
+
+OVERLAP_SECONDS: Final = 5.0
+"""For how long the processes of one start may live on beside those of the next."""
 
 GONE_REMEMBERED: Final = 100_000
 """Processes of earlier attempts of which the attempt alone stays in memory."""
@@ -286,18 +294,24 @@ class Registry:
         attempt = self.attempt_of(process)
         was_open = self.may_leave(process)
         process.bound = True
+        process.bound_wall = ours
         older = self._restarted(attempt, process, step)
         if older is None:
+            if self._older(attempt, process) is not None:
+                attempt.stayed = process.incarnation
             return None, [*(self._adopt(attempt, process) if was_open else ())]
         opened, out = self.open_restart(attempt, min(process.started, ours))
         # Processes of the same start that reported before any of them began a step move as well.
-        for other in [*attempt.processes.values()]:
-            if other is process or self._came_with(other, process, older):
-                attempt.remove(other)
-                other.attempt_id = opened.attempt_id
-                opened.add(other)
-                opened.opened_wall = min(opened.opened_wall, other.started)
-                out.append(process_row(other))
+        moved = [
+            each for each in attempt.processes.values()
+            if each is process or self._came_with(each, process, older)
+        ]  # fmt: skip
+        attempt.remove(moved)
+        for other in moved:
+            other.attempt_id = opened.attempt_id
+            opened.add(other)
+            opened.opened_wall = min(opened.opened_wall, other.started)
+            out.append(process_row(other))
         return attempt, [*out, *self._adopt_again(attempt), *self._adopt_again(opened)]
 
     def _restarted(self, attempt: Attempt, process: Process, step: int) -> Process | None:
@@ -305,42 +319,78 @@ class Registry:
         if process.raw or process.role == ROLLOUT:
             return None
         older = self._older(attempt, process)
+        if self._has_double(attempt, process):
+            return None
         if process.unkeyed and (follows := self._follows(attempt, process, older)) is not None:
             return follows
         before = self._before(attempt, process, older)
         if before is not None and self._is_new_start(attempt, process, before):
             return before
         closed = attempt.last_closed_step
-        if closed is None or step > closed:
+        if closed is None or step > closed or older is None:
             return None
         known = attempt.steps.get(step)
         if known is not None and process.started < (known.closed_wall or process.started):
             return None
-        return older
+        return None if _other_role_goes_on(self._left(process, older), process) else older
 
     def may_be_of_new_start(self, process: Process, step: int) -> bool:
-        """Return whether the HELLO of another rank would show that a process begins an attempt.
+        """Return whether what others report next may show if a process begins an attempt.
 
         So it is of a rank that started again while others seem to be live: they may be silent
-        because they were killed as well. An event of theirs after its start shows that they go on.
+        because they were killed as well. The HELLO of their next process shows that they started
+        again, an event of theirs that they go on.
         """
         attempt = self.attempt_of(process)
-        older = self._older(attempt, process)
-        if older is None or not older.bound or process.bound or process.raw:
+        if process.bound or process.raw or process.role == ROLLOUT:
             return False
-        if process.role == ROLLOUT or self._restarted(attempt, process, step) is not None:
+        own = self._older(attempt, process)
+        older = own or self._of_other_size(attempt, process)
+        if older is None or not older.bound or self._has_double(attempt, process):
             return False
-        left = (each for each in self._others(process) if not self._next(each, process, older))
+        if self._has_stayed(attempt, process, older):
+            return False
+        left = self._left(process, older)
+        if self._restarted(attempt, process, step) is not None:
+            is_overlapping = older.live and older.last_event > process.started
+            return is_overlapping or any(each.live for each in left if each.role != process.role)
         return not any(
             each.last_event > process.started or (each.bound and _is_nearer(each, process, older))
             for each in left
+        )
+
+    def may_have_other_size(self, attempt: Attempt, role: str, rank: int) -> bool:
+        """Return whether a new rank is one that the start before did not have."""
+        if attempt.by_rank.get((role, rank)):
+            return False
+        first = attempt.by_rank.get((role, 0), ())
+        sizes = [each.world_size for each in first if each.bound]
+        return any(size is not None and rank >= size for size in sizes)
+
+    def _has_double(self, attempt: Attempt, process: Process) -> bool:
+        """Return whether another process of the same role and rank lives beside this one.
+
+        Such have the default rank, because `init` was given none. The processes of two starts
+        overlap for seconds at most, and the first had begun its work before the second existed.
+        """
+        others = attempt.by_rank.get((process.role, process.rank), ())
+        return any(
+            process.started <= each.bound_wall
+            or max(each.last_event, each.last_poll) > process.started + OVERLAP_SECONDS
+            for each in others
+            if each.bound and not each.raw and each is not process
         )
 
     def _before(self, attempt: Attempt, process: Process, older: Process | None) -> Process | None:
         """Return a process of the start before that of `process`, if it had one in this attempt."""
         if older is not None:
             return older if older.bound or attempt.first_step is not None else None
-        # A rank that the start before did not have: that one had another number of ranks.
+        first = self._of_other_size(attempt, process)
+        # Where rank 0 goes on, ranks join it: an elastic training has other ranks without a start.
+        return first if first is not None and self._is_over(first, process, first) else None
+
+    def _of_other_size(self, attempt: Attempt, process: Process) -> Process | None:
+        """Return rank 0 of an earlier start that had another number of ranks."""
         first = attempt.by_rank.get((process.role, 0), ())
         others = [each for each in first if each.bound and _began_after(process, each)]
         known = [each for each in others if each.world_size not in (None, process.world_size)]
@@ -350,13 +400,40 @@ class Registry:
 
     def _is_new_start(self, attempt: Attempt, process: Process, older: Process) -> bool:
         """Return whether all ranks began again after the start of `older`, not `process` alone."""
-        left = [each for each in self._others(process) if not self._next(each, process, older)]
+        if self._has_stayed(attempt, process, older):
+            return False
+        left = self._left(process, older)
         if any(each.bound and _is_nearer(each, process, older) for each in left):
             return False  # where the first of this start stayed, the others stay
-        if _is_launched_again(process, older):
+        if _other_role_goes_on(left, process):
+            return False
+        if None not in (process.launch, older.launch) and process.launch != older.launch:
             return True
+        sizes = (process.world_size, older.world_size)
+        if None not in sizes and sizes[0] != sizes[1]:
+            first = max(
+                (each for each in left if (each.role, each.rank) == (process.role, 0)),
+                key=lambda each: each.age,
+                default=None,
+            )
+            if first is None or not first.live:
+                return True
         is_size_known = process.unkeyed or process.is_single or process.world_size is not None
         return is_size_known and not any(each.live for each in left)
+
+    def _has_stayed(self, attempt: Attempt, process: Process, older: Process) -> bool:
+        """Return whether the last rank that stayed is of the start of `process`: then it stays."""
+        stayed = None if attempt.stayed is None else attempt.processes.get(attempt.stayed)
+        if stayed is None or (stayed.role, stayed.rank) == (process.role, process.rank):
+            return False
+        return _is_nearer(stayed, process, older) and not self._next(stayed, process, older)
+
+    def _is_over(self, each: Process, process: Process, older: Process) -> bool:
+        return not each.live or self._next(each, process, older)
+
+    def _left(self, process: Process, older: Process) -> list[Process]:
+        """Return the processes of other ranks that have none of the start of `process` yet."""
+        return [each for each in self._others(process) if not self._next(each, process, older)]
 
     def _others(self, process: Process) -> list[Process]:
         """Return the processes of other ranks that a start of all of them would replace.
@@ -405,20 +482,31 @@ class Registry:
         lapsed, has not been heard for `SILENT_SECONDS`, or has the rank of this one. This one's
         rank may be missing in the earlier start: it crashed before it reported.
         """
+        now = process.last_contact
+        # Those of its own start too that said hello after it and began before: they stayed. The
+        # one that stayed last is looked at first, so that not each rank looks at all.
+        stayed = None if attempt.stayed is None else attempt.processes.get(attempt.stayed)
+        first = () if stayed is None else (stayed,)
+        if any(
+            (each.role, each.rank) != (process.role, process.rank)
+            and _is_recent(each, now - SILENT_SECONDS, self.listening_since)
+            for each in itertools.chain(first, attempt.processes.values())
+        ):
+            return None
+        # Ranks of the start before that had not begun a step either.
+        if older is not None and any(
+            not each.bound
+            and each.live
+            and each.started <= older.bound_wall
+            and now - max(each.last_contact, self.listening_since) < SILENT_SECONDS
+            and not self._next(each, process, older)
+            for each in self._others(process)
+        ):
+            return None
         bound = [
             each for each in attempt.processes.values()
             if each.bound and not each.raw and each is not process
         ]  # fmt: skip
-        here, now = (process.role, process.rank), process.last_contact
-        # Those of its own start too that said hello after it and began before: they stayed.
-        left = [
-            each for each in bound
-            if (each.role, each.rank) != here
-            and each.live
-            and now - max(each.last_contact, self.listening_since) < SILENT_SECONDS
-        ]  # fmt: skip
-        if left:
-            return None
         # A process that this one lived beside is of its own start: in a short training one rank may
         # report its end before the first event of another arrives.
         beside = (each for each in bound if process.started <= _last_sign(each))
@@ -426,7 +514,9 @@ class Registry:
             return None
         others = [each for each in bound if each.age < process.age]
         of_role = [each for each in others if each.role == process.role]
-        return older or max(of_role, key=lambda each: each.last_contact, default=None)
+        if older is not None and (older.bound or of_role):
+            return older
+        return max(of_role, key=lambda each: each.last_contact, default=None)
 
     def _came_with(self, other: Process, process: Process, older: Process) -> bool:
         """Return whether `other` belongs to the start of `process`, after that of `older`."""
@@ -453,6 +543,7 @@ class Registry:
         attempt.has_past = True
         attempt.processes.clear()
         attempt.by_rank.clear()
+        attempt.stayed = None
         attempt.forget_steps()
 
 
@@ -462,17 +553,25 @@ def _began_after(process: Process, older: Process) -> bool:
     return process.started > max(older.last_event, older.last_wall + (older.clock[0] or 0.0))
 
 
+def _is_recent(process: Process, since: float, listening_since: float) -> bool:
+    """Return whether a process that did work is live and was heard lately."""
+    is_at_work = process.bound and process.live and not process.raw
+    return is_at_work and max(process.last_contact, listening_since) > since
+
+
 def _is_nearer(other: Process, process: Process, older: Process) -> bool:
     """Return whether `other` started nearer to `process` than to `older`."""
     return other.started - older.started > abs(process.started - other.started)
 
 
-def _is_launched_again(process: Process, before: Process) -> bool:
-    """Return whether the two are of different starts by what their launcher says of them."""
-    return any(
-        None not in pair and pair[0] != pair[1]
-        for pair in ((process.launch, before.launch), (process.world_size, before.world_size))
-    )
+def _other_role_goes_on(left: Iterable[Process], process: Process) -> bool:
+    """Return whether a process of another role certainly goes on beside the start of `process`.
+
+    What is known of a start is known of its own role. A role that helps the leading one may start
+    again at any time: silence of the others then proves nothing.
+    """
+    others = [each for each in left if each.live and each.role != process.role]
+    return any(process.role != LEADING or each.last_event > process.started for each in others)
 
 
 def _last_sign(process: Process) -> float:

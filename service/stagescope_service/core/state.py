@@ -419,6 +419,7 @@ class State:
             return []
         process.lease_until = max(process.lease_until, now + self.lease_seconds)
         process.last_contact = max(process.last_contact, wall)
+        process.last_poll = max(process.last_poll, wall)
         return departures.wake(self.registry, process, wall) if process.lapsed else []
 
     def renew_all(self, now: float) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.support.local import coordinator_of
@@ -14,6 +15,7 @@ from tests.support.trainings import Delivery, Rank
 
 from stagescope_service.coordinator import starts
 from stagescope_service.coordinator.coordinator import Coordinator
+from stagescope_service.ingest.relay import Relay
 from stagescope_service.store.sql import SqlStore
 
 
@@ -114,3 +116,123 @@ def test_what_its_launcher_says_needs_no_wait(
 
     asyncio.run(scenario())
     assert attempts_of(store) == {1: {(0, 1)}, 2: {(0, 2)}}
+
+
+def test_the_ranks_of_an_attempt_share_one_wait(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thousand batches that wait, each would wake up ten times a second."""
+    sleeps = 0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal sleeps
+        sleeps += 1
+        await asyncio.sleep(seconds)
+
+    count, said = 40, SimpleNamespace(**{**vars(asyncio), "sleep": sleep})
+    monkeypatch.setattr(starts, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(starts, "asyncio", said)
+
+    async def scenario() -> None:
+        for number, started in ((1, 1000.0), (2, 1060.0)):
+            ranks = [Rank(rank, started=started) for rank in range(count + 2 - number)]
+            batches = [[each.hello(world_size=count + 1), *each.work(number)] for each in ranks]
+            await asyncio.gather(*(send(coordinator, batch) for batch in batches))
+
+    asyncio.run(scenario())
+    assert 0 < sleeps < count
+
+
+async def send_by_relay(relay: Relay, said: list[Delivery], *, after: float = 0.0) -> int:
+    """Send a batch as a probe does, again where it is asked to; returns how often it was asked."""
+    await asyncio.sleep(after)
+    sender = dataclasses.replace(said[0].sender, clock_offset=0.0, clock_error=0.0)
+    asked = 0
+    while True:
+        answer = await relay.record(sender.wire(), [each.event.wire() for each in said], {})
+        if "not_ready" not in answer:
+            assert answer["received"] == len(said)
+            return asked
+        asked += 1
+        await asyncio.sleep(float(str(answer["pause"])))
+
+
+@pytest.mark.parametrize("key", [None, "job-1"])
+def test_a_batch_that_waits_holds_up_no_other_of_its_relay(
+    store: SqlStore, coordinator: Coordinator, key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starts, "WAIT_SECONDS", 60.0)
+
+    async def scenario() -> None:
+        await begin_first_start(coordinator, key)
+        relay = Relay(coordinator.intake)
+        new = [Rank(rank, key=key, started=1010.0) for rank in (1, 0)]
+        sent = (send_by_relay(relay, first_batch(each), after=i) for i, each in enumerate(new))
+        asked = await asyncio.wait_for(asyncio.gather(*sent), 20)
+        assert asked[0] > 0
+
+    asyncio.run(scenario())
+    assert attempts_of(store) == {1: FIRST, 2: SECOND}
+    assert coordinator.intake.events_taken == 20
+
+
+def test_a_relayed_rank_that_is_replaced_alone_is_taken_in_after_a_while(
+    store: SqlStore, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starts, "WAIT_SECONDS", 0.5)
+
+    async def scenario() -> None:
+        await begin_first_start(coordinator, "job-1")
+        alone = Rank(1, started=1010.0)
+        sent = send_by_relay(Relay(coordinator.intake), first_batch(alone))
+        assert 1 <= await asyncio.wait_for(sent, 20) <= 4
+
+    asyncio.run(scenario())
+    assert attempts_of(store).keys() == {1}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_ranks_with_another_world_size_wait_for_rank_0(
+    store: SqlStore,
+    coordinator: Coordinator,
+    monkeypatch: pytest.MonkeyPatch,
+    all_of_them: bool,
+    size: int,
+) -> None:
+    monkeypatch.setattr(starts, "WAIT_SECONDS", 60.0 if all_of_them else 0.3)
+
+    async def scenario() -> None:
+        await begin_first_start(coordinator, "job-1")
+        new = [Rank(rank, started=1010.0) for rank in reversed(range(size))]
+        if not all_of_them:
+            new = [Rank(2, started=1010.0)]
+        batches = [[each.hello(world_size=size), *each.work(7)] for each in new]
+        sent = (send(coordinator, batch, after=i / 2) for i, batch in enumerate(batches))
+        await asyncio.wait_for(asyncio.gather(*sent), 20)
+
+    asyncio.run(scenario())
+    assert attempts_of(store).keys() == ({1, 2} if all_of_them else {1})
+    assert attempts_of(store)[1] >= FIRST
+
+
+def test_a_process_is_given_the_key_of_no_attempt_that_it_may_leave(
+    coordinator: Coordinator,
+) -> None:
+    """Its dumps lie below that key."""
+
+    async def key_of(said: list[Delivery]) -> object:
+        sender = dataclasses.replace(said[0].sender, clock_offset=0.0, clock_error=0.0)
+        events = [each.event.wire() for each in said]
+        answer = await coordinator.intake.record(sender.wire(), events)
+        return answer.get("attempt_key")
+
+    async def scenario() -> None:
+        first, second = (Rank(key=None, started=started) for started in (1000.0, 1100.0))
+        assert await key_of([first.hello(single=True)]) == "unkeyed"
+        assert await key_of(first.work(5)) == "unkeyed"
+        assert await key_of([second.hello(single=True)]) is None
+        assert "attempt_key" not in await coordinator.intake.poll(second.sender.wire(), 0, [], 0.0)
+        assert await key_of(second.work(5)) == "unkeyed~2"
+
+    asyncio.run(scenario())

@@ -10,7 +10,10 @@ from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
 from stagescope.wire.errors import InvalidEvent
 from stagescope.wire.schema import Event
+from stagescope_service.core import registry as registry_module
+from stagescope_service.core.entities import Attempt
 from stagescope_service.core.instructions import Aggregate, Ingest
+from stagescope_service.core.registry import Registry
 from stagescope_service.core.state import Arrival
 
 
@@ -300,6 +303,8 @@ def test_a_start_with_another_number_of_ranks_is_a_new_attempt(
     old = killed_in(bench, 6, 3, keyed=keyed)
     key = old[0].sender.attempt_key
     new = [Rank(rank, key=key, started=1020.0 + rank / 10) for rank in range(size)]
+    if last_first:  # their batches wait for the HELLO of rank 0
+        bench.give(*(rank.hello(world_size=size) for rank in new))
     for rank in reversed(new) if last_first else new:
         bench.give(rank.hello(world_size=size), *rank.work(7))
     assert placed(bench, [*old, *new]) == [1, 1, 1, *([2] * size)]
@@ -352,6 +357,161 @@ def test_the_processes_of_another_role_must_have_begun_again_too(bench: Bench) -
     bench.give(*(rank.hello(world_size=1) for rank in again), *again[0].work(8))
     assert placed(bench, [*again, rollout]) == [2, 2, 1]
     check_memory(bench.state)
+
+
+def may_be_of_new_start(bench: Bench, rank: Rank, step: int) -> bool:
+    registry = bench.state.registry
+    return registry.may_be_of_new_start(registry.processes[rank.sender.incarnation], step)
+
+
+def poll(bench: Bench, ranks: list[Rank], wall: float) -> None:
+    for rank in ranks:
+        bench.state.renew(rank.sender.incarnation, bench.now, wall)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("role", ["eval", "reward_model", "critic"])
+@pytest.mark.parametrize("changed", ["launch", "size", "step"])
+@pytest.mark.parametrize("says_so", [False, True], ids=["long stage", "goes on"])
+def test_a_role_that_is_started_again_beside_the_actors_stays(
+    bench: Bench, says_so: bool, changed: str, role: str, keyed: bool
+) -> None:
+    """By its own torchrun or Slurm job, larger or smaller, at any step; once and again."""
+    actors = killed_in(bench, 6, keyed=keyed, launch="torchrun a")
+    key, helpers = actors[0].sender.attempt_key, []
+    for number in range(4):
+        helper = Rank(0, role, key=key, started=1020.0 + 100 * number)
+        launch = f"Slurm job {number if changed == 'launch' else 0}"
+        poll(bench, actors, helper.wall)
+        size = 1 + (changed == "size") * (number % 2)
+        bench.give(helper.hello(world_size=size, launch=launch))
+        if says_so:
+            for actor in actors:
+                actor.wall = helper.wall + 1.0
+                bench.give(*actor.work(7 + number))
+        elif number:
+            assert may_be_of_new_start(bench, helper, 7)
+        bench.give(*helper.work(5 if changed == "step" else 7 + number))
+        helpers.append(helper)
+    assert placed(bench, [*actors, *helpers]) == [1] * 6
+    check_memory(bench.state)
+
+
+def test_actors_that_their_launcher_starts_again_wait_for_a_sign_of_the_others(
+    bench: Bench,
+) -> None:
+    """A reward model may outlive them, or still be at work because they are not all started."""
+    for says_so in (False, True):
+        run = f"r{says_so}"
+        judge = Rank(0, "reward_model", run=run)
+        old = Rank(0, run=run)
+        bench.give(judge.hello(world_size=1), old.hello(world_size=1, launch="torchrun a"))
+        bench.give(*judge.work(1), *old.work(1))
+        new = Rank(0, run=run, started=1020.0)
+        bench.give(new.hello(world_size=1, launch="torchrun b"))
+        assert may_be_of_new_start(bench, new, 2)
+        judge.wall = 1021.0
+        bench.give(*(judge.work(2) if says_so else ()), *new.work(2))
+        assert [number for number, _ in attempts(bench, run)] == ([1] if says_so else [1, 2])
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("apart", [0.0, 0.1, 5.0, 60.0])
+@pytest.mark.parametrize("told", [{}, {"single": True}, {"world_size": 1}])
+def test_live_processes_that_share_the_default_rank_are_of_one_attempt(
+    bench: Bench, told: dict[str, object], apart: float, keyed: bool
+) -> None:
+    """Tasks of one job that call `init` without a rank, in any order of their work."""
+    key = "job-1" if keyed else None
+    for number, order in enumerate(itertools.permutations(range(3))):
+        run = f"r{number}"
+        ranks = [
+            Rank(run=run, key=key, incarnation=f"{run}-{i}", started=1000.0 + apart * i)
+            for i in range(3)
+        ]
+        bench.give(*(rank.hello(**told) for rank in ranks))
+        for step in range(1, 4):
+            for which in order:
+                ranks[which].wall = max(ranks[which].wall, 1000.0 + 2 * apart + 6 + step)
+                bench.give(*ranks[which].work(step))
+        assert [number for number, _ in attempts(bench, run)] == [1], order
+    check_memory(bench.state)
+
+
+def test_a_poll_shows_that_a_process_of_the_same_rank_lives_on(bench: Bench) -> None:
+    for polls in (False, True):
+        first, second = (Rank(run=f"r{polls}", started=started) for started in (1000.0, 1020.0))
+        bench.give(first.hello(single=True), *first.work(1), first.begin(2))
+        bench.give(second.hello(single=True))
+        if polls:
+            poll(bench, [first], 1026.0)
+        bench.give(*second.work(3))
+        assert [number for number, _ in attempts(bench, f"r{polls}")] == ([1] if polls else [1, 2])
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_rank_that_is_replaced_before_the_others_began_a_step_stays(
+    bench: Bench, keyed: bool
+) -> None:
+    key = "job-1" if keyed else None
+    ranks = [Rank(rank, key=key) for rank in (0, 1)]
+    bench.give(*(rank.hello(world_size=2) for rank in ranks), *ranks[1].work(1))
+    again = Rank(1, key=key, started=1010.0)
+    bench.give(again.hello(world_size=2), *again.work(1))
+    bench.give(*ranks[0].work(1))
+    assert placed(bench, [*ranks, again]) == [1, 1, 1]
+    check_memory(bench.state)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_rank_that_joins_an_elastic_training_stays(bench: Bench, rank: int, keyed: bool) -> None:
+    """With a larger world_size, while the others are inside a long stage."""
+    old = killed_in(bench, 6, keyed=keyed)
+    joined = Rank(rank, key=old[0].sender.attempt_key, started=1200.0)
+    poll(bench, old, joined.wall)
+    bench.give(joined.hello(world_size=4))
+    assert may_be_of_new_start(bench, joined, 6)
+    bench.give(*joined.work(6))
+    for each in old:
+        each.wall = 1300.0
+        bench.give(*each.work(6))
+    assert placed(bench, [*old, joined]) == [1, 1, 1]
+    check_memory(bench.state)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_start_costs_about_as_much_for_each_rank_however_many_there_are(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, missing: int, keyed: bool
+) -> None:
+    count = 300
+    compared = 0
+
+    def counted(owner: object, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*arguments: object, **named: object) -> object:
+            nonlocal compared
+            compared += 1
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    old = killed_in(bench, 2, count, keyed=keyed)
+    for owner, name in [
+        (Registry, "_next"), (Registry, "_older"), (Registry, "_came_with"), (Attempt, "believe"),
+        (registry_module, "_is_nearer"), (registry_module, "_began_after"),
+        (registry_module, "_is_recent"),
+    ]:  # fmt: skip
+        counted(owner, name)
+    key = old[0].sender.attempt_key
+    new = [Rank(rank, key=key, started=1020.0) for rank in range(count - missing)]
+    bench.give(*(rank.hello(world_size=count) for rank in new))
+    for rank in new:
+        bench.give(rank.begin(2))
+    assert set(placed(bench, new)) == ({1} if missing else {2})
+    assert count < compared < 40 * count
 
 
 @pytest.mark.parametrize("skew", [-7200.0, 7200.0])

@@ -75,9 +75,15 @@ def _files() -> Iterator[tuple[str, Path]]:
     modules = dict(sys.modules)
     main = modules.pop(_MAIN, None)
     for name, module in [(_MAIN, main), *sorted(modules.items(), key=lambda item: item[0])]:
-        file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+        file = _file_of(module) if isinstance(module, ModuleType) else None
         if isinstance(file, str) and file.endswith(".py"):
             yield name, Path(file).absolute()
+
+
+def _file_of(module: ModuleType) -> object:
+    # `getattr` would load a module that waits for its first use, in this thread.
+    held: dict[str, object] = object.__getattribute__(module, "__dict__")
+    return held.get("__file__")
 
 
 def _installed_folders() -> list[Path]:

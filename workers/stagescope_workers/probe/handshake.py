@@ -126,9 +126,9 @@ class Handshake:
     def fill_hello(self) -> None:
         """Fill in the fields of HELLO; the fingerprint takes a while."""
         options = self._options
-        fingerprint = identity.fingerprint(options.settings, ray_directory())
-        if options.rank > 0:  # an attempt has that of its lowest rank
-            fingerprint.pop("code", None)
+        # An attempt has the fingerprint of its lowest rank.
+        with_code = options.rank == 0
+        fingerprint = identity.fingerprint(options.settings, ray_directory(), with_code=with_code)
         versions = fingerprint.get("versions")
         self._log_versions(versions if isinstance(versions, Mapping) else {})
         fields = {

@@ -48,12 +48,15 @@ _MAX_VARIABLES: Final = 500
 _MAX_ARGUMENTS: Final = 100
 
 
-def fingerprint(settings: Mapping[str, object], directory: str | None = None) -> dict[str, object]:
+def fingerprint(
+    settings: Mapping[str, object], directory: str | None = None, *, with_code: bool = True
+) -> dict[str, object]:
     """Return what determines this process: code, packages, driver, environment, settings.
 
     Args:
         settings: of the run.
         directory: where the training was started, if that is not this process's directory.
+        with_code: whether to hash the code that is loaded.
     """
     parts: dict[str, Callable[[], object]] = {
         "git": lambda: git_state(Path(directory or Path.cwd())),
@@ -67,6 +70,8 @@ def fingerprint(settings: Mapping[str, object], directory: str | None = None) ->
         "drivers": driver_versions,
         "environment": lambda: visible_environment(os.environ),
     }
+    if not with_code:
+        del parts["code"]
     found: dict[str, object] = {}
     for name, read in parts.items():
         with contextlib.suppress(Exception):

@@ -77,7 +77,8 @@ class Reporter:
     def dump_key(self) -> str:
         """The attempt's key in paths of dumps: the process's own, else what the service gave it.
 
-        Without a service there is none: then each process has a directory of its own.
+        Without a service there is none, nor from a start to its first step where it is not known
+        yet to which attempt it belongs: then each process has a directory of its own.
         """
         given = None if self._sender is None else self._sender.attempt_key
         return self.attempt_key or given or self.incarnation
