@@ -552,6 +552,27 @@ def test_a_receipt_is_given_after_its_commit_and_not_before(made: Clocked) -> No
     made.run(settle_slowly())
 
 
+def test_an_event_that_is_sent_again_is_acknowledged_after_its_first_commit(made: Clocked) -> None:
+    store = HeldStore(made.store)
+    made.coordinator.commits.store = cast(Store, store)
+    sender = Sender("i", "r", "a", "actor", 0).wire()
+    begin = (1, "begin", 1, 1.0, 1.0, {"step": 1, "stage": "actor_update"})
+
+    async def send_twice() -> None:
+        store.slow = True
+        calls = [asyncio.create_task(made.coordinator.intake.record(sender, [begin]))]
+        await asyncio.sleep(0)  # it has changed the state and waits for the disk
+        calls.append(asyncio.create_task(made.coordinator.intake.record(sender, [begin])))
+        done, _ = await asyncio.wait(calls, timeout=0.2)
+        assert not done
+        store.release()
+        answers = await asyncio.gather(*calls)
+        assert [answer["received"] for answer in answers] == [1, 1]
+
+    made.run(send_twice())
+    assert made.statuses() == [(0, "open")]
+
+
 def test_a_step_is_due_while_its_last_payload_is_written(made: Clocked) -> None:
     """Else a later step, aggregated meanwhile, is held against the rules before it."""
     store = HeldStore(made.store)
