@@ -267,6 +267,47 @@ class TestMetrics:
         )
         assert [pair["rank"] for pair in found["evidence"]["pairs"]] == [1]
 
+    @pytest.mark.parametrize("late", [False, True], ids=["in order", "late"])
+    def test_of_samples_that_a_rank_hands_over_again_the_newest_count(
+        self, live: Service, late: bool
+    ) -> None:
+        """Also where they are split otherwise, and the first ones arrive last."""
+        rank = Rank(live)
+        newest = payload(seed=1)
+        first = payload(seed=1)
+        _, shape, values, _ = first["tensors"]["old_log_probs"]
+        first["tensors"]["old_log_probs"] = ("float32", shape, values - np.float32(1), None)
+        handed = [rank.draft_stage(LOG_PROB, 5, first)]
+        for index, rows in enumerate((slice(0, 3), slice(3, 4))):
+            piece: Any = {**newest, "strings": {}}
+            piece["strings"]["sample_ids"] = newest["strings"]["sample_ids"][rows]
+            piece["tensors"] = {
+                name: (dtype, (rows.stop - rows.start, shape[1]), buffer[rows], None)
+                for name, (dtype, shape, buffer, _) in newest["tensors"].items()
+            }
+            handed.append(
+                rank.draft_stage(LOG_PROB, 5, piece, occurrence=1 - index, microbatch=index)
+            )
+        for report in reversed(handed) if late else handed:
+            live.engine.take_together([report])
+        rank.begin(LOG_PROB, 6)
+        summary = summarise(TokenBatch.from_tensors(newest["tensors"], newest["strings"], {}))
+        answer, expected = live.get("/steps/5/metrics"), publish(summary)
+        for name, value in expected.items():
+            assert number(answer["metrics"][name]) == pytest.approx(value, nan_ok=True), name
+        assert answer["coverage"]["tokens_left_out"] == {"repeated": 44}
+        worst = live.get("/steps/5/tokens", limit=3)["rows"]
+        assert [row["p"] for row in worst] == summary.worst.p[:3].tolist()
+        rounds = live.get("/steps/5/rounds")["rows"]
+        assert [row["abs_diff_mean"] for row in rounds] == pytest.approx(
+            [expected[f"per_round/round_{i}_abs_diff_mean"] for i in (0, 1)]
+        )
+        (of_rank,) = live.get("/steps/5/ranks")["rows"]
+        assert (of_rank["parts_counted"], of_rank["tokens"]) == (2, 44)
+        (found,) = live.get("/findings", kind="replicas_differ")["rows"]
+        assert "the newest count (actor 0: " in found["message"]
+        assert "occurrence 1 counts, not occurrence 0" in found["message"]
+
     def test_a_late_payload_changes_a_remembered_answer(self, live: Service) -> None:
         ranks = two_ranks(live)
         ranks[0].stage(LOG_PROB, 5, payload())

@@ -130,8 +130,8 @@ def test_samples_that_a_rank_hands_over_twice_with_other_values_are_named(again:
             record("again", rows_of(later, rows), part=again),
         ])  # fmt: skip
 
-    assert assembled(moved, [0, 1, 2]).differing == (("again", "first"),)
-    assert assembled(moved, [1, 2, 3]).differing == (("again", "first"),)
+    assert assembled(moved, [0, 1, 2]).differing == (("first", "again"),)
+    assert assembled(moved, [1, 2, 3]).differing == (("first", "again"),)
     assert not assembled(streams, [1, 2, 3]).differing
     assert not assembled(moved, [3, 4]).differing
     # Another epoch has other weights.
@@ -178,11 +178,11 @@ def test_without_sample_ids_the_layout_decides() -> None:
         part("driver", 0, list(range(8)), role="driver"),
     ]
     step_summary = assemble(parts)
-    assert step_summary.counted == ("dp0-tp0", "dp1-tp0", "dp1-resampled")
+    assert step_summary.counted == ("dp0-tp0", "dp1-resampled", "dp1-same-again")
     assert step_summary.left_out == {
         "dp0-tp1": "replica",
         "dp1-later": "later epoch",
-        "dp1-same-again": "repeated",
+        "dp1-tp0": "repeated",
         "driver": "other role",
     }
     summary_cell, plain_cell = step_summary.total, plain(streams).total
