@@ -262,6 +262,26 @@ def empty(*shape: int) -> Float64:
     return cells
 
 
+def without_settings(cells: Float64) -> Float64:
+    """Return cells `[..., WIDTH]` as a run without settings has them: its weights are the raw ones.
+
+    Every other number is the same whatever the settings are.
+    """
+    raw = cells.copy()
+    has_tokens = cells[..., Field.TOKENS] > 0
+    for weight, own in (
+        (Field.W_SUM, Field.RAW_SUM),
+        (Field.WEIGHT_SUM, Field.RATIO_SUM),
+        (Field.W_M2, Field.RATIO_M2),
+    ):
+        raw[..., weight] = cells[..., own]
+    for weight, own in ((Field.W_MIN, Field.D_MIN), (Field.W_MAX, Field.D_MAX)):
+        least = np.expm1(np.clip(cells[..., own], -CLAMP, CLAMP))
+        raw[..., weight] = np.where(has_tokens, least, cells[..., weight])
+    raw[..., [Field.IS_HIGH, Field.IS_LOW]] = 0.0
+    return raw
+
+
 def merge(cells: Float64) -> Float64:
     """Merge cells `[k, WIDTH]` of disjoint tokens into one `[WIDTH]`; empty for k = 0."""
     merged = empty()

@@ -50,6 +50,15 @@ class PartRecord:
     skipped: tuple[tuple[int, int, int], ...] = ()
     ranked: Summary | None = None
 
+    def without_settings(self) -> PartRecord:
+        """Return the part of a run without settings for the statistics."""
+        return dataclasses.replace(
+            self,
+            summary=self.summary.without_settings(),
+            handed=self.handed and self.handed.without_settings(),
+            ranked=self.ranked and self.ranked.without_settings(),
+        )
+
     @property
     def full_summary(self) -> Summary:
         """The summary of the full payload."""

@@ -240,6 +240,9 @@ def assemble(
         InvalidInput: no part has such a pair.
     """
     stage, chosen, others = _choose_stage_and_pair(parts, stage, pairs)
+    if len({record.summary.settings for record in chosen}) > 1:
+        # Only the applied weights depend on them: those of the step are the raw ones.
+        chosen = [record.without_settings() for record in chosen]
     main_role = min((record.role for record in chosen), key=role_order)
     identities = resolve(record for record in chosen if record.has_ids)
     accounting = _TokenAccounting(main_role, identities)

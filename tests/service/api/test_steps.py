@@ -308,6 +308,21 @@ class TestMetrics:
         assert "the newest count (actor 0: " in found["message"]
         assert "occurrence 1 counts, not occurrence 0" in found["message"]
 
+    def test_ranks_with_different_settings_are_named_and_measured(self, live: Service) -> None:
+        chosen = ({"rollout_is": "token", "rollout_is_threshold": 2.0}, {})
+        ranks = [Rank(live, rank=at, settings=settings) for at, settings in enumerate(chosen)]
+        for at, rank in enumerate(ranks):
+            rank.stage(LOG_PROB, 5, payload(seed=at, first_sample=4 * at))
+        for rank in ranks:
+            rank.begin(LOG_PROB, 6)
+        answer = live.get("/steps/5/metrics")
+        assert answer["coverage"]["tokens"] == 88
+        found = [number(answer["metrics"][name]) for name in reference()]
+        assert found == pytest.approx([*reference().values()], nan_ok=True)
+        (row,) = live.get("/findings", kind="settings_differ")["rows"]
+        named = "(actor rank 0: rollout_is token, threshold 2.0; actor rank 1: no rollout_is)"
+        assert named in row["message"]
+
     def test_a_late_payload_changes_a_remembered_answer(self, live: Service) -> None:
         ranks = two_ranks(live)
         ranks[0].stage(LOG_PROB, 5, payload())

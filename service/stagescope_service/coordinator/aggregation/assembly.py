@@ -11,6 +11,7 @@ from stagescope.wire.errors import InvalidInput
 from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import Json
 from stagescope_service.coordinator.aggregation.differing_copies import differing_copies
+from stagescope_service.coordinator.aggregation.differing_settings import differing_settings
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.completeness import corrected, statuses_of_rows
 from stagescope_service.core.findings import (
@@ -306,6 +307,7 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
         puts += _not_exact(step_summary, step_parts.sources, location)
     if step_summary.differing:
         puts.append(differing_copies(step_summary, step_parts.parts, location))
+    puts.append(differing_settings(step_summary, step_parts.parts, location))
     return puts + findings(step_summary, location)
 
 
