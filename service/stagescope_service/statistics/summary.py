@@ -299,17 +299,17 @@ class Summary:
         values = self.sequences.values.copy()
         values[:, _W_SUM] = values[:, _RAW_SUM]
         values[:, _WEIGHT_SUM] = np.nan  # unknown: 1 + the mean of raw_sum stands for its mean
-        slices = {
-            name: dataclasses.replace(own, cells=cells.without_settings(own.cells))
-            for name, own in (
-                ("rounds", self.rounds), ("turns", self.turns), ("staleness", self.staleness)
-            )
-        }  # fmt: skip
+        rounds, turns, ages = (
+            dataclasses.replace(own, cells=cells.without_settings(own.cells))
+            for own in (self.rounds, self.turns, self.staleness)
+        )
         return dataclasses.replace(
             self,
             settings=StatisticsSettings(worst=self.settings.worst),
             sequences=dataclasses.replace(self.sequences, values=values),
-            **slices,
+            rounds=rounds,
+            turns=turns,
+            staleness=ages,
         )
 
     @classmethod

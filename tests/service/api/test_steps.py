@@ -309,7 +309,7 @@ class TestMetrics:
         assert "occurrence 1 counts, not occurrence 0" in found["message"]
 
     def test_ranks_with_different_settings_are_named_and_measured(self, live: Service) -> None:
-        chosen = ({"rollout_is": "token", "rollout_is_threshold": 2.0}, {})
+        chosen: Any = ({"rollout_is": "token", "rollout_is_threshold": 2.0}, {})
         ranks = [Rank(live, rank=at, settings=settings) for at, settings in enumerate(chosen)]
         for at, rank in enumerate(ranks):
             rank.stage(LOG_PROB, 5, payload(seed=at, first_sample=4 * at))
