@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,9 +25,10 @@ from stagescope.wire.schema import (
     UPDATE_PAIR,
     WRITTEN_AFTER_HAND_OVER,
 )
-from stagescope_service.core.catalogue_rows import integer, number, text
+from stagescope_service.core.catalogue_rows import text
 from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
+from stagescope_service.core.stream_attributes import stream_attributes
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
 from stagescope_service.ingest.repeated_rows import Once, Skips, summarise_once
 from stagescope_service.rows.positions import POSITION_TENSORS
@@ -41,7 +42,7 @@ from stagescope_service.statistics import (
 )
 from stagescope_service.statistics.codec import summary_to_bytes
 from stagescope_service.statistics.mismatch import non_finite
-from stagescope_service.statistics.payload import Payload, producer_of, read_value
+from stagescope_service.statistics.payload import Payload, read_value
 from stagescope_service.statistics.summarise import MAX_ROUNDS
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.contract import Put
@@ -54,22 +55,6 @@ from stagescope_service.store.tables import SummaryRow
 
 COPIES: Final = "copies"
 """In a ring file's metadata: pair of streams -> `Skips` of rows that repeat others of it."""
-
-
-def _short_text(value: object) -> str | None:
-    return text(value, MAX_ID) if isinstance(value, str) else None
-
-
-def _flag(value: object) -> bool | None:
-    return value if isinstance(value, bool) else None
-
-
-_PROVENANCE: Final[Mapping[str, Callable[[object], Json]]] = {
-    "producer": _short_text, "engine": _short_text, "engine_version": _short_text,
-    "quantisation": _short_text, "processed": _flag, "temperature": number, "top_p": number,
-    "top_k": integer, "alignment": _short_text, "routing": _short_text,
-}  # fmt: skip
-"""Reported field of a stream -> its value in the catalogue; None where it is of another type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,18 +350,12 @@ def _written_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
 
 def _stream_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
     """Return the row of each stream: its source, dtype and producer."""
-    producers = payload.meta.get("streams")
-    producers = producers if isinstance(producers, Mapping) else {}
     for stream, name in STREAM_TENSORS.items():
         tensor = payload.tensors.get(name)
         if tensor is None and stream == "ref":
             tensor = payload.tensors.get("ref_log_prob")
         if tensor is None:
             continue
-        own = producers.get(stream)
-        reported = {**payload.meta, **(own if isinstance(own, Mapping) else {})}
-        who = producer_of(_with_producers(job, payload.meta), stream)
-        reported |= {} if who is None else {"producer": who}
         row: dict[str, Json] = {
             "attempt_id": job["attempt_id"],
             "stream": stream,
@@ -384,9 +363,7 @@ def _stream_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
             "stage": job["stage"],
             "dtype": tensor[0],
         }
-        for field, read in _PROVENANCE.items():
-            if (value := read(reported.get(field))) is not None:
-                row[field] = value
+        row |= stream_attributes(_with_producers(job, payload.meta), stream)
         yield Put("streams", row)
 
 

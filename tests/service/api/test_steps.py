@@ -64,6 +64,24 @@ def test_the_dtype_of_a_stream_is_that_of_the_step(live: Service) -> None:
         assert (old["dtype"], old["dtypes"]) == (dtype, [dtype])
 
 
+def test_what_a_step_says_of_its_streams_is_its_own(live: Service) -> None:
+    rank = Rank(live)
+    metas: list[dict[str, Any]] = [
+        {"temperature": 1.0, "engine": "vllm", "streams": {"rollout": {"top_p": 0.9}}},
+        {"temperature": 0.7, "engine": "sglang", "streams": {"rollout": {"top_p": 0.8}}},
+        {},
+    ]
+    for step, meta in enumerate(metas, start=5):
+        rank.stage(LOG_PROB, step, {**payload(seed=step), "meta": meta})
+    rank.stage(LOG_PROB, 8, {**payload(seed=8), "meta": metas[0]})
+    again = {**payload(seed=9, first_sample=8), "meta": metas[1]}
+    rank.stage(LOG_PROB, 8, again, microbatch=1)
+    rank.begin(LOG_PROB, 9)
+    answers = [live.get(f"/steps/{step}/metrics")["streams"]["rollout"] for step in (5, 6, 8)]
+    found = [(own.get("temperature"), own.get("engine"), own.get("top_p")) for own in answers]
+    assert found == [(1.0, "vllm", 0.9), (0.7, "sglang", 0.8), (None, None, None)]
+
+
 def test_rounds_beyond_the_limit_are_said_beside_the_numbers(live: Service) -> None:
     (rank,) = two_ranks(live)[:1]
     tokens = 8300
