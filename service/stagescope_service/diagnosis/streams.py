@@ -49,6 +49,13 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
     marks = np.array([bool(set(checks) & set(step.suspects)) for step in measured])
     period = event_period(marks, _LASTING)
     if period is None:
+        undecided = [
+            f"{each.name} {each.text}"
+            for each in history.newest.comparability.undecided
+            if each.name in checks
+        ]
+        if undecided and all(step.verdict == "unknown" for step in newest):
+            return not_measured(f"step {history.newest.step.step}: {'; '.join(undecided)}")
         verdicts = Counter(step.verdict for step in newest)
         listed = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
         return not_found(f"the streams of the newest {len(newest)} steps: {listed}")

@@ -20,6 +20,7 @@ from stagescope_service.statistics.checks import (
     ENOUGH,
     FAR_TOKENS,
     FITS,
+    MANY,
     SCALED_ONE_SIDED,
     Check,
     Scope,
@@ -87,6 +88,11 @@ _OF_MEAN_RATIO: Final = frozenset({"renormalised", "calibration"})
 """Checks that the first or last tokens of rounds alone can fail."""
 _BY_EDGES: Final = _OF_MEAN_RATIO | {"shifted", "unrelated"}
 """The same where they are so far off that they outweigh all others."""
+_DECISIVE: Final = frozenset(
+    {"constant", "probabilities", "coverage", "unrelated", "temperature", "calibration"}
+)
+"""Checks without which streams are not comparable. The others are of what not every step has:
+neighbours in a round, tokens that differ, policy versions that are reported."""
 _OF_RATIOS: Final = _OF_MEAN_RATIO | {"rounded", "temperature", "first_token", "last_token"}
 """Checks that one cause may fail in the smaller counts of a rank."""
 
@@ -97,7 +103,8 @@ class Comparability:
 
     'comparable'; 'exact': two producers agree in all tokens; 'not measured': the streams are equal
     and one is a copy of the other, their producers are unknown, or a token is finite in neither;
-    'suspect'; 'unknown': too few tokens.
+    'suspect'; 'unknown': no check failed, and one that the verdict rests on could not be made, for
+    too few tokens or since policy drift explains as well what it found.
     """
 
     verdict: str
@@ -107,6 +114,11 @@ class Comparability:
     def suspects(self) -> tuple[Check, ...]:
         """The failed checks, the most likely cause first."""
         return tuple(check for check in self.checks if check.status == "suspect")
+
+    @property
+    def undecided(self) -> tuple[Check, ...]:
+        """The checks that the verdict rests on and that could not be made or not be decided."""
+        return tuple(each for each in self.checks if _is_undecided(each))
 
     @property
     def cause(self) -> str | None:
@@ -156,7 +168,9 @@ def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparabil
         own += _check_cell(
             row.cell, summary.pair, summary.sequences, slices=len(ranks), drift=drift
         )
-        found.append(_rank_checks(row.cell, _of_rank(row, own, samples)))
+        checks = _of_rank(row, own, samples)
+        is_of_many = _is_of_many(row.cell, summary)
+        found.append(_rank_checks(row.cell, checks, is_of_many=is_of_many))
     return found
 
 
@@ -302,11 +316,22 @@ def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparabil
         scopes = _by_edge_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
         # Whose first and last tokens are far off the profiles of all tokens do not tell.
         checks = [scope.check for scope in scopes[: len(checks)]]
-    return _rank_checks(cell, checks)
+    return _rank_checks(cell, checks, is_of_many=_is_of_many(cell, summary))
 
 
-def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
-    """Rank the checks; of several with one name, keep the first failed one."""
+def _rank_checks(
+    cell: Cell,
+    found: Iterable[Check],
+    *,
+    is_of_many: bool = False,
+) -> Comparability:
+    """Rank the checks; of several with one name, keep the first failed one.
+
+    Args:
+        cell: The tokens.
+        found: Their checks.
+        is_of_many: Whether a check that these are too few for was made of them and others.
+    """
     by_name: dict[str, Check] = {}
     for check in found:
         known = by_name.get(check.name)
@@ -333,9 +358,20 @@ def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
         verdict = "suspect"
     elif are_equal(cell):
         verdict = "exact" if cell.masked == cell.tokens else "not measured"
+    elif cell.tokens < ENOUGH or (not is_of_many and any(map(_is_undecided, checks))):
+        verdict = "unknown"
     else:
-        verdict = "comparable" if cell.tokens >= ENOUGH else "unknown"
+        verdict = "comparable"
     return Comparability(verdict, tuple(checks))
+
+
+def _is_undecided(check: Check) -> bool:
+    return check.status == "unknown" and check.name in _DECISIVE
+
+
+def _is_of_many(cell: Cell, summary: Summary) -> bool:
+    """Return whether a part of a step has too few tokens for the checks that its step had."""
+    return cell.tokens < MANY <= summary.total.tokens
 
 
 def _is_temperature(scaling: Check, ratio: Check) -> bool:
