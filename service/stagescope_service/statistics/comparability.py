@@ -16,12 +16,10 @@ import numpy as np
 
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import (
-    CUT_ONE_SIDED,
     ENOUGH,
     FAR_TOKENS,
     FITS,
     MANY,
-    SCALED_ONE_SIDED,
     Check,
     Scope,
     biased,
@@ -42,6 +40,7 @@ from stagescope_service.statistics.profiles import Edge
 from stagescope_service.statistics.sample_checks import check_samples
 from stagescope_service.statistics.staleness import Drift, slope_in_fresh, versions
 from stagescope_service.statistics.summary import Produced, Sequences, Summary
+from stagescope_service.statistics.sure_tokens import SureTokens, is_temperature
 
 __all__ = [
     "WHAT_TO_CHECK",
@@ -137,8 +136,14 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     drift = _drift(summary)
     found = _check_fresh(summary) if drift and summary.is_staleness_known else []
     found += [bitwise_equal(total, pair, summary.produced, ranks)]
-    found += _check_cell(total, pair, summary.sequences, drift=drift)
-    found += [missing_values(summary), versions(summary)]
+    sure = SureTokens.of(summary.profiles)
+    if drift and sure and not sure.fit_a_temperature:
+        sure = None  # policy drift moves sure tokens as another model does
+    of_total = _check_cell(total, pair, summary.sequences, drift=drift)
+    if sure is not None and not (drift and drift.scales):
+        *of_total, scaling, ratio = of_total
+        of_total += sure.judged(scaling, ratio, *pair)
+    found += [*of_total, missing_values(summary), versions(summary)]
     scopes = [Scope(check, total.tokens, 0) for check in found]
     if len(ranks) > 1:
         of_ranks = [
@@ -151,7 +156,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
         scopes += _check_slices("round", rounds, pair, summary.sequences, drift=drift)
     scopes = _by_edge_tokens(scopes, summary)
     scopes += check_samples(summary).scopes()
-    return _rank_checks(total, _without_explained(scopes))
+    return _rank_checks(total, _without_explained(scopes), sure)
 
 
 def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparability]:
@@ -322,6 +327,7 @@ def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparabil
 def _rank_checks(
     cell: Cell,
     found: Iterable[Check],
+    sure: SureTokens | None = None,
     *,
     is_of_many: bool = False,
 ) -> Comparability:
@@ -330,6 +336,7 @@ def _rank_checks(
     Args:
         cell: The tokens.
         found: Their checks.
+        sure: Those of the cell, where they are known.
         is_of_many: Whether a check that these are too few for was made of them and others.
     """
     by_name: dict[str, Check] = {}
@@ -340,7 +347,7 @@ def _rank_checks(
     scaling = by_name.get("temperature")
     ratio = by_name.get("renormalised") or by_name.get("calibration")
     first = list(LIKELIEST_FIRST)
-    if scaling is not None and ratio is not None and _is_temperature(scaling, ratio):
+    if scaling is not None and ratio is not None and is_temperature(scaling, ratio, sure):
         first.remove("temperature")
         first.insert(first.index("renormalised"), "temperature")
     lacking = by_name.get("coverage")
@@ -372,25 +379,6 @@ def _is_undecided(check: Check) -> bool:
 def _is_of_many(cell: Cell, summary: Summary) -> bool:
     """Return whether a part of a step has too few tokens for the checks that its step had."""
     return cell.tokens < MANY <= summary.total.tokens
-
-
-def _is_temperature(scaling: Check, ratio: Check) -> bool:
-    """Return whether a slope explains a mean ratio other than 1.
-
-    Truncation has the opposite slope: the mass that q loses is larger in less certain contexts,
-    so d rises with q as it does for a flatter q. With a colder q, which lacks rare tokens on
-    average, d falls with q, as it does where q is of another model, which raises the mean ratio.
-    All d have one sign where log-probs were scaled without renormalising them, and of a deep cut,
-    whose d do not follow q as closely.
-    """
-    if scaling.status != "suspect":
-        return False
-    correlation = scaling.values["correlation"]
-    if ratio.status != "suspect":
-        return True
-    if ratio.values["one_sided"] >= CUT_ONE_SIDED:
-        return abs(correlation) > SCALED_ONE_SIDED
-    return (ratio.values["mean"] < 1.0) == (correlation < 0.0)
 
 
 def _drift(summary: Summary) -> Drift | None:

@@ -52,9 +52,18 @@ CASES: dict[str, Case] = {
     **{f"top-p {share}": (CUT, {"sampled": top_p(share)}) for share in (0.5, 0.8, 0.9, 0.95)},
     **{f"min-p {share}": (CUT, {"sampled": min_p(share)}) for share in (0.05, 0.1)},
     **{f"temperature {by}": (SCALED, {"sampled": temperature(by)}) for by in (0.6, 0.8, 0.9, 1.1)},
-    "raw beside processed": (
-        SCALED, {"sampled": temperature(0.8), "reported": as_is, "trained": temperature(0.8)}
-    ),
+    **{
+        f"raw beside processed {by}": (
+            SCALED, {"sampled": temperature(by), "reported": as_is, "trained": temperature(by)}
+        )
+        for by in (0.6, 0.8, 1.2, 1.5)
+    },
+    **{
+        f"draft model of sharpness {by}": (
+            OTHER_MODEL, {"reported": other_model(0.5, sharpness=by)}
+        )
+        for by in (0.8, 1.25)
+    },
 }  # fmt: skip
 
 
@@ -75,6 +84,10 @@ def test_the_right_cause_comes_first(name: str) -> None:
     for number, (model, engine, shape) in enumerate(KINDS):
         rng = np.random.default_rng(number)
         found[judged(draw(rng, *shape, model=model, engine=engine, **how)).cause] += 1
+    assert_first(right, found)
+
+
+def assert_first(right: set[str], found: Counter[str | None]) -> None:
     detected = found.total() - found[None]
     assert sum(found[cause] for cause in right) >= 0.95 * detected, found
     assert detected, found

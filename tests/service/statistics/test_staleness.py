@@ -48,7 +48,11 @@ def test_versions_of_one_age_make_no_verdict_weaker(name: str) -> None:
         unknown = judged(batch)
         for trainer in (4, 5, 9):
             known = aged(batch, 4, trainer=trainer)
-            # Policy drift explains a low correlation, and a small slope.
+            # Policy drift explains a low correlation, a small slope, and sure tokens that moved in
+            # both directions beside a temperature.
+            if trainer > 4 and (known.cause, unknown.cause) == ("temperature", "calibration"):
+                assert unknown.suspects[0].text.endswith("scores of another model or adapter")
+                continue
             if unknown.cause != "unrelated" and (trainer == 4 or not has_small_slope(unknown)):
                 assert (known.verdict, known.cause) == (unknown.verdict, unknown.cause)
 
