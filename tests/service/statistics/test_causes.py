@@ -59,8 +59,8 @@ CASES: dict[str, Case] = {
         for by in (0.6, 0.8, 1.2, 1.5)
     },
     **{
-        f"draft model of sharpness {by}": (
-            OTHER_MODEL, {"reported": other_model(0.5, sharpness=by)}
+        f"trainer of another model, sharpness {by}": (
+            OTHER_MODEL, {"trained": other_model(0.5, sharpness=by)}
         )
         for by in (0.8, 1.25)
     },
