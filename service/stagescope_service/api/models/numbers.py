@@ -88,7 +88,7 @@ Comparable = Annotated[
     Field(
         description="Whether the two streams can be compared: `comparable`, `exact`, `suspect`, "
         "`not measured` (equal, and one may be a copy or a token is finite in neither), `unknown` "
-        "(too few tokens).",
+        "(no check failed, and one could not be made or decided: `comparability` says which).",
         examples=["comparable"],
     ),
 ]
