@@ -32,7 +32,7 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
         turns.retokenised, turns.turn_stops, updates.current_differs,
         reports.groups, reports.truncated, reports.finding, reports.hangs, reports.lost,
         reports.scalars_not_finite, reports.failed, reports.partial, reports.unreported,
-        reports.straggler, reports.settings,
+        reports.straggler, reports.settings, reports.stream_changes,
     )
 }  # fmt: skip
 """Name in a rule -> the function."""

@@ -568,14 +568,6 @@ class RunHistory:
             return []
         return [*self._catalogue.scalars(self._ids, nonfinite=NON_FINITE_NAMES, limit=_ROWS)]
 
-    @cached_property
-    def streams(self) -> list[Mapping[str, object]]:
-        """The log-prob series of the newest measured step's attempt and stage."""
-        if self.newest is None:
-            return []
-        stage, attempt_id = self.newest.summary.stage, self.newest.step.attempt_id
-        return [dict(row) for row in self._catalogue.streams(attempt_id, stage=stage)]
-
     def settings(self, name: str) -> Mapping[str, object]:
         """Return a table among the settings of the newest attempt that has one."""
         for attempt_id in reversed(self._ids):

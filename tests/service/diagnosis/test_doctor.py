@@ -1059,6 +1059,7 @@ def test_every_rule_has_a_planted_fault_or_a_finding_behind_it() -> None:
     elsewhere = {
         "mismatch_jump_at_restart", "ranks_missing", "payloads_lost", "processes_failed",
         "steps_unreported", "hangs", "verl_settings", "current_differs", "turn_stops",
+        "stream_changed",
     }  # fmt: skip
     of_findings = {rule.name for rule in rulebook() if rule.function == "finding"}
     assert {rule.name for rule in rulebook()} == {*PLANTED, *elsewhere, *of_findings}
