@@ -185,6 +185,7 @@ def flatten(summary: Summary) -> tuple[Arrays, Document]:
         "left_out": dict(summary.left_out),
         "ignored": list(summary.ignored),
         "engines": list(summary.engines),
+        "token_digest": summary.token_digest,
     }
     return arrays, document
 
@@ -282,6 +283,7 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
         profiles=_profiles(arrays),
         engines=_engines(arrays, [str(name) for name in document.get("engines", ())]),
         version_names={int(code): str(text) for code, text in document.get("version_names", ())},
+        token_digest=str(document.get("token_digest", "")),
     )
 
 
