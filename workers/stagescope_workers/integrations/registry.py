@@ -72,7 +72,7 @@ INTEGRATIONS: Final = (
     Integration("skyrl", "skyrl", f"{_HERE}.skyrl", "skyrl", Tried("0.3.0", "0.3.0")),
     Integration("openrlhf", "openrlhf", f"{_HERE}.openrlhf", "openrlhf",
                 Tried("0.11.0", "0.11.2")),
-    Integration("nemo-rl", "nemo_rl", f"{_HERE}.nemo_rl", "nemo-rl", Tried("0.6.0", "0.6.0")),
+    Integration("nemo-rl", "nemo_rl", f"{_HERE}.nemo_rl", "nemo-rl", Tried("0.6.0", "0.7.0")),
     Integration("ray", "ray", f"{_HERE}.ray_jobs", "ray"),
 )  # fmt: skip
 
