@@ -6,9 +6,9 @@ If a dump has several stages, epochs or mini-batches, they are numbered consecut
 those of the update first; `extra_info` holds the stage and part of each, the ids of its rows and
 what its process said, and `stagescope.json` the place of each file, which `nexrl.open_nexrl` reads.
 A file of `param` or `gradient` is of one parameter; further ones, and those of further stages and
-parts (`name@stage.part`), are under `more`. Tensors that NexRL has no file for, such as the rollout's
-log-probs beside an update's, are in a file of the same rank and microbatch, or in that of the old
-log-probs. What has no place is in `Exported.left_out`.
+parts (`name@stage.part`), are under `more`. Tensors that NexRL has no file for, such as the
+rollout's log-probs beside an update's, are in a file of the same rank and microbatch, or in that of
+the old log-probs. What has no place is in `Exported.left_out`.
 """
 
 from __future__ import annotations
