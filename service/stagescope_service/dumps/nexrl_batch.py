@@ -71,12 +71,17 @@ def complete_batch(
         return None
     stages = {_stage(record.entry) for record in holders}
     names = {name for record in holders for name in record.tensors}
+    others = [entry for entry in trajectories or () if _stage(entry) not in stages]
     for entry in trajectories or ():
-        recorded = {*dump.read(entry).tensors}
-        names |= recorded if _stage(entry) in stages else recorded.intersection(ROLLOUT_TENSORS)
+        if entry not in others:
+            names |= {*dump.read(entry).tensors}
+    if "rollout_log_probs" in names:
+        others = []  # what the trainer had of them counts
+    for entry in others:
+        names |= {*dump.read(entry).tensors}.intersection(ROLLOUT_TENSORS)
     if trajectories is None:
         names &= {_OLD, "response_mask"}
-    chosen = {*stages, *map(_stage, trajectories or ())}
+    chosen = {*stages, *map(_stage, others)}
     batch = join(dump, step, Selection(names.difference(_NEVER), chosen))
     rows = _rows_with(batch, _OLD)
     if _OLD not in batch.tensors or not len(rows):

@@ -25,6 +25,7 @@ from typing import Final, TypeAlias, cast
 import numpy as np
 
 from stagescope.wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
+from stagescope.wire.keep import COMPANIONS
 from stagescope.wire.schema import Part
 from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.formats.nexrl import DTYPES, OF_JOB, write_index
@@ -150,7 +151,9 @@ class _Writer:
         for section in _WITHOUT_FILE:
             without = [entry for entry in sections[section] if entry not in placed]
             if without:
-                names = sorted({name for each in self._read(without) for name in each.tensors})
+                names = sorted(
+                    {name for each in self._read(without) for name in each.tensors} - COMPANIONS
+                )
                 self._leave_out(
                     f"step {number}: NexRL has no file for {section} of stages without one of "
                     f"{', '.join(_MICRO)}: {', '.join(names)} ({len(without)} entries)"
@@ -310,12 +313,10 @@ class _Writer:
         for folder, chosen in (("trajectory", plain), ("prepared_trajectories", prepared)):
             found: list[_Fields] = []
             seen: set[tuple[bool, str]] = set()
-            dropped: set[str] = set()
             for record in self._read(chosen):
                 if "tokens" not in record.tensors or not record.mask:
                     found = self._joined_trajectories(step)
                     break
-                dropped |= {*record.tensors}.difference(TRAJECTORY_TENSORS, self._elsewhere)
                 is_val = record.entry.location.stage == EVAL_STAGE
                 rows = list(rows_of(record))
                 names = record.samples or ("",) * len(rows)
@@ -330,9 +331,6 @@ class _Writer:
             if folder == "prepared_trajectories" and None not in advantages:
                 data["advantages"] = advantages
             self._save(folder, number, data)
-            if dropped:
-                reason = f"NexRL's trajectories do not hold {', '.join(sorted(dropped))}"
-                self._leave_out(f"step {number}: {reason}")
 
     def _joined_trajectories(self, step: int | None) -> list[_Fields]:
         """Return the trajectories of a step whose prompts and responses are separate tensors."""

@@ -196,7 +196,8 @@ def test_trajectories_of_other_formats(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "slime/trajectory/step_000000.jsonl").read_text())
     extra = found["trajectories"][5]["extra_fields"]
     log_probs = extra.pop("logprobs")
-    assert extra == {"group_id": "1", "run_id": 5}
+    assert (extra["group_id"], extra["run_id"], extra["remove_sample"]) == ("1", 5, False)
+    assert extra["prompt"] == "question 5"
     mask = np.array(batch.loss_mask(5)) != 0
     assert len(log_probs) == len(mask)
     recorded = batch.rollout_log_probs[5, : batch.lengths[5]][

@@ -27,7 +27,7 @@ TRAJECTORY_TENSORS: Final = frozenset(
         "is_val", "rollout_log_probs", *_EXTRA_FIELDS,
     }
 )  # fmt: skip
-"""Tensors that NexRL's trajectories can hold."""
+"""Tensors that have a place of their own in NexRL's trajectories; others are extra fields."""
 _NUMBERS: Final = ("run_id", "task_id")
 
 
@@ -75,7 +75,7 @@ def trajectory(row: Mapping[str, RowValue], *, is_val: bool = False) -> dict[str
 
     A mask, or log-probs of the rollout, of the response alone are preceded by zeros for the prompt,
     as NexRL's live trajectories have them in `extra_fields["logprobs"]`; tokens outside of
-    `attention_mask` are padding.
+    `attention_mask` are padding. What NexRL has no name for is in `extra_fields` under its own.
     """
     tokens = np.asarray(row["tokens"])
     mask = np.asarray(row["loss_mask"] if "loss_mask" in row else row["response_mask"])
@@ -84,8 +84,12 @@ def trajectory(row: Mapping[str, RowValue], *, is_val: bool = False) -> dict[str
     if len(log_probs):
         log_probs = np.concatenate([np.zeros(len(tokens) - len(log_probs)), log_probs])
     attention = np.asarray(row.get("attention_mask", ()))
+    others = {name: value for name, value in row.items() if name not in TRAJECTORY_TENSORS}
     if len(attention) == len(tokens):
         chosen = attention != 0
+        for name, value in others.items():
+            if np.shape(value) == chosen.shape:
+                others[name] = np.asarray(value)[chosen]
         tokens, mask, log_probs = tokens[chosen], mask[chosen], log_probs[chosen[: len(log_probs)]]
     found: dict[str, FileValue] = {
         "tokens": tokens.tolist(),
@@ -96,12 +100,18 @@ def trajectory(row: Mapping[str, RowValue], *, is_val: bool = False) -> dict[str
     extra: dict[str, FileValue] = {
         name: _plain(name, row[name]) for name in _EXTRA_FIELDS if name in row
     }
+    extra |= {name: _listed(value) for name, value in others.items()}
     if len(log_probs):
         extra["logprobs"] = log_probs.tolist()
     if extra:
         found["extra_fields"] = extra
     if "advantages" in row:
         found["advantages"] = np.asarray(row["advantages"]).tolist()
+    return found
+
+
+def _listed(value: RowValue) -> FileValue:
+    found: FileValue = value if isinstance(value, str) else np.asarray(value).tolist()
     return found
 
 
