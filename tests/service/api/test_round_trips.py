@@ -259,3 +259,29 @@ def test_an_import_of_an_export_has_the_numbers_of_the_run(
         if not is_same(flat(one).get(place), flat(other).get(place))
     }
     assert differing == {}
+
+
+@pytest.mark.parametrize("format", ["pt", "jsonl"])
+def test_an_export_has_the_log_probs_that_another_stage_recorded(
+    running: Service, session: stagescope.Session, format: str, tmp_path: Path
+) -> None:
+    run = f"apart-{format}"
+    engine = Rank(running, run=run, role="rollout", world_size=1)
+    prompts = by_rows("prompts", np.full((len(SAMPLES), 2), 7))
+    streams = ("rollout_log_probs", "response_mask", "responses")
+    sampled: dict[str, Any] = dict(payload_of(whole(), streams=streams, version=9))
+    sampled["tensors"] |= prompts
+    engine.stage("rollout_generate", 5, sampled, policy_version=9)
+    engine.say("finish")
+    actor = Rank(running, run=run, world_size=1)
+    streams = ("old_log_probs", "response_mask")
+    actor.stage(STAGE, 5, payload_of(whole(), streams=streams, version=9), policy_version=9)
+    actor.say("finish")
+    write_nexrl(open_dump(running.settings.data_path / run), tmp_path / "out", format)
+    report = import_dump(session, open_dump(tmp_path / "out"), f"{run}-again")
+    assert (report["problems"], report["refused"], report["left_out"]) == ([], [], {})
+    train(running, f"{run}-together", "packed in a row")
+    runs = (f"{run}-together", f"{run}-again")
+    one, other = (running.get("/steps/5/metrics", run=each) for each in runs)
+    ours, theirs = flat(one["metrics"]), flat(other["metrics"])
+    assert {name for name in ours if not is_same(ours[name], theirs.get(name))} == set()
