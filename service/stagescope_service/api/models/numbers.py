@@ -139,7 +139,8 @@ class Numbers(StepHeading):
 
 
 class Stream(Model):
-    """The attributes of a log-prob series; unknown ones are absent."""
+    """The attributes of a log-prob series in the step; absent are unknown ones, and those of which
+    ranks say different things."""
 
     dtypes: list[str]
     """The dtypes in which it arrived."""
