@@ -324,10 +324,9 @@ class Intake:
             if type(each) is DumpReported
             for put in self._requests.reported(each.row, mono, wall)
         ]
-        refused = await self._effects.carry_out(instructions)
-        # A step that a rank missed may be agreed on again: then every rank is to hear of it.
-        await self.change_plan(changes)
-        return refused
+        # A step that a rank missed may be agreed on again: then every rank is to hear of it. Both
+        # in one commit, for in between the capture would have ended as partial.
+        return await self._commit_with_plan(instructions, changes)
 
     def _refusal(self, sender: Sender, error: Exception) -> list[Instruction]:
         process = self._state.registry.processes.get(sender.incarnation)
@@ -516,12 +515,18 @@ class Intake:
 
     async def change_plan(self, rows: Sequence[Put]) -> None:
         """Commit changes of the plan, then let every rank know."""
-        if not rows:
-            return
-        publication = self._plan.publication()
-        await self._effects.carry_out(rows)
-        self._plan.publish(publication)
-        self._commits.notify_all()
+        if rows:
+            await self._commit_with_plan((), rows)
+
+    async def _commit_with_plan(
+        self, instructions: Sequence[Instruction], rows: Sequence[Put]
+    ) -> Sequence[RefusedWrite]:
+        publication = self._plan.publication() if rows else None
+        refused = await self._effects.carry_out([*instructions, *rows])
+        if publication is not None:
+            self._plan.publish(publication)
+            self._commits.notify_all()
+        return refused
 
     async def agreed(self, capture_id: str, wait: float) -> CaptureEntry | None:
         """Wait until a capture is agreed on or refused, at most `wait` seconds; None: it ended."""
