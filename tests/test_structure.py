@@ -16,8 +16,8 @@ SERVICE: Final = ROOT / "service/stagescope_service"
 ROOTS: Final = (CLIENT, WORKERS, SERVICE)
 
 LAYERS: Final = (
-    "background", "settings", "service_file", "figure_style", "rows", "statistics", "store",
-    "dumps", "compare", "triggers", "diagnosis", "core", "ingest", "coordinator", "api",
+    "background", "priority", "settings", "service_file", "figure_style", "rows", "statistics",
+    "store", "dumps", "compare", "triggers", "diagnosis", "core", "ingest", "coordinator", "api",
 )  # fmt: skip
 """Packages of the service, the lowest first: each may import itself and those before it."""
 TOP: Final = (

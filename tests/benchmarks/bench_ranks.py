@@ -240,7 +240,10 @@ class Asker:
     def request(self) -> tuple[str, int]:
         """Request a capture; return its id and the plan's revision."""
         made: Any = self.session.capture(stages=[STAGES[0]], run=RUN, steps="next")
-        return made["capture_id"], self.session.status()["coordinator"]["revision"]
+        # A coordinator that is short of time does not answer every question for its status.
+        while (revision := self.session.status()["coordinator"].get("revision")) is None:
+            time.sleep(0.5)
+        return made["capture_id"], revision
 
     def phase(self, capture_id: str) -> str:
         """Return the phase of a capture's agreement."""

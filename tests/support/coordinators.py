@@ -30,6 +30,7 @@ class FakeCoordinator:
     def __init__(self, name: str = "first") -> None:
         self.name = name
         self.mode = "serve"
+        self.wall: Callable[[], float] = time.time
         self.pause: float | None = None
         self.plan: dict[str, Any] = {"revision": 0, "captures": []}
         self.requests: list[Mapping[str, object]] = []
@@ -140,7 +141,7 @@ class FakeCoordinator:
     def _answer(self) -> dict[str, object]:
         revision = self.plan["revision"]
         receipts = dict(self.receipts) if self.settle_at_once else {}
-        now = time.time()
+        now = self.wall()
         key = {} if self.attempt_key is None else {"attempt_key": self.attempt_key}
         return key | {
             "coordinator": self.name, "wall": now, "revision": revision, "receipts": receipts,

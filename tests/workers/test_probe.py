@@ -629,6 +629,25 @@ def test_close_waits_for_payload_receipts(
     settle.join()
 
 
+@pytest.mark.parametrize("state", ["lost", "refused"])
+def test_close_says_which_payloads_the_service_could_not_take_in(
+    make_probe: MakeProbe,
+    coordinator: FakeCoordinator,
+    caplog: pytest.LogCaptureFixture,
+    state: str,
+) -> None:
+    probe = make_probe()
+    with probe.stage("s", step=1) as stage:
+        stage.record(rewards=[1.0])
+    ends(coordinator)
+    coordinator.settle({3: state})
+    assert not probe.close(10.0)
+    assert any(
+        f"could not take in payloads: 1 {state}; `stagescope losses --run" in text
+        for text in caplog.messages
+    )
+
+
 def test_context_manager_closes(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:
     with make_probe() as probe:
         probe.log(step=3, reward=0.5)

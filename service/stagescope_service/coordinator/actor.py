@@ -25,6 +25,7 @@ from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator import control_socket
+from stagescope_service.priority import take_ordinary_priority
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,6 +71,9 @@ class DebugCoordinator:
         importlib.import_module("stagescope_service.coordinator.coordinator")
         gc.collect()  # an import leaves cycles
         gc.freeze()  # what stays of it is not searched again
+        # It needs little, and every rank keeps what it does not acknowledge. The API stays nice: a
+        # question never takes a core from a training.
+        take_ordinary_priority()
 
     # --- raw calls --------------------------------------------------------------------------
     async def begin_stage(self, **fields: object) -> Reply:

@@ -46,6 +46,7 @@ from stagescope_service.ingest.recompute import JoinAnswer, Source
 from stagescope_service.ingest.relay_actor import start_relays
 from stagescope_service.ingest.rollout_join import RolloutRows
 from stagescope_service.ingest.work_queue import Superseded, WorkQueue
+from stagescope_service.priority import be_nice
 from stagescope_service.settings import Settings
 from stagescope_service.statistics import warm
 from stagescope_service.store.contract import Put
@@ -221,7 +222,7 @@ class Ingestor:
 
 def _start_worker(node_id: str) -> None:
     # Only this thread computes; the actor's loop stays responsive.
-    os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+    be_nice(_NICE)
     began = time.monotonic()
     compiled: list[str] = []
 

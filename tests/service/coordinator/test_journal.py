@@ -64,7 +64,7 @@ class RefusingStore(SqlStore):
     def submit(self, writes: Sequence[Write], *, isolate: bool = False) -> Submitted:
         if isolate and self.chance is not None:
             for write in writes:
-                if isinstance(write, Put) and self.chance.random() < 0.01:
+                if isinstance(write, Put) and self.chance.random() < 0.03:
                     self._spoil(write)
         return super().submit(writes, isolate=isolate)
 

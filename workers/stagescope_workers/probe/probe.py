@@ -355,7 +355,7 @@ class Probe(Reporter):
                 (`finish` in `finally`), unless it was handled already when the probe was made.
 
         Returns:
-            Whether everything was received, payloads included.
+            Whether everything was received, and every payload taken in.
         """
         event_sender = self._sender
         if self.is_inert or event_sender is None:
@@ -372,10 +372,21 @@ class Probe(Reporter):
         for each in starts:
             each.event_sender.stop()
         self.stage_tracker.close()
-        self._arrived = all(each.outbox.is_empty for each in starts)
-        if not self._arrived and not event_sender.answers:
+        is_received = all(each.outbox.is_empty for each in starts)
+        not_taken = sum((each.outbox.not_taken for each in starts), collections.Counter[str]())
+        self._arrived = is_received and not not_taken
+        if not_taken:
+            _log.warning(
+                "of run %s the service could not take in payloads: %s; `stagescope losses "
+                "--run %s` and `stagescope findings --run %s` say why",
+                self.run,
+                ", ".join(f"{number} {state}" for state, number in sorted(not_taken.items())),
+                self.run,
+                self.run,
+            )
+        if not is_received and not event_sender.answers:
             self._handshake.warn_unconnected(event_sender.problem)
-        if not self._arrived:
+        if not is_received:
             waiting = sum(each.outbox.waiting for each in starts)
             _log.warning(
                 "closed with %d events and %d payloads of run %s that were not acknowledged%s",

@@ -37,6 +37,8 @@ milliseconds, as much as dozens of events, and sending competes with the stage i
 interpreter. A process that is killed loses the events of this time."""
 _LINGERS: Final = frozenset({BEGIN, END})
 
+_NOT_TAKEN: Final = frozenset({"lost", "refused"})
+"""Receipts of payloads that arrived, and of which nothing can be measured."""
 _NEVER_DROPPED: Final = frozenset({HELLO, FINISH, DROPPED})
 _MAX_DETAILS: Final = 1000  # drops counted by work; further ones are counted without their work
 
@@ -111,6 +113,8 @@ class Outbox:
         """When the queued events are to be sent, by `time.monotonic`."""
         self.dropped: collections.Counter[str] = collections.Counter()
         """The number of drops so far, by kind: event, payload, scalar."""
+        self.not_taken: collections.Counter[str] = collections.Counter()
+        """The number of payloads whose receipt says lost or refused, by that word."""
         self._on_put = on_put
         self._lock = threading.Lock()
         self._seq = 0
@@ -315,10 +319,12 @@ class Outbox:
     def settle(self, receipts: Mapping[int, str]) -> None:
         """Release the bodies that have a payload receipt of any kind."""
         with self._lock:
-            for seq in receipts:
+            for seq, state in receipts.items():
                 entry = self._unreceipted.pop(int(seq), None)
                 if entry is not None:
                     self._forget_body(entry)
+                    if state in _NOT_TAKEN:
+                        self.not_taken[state] += 1
 
     def offer_again(self) -> int:
         """Queue every unreceipted event with its payload again; return their number."""
