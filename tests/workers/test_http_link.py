@@ -25,14 +25,17 @@ from tests.support.proxy import running_proxy, set_proxy
 
 from stagescope import discovery
 from stagescope.wire import framing
-from stagescope.wire.errors import StagescopeError, Unauthorized, Unreachable
+from stagescope.wire.errors import InvalidEvent, StagescopeError, Unauthorized, Unreachable
 from stagescope.wire.framing import WirePayload
-from stagescope.wire.schema import DTYPE_BYTES
+from stagescope.wire.names import storable_id
+from stagescope.wire.schema import DTYPE_BYTES, Event
 from stagescope_service.api import framing as api_framing
+from stagescope_service.statistics.payload import read_value
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.payload import owned_tensor
 from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.draft import Draft
+from stagescope_workers.probe.stage import error_fields
 from stagescope_workers.transport import link as links
 from stagescope_workers.transport import sender
 from stagescope_workers.transport.http_link import HttpLink
@@ -94,6 +97,40 @@ def test_rows_and_nonfinite_numbers_arrive() -> None:
 def test_batch_without_payload_has_no_tensors() -> None:
     body = framing.pack_batch(SENDER, [(1, "log", 1, 0.0, 0.0, {})], {})
     assert api_framing.parse(body, framed=True, max_json=1000, max_events=1).payloads == {}
+
+
+def test_a_text_that_is_no_unicode_arrives_as_its_escape() -> None:
+    """As what comes over Ray is read."""
+    draft = Draft(PinnedPool())
+    values = {
+        "a\ud800": np.ones(2, np.float32),
+        "texts": ["\udc00", ""],
+        "sample_ids": ["\ud800x", "é"],
+    }
+    assert not list(draft.add({**values, "source": "s\udcff", "meta": {"\ud83d": [10**400]}}))
+    error = error_fields(OSError(2, "no such file", "dump\udcff"))
+    batch = pack_and_parse(draft.finish(), {**error, "scalars": {"loss\udcff": 1.5}})
+    fields: Any = batch.events[0][5]
+    assert fields["error_message"].endswith("'dump\\udcff'")
+    assert fields["scalars"] == {"loss\\udcff": 1.5}
+    payload = batch.payloads[7]
+    over_ray, over_http = read_value(draft.finish()), read_value(payload)
+    assert over_ray.strings == over_http.strings
+    assert [*over_ray.tensors] == [*over_http.tensors] == ["a\\ud800"]
+    assert payload["strings"]["sample_ids"] == [storable_id("\ud800x"), "é"]
+    assert payload["meta"] == {"source": "s\\udcff", "meta": {"\\ud83d": [str(10**400)]}}
+
+
+def test_an_event_without_json_is_sent_as_one_that_is_refused() -> None:
+    itself: list[object] = []
+    itself.append(itself)
+    good = (1, "log", 1, 0.0, 0.0, {"scalars": {"loss": np.float32(1.5)}})
+    bad = (1, "log", 2, 0.0, 0.0, {"x": itself})
+    body = framing.pack_batch(SENDER, [good, bad], {})
+    first, second = api_framing.parse(body, framed=True, max_json=1 << 20, max_events=2).events
+    assert Event.parse(first).fields == {"scalars": {"loss": 1.5}}
+    with pytest.raises(InvalidEvent, match="nested more than 100 deep"):
+        Event.parse(second)
 
 
 class Service(ThreadingHTTPServer):
