@@ -492,6 +492,14 @@ def test_where_and_when_a_service_is_searched(
     assert find_link(None, None, "stagescope", waited=60.0) is not None
 
 
+def test_no_error_of_a_link_holds_its_token(server: Service) -> None:
+    link = HttpLink(server.url, "hidden\n")
+    with pytest.raises(Unreachable, match="LocalProtocolError") as caught:
+        link.poll(SENDER, 0, [], 0.0).result(10)
+    assert "hidden" not in str(caught.value)
+    link.close()
+
+
 def test_a_token_of_the_file_goes_to_its_own_url_alone(
     server: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

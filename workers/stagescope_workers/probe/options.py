@@ -50,7 +50,7 @@ class ProbeOptions:
     data_root: str | None = None
     strict: bool = False
     url: str | None = None
-    token: str | None = None
+    token: str | None = dataclasses.field(default=None, repr=False)
     max_pending_bytes: int = DEFAULT_MAX_BYTES
     max_pending_events: int = DEFAULT_MAX_EVENTS
     max_pinned_bytes: int = DEFAULT_PINNED_BYTES

@@ -171,7 +171,7 @@ class HttpLink:
             hint = proxies.unused_proxy(self._url)
             raise Unreachable(
                 f"{method} {self._url}{path}{proxies.way_to(self._url)}: "
-                f"{type(error).__name__}: {error}",
+                f"{type(error).__name__}: {proxies.reason_of(error)}",
                 advice="is `stagescope serve` up, and STAGESCOPE_URL its address?"
                 + (f" {hint}" if hint else ""),
             ) from error
