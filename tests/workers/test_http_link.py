@@ -144,6 +144,7 @@ class Service(ThreadingHTTPServer):
         self.detail = "as the test said"
         self.authorizations: list[str | None] = []
         self.drained: list[str | None] = []
+        self.drain_answer: dict[str, object] = {}
         self.holds: threading.Event | None = None
         self.is_dead = False
         super().__init__((host, port), Handler)
@@ -181,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
             answer = future.result()
         elif status == 200 and self.path == "/drain":
             service.drained.append(json.loads(body)["run"])
-            answer = {"drained": True, "known": True}
+            answer = {"drained": True, "known": True, **service.drain_answer}
         text = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
@@ -403,6 +404,20 @@ def test_finish_of_a_short_process_waits_for_an_api_that_it_never_reached(
         assert "born-late" in second.drained
         kinds = {event.kind for event in second.coordinator.events.values()}
         assert ({"begin", "end", "finish"} <= kinds) is with_probe
+
+
+def test_finish_is_false_where_something_of_any_rank_will_never_arrive(
+    server: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_service_file(monkeypatch, tmp_path, server.url, "right")
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    server.drain_answer["lost"] = ["actor rank 3: payloads 2"]
+    lifecycle.init("lossy", attempt_key="a")
+    assert not lifecycle.finish(30.0)
+    assert "never have everything of run lossy (actor rank 3: payloads 2)" in caplog.text
 
 
 def test_finish_gives_up_in_time_where_a_known_service_never_answers(
