@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
 
 from stagescope.session import Session
 from stagescope.wire.errors import NotFound, NotReady
+from stagescope.wire.nonfinite import valid_text
 
 if TYPE_CHECKING:
     from stagescope_service.dumps.importing import OperatorDump
@@ -45,7 +46,7 @@ def wait_for_tables(session: Session, run: str, key: str, dumps: Sequence[Operat
     It gives up when nothing happens for longer than the largest dump may take.
     """
     tables: Tables = {}
-    left = {each.work for each in dumps}
+    left = {_sent(each.work) for each in dumps}
     if not left:
         return tables
     (attempt,) = (row["attempt"] for row in session.attempts(run) if row["attempt_key"] == key)
@@ -82,6 +83,11 @@ def _tables_of(session: Session, run: str, attempt: int, step: int) -> Tables:
     }
 
 
+def _sent(place: Location) -> Location:
+    """Return a place as the service knows it: a directory's name may be no valid text."""
+    return place._replace(stage=None if place.stage is None else valid_text(place.stage))
+
+
 def tables_without_calls(tables: Tables) -> Iterator[str]:
     """Yield a sentence for each operator dump without a call."""
     for place, row in tables.items():
@@ -94,7 +100,7 @@ def tables_without_calls(tables: Tables) -> Iterator[str]:
 def unread_tables(dumps: Sequence[OperatorDump], tables: Tables) -> Iterator[str]:
     """Yield the operator dumps of which the service has no table, each with the reason."""
     for each in dumps:
-        row = tables.get(each.work)
+        row = tables.get(_sent(each.work))
         if row is None or row["state"] == "announced":
             reason = "the service has not read it yet: see `stagescope findings`"
         elif row["state"] == "digested":

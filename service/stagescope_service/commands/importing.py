@@ -15,6 +15,7 @@ from stagescope.session import Session, attach
 from stagescope.wire import spool
 from stagescope.wire.errors import Conflict, InvalidInput, NotFound
 from stagescope.wire.names import run_name
+from stagescope.wire.nonfinite import valid_text
 from stagescope_service.commands.imported_tables import (
     tables_without_calls,
     unread_tables,
@@ -293,7 +294,7 @@ def _is_complete(session: Session, dump: Dump, run: str, key: str, *, new_attemp
             return has_ended and not len(session.losses(run, row["attempt"], limit=1))
     newest = attempts[0]
     config = (newest["fingerprint"] or {}).get("config") or {}
-    if not new_attempt and config.get(IMPORTED) != dump.name:
+    if not new_attempt and config.get(IMPORTED) != valid_text(dump.name):
         source = config.get(IMPORTED)
         made = "is of processes that reported" if source is None else f"was imported from {source}"
         raise Conflict(

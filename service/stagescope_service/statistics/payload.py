@@ -19,7 +19,7 @@ import numpy as np
 
 from stagescope.wire.errors import InvalidEvent, InvalidTensor
 from stagescope.wire.names import misspelt, storable_id
-from stagescope.wire.nonfinite import Json
+from stagescope.wire.nonfinite import Json, valid_text
 from stagescope.wire.policy_versions import VERSION_NAMES, names_of, text_versions
 from stagescope.wire.schema import (
     DTYPE_BYTES,
@@ -78,10 +78,12 @@ def read_value(value: object) -> Payload:
             advice="bring the service and the job to versions that share a schema",
         )
     tensors = {
-        str(name): _checked(str(name), wire) for name, wire in (value.get("tensors") or {}).items()
+        _text(name): _checked(str(name), wire)
+        for name, wire in (value.get("tensors") or {}).items()
     }
     strings = {
-        str(name): _texts(str(name), texts) for name, texts in (value.get("strings") or {}).items()
+        _text(name): _texts(str(name), texts)
+        for name, texts in (value.get("strings") or {}).items()
     }
     meta = dict(value.get("meta") or {})
     if "versions" in strings and "versions" not in tensors:
@@ -101,7 +103,11 @@ def _add_versions(texts: object, tensors: dict[str, WireTensor], meta: dict[str,
 
 def _texts(name: str, texts: Iterable[object]) -> list[str]:
     """Return the texts of a payload; ids as the catalogue stores them, others as they are."""
-    return [*map(storable_id if name in PAYLOAD_STRINGS else str, texts)]
+    return [*map(storable_id if name in PAYLOAD_STRINGS else _text, texts)]
+
+
+def _text(value: object) -> str:
+    return valid_text(str(value))
 
 
 def _checked(name: str, wire: object) -> WireTensor:
@@ -120,12 +126,13 @@ def _raw(value: Mapping[Any, object]) -> Payload:
     tensors: dict[str, WireTensor] = {}
     strings: dict[str, list[str]] = {}
     meta: dict[str, Json] = {}
-    for name, item in value.items():
-        if not isinstance(name, str) or (name in PER_TOKEN and isinstance(item, str | Mapping)):
+    for given, item in value.items():
+        if not isinstance(given, str) or (given in PER_TOKEN and isinstance(item, str | Mapping)):
             raise InvalidTensor(
-                f"the payload's {name!r:.100} is {item!r:.100}",
+                f"the payload's {given!r:.100} is {item!r:.100}",
                 expected="a name, with an array, a tensor or a list of rows",
             )
+        name = valid_text(given)
         if name == "versions" and _add_versions(item, tensors, meta):
             continue
         if are_texts(item, name):
