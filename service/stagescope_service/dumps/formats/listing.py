@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from stagescope.wire.errors import NotFound, StagescopeError, TooLarge
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.formats.content import damage_of
+from stagescope_service.dumps.formats.content import SUFFIXES, damage_of
 from stagescope_service.dumps.records import (
     SECTIONS,
     Dump,
     DumpContents,
     DumpEntry,
     DumpProblem,
+    Location,
     RankDump,
 )
 from stagescope_service.store.artifacts import confine
@@ -55,6 +56,60 @@ class FileDump:
     def read(self, entry: DumpEntry) -> DumpContents:
         """Read one entry; see `records.Dump.read`."""
         return self.reader(entry)
+
+
+def file_dump(
+    path: Path,
+    kind: str,
+    entries: Iterable[DumpEntry],
+    problems: Sequence[DumpProblem],
+    reader: Callable[[DumpEntry], DumpContents],
+    *,
+    step: int | None,
+) -> FileDump:
+    """Return the dump of the entries of a step, or of all, of which no two have the same place."""
+    of_step = [entry for entry in entries if step in (None, entry.location.step)]
+    chosen, alike = distinct(sorted(of_step, key=entry_order))
+    return FileDump(str(path), kind, chosen, [*problems, *alike], reader)
+
+
+def distinct(
+    entries: Sequence[DumpEntry], location: Location | None = None
+) -> tuple[list[DumpEntry], list[DumpProblem]]:
+    """Return the entries of which no two files have the same place, and the files left out.
+
+    The first of files of one place is read: that with the shortest name, `1` before `01`.
+
+    Args:
+        entries: sections of files.
+        location: the place of all of them; None if it is their own.
+    """
+
+    def place(entry: DumpEntry) -> tuple[object, ...]:
+        return entry.section, entry.location if location is None else location, entry.key
+
+    first: dict[tuple[object, ...], DumpEntry] = {}
+    for entry in sorted(entries, key=_by_name):
+        first.setdefault(place(entry), entry)
+    chosen: list[DumpEntry] = []
+    refused: dict[Path, DumpProblem] = {}
+    for entry in entries:
+        other = first[place(entry)]
+        if other.path == entry.path:
+            chosen.append(entry)
+            continue
+        message = (
+            f"{entry.path} is of {entry.location if location is None else location}, as "
+            f"{other.path} is, and is left out: rename it, or import it into another run"
+        )
+        refused.setdefault(entry.path, DumpProblem(entry.path, "refused", message, entry))
+    return chosen, [*refused.values()]
+
+
+def _by_name(entry: DumpEntry) -> tuple[object, ...]:
+    path = entry.path
+    suffix = SUFFIXES.index(path.suffix) if path.suffix in SUFFIXES else len(SUFFIXES)
+    return len(path.stem), str(path.with_suffix("")), suffix
 
 
 def rank_dumps(dump: Dump) -> Sequence[RankDump]:
