@@ -228,6 +228,23 @@ def test_tensors_of_an_import_are_in_its_directory(
         session.tensors({"run": "full", "step": 0}, {"step": 1})
 
 
+def test_what_is_known_in_part_is_not_all_finite(
+    session: stagescope.Session, tmp_path: Path
+) -> None:
+    known = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "Max": 1, "Min": 0}
+    unknown = {**known, "Max": None, "Min": None}
+    data = {"Torch.mul.0.forward": {"input_args": [known], "output": [unknown]}}
+    (tmp_path / "step0/rank0").mkdir(parents=True)
+    (tmp_path / "step0/rank0/dump.json").write_text(json.dumps({"data": data}))
+    import_dump(session, open_dump(tmp_path), "in_part")
+    assert session.step(0, run="in_part").non_finite().lines(width=200) == [
+        "no operator gave a NaN or an infinity (but for masks), as far as is known: "
+        "1 tensor has no Min and Max",
+        "actor_update actor/0: finite in the 1 tensor with Min and Max; 1 tensor has no Min and "
+        "Max: not known",
+    ]
+
+
 def test_checksums_alone_say_nothing_of_nan(
     session: stagescope.Session, directory: Path, tmp_path: Path
 ) -> None:
