@@ -245,6 +245,25 @@ def test_what_is_known_in_part_is_not_all_finite(
     ]
 
 
+def test_a_dump_that_was_cut_off_is_not_called_empty(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    text = (directory / "step3/rank0/dump.json").read_text()
+    for rank, part in enumerate((text, "", text[:100], text[: len(text) // 2])):
+        target = tmp_path / f"step0/rank{rank}/dump.json"
+        target.parent.mkdir(parents=True)
+        target.write_text(part)
+    report = import_dump(session, open_dump(tmp_path), "cut")
+    assert report["notes"] == []
+    assert [Path(each["path"]).parent.name for each in report["problems"]] == [
+        "rank1", "rank2", "rank3",
+    ]  # fmt: skip
+    messages = [each["message"] for each in report["problems"]]
+    assert all("was cut off while it was written" in message for message in messages)
+    assert ["it holds no complete call" in message for message in messages] == [True, True, False]
+    assert "recorded no call" not in "\n".join(session.step(0, run="cut").operators().lines())
+
+
 def test_checksums_alone_say_nothing_of_nan(
     session: stagescope.Session, directory: Path, tmp_path: Path
 ) -> None:

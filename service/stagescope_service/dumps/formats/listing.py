@@ -136,7 +136,7 @@ def files_below(root: Path) -> tuple[list[ListedFile], list[DumpProblem]]:
     """Return every file below a directory, sorted by name, and the problems met.
 
     Symbolic links that lead out of the directory are refused. Links to themselves are skipped, and
-    so are hidden files: they are still being written.
+    so are hidden files: they are still being written. A hidden directory with files is a problem.
 
     Raises:
         NotFound: there is no such directory.
@@ -154,7 +154,10 @@ def files_below(root: Path) -> tuple[list[ListedFile], list[DumpProblem]]:
                     f"{root} holds more than {MAX_FILES} files",
                     advice="give the directory of one dump, or of one of its steps",
                 )
-            if path.is_symlink() and _is_circular(path):
+            if path.name.startswith("."):
+                message = f"{path} has a hidden directory's name and is left out: rename it"
+                problems.append(DumpProblem(path, "unknown", message))
+            elif path.is_symlink() and _is_circular(path):
                 problems.append(DumpProblem(path, "unknown", f"{path} is a link to itself"))
             elif path.is_symlink() and root.resolve().is_relative_to(path.resolve()):
                 problems.append(DumpProblem(path, "unknown", f"{path} leads back: not followed"))
@@ -193,10 +196,16 @@ def is_companion(found: ListedFile, names: Container[str]) -> bool:
 
 def _walk(root: Path) -> Iterator[Path]:
     for directory, folders, names in os.walk(root):
-        folders[:] = sorted(each for each in folders if not each.startswith("."))
         here = Path(directory)
+        hidden = sorted(each for each in folders if each.startswith("."))
+        yield from (here / each for each in hidden if _holds_files(here / each))
+        folders[:] = sorted({*folders} - {*hidden})
         yield from (here / each for each in folders if (here / each).is_symlink())
         yield from (here / each for each in sorted(names) if not each.startswith("."))
+
+
+def _holds_files(directory: Path) -> bool:
+    return any(names for _, _, names in os.walk(directory))
 
 
 def _is_circular(path: Path) -> bool:

@@ -108,7 +108,7 @@ def open_prime_rl_traces(path: Path, *, step: int | None = None) -> FileDump:
         TooLarge: more files than a dump has.
         StoreError: the disk reported an error.
     """
-    found, _ = files_of(path.absolute())
+    found, problems = files_of(path.absolute())
     trainers = [each.path for each in found if _TRAINER.search(each.path.as_posix())]
     roots = {_root(each) for each in trainers}
     if not roots:
@@ -126,7 +126,7 @@ def open_prime_rl_traces(path: Path, *, step: int | None = None) -> FileDump:
         for number, lines in sorted(traces.steps.items())
         if step in (None, number)
     ]
-    return FileDump(str(path), KIND, entries, traces.problems, read_entry)
+    return FileDump(str(path), KIND, entries, [*problems, *traces.problems], read_entry)
 
 
 def _root(trainer: Path) -> Path:
