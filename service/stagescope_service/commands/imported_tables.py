@@ -12,7 +12,7 @@ from stagescope.wire.nonfinite import valid_text
 
 if TYPE_CHECKING:
     from stagescope_service.dumps.importing import OperatorDump
-    from stagescope_service.dumps.records import Location
+    from stagescope_service.dumps.records import DumpProblem, Location
 
 _TABLE_SECONDS: Final = 30.0
 """Time in which the service begins to read a further operator dump."""
@@ -34,6 +34,7 @@ class TableRow(TypedDict):
     dump_path: str | None
     calls: int | None
     task: str | None
+    truncated_at: int | None
 
 
 Tables: TypeAlias = "dict[Location, TableRow]"
@@ -91,10 +92,29 @@ def _sent(place: Location) -> Location:
 def tables_without_calls(tables: Tables) -> Iterator[str]:
     """Yield a sentence for each operator dump without a call."""
     for place, row in tables.items():
-        if row["calls"] == 0:
+        if row["calls"] == 0 and row["truncated_at"] is None:
             alone = row["task"] == "structure"
             what = "the structure alone (task structure)" if alone else "no call"
             yield f"{place}: msprobe recorded {what}"
+
+
+def cut_off_tables(dumps: Sequence[OperatorDump], tables: Tables) -> Iterator[DumpProblem]:
+    """Yield the problem of each operator dump whose file ends too early."""
+    from stagescope_service.dumps.records import DumpProblem
+
+    for each in dumps:
+        row = tables.get(each.work)
+        if row is None or row["truncated_at"] is None:
+            continue
+        calls = row["calls"] or 0
+        read = (
+            f"what is before it was read (calls: {calls})" if calls else "it holds no complete call"
+        )
+        message = (
+            f"{each.entry.path} was cut off while it was written, at byte {row['truncated_at']}: "
+            f"{read}"
+        )
+        yield DumpProblem(each.entry.path, "damaged", message, each.entry)
 
 
 def unread_tables(dumps: Sequence[OperatorDump], tables: Tables) -> Iterator[str]:

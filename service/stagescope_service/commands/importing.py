@@ -17,6 +17,7 @@ from stagescope.wire.errors import Conflict, InvalidInput, NotFound
 from stagescope.wire.names import run_name
 from stagescope.wire.nonfinite import valid_text
 from stagescope_service.commands.imported_tables import (
+    cut_off_tables,
     tables_without_calls,
     unread_tables,
     wait_for_tables,
@@ -250,6 +251,7 @@ def import_dump(
         payloads += len(accepted)
         on_progress(payloads, parts)
     tables = wait_for_tables(session, run, key, announced)
+    problems += map(_unread, cut_off_tables(announced, tables))
     refused += [Refusal(seq=None, reason=reason) for reason in unread_tables(announced, tables)]
     notes = dump.about.get(NOTES)
     notes = [*map(str, notes)] if isinstance(notes, list) else []
