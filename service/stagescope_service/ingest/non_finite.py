@@ -88,8 +88,9 @@ class NonFiniteCounts:
         if values is None:
             return _Kinds(0, 0, 0)
         if values.dtype == np.uint16:  # bfloat16
-            at = np.flatnonzero((values & _EXPONENT) == _EXPONENT)
-            odd = (values[at].astype(np.uint32) << 16).view(np.float32)
+            bits = values.view(np.uint16)
+            at = np.flatnonzero((bits & _EXPONENT) == _EXPONENT)
+            odd = (bits[at].astype(np.uint32) << 16).view(np.float32)
         else:
             at = np.flatnonzero(~np.isfinite(values))
             odd = values[at].astype(np.float32)
