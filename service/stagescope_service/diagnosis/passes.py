@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import CURRENT_ALONE, UPDATE_PAIR, Part
 from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.mismatch import rounding_floor
 from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.step_summary import assemble
 
@@ -34,6 +35,8 @@ class FirstPass(NamedTuple):
     """The other ones under the mask."""
     mean: float
     """Mean |current - old| of `tokens` in nats; 0.0: these are equal; NaN: there are none."""
+    rounding: float
+    """Mean error in nats that the dtypes of the two make."""
     is_of_sums: bool = False
     """Whether `mean` is |mean of current - old|, of streams that two stages recorded: noise
     cancels in it, and only equality can be told from it."""
@@ -51,13 +54,16 @@ def first_passes(parts: Sequence[PartRecord]) -> list[FirstPass]:
     for part in parts:
         if part.key not in counted:
             continue
+        rounding = rounding_floor(part.summary, part.summary.total)
         keys, values = part.summary.sequences.by_sample()
         for (sample, _, row), own in zip(keys, values, strict=True):
             tokens, bad = int(own[_TOKENS]), int(own[_NON_FINITE])
             if tokens or bad:
                 name = sample or f"row {row}"
                 mean = float(own[_D_ABS_SUM]) / tokens if tokens else math.nan
-                found.append(FirstPass(part.role, part.rank, part.part, name, tokens, bad, mean))
+                found.append(
+                    FirstPass(part.role, part.rank, part.part, name, tokens, bad, mean, rounding)
+                )
     return found
 
 
@@ -83,7 +89,9 @@ def passes_apart(current: Sequence[PartRecord], old: Sequence[PartRecord]) -> li
             continue  # the rollout's may be what is not finite
         mean = math.nan if now.non_finite else _apart(now.total, then.total) / now.tokens
         found.append(
-            FirstPass(now.role, now.rank, now.part, sample, now.tokens, now.non_finite, mean, True)
+            FirstPass(
+                now.role, now.rank, now.part, sample, now.tokens, now.non_finite, mean, 0.0, True
+            )
         )
     return found
 

@@ -16,6 +16,9 @@ from stagescope_service.diagnosis.passes import FirstPass
 
 _FEW: Final = 16
 """Fewest tokens of a sample whose mean is compared with those of samples that differ, too."""
+_ROUNDED: Final = 2.0
+"""Mean errors of rounding that two passes differ by where half of the tokens are rounded to the
+next value of a narrow dtype."""
 _ENOUGH: Final = 3
 """Fewest samples of a rank, or of a piece of a stage, whose median is its noise."""
 _NAMED: Final = 6
@@ -88,7 +91,8 @@ def _judge(
     off = []
     for each in passes:
         is_far = any(medians.get(group, 0.0) > bound for group in _groups_of(each))
-        limit = bound if is_far else max(factor * noise, least)
+        least_off = 0.0 if math.isnan(each.rounding) else _ROUNDED * each.rounding
+        limit = bound if is_far else max(factor * noise, least, least_off)
         is_off = each.mean > limit and (noise == 0.0 or each.tokens >= _FEW)
         if each.non_finite or (is_judged and is_off):
             off.append(each)

@@ -20,13 +20,14 @@ Float64 = npt.NDArray[np.float64]
 def update(
     live: Service, run: str, off: dict[int, list[int]], *, noise: float = 0.0, by: float = 0.02,
     later: bool = False, rollout: bool = True, apart: bool = False, steps: int = 2,
-    bad: dict[int, list[int]] | None = None, pieces: int = 1,
+    bad: dict[int, list[int]] | None = None, pieces: int = 1, flips: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
     """Train with two ranks; rows `off` of a rank are scored otherwise by the update.
 
     With `later` a second mini-batch follows, whose log-probs have moved. With `apart` the update
     records no old ones. Three tokens of each row `bad` are NaN. With `pieces` the first mini-batch
-    comes in so many micro-batches.
+    comes in so many micro-batches. With `flips` streams hold values of bfloat16, and this share of
+    the current ones is the next such value.
     """
     ranks = [Rank(live, run=run, rank=rank, world_size=2) for rank in range(2)]
     for step in range(1, steps + 1):
@@ -37,6 +38,11 @@ def update(
                 q = -1.0 - random.exponential(1.0, (ROWS, WIDTH))
                 old = np.minimum(q + random.normal(0.0, 0.01, q.shape), -1e-6)
                 current = old + random.normal(0.0, noise, q.shape) if noise else old.copy()
+                if flips:
+                    bits = old.astype(np.float32).view(np.uint32) & 0xFFFF0000
+                    old = bits.view(np.float32).astype(np.float64)
+                    moved = bits + (random.random(old.shape) < flips).astype(np.uint32) * 0x10000
+                    current = moved.view(np.float32).astype(np.float64)
                 for row in off.get(at, []):
                     current[row] += random.normal(0.0, by, WIDTH)
                 current[(bad or {}).get(at, []), :3] = np.nan
@@ -166,6 +172,16 @@ def test_noise_of_two_passes_is_no_difference_but_rows_far_beyond_it_are(live: S
     row = update(live, "update-beyond", {0: [3]}, noise=0.005, by=0.2)
     assert (row["verdict"], row["where"]) == ("found", "actor 0")
     assert row["for"][1].endswith(": s2r0-3")
+
+
+def test_values_of_a_narrow_dtype_that_round_otherwise_are_no_difference(live: Service) -> None:
+    """Half of the samples are equal, and a token or two of the others are rounded otherwise."""
+    row = update(live, "update-flips", {}, flips=0.015)
+    assert row["verdict"] == "not found"
+    assert "equal in 16" not in row["against"][0]
+    row = update(live, "update-flips-off", {1: [6]}, flips=0.015)
+    assert (row["verdict"], row["where"]) == ("found", "actor 1")
+    assert row["for"][1].endswith(": s2r1-6")
 
 
 def test_old_log_probs_of_another_policy_differ_everywhere(live: Service) -> None:
