@@ -131,6 +131,9 @@ the first available pair, the noise floor from ('old', 'recomputed')."""
 UPDATE_PAIR: Final = ("current", "old")
 """(p, q) streams of the first mini-batch of an update, before which no update lies between them."""
 
+CURRENT_ALONE: Final = ("current", "current")
+"""The same where no other stream is recorded beside the current one: sums by sample remain."""
+
 PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "response_mask": "1 = model token, 0 = environment or padding; required with two streams",
     "responses": "token ids, as wide as the mask",

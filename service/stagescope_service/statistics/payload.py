@@ -22,6 +22,7 @@ from stagescope.wire.names import misspelt, storable_id
 from stagescope.wire.nonfinite import Json, valid_text
 from stagescope.wire.policy_versions import VERSION_NAMES, names_of, text_versions
 from stagescope.wire.schema import (
+    CURRENT_ALONE,
     DTYPE_BYTES,
     INTEGER_TENSORS,
     PAIRS,
@@ -339,9 +340,18 @@ def available_pairs(names: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     return tuple(pair for pair in PAIRS if present.issuperset(pair))
 
 
-def has_update_pair(names: Mapping[str, object]) -> bool:
-    """Return whether a payload has both streams of `schema.UPDATE_PAIR`, and their mask."""
-    return "response_mask" in names and _streams_in(names).issuperset(UPDATE_PAIR)
+def update_pair(
+    names: Mapping[str, object], strings: Mapping[str, object]
+) -> tuple[str, str] | None:
+    """Return the pair of streams by which a payload of a first mini-batch is compared with the old
+    log-probs: `schema.UPDATE_PAIR`, or `CURRENT_ALONE` where the sample ids pair its sums with
+    those of another stage; None: it is not."""
+    present = _streams_in(names)
+    if "response_mask" not in names or "current" not in present:
+        return None
+    if "old" in present:
+        return UPDATE_PAIR
+    return CURRENT_ALONE if "rollout" not in present and strings.get("sample_ids") else None
 
 
 def _streams_in(names: Mapping[str, object]) -> set[str]:
@@ -361,6 +371,17 @@ def mask_bits(mask: Array, dtype: str) -> tuple[Mask, int]:
 def _present(tensors: Mapping[str, WireTensor], name: str) -> str:
     alias = _ALIASES.get(name)
     return alias if name not in tensors and alias is not None and alias in tensors else name
+
+
+def flat_values(
+    tensors: Mapping[str, WireTensor], name: str, dtypes: tuple[str, ...]
+) -> Array | None:
+    """Return the values of a tensor, or of its other name; None if absent, or of another dtype."""
+    name = _present(tensors, name)
+    try:
+        return _Reader({name: tensors[name]})._flat(name, dtypes)[0] if name in tensors else None
+    except InvalidTensor:
+        return None
 
 
 def _int64(values: Array | None) -> Int64 | None:
