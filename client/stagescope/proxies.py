@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import re
 import ssl
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from stagescope.discovery import is_loopback, without_password
@@ -20,6 +21,8 @@ from stagescope.wire.errors import InvalidInput
 
 if TYPE_CHECKING:
     import httpx
+
+T = TypeVar("T")
 
 VARIABLE: Final = "STAGESCOPE_PROXY"
 _PORTS: Final = {"http": 80, "https": 443, "socks5": 1080, "socks5h": 1080}
@@ -73,22 +76,19 @@ def transport(url: str) -> httpx.HTTPTransport:
     """
     import httpx
 
-    try:
-        return httpx.HTTPTransport(**_options(url))
-    except (ImportError, ValueError) as error:
-        raise _unusable(error) from error
+    return _made(httpx.HTTPTransport, url)
 
 
 def async_transport(url: str) -> httpx.AsyncHTTPTransport:
-    """Return what connects to `url` from an event loop; see `transport`.
-
-    Raises:
-        InvalidInput: STAGESCOPE_PROXY cannot be used.
-    """
+    """Return what connects to `url` from an event loop; see `transport`."""
     import httpx
 
+    return _made(httpx.AsyncHTTPTransport, url)
+
+
+def _made(kind: Callable[..., T], url: str) -> T:
     try:
-        return httpx.AsyncHTTPTransport(**_options(url))
+        return kind(**_options(url))
     except (ImportError, ValueError) as error:
         raise _unusable(error) from error
 

@@ -377,7 +377,7 @@ def comparability_notes(about: JsonObject) -> list[str]:
     reasons = [
         ": ".join(str(item[n]) for n in ("code", "verdict", "text") if item.get(n))
         for item in about.get("comparability") or ()
-        if item.get("verdict") != "unknown"
+        if verdict == "unknown" or item.get("verdict") != "unknown"
     ]
     own = [f"comparable: {verdict}", *(f"  {reason}" for reason in reasons)]
     return [*own, *step_verdict_notes(about)]

@@ -32,6 +32,7 @@ _WORST: Final = (_GONE, _ABSENT, _INSIDE, _DONE)
 """The mark of several ranks is the first of these that one of them has."""
 _LEGEND: Final = f"{_DONE} done  {_INSIDE} inside  {_ABSENT} not begun  {_GONE} gone"
 _GOOD: Final = ("comparable", "exact")
+_UNDECIDED: Final = ("", "no numbers", "unknown")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +221,7 @@ def _step_lines(snapshot: RunSnapshot) -> list[Line]:
             text += f"{'' if value is None else f'{value:.4g}':>11}"
         superseded = row.get("superseded_by")
         lacks = row["gap"] or ("" if superseded is None else f"repeated by attempt {superseded}")
-        tone = "good" if verdict in _GOOD else "" if verdict in ("", "no numbers") else "bad"
+        tone = "good" if verdict in _GOOD else "" if verdict in _UNDECIDED else "bad"
         tone = "bad" if row["complete"] == "partial" else tone
         lines.append(Line(f"{text}  {lacks}", tone))
     if not snapshot.steps:

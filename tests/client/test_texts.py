@@ -107,6 +107,14 @@ def test_why_numbers_cannot_be_compared_is_wrapped_not_cut(width: int) -> None:
     assert f"shifted: suspect: {text}" in " ".join(" ".join(lines).split())
 
 
+def test_an_unknown_verdict_names_the_checks_that_were_not_made() -> None:
+    text = "not checked: 44 tokens count, and it needs 128"
+    checks = [{"code": "temperature", "verdict": "unknown", "text": text}]
+    about = {"complete": "complete", "comparable": "unknown", "comparability": checks}
+    lines = Metrics({"rollout_corr/kl": 0.5}, about).lines(width=200)
+    assert f"temperature: unknown: {text}" in "\n".join(lines)
+
+
 def test_a_row_that_can_be_compared_is_marked_where_its_step_cannot() -> None:
     rows = [
         {"rank": 0, "comparable": "comparable", "cause": None, "step_comparable": "suspect"},

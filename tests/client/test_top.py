@@ -366,6 +366,23 @@ def test_a_rank_that_is_gone_is_marked_where_it_never_began() -> None:
     assert row.tone == "bad"
 
 
+@pytest.mark.parametrize(
+    ("verdict", "tone"), [("comparable", "good"), ("unknown", ""), ("suspect", "bad")]
+)
+def test_an_unknown_verdict_is_neither_good_nor_bad(verdict: str, tone: str) -> None:
+    answers: dict[str, object] = {
+        "/steps": {"rows": [{"step": 3, "attempt": 1, "complete": "complete", "measured": True,
+                             "gap": None, "superseded_by": None, "closed_wall": 1.0}]},
+        "/series": {"steps": [3], "comparable": [verdict], "series": [{"values": [0.1]}]},
+    }  # fmt: skip
+    session = cast(
+        "Session", SimpleNamespace(get=lambda path, **_: answers.get(path, {"rows": []}))
+    )
+    lines = screen(RunReader(session, "r").read(), width=80, height=24)
+    (row,) = [line for line in lines if f" {verdict} " in line.text]
+    assert row.tone == tone
+
+
 def test_ranks_that_do_not_fit_are_counted_and_each_role_has_a_row() -> None:
     stages = {
         "actor": ["actor_compute_log_prob", "ref_compute_log_prob", "compute_rm_score",

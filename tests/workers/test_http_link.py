@@ -573,6 +573,28 @@ def test_a_refused_token_is_logged_once_and_not_sent_again_and_again(
     assert "wrong" not in " ".join(reported)
 
 
+@pytest.mark.parametrize("has_probe", [True, False])
+def test_finish_does_not_wait_where_the_token_is_refused(
+    server: Service,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    has_probe: bool,
+) -> None:
+    """Of a process that had just begun, and of a driver that has no probe of its own."""
+    if has_probe:
+        probe = lifecycle.init("refused-token", url=server.url, token="wrong", attempt_key="a")
+        with probe.stage("actor_update", step=1):
+            pass
+    monkeypatch.setenv("STAGESCOPE_URL", server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", "wrong")
+    began = time.monotonic()
+    assert lifecycle.finish(300) is False
+    assert time.monotonic() - began < 60
+    [line] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("finish: ")]
+    for words in ("refuses the access token", "STAGESCOPE_TOKEN_FILE", "401"):
+        assert words in line
+
+
 def test_a_call_under_way_outlives_the_close_of_its_link(server: Service) -> None:
     server.holds = threading.Event()
     link = HttpLink(server.url, "right")

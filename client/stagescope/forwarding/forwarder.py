@@ -28,7 +28,7 @@ from stagescope.forwarding.traces import Otlp
 from stagescope.forwarding.trackers import MLflow, SwanLab, TensorBoard, Tracker, Trackio, Wandb
 from stagescope.render import printable, stretches
 from stagescope.table import Table
-from stagescope.wire.errors import Conflict, InvalidInput, StagescopeError
+from stagescope.wire.errors import Conflict, InvalidInput, StagescopeError, Unauthorized
 from stagescope.wire.nonfinite import Json
 
 PREFIX: Final = "stagescope/service/"
@@ -373,7 +373,10 @@ def _follow(
     stopped: threading.Event,
     report: Report,
 ) -> None:
-    """Write what closes until `stopped` is set; a service that is away is waited for."""
+    """Write what closes until `stopped` is set; a service that is away is waited for.
+
+    One that refuses the access token is not: only a person changes that.
+    """
     all_at, problem = 0.0, ""
     while not stopped.is_set():
         # Steps long closed can change too; and after a failure it is not known what was missed.
@@ -384,6 +387,8 @@ def _follow(
                 delivery.deliver(steps, report, patient=True)
             all_at = time.monotonic() + _ALL_SECONDS if is_whole else all_at
             problem = ""
+        except Unauthorized:
+            raise
         except StagescopeError as error:
             all_at = 0.0
             if error.wrong != problem:

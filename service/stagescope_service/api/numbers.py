@@ -65,8 +65,9 @@ COLUMNS: Final[Mapping[str, Callable[[Cell], float]]] = {
 
 COUNTS: Final = frozenset({"tokens", "masked_tokens", "over_0.1", "over_0.5", "over_1", "over_5"})
 NOT_FINITE: Final = "not finite"
-_DOUBTED: Final = ("suspect", "not measured")
-"""Verdicts of steps whose mismatch is not the engine's numerics alone."""
+_DOUBTED: Final = ("suspect", "not measured", "unknown")
+"""Verdicts of steps whose mismatch is not, or may not be, the engine's numerics alone."""
+_UNKNOWN: Final = "whether the streams can be compared is unknown"
 
 
 class ComparabilityFields(TypedDict):
@@ -323,15 +324,18 @@ def comparability_fields(result: Comparability | None) -> ComparabilityFields:
 
 
 def doubt(result: Comparability) -> str | None:
-    """Return why a mismatch is not the engine's numerics alone, as a sentence; None where it is."""
+    """Return why a mismatch may not be the engine's numerics alone, as a sentence; None: it is."""
     if result.verdict not in _DOUBTED:
         return None
+    if result.verdict == "unknown":
+        missing = "; ".join(f"{check.name} {check.text}" for check in result.undecided)
+        return f"{_UNKNOWN}: {missing}"
     equal = (check for check in result.checks if check.name == "bitwise_equal")
     return f"the streams are {result.verdict}: {next(iter((*result.suspects, *equal))).text}"
 
 
 def doubted_steps(deps: Dependencies, attempts: Mapping[int, int]) -> list[str]:
-    """Return in which steps the mismatch is not the engine's numerics alone, one text a verdict.
+    """Return in which steps the mismatch may not be the engine's numerics alone, a text a verdict.
 
     Args:
         deps: of the service.
@@ -350,7 +354,8 @@ def doubted_steps(deps: Dependencies, attempts: Mapping[int, int]) -> list[str]:
         if attempts.get(row["step"]) == row["attempt_id"] and row["verdict"] in found:
             found[row["verdict"]].append(row["step"])
     return [
-        f"the streams are {verdict} in {stretches('step', sorted(steps))}"
+        f"{_UNKNOWN if verdict == 'unknown' else f'the streams are {verdict}'} in "
+        f"{stretches('step', sorted(steps))}"
         for verdict, steps in found.items()
         if steps
     ]

@@ -18,9 +18,11 @@ from cachetools import LRUCache
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.links import Link
 from stagescope.wire.names import misspelt
+from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import STEP_SUMMARY_STAGES, STREAM_TENSORS
 from stagescope_service.api.completeness import ROWS_REMOVED, missing_payloads
 from stagescope_service.api.encoding import JsonObject
+from stagescope_service.core.stream_attributes import stream_attributes
 from stagescope_service.statistics.comparability import Comparability, examine
 from stagescope_service.statistics.mismatch import publish
 from stagescope_service.statistics.part import PartRecord
@@ -193,10 +195,16 @@ class StepSummaries:
     ) -> MeasuredSummary:
         """Return a summary with its noise floor, the states of payloads and the streams."""
         floor = noise_floor(noise, summary.stage)
-        streams = self._streams(version.attempt_id, summary)
+        streams = self._streams(version, summary)
         return MeasuredSummary(summary, floor, dict(states), streams)
 
-    def _streams(self, attempt_id: int, summary: StepSummary) -> dict[str, JsonObject]:
+    def _streams(self, version: StepVersion, summary: StepSummary) -> dict[str, JsonObject]:
+        """Return the attributes of the summary's streams: those of the step, where it has them."""
+        attempt_id = version.attempt_id
+        rows = self._catalogue.payloads(
+            attempt_id, version.step, stage=summary.stage, state="ingested", limit=_PAYLOADS_ASKED
+        )
+        metas = [row["meta"] for row in rows if row["meta"]]
         attributes = {
             row["stream"]: {
                 name: value
@@ -206,7 +214,12 @@ class StepSummaries:
             for row in self._catalogue.streams(attempt_id, stage=summary.stage)
         }
         for name, dtypes in summary.summary.dtypes.items():
-            # The catalogue has that of the attempt's first step.
+            # The catalogue has those of the attempt's first step.
+            own = attributes.setdefault(name, {})
+            for field, values in _said(metas, name).items():
+                own.pop(field, None)
+                if len(values) == 1:
+                    own[field] = values[0]
             if attributes.get(name, {}).pop("dtype", None) is not None and len(dtypes) == 1:
                 attributes[name]["dtype"] = dtypes[0]
         return {
@@ -282,6 +295,8 @@ _TENSORS_OF_SIDES: Final = (
 """Tensors of the rollout's streams, and of the trainer's."""
 _PAYLOADS_DESCRIBED: Final = 200
 _NAMES_LISTED: Final = 20
+_PAYLOADS_ASKED: Final = 1000
+"""Payloads of a step that are asked for the attributes of its streams."""
 _STREAM_KEYS = ("attempt_id", "stream", "role", "stage")
 
 
@@ -328,3 +343,14 @@ def _matching(
         f"nothing of {name} {value!r:.100} was measured in step {step}",
         expected=f"one of {', '.join(map(str, values[:20]))}",
     )
+
+
+def _said(metas: Sequence[Mapping[str, Json]], stream: str) -> dict[str, list[Json]]:
+    """Return the attributes of a stream, each with its values, that payloads say."""
+    found: dict[str, list[Json]] = {}
+    for meta in metas:
+        for field, value in stream_attributes(meta, stream).items():
+            values = found.setdefault(field, [])
+            if value not in values:
+                values.append(value)
+    return found

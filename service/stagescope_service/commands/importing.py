@@ -336,7 +336,7 @@ def _show(report: ImportReport, stepless: Path | None) -> None:
     if report["operators"]:
         counts.append(f"the operators of {render.counted(report['operators'], 'dump')}")
     processes = render.counted(report["processes"], "process", "processes")
-    what = f"{' and '.join(counts)} of {processes}, from a directory in {report['format']}'s layout"
+    what = f"{' and '.join(counts)} of {processes}, from files of the format {report['format']}"
     click.echo(
         f"nothing new: already in run {report['run']}: {what}"
         if report["nothing_new"]

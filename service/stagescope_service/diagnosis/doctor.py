@@ -28,7 +28,7 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
         trends.scalar_falls, trends.scalar_flat, trends.scalar_spike,
         mismatch.rank_apart, mismatch.rounds_rise, mismatch.noise_floor, mismatch.engine_apart,
         mismatch.hidden_tails, mismatch.stale,
-        streams.suspect, streams.rounded, streams.edge_token, streams.lattice,
+        streams.suspect, streams.sampling, streams.rounded, streams.edge_token, streams.lattice,
         turns.retokenised, turns.turn_stops, updates.current_differs,
         reports.groups, reports.truncated, reports.finding, reports.hangs, reports.lost,
         reports.scalars_not_finite, reports.failed, reports.partial, reports.unreported,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from stagescope_service.diagnosis.evidence import (
     short,
 )
 from stagescope_service.diagnosis.history import READ, RunHistory
+from stagescope_service.statistics import Comparability
 from stagescope_service.statistics.profiles import (
     COARSEST,
     FINER,
@@ -32,6 +34,13 @@ _OF_THE_MEAN: Final = {"renormalised", "temperature", "calibration"}
 """Checks of whether another distribution sampled the tokens."""
 _LASTING: Final = 3
 """Newest steps of which one has to be suspect."""
+LASTING: Final = 6
+"""Minimum steps of a temperature that lasts, and how many of them are read."""
+_FEW: Final = 3
+"""First and last steps whose log-probs are held against each other."""
+_MOVED: Final = 0.25
+"""Minimum share of what updates would have done to the logarithm of the log-probs' mean or spread.
+Logits that are twice as large change one of them by half of that and more."""
 _AT_EDGES: Final = ("first_token", "last_token")
 """Checks of the tokens at the edges of rounds, which alone can fail those."""
 
@@ -49,6 +58,13 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
     marks = np.array([bool(set(checks) & set(step.suspects)) for step in measured])
     period = event_period(marks, _LASTING)
     if period is None:
+        undecided = [
+            f"{each.name} {each.text}"
+            for each in history.newest.comparability.undecided
+            if each.name in checks
+        ]
+        if undecided and all(step.verdict == "unknown" for step in newest):
+            return not_measured(f"step {history.newest.step.step}: {'; '.join(undecided)}")
         verdicts = Counter(step.verdict for step in newest)
         listed = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
         return not_found(f"the streams of the newest {len(newest)} steps: {listed}")
@@ -65,6 +81,74 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
     since = measured[period.first].step
     against = () if likelier is None else (f"{likelier} is the likelier cause",)
     return Evidence("found", share, since, where, tuple(lines), against, likelier=likelier)
+
+
+def sampling(history: RunHistory, *, checks: Sequence[str], double: float = 2.0) -> Evidence:
+    """Return whether the checks name one of these causes, or a temperature lasts that policy drift
+    does not explain.
+
+    One step of stale tokens does not tell a temperature from an update that sharpens the policy as
+    much. Many steps do: updates add up, and after those that make it `double` as steep its
+    log-probs have another mean or another spread.
+    """
+    named = suspect(history, checks=checks)
+    if named.verdict == "found":
+        return named
+    return _lasting_slope(history, math.log(double)) or named
+
+
+def _lasting_slope(history: RunHistory, enough: float) -> Evidence | None:
+    """Return a temperature that was undecided in each of the newest steps, and that updates cannot
+    have made: log-probs would be `enough` (a logarithm) steeper or flatter by now, and are not."""
+    undecided = itertools.takewhile(lambda each: each.verdict == "unknown", history.measured[::-1])
+    run = [*undecided][::-1]
+    if len(run) < LASTING:
+        return None
+    at = np.unique(np.linspace(0, len(run) - 1, LASTING).astype(int)).tolist()
+    shown = [found for found in (history.read(run[i]) for i in at) if found is not None]
+    slopes = np.array([_undecided_slope(each.comparability) for each in shown])
+    summaries = [each.summary.summary for each in shown]
+    if len(shown) < len(at) or any(s.version_names or not s.has_stale_tokens for s in summaries):
+        return None
+    logs = np.log(slopes)
+    if not (logs > 0.0).all() and not (logs < 0.0).all():
+        return None
+    oldest = max(int(each.staleness.keys[-1]) for each in summaries)
+    updates = summaries[-1].versions[-1] - summaries[0].versions[-1]
+    steeper = float(np.abs(logs).min()) * updates / oldest
+    old, rollout = summaries[-1].pair
+    of_mean, of_std = (
+        _ends(history, f"logprob/{rollout}_{name}", run[0].step) for name in ("mean", "std")
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sizes = np.log(np.abs([of_mean, of_std]))
+        moved = float(np.abs(sizes[:, 1] - sizes[:, 0]).max())  # NaN where one is
+    if steeper < enough or not moved < _MOVED * steeper:
+        return None
+    change = "steep" if logs[0] > 0.0 else "flat"
+    text = (
+        f"in steps {run[0].step} to {run[-1].step} {old} grows by {slopes.min():.3f} to "
+        f"{slopes.max():.3f} for each nat of {rollout}. Had {updates} updates done that, the "
+        f"policy would be {math.exp(steeper):.1f} times as {change} by now; but the mean of "
+        f"its log-probs was {short(of_mean[0])} and is {short(of_mean[1])}, their standard "
+        f"deviation {short(of_std[0])} and {short(of_std[1])}: it is a temperature"
+    )
+    return Evidence("found", 1.0, run[0].step, "", (text,))
+
+
+def _undecided_slope(found: Comparability) -> float:
+    """Return the slope that policy drift explains as well; NaN where there is none."""
+    slopes = [each.values.get("slope") for each in found.undecided if each.name == "temperature"]
+    return math.nan if not slopes or slopes[0] is None else slopes[0]
+
+
+def _ends(history: RunHistory, name: str, since: int) -> tuple[float, float]:
+    """Return the means of a number's first and last steps since one."""
+    series = history.metric(name).finite
+    values = series.values[series.steps >= since]
+    if len(values) < LASTING:
+        return math.nan, math.nan
+    return float(values[:_FEW].mean()), float(values[-_FEW:].mean())
 
 
 def _or_suspect(own: Evidence, history: RunHistory, checks: Sequence[str]) -> Evidence:

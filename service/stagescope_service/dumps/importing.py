@@ -19,6 +19,7 @@ from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.framing import WirePayload
 from stagescope_service.dumps.formats.listing import modified_at, rank_dumps
 from stagescope_service.dumps.formats.msprobe_directory import DUMP_FILES, OPERATOR_FILES
+from stagescope_service.dumps.formats.nexrl import KIND as NEXRL
 from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.formats.saved_batch import KIND as BATCH
 from stagescope_service.dumps.msprobe.json_window import holds_records
@@ -63,7 +64,7 @@ NOTES: Final = "notes"
 """Key of what a reader decided itself, in `Dump.about`: sentences for whoever imports."""
 _PARAMETER_PREFIXES: Final = {"parameters": "parameter", "gradients": "gradient"}
 _NAMED: Final = 5
-_WITH_PROCESSES: Final = (OWN, BATCH)
+_WITH_PROCESSES: Final = (OWN, BATCH, NEXRL)
 """Formats that say what process recorded a file; its first one is read twice."""
 _OF_PROCESS: Final = ("data_rank", "layout")
 """What this project's files say of the process that recorded them."""

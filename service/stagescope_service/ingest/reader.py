@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,57 +25,36 @@ from stagescope.wire.schema import (
     UPDATE_PAIR,
     WRITTEN_AFTER_HAND_OVER,
 )
-from stagescope_service.core.catalogue_rows import integer, number, text
+from stagescope_service.core.catalogue_rows import text
 from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
+from stagescope_service.core.stream_attributes import stream_attributes
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
+from stagescope_service.ingest.repeated_rows import Once, Skips, summarise_once
 from stagescope_service.rows.positions import POSITION_TENSORS
 from stagescope_service.rows.ragged import count_by_row, hash_rows, row_of_each
 from stagescope_service.statistics import (
-    PartRecord,
     StatisticsSettings,
     TokenBatch,
     WireTensor,
     available_pairs,
     has_update_pair,
-    skip_of,
-    summarise,
 )
 from stagescope_service.statistics.codec import summary_to_bytes
-from stagescope_service.statistics.identity import RowIdentity, resolve
-from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
-from stagescope_service.statistics.payload import Payload, producer_of, read_value
-from stagescope_service.statistics.step_summary import REPEATED
+from stagescope_service.statistics.payload import Payload, read_value
 from stagescope_service.statistics.summarise import MAX_ROUNDS
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.contract import Put
-from stagescope_service.store.parts import pair_name, part_key
+from stagescope_service.store.parts import pair_name
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES
 from stagescope_service.store.ring import Ring, RingKey
 from stagescope_service.store.tables import SummaryRow
 
-Skips = tuple[tuple[int, int, int], ...]
 """(row, first position, last) of tokens, half open."""
 
 COPIES: Final = "copies"
 """In a ring file's metadata: pair of streams -> `Skips` of rows that repeat others of it."""
-
-
-def _short_text(value: object) -> str | None:
-    return text(value, MAX_ID) if isinstance(value, str) else None
-
-
-def _flag(value: object) -> bool | None:
-    return value if isinstance(value, bool) else None
-
-
-_PROVENANCE: Final[Mapping[str, Callable[[object], Json]]] = {
-    "producer": _short_text, "engine": _short_text, "engine_version": _short_text,
-    "quantisation": _short_text, "processed": _flag, "temperature": number, "top_p": number,
-    "top_k": integer, "alignment": _short_text, "routing": _short_text,
-}  # fmt: skip
-"""Reported field of a stream -> its value in the catalogue; None where it is of another type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +94,15 @@ class PayloadReader:
         known: list[StagescopeError] = []
         digest = None
         copies: dict[str, Skips] = {}
-        for summary, repeated in self._summaries(key, job, payload, problems, known):
-            rows += summary_rows(key, job, summary)
-            digest = digest or summary.digest
-            if repeated:
-                copies[pair_name(summary.pair)] = repeated
+        differing: tuple[str, ...] = ()
+        for once in self._summaries(key, job, payload, problems, known):
+            rows += summary_rows(key, job, once.summary)
+            digest = digest or once.summary.digest
+            if once.copies:
+                copies[pair_name(once.summary.pair)] = once.copies
+            differing = differing or once.differing
+        if differing:
+            rows.append(_differing_rows(job, differing))
         rows += self._update_rows(key, job, payload)
         rows += self._keep(key, job, payload, copies)
         rows += _stream_rows(job, payload)
@@ -140,7 +122,7 @@ class PayloadReader:
         payload: Payload,
         problems: list[StagescopeError],
         known: list[StagescopeError],
-    ) -> Iterator[tuple[Summary, Skips]]:
+    ) -> Iterator[Once]:
         """Yield the batches to read; problems are added to `problems`.
 
         Problems of shapes and dtypes that a probe has reported itself are added to `known` as well.
@@ -174,10 +156,10 @@ class PayloadReader:
             batch = TokenBatch.from_tensors(
                 payload.tensors, payload.strings, meta, pair=UPDATE_PAIR
             )
-            summary, _ = summarise_once(batch, statistics_settings(job.get("settings")), key)
+            once = summarise_once(batch, statistics_settings(job.get("settings")), key)
         except StagescopeError:
             return []
-        return [summary_row(key, job, summary)]
+        return [summary_row(key, job, once.summary)]
 
     def _keep(
         self,
@@ -310,6 +292,20 @@ def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator
         )
 
 
+def _differing_rows(job: PayloadJob, samples: Sequence[str]) -> Put:
+    """Return the finding of samples that stand in several rows of a payload and differ there."""
+    named = ", ".join(repr(sample[:60]) for sample in samples[:_NAMED])
+    named += ", ..." if len(samples) > _NAMED else ""
+    return finding(
+        "rows_differ",
+        f"{len(samples)} sample ids stand in several rows of one payload with other log-probs or "
+        f"another mask ({named}): the last row of each counts",
+        **_location(job),
+        evidence={"samples": list(samples[:_LISTED])},
+        advice="give each row a sample_id of its own; the id of a prompt belongs in group_ids",
+    )
+
+
 def statistics_settings(settings: object) -> StatisticsSettings:
     """Return the settings of a run that the statistics depend on.
 
@@ -320,45 +316,6 @@ def statistics_settings(settings: object) -> StatisticsSettings:
         return StatisticsSettings.of_run(settings if isinstance(settings, Mapping) else {})
     except InvalidInput:
         return StatisticsSettings()
-
-
-def summarise_once(
-    batch: TokenBatch,
-    settings: StatisticsSettings,
-    key: PayloadKey,
-    skip: npt.NDArray[np.uint8] | None = None,
-) -> tuple[Summary, Skips]:
-    """Compute a payload's statistics; rows that are copies of one sample count once.
-
-    Different rows with one id are separate samples, which the step summary names (`identity`).
-
-    Args:
-        batch: its tokens.
-        settings: the run's settings for the statistics.
-        key: of the payload.
-        skip: uint8 [tokens], 1 where a token counts elsewhere.
-
-    Returns:
-        The summary, whose `left_out` counts the tokens of copies; their (row, first, last).
-
-    Raises:
-        InvalidTensor: as `summarise`.
-    """
-    name = part_key(*key)
-    summary = summarise(batch, settings, skip=skip, name=name)
-    samples = summary.sequences.samples
-    if not all(samples) or not Ledger().claim(summary, None, [*map(RowIdentity, samples)]).skips:
-        return summary, ()
-    part = PartRecord(key=name, summary=summary, stage="", role="", rank=0)
-    places = resolve([part]).places_of(name, summary)
-    copies = Ledger().claim(summary, None, places).skips
-    if not copies:
-        return summary, ()
-    again = skip_of(batch, copies)
-    once = summarise(batch, settings, skip=again if skip is None else again | skip, name=name)
-    left_out = Counter(summary.left_out)
-    left_out[REPEATED] += summary.total.masked - once.total.masked
-    return dataclasses.replace(once, left_out=dict(left_out)), copies
 
 
 def ring_key(key: PayloadKey, job: StepJob) -> RingKey:
@@ -393,18 +350,12 @@ def _written_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
 
 def _stream_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
     """Return the row of each stream: its source, dtype and producer."""
-    producers = payload.meta.get("streams")
-    producers = producers if isinstance(producers, Mapping) else {}
     for stream, name in STREAM_TENSORS.items():
         tensor = payload.tensors.get(name)
         if tensor is None and stream == "ref":
             tensor = payload.tensors.get("ref_log_prob")
         if tensor is None:
             continue
-        own = producers.get(stream)
-        reported = {**payload.meta, **(own if isinstance(own, Mapping) else {})}
-        who = producer_of(_with_producers(job, payload.meta), stream)
-        reported |= {} if who is None else {"producer": who}
         row: dict[str, Json] = {
             "attempt_id": job["attempt_id"],
             "stream": stream,
@@ -412,14 +363,15 @@ def _stream_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
             "stage": job["stage"],
             "dtype": tensor[0],
         }
-        for field, read in _PROVENANCE.items():
-            if (value := read(reported.get(field))) is not None:
-                row[field] = value
+        row |= stream_attributes(_with_producers(job, payload.meta), stream)
         yield Put("streams", row)
 
 
 MAX_SAMPLES: Final = 20_000
 """Samples of a payload with rows of their own; the statistics include all samples."""
+_NAMED: Final = 3
+_LISTED: Final = 100
+"""Samples named in a message, and listed as evidence."""
 _OF_PIECES: Final = POSITION_TENSORS | {"round_offset"}
 """Tensors of payloads whose rows may be pieces of samples."""
 

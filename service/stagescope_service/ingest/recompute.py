@@ -18,12 +18,11 @@ from stagescope_service.core.instructions import PayloadJob, PayloadKey, StepJob
 from stagescope_service.ingest.reader import (
     COPIES,
     PayloadReader,
-    Skips,
     ring_key,
     statistics_settings,
-    summarise_once,
     summary_rows,
 )
+from stagescope_service.ingest.repeated_rows import Skips, summarise_once
 from stagescope_service.ingest.rollout_join import (
     Joined,
     RolloutRows,
@@ -160,9 +159,9 @@ class Recomputer:
         answer: JoinAnswer = {"rows": [], "left_out": left_out, "tokens": tokens, "used": used}
         if len(joined.left_out) < batch.rows:
             settings = statistics_settings(kept.metadata["settings"])
-            summary, copies = summarise_once(joined.batch, settings, key, joined.skip)
-            self._keep(key, job, kept.metadata, tensors, joined, copies)
-            summary = _without_unknown(summary, joined.batch, joined.left_out)
+            once = summarise_once(joined.batch, settings, key, joined.skip)
+            self._keep(key, job, kept.metadata, tensors, joined, once.copies)
+            summary = _without_unknown(once.summary, joined.batch, joined.left_out)
             every = dict(Counter(tokens) + Counter(summary.left_out))
             summary = dataclasses.replace(summary, left_out=every)
             answer["rows"] = [*summary_rows(key, job, summary)]

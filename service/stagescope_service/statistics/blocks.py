@@ -28,7 +28,7 @@ WEIGHT_HIGH: Final = math.exp(_cell.CLAMP)
 WEIGHT_LOW: Final = math.exp(-_cell.CLAMP)
 """e^x there."""
 FAR_BELOW: Final = math.log(_cell.SMALL)
-"""If no d of a block is larger, e^d has more digits than e^d - 1."""
+"""If no x of a block is larger, e^x has more digits than e^x - 1."""
 
 
 @exact
@@ -313,18 +313,32 @@ def rounding(p: Float64, q: Float64, n: int, out: Float64) -> None:
     out[AT.P_BF16], out[AT.Q_BF16], out[AT.SAME_BF16] = p_held, q_held, same
 
 
+@exact
+def _exp_sums(p_sum: float, q_sum: float, p_low: bool, q_low: bool, out: Float64) -> None:
+    """Write the sums of e^p - 1 and e^p, of which one is known: the second if `p_low`."""
+    n = out[AT.TOKENS]
+    out[AT.U_SUM], out[AT.P_EXP_SUM] = p_sum - n if p_low else p_sum, p_sum if p_low else p_sum + n
+    out[AT.V_SUM], out[AT.Q_EXP_SUM] = q_sum - n if q_low else q_sum, q_sum if q_low else q_sum + n
+
+
 @reduction
 def probability_sums(
     em1: Float64, k3: Float64, exp_d: Float64, v: Float64, exp_q: Float64, n: int, out: Float64
 ) -> None:
-    """Sums over e^p, e^q and their ratio; `em1` is e^d - 1, `v` is e^q - 1."""
-    u0, v0 = v[0] + exp_q[0] * em1[0], v[0]
-    a0 = exp_q[0] * abs(em1[0])
+    """Sums over e^p, e^q and their ratio; `em1` is e^d - 1, `v` is e^q - 1.
+
+    Deviations are those of e^p - 1, or of e^p where that has more digits; the same of q.
+    """
+    p_low, q_low = out[AT.P_MAX] < FAR_BELOW, out[AT.Q_MAX] < FAR_BELOW
+    of_q = exp_q if q_low else v
+    u0 = exp_q[0] * exp_d[0] if p_low else v[0] + exp_q[0] * em1[0]
+    v0, a0 = of_q[0], exp_q[0] * abs(em1[0])
     sa = saa = su = suu = sv = svv = suv = 0.0
     low = high = a0
     for i in range(n):
         a = exp_q[i] * abs(em1[i])
-        x, y, z = v[i] + exp_q[i] * em1[i] - u0, v[i] - v0, a - a0
+        u = exp_q[i] * exp_d[i] if p_low else v[i] + exp_q[i] * em1[i]
+        x, y, z = u - u0, of_q[i] - v0, a - a0
         low = a if a < low else low
         high = a if a > high else high
         sa += z
@@ -346,8 +360,8 @@ def probability_sums(
     count = float(n)
     out[AT.A_SUM], out[AT.A_M2] = sa + count * a0, saa - sa * sa / count
     out[AT.A_MIN], out[AT.A_MAX] = low, high
-    out[AT.U_SUM], out[AT.U_M2] = su + count * u0, suu - su * su / count
-    out[AT.V_SUM], out[AT.V_M2] = sv + count * v0, svv - sv * sv / count
+    _exp_sums(su + count * u0, sv + count * v0, p_low, q_low, out)
+    out[AT.U_M2], out[AT.V_M2] = suu - su * su / count, svv - sv * sv / count
     out[AT.UV_C] = suv - su * sv / count
     out[AT.K3_SUM], out[AT.CHI2_SUM], out[AT.RAW_SUM] = third, chi2, raw
     out[AT.EXP_ABS_SUM] = absolute
@@ -392,11 +406,14 @@ def probability_sums_wide(
     p: Float64, q: Float64, em1: Float64, k3: Float64, exp_d: Float64, n: int, out: Float64
 ) -> None:
     """`probability_sums` for values where e^q * e^d differs from e^p in float64; rare."""
+    p_low, q_low = out[AT.P_MAX] < FAR_BELOW, out[AT.Q_MAX] < FAR_BELOW
     su = sv = sa = 0.0
     low, high = np.inf, -np.inf
     third = chi2 = raw = absolute = 0.0
     for i in range(n):
-        u, v, a = math.expm1(p[i]), math.expm1(q[i]), _distance(p[i], q[i])
+        u = math.exp(p[i]) if p_low else math.expm1(p[i])
+        v = math.exp(q[i]) if q_low else math.expm1(q[i])
+        a = _distance(p[i], q[i])
         su, sv, sa = su + u, sv + v, sa + a
         low, high = smaller(low, a), larger(high, a)
         w = smaller(larger(em1[i], CLAMP_LOW), CLAMP_HIGH)
@@ -405,11 +422,13 @@ def probability_sums_wide(
     count = float(n)
     suu = svv = suv = saa = 0.0
     for i in range(n):
-        u, v = math.expm1(p[i]), math.expm1(q[i])
+        u = math.exp(p[i]) if p_low else math.expm1(p[i])
+        v = math.exp(q[i]) if q_low else math.expm1(q[i])
         x, y, z = u - su / count, v - sv / count, _distance(p[i], q[i]) - sa / count
         suu, svv, suv, saa = suu + x * x, svv + y * y, suv + x * y, saa + z * z
     out[AT.A_SUM], out[AT.A_M2], out[AT.A_MIN], out[AT.A_MAX] = sa, saa, low, high
-    out[AT.U_SUM], out[AT.U_M2], out[AT.V_SUM], out[AT.V_M2] = su, suu, sv, svv
+    _exp_sums(su, sv, p_low, q_low, out)
+    out[AT.U_M2], out[AT.V_M2] = suu, svv
     out[AT.UV_C], out[AT.K3_SUM], out[AT.CHI2_SUM] = suv, third, chi2
     out[AT.RAW_SUM], out[AT.EXP_ABS_SUM] = raw, absolute
     ratio_sums(em1, exp_d, n, out)

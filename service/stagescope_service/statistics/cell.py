@@ -6,8 +6,8 @@ Algorithm for Computing Sample Variances, 1979). The mean of a moment is its sum
 
 d = p - q. `U` and `V` are e^p - 1 and e^q - 1: near certainty (1 - e^p ~ 1e-8) the moments of
 e^p itself would be rounding noise. `A` is |e^p - e^q|, `W` the applied importance weight minus 1.
-Weights also have a sum of their own (`WEIGHT_SUM`, `RATIO_SUM`): far below 1 a weight minus 1 has
-few digits of the weight, as near 1 the weight has few of the difference.
+Probabilities and weights also have a sum of their own (`P_EXP_SUM`, `WEIGHT_SUM`, ...): far below 1
+a value minus 1 has few digits of the value, as near 1 the value has few of the difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Incremented with every change of `Field`: a stored vector is read by its own version."""
 
 Float64 = npt.NDArray[np.float64]
@@ -45,6 +45,10 @@ EDGE: Final = 32
 """Maximum tokens per run of zeros that EDGE_CAPPED counts: bounds one endless repetition."""
 FAINT: Final = -20.0
 """Log-prob below which 16 digits of e^p - 1 contain fewer than 8 digits of e^p."""
+UNDERFLOWS: Final = 1e-280
+"""Second moment of probabilities below which their squares have few digits, or none."""
+CONSTANT: Final = 1e-12
+"""Standard deviation of probabilities, over their mean, below which they vary by rounding alone."""
 CLAMP: Final = 20.0
 """Bound on d inside weights and chi-square, as verl's SAFETY_BOUND."""
 
@@ -97,6 +101,9 @@ class Field(enum.IntEnum):
     Q_SUM = enum.auto()
     U_SUM = enum.auto()
     V_SUM = enum.auto()
+    P_EXP_SUM = enum.auto()
+    """Of e^p, where U_SUM is of e^p - 1."""
+    Q_EXP_SUM = enum.auto()
     W_SUM = enum.auto()
     RAW_SUM = enum.auto()
     """Of e^clamp(d) - 1: the raw weight minus 1."""
@@ -200,9 +207,15 @@ MOMENTS: Final = (
 _N, _X, _Y, _M = (np.array(column) for column in zip(*MOMENTS, strict=True))
 
 SMALL: Final = 0.5
-"""Mean weight below which the weights' own sums are merged, not those of weight - 1."""
+"""Mean below which moments are merged by the sums of the values, not by those of value - 1."""
 SUM_OF_WEIGHTS: Final = {Field.W_SUM: Field.WEIGHT_SUM, Field.RAW_SUM: Field.RATIO_SUM}
-_OWN: Final = np.array([SUM_OF_WEIGHTS.get(Field(x), x) for x in _X])
+OWN_SUMS: Final = {
+    **SUM_OF_WEIGHTS,
+    Field.U_SUM: Field.P_EXP_SUM,
+    Field.V_SUM: Field.Q_EXP_SUM,
+}
+"""Sum of value - 1 -> the sum of the values."""
+_OWN_X, _OWN_Y = (np.array([OWN_SUMS.get(Field(x), x) for x in sums]) for sums in (_X, _Y))
 
 
 _SINCE_2: Final = frozenset(
@@ -214,10 +227,12 @@ _SINCE_2: Final = frozenset(
 )  # fmt: skip
 _SINCE_3: Final = frozenset({Field.WEIGHT_SUM, Field.RATIO_SUM, Field.RATIO_M2})
 _SINCE_4: Final = frozenset({Field.TRAIL_CAPPED, Field.TRAIL_SQUARES})
+_SINCE_5: Final = frozenset({Field.P_EXP_SUM, Field.Q_EXP_SUM})
 LAYOUTS: Final[dict[int, tuple[Field, ...]]] = {
-    1: tuple(field for field in Field if field not in _SINCE_2 | _SINCE_3 | _SINCE_4),
-    2: tuple(field for field in Field if field not in _SINCE_3 | _SINCE_4),
-    3: tuple(field for field in Field if field not in _SINCE_4),
+    1: tuple(field for field in Field if field not in _SINCE_2 | _SINCE_3 | _SINCE_4 | _SINCE_5),
+    2: tuple(field for field in Field if field not in _SINCE_3 | _SINCE_4 | _SINCE_5),
+    3: tuple(field for field in Field if field not in _SINCE_4 | _SINCE_5),
+    4: tuple(field for field in Field if field not in _SINCE_5),
     VERSION: tuple(Field),
 }
 """Version -> the fields of its vectors, in their order."""
@@ -247,6 +262,26 @@ def empty(*shape: int) -> Float64:
     return cells
 
 
+def without_settings(cells: Float64) -> Float64:
+    """Return cells `[..., WIDTH]` as a run without settings has them: its weights are the raw ones.
+
+    Every other number is the same whatever the settings are.
+    """
+    raw = cells.copy()
+    has_tokens = cells[..., Field.TOKENS] > 0
+    for weight, own in (
+        (Field.W_SUM, Field.RAW_SUM),
+        (Field.WEIGHT_SUM, Field.RATIO_SUM),
+        (Field.W_M2, Field.RATIO_M2),
+    ):
+        raw[..., weight] = cells[..., own]
+    for weight, own in ((Field.W_MIN, Field.D_MIN), (Field.W_MAX, Field.D_MAX)):
+        least = np.expm1(np.clip(cells[..., own], -CLAMP, CLAMP))
+        raw[..., weight] = np.where(has_tokens, least, cells[..., weight])
+    raw[..., [Field.IS_HIGH, Field.IS_LOW]] = 0.0
+    return raw
+
+
 def merge(cells: Float64) -> Float64:
     """Merge cells `[k, WIDTH]` of disjoint tokens into one `[WIDTH]`; empty for k = 0."""
     merged = empty()
@@ -259,8 +294,8 @@ def merge(cells: Float64) -> Float64:
         merged[MAXIMA] = cells[:, MAXIMA].max(axis=0)
         counts, total = cells[:, _N], merged[_N]
         # False for NaN, which cells of earlier versions have.
-        of_x = np.where(merged[_OWN] < SMALL * total, _OWN, _X)
-        of_y = np.where(_Y == _X, of_x, _Y)
+        of_x = np.where(merged[_OWN_X] < SMALL * total, _OWN_X, _X)
+        of_y = np.where(merged[_OWN_Y] < SMALL * total, _OWN_Y, _Y)
         x = _deviations(cells[:, of_x], merged[of_x], counts, total)
         y = _deviations(cells[:, of_y], merged[of_y], counts, total)
         merged[_M] = cells[:, _M].sum(axis=0) + (counts * x * y).sum(axis=0)
@@ -353,18 +388,27 @@ class Cell:
 
     def correlation(self, x2: Field, y2: Field, xy: Field) -> float:
         """Pearson's correlation; NaN where p or q is constant, or a moment exceeds float64. That of
-        e^p and e^q is also NaN where one of them never exceeds e^FAINT: e^p - 1 then has too few
+        e^p and e^q is also NaN where one of them varies by rounding alone or its squares underflow,
+        and, in cells of earlier versions, where one never exceeds e^FAINT: e^p - 1 then has too few
         digits of e^p."""
         if self[Field.P_MIN] >= self[Field.P_MAX] or self[Field.Q_MIN] >= self[Field.Q_MAX]:
             return math.nan
-        of_probabilities = x2 is Field.U_M2
-        if of_probabilities and min(self[Field.P_MAX], self[Field.Q_MAX]) < FAINT:
-            return math.nan
+        if x2 is Field.U_M2:
+            is_faint = min(self[Field.P_MAX], self[Field.Q_MAX]) < FAINT
+            if is_faint and math.isnan(self[Field.P_EXP_SUM] + self[Field.Q_EXP_SUM]):
+                return math.nan
+            if self._is_flat(Field.U_SUM, x2) or self._is_flat(Field.V_SUM, y2):
+                return math.nan
         scale = math.sqrt(max(self[x2], 0.0)) * math.sqrt(max(self[y2], 0.0))
         if not 0.0 < scale < math.inf:
             return math.nan
         correlation = self[xy] / scale
         return math.nan if math.isnan(correlation) else min(1.0, max(-1.0, correlation))
+
+    def _is_flat(self, above_1: Field, second: Field) -> bool:
+        """Return whether probabilities vary too little for float64; `above_1`: U_SUM or V_SUM."""
+        least = CONSTANT * min(abs(self[above_1]), self[OWN_SUMS[above_1]]) / self.tokens
+        return self[second] < max(UNDERFLOWS, self.tokens * (least * least))
 
     def share(self, *counts: Field) -> float:
         """Share of the counted tokens."""

@@ -174,11 +174,17 @@ def _variance_of_earlier(cell: Cell) -> tuple[float, float]:
     return (square - bias * bias) * n / (n - 1), 1e-6 * math.sqrt(max(square, 0.0))
 
 
+def _needs_more(cell: Cell, least: int = MANY) -> str:
+    """Return why a check was not made of so few tokens."""
+    count = "1 token counts" if cell.tokens == 1 else f"{cell.tokens} tokens count"
+    return f"not checked: {count}, and it needs {least}"
+
+
 def constant(cell: Cell, p: str, q: str) -> Check:
     """Check whether a stream is constant."""
     values = {side: cell.extreme(Field[f"{side.upper()}_MIN"]) for side in ("p", "q")}
     if cell.tokens < ENOUGH:
-        return Check("constant", "unknown", f"only {cell.tokens} tokens count", values)
+        return Check("constant", "unknown", _needs_more(cell, ENOUGH), values)
     flat = [
         f"{stream} is {values[side]:g} in every token"
         for side, stream in (("p", p), ("q", q))
@@ -257,8 +263,11 @@ def unrelated(cell: Cell, p: str, q: str, *, drifts: bool = False) -> Check:
     """
     correlation = cell.correlation(Field.P_M2, Field.Q_M2, Field.PQ_C)
     values = {"correlation": correlation}
-    if cell.tokens < MANY or math.isnan(correlation):
-        return Check("unrelated", "unknown", "too few tokens, or a constant stream", values)
+    if cell.tokens < MANY:
+        return Check("unrelated", "unknown", _needs_more(cell), values)
+    if math.isnan(correlation):
+        text = "a stream is constant, or its values are too large"
+        return Check("unrelated", "unknown", text, values)
     spread = max(
         cell.std(Field.P_M2, Field.P_MIN, Field.P_MAX),
         cell.std(Field.Q_M2, Field.Q_MIN, Field.Q_MAX),
@@ -332,8 +341,13 @@ def scaled(cell: Cell, p: str, q: str, sequences: Sequences, *, slices: int = 1)
     """
     variance, spread = cell[Field.Q_M2], cell[Field.D_M2]
     covariance = cell[Field.PQ_C] - variance
-    if cell.tokens < MANY or not variance > 0.0 or not spread > 1e-18 * variance:
-        return Check("temperature", "unknown", "too few tokens, or a constant stream")
+    if cell.tokens < MANY:
+        return Check("temperature", "unknown", _needs_more(cell))
+    if not variance > 0.0 or math.isnan(spread):
+        text = f"{q} is constant, or its values are too large"
+        return Check("temperature", "unknown", text)
+    if not spread > 1e-18 * variance:
+        return Check("temperature", "ok", "the streams differ by one number in every token")
     slope, correlation = covariance / variance, covariance / math.sqrt(variance * spread)
     of_d = cell.carrying(Field.D_ABS_SUM, Field.D_SUM, Field.D_M2)
     of_q = cell.carrying(Field.Q_SUM, Field.Q_SUM, Field.Q_M2)
@@ -387,8 +401,10 @@ def biased(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
         "share_of_unequal": above,
         "one_sided": one_sided(cell),
     }
-    if found.tokens < MANY or math.isnan(found.z):
-        return Check("calibration", "unknown", "too few tokens that differ", values)
+    if found.tokens < MANY:
+        return Check("calibration", "unknown", _needs_more(cell), values)
+    if math.isnan(found.z):
+        return Check("calibration", "unknown", "no token differs", values)
     bias = found.mean - 1.0
     mean = f"the mean of e^({p} - {q}) is {found.mean:.4f}, "
     if math.isinf(found.z):

@@ -16,11 +16,10 @@ import numpy as np
 
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import (
-    CUT_ONE_SIDED,
     ENOUGH,
     FAR_TOKENS,
     FITS,
-    SCALED_ONE_SIDED,
+    MANY,
     Check,
     Scope,
     biased,
@@ -41,6 +40,7 @@ from stagescope_service.statistics.profiles import Edge
 from stagescope_service.statistics.sample_checks import check_samples
 from stagescope_service.statistics.staleness import Drift, slope_in_fresh, versions
 from stagescope_service.statistics.summary import Produced, Sequences, Summary
+from stagescope_service.statistics.sure_tokens import SureTokens, is_temperature
 
 __all__ = [
     "WHAT_TO_CHECK",
@@ -87,6 +87,11 @@ _OF_MEAN_RATIO: Final = frozenset({"renormalised", "calibration"})
 """Checks that the first or last tokens of rounds alone can fail."""
 _BY_EDGES: Final = _OF_MEAN_RATIO | {"shifted", "unrelated"}
 """The same where they are so far off that they outweigh all others."""
+_DECISIVE: Final = frozenset(
+    {"constant", "probabilities", "coverage", "unrelated", "temperature", "calibration"}
+)
+"""Checks without which streams are not comparable. The others are of what not every step has:
+neighbours in a round, tokens that differ, policy versions that are reported."""
 _OF_RATIOS: Final = _OF_MEAN_RATIO | {"rounded", "temperature", "first_token", "last_token"}
 """Checks that one cause may fail in the smaller counts of a rank."""
 
@@ -97,7 +102,8 @@ class Comparability:
 
     'comparable'; 'exact': two producers agree in all tokens; 'not measured': the streams are equal
     and one is a copy of the other, their producers are unknown, or a token is finite in neither;
-    'suspect'; 'unknown': too few tokens.
+    'suspect'; 'unknown': no check failed, and one that the verdict rests on could not be made, for
+    too few tokens or since policy drift explains as well what it found.
     """
 
     verdict: str
@@ -107,6 +113,11 @@ class Comparability:
     def suspects(self) -> tuple[Check, ...]:
         """The failed checks, the most likely cause first."""
         return tuple(check for check in self.checks if check.status == "suspect")
+
+    @property
+    def undecided(self) -> tuple[Check, ...]:
+        """The checks that the verdict rests on and that could not be made or not be decided."""
+        return tuple(each for each in self.checks if _is_undecided(each))
 
     @property
     def cause(self) -> str | None:
@@ -125,8 +136,14 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     drift = _drift(summary)
     found = _check_fresh(summary) if drift and summary.is_staleness_known else []
     found += [bitwise_equal(total, pair, summary.produced, ranks)]
-    found += _check_cell(total, pair, summary.sequences, drift=drift)
-    found += [missing_values(summary), versions(summary)]
+    sure = SureTokens.of(summary.profiles)
+    if drift and sure and not sure.fit_a_temperature:
+        sure = None  # policy drift moves sure tokens as another model does
+    of_total = _check_cell(total, pair, summary.sequences, drift=drift)
+    if sure is not None and not (drift and drift.scales):
+        *of_total, scaling, ratio = of_total
+        of_total += sure.judged(scaling, ratio, *pair)
+    found += [*of_total, missing_values(summary), versions(summary)]
     scopes = [Scope(check, total.tokens, 0) for check in found]
     if len(ranks) > 1:
         of_ranks = [
@@ -139,7 +156,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
         scopes += _check_slices("round", rounds, pair, summary.sequences, drift=drift)
     scopes = _by_edge_tokens(scopes, summary)
     scopes += check_samples(summary).scopes()
-    return _rank_checks(total, _without_explained(scopes))
+    return _rank_checks(total, _without_explained(scopes), sure)
 
 
 def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparability]:
@@ -156,7 +173,9 @@ def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparabil
         own += _check_cell(
             row.cell, summary.pair, summary.sequences, slices=len(ranks), drift=drift
         )
-        found.append(_rank_checks(row.cell, _of_rank(row, own, samples)))
+        checks = _of_rank(row, own, samples)
+        is_of_many = _is_of_many(row.cell, summary)
+        found.append(_rank_checks(row.cell, checks, is_of_many=is_of_many))
     return found
 
 
@@ -302,11 +321,24 @@ def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparabil
         scopes = _by_edge_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
         # Whose first and last tokens are far off the profiles of all tokens do not tell.
         checks = [scope.check for scope in scopes[: len(checks)]]
-    return _rank_checks(cell, checks)
+    return _rank_checks(cell, checks, is_of_many=_is_of_many(cell, summary))
 
 
-def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
-    """Rank the checks; of several with one name, keep the first failed one."""
+def _rank_checks(
+    cell: Cell,
+    found: Iterable[Check],
+    sure: SureTokens | None = None,
+    *,
+    is_of_many: bool = False,
+) -> Comparability:
+    """Rank the checks; of several with one name, keep the first failed one.
+
+    Args:
+        cell: The tokens.
+        found: Their checks.
+        sure: Those of the cell, where they are known.
+        is_of_many: Whether a check that these are too few for was made of them and others.
+    """
     by_name: dict[str, Check] = {}
     for check in found:
         known = by_name.get(check.name)
@@ -315,7 +347,7 @@ def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
     scaling = by_name.get("temperature")
     ratio = by_name.get("renormalised") or by_name.get("calibration")
     first = list(LIKELIEST_FIRST)
-    if scaling is not None and ratio is not None and _is_temperature(scaling, ratio):
+    if scaling is not None and ratio is not None and is_temperature(scaling, ratio, sure):
         first.remove("temperature")
         first.insert(first.index("renormalised"), "temperature")
     lacking = by_name.get("coverage")
@@ -333,28 +365,20 @@ def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
         verdict = "suspect"
     elif are_equal(cell):
         verdict = "exact" if cell.masked == cell.tokens else "not measured"
+    elif cell.tokens < ENOUGH or (not is_of_many and any(map(_is_undecided, checks))):
+        verdict = "unknown"
     else:
-        verdict = "comparable" if cell.tokens >= ENOUGH else "unknown"
+        verdict = "comparable"
     return Comparability(verdict, tuple(checks))
 
 
-def _is_temperature(scaling: Check, ratio: Check) -> bool:
-    """Return whether a slope explains a mean ratio other than 1.
+def _is_undecided(check: Check) -> bool:
+    return check.status == "unknown" and check.name in _DECISIVE
 
-    Truncation has the opposite slope: the mass that q loses is larger in less certain contexts,
-    so d rises with q as it does for a flatter q. With a colder q, which lacks rare tokens on
-    average, d falls with q, as it does where q is of another model, which raises the mean ratio.
-    All d have one sign where log-probs were scaled without renormalising them, and of a deep cut,
-    whose d do not follow q as closely.
-    """
-    if scaling.status != "suspect":
-        return False
-    correlation = scaling.values["correlation"]
-    if ratio.status != "suspect":
-        return True
-    if ratio.values["one_sided"] >= CUT_ONE_SIDED:
-        return abs(correlation) > SCALED_ONE_SIDED
-    return (ratio.values["mean"] < 1.0) == (correlation < 0.0)
+
+def _is_of_many(cell: Cell, summary: Summary) -> bool:
+    """Return whether a part of a step has too few tokens for the checks that its step had."""
+    return cell.tokens < MANY <= summary.total.tokens
 
 
 def _drift(summary: Summary) -> Drift | None:

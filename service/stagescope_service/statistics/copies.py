@@ -9,7 +9,7 @@ from stagescope_service.statistics.part import PartRecord
 
 
 class Copies:
-    """Finds copies whose numbers or masks differ, part by part in a fixed order."""
+    """Finds copies whose numbers or masks differ, part by part in the order of precedence."""
 
     def __init__(self, identities: Identities) -> None:
         self._identities = identities
@@ -19,7 +19,9 @@ class Copies:
         """Sample in a part of a group of replicas -> its mask, and the part that has it."""
 
     def differing(self, record: PartRecord, holder: PartRecord) -> str | None:
-        """Register a part's samples; return an earlier part with other numbers or masks of them.
+        """Register a part's samples; return a part before it with other numbers or masks of them.
+
+        The parts come in the order of their precedence: the first one counts.
 
         Args:
             record: The part.

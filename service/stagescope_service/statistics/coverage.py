@@ -14,6 +14,11 @@ from stagescope_service.statistics.summary import Summary
 FEW_ZEROS: Final = 8
 ROUNDED_TO_ONE: Final = 0.02
 """Nats: a probability nearer to 1 rounds to 1 in bfloat16, and a little further with its noise."""
+ELSEWHERE: Final = 6.0
+"""mean |d| beside the zeros of a stream over that of other tokens, above which they stand for what
+it lacks. Of other token ids it is up to 5, since a sure model makes the largest differences."""
+APART: Final = 0.05
+"""mean |d| of tokens of which 1 % are scored as others; noise of int8 makes less."""
 LACKING_SHARE: Final = 0.01
 TEMPLATE: Final = 16
 """Tokens of a template at one end of a stretch that may have probability 1 on both sides."""
@@ -23,7 +28,9 @@ token that is left gives at most -log(top_p), and rounding less."""
 _DEEP: Final = 3.0
 """The same of a top_p of 0.05. Greedy sampling takes the likeliest token, which other weights do
 not make that unlikely."""
-_BOUNDS: Final = ((_FAR, 5, 0.2), (_DEEP, 1, 0.05))
+_IMPOSSIBLE: Final = 6.0
+"""The same, where no noise of a sure token gets: the usual zeros lie beside values near 0."""
+_BOUNDS: Final = ((_FAR, 5, 0.2), (_DEEP, 1, 0.05), (_IMPOSSIBLE, 1, 1.0))
 """Bounds of |d|, the minimum of zeros beyond each, and the maximum probability that as many tokens
 are all usual zeros: one token is often far off for another reason, and five seldom are."""
 _ODDS: Final = 10.0
@@ -87,7 +94,16 @@ def _filled(cell: Cell, side: str, zeros: float) -> bool:
     if not others:
         # A slice of few tokens, such as a round: a sure model's probability rounds to 1, too.
         return zeros >= FEW_ZEROS or others_at_zeros / zeros > ROUNDED_TO_ONE
-    return others_at_zeros / zeros > 0.5 * max(rest, 0.0) / others
+    if others_at_zeros / zeros <= 0.5 * max(rest, 0.0) / others:
+        return False
+    # Tokens that are scored as others are as far off, and as often, beside zeros as elsewhere.
+    of_side = cell[Field[f"{side}_ZERO"]]
+    far = cell[Field.ABS_OVER_1] - zeros
+    if far >= FEW_ZEROS / 2 and zeros / of_side <= _ODDS * far / max(cell.tokens - of_side, 1):
+        return False
+    apart = cell[Field.D_ABS_SUM] - cell[Field.P_LACKS_ABS] - cell[Field.Q_LACKS_ABS]
+    elsewhere = max(apart, 0.0) / others
+    return elsewhere < APART or others_at_zeros / of_side > ELSEWHERE * elsewhere
 
 
 def padding(cell: Cell) -> Check:
@@ -149,6 +165,13 @@ def missing_values(summary: Summary) -> Check:
         # Misaligned streams have such zeros on both sides.
         if count < max(enough, n / 2, 3 * int(on_other.sum())):
             continue
+        # Of a sure model with other token ids, nearly all tokens that are far off are usual zeros,
+        # and the more so those that differ most.
+        of_all = total[Field.ABS_OVER_2 if least == _FAR else Field.ABS_OVER_3]
+        if n > count and of_all >= LACKING_SHARE * total.masked:
+            continue
+        if least == _IMPOSSIBLE and n >= FEW_ZEROS:
+            continue
         if count * (1.0 - usual) < _ODDS * (n - count) * usual or usual**count > chance:
             continue
         text = (
@@ -156,7 +179,10 @@ def missing_values(summary: Summary) -> Check:
             f"{other} lies below {-least:g} ({_places(summary, filled, side)}): it was filled with "
             "0 where it lacks a value"
         )
-        text += " (or these tokens were sampled greedily)" if least == _FAR else ""
+        if least == _FAR:
+            text += " (or these tokens were sampled greedily)"
+        elif least == _IMPOSSIBLE:
+            text += f", or {other} scores another token there: at its other zeros they agree"
         in_zeros = total[Field.P_LACKS_ABS] + total[Field.Q_LACKS_ABS]
         values = {"explains": in_zeros / total[Field.D_ABS_SUM], "tokens": float(count)}
         return Check("coverage", "suspect", text, values)

@@ -10,11 +10,12 @@ at least one counted token: rows without one are in no mean (verl counts them as
 A number is within 1e-9 of its definition for |d| <= 700, a mean of weights within 1e-12, however
 small it is: means of weights are stored beside those of weight - 1. A standard deviation, a
 correlation or a z of values that are the same but for their last digits has only those digits (of
-log-probs -5 ± 1e-9 the first 7 or 8). The correlation of e^p and e^q is off by at most 1e-15 over
-their smaller standard deviation: by more than 1e-9 only where they vary by less than 1e-6. It is
-NaN where no p or no q lies above -20. `inf` means that a number (or the sum behind a mean) exceeds
-float64's maximum of 1.8e308: e^abs(d) and k3 for abs(d) > 709, a perplexity for a mean log-prob
-below -709. A correlation of such sums is NaN.
+log-probs -5 ± 1e-9 the first 7 or 8). The correlation of e^p and e^q is off by at most 1e-15 times
+mean / deviation of e^p, of 1 - e^p or of the same of q, whichever is largest: by more than 1e-9
+only where probabilities agree in their first 6 digits. It is NaN where they agree in the first 12,
+and where the squares of e^p or of e^q are below 1e-280. `inf` means that a number (or the sum
+behind a mean) exceeds float64's maximum of 1.8e308: e^abs(d) and k3 for abs(d) > 709, a perplexity
+for a mean log-prob below -709. A correlation of such sums is NaN.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ ROW: Final = (
 """Columns of a row's vector, defined as in a cell; `raw_sum` and `w_sum` are of weight minus 1, the
 last three of products."""
 ROW_1: Final = 15
-ROW_WIDTHS: Final = {1: ROW_1, 2: 21, 3: len(ROW), _cell.VERSION: len(ROW)}
+ROW_WIDTHS: Final = {1: ROW_1, 2: 21, 3: len(ROW), 4: len(ROW), _cell.VERSION: len(ROW)}
 """Version of a cell -> columns of the rows stored beside it; the others are NaN once read."""
 
 _WIDTH: Final = _cell.WIDTH
@@ -58,8 +58,7 @@ _FIRST_MAX: Final = int(AT.D_MAX)
 _FIRST_SECOND: Final = int(AT.D_M2)
 _MOMENTS: Final = np.array(_cell.MOMENTS, np.int64)
 _N: Final = int(AT.TOKENS)
-_W, _WEIGHT = int(AT.W_SUM), int(AT.WEIGHT_SUM)
-_RAW, _RATIO = int(AT.RAW_SUM), int(AT.RATIO_SUM)
+_OWN_SUMS: Final = np.array([_cell.OWN_SUMS.get(field, field) for field in _cell.Field], np.int64)
 _SMALL: Final = _cell.SMALL
 
 
@@ -81,10 +80,11 @@ def _merge_into(cell: Float64, other: Float64) -> None:
         a, b, m = cell[n], other[n], _FIRST_SECOND + i
         cell[m] += other[m]
         if a > 0.0 and b > 0.0:
-            if x == _W and cell[_WEIGHT] + other[_WEIGHT] < _SMALL * (a + b):
-                x = y = _WEIGHT
-            elif x == _RAW and cell[_RATIO] + other[_RATIO] < _SMALL * (a + b):
-                x = y = _RATIO
+            own_x, own_y = _OWN_SUMS[x], _OWN_SUMS[y]
+            if own_x != x and cell[own_x] + other[own_x] < _SMALL * (a + b):
+                x = own_x
+            if own_y != y and cell[own_y] + other[own_y] < _SMALL * (a + b):
+                y = own_y
             dx = other[x] / b - cell[x] / a
             dy = dx if x == y else other[y] / b - cell[y] / a
             cell[m] += dx * dy * (a * b / (a + b))

@@ -6,7 +6,10 @@ import bisect
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from stagescope_service.statistics.identity import RowIdentity
+from stagescope_service.statistics.part import GroupKey
 from stagescope_service.statistics.summary import Summary
 
 Key = tuple[str, str]
@@ -21,12 +24,15 @@ class Claim:
     """The part of a summary that was counted before.
 
     Attributes:
-        skips: (row, first, last) stretches that were counted before.
-        fresh: number of tokens that were not.
+        skips: (row, first, last) stretches that were counted before, or that belong to a row
+            which its sender replaced.
+        fresh: number of tokens that count now.
+        other_mask: the claim with a row that replaces one of this summary and masks other tokens.
     """
 
     skips: tuple[tuple[int, int, int], ...]
     fresh: int
+    other_mask: str | None = None
 
     @property
     def is_all_repeated(self) -> bool:
@@ -44,30 +50,58 @@ class Ledger:
 
     def __init__(self) -> None:
         self._intervals: dict[Key, list[Interval]] = {}
+        self._rows: dict[tuple[GroupKey, Key], tuple[str, list[Interval]]] = {}
+        """A sender's row that begins with its sample -> the name of its claim, and its runs."""
 
-    def claim(self, summary: Summary, cp_rank: object, places: Sequence[RowIdentity]) -> Claim:
-        """Add a summary's coverage and return the part of it that was counted before.
+    def claim(
+        self,
+        summary: Summary,
+        cp_rank: object,
+        places: Sequence[RowIdentity],
+        *,
+        sender: GroupKey = (),
+        name: str = "",
+    ) -> Claim:
+        """Add a summary's coverage and return the part of it that does not count.
+
+        Of several rows of a sample the one that is claimed first counts. In a summary these are
+        claimed from the last row to the first.
 
         Args:
             summary: The summary of one part.
             cp_rank: Its context-parallel rank, None if samples are not split.
             places: The place of each of its sequences.
+            sender: Who handed it over: of two rows of it that begin with their sample and have
+                tokens in common, only one counts at all.
+            name: What `Claim.other_mask` calls this claim.
         """
         sequences = summary.sequences
+        cover = sequences.cover[np.argsort(sequences.cover[:, 0], kind="stable")]
+        bounds = np.searchsorted(cover[:, 0], np.arange(len(sequences) + 1)).tolist()
+        runs, rows = cover[:, 1:].tolist(), sequences.row.tolist()
+        placed = sequences.placed[:, 0].tolist()
         skips: list[tuple[int, int, int]] = []
-        fresh = 0
-        for index, first, last in sequences.cover.tolist():
-            place, row = places[index], int(sequences.row[index])
-            if place.dropped:
-                skips.append((row, first, last))
-                continue
-            # Context-parallel parts without an offset all begin at 0.
-            part = "" if cp_rank is None or sequences.placed[index, 0] else str(cp_rank)
-            present = self._intervals.setdefault((place.sample, part), [])
-            repeated = self._add(present, first + place.shift, last + place.shift)
-            fresh += (last - first) - sum(b - a for a, b in repeated)
+        fresh, other_mask = 0, None
+        for index in reversed(range(len(sequences))):
+            place, row = places[index], rows[index]
+            own = [
+                (a + place.shift, b + place.shift)
+                for a, b in runs[bounds[index] : bounds[index + 1]]
+            ]
+            repeated = own
+            if not place.dropped:
+                # Context-parallel parts without an offset all begin at 0.
+                part = "" if cp_rank is None or placed[index] else str(cp_rank)
+                key = (place.sample, part)
+                present = self._intervals.setdefault(key, [])
+                known = None if placed[index] else self._rows.setdefault((sender, key), (name, own))
+                if known is not None and known[1] is not own and _overlap(present, own):
+                    other_mask = other_mask or (known[0] if known[1] != own else None)
+                else:
+                    repeated = [each for run in own for each in self._add(present, *run)]
+                    fresh += sum(b - a for a, b in own) - sum(b - a for a, b in repeated)
             skips.extend((row, a - place.shift, b - place.shift) for a, b in repeated)
-        return Claim(tuple(skips), fresh)
+        return Claim(tuple(sorted(skips)), fresh, other_mask)
 
     @staticmethod
     def _add(present: list[Interval], first: int, last: int) -> list[Interval]:
@@ -86,3 +120,12 @@ class Ledger:
             end += 1
         present[begin:end] = [(low, high)]
         return repeated
+
+
+def _overlap(present: Sequence[Interval], runs: Sequence[Interval]) -> bool:
+    """Return whether a run has a position in common with disjoint, sorted intervals."""
+    for first, last in runs:
+        at = bisect.bisect_left(present, (last, last)) - 1
+        if at >= 0 and present[at][1] > first:
+            return True
+    return False

@@ -14,6 +14,7 @@ from stagescope_service.statistics.summary import Produced, Summary
 GroupKey = tuple[object, ...]
 """What identifies a set of ranks: their role, how they are grouped, the index, the cp rank."""
 Priority = tuple[bool, int, int, int, int, int, str, tuple[int, int], int, str, str]
+Precedence = tuple[bool, int, int, tuple[int, str], tuple[int, int], int, int, int, str, str]
 
 _FIRST_PART: Final = Part()
 _ROW_CONTENT: Final = [ROW.index(name) for name in ("tokens", "q_sum", "qq_sum", "non_finite")]
@@ -49,6 +50,15 @@ class PartRecord:
     skipped: tuple[tuple[int, int, int], ...] = ()
     ranked: Summary | None = None
 
+    def without_settings(self) -> PartRecord:
+        """Return the part of a run without settings for the statistics."""
+        return dataclasses.replace(
+            self,
+            summary=self.summary.without_settings(),
+            handed=self.handed and self.handed.without_settings(),
+            ranked=self.ranked and self.ranked.without_settings(),
+        )
+
     @property
     def full_summary(self) -> Summary:
         """The summary of the full payload."""
@@ -61,7 +71,7 @@ class PartRecord:
 
     @property
     def order(self) -> Priority:
-        """Sort key: of several equal parts, the lowest counts."""
+        """Sort key by which parts are merged, and samples get their names."""
         part, role = self.part, role_order(self.role)
         piece = (part.epoch, part.occurrence, part.minibatch, part.microbatch)
         # A driver's copy of the batch comes last: it would cut across what the ranks hold.
@@ -74,6 +84,34 @@ class PartRecord:
             self.incarnation,
             self.key,
         )
+
+    @property
+    def precedence(self) -> Precedence:
+        """Sort key: of parts that hold the same tokens, the lowest counts.
+
+        What a rank handed over last counts. A later epoch does not, since its weights have moved.
+        Neither does a later pass of `current` log-probs, which an update may precede.
+        """
+        part = self.part
+        moves = self.summary.pair[0] == "current"
+        return (
+            self.role not in ROLES,
+            part.epoch,
+            part.occurrence if moves else -part.occurrence,
+            role_order(self.role),
+            self._rank_position,
+            self.rank,
+            -part.minibatch,
+            -part.microbatch,
+            self.incarnation,
+            self.key,
+        )
+
+    @property
+    def sender(self) -> GroupKey:
+        """Key of the passes of one rank that should give each of its tokens the same numbers."""
+        passes = self.part.occurrence if self.summary.pair[0] == "current" else None
+        return (self.role, self.rank, self.part.epoch, passes)
 
     @property
     def _rank_position(self) -> tuple[int, int]:

@@ -61,7 +61,12 @@ class Drift:
                 text = f"{check.text}; but {self.text}, and fresh ones show no slope"
                 return dataclasses.replace(check, status="ok", text=text)
             if self.lacks_fresh and abs(check.values["slope"] - 1.0) <= DRIFTED_SLOPE:
-                text = f"{check.text}; {self.text}: {text}, and too few fresh ones tell"
+                slope = check.text.partition(": ")[0]
+                text = (
+                    f"not decided: {slope}. A temperature does that, and so does an update that "
+                    f"sharpens or flattens the policy, up to {DRIFTED_SLOPE:g} from 1; {self.text},"
+                    " and too few tokens are fresh to tell"
+                )
                 return dataclasses.replace(check, status="unknown", text=text)
         elif check.name in ("calibration", "renormalised"):
             text = "policy drift leaves this mean at 1"

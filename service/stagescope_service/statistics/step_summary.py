@@ -8,8 +8,9 @@ again.
 Without ids the layout decides: of the ranks that hold the same rows (data_rank, else dp and cp
 rank) the one with tp 0 and the last pp counts, in the lowest epoch.
 
-The choice among equal parts depends only on (epoch, occurrence, minibatch, microbatch, role,
-rank), never on the order of arrival; roles of `schema.ROLES` come before others (a driver).
+What counts depends only on the parts' numbers, roles and ranks (`PartRecord.precedence`), never on
+the order of arrival. Of what a rank handed over twice the newest counts; roles of `schema.ROLES`
+come before others (a driver).
 
 For every step: counted tokens + tokens left out with a reason = tokens sent (`StepSummary.sent`).
 """
@@ -72,7 +73,8 @@ class StepSummary:
         tokens_left_out: Reason -> number of tokens under the mask that it excludes.
         sent: Tokens under the mask of all parts; None if written by an earlier release.
         contradictions: Ids that name several samples, each of which counts.
-        differing: (key, key of the copy that came first) of copies whose numbers or masks differ.
+        differing: (key, key of the copy that goes before it) of copies whose numbers or masks
+            differ.
         to_recompute: Parts to recompute; until then their tokens are missing.
         ranks_to_recompute: The same for the numbers of single ranks; stored nowhere.
         fragmented: Number of sequences in pieces without an offset: their sequence and round
@@ -238,11 +240,15 @@ def assemble(
         InvalidInput: no part has such a pair.
     """
     stage, chosen, others = _choose_stage_and_pair(parts, stage, pairs)
+    if len({record.summary.settings for record in chosen}) > 1:
+        # Only the applied weights depend on them: those of the step are the raw ones.
+        chosen = [record.without_settings() for record in chosen]
     main_role = min((record.role for record in chosen), key=role_order)
     identities = resolve(record for record in chosen if record.has_ids)
     accounting = _TokenAccounting(main_role, identities)
-    for record in sorted(chosen, key=lambda record: (record.key in unavailable, record.order)):
+    for record in sorted(chosen, key=lambda record: (record.key in unavailable, record.precedence)):
         accounting.count_once(record)
+    accounting.counted.sort(key=lambda record: record.order)
     if others:
         accounting.tokens_left_out[OTHER_STREAMS] += sum(map(_tokens_sent, others))
     if accounting.counted:
@@ -315,7 +321,7 @@ def _tokens_left_out(document: codec.Document) -> dict[str, int]:
 
 
 class _TokenAccounting:
-    """Decides which records count, one by one in the fixed order."""
+    """Decides which records count, one by one in the order of their precedence."""
 
     def __init__(self, main_role: str, identities: Identities) -> None:
         self._main_role = main_role
@@ -323,7 +329,8 @@ class _TokenAccounting:
         self._ledger = Ledger()
         self._holders: dict[tuple[object, ...], PartRecord] = {}
         self._epochs: dict[GroupKey, int] = {}
-        self._digests: dict[tuple[object, ...], str] = {}
+        self._digests: dict[tuple[object, ...], int] = {}
+        """Group and content -> the occurrence that counts."""
         self._copies = Copies(identities)
         self.counted: list[PartRecord] = []
         self.left_out: dict[str, str] = {}
@@ -352,6 +359,7 @@ class _TokenAccounting:
             why, claim = self._by_layout(record), None
         holder = self._holders.setdefault((*record.group, record.part), record)
         other = self._copies.differing(record, holder) if record.has_ids else None
+        other = other or (None if claim is None else claim.other_mask)
         if why is None:
             self.counted.append(record)
             if claim is not None:
@@ -372,7 +380,9 @@ class _TokenAccounting:
             return OTHER_ROLE, None
         full = record.full_summary
         places = self._identities.places_of(record.key, full)
-        claim = self._ledger.claim(full, record.cp_rank, places)
+        claim = self._ledger.claim(
+            full, record.cp_rank, places, sender=record.sender, name=record.key
+        )
         if claim.is_all_repeated:
             held = (*record.group, record.part) in self._holders
             return (REPLICA if held else REPEATED), claim
@@ -389,10 +399,8 @@ class _TokenAccounting:
         if record.part.epoch > self._epochs.setdefault(record.group, record.part.epoch):
             return LATER_EPOCH
         content = (*record.group, record.summary.digest)
-        if record.part.occurrence and content in self._digests:
-            return REPEATED
-        self._digests[content] = record.key
-        return None
+        occurrence = self._digests.setdefault(content, record.part.occurrence)
+        return REPEATED if occurrence != record.part.occurrence else None
 
 
 def _choose_stage_and_pair(
@@ -436,29 +444,31 @@ def _rank_rows(
     `counted`: key of a part that counts -> its index among the sources of the step's summary.
     """
     by_rank: dict[tuple[tuple[int, str], int], list[PartRecord]] = {}
-    for record in sorted(records, key=lambda record: record.order):
+    for record in sorted(records, key=lambda record: record.precedence):
         by_rank.setdefault((role_order(record.role), record.rank), []).append(record)
     rows: list[RankRow] = []
     to_recompute: list[Recompute] = []
     for (role, rank), own in sorted(by_rank.items()):
         ledger, epoch = Ledger(), min(record.part.epoch for record in own)
-        taken: list[Summary] = []
+        taken: list[tuple[PartRecord, Summary]] = []
         for record in own:
             summary = record.ranked or record.full_summary
             if not record.has_ids:
                 if record.part.epoch == epoch:
-                    taken.append(summary)
+                    taken.append((record, summary))
                 continue
             places = identities.places_of(record.key, summary)
             own_places = [dataclasses.replace(place, dropped=False) for place in places]
-            claim = ledger.claim(summary, record.cp_rank, own_places)
+            claim = ledger.claim(summary, record.cp_rank, own_places, sender=record.sender)
             if claim.skips and not claim.is_all_repeated:
                 to_recompute.append(Recompute(record.key, claim.skips))
             elif not claim.is_all_repeated:
-                taken.append(summary)
-        vectors = [summary.total.vector for summary in taken]
+                taken.append((record, summary))
+        taken.sort(key=lambda each: each[0].order)
+        own.sort(key=lambda record: record.order)
+        vectors = [summary.total.vector for _, summary in taken]
         cell = Cell(cells.merge(np.stack(vectors) if vectors else cells.empty(0)))
         sources = tuple(counted[record.key] for record in own if record.key in counted)
-        produced = merge_produced(summary.produced for summary in taken)
+        produced = merge_produced(summary.produced for _, summary in taken)
         rows.append(RankRow(role[1], rank, cell, len(own), len(sources), produced, sources))
     return tuple(rows), tuple(to_recompute)

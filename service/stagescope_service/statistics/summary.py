@@ -88,6 +88,7 @@ class Tokens:
         return Tokens(*(getattr(self, name)[order] for name in self.COLUMNS))
 
 
+_W_SUM, _RAW_SUM, _WEIGHT_SUM = map(ROW.index, ("w_sum", "raw_sum", "weight_sum"))
 _NO_INT: Final = np.empty(0, np.int64)
 _NO_FLOAT: Final = np.empty(0)
 NO_TOKENS: Final = Tokens(_NO_INT, _NO_INT, _NO_INT, _NO_INT, _NO_INT, _NO_FLOAT, _NO_FLOAT)
@@ -292,6 +293,24 @@ class Summary:
     def named(self, *sources: str) -> Summary:
         """Return a copy with other payload names."""
         return dataclasses.replace(self, sources=sources)
+
+    def without_settings(self) -> Summary:
+        """Return the summary that a run without settings has: its weights are the raw ones."""
+        values = self.sequences.values.copy()
+        values[:, _W_SUM] = values[:, _RAW_SUM]
+        values[:, _WEIGHT_SUM] = np.nan  # unknown: 1 + the mean of raw_sum stands for its mean
+        rounds, turns, ages = (
+            dataclasses.replace(own, cells=cells.without_settings(own.cells))
+            for own in (self.rounds, self.turns, self.staleness)
+        )
+        return dataclasses.replace(
+            self,
+            settings=StatisticsSettings(worst=self.settings.worst),
+            sequences=dataclasses.replace(self.sequences, values=values),
+            rounds=rounds,
+            turns=turns,
+            staleness=ages,
+        )
 
     @classmethod
     def merge(cls, summaries: Sequence[Summary]) -> Summary:

@@ -29,7 +29,13 @@ from stagescope import Session
 from stagescope.forwarding import forwarder, records
 from stagescope.forwarding.forwarder import PREFIX
 from stagescope.versions import install_command
-from stagescope.wire.errors import Conflict, InvalidInput, MissingExtra, Unreachable
+from stagescope.wire.errors import (
+    Conflict,
+    InvalidInput,
+    MissingExtra,
+    Unauthorized,
+    Unreachable,
+)
 
 # Clients of others: what they warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -79,6 +85,17 @@ def test_a_service_that_is_away_is_waited_for(
     away.append(Unreachable("the service is gone"))
     with pytest.raises(Unreachable):
         asked.forward(RUN, board.target)
+
+
+def test_a_refused_token_is_not_waited_for(
+    training: Training, asked: Session, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steps(self: records.RunRecords, limit: int = 5) -> list[records.ClosedStep]:
+        raise Unauthorized("the token is another one")
+
+    monkeypatch.setattr(records.RunRecords, "steps", steps)
+    with pytest.raises(Unauthorized):
+        forwarder.forward(asked, RUN, [board.target], every=0.05)
 
 
 def test_following_ends_with_a_signal(live: Service, training: Training, board: Board) -> None:

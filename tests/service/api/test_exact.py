@@ -324,6 +324,26 @@ def assert_told_beside_the_healthy_rank(live: Service) -> None:
         assert answer["comparable"][0] == "suspect"
 
 
+def test_few_tokens_are_unknown_in_every_answer(live: Service) -> None:
+    """Of 44 tokens half of the checks are not made; that is neither fine nor an alarm."""
+    rank = Rank(live, world_size=1)
+    rank.stage(LOG_PROB, 1, payload(noise=0.01))
+    rank.begin(LOG_PROB, 2)
+    for path in ("metrics", "rounds", "ranks", "tokens"):
+        answer = live.get(f"/steps/1/{path}")
+        assert (answer["comparable"], answer["cause"]) == ("unknown", None), path
+        texts = {each["code"]: each["text"] for each in answer["comparability"]}
+        assert texts["temperature"] == "not checked: 44 tokens count, and it needs 128"
+    for name in ("distribution", "rounds", "anatomy"):
+        assert "unknown: " in live.get(f"/figures/{name}", step=1)["note"], name
+    assert "can be compared is unknown in step 1" in live.get("/figures/rank-steps")["note"]
+    text = live.read.get("/metrics").text
+    assert 'stagescope_step_comparable{cause="",run="r",verdict="unknown"} 0.0' in text
+    verdicts = {row["rule"]: row["verdict"] for row in live.get("/runs/r/diagnosis")["rows"]}
+    assert verdicts["sampling_differs"] == verdicts["streams_unrelated"] == "not measured"
+    assert verdicts["streams_shifted"] == "not found"
+
+
 def test_a_shifted_rank_is_in_every_answer(live: Service) -> None:
     ranks = [Rank(live, rank=rank) for rank in (0, 1)]
     for index, rank in enumerate(ranks):

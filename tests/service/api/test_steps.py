@@ -64,6 +64,24 @@ def test_the_dtype_of_a_stream_is_that_of_the_step(live: Service) -> None:
         assert (old["dtype"], old["dtypes"]) == (dtype, [dtype])
 
 
+def test_what_a_step_says_of_its_streams_is_its_own(live: Service) -> None:
+    rank = Rank(live)
+    metas: list[dict[str, Any]] = [
+        {"temperature": 1.0, "engine": "vllm", "streams": {"rollout": {"top_p": 0.9}}},
+        {"temperature": 0.7, "engine": "sglang", "streams": {"rollout": {"top_p": 0.8}}},
+        {},
+    ]
+    for step, meta in enumerate(metas, start=5):
+        rank.stage(LOG_PROB, step, {**payload(seed=step), "meta": meta})
+    rank.stage(LOG_PROB, 8, {**payload(seed=8), "meta": metas[0]})
+    again = {**payload(seed=9, first_sample=8), "meta": metas[1]}
+    rank.stage(LOG_PROB, 8, again, microbatch=1)
+    rank.begin(LOG_PROB, 9)
+    answers = [live.get(f"/steps/{step}/metrics")["streams"]["rollout"] for step in (5, 6, 8)]
+    found = [(own.get("temperature"), own.get("engine"), own.get("top_p")) for own in answers]
+    assert found == [(1.0, "vllm", 0.9), (0.7, "sglang", 0.8), (None, None, None)]
+
+
 def test_rounds_beyond_the_limit_are_said_beside_the_numbers(live: Service) -> None:
     (rank,) = two_ranks(live)[:1]
     tokens = 8300
@@ -266,6 +284,62 @@ class TestMetrics:
             "rows: actor 1 has 32 tokens and actor 0 has 44"
         )
         assert [pair["rank"] for pair in found["evidence"]["pairs"]] == [1]
+
+    @pytest.mark.parametrize("late", [False, True], ids=["in order", "late"])
+    def test_of_samples_that_a_rank_hands_over_again_the_newest_count(
+        self, live: Service, late: bool
+    ) -> None:
+        """Also where they are split otherwise, and the first ones arrive last."""
+        rank = Rank(live)
+        newest = payload(seed=1)
+        first = payload(seed=1)
+        _, shape, values, _ = first["tensors"]["old_log_probs"]
+        first["tensors"]["old_log_probs"] = ("float32", shape, values - np.float32(1), None)
+        handed = [rank.draft_stage(LOG_PROB, 5, first)]
+        for index, rows in enumerate((slice(0, 3), slice(3, 4))):
+            piece: Any = {**newest, "strings": {}}
+            piece["strings"]["sample_ids"] = newest["strings"]["sample_ids"][rows]
+            piece["tensors"] = {
+                name: (dtype, (rows.stop - rows.start, shape[1]), buffer[rows], None)
+                for name, (dtype, shape, buffer, _) in newest["tensors"].items()
+            }
+            handed.append(
+                rank.draft_stage(LOG_PROB, 5, piece, occurrence=1 - index, microbatch=index)
+            )
+        for report in reversed(handed) if late else handed:
+            live.engine.take_together([report])
+        rank.begin(LOG_PROB, 6)
+        summary = summarise(TokenBatch.from_tensors(newest["tensors"], newest["strings"], {}))
+        answer, expected = live.get("/steps/5/metrics"), publish(summary)
+        for name, value in expected.items():
+            assert number(answer["metrics"][name]) == pytest.approx(value, nan_ok=True), name
+        assert answer["coverage"]["tokens_left_out"] == {"repeated": 44}
+        worst = live.get("/steps/5/tokens", limit=3)["rows"]
+        assert [row["p"] for row in worst] == summary.worst.p[:3].tolist()
+        rounds = live.get("/steps/5/rounds")["rows"]
+        assert [row["abs_diff_mean"] for row in rounds] == pytest.approx(
+            [expected[f"per_round/round_{i}_abs_diff_mean"] for i in (0, 1)]
+        )
+        (of_rank,) = live.get("/steps/5/ranks")["rows"]
+        assert (of_rank["parts_counted"], of_rank["tokens"]) == (2, 44)
+        (found,) = live.get("/findings", kind="replicas_differ")["rows"]
+        assert "the newest count (actor 0: " in found["message"]
+        assert "occurrence 1 counts, not occurrence 0" in found["message"]
+
+    def test_ranks_with_different_settings_are_named_and_measured(self, live: Service) -> None:
+        chosen: Any = ({"rollout_is": "token", "rollout_is_threshold": 2.0}, {})
+        ranks = [Rank(live, rank=at, settings=settings) for at, settings in enumerate(chosen)]
+        for at, rank in enumerate(ranks):
+            rank.stage(LOG_PROB, 5, payload(seed=at, first_sample=4 * at))
+        for rank in ranks:
+            rank.begin(LOG_PROB, 6)
+        answer = live.get("/steps/5/metrics")
+        assert answer["coverage"]["tokens"] == 88
+        found = [number(answer["metrics"][name]) for name in reference()]
+        assert found == pytest.approx([*reference().values()], nan_ok=True)
+        (row,) = live.get("/findings", kind="settings_differ")["rows"]
+        named = "(actor rank 0: rollout_is token, threshold 2.0; actor rank 1: no rollout_is)"
+        assert named in row["message"]
 
     def test_a_late_payload_changes_a_remembered_answer(self, live: Service) -> None:
         ranks = two_ranks(live)

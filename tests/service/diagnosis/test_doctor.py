@@ -322,6 +322,20 @@ def old_versions(batch: Batch) -> None:
     batch.add(0.1, batch.versions < batch.step)
 
 
+def warmer(batch: Batch, slope: float = 1.07) -> None:
+    """An engine of another temperature in an asynchronous training: no token is fresh."""
+    batch.versions = np.full(batch.q.shape, batch.step - 1)
+    d = (slope - 1.0) * batch.q
+    batch.p = batch.q + d - np.log(np.exp(d[batch.rounds >= 0]).mean())
+    batch.add(0.002)
+
+
+def sharpened(batch: Batch) -> None:
+    """The same slope, since each update sharpens the policy: it adds up."""
+    batch.q = batch.q * 1.07**batch.step
+    warmer(batch)
+
+
 def noisy_trainer(batch: Batch) -> None:
     batch.recomputed = batch.p + batch.random.normal(0.0, 0.0125, batch.p.shape)
 
@@ -442,6 +456,20 @@ def test_a_planted_fault_is_found(rule: str, live: Service) -> None:
     if rule == "entropy_collapse":  # the run's own name of it
         assert f"stagescope series entropy --run sick-{rule}" in row["next"]
     assert 0.0 < row["sure"] <= 1.0
+
+
+def test_a_temperature_without_fresh_tokens_is_told_by_many_steps(live: Service) -> None:
+    """One step does not tell it from an update; updates add up, and a temperature does not."""
+    train(live, "warmer", warmer)
+    row = rows_of(live, "warmer")["sampling_differs"]
+    assert (row["verdict"], row["since_step"]) == ("found", 1)
+    assert "Had 23 updates done that, the policy would be " in row["for"][0]
+    for run, change, steps in (("sharpened", sharpened, 25), ("warmer-short", warmer, 8)):
+        train(live, run, change, steps=range(1, steps))
+        assert live.get("/steps/5/metrics", run=run)["comparable"] == "unknown"
+        row = rows_of(live, run)["sampling_differs"]
+        assert row["verdict"] == "not measured"
+        assert "temperature not decided: old grows by 1.0" in row["against"][0]
 
 
 def test_where_and_since_when_are_said(live: Service) -> None:

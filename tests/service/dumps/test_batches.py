@@ -107,6 +107,25 @@ def test_rows_of_several_ranks_are_joined_without_a_stage_that_has_all(
         assert padding.side == "right", name
 
 
+@pytest.mark.parametrize("again", [Part(occurrence=1), Part(minibatch=1), Part(microbatch=1)])
+def test_of_rows_that_a_rank_recorded_again_the_newest_count(again: Part) -> None:
+    whole = WholeStep([9, 2, 4, 3])
+    records = []
+    for part, rows, by in ((Part(), [0, 1, 2], 0), (again, [1, 2, 3], 1)):
+        piece = whole.piece(rows)
+        tag, shape, values, offsets = piece["old_log_probs"]
+        piece["old_log_probs"] = (tag, shape, values + by, offsets)
+        records.append(record(piece, part=part, **whole.ids(rows)))
+    batch = join(MemoryDump(records), 5)
+    moved = batch["old_log_probs"].view(np.int16) - whole.tensors["old_log_probs"][2].view(np.int16)
+    assert [set(row[on].tolist()) for row, on in zip(moved, whole.there, strict=True)] == [
+        {0}, {1}, {1}, {1},
+    ]  # fmt: skip
+    (gap,) = batch.gaps
+    assert gap.kind == "disagrees"
+    assert str(gap).count(str(again)) == 1
+
+
 def test_padding_is_what_the_recorded_rows_end_with() -> None:
     whole = WholeStep([9, 2, 4, 3])
     records = [record(whole.piece([0, 1]), rank=0, **whole.ids([0, 1])),

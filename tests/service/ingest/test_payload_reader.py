@@ -57,6 +57,31 @@ def test_ids_of_prompts_taken_for_ids_of_samples_lose_no_token(tmp_path: Path) -
     assert "group_ids" in found[0]["advice"]
 
 
+@pytest.mark.parametrize("changed", ["p", "mask", "nothing"])
+def test_of_rows_of_one_sample_in_a_payload_the_last_counts(tmp_path: Path, changed: str) -> None:
+    """As if each row were handed over in a part of its own."""
+    p = -np.arange(1.0, 13.0, dtype=np.float32) / 8
+    rows, masks = np.stack([p, p]), np.ones((2, 12), np.int64)
+    if changed == "p":
+        rows[0] -= 1.0
+    if changed == "mask":
+        masks[1, 6:] = 0
+    raw = {
+        "old_log_probs": rows, "rollout_log_probs": np.stack([p, p]), "response_mask": masks,
+        "responses": np.tile(np.arange(12), (2, 1)), "sample_ids": ["one", "one"],
+    }  # fmt: skip
+    ring = Ring(tmp_path / "ring", 1 << 20)
+    outcome = PayloadReader(tmp_path, "n", ring).read(PayloadKey("incarnation", 1), JOB, raw)
+    (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
+    summary = summary_from_bytes(row["summary"])
+    assert summary.total.masked == (6 if changed == "mask" else 12)
+    assert summary.left_out == {"repeated": 12}
+    assert summary.total.abs_max == 0.0
+    found = [put.row for put in outcome.rows if put.table == "findings"]
+    assert [each["kind"] for each in found] == ([] if changed == "nothing" else ["rows_differ"])
+    assert all("the last row of each counts" in each["message"] for each in found)
+
+
 def test_what_a_gone_node_left_on_the_disk_is_read_again_and_told_to_the_catalogue(
     tmp_path: Path,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.batches import batch_of
+from tests.support.batches import Array, batch_of
 from tests.support.sampler import (
     NOISE,
     SHARPNESS,
@@ -52,9 +52,18 @@ CASES: dict[str, Case] = {
     **{f"top-p {share}": (CUT, {"sampled": top_p(share)}) for share in (0.5, 0.8, 0.9, 0.95)},
     **{f"min-p {share}": (CUT, {"sampled": min_p(share)}) for share in (0.05, 0.1)},
     **{f"temperature {by}": (SCALED, {"sampled": temperature(by)}) for by in (0.6, 0.8, 0.9, 1.1)},
-    "raw beside processed": (
-        SCALED, {"sampled": temperature(0.8), "reported": as_is, "trained": temperature(0.8)}
-    ),
+    **{
+        f"raw beside processed {by}": (
+            SCALED, {"sampled": temperature(by), "reported": as_is, "trained": temperature(by)}
+        )
+        for by in (0.6, 0.8, 1.2, 1.5)
+    },
+    **{
+        f"trainer of another model, sharpness {by}": (
+            OTHER_MODEL, {"trained": other_model(0.5, sharpness=by)}
+        )
+        for by in (0.8, 1.25)
+    },
 }  # fmt: skip
 
 
@@ -75,9 +84,46 @@ def test_the_right_cause_comes_first(name: str) -> None:
     for number, (model, engine, shape) in enumerate(KINDS):
         rng = np.random.default_rng(number)
         found[judged(draw(rng, *shape, model=model, engine=engine, **how)).cause] += 1
+    assert_first(right, found)
+
+
+def assert_first(right: set[str], found: Counter[str | None]) -> None:
     detected = found.total() - found[None]
     assert sum(found[cause] for cause in right) >= 0.95 * detected, found
     assert detected, found
+
+
+def coarse(stream: Array, step: float) -> Array:
+    """As a format has it without a number between 0 and -step."""
+    return np.where(stream > -step, 0.0, stream).astype(np.float32)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+@pytest.mark.parametrize(("of_p", "of_q"), [(0.0, 1e-4), (0.0, 1e-3), (0.0, 4e-3), (4e-3, 4e-3)])
+def test_foreign_ids_beside_usual_zeros_are_no_missing_values(
+    of_p: float, of_q: float, share: float
+) -> None:
+    found: Counter[str | None] = Counter()
+    for number, (model, engine) in enumerate(itertools.product(SHARPNESS, NOISE)):
+        rng = np.random.default_rng(number)
+        shape = SHAPES[number % len(SHAPES)]
+        drawn = draw(rng, *shape, model=model, engine=engine, foreign=share)
+        found[judged(Batch(coarse(drawn.p, of_p), coarse(drawn.q, of_q), drawn.entropy)).cause] += 1
+    assert_first(OTHER_MODEL, found)
+
+
+@pytest.mark.parametrize("step", [1e-4, 1e-3, 4e-3, 2e-2])
+@pytest.mark.parametrize("model", ["usual", "sure", "certain"])
+def test_one_zero_that_no_noise_explains_is_found_among_usual_ones(model: str, step: float) -> None:
+    """The trainer has -10.8 there, and almost 0 beside the other zeros, of which there are many."""
+    for seed in range(10):
+        drawn = draw(np.random.default_rng(seed), 32, 60, model=model)
+        batch = Batch(drawn.p, coarse(drawn.q, step), drawn.entropy)
+        assert missing_values(summary_of(batch)).status == "ok"
+        batch.p[3, 7], batch.q[3, 7] = -10.8, 0.0
+        found = judged(batch)
+        assert (found.verdict, found.cause) == ("suspect", "coverage")
+        assert "sample s3, token 7: -10.8" in found.suspects[0].text
 
 
 @pytest.mark.parametrize("side", ["p", "q"])

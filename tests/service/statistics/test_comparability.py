@@ -393,6 +393,28 @@ def test_a_few_tokens_far_off_make_no_other_rows(tokens: int, value: float, mode
     assert asked(dataclasses.replace(drawn, p=p), 4).verdict == "comparable"
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_a_check_that_was_not_made_is_not_counted_as_fine(rows: int) -> None:
+    """Of 40, 80 and 120 tokens a temperature, a cut and other rows are not looked for."""
+    found = asked(draw(np.random.default_rng(7), rows, 40), 1)
+    if rows == 4:
+        assert (found.verdict, found.undecided) == ("comparable", ())
+        return
+    assert (found.verdict, found.suspects) == ("unknown", ())
+    text = f"not checked: {40 * rows} tokens count, and it needs 128"
+    assert {check.name: check.text for check in found.undecided} == dict.fromkeys(
+        ("calibration", "temperature", "unrelated"), text
+    )
+    # What such a check finds in more tokens was there all the time.
+    assert asked(draw(np.random.default_rng(7), rows, 40, sampled=top_k(4)), 1).verdict == "unknown"
+
+
+def test_streams_of_which_few_tokens_differ_are_comparable() -> None:
+    q = Q.copy()
+    q[0, 0] += 1e-9
+    assert found(Q, q) == ("comparable", set())
+
+
 def test_of_200_healthy_batches_none_is_suspect() -> None:
     rng = np.random.default_rng(3)
     shapes, kinds = SHAPES + SMALL, list(itertools.product(SHARPNESS, NOISE))

@@ -423,7 +423,7 @@ def test_rows_without_a_token_count_also_where_their_part_does_not() -> None:
         record("b", ragged([one, empty(), empty()], list("034")), part=Part(occurrence=1)),
     ]
     step_summary = aggregated(records, {})
-    assert step_summary.left_out == {"b": "repeated"}
+    assert step_summary.left_out == {"a": "repeated"}
     assert step_summary.summary.empty_rows == 4
 
 
@@ -496,3 +496,67 @@ def test_any_split_any_ids_and_any_repetition_count_every_token_once(
         )
     again = summary_from_bytes(summary_to_bytes(step_summary.summary))
     assert summary_to_bytes(again) == summary_to_bytes(step_summary.summary)
+
+
+def moved(one: Sample, by: float) -> Sample:
+    """The same sample with other log-probs of the trainer."""
+    return dataclasses.replace(one, p=(one.p - np.float32(by)).astype(np.float32))
+
+
+def remasked(rng: np.random.Generator, one: Sample) -> Sample:
+    """The same sample with another mask that has tokens in common with its first one."""
+    mask = np.where(rng.random(len(one.mask)) < 0.5, one.mask, 1 - one.mask)
+    mask[[0, -1]] = one.mask[[0, -1]]
+    return dataclasses.replace(one, mask=mask)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.data())
+def test_of_what_a_rank_hands_over_again_the_newest_counts(seed: int, data: st.DataObject) -> None:
+    """Whatever repeats, in whatever parts, with replicas, and in whatever order it arrives."""
+    rng = np.random.default_rng(seed)
+    ranks, replicas = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    by = data.draw(st.sampled_from(["occurrence", "minibatch", "microbatch"]))
+    token_ids = data.draw(st.booleans())
+    other_masks = data.draw(st.booleans())
+    newest: dict[str, Sample] = {}
+    is_repeated = False
+    batches: dict[str, TokenBatch] = {}
+    records: list[PartRecord] = []
+    for data_rank in range(ranks):
+        names = [f"{data_rank}-{i}" for i in range(data.draw(st.integers(1, 5)))]
+        held = {name: sample(rng, int(rng.integers(8, 40))) for name in names}
+        number, passes = 0, data.draw(st.integers(1, 3))
+        is_repeated |= passes > 1
+        for again in range(passes):
+            chosen = data.draw(st.permutations(names))
+            chosen = chosen[: data.draw(st.integers(1, len(names)))] if again else chosen
+            for name in chosen if again else ():
+                held[name] = moved(held[name], float(rng.uniform(0.1, 0.5)))
+                held[name] = remasked(rng, held[name]) if other_masks else held[name]
+            while chosen:
+                cut = data.draw(st.integers(1, len(chosen)))
+                own, chosen = chosen[:cut], chosen[cut:]
+                batch = ragged([held[name] for name in own], own, token_ids=token_ids)
+                for copy in range(replicas):
+                    key = f"{data_rank}.{number}.{copy}"
+                    batches[key] = batch
+                    rank, part = data_rank * replicas + copy, Part(**{by: number})
+                    records.append(record(key, batch, rank, part=part, data_rank=data_rank))
+                number += 1
+        newest |= held
+    step_summary = aggregated(data.draw(st.permutations(records)), batches)
+    assert_counts(step_summary, list(newest.values()))
+    whole = summarise(ragged(list(newest.values()), list(newest)))
+    assert step_summary.summary.rounds.keys.tolist() == whole.rounds.keys.tolist()
+    for (_, cell), (_, expected) in zip(
+        step_summary.summary.rounds.items(), whole.rounds.items(), strict=True
+    ):
+        assert cell[Field.D_ABS_SUM] == pytest.approx(expected[Field.D_ABS_SUM], rel=1e-9)
+    for field in ("position", "round", "p", "q"):
+        found = getattr(step_summary.summary.worst, field)
+        assert found.tolist() == getattr(whole.worst, field).tolist()
+    assert not step_summary.contradictions
+    assert bool(step_summary.differing) is is_repeated
+    of_counted = [each for each in step_summary.differing if each[1] in step_summary.counted]
+    assert bool(of_counted) is is_repeated

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from tests.support.batches import batch_of
 
-from stagescope_service.statistics import StatisticsSettings, Summary, publish, summarise
+from stagescope_service.statistics import Field, StatisticsSettings, Summary, publish, summarise
 
 Float64 = npt.NDArray[np.float64]
 Digits = list[Decimal]
@@ -269,7 +269,40 @@ def test_no_correlation_is_made_of_rounding() -> None:
     q = -rng.exponential(0.5, 300)
     mask = np.ones((1, 300), np.int64)
     name = "training/rollout_actor_probs_pearson_corr"
-    for shift in (5.0, 10.0, 15.0):
+    for shift in (5.0, 10.0, 15.0, 36.0, 300.0):
         found = publish(summarise(batch_of((q - shift)[None], q[None], mask)))
-        assert found[name] == pytest.approx(1.0, abs=1e-6)
-    assert math.isnan(publish(summarise(batch_of((q - 36.0)[None], q[None], mask)))[name])
+        assert found[name] == pytest.approx(1.0, abs=1e-12)
+    for flat in (-5.0 + 1e-14 * q, q - 360.0):
+        assert math.isnan(publish(summarise(batch_of(flat[None], q[None], mask)))[name])
+
+
+@pytest.mark.parametrize(
+    ("top", "spread"),
+    [(-1.0, 1.0), (-14.0, 0.5), (-17.0, 0.1), (-25.0, 1.0), (-100.0, 2.0), (-1e-8, 5e-9),
+     (-1e-13, 5e-14), (-0.7, 0.01), (-5.0, 1e-5), (-10.0, 20.0)],
+)  # fmt: skip
+def test_a_correlation_of_probabilities_is_exact_wherever_they_lie(
+    top: float, spread: float
+) -> None:
+    """By round and of all rounds, in several blocks and parts; in decimal, from their tokens."""
+    rng = np.random.default_rng(7)
+    q = np.minimum(top + spread * rng.normal(size=(4, 700)), 0.0)
+    p = np.minimum(q + 0.5 * spread * rng.normal(size=q.shape), 0.0)
+    mask = np.ones((2, 700), np.int64)
+    mask[:, 350] = 0
+    parts = [summarise(batch_of(p[at], q[at], mask)) for at in (slice(2), slice(2, 4))]
+    summary = Summary.merge([part.named(str(at)) for at, part in enumerate(parts)])
+    rounds = [cell for _, cell in summary.rounds.items()]
+    for cell, chosen in zip(
+        [*rounds, summary.total],
+        (slice(350), slice(351, 700), np.arange(700) != 350), strict=True,
+    ):  # fmt: skip
+        with localcontext() as context:
+            context.prec = 60
+            x, y = ([Decimal(v).exp() for v in each[:, chosen].ravel()] for each in (p, q))
+            a, b = (_mean(each, lambda v: v) for each in (x, y))
+            moment = sum((u - a) * (v - b) for u, v in zip(x, y, strict=True))
+            squares = [sum((v - m) ** 2 for v in each) for each, m in ((x, a), (y, b))]
+            expected = float(moment / (Decimal(squares[0]) * squares[1]).sqrt())
+        found = cell.correlation(Field.U_M2, Field.V_M2, Field.UV_C)
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-10)

@@ -17,6 +17,7 @@ from stagescope.wire.schema import Part
 from stagescope_service.statistics import (
     NOISE_PAIR,
     PartRecord,
+    StatisticsSettings,
     StepSummary,
     Summary,
     TokenBatch,
@@ -130,8 +131,8 @@ def test_samples_that_a_rank_hands_over_twice_with_other_values_are_named(again:
             record("again", rows_of(later, rows), part=again),
         ])  # fmt: skip
 
-    assert assembled(moved, [0, 1, 2]).differing == (("again", "first"),)
-    assert assembled(moved, [1, 2, 3]).differing == (("again", "first"),)
+    assert assembled(moved, [0, 1, 2]).differing == (("first", "again"),)
+    assert assembled(moved, [1, 2, 3]).differing == (("first", "again"),)
     assert not assembled(streams, [1, 2, 3]).differing
     assert not assembled(moved, [3, 4]).differing
     # Another epoch has other weights.
@@ -178,11 +179,11 @@ def test_without_sample_ids_the_layout_decides() -> None:
         part("driver", 0, list(range(8)), role="driver"),
     ]
     step_summary = assemble(parts)
-    assert step_summary.counted == ("dp0-tp0", "dp1-tp0", "dp1-resampled")
+    assert step_summary.counted == ("dp0-tp0", "dp1-resampled", "dp1-same-again")
     assert step_summary.left_out == {
         "dp0-tp1": "replica",
         "dp1-later": "later epoch",
-        "dp1-same-again": "repeated",
+        "dp1-tp0": "repeated",
         "driver": "other role",
     }
     summary_cell, plain_cell = step_summary.total, plain(streams).total
@@ -413,3 +414,25 @@ def test_a_rank_s_row_without_a_model_token_is_a_row_of_its_own_whatever_its_id(
     copies = assemble([of_rank(0, on, data_rank=0), of_rank(1, off, data_rank=0)])
     assert copies.summary.empty_rows == 0
     assert copies.differing == (("r1", "r0"),)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_ranks_with_different_settings_are_measured_with_the_raw_weights(level: str) -> None:
+    p, q, mask = make()
+    mask[7] = 0  # a part without a model token has its settings, too
+    rows = [[0, 1, 2], [3, 4], [5, 6], [7]]
+    batches = [rows_of((p - np.float32(0.5), q, mask), each) for each in rows]
+    settings_of = [
+        StatisticsSettings(level, 1.05), StatisticsSettings(level, 2.0, True),
+        StatisticsSettings(), StatisticsSettings("token", "0.5_1.5"),
+    ]  # fmt: skip
+    records = [record(f"r{rank}", batch, rank) for rank, batch in enumerate(batches)]
+    differing = [
+        dataclasses.replace(each, summary=summarise(batch, own))
+        for each, batch, own in zip(records, batches, settings_of, strict=True)
+    ]
+    found, expected = publish(assemble(differing).summary), publish(assemble(records).summary)
+    assert found == pytest.approx(expected, rel=1e-12, nan_ok=True)
+    assert found["rollout_corr/rollout_is_truncated"] == 0
+    again = assemble([dataclasses.replace(differing[0], ranked=differing[0].summary), differing[1]])
+    assert again.summary.settings == StatisticsSettings()

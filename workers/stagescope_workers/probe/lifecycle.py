@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from stagescope.discovery import NAMESPACE
-from stagescope.wire.errors import NotReady, StagescopeError
+from stagescope.wire.errors import NotReady, StagescopeError, Unauthorized
 from stagescope.wire.names import normal_run_name
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.probe import decorator
@@ -187,9 +187,10 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
         namespace: of the coordinator, in Ray.
 
     Returns:
-        Whether the service has everything: False where no service was reached, it knows nothing of
-        the run, `init` was refused here, a rank never reported or did not answer, or events or
-        payloads of any rank were dropped, refused or lost. Never raises.
+        Whether the service has everything: False where no service was reached, it refuses the
+        access token (at once), it knows nothing of the run, `init` was refused here, a rank never
+        reported or did not answer, or events or payloads of any rank were dropped, refused or lost.
+        Never raises.
     """
     if _refused:
         why = "; ".join(_refused.values())
@@ -206,6 +207,13 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
         try:
             drained = _drain_all(url, token, namespace, run, key, deadline)
             break
+        except Unauthorized as error:
+            _log.warning(
+                "finish: the service refuses the access token, and did not receive what is left "
+                "of the run: %s",
+                error,
+            )
+            return False
         except Exception as error:
             # A service that was reached before, or that answers `not ready`, may come back; so may
             # one that was being restarted during the short life of this process.

@@ -110,6 +110,9 @@ class EventSender:
         self.answers = 0
         self.attempt_key: str | None = None
         """That the service gave the attempt of a process without a key."""
+        self.is_unauthorized = False
+        """Whether the service refused the access token of the last call: only a person changes
+        that."""
         self.has_address = False
         """Whether a search found where a service should answer; it may be down at the moment."""
         self._search = 1  # the number of the current search
@@ -167,6 +170,10 @@ class EventSender:
     def restart_search(self) -> None:
         """Search for the service now, if there is no link: earlier results are stale."""
         self._search += 1
+        if self.is_unauthorized:  # the token may be another one by now: it is tried once more
+            self.is_unauthorized = False
+            self._sends.succeed()
+            self._polls.succeed()
         if self._link is None:
             self._connecting.succeed()
         self.wake()
@@ -354,13 +361,13 @@ class EventSender:
             answer = cast("ServiceAnswer", call.future.result())
         except Exception as error:
             self.problem = _in_one_line(error)
-            unauthorized = isinstance(error, Unauthorized)
+            self.is_unauthorized = isinstance(error, Unauthorized)
             self._warn(
-                "token" if unauthorized else activity,
+                "token" if self.is_unauthorized else activity,
                 f"{activity} failed, and is tried again: {self.problem}",
             )
             backoff.fail()
-            if unauthorized:
+            if self.is_unauthorized:
                 backoff.until = time.monotonic() + _UNAUTHORIZED_SECONDS * random.uniform(0.5, 1.0)
             self._connecting.until = backoff.until
             if _is_refusal(error):
@@ -369,6 +376,7 @@ class EventSender:
                 self._refusals = 0
                 self._lose_link()
             return None
+        self.is_unauthorized = False
         if (reason := answer.get("not_ready")) is not None:
             self._warn("not_ready", f"the service is not ready: {reason}")
             backoff.fail()

@@ -88,7 +88,7 @@ Comparable = Annotated[
     Field(
         description="Whether the two streams can be compared: `comparable`, `exact`, `suspect`, "
         "`not measured` (equal, and one may be a copy or a token is finite in neither), `unknown` "
-        "(too few tokens).",
+        "(no check failed, and one could not be made or decided: `comparability` says which).",
         examples=["comparable"],
     ),
 ]
@@ -139,7 +139,8 @@ class Numbers(StepHeading):
 
 
 class Stream(Model):
-    """The attributes of a log-prob series; unknown ones are absent."""
+    """The attributes of a log-prob series in the step; absent are unknown ones, and those of which
+    ranks say different things."""
 
     dtypes: list[str]
     """The dtypes in which it arrived."""

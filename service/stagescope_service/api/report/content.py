@@ -165,9 +165,9 @@ def _metrics(scope: ReportScope) -> Section:
     bad = _STREAMS.get(comparable, True)
     checks = [each for each in rows_of(answer, "comparability") if each["verdict"] != "unknown"]
     undecided = [] if checks else rows_of(answer, "comparability")
-    reasons = [str(each["text"]) for each in checks] or [
-        f"no check speaks against it, step {answer['step']}"
-    ]
+    is_unknown = comparable == "unknown"
+    none = "not every check was made" if is_unknown else "no check speaks against it"
+    reasons = [str(each["text"]) for each in checks] or [f"{none}, step {answer['step']}"]
     reasons += [f"{each['code']} is undecided: {each['text']}" for each in undecided]
     why = "; ".join(reasons[:1] if checks else reasons)
     scope.say("streams", comparable, why, bad=bad)

@@ -10,6 +10,8 @@ from typing import Final, NamedTuple
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import Json
+from stagescope_service.coordinator.aggregation.differing_copies import differing_copies
+from stagescope_service.coordinator.aggregation.differing_settings import differing_settings
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.completeness import corrected, statuses_of_rows
 from stagescope_service.core.findings import (
@@ -304,7 +306,8 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
     if step_parts.expects_bitwise:
         puts += _not_exact(step_summary, step_parts.sources, location)
     if step_summary.differing:
-        puts.append(_replicas(step_summary, step_parts, location))
+        puts.append(differing_copies(step_summary, step_parts.parts, location))
+    puts.append(differing_settings(step_summary, step_parts.parts, location))
     return puts + findings(step_summary, location)
 
 
@@ -432,69 +435,3 @@ def verdict(catalogue: Catalogue, step_parts: StepParts) -> list[Put]:
     completeness, missing = corrected(row["completeness"], row["missing"], statuses_of_rows(stages))
     key = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
     return [Put("steps", {**key, "completeness": completeness, "missing": missing})]
-
-
-def _replicas(step_summary: StepSummary, step_parts: StepParts, location: FindingLocation) -> Put:
-    """Return the finding that replicas of the same rows differ, or are none at all."""
-    sources, parts = step_parts.sources, {part.key: part for part in step_parts.parts}
-    pairs = [
-        {
-            "rank": sources[one].rank if one in sources else None,
-            "role": sources[one].role if one in sources else None,
-            "counted_rank": sources[other].rank if other in sources else None,
-        }
-        for one, other in step_summary.differing
-    ]
-    # Only data_rank says that these are replicas: with ids, other rows would be a contradiction.
-    others = [
-        f"{sources[one].role} {sources[one].rank} has {mine} tokens and {sources[other].role} "
-        f"{sources[other].rank} has {counted}"
-        for one, other in step_summary.differing
-        if one in sources and other in sources and not parts[one].has_ids
-        and (mine := parts[one].full_summary.total.masked)
-        != (counted := parts[other].full_summary.total.masked)
-    ]  # fmt: skip
-    if others:
-        shown = "; ".join(others[:_LISTED_GROUPS]) + (
-            "; ..." if len(others) > _LISTED_GROUPS else ""
-        )
-        message = (
-            f"{len(others)} ranks are left out as replicas of a rank with the same data_rank, and "
-            f"hold other rows: {shown}"
-        )
-        advice = (
-            "their tokens are in no number: give ranks with rows of their own another data_rank in "
-            "init, or record sample_ids"
-        )
-    elif again := [
-        f"{sources[one].role} {sources[one].rank}"
-        for one, other in step_summary.differing
-        if one in sources and other in sources
-        and (sources[one].role, sources[one].rank) == (sources[other].role, sources[other].rank)
-    ]:  # fmt: skip
-        shown = ", ".join([*dict.fromkeys(again)][:_LISTED_GROUPS])
-        message = (
-            f"{len(again)} parts hold samples that the same rank handed over before in this step, "
-            f"with other log-probs ({shown}): the first ones count"
-        )
-        advice = (
-            "hand each sample over once in a step; if a later pass computes them anew on purpose, "
-            "record it in a stage of its own"
-        )
-    else:
-        message = (
-            f"{len(pairs)} ranks hold the same rows as another rank and differ from it in "
-            "log-probs or in their mask"
-        )
-        advice = (
-            "replicas of one model on one batch should agree; if these ranks are no replicas, what "
-            "they said of their data_rank or their sample_ids is wrong"
-        )
-    return finding(
-        "replicas_differ",
-        message,
-        **location,
-        severity="error" if others else "warning",
-        evidence={"pairs": pairs[:100]},
-        advice=advice,
-    )

@@ -14,7 +14,7 @@ import numpy as np
 from stagescope.batch import Tensor, widened
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.policy_versions import VERSION_NAMES, text_versions
-from stagescope.wire.tensorfile import Array
+from stagescope.wire.tensorfile import CODES, Array
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, Unreadable
 from stagescope_service.dumps.records import mapping
 from stagescope_service.store.tensorfile import WireTensor
@@ -91,6 +91,14 @@ class Columns:
         self.left_out |= other.left_out
         self.upcast |= other.upcast
         self.from_texts += other.from_texts
+
+    def restore_dtypes(self, tags: Mapping[str, object]) -> None:
+        """Give tensors the dtypes that they had before JSON, as far as these hold the values."""
+        for name, tag in tags.items():
+            wire = self.tensors.get(name)
+            restored = None if wire is None else _as_dtype(wire, str(tag))
+            if restored is not None:
+                self.tensors[name] = restored
 
     def add_versions(self, values: list[FileValue]) -> bool:
         """Add policy versions that are texts; False if there are none.
@@ -365,6 +373,20 @@ def _row(value: FileValue, dtype: str | None) -> WireTensor:
     if len(shape) > 1 and shape[0] == 1:
         return tag, shape[1:], values[0], offsets
     return value.wire
+
+
+def _as_dtype(wire: WireTensor, tag: str) -> WireTensor | None:
+    """Return a tensor in another dtype; None if that is unknown or does not hold the values."""
+    _, shape, values, offsets = wire
+    if tag not in CODES:
+        return None
+    with np.errstate(invalid="ignore", over="ignore"):
+        if tag == "bfloat16":
+            cast = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        else:
+            cast = values.astype(CODES[tag][1])
+    same = np.array_equal(widened(Tensor(tag, cast)), values, equal_nan=values.dtype.kind == "f")
+    return (tag, shape, cast, offsets) if same else None
 
 
 def _from_list(values: list[FileValue]) -> WireTensor | None:

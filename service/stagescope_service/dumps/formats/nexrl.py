@@ -41,7 +41,13 @@ from stagescope_service.dumps.formats.listing import (
     unknown_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
-from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
+from stagescope_service.dumps.records import (
+    DumpContents,
+    DumpEntry,
+    DumpProblem,
+    Location,
+    mapping,
+)
 from stagescope_service.store.tensorfile import disk_errors
 
 KIND: Final = "nexrl"
@@ -65,7 +71,7 @@ MICRO_TYPES: Final = ("batch_inputs", "forward_data", "is_loss_debug", "loss")
 
 _NAME: Final = re.compile(r"step_(-?\d{5,18})(?:_rank(\d{1,9})(?:_micro(\d{1,9}))?)?\Z")
 _TENSOR_NAMES: Final = {"ref_log_prob": "ref_log_probs", "logprobs": "log_probs"}
-_TRAJECTORY_NAMES: Final = {"reward": "rewards"}
+_TRAJECTORY_NAMES: Final = {"reward": "rewards", "logprobs": "rollout_log_probs"}
 _MASKS: Final = {
     "forward_data": ("response_mask",),
     "old_log_probs": ("response_mask",),
@@ -78,6 +84,12 @@ _METADATA: Final = frozenset(
      "num_datums", "dtype", "norm", "mean", "std"}
 )  # fmt: skip
 """NexRL's metadata about the tensors of the same file."""
+OF_JOB: Final = ("policy_version", "data_rank", "layout", "settings")
+"""What an export says of the process that recorded a file."""
+DTYPES: Final = "dtypes"
+"""Key in `extra_info` and `batch_info` of exports as JSON: the dtype of each tensor."""
+_OF_EXPORTS: Final = ("meta", "job")
+"""Metadata of this project in `extra_info` and `batch_info` of its exports."""
 _ROW_TEXTS: Final = ("group_id", "run_id", "task_id", "uid")
 
 
@@ -278,17 +290,20 @@ def _read_tensors(entry: DumpEntry, data: dict[str, FileValue], found: Columns) 
         found.add(_TENSOR_NAMES.get(name, name), value)
     masks = _MASKS.get(entry.key, ())
     mask = next((name for name in masks if name in found.tensors), None)
-    samples = _sample_ids(found)
+    samples, groups = _row_ids(found, "sample_ids"), _row_ids(found, "group_ids")
+    for name in ("extra_info", "batch_info"):
+        info = mapping(found.about, name)
+        found.about |= {key: info[key] for key in _OF_EXPORTS if isinstance(info.get(key), dict)}
+        found.restore_dtypes(mapping(info, DTYPES))
     return DumpContents(
-        entry, found.tensors, found.numbers, samples, mask=mask, about=found.metadata()
+        entry, found.tensors, found.numbers, samples, groups, mask=mask, about=found.metadata()
     )
 
 
-def _sample_ids(found: Columns) -> RowIds:
-    """Return the sample_uids in the metadata of this project's exports; NexRL writes none."""
-    for name in ("extra_info", "batch_info"):
-        info = found.about.get(name)
-        names = info.get("sample_ids") if isinstance(info, dict) else None
+def _row_ids(found: Columns, name: str) -> RowIds:
+    """Return ids in the metadata of this project's exports; NexRL writes none."""
+    for place in ("extra_info", "batch_info"):
+        names = mapping(found.about, place).get(name)
         if isinstance(names, list) and all(isinstance(each, str) for each in names):
             rows = {wire[1][0] for wire in found.tensors.values() if wire[1]}
             return tuple(names) if rows == {len(names)} else None

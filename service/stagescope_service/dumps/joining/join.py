@@ -99,6 +99,7 @@ class _Joiner:
         self.seen: set[str] = set()
         self._dump = dump
         self._parts: Sequence[RecordedPart] = found.parts
+        self._order = found.by_precedence()
         self._rows = found.rows
         self._sides = found.sides
         self._names = None if names is None else {*names, "response_mask"}
@@ -113,7 +114,8 @@ class _Joiner:
     def read(self) -> None:
         """Read every entry's values into the columns."""
         self._make_columns()
-        for index, part in enumerate(self._parts):
+        for index in self._order:
+            part = self._parts[index]
             for entry in part.entries:
                 try:
                     record = self._dump.read(entry)
@@ -148,7 +150,7 @@ class _Joiner:
 
     def _make_columns(self) -> None:
         widest: dict[str, tuple[str, tuple[int, ...], str]] = {}
-        for part in self._parts:
+        for part in map(self._parts.__getitem__, self._order):
             for name, (tag, recorded) in part.shapes.items():
                 self.seen.add(name)
                 if not self._is_requested(name) or part.rows is None or not len(part.rows):

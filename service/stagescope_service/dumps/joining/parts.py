@@ -46,10 +46,14 @@ class DumpParts:
     gaps: list[Gap]
     files: list[dict[str, object]]
 
+    def by_precedence(self) -> list[int]:
+        """Return the indexes of the parts; of several that hold a row's values the first counts."""
+        return sorted(range(len(self.parts)), key=lambda index: _precedence(self.parts[index]))
+
     def strings(self) -> dict[str, tuple[str, ...]]:
         """Return the rows' texts by name; a row without one has an empty text."""
         found: dict[str, list[str]] = {}
-        for part in self.parts:
+        for part in map(self.parts.__getitem__, self.by_precedence()):
             if part.rows is None:
                 continue
             for name, texts in part.texts.items():
@@ -269,6 +273,20 @@ def _sort_key(part: RecordedPart) -> tuple[object, ...]:
     return (
         stage, part.stage, part.part.occurrence, part.part.epoch, part.role or "",
         part.data_rank or 0, part.rank or 0, part.part,
+    )  # fmt: skip
+
+
+def _precedence(part: RecordedPart) -> tuple[object, ...]:
+    """Order parts so that of a row's values those count that count in the statistics, too.
+
+    What a rank recorded last in a stage comes first, but for what an update may have changed
+    (`PartRecord.precedence`).
+    """
+    stage, number = _sort_key(part)[:2], part.part
+    moves = "log_probs" in part.shapes
+    return (
+        *stage, number.epoch, number.occurrence if moves else -number.occurrence, part.role or "",
+        part.data_rank or 0, part.rank or 0, -number.minibatch, -number.microbatch,
     )  # fmt: skip
 
 

@@ -1,0 +1,124 @@
+"""The finding of copies of the same rows that differ: of replicas, and of one rank's own passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from stagescope.wire.schema import PART_FIELDS, Part
+from stagescope_service.core.findings import FindingLocation, finding
+from stagescope_service.core.instructions import Put
+from stagescope_service.statistics import PartRecord, StepSummary
+
+_NAMED: Final = 5
+"""Pairs named in a message."""
+_LISTED: Final = 100
+
+
+class _Pair(NamedTuple):
+    """A part, and the one that counts instead of it, or would if no replica did."""
+
+    copy: PartRecord
+    counted: PartRecord
+
+    @property
+    def is_of_one_rank(self) -> bool:
+        return (self.copy.role, self.copy.rank) == (self.counted.role, self.counted.rank)
+
+    @property
+    def holds_other_rows(self) -> bool:
+        """Only data_rank says that these are replicas: with ids they would be a contradiction."""
+        return not self.copy.has_ids and self._tokens[0] != self._tokens[1]
+
+    @property
+    def _tokens(self) -> tuple[int, int]:
+        copy, counted = (each.full_summary.total.masked for each in self)
+        return copy, counted
+
+    def tokens_text(self) -> str:
+        copy, counted = self._tokens
+        return f"{_rank(self.copy)} has {copy} tokens and {_rank(self.counted)} has {counted}"
+
+    def parts_text(self) -> str:
+        counted, copy = _part_name(self.counted.part), _part_name(self.copy.part)
+        return f"{_rank(self.counted)}: {counted} counts, not {copy}"
+
+
+def differing_copies(
+    step_summary: StepSummary, parts: Sequence[PartRecord], location: FindingLocation
+) -> Put:
+    """Return the finding that copies of the same rows differ, or are none at all.
+
+    Args:
+        step_summary: with at least one of `differing`.
+        parts: those that it was assembled from.
+        location: of the step and stage.
+    """
+    by_key = {part.key: part for part in parts}
+    pairs = [_Pair(by_key[copy], by_key[counted]) for copy, counted in step_summary.differing]
+    if others := [pair.tokens_text() for pair in pairs if pair.holds_other_rows]:
+        message = (
+            f"{len(others)} ranks are left out as replicas of a rank with the same data_rank, and "
+            f"hold other rows: {_listed(others)}"
+        )
+        advice = (
+            "their tokens are in no number: give ranks with rows of their own another data_rank in "
+            "init, or record sample_ids"
+        )
+    elif own := [pair for pair in pairs if pair.is_of_one_rank]:
+        # Replicas repeat what the rank that counts has repeated.
+        of_counted = [pair for pair in own if pair.counted.key in step_summary.counted]
+        again = [pair.parts_text() for pair in of_counted or own]
+        message = (
+            f"{len(again)} parts hold samples that the same rank handed over again later in this "
+            f"step, with other log-probs or another mask: the newest count ({_listed(again)})"
+        )
+        if others_differ := len(pairs) - len(own):
+            message += f"; {others_differ} more differ from those of another rank"
+        advice = (
+            "hand each sample over once in a step; if a later pass computes them anew on purpose, "
+            "record it in a stage of its own"
+        )
+    else:
+        message = (
+            f"{len(pairs)} ranks hold the same rows as another rank and differ from it in "
+            "log-probs or in their mask"
+        )
+        advice = (
+            "replicas of one model on one batch should agree; if these ranks are no replicas, what "
+            "they said of their data_rank or their sample_ids is wrong"
+        )
+    return finding(
+        "replicas_differ",
+        message,
+        **location,
+        severity="error" if others else "warning",
+        evidence={
+            "pairs": [
+                {
+                    "role": pair.copy.role,
+                    "rank": pair.copy.rank,
+                    "part": _part_name(pair.copy.part),
+                    "counted_rank": pair.counted.rank,
+                    "counted_part": _part_name(pair.counted.part),
+                }
+                for pair in pairs[:_LISTED]
+            ]
+        },
+        advice=advice,
+    )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return "; ".join(texts[:_NAMED]) + ("; ..." if len(texts) > _NAMED else "")
+
+
+def _rank(part: PartRecord) -> str:
+    return f"{part.role} {part.rank}"
+
+
+def _part_name(part: Part) -> str:
+    """Return the numbers of a part that are not 0; of the first part its occurrence."""
+    numbers = {name: getattr(part, name) for name in PART_FIELDS}
+    named = ", ".join(f"{name} {number}" for name, number in numbers.items() if number)
+    return named or f"{PART_FIELDS[0]} 0"
