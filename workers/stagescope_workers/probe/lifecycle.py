@@ -189,8 +189,8 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
     Returns:
         Whether the service has everything: False where no service was reached, it refuses the
         access token (at once), it knows nothing of the run, `init` was refused here, a rank never
-        reported or did not answer, or events or payloads of any rank were dropped, refused or
-        lost. Never raises.
+        reported or did not answer, or events or payloads of any rank were dropped, refused or lost.
+        Never raises.
     """
     if _refused:
         why = "; ".join(_refused.values())
