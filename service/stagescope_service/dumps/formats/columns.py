@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -15,6 +14,14 @@ from stagescope.batch import Tensor, widened
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.policy_versions import VERSION_NAMES, text_versions
 from stagescope.wire.tensorfile import CODES, Array
+from stagescope_service.dumps.formats.odd_values import (
+    BOOLS,
+    NUMBERS,
+    OddValue,
+    json_text,
+    number_of,
+    without_odd,
+)
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, Unreadable
 from stagescope_service.dumps.records import DumpEntry, DumpProblem, mapping
 from stagescope_service.store.tensorfile import WireTensor
@@ -27,29 +34,13 @@ FROM_TEXTS: Final = "numbers_from_texts"
 """Key in `DumpContents.about`: names of columns of numbers that the file holds as texts."""
 _NUMBER_COLUMNS: Final = ("rewards",)
 """Columns of which texts of numbers are read as numbers: `json.dumps(default=str)` makes them."""
-_NUMBERS: Final = frozenset({int, float, bool})
 _NULL: Final = type(None)
 _INT64: Final = 1 << 63
-_BOOLS: Final = {"True": 1.0, "False": 0.0}
 _DEPTH: Final = 16
-_MAX_TEXT: Final = 100_000
 _MAX_LISTED: Final = 10_000
 _NAMED: Final = 5
-_MAX_NAMED: Final = 60
-_KINDS: Final[Mapping[type, str]] = {str: "a text", list: "a list", dict: "an object"}
 
 FileRow: TypeAlias = Mapping[str, FileValue]
-
-
-class OddValue(NamedTuple):
-    """A value of a row that is no number, in a column of numbers: the row has none there."""
-
-    row: int
-    """Index in the rows that were read."""
-    column: str
-    """Name in the file."""
-    what: str
-    """What it is, in words."""
 
 
 RowIds: TypeAlias = "tuple[str, ...] | None"
@@ -169,21 +160,6 @@ def _without_tensors(value: FileValue, depth: int = 0) -> FileValue:
     return value
 
 
-def number_of(tag: str, values: Array) -> float | int:
-    """Return the value of a tensor of one value, bfloat16 too."""
-    found: float | int = widened(Tensor(tag, values)).reshape(-1)[0].item()
-    return found
-
-
-def json_text(value: object) -> str | None:
-    """Return a plain value as JSON text; None if it is not plain, or very long."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return text if len(text) <= _MAX_TEXT else None
-
-
 def flatten(values: Mapping[str, FileValue], prefix: str = "") -> dict[str, FileValue]:
     """Return nested dicts as one, with `/` between the names."""
     found: dict[str, FileValue] = {}
@@ -228,7 +204,7 @@ def collect_rows(
         target = (names or {}).get(name, name)
         if lacking:
             missing[target] = lacking
-        values, odd = _without_odd(values, is_number=target in _NUMBER_COLUMNS)
+        values, odd = without_odd(values, is_number=target in _NUMBER_COLUMNS)
         found.odd += [OddValue(row, name, what) for row, what in odd]
         _add_column(found, target, values)
     if missing:
@@ -267,89 +243,6 @@ def unique_samples(names: Sequence[str], found: Columns) -> tuple[str, ...] | No
     return None
 
 
-def _without_odd(
-    values: list[FileValue], *, is_number: bool
-) -> tuple[list[FileValue], list[tuple[int, str]]]:
-    """Return the values of a column, null for those that are odd, and what is odd in which row.
-
-    Args:
-        values: of each row.
-        is_number: the column is of numbers where any value is one, also as a text.
-    """
-    given = [value for value in values if value is not None]
-    if not is_number and all(isinstance(value, list) for value in given):
-        return _without_odd_items(values)
-    # Of other columns that mix numbers and texts none is wrong: they are kept as texts.
-    if not is_number and not {*map(type, given)} <= _NUMBERS:
-        return values, []
-    if {*map(type, given)} == {FileTensor}:
-        return values, []
-    numbers = [number_in(value, of_text=is_number) for value in values]
-    odd = [
-        (row, value_in_words(value))
-        for row, value in enumerate(values)
-        if value is not None and numbers[row] is None
-    ]
-    if len(odd) == len(given):
-        return values, []
-    wrong = {row for row, _ in odd}
-    kept: list[FileValue] = [
-        None if row in wrong else numbers[row] if isinstance(value, FileTensor) else value
-        for row, value in enumerate(values)
-    ]
-    return kept, odd
-
-
-def _without_odd_items(
-    values: list[FileValue],
-) -> tuple[list[FileValue], list[tuple[int, str]]]:
-    """Return lists of numbers with null for each item that is none, where most items are."""
-    items = [item for value in values if isinstance(value, list) for item in value]
-    given = [item for item in items if item is not None]
-    wrong = sum(number_in(item) is None for item in given)
-    if not wrong or 2 * wrong >= len(given):
-        return values, []
-    kept: list[FileValue] = []
-    odd: list[tuple[int, str]] = []
-    for row, value in enumerate(values):
-        if isinstance(value, list):
-            at = [
-                index
-                for index, item in enumerate(value)
-                if item is not None and number_in(item) is None
-            ]
-            if at:
-                more = f" and {len(at) - 1} more" if len(at) > 1 else ""
-                odd.append((row, f"at index {at[0]}{more} {value_in_words(value[at[0]])}"))
-                value = [None if index in at else item for index, item in enumerate(value)]
-        kept.append(value)
-    return kept, odd
-
-
-def number_in(value: FileValue, *, of_text: bool = False) -> float | None:
-    """Return a value as a number, with `of_text` that in a text, too; None if it is none."""
-    if isinstance(value, FileTensor):
-        tag, _, array, _ = value.wire
-        return float(number_of(tag, array)) if array.size == 1 else None
-    if isinstance(value, str) and of_text:
-        value = _BOOLS.get(value, value)
-    elif not isinstance(value, bool | int | float):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
-
-
-def value_in_words(value: FileValue) -> str:
-    """Return what a value is that is no number."""
-    if isinstance(value, int):
-        return "an integer beyond the numbers of 64 bits"
-    kind = _KINDS.get(type(value), f"a {type(value).__name__}")
-    text = json_text(value)
-    return kind if text is None else f"{kind}, {text[:_MAX_NAMED]}"
-
-
 def odd_problem(found: Columns, entry: DumpEntry, rows: Sequence[str]) -> list[DumpProblem]:
     """Return the problem of the values that are no numbers; none if there are none.
 
@@ -374,7 +267,7 @@ def _add_column(found: Columns, name: str, values: list[FileValue]) -> None:
     try:
         if name == "versions" and found.add_versions(values):
             return
-        if kinds <= _NUMBERS:
+        if kinds <= NUMBERS:
             found.tensors[name] = _scalars(values, kinds)
         elif name in _NUMBER_COLUMNS and (read := _numbers_in_texts(values)) is not None:
             found.tensors[name] = _scalars(read, {float})
@@ -390,7 +283,7 @@ def _add_column(found: Columns, name: str, values: list[FileValue]) -> None:
         else:
             _add_texts(found, name, values)
             given = [value for value in values if value is not None]
-            numbers = sum(type(value) in _NUMBERS for value in given)
+            numbers = sum(type(value) in NUMBERS for value in given)
             if name in found.texts and 2 * numbers > len(given):
                 found.left_out[name] = (
                     f"{len(given) - numbers} of its {len(given)} values are no numbers: it is kept "
@@ -436,7 +329,7 @@ def _numbers_in_texts(values: list[FileValue]) -> list[FileValue] | None:
         return None
     found: list[FileValue] = []
     for value in values:
-        text = _BOOLS.get(value, value) if isinstance(value, str) else value
+        text = BOOLS.get(value, value) if isinstance(value, str) else value
         try:
             found.append(None if text is None else float(text))  # type: ignore[arg-type]
         except (TypeError, ValueError):
@@ -448,7 +341,7 @@ def _ragged_lists(rows: list[FileValue]) -> WireTensor | None:
     """Return lists of numbers as ragged rows, a null as NaN; None if they hold anything else."""
     lists = [row if isinstance(row, list) else [] for row in rows]
     kinds: set[type] = set().union(*(set(map(type, row)) for row in lists))
-    if not kinds - {_NULL} <= _NUMBERS or kinds == {_NULL}:
+    if not kinds - {_NULL} <= NUMBERS or kinds == {_NULL}:
         return None
     flat = list(itertools.chain.from_iterable(lists))
     if _NULL in kinds:
@@ -529,7 +422,7 @@ def _from_list(values: list[FileValue]) -> WireTensor | None:
     """Return a list of numbers, or of equally or differently long lists of them, as a tensor."""
     kinds = set(map(type, values))
     try:
-        if kinds <= _NUMBERS:
+        if kinds <= NUMBERS:
             tag, shape, flat, _ = _ragged(values, (), kinds)
             return tag, shape, flat, None
         if not kinds <= {list, FileTensor}:

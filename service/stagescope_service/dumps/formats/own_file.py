@@ -13,7 +13,8 @@ from stagescope.wire import nonfinite
 from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.keep import family, sections_of
 from stagescope.wire.schema import PART_FIELDS, Part
-from stagescope_service.dumps.formats.columns import Columns, number_of, unique_samples
+from stagescope_service.dumps.formats.columns import Columns, unique_samples
+from stagescope_service.dumps.formats.odd_values import number_of
 from stagescope_service.dumps.records import SECTIONS, DumpContents, DumpEntry, Location, mapping
 from stagescope_service.rows.ragged import unpack
 from stagescope_service.store.tensorfile import describe_file, map_tensors

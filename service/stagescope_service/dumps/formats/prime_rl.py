@@ -19,13 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import InvalidTensor, NotFound
-from stagescope_service.dumps.formats.columns import (
-    Columns,
-    OddValue,
-    number_in,
-    odd_problem,
-    value_in_words,
-)
+from stagescope_service.dumps.formats.columns import Columns, odd_problem
 from stagescope_service.dumps.formats.content import damage_of, first_values
 from stagescope_service.dumps.formats.listing import (
     FileDump,
@@ -35,6 +29,7 @@ from stagescope_service.dumps.formats.listing import (
     is_companion,
     unknown_file,
 )
+from stagescope_service.dumps.formats.odd_values import OddValue, number_in, value_in_words
 from stagescope_service.dumps.formats.sequences import (
     NAN,
     SequenceRow,

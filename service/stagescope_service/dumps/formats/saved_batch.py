@@ -17,7 +17,7 @@ from stagescope.batch import Batch, BatchPart
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.keep import sections_of
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.formats.columns import Columns, number_of, unique_samples
+from stagescope_service.dumps.formats.columns import Columns, unique_samples
 from stagescope_service.dumps.formats.content import damage_of
 from stagescope_service.dumps.formats.listing import (
     FileDump,
@@ -26,6 +26,7 @@ from stagescope_service.dumps.formats.listing import (
     files_of,
     unknown_file,
 )
+from stagescope_service.dumps.formats.odd_values import number_of
 from stagescope_service.dumps.formats.own_file import ROW_SECTIONS, mask_in, name_in_record
 from stagescope_service.dumps.records import (
     SECTIONS,

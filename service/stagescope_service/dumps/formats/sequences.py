@@ -17,15 +17,11 @@ from typing import Final
 import numpy as np
 
 from stagescope.wire.errors import InvalidTensor
-from stagescope_service.dumps.formats.columns import (
-    Columns,
-    OddValue,
-    number_in,
-    value_in_words,
-)
+from stagescope_service.dumps.formats.columns import Columns
 from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.formats.json_lines import UNNAMED as UNNAMED
 from stagescope_service.dumps.formats.json_lines import ObjectLines, read_object_lines
+from stagescope_service.dumps.formats.odd_values import OddValue, number_in, value_in_words
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.rows.ragged import cumulative
 from stagescope_service.store.tensorfile import WireTensor

@@ -1,0 +1,128 @@
+"""Values of rows that are no numbers, in columns and lists of numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from stagescope.batch import Tensor, widened
+from stagescope.wire.tensorfile import Array
+from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
+
+NUMBERS: Final = frozenset({int, float, bool})
+"""Types of numbers."""
+BOOLS: Final = {"True": 1.0, "False": 0.0}
+"""Texts of truth values, as numbers."""
+_MAX_TEXT: Final = 100_000
+_MAX_NAMED: Final = 60
+_KINDS: Final[Mapping[type, str]] = {str: "a text", list: "a list", dict: "an object"}
+
+
+class OddValue(NamedTuple):
+    """A value of a row that is no number, in a column of numbers: the row has none there."""
+
+    row: int
+    """Index in the rows that were read."""
+    column: str
+    """Name in the file."""
+    what: str
+    """What it is, in words."""
+
+
+def without_odd(
+    values: list[FileValue], *, is_number: bool
+) -> tuple[list[FileValue], list[tuple[int, str]]]:
+    """Return the values of a column, null for those that are odd, and what is odd in which row.
+
+    Args:
+        values: of each row.
+        is_number: the column is of numbers where any value is one, also as a text.
+    """
+    given = [value for value in values if value is not None]
+    if not is_number and all(isinstance(value, list) for value in given):
+        return _without_odd_items(values)
+    # Of other columns that mix numbers and texts none is wrong: they are kept as texts.
+    if not is_number and not {*map(type, given)} <= NUMBERS:
+        return values, []
+    if {*map(type, given)} == {FileTensor}:
+        return values, []
+    numbers = [number_in(value, of_text=is_number) for value in values]
+    odd = [
+        (row, value_in_words(value))
+        for row, value in enumerate(values)
+        if value is not None and numbers[row] is None
+    ]
+    if len(odd) == len(given):
+        return values, []
+    wrong = {row for row, _ in odd}
+    kept: list[FileValue] = [
+        None if row in wrong else numbers[row] if isinstance(value, FileTensor) else value
+        for row, value in enumerate(values)
+    ]
+    return kept, odd
+
+
+def _without_odd_items(
+    values: list[FileValue],
+) -> tuple[list[FileValue], list[tuple[int, str]]]:
+    """Return lists of numbers with null for each item that is none, where most items are."""
+    items = [item for value in values if isinstance(value, list) for item in value]
+    given = [item for item in items if item is not None]
+    wrong = sum(number_in(item) is None for item in given)
+    if not wrong or 2 * wrong >= len(given):
+        return values, []
+    kept: list[FileValue] = []
+    odd: list[tuple[int, str]] = []
+    for row, value in enumerate(values):
+        if isinstance(value, list):
+            at = [
+                index
+                for index, item in enumerate(value)
+                if item is not None and number_in(item) is None
+            ]
+            if at:
+                more = f" and {len(at) - 1} more" if len(at) > 1 else ""
+                odd.append((row, f"at index {at[0]}{more} {value_in_words(value[at[0]])}"))
+                value = [None if index in at else item for index, item in enumerate(value)]
+        kept.append(value)
+    return kept, odd
+
+
+def number_in(value: FileValue, *, of_text: bool = False) -> float | None:
+    """Return a value as a number, with `of_text` that in a text, too; None if it is none."""
+    if isinstance(value, FileTensor):
+        tag, _, array, _ = value.wire
+        return float(number_of(tag, array)) if array.size == 1 else None
+    if isinstance(value, str) and of_text:
+        value = BOOLS.get(value, value)
+    elif not isinstance(value, bool | int | float):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def value_in_words(value: FileValue) -> str:
+    """Return what a value is that is no number."""
+    if isinstance(value, int):
+        return "an integer beyond the numbers of 64 bits"
+    kind = _KINDS.get(type(value), f"a {type(value).__name__}")
+    text = json_text(value)
+    return kind if text is None else f"{kind}, {text[:_MAX_NAMED]}"
+
+
+def number_of(tag: str, values: Array) -> float | int:
+    """Return the value of a tensor of one value, bfloat16 too."""
+    found: float | int = widened(Tensor(tag, values)).reshape(-1)[0].item()
+    return found
+
+
+def json_text(value: object) -> str | None:
+    """Return a plain value as JSON text; None if it is not plain, or very long."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return text if len(text) <= _MAX_TEXT else None
