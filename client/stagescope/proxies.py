@@ -10,6 +10,7 @@ httpx is imported only where a connection is made: see `discovery`.
 from __future__ import annotations
 
 import os
+import re
 import ssl
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -28,6 +29,9 @@ _PORTS: Final = {"http": 80, "https": 443, "socks5": 1080, "socks5h": 1080}
 _NAMING: Final = ("server", "via", "location")
 """Headers of an answer that say who sent it, or where it leads."""
 _SHOWN: Final = 100
+_REASON: Final = 300
+"""Characters of the text of an error."""
+_CREDENTIAL: Final = re.compile(r"\b(bearer|basic)\s+[^\s'\"]+", re.IGNORECASE)
 
 
 def proxy_of(url: str) -> str | None:
@@ -122,6 +126,19 @@ def unused_proxy(url: str) -> str:
     return f"{name} is set and not used for it: if only a proxy reaches it, name that in {VARIABLE}"
 
 
+def reason_of(error: Exception) -> str:
+    """Return the text of an error of httpx, for a message.
+
+    It names hosts and errnos. But where the request itself is wrong, it quotes headers, and one of
+    them holds a credential: then only the type is named.
+    """
+    import httpx
+
+    hides = isinstance(error, (httpx.LocalProtocolError, UnicodeError))
+    text = "" if hides else _printable(_CREDENTIAL.sub(r"\1 ...", str(error)), _REASON)
+    return text or type(error).__name__
+
+
 def is_foreign(response: httpx.Response) -> bool:
     """Return whether an error was answered by another server than stagescope, such as a proxy.
 
@@ -161,5 +178,5 @@ def who_sent(response: httpx.Response) -> str:
     return f" ({', '.join(named)})" if named else ""
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)[:_SHOWN]
+def _printable(text: str, most: int = _SHOWN) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)[:most]

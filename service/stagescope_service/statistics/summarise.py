@@ -257,8 +257,11 @@ def _by_engine(batch: TokenBatch, rows: Float64) -> dict[str, Float64]:
         return {}
     index = {name: at for at, name in enumerate(names)}
     sums = np.zeros((len(names), profiles.WIDTH))
-    columns = [kernel.ROW.index(name) for name in ("tokens", "non_finite", "d_sum", "d_abs_sum")]
-    np.add.at(sums, [index[name] for name in batch.engines], rows[:, columns])
+    names_of = ("tokens", "non_finite", "d_sum", "d_abs_sum", "pp_sum", "qq_sum", "pq_sum")
+    n, bad, d, size, pp, qq, pq = (rows[:, kernel.ROW.index(name)] for name in names_of)
+    squares = np.maximum(pp + qq - 2.0 * pq, d * d / np.maximum(n, 1.0))  # of small d the bound
+    own = np.stack([n, bad, d, size, squares], axis=1)
+    np.add.at(sums, [index[name] for name in batch.engines], own)
     return {name: row for name, row in zip(names, sums, strict=True) if row[:2].any()}
 
 

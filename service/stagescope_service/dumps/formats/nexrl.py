@@ -28,13 +28,14 @@ from stagescope_service.dumps.formats.columns import (
     collect_rows,
     flatten,
     name_samples,
+    odd_problem,
 )
 from stagescope_service.dumps.formats.content import SUFFIXES, read_content
 from stagescope_service.dumps.formats.json_lines import read_object_lines
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
-    entry_order,
+    file_dump,
     files_of,
     is_companion,
     missing_parts,
@@ -164,7 +165,7 @@ def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
         problems += _missing_indexed(root, index, step)
     elif not path.is_file():
         problems += missing_files(root, chosen)
-    return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
+    return file_dump(path, KIND, chosen, problems, read_entry, step=step)
 
 
 def _entries_of(found: Iterable[ListedFile]) -> tuple[list[DumpEntry], list[DumpProblem]]:
@@ -265,7 +266,7 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     for name in _METADATA.intersection(data):
         found.add_about(name, data.pop(name))
     record = _READERS.get(entry.key, _read_tensors)(entry, data, found)
-    return dataclasses.replace(record, problems=problems) if problems else record
+    return dataclasses.replace(record, problems=[*problems, *record.problems])
 
 
 def _join_lines(lines: Sequence[dict[str, FileValue]], path: Path) -> FileValue:
@@ -338,9 +339,10 @@ def _read_rows(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> 
             found.add(name, value)  # NexRL writes an empty list a row if there are no advantages
     mask = "loss_fn_inputs/loss_mask" if is_datums else "loss_mask"
     groups, samples = name_samples(flat, found)
+    names = [f"row {row}" for row in range(len(flat))]
     return DumpContents(
         entry, found.tensors, found.numbers, samples, groups, found.texts,
-        mask if mask in found.tensors else None, found.metadata(),
+        mask if mask in found.tensors else None, found.metadata(), odd_problem(found, entry, names),
     )  # fmt: skip
 
 
