@@ -381,6 +381,8 @@ def test_the_same_id_and_log_probs_with_another_mask_or_length_are_the_same_samp
         assert not step_summary.contradictions
         assert step_summary.left_out == {"b": "repeated"}
         assert step_summary.differing == (("b", "a"),)
+        put = differing_copies(step_summary, records, {"run": "r", "attempt_id": 1, "wall": 0.0})
+        assert "the tokens of one count (actor 0 counts, not actor 1)" in put.row["message"]
 
 
 def with_other_q(one: Sample, by: float = 0.1) -> Sample:

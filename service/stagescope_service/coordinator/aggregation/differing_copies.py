@@ -87,9 +87,10 @@ def differing_copies(
         if not named:
             advice += "; if they are different samples with the same answers, record sample_ids"
     else:
+        counts = [f"{_rank(pair.counted)} counts, not {_rank(pair.copy)}" for pair in pairs]
         message = (
             f"{len(pairs)} ranks hold the same rows as another rank and differ from it in "
-            "log-probs or in their mask"
+            f"log-probs or in their mask: the tokens of one count ({_listed(counts)})"
         )
         advice = (
             "replicas of one model on one batch should agree; if these ranks are no replicas, what "
