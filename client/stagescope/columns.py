@@ -86,7 +86,8 @@ COLUMNS: Final[Mapping[str, Kinds]] = {
         "state reason truncated:bool? done:bool? stage role rank:int part capture_id order:int? "
         "name operator module_class parent direction section index non_finite dtype shape:ints "
         "source stack_id bad_inputs:nested certain:bool? earliest:bool order_differs:bool "
-        "culprits:int? masks:int? not_read:int? calls:int? measured:int? task"
+        "culprits:int? masks:int? not_read:int? calls:int? measured:int? "
+        "unmeasured:int? task"
     ),
     "weights": _read(
         "name verdict dtype shape:ints ranks:ints odd_ranks:nested reason trainer rollout kind "

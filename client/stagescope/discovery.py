@@ -70,7 +70,25 @@ def find(url: str | None = None, token: str | None = None) -> ServiceLocation:
     Raises:
         Unreachable: no service is known on this host.
         InvalidInput: a URL that is not http or https.
+        Unauthorized: a text that cannot be a token was given, or STAGESCOPE_TOKEN_FILE cannot be
+            read and another token would be used in its place.
     """
+    location, written = _locate(url)
+    return _with_tokens(location, token, written)
+
+
+def locate(url: str | None = None) -> ServiceLocation:
+    """Return the URL of the service to connect to, as `find`, without looking for tokens.
+
+    Raises:
+        Unreachable: no service is known on this host.
+        InvalidInput: a URL that is not http or https.
+    """
+    return _locate(url)[0]
+
+
+def _locate(url: str | None) -> tuple[ServiceLocation, JsonObject | None]:
+    """Return the location without tokens, and what service.json holds."""
     path = service_file()
     written, problem = _read(path)
     if url is not None:
@@ -86,7 +104,7 @@ def find(url: str | None = None, token: str | None = None) -> ServiceLocation:
             advice="start one with `stagescope serve`, or name one: http://HOST:8700",
         )
     problem = f"{path} has tokens for another URL" if written else problem
-    return _with_tokens(ServiceLocation(check_url(url), found, note=problem), token, written)
+    return ServiceLocation(check_url(url), found, note=problem), written
 
 
 def find_in_ray(token: str | None = None) -> ServiceLocation | None:
@@ -119,19 +137,30 @@ def _with_tokens(
     """Return a location with `token`, else the environment's, else those of its service.json.
 
     `location.note` says why the file has none for it.
+
+    Raises:
+        Unauthorized: as `find`.
     """
-    token = token or os.environ.get("STAGESCOPE_TOKEN") or None
+    token = check_token(token, "the token given") or check_token(
+        os.environ.get("STAGESCOPE_TOKEN"), "STAGESCOPE_TOKEN"
+    )
     note = ""
     if token is None:
         token, note = _token(os.environ.get("STAGESCOPE_TOKEN_FILE"))
     if token is not None:
         return dataclasses.replace(location, read_token=token, operate_token=token, note="")
     if written and _same_service(location.url, written["url"]):
+        if note:  # another token may allow more, or less, than the one that was meant
+            raise Unauthorized(
+                f"{note}: STAGESCOPE_TOKEN_FILE names it",
+                expected="a file that holds the token alone",
+                advice=f"unset STAGESCOPE_TOKEN_FILE to use the tokens that {service_file()} names",
+            )
         read, read_problem = _token(written.get("read_token_file"))
         operate, operate_problem = _token(written.get("operate_token_file"))
         # Both tokens allow reading: an operator's machine may hold the operate token alone.
         if not (read and operate):
-            note = note or read_problem or operate_problem
+            note = read_problem or operate_problem
         return dataclasses.replace(
             location, read_token=read or operate, operate_token=operate, note=note
         )
@@ -229,19 +258,38 @@ def read_token(path: str | Path) -> str:
     Raises:
         Unauthorized: the file cannot be read, or does not contain exactly one word.
     """
+    what = f"the token file {str(path)!r}"
     try:
-        text = Path(path).expanduser().read_text(encoding="ascii").strip()
+        token = check_token(Path(path).expanduser().read_text(encoding="utf-8"), what)
     except (OSError, UnicodeDecodeError) as error:
         raise Unauthorized(
-            f"the token file {str(path)!r} cannot be read ({_reason(error)})",
+            f"{what} cannot be read ({_reason(error)})",
             expected="a file that holds the token alone",
         ) from error
-    if not text or len(text.split()) != 1:
+    if token is None:
+        raise Unauthorized(f"{what} is empty", expected="a file that holds the token alone")
+    return token
+
+
+def check_token(text: str | None, what: str) -> str | None:
+    """Return a credential without the white space around it; None where nothing is left.
+
+    Args:
+        text: as it was given.
+        what: where it comes from, for the error, which does not show it.
+
+    Raises:
+        Unauthorized: no HTTP header can hold it.
+    """
+    token = (text or "").strip()
+    if not all("!" <= character <= "~" for character in token):
         raise Unauthorized(
-            f"the token file {str(path)!r} does not hold one word",
-            expected="a file that holds the token alone",
+            f"{what} holds no access token: it has white space inside, or characters that are not "
+            "printable ASCII",
+            expected="one word of printable ASCII characters",
+            advice="copy the access token again, alone",
         )
-    return text
+    return token or None
 
 
 def _reason(error: Exception) -> str:

@@ -98,6 +98,7 @@ class _NonFiniteRow(_TableState):
     not_read: int | None
     masks: int | None
     measured: int | None
+    unmeasured: int | None
     earliest: bool
     order_differs: bool
 
@@ -191,11 +192,14 @@ class NonFiniteOperators(Table):
         earliest = self.about.get("earliest")
         if earliest is None:
             measured = any(row["state"] == "digested" and row.get("measured") != 0 for row in self)
-            lines.append(
-                "no operator gave a NaN or an infinity (but for masks)"
+            unknown = sum(row.get("unmeasured") or 0 for row in self)
+            known = f", as far as is known: {_of_unknown(unknown)}" if unknown else ""
+            text = (
+                f"no operator gave a NaN or an infinity (but for masks){known}"
                 if measured or not len(self)
                 else "nothing is known of NaN and infinities: no Min and Max were recorded"
             )
+            lines += wrapped("", text, width)
         else:
             together = [rank for rank in earliest["together"] if rank != earliest["rank"]]
             also = f" (and at the same place rank {_listed(together)})" if together else ""
@@ -213,15 +217,27 @@ class NonFiniteOperators(Table):
                 order = ", in another order of calls" if row["order_differs"] else ""
                 lines += wrapped("", f"{_dump_name(row)}{order}{_not_read(row)}:", width)
                 lines += _first(row, width)
+            if row["name"] is not None and (unknown := row.get("unmeasured")):
+                lines += wrapped("", f"{_dump_name(row)}: {_of_unknown(unknown)}: not known", width)
             lines += [line for note in _notes_of(row) for line in wrapped("", note, width)]
         return lines
 
 
 def _finite(row: _NonFiniteRow | Row) -> str:
-    """Return how a dump without a non-finite result is; `measured` is null of older tables."""
+    """Return how a dump without a non-finite result is; the counts are null of older tables."""
+    unknown = row.get("unmeasured") or 0
     if row.get("measured") == 0:
         return f"not known, as its {row['calls']} calls have no Min and Max"
+    if unknown:
+        known = render.counted(row["measured"] or 0, "tensor")
+        return f"finite in the {known} with Min and Max; {_of_unknown(unknown)}: not known"
     return "all finite"
+
+
+def _of_unknown(count: int) -> str:
+    """Return of how many tensors it is not known whether they are finite."""
+    tensors = "1 tensor has" if count == 1 else f"{count} tensors have"
+    return f"{tensors} no Min and Max"
 
 
 def _not_read(row: _NonFiniteRow | Row) -> str:

@@ -10,8 +10,10 @@ httpx is imported only where a connection is made: see `discovery`.
 from __future__ import annotations
 
 import os
+import re
 import ssl
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from stagescope.discovery import is_loopback, without_password
@@ -20,11 +22,16 @@ from stagescope.wire.errors import InvalidInput
 if TYPE_CHECKING:
     import httpx
 
+T = TypeVar("T")
+
 VARIABLE: Final = "STAGESCOPE_PROXY"
 _PORTS: Final = {"http": 80, "https": 443, "socks5": 1080, "socks5h": 1080}
 _NAMING: Final = ("server", "via", "location")
 """Headers of an answer that say who sent it, or where it leads."""
 _SHOWN: Final = 100
+_REASON: Final = 300
+"""Characters of the text of an error."""
+_CREDENTIAL: Final = re.compile(r"\b(bearer|basic)\s+[^\s'\"]+", re.IGNORECASE)
 
 
 def proxy_of(url: str) -> str | None:
@@ -69,22 +76,19 @@ def transport(url: str) -> httpx.HTTPTransport:
     """
     import httpx
 
-    try:
-        return httpx.HTTPTransport(**_options(url))
-    except (ImportError, ValueError) as error:
-        raise _unusable(error) from error
+    return _made(httpx.HTTPTransport, url)
 
 
 def async_transport(url: str) -> httpx.AsyncHTTPTransport:
-    """Return what connects to `url` from an event loop; see `transport`.
-
-    Raises:
-        InvalidInput: STAGESCOPE_PROXY cannot be used.
-    """
+    """Return what connects to `url` from an event loop; see `transport`."""
     import httpx
 
+    return _made(httpx.AsyncHTTPTransport, url)
+
+
+def _made(kind: Callable[..., T], url: str) -> T:
     try:
-        return httpx.AsyncHTTPTransport(**_options(url))
+        return kind(**_options(url))
     except (ImportError, ValueError) as error:
         raise _unusable(error) from error
 
@@ -120,6 +124,19 @@ def unused_proxy(url: str) -> str:
     if name is None or is_loopback(url) or os.environ.get(VARIABLE):
         return ""
     return f"{name} is set and not used for it: if only a proxy reaches it, name that in {VARIABLE}"
+
+
+def reason_of(error: Exception) -> str:
+    """Return the text of an error of httpx, for a message.
+
+    It names hosts and errnos. But where the request itself is wrong, it quotes headers, and one of
+    them holds a credential: then only the type is named.
+    """
+    import httpx
+
+    hides = isinstance(error, (httpx.LocalProtocolError, UnicodeError))
+    text = "" if hides else _printable(_CREDENTIAL.sub(r"\1 ...", str(error)), _REASON)
+    return text or type(error).__name__
 
 
 def is_foreign(response: httpx.Response) -> bool:
@@ -161,5 +178,5 @@ def who_sent(response: httpx.Response) -> str:
     return f" ({', '.join(named)})" if named else ""
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)[:_SHOWN]
+def _printable(text: str, most: int = _SHOWN) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)[:most]

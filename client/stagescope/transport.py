@@ -267,8 +267,7 @@ class Transport:
                 "busy",
                 advice="ask again, or wait longer: timeout= of attach(), --timeout of a command",
             )
-        # The text names hosts and errno only: it contains no header, hence no token.
-        reason = str(error) or type(error).__name__
+        reason = proxies.reason_of(error)
         if isinstance(error, httpx.TimeoutException):
             reason = f"no answer within {self.timeout:g} s"
         url = self.location.url

@@ -36,7 +36,7 @@ class Supported:
 
 SUPPORTED: Final = (
     Supported("python", "3.10", "3.11"),
-    Supported("torch", "2.4", "2.13"),
+    Supported("torch", "2.4", "2.15"),
     Supported("torch_npu", "2.4", None),
     Supported("ray", "2.44", "2.60"),
     Supported("mindstudio-probe", "26", "26.2"),

@@ -188,6 +188,9 @@ def test_slime_samples_are_aligned_to_responses() -> None:
 
 def test_nexrl_trajectories_are_whole() -> None:
     second = step_batch().as_nexrl_trajectories()[1]
+    log_probs = second["extra_fields"].pop("logprobs")
+    rollout = [*trajectories(step_batch())][1].tensors["rollout_log_probs"]
+    assert log_probs == [0.0, 0.0, *rollout.tolist()]
     assert second == {
         "tokens": [1, 2, 13, 90, 14],
         "loss_mask": [0, 0, 1, 0, 1],

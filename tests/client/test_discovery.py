@@ -93,6 +93,51 @@ def test_a_token_by_the_path_of_its_file(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert discovery.find("http://head:8700").operate_token == "t" * 20
 
 
+def test_white_space_around_a_token_is_none_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url, token = "http://head:8700", "t" * 20
+    assert discovery.find(url, f" {token}\n").operate_token == token
+    (tmp_path / "token").write_text(f"\n{token}\r\n ")
+    monkeypatch.setenv("STAGESCOPE_TOKEN_FILE", str(tmp_path / "token"))
+    assert discovery.find(url, " \n").operate_token == token
+    monkeypatch.setenv("STAGESCOPE_TOKEN", "\tu \r\n")
+    assert discovery.find(url).operate_token == "u"
+
+
+@pytest.mark.parametrize("text", ["wé", "a b", "a\nb", "a\0b", "\udcff", "a\x7f"])
+def test_a_text_that_cannot_be_a_token_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    secret = f"hidden{text}hidden"
+    with pytest.raises(Unauthorized, match="the token given") as given:
+        discovery.find("http://head:8700", secret)
+    (tmp_path / "token").write_text(secret, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(Unauthorized, match="the token file") as of_file:
+        discovery.read_token(tmp_path / "token")
+    assert "hidden" not in str(given.value) + str(of_file.value)
+    if "\0" not in text:
+        monkeypatch.setenv("STAGESCOPE_TOKEN", secret)
+        with pytest.raises(Unauthorized, match="STAGESCOPE_TOKEN") as named:
+            discovery.find("http://head:8700")
+        assert "hidden" not in str(named.value)
+
+
+def test_no_other_token_takes_the_place_of_one_that_was_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_service_file("http://127.0.0.1:8700")
+    named = tmp_path / "token"
+    monkeypatch.setenv("STAGESCOPE_TOKEN_FILE", str(named))
+    with pytest.raises(Unauthorized, match=r"cannot be read.*unset STAGESCOPE_TOKEN_FILE"):
+        discovery.find()
+    named.mkdir()
+    with pytest.raises(Unauthorized, match="directory"):
+        discovery.find()
+    assert discovery.locate().url == "http://127.0.0.1:8700"
+    assert discovery.find(token="given").operate_token == "given"
+
+
 @pytest.mark.parametrize(
     "url",
     ["http://me:hidden@head:8700", "me:hidden@head:8700", "http://me:a@hidden@h", "//u:/hidden@h"],

@@ -16,6 +16,7 @@ from stagescope.wire.names import (
     misspelt_beside,
     misspelt_streams,
     storable_id,
+    storable_text,
 )
 from stagescope.wire.schema import STAGES
 
@@ -132,3 +133,8 @@ def test_long_ids_that_begin_alike_stay_apart() -> None:
     prompts = [f"{'x' * 7000}{number}" for number in range(50)]
     assert len({storable_id(each) for each in prompts}) == 50
     assert storable_id(storable_id(prompts[0])) == storable_id(prompts[0])
+
+
+def test_a_text_is_stored_with_lone_surrogates_as_escapes() -> None:
+    assert storable_text("a\ud800b\0é") == "a\\ud800b?é"
+    assert storable_text("\ud800" * 10, 12) == "\\ud800\\ud800"

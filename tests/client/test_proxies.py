@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from tests.support.answering import READ, Answering, serving, unused_port
 from tests.support.engine_servers import EngineServer
@@ -131,3 +132,12 @@ def test_the_first_address_on_the_way(
 ) -> None:
     monkeypatch.setenv(proxies.VARIABLE, proxy)
     assert proxies.first_address(url) == address
+
+
+def test_the_reason_of_an_error_holds_no_credential(url: str) -> None:
+    with pytest.raises(httpx.LocalProtocolError, match="hidden") as caught:
+        httpx.get(url, headers={"authorization": "Bearer hidden\n"}, trust_env=False)
+    assert proxies.reason_of(caught.value) == "LocalProtocolError"
+    quoted = httpx.RemoteProtocolError("it echoes b'authorization: Bearer hidden' at line 2")
+    assert proxies.reason_of(quoted) == "it echoes b'authorization: Bearer ...' at line 2"
+    assert proxies.reason_of(httpx.ConnectError("")) == "ConnectError"

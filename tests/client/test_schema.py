@@ -102,6 +102,10 @@ def test_whatever_comes_is_read_or_refused(wire: object) -> None:
             parse(wire)
 
 
+def test_a_stage_whose_name_is_no_unicode_is_known_by_its_escape() -> None:
+    assert Work.parse({"step": 1, "stage": "st\udcff"}).stage == "st\\udcff"
+
+
 @given(st.dictionaries(st.sampled_from(WORK_FIELDS), anything))
 def test_any_work_fields_are_parsed_or_refused(fields: dict[str, Json]) -> None:
     try:

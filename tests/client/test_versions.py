@@ -44,7 +44,7 @@ def test_tested_and_unreadable_versions_have_no_remark(
             "3.9.18",
             "python 3.9.18 is not supported, 3.10 and later are: run it with Python 3.10 or later",
         ),
-        ("torch", "2.14.0", "torch 2.14.0 was not tried with stagescope: 2.4 to 2.13 were"),
+        ("torch", "2.16.0", "torch 2.16.0 was not tried with stagescope: 2.4 to 2.15 were"),
         ("python", "3.12.0+", "python 3.12.0+ was not tried with stagescope: 3.10 to 3.11 were"),
         ("torch_npu", "2.13.0", "torch_npu 2.13.0 was not tried with stagescope"),
     ],

@@ -77,6 +77,8 @@ def test_both_ranks_capture_the_same_step_of_a_running_training(
             (step, rank): "complete" for step in (start, start + 1) for rank in (0, 1)
         }
         assert all((Path(row["path"]) / "dump.json").is_file() for row in found.dumps())
+        # No rank has an attempt key: their dumps lie in one tree all the same.
+        assert len({row["path"].split("/step_")[0] for row in found.dumps()}) == 1
         # What it would take was told before, by every rank, from the model that runs there.
         assert [each["basis"] for each in agreed["estimates"]] == ["model", "model"]
         assert all(each["bytes"] > 0 for each in agreed["estimates"])

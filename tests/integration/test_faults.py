@@ -165,6 +165,31 @@ def test_payload_whose_owner_died_is_lost_with_the_reason(service: Service) -> N
     assert row["status"] == "ok"
 
 
+def test_payloads_of_a_dead_rank_hold_up_no_other(service: Service) -> None:
+    """Ray reads a ref that is an argument before the call, for ever if its owner is gone."""
+    dead, other = (Rank("held-up", number, world_size=2) for number in (0, 1))
+    before = free_store()
+    with service.held("ingestor"):
+        for step in range(1, 31):
+            dead.ask("report_own", step, 64, 1024, step)
+        other.ask("report", 1, payload(seed=100, first_sample=4))
+        eventually(lambda: dead.acknowledged() and other.acknowledged())
+        eventually(lambda: free_store() < before - 2e7)
+        dead.kill()
+        eventually(lambda: free_store() > before - 5e6)
+    eventually(other.settled)
+    (row,) = service.stages("held-up", 1, rank=1)
+    assert row["status"] == "ok"
+    reasons = eventually(lambda: [row["reason"] for row in service.losses("held-up")])
+    assert all("could not be read" in reason for reason in reasons)
+    other.kill()
+
+
+def free_store() -> float:
+    """Return the free bytes of the object store; asks no process that may be held."""
+    return float(ray.available_resources()["object_store_memory"])
+
+
 def owner_is_dead(ref: object) -> bool:
     try:
         ray.get(ref, timeout=1.0)

@@ -293,7 +293,7 @@ TRAININGS: Final = {
         _of_skyrl,
         1e-6,
         changes=(
-            Change(_SKYRL, "torch.cuda.current_device()", '"cpu"'),
+            Change(_SKYRL, "torch.cuda.current_device()", "'cpu'"),
             Change(_SKYRL, "torch.cuda.synchronize()", "None"),
             Change(_SKYRL, "torch.accelerator.synchronize()", "None"),
             Change(_SKYRL, "torch.cuda.set_device(local_rank)", "None"),

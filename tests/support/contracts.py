@@ -4,7 +4,7 @@
 
 * `repository`, and `read`: the versions (and commits) whose sources have it;
 * `functions`: `module:path` -> the parameters, as they are written in a `def`. The parameters of
-  several versions are a list of such lists;
+  several versions are a list of such lists, in which null stands for versions without it;
 * `names`: module (or path) -> words that its source has, such as columns and options. Of words
   that were renamed one is enough: they are a list;
 * `older`: functions of earlier versions alone.
@@ -85,8 +85,8 @@ def differences(name: str, root: Path) -> list[str]:
     return found
 
 
-def alternatives(recorded: list[Any]) -> list[list[str]]:
-    """Return the parameters of each version that is recorded."""
+def alternatives(recorded: list[Any]) -> list[list[str] | None]:
+    """Return the parameters of each version that is recorded; None: it has no such function."""
     return recorded if recorded and isinstance(recorded[0], list) else [recorded]
 
 
@@ -152,7 +152,9 @@ def fakes_differ(name: str, find: Callable[[str, str], object]) -> list[str]:
     return found if count else [f"{name} has no fakes"]
 
 
-def _is_part(has: list[inspect.Parameter], version: list[str]) -> bool:
+def _is_part(has: list[inspect.Parameter], version: list[str] | None) -> bool:
+    if version is None:
+        return False
     known = [each.lstrip("*") for each in version]
     names = [
         each.name

@@ -206,7 +206,7 @@ def test_an_idle_rank_leaves_what_is_silent_before_its_poll_is_over(
 
 
 def test_event_that_the_service_refuses_costs_no_other(
-    make_probe: MakeProbe, coordinator: FakeCoordinator
+    make_probe: MakeProbe, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
 ) -> None:
     probe = make_probe()
     wait_for(lambda: coordinator.batches)
@@ -216,10 +216,15 @@ def test_event_that_the_service_refuses_costs_no_other(
     wait_for(lambda: steps(coordinator) == [2])
     coordinator.settle({5: "ingested"})
     wait_for(lambda: probe.outbox.is_empty)
+    assert not probe.close(10.0)
+    assert any("(events refused: 1)" in text for text in caplog.messages), caplog.messages
 
 
 def test_event_over_which_the_service_stumbles_is_found_and_dropped(
-    make_probe: MakeProbe, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+    make_probe: MakeProbe,
+    coordinator: FakeCoordinator,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     record = coordinator.record
 
@@ -240,6 +245,10 @@ def test_event_over_which_the_service_stumbles_is_found_and_dropped(
     wait_for(lambda: steps(coordinator) == [0, 1, 2, 4, 5], 60.0)
     wait_for(lambda: coordinator.of_kind("dropped"))
     assert probe.outbox.dropped == {"event": 1, "payload": 1}
+    coordinator.settle(dict.fromkeys(range(20), "ingested"))
+    wait_for(lambda: probe.outbox.is_empty)
+    assert not probe.close(10.0)
+    assert any("events dropped here: 1" in text for text in caplog.messages), caplog.messages
 
 
 def test_full_object_store_costs_the_payload_alone(

@@ -25,14 +25,17 @@ from tests.support.proxy import running_proxy, set_proxy
 
 from stagescope import discovery
 from stagescope.wire import framing
-from stagescope.wire.errors import StagescopeError, Unauthorized, Unreachable
+from stagescope.wire.errors import InvalidEvent, StagescopeError, Unauthorized, Unreachable
 from stagescope.wire.framing import WirePayload
-from stagescope.wire.schema import DTYPE_BYTES
+from stagescope.wire.names import storable_id
+from stagescope.wire.schema import DTYPE_BYTES, Event
 from stagescope_service.api import framing as api_framing
+from stagescope_service.statistics.payload import read_value
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.payload import owned_tensor
 from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.draft import Draft
+from stagescope_workers.probe.stage import error_fields
 from stagescope_workers.transport import link as links
 from stagescope_workers.transport import sender
 from stagescope_workers.transport.http_link import HttpLink
@@ -96,6 +99,40 @@ def test_batch_without_payload_has_no_tensors() -> None:
     assert api_framing.parse(body, framed=True, max_json=1000, max_events=1).payloads == {}
 
 
+def test_a_text_that_is_no_unicode_arrives_as_its_escape() -> None:
+    """As what comes over Ray is read."""
+    draft = Draft(PinnedPool())
+    values = {
+        "a\ud800": np.ones(2, np.float32),
+        "texts": ["\udc00", ""],
+        "sample_ids": ["\ud800x", "é"],
+    }
+    assert not list(draft.add({**values, "source": "s\udcff", "meta": {"\ud83d": [10**400]}}))
+    error = error_fields(OSError(2, "no such file", "dump\udcff"))
+    batch = pack_and_parse(draft.finish(), {**error, "scalars": {"loss\udcff": 1.5}})
+    fields: Any = batch.events[0][5]
+    assert fields["error_message"].endswith("'dump\\udcff'")
+    assert fields["scalars"] == {"loss\\udcff": 1.5}
+    payload = batch.payloads[7]
+    over_ray, over_http = read_value(draft.finish()), read_value(payload)
+    assert over_ray.strings == over_http.strings
+    assert [*over_ray.tensors] == [*over_http.tensors] == ["a\\ud800"]
+    assert payload["strings"]["sample_ids"] == [storable_id("\ud800x"), "é"]
+    assert payload["meta"] == {"source": "s\\udcff", "meta": {"\\ud83d": [str(10**400)]}}
+
+
+def test_an_event_without_json_is_sent_as_one_that_is_refused() -> None:
+    itself: list[object] = []
+    itself.append(itself)
+    good = (1, "log", 1, 0.0, 0.0, {"scalars": {"loss": np.float32(1.5)}})
+    bad = (1, "log", 2, 0.0, 0.0, {"x": itself})
+    body = framing.pack_batch(SENDER, [good, bad], {})
+    first, second = api_framing.parse(body, framed=True, max_json=1 << 20, max_events=2).events
+    assert Event.parse(first).fields == {"scalars": {"loss": 1.5}}
+    with pytest.raises(InvalidEvent, match="nested more than 100 deep"):
+        Event.parse(second)
+
+
 class Service(ThreadingHTTPServer):
     """`/events` and `/poll` of the API in front of a fake coordinator."""
 
@@ -107,6 +144,7 @@ class Service(ThreadingHTTPServer):
         self.detail = "as the test said"
         self.authorizations: list[str | None] = []
         self.drained: list[str | None] = []
+        self.drain_answer: dict[str, object] = {}
         self.holds: threading.Event | None = None
         self.is_dead = False
         super().__init__((host, port), Handler)
@@ -144,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
             answer = future.result()
         elif status == 200 and self.path == "/drain":
             service.drained.append(json.loads(body)["run"])
-            answer = {"drained": True, "known": True}
+            answer = {"drained": True, "known": True, **service.drain_answer}
         text = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
@@ -368,6 +406,20 @@ def test_finish_of_a_short_process_waits_for_an_api_that_it_never_reached(
         assert ({"begin", "end", "finish"} <= kinds) is with_probe
 
 
+def test_finish_is_false_where_something_of_any_rank_will_never_arrive(
+    server: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_service_file(monkeypatch, tmp_path, server.url, "right")
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    server.drain_answer["lost"] = ["actor rank 3: payloads 2"]
+    lifecycle.init("lossy", attempt_key="a")
+    assert not lifecycle.finish(30.0)
+    assert "never have everything of run lossy (actor rank 3: payloads 2)" in caplog.text
+
+
 def test_finish_gives_up_in_time_where_a_known_service_never_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -453,6 +505,14 @@ def test_where_and_when_a_service_is_searched(
     monkeypatch.setitem(sys.modules, "ray", object())
     assert find_link(None, None, "stagescope", waited=0.0) is None
     assert find_link(None, None, "stagescope", waited=60.0) is not None
+
+
+def test_no_error_of_a_link_holds_its_token(server: Service) -> None:
+    link = HttpLink(server.url, "hidden\n")
+    with pytest.raises(Unreachable, match="LocalProtocolError") as caught:
+        link.poll(SENDER, 0, [], 0.0).result(10)
+    assert "hidden" not in str(caught.value)
+    link.close()
 
 
 def test_a_token_of_the_file_goes_to_its_own_url_alone(

@@ -630,7 +630,7 @@ def test_close_waits_for_payload_receipts(
 
 
 @pytest.mark.parametrize("state", ["lost", "refused"])
-def test_close_says_which_payloads_the_service_could_not_take_in(
+def test_close_says_which_payloads_the_service_will_never_have(
     make_probe: MakeProbe,
     coordinator: FakeCoordinator,
     caplog: pytest.LogCaptureFixture,
@@ -643,9 +643,10 @@ def test_close_says_which_payloads_the_service_could_not_take_in(
     coordinator.settle({3: state})
     assert not probe.close(10.0)
     assert any(
-        f"could not take in payloads: 1 {state}; `stagescope losses --run" in text
+        f"not everything of run test-run arrived (payloads {state}: 1): `stagescope losses --run"
+        in text
         for text in caplog.messages
-    )
+    ), caplog.messages
 
 
 def test_context_manager_closes(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:

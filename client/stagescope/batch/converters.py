@@ -94,7 +94,8 @@ def dataproto(batch: BatchData) -> DataProto:
 def nexrl_trajectories(batch: BatchData) -> list[dict[str, Json]]:
     """Return one dict per row in the format of NexRL's DataDumper.
 
-    `tokens` and `loss_mask` cover the prompt and the response. A run_id that is a number is an
+    `tokens`, `loss_mask` and the rollout's `extra_fields["logprobs"]` (0.0 in the prompt) cover the
+    prompt and the response. A run_id that is a number is an
     int, as in NexRL.
 
     Raises:
@@ -114,6 +115,9 @@ def _nexrl_trajectory(one: Trajectory, temperature: float | None) -> dict[str, J
         **({} if one.reward is None else {"score": one.reward}),
         **({} if temperature is None else {"temperature": temperature}),
     }
+    if "rollout_log_probs" in one.tensors:
+        log_probs = one.tensors["rollout_log_probs"].tolist()
+        extra["logprobs"] = [*map(float, before), *map(float, log_probs)]
     fields: dict[str, Json] = {
         "tokens": tokens,
         "loss_mask": [*before, *one.tensor("response_mask").astype(np.int64).tolist()],

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import httpx
 
 from stagescope import proxies
-from stagescope.discovery import check_url, read_token
+from stagescope.discovery import check_token, check_url, read_token
 from stagescope.wire.errors import EngineError, InvalidInput
 from stagescope.wire.nonfinite import Json, JsonObject
 
@@ -35,12 +35,12 @@ def engine_key(key_file: str | Path | None = None) -> str | None:
     """Return the bearer key of an engine: from a file, else from the environment.
 
     Raises:
-        Unauthorized: the file cannot be read, or does not contain exactly one word.
+        Unauthorized: the file cannot be read, or either does not contain exactly one word.
     """
     path = key_file or os.environ.get(KEY_FILE_VARIABLE)
     if path:
         return read_token(path)
-    return os.environ.get(KEY_VARIABLE) or None
+    return check_token(os.environ.get(KEY_VARIABLE), KEY_VARIABLE)
 
 
 def engine_url(text: str) -> str:
@@ -65,7 +65,7 @@ class EngineHttp:
     def __init__(self, url: str, *, key: str | None = None, timeout: float = 120.0) -> None:
         self.url = engine_url(url)
         self.timeout = timeout
-        self._key = key
+        self._key = key = check_token(key, "the key of the engine")
         self._client = httpx.Client(
             headers={"authorization": f"Bearer {key}"} if key else {},
             transport=proxies.transport(self.url),
@@ -137,8 +137,7 @@ class EngineHttp:
         except httpx.TimeoutException as error:
             raise late from error
         except httpx.HTTPError as error:
-            # The text names hosts and errno only: it contains no header, hence no key.
-            reason = str(error) or type(error).__name__
+            reason = proxies.reason_of(error)
             hint = proxies.unused_proxy(self.url)
             raise EngineError(
                 f"the engine at {self.url} cannot be reached{proxies.way_to(self.url)}: {reason}",

@@ -8,7 +8,8 @@
 
 with payload = `{"tensors": {name: {"dtype", "shape", "offsets": bool}}, "strings", "meta"}`. The
 bytes of tensor `name` of event `seq` are the safetensors entry `{seq}/{name}`, its row offsets
-(int64) `{seq}/{name}/offsets`. Non-finite numbers in JSON are the strings "nan", "inf", "-inf".
+(int64) `{seq}/{name}/offsets`. `stagescope.wire.nonfinite` says what stands for what JSON cannot
+hold: non-finite numbers, large ints, and lone surrogates in texts and names.
 
 It uses numpy alone, so that a training image does not need safetensors.
 """
@@ -24,10 +25,13 @@ from typing import Final, NamedTuple, TypedDict
 import numpy as np
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.nonfinite import Json, JsonObject, spell
+from stagescope.wire.nonfinite import Json, JsonObject, spell, valid_text
 from stagescope.wire.tensorfile import CODES, Array, WireTensor
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
+_MAX_REPR: Final = 1000
+_UNWRITABLE: Final = (TypeError, ValueError, OverflowError, RecursionError)
+"""What is raised for values that have no JSON: nested too deep, or that contain themselves."""
 
 
 class WirePayload(TypedDict):
@@ -105,19 +109,64 @@ def pack_batch(
         events: results of `Event.wire()`.
         payloads: by the sequence number of the END event.
     """
-    described: dict[str, Json] = {}
+    described: list[str] = []
     arrays: dict[str, tuple[str, Array]] = {}
+    unwritable: dict[Json, str] = {}
     for seq, payload in payloads.items():
-        tensors = {}
-        for name, (tag, shape, buffer, offsets) in payload["tensors"].items():
-            arrays[f"{seq}/{name}"] = (tag, np.asarray(buffer).reshape(shape))
-            if offsets is not None:
-                arrays[f"{seq}/{name}/offsets"] = ("int64", np.asarray(offsets, dtype=np.int64))
-            tensors[name] = {"dtype": tag, "shape": list(shape), "offsets": offsets is not None}
-        described[str(seq)] = {**payload, "tensors": tensors}
-    header = spell({"sender": sender, "events": events, "payloads": described})
-    text = json.dumps(header, allow_nan=False).encode()
-    return b"".join([struct.pack("<Q", len(text)), text, *_safetensors(arrays)])
+        try:
+            text, own = _describe(seq, payload)
+        except _UNWRITABLE as error:  # noqa: PERF203 - the others are still sent
+            unwritable[seq] = f"its payload is no JSON: {error!s:.200}"
+        else:
+            described.append(f'"{seq}": {text}')
+            arrays |= own
+    written = [_write_event(event, unwritable) for event in events]
+    header = (
+        f'{{"sender": {_write(sender)}, "events": [{", ".join(written)}], '
+        f'"payloads": {{{", ".join(described)}}}}}'
+    ).encode()
+    return b"".join([struct.pack("<Q", len(header)), header, *_safetensors(arrays)])
+
+
+def _describe(seq: int, payload: WirePayload) -> tuple[str, dict[str, tuple[str, Array]]]:
+    """Return the JSON of a payload, and its arrays as safetensors entries."""
+    arrays: dict[str, tuple[str, Array]] = {}
+    tensors: dict[str, Json] = {}
+    for given, (tag, shape, buffer, offsets) in payload["tensors"].items():
+        name = valid_text(given)
+        arrays[f"{seq}/{name}"] = (tag, np.asarray(buffer).reshape(shape))
+        if offsets is not None:
+            arrays[f"{seq}/{name}/offsets"] = ("int64", np.asarray(offsets, dtype=np.int64))
+        tensors[name] = {"dtype": tag, "shape": list(shape), "offsets": offsets is not None}
+    return _write({**payload, "tensors": tensors}), arrays
+
+
+def _write_event(event: Sequence[Json], unwritable: Mapping[Json, str]) -> str:
+    """Return the JSON of an event; of one that has none, an event that the service refuses.
+
+    The others of the batch arrive, and the service has a finding about this one.
+    """
+    seq = event[2] if len(event) > 2 else None
+    reason = unwritable.get(seq) if isinstance(seq, int) else None
+    if reason is None:
+        try:
+            return _write(event)
+        except _UNWRITABLE as error:
+            reason = f"its fields are no JSON: {error!s:.200}"
+    return _write([*event[:5], reason])
+
+
+def _write(value: object) -> str:
+    return json.dumps(spell(value), allow_nan=False, default=_plain)
+
+
+def _plain(value: object) -> Json:
+    """Return what `json` has no type for: a number of numpy as a number, anything else as text."""
+    if isinstance(value, np.generic | np.ndarray):
+        return spell(value.tolist())
+    if isinstance(value, set | frozenset):
+        return spell(sorted(value, key=str))
+    return valid_text(repr(value)[:_MAX_REPR])
 
 
 def _safetensors(arrays: Mapping[str, tuple[str, Array]]) -> list[bytes]:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import valid_text
 from stagescope.wire.schema import (
     PAYLOAD_STRINGS,
     PAYLOAD_TENSORS,
@@ -240,11 +241,14 @@ _DIGEST: Final = 16
 
 
 def storable_text(text: str, most: int = 4000) -> str:
-    """Return a text that each database stores: no lone surrogates, no NUL, at most `most` long."""
+    """Return a text that each database stores, at most `most` characters long.
+
+    Lone surrogates are written as escapes, NULs as question marks.
+    """
     text = text[:most]
     if text.isprintable():
         return text
-    return text.encode("utf-8", "replace").decode().replace("\0", "?")
+    return valid_text(text).replace("\0", "?")[:most]
 
 
 def storable_id(value: object) -> str:
@@ -256,7 +260,7 @@ def storable_id(value: object) -> str:
     text = str(value)
     if len(text) <= MAX_ID and text.isprintable():
         return text
-    clean = text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+    clean = valid_text(text).replace("\0", "\\x00")
     if len(clean) <= MAX_ID:
         return clean
     digest = hashlib.blake2b(clean.encode(), digest_size=_DIGEST).hexdigest()

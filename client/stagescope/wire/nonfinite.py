@@ -1,8 +1,9 @@
-"""JSON values, and non-finite numbers in them: the strings "nan", "inf" and "-inf".
+"""JSON values, and what JSON cannot hold: non-finite numbers are the strings "nan", "inf", "-inf".
 
 JSON has no such numbers, and null means unknown; the client turns the strings back into floats. A
 string may also be a name (a run may be called `nan`), so the column decides: `TEXT` lists the
-columns that never hold numbers.
+columns that never hold numbers. An int beyond 64 bits is a string of its digits, and a lone
+surrogate, which UTF-8 cannot hold, is its escape: many parsers refuse either.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ Json: TypeAlias = Any
 JsonObject: TypeAlias = Mapping[str, Json]
 
 _NUMBERS: Final[Mapping[str, float]] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+MAX_DEPTH: Final = 100
+"""How deep JSON may be nested; parsers and Python itself have limits of their own."""
+_INT64: Final = 1 << 63
+_MAX_BITS: Final = 2000
 
 TEXT: Final = frozenset({
     "advice", "attempt_key", "by", "capture_id", "code", "data_source", "device", "error",
@@ -50,14 +56,47 @@ def column(name: str, values: Sequence[Json]) -> tuple[Json, ...]:
     return tuple(map(number, values))
 
 
-def spell(value: object) -> Json:
-    """Return `value` as strict JSON can hold it, with each non-finite float as its string."""
-    if isinstance(value, float) and not math.isfinite(value):
+def valid_text(text: str) -> str:
+    """Return a text that UTF-8 can hold: each lone surrogate is written as its escape.
+
+    Such a text comes from an undecodable file name, or from text that was cut inside a character.
+    """
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def valid_int(value: int) -> int | str:
+    """Return an int of 64 bits; return a larger one as a text of its digits."""
+    if -_INT64 <= value < _INT64:
+        return value
+    # Python refuses to convert thousands of digits to decimal.
+    return str(value) if value.bit_length() < _MAX_BITS else hex(value)
+
+
+def spell(value: object, depth: int = MAX_DEPTH) -> Json:
+    """Return `value` as strict JSON can hold it.
+
+    Non-finite numbers become their strings, ints beyond 64 bits their digits, and lone surrogates
+    their escapes. What is no JSON at all stays.
+
+    Raises:
+        ValueError: it is nested more than `depth` deep.
+    """
+    if isinstance(value, str):
+        return valid_text(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return valid_int(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if not depth:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):
-        return {str(key): spell(item) for key, item in value.items()}
+        return {valid_text(str(key)): spell(item, depth - 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [spell(item) for item in value]
+        return [spell(item, depth - 1) for item in value]
     return value
 
 

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from stagescope.wire.errors import InvalidEvent, InvalidInput
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.nonfinite import Json, JsonObject, valid_text
 
 WireTuple: TypeAlias = tuple[Json, ...]
 """A sender or an event as it is sent: built-in types, the schema number first."""
@@ -130,6 +130,9 @@ the first available pair, the noise floor from ('old', 'recomputed')."""
 
 UPDATE_PAIR: Final = ("current", "old")
 """(p, q) streams of the first mini-batch of an update, before which no update lies between them."""
+
+CURRENT_ALONE: Final = ("current", "current")
+"""The same where no other stream is recorded beside the current one: sums by sample remain."""
 
 PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "response_mask": "1 = model token, 0 = environment or padding; required with two streams",
@@ -447,6 +450,8 @@ def _parse_work(step: Json, policy_version: Json, stage: Json, *part: Json) -> W
     for name, value in zip(PART_FIELDS, part, strict=True):
         if value is not None and not _is_int(value, 0, _INT64):
             raise InvalidEvent(f"{name} is {value!r:.200}", expected="an int from 0, or None")
+    if isinstance(stage, str):
+        stage = valid_text(stage)
     if stage is not None and not _is_name(stage, 200):
         raise InvalidEvent(
             f"stage is {stage!r:.200}", expected="a printable name of 1 to 200 characters"

@@ -109,7 +109,16 @@ class Progress:
 
 
 def progress(catalogue: Catalogue, row: CaptureRow) -> Progress:
-    """Return the progress of a capture."""
+    """Return the progress of a capture.
+
+    It is read at one moment: a rank that goes on while its dumps are being read would else be done
+    with the step, without the report that it sent before.
+    """
+    with catalogue.snapshot() as found:
+        return _progress(found, row)
+
+
+def _progress(catalogue: Catalogue, row: CaptureRow) -> Progress:
     spec = row["spec"]
     agreement = Agreement.from_json(spec.get("agreement") or {})
     attempt = catalogue.find_attempt(row["run"]) if row["run"] is not None else None
@@ -299,7 +308,7 @@ class _CapturedSteps:
                 for rank in step.stepless_ranks() - states.keys()
                 if step.includes(rank)
             }
-        result = _result(number, attempt, states, step.closed)
+        result = _result(number, attempt, states, step.is_settled)
         if result["state"] == "empty":
             return {**result, "gap": step.rows_removed}
         # Where something is missing, it is not known what it held.

@@ -69,7 +69,9 @@ class StepOfCapture:
         self._parts_by_step: dict[int, dict[RankKey, set[PartKey]]] = {}
         self._parts: dict[RankKey, int] | None = None
         self._roles: set[str] | None = None
-        self._newest_steps: dict[RankKey, int] | None = None
+        self._own_rows: list[StageRow] | None = None
+        self._past: set[RankKey] | None = None
+        self._alive: set[RankKey] = set()
 
     def parts(self) -> Mapping[RankKey, int]:
         """Return how many parts of the requested stages each rank did."""
@@ -189,22 +191,60 @@ class StepOfCapture:
         return role in self._roles
 
     def is_over(self, rank: RankKey) -> bool:
-        """Return whether a rank will do nothing more in the step."""
-        return self.closed or self._has_left(rank)
+        """Return whether nothing more of a rank will arrive of the step.
 
-    def _has_left(self, rank: RankKey) -> bool:
-        """Return whether a rank has begun a later step."""
-        if self._newest_steps is None:
-            self._newest_steps = {}
+        Its events arrive in order, so it is known once the rank has begun a later step or is gone.
+        A driver may close the step before (`end_step`): of a rank whose role does the stages, what
+        it sent may then still be on its way.
+        """
+        if rank in self._past_ranks():
+            return True
+        return self.closed and not (rank in self._alive and self.has_parts(rank[0]))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing more will arrive of the step from any rank of the request."""
+        waited_for = {
+            rank
+            for rank in self._alive_ranks() - self._past_ranks()
+            if self.includes(rank) and self.has_parts(rank[0]) and not self._has_ended(rank)
+        }
+        return self.closed and not waited_for
+
+    def _alive_ranks(self) -> set[RankKey]:
+        self._past_ranks()
+        return self._alive
+
+    def _past_ranks(self) -> set[RankKey]:
+        """Return the ranks that have begun a later step."""
+        if self._past is None:
+            self._past = set()
             for row in self._catalogue.processes(self._attempt_id):
                 key = (row["role"], row["rank"])
-                step = -1 if row["max_step"] is None else row["max_step"]
-                self._newest_steps[key] = max(step, self._newest_steps.get(key, -1))
-        return self._newest_steps.get(rank, -1) > self._number
+                if row["max_step"] is not None and row["max_step"] > self._number:
+                    self._past.add(key)
+                if row["finished_wall"] is None and row["lapsed_wall"] is None and not row["raw"]:
+                    self._alive.add(key)
+        return self._past
+
+    def _has_ended(self, rank: RankKey) -> bool:
+        """Return whether a rank has ended each part that any rank of its role began."""
+        ended = {part_key(row) for row in self._rows() if _rank(row) == rank and row["end_wall"]}
+        return ended >= self._parts_of_role(rank[0])
+
+    def _parts_of_role(self, role: str) -> set[PartKey]:
+        return {part_key(row) for row in self._rows() if row["role"] == role}
 
     def _has_reported_all(self, rank: RankKey, reported: Reported) -> bool:
-        """Return whether a rank of an open step has reported all parts of each step before it."""
-        if not reported or not self._before:
+        """Return whether a rank has reported all parts that it is known to do in the step.
+
+        Those of an open step are the parts of each step before it.
+        """
+        if not reported:
+            return False
+        if self.closed:  # by a driver, while the rank has yet to begin another step
+            return reported.keys() >= self._parts_of_role(rank[0])
+        if not self._before:
             return False
         usual = [self._parts_in(number).get(rank, set()) for number in self._before]
         begun = self._parts_in(self._number).get(rank, set())
@@ -215,14 +255,19 @@ class StepOfCapture:
         """Return the parts of the requested stages that each rank did in a step."""
         if number not in self._parts_by_step:
             parts: defaultdict[RankKey, set[PartKey]] = defaultdict(set)
-            rows = self._catalogue.stages(
-                self._attempt_id, number, stage=self._stages, limit=ALL_ROWS
-            )
-            for row in rows:
-                if self._is_requested(row["stage"]):
-                    parts[row["role"], row["rank"]].add(part_key(row))
+            for row in self._stage_rows(number):
+                parts[_rank(row)].add(part_key(row))
             self._parts_by_step[number] = parts
         return self._parts_by_step[number]
+
+    def _rows(self) -> list[StageRow]:
+        if self._own_rows is None:
+            self._own_rows = self._stage_rows(self._number)
+        return self._own_rows
+
+    def _stage_rows(self, number: int) -> list[StageRow]:
+        rows = self._catalogue.stages(self._attempt_id, number, stage=self._stages, limit=ALL_ROWS)
+        return [row for row in rows if self._is_requested(row["stage"])]
 
     def _is_requested(self, stage: str) -> bool:
         # 'all' leaves out the rollout, which runs in an inference engine.
@@ -235,6 +280,10 @@ def _names_in(file: ArtifactRow) -> tuple[set[str], set[str]]:
     sections = file["sections"] or {}
     numbers = {name for section in ("loss", "metrics") for name in sections.get(section, ())}
     return tensors, numbers - tensors
+
+
+def _rank(row: StageRow) -> RankKey:
+    return row["role"], row["rank"]
 
 
 def part_key(row: StageRow | DumpRow) -> PartKey:

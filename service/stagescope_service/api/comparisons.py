@@ -27,13 +27,17 @@ from stagescope_service.api.target import Target
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.fingerprints import (
     AttemptFingerprint,
+    FingerprintDifference,
     fingerprint_differences,
+    in_order,
     not_compared,
+    stream_differences,
 )
 from stagescope_service.compare.report import as_json
 from stagescope_service.compare.report.html import as_html
 from stagescope_service.compare.results import DumpComparison
 from stagescope_service.compare.tolerances import Tolerances
+from stagescope_service.core.stream_attributes import StreamValues, streams_of_payloads
 
 router = APIRouter(tags=["comparison"])
 
@@ -54,6 +58,8 @@ _AttemptText = Annotated[
         json_schema_extra=pattern(r"^(?!\.{1,2}(@|$))[A-Za-z0-9._-]{1,100}(@[0-9]{1,9})?$"),
     ),
 ]
+_PAYLOADS: Final = 10_000
+"""Payloads of a side that are asked what they say of their streams."""
 _NUMBER: Final = r"[0-9]{1,9}(\.[0-9]{1,9})?(e-?[0-9]{1,2})?"
 _TOLERANCE: Final = rf"[^;=]+={_NUMBER}(,{_NUMBER})?"
 
@@ -81,7 +87,8 @@ async def comparisons(request: Request, deps: Deps) -> Answer:
     A side is `RUN[@ATTEMPT][:STEP]` (without a step: all steps that every side still holds, 50 at
     most), or `{"directory": PATH}` in the service's roots (also a saved batch or another single
     file). Trajectories are paired by sample; every rank, part and tensor that any side has counts.
-    `changes` lists the differences of the attempts' fingerprints. `tolerances`:
+    `changes` lists the differences of the attempts' fingerprints, and of what the steps' payloads
+    say of their streams (`STAGE.STREAM.temperature`). `tolerances`:
     `PATTERN=ATOL[,RTOL]`. While the comparison is computed the answer is 503; repeat the request.
     """
     body = await read_body(request, deps.settings, ComparisonRequest)
@@ -160,11 +167,21 @@ def _compared(
     with tempfile.TemporaryDirectory(dir=root) as copies:
         dumps = [open_side(deps, side, Path(copies)) for side in sides]
         comparison = compare(dumps, tolerances=tolerances)
+    of_runs = [side for side in sides if side.target is not None]
     targets = [side.target for side in sides if side.target is not None]
     if len(targets) < 2:
         return _Compared(comparison, None)
-    differences = attempt_differences(deps, targets[0], targets[1])
+    of_streams = stream_differences(*(_streams_of(deps, side) for side in of_runs[:2]))
+    differences = attempt_differences(deps, targets[0], targets[1], of_streams)
     return _Compared(comparison, {**differences.heading, "rows": differences.rows})
+
+
+def _streams_of(deps: Dependencies, side: ComparedSide) -> StreamValues:
+    """Return what the payloads of a side's steps say of their streams."""
+    assert side.target is not None
+    attempt_id, steps = side.target.attempt_id, list(side.steps)
+    rows = deps.catalogue.payloads(attempt_id, steps, state="ingested", limit=_PAYLOADS)
+    return streams_of_payloads(rows, deps.catalogue.replaced(attempt_id, steps))
 
 
 # --- fingerprints ---------------------------------------------------------------------------
@@ -176,10 +193,12 @@ class AttemptDifferences(NamedTuple):
     rows: list[JsonObject]
 
 
-def attempt_differences(deps: Dependencies, a: Target, b: Target) -> AttemptDifferences:
-    """Return the differences between two attempts, as `/diff` answers them."""
+def attempt_differences(
+    deps: Dependencies, a: Target, b: Target, also: Sequence[FingerprintDifference] = ()
+) -> AttemptDifferences:
+    """Return the differences between two attempts, as `/diff` answers them, and others."""
     fingerprints = {"a": _fingerprint(deps, a), "b": _fingerprint(deps, b)}
-    differences = fingerprint_differences(fingerprints["a"], fingerprints["b"])
+    differences = in_order([*fingerprint_differences(*fingerprints.values()), *also])
     heading: JsonObject = {
         "a": _attempt_heading(a),
         "b": _attempt_heading(b),

@@ -63,7 +63,8 @@ class Commands(Protocol):
         """Wait until all payloads of a run (None: of every run) are read.
 
         With an attempt key, also ask the processes of these attempts to finish, and wait for them.
-        Returns `{"run", "drained", "pending", "known", "missing"}`.
+        Returns `{"run", "drained", "pending", "known", "missing"}`, with `lost` where something
+        will never arrive.
         """
         ...
 

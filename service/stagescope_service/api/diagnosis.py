@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, cast
 from urllib.parse import quote
 
@@ -23,7 +23,7 @@ from stagescope_service.api.models import diagnosis as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.samples import loss_of
 from stagescope_service.api.target import Target
-from stagescope_service.diagnosis.doctor import Diagnosis, add_earlier, diagnose
+from stagescope_service.diagnosis.doctor import Diagnosis, add_earlier, diagnose, unexplained
 from stagescope_service.diagnosis.history import LossOfStep, RunHistory, StepInForce
 from stagescope_service.diagnosis.parts import mismatch_parts
 from stagescope_service.dumps.joining.join import Selection
@@ -67,9 +67,9 @@ async def diagnosis(
     record where it is not measured. What was found comes first: what is wrong with the
     service's own data, then precision, mismatch, reward, time and settings. A symptom that another
     found one explains comes after those (`explained_by`), and one that ended last (`last_step`).
-    `notes` say what is no symptom, but matters to a comparison of two runs. `mismatch` takes the
-    newest measured step's mismatch apart. While no step, finding or loss of the run changes, the
-    answer is computed once a minute.
+    `unexplained` counts findings that no rule judged. `notes` say what is no symptom, but matters
+    to a comparison of two runs. `mismatch` takes the newest measured step's mismatch apart. While
+    no step, finding or loss of the run changes, the answer is computed once a minute.
     """
     key = await asyncio.to_thread(_change_key, deps, run, attempt, step)
     _, future = deps.computations.start_once(key, diagnosis_of, deps, run, attempt, step)
@@ -105,6 +105,7 @@ def diagnosis_of(
     steps = [each.step for each in history.steps]
     newest = history.newest
     unknown = sum(each.evidence.verdict == "not measured" for each in rows)
+    left = unexplained(rows, history)
     fields: JsonObject = {
         **target.heading(),
         "attempt": attempt,
@@ -114,7 +115,9 @@ def diagnosis_of(
         "measured": len(history.measured),
         "measured_step": None if newest is None else newest.step.step,
         "text": f"{_found(rows)}, {unknown} not measured, in {len(steps)} "
-        f"closed steps of run {target.run}{_before(target.run, rows, step)}",
+        f"closed steps of run {target.run}{_left(target.run, left, attempt)}"
+        f"{_before(target.run, rows, step)}",
+        "unexplained": left,
         "notes": [
             {"rule": each.rule.name, "text": each.evidence.note, "meaning": each.rule.meaning}
             for each in rows
@@ -136,6 +139,25 @@ def _found(rows: Sequence[Diagnosis]) -> str:
     parts = [(explained, "explained by others"), (ended, "ended")]
     listed = ", ".join(f"{count} {what}" for count, what in parts if count)
     return f"{len(found)} of {len(rows)} symptoms found" + (f" ({listed})" if listed else "")
+
+
+def _left(run: str, left: Mapping[str, int], attempt: int | None) -> str:
+    """Return the warnings and errors that no rule explains, as a sentence; "" for none."""
+    if not left:
+        return ""
+    count, kinds = sum(left.values()), [*left]
+    stand = "1 warning or error stands" if count == 1 else f"{count} warnings or errors stand"
+    named = ", ".join(kinds[:_KINDS]) + (", ..." if len(kinds) > _KINDS else "")
+    only = f" --only {','.join(kinds)}" if len(kinds) <= _KINDS else ""
+    of_attempt = "" if attempt is None else f" --attempt {attempt}"
+    return (
+        f". {stand} that no rule explains: {named} "
+        f"(stagescope findings{only} --run {run}{of_attempt})"
+    )
+
+
+_KINDS: Final = 3
+"""Kinds of findings that a sentence names."""
 
 
 def _before(run: str, rows: Sequence[Diagnosis], step: int | None) -> str:

@@ -13,12 +13,16 @@ import numpy as np
 import orjson
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import MAX_DEPTH
 
 JsonObject = dict[str, object]
 """A JSON object: the body of a request or of an answer, or a part of one."""
 
 NONFINITE: Final[Mapping[str, float]] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
+_NESTS: Final = (dict, list)
+_LEVELS_ABOVE: Final = 2
+"""Levels of a batch above its events: the object, and the list."""
 _OPTIONS: Final = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -65,7 +69,8 @@ def decode(text: bytes | bytearray | memoryview, *, what: str = "the body") -> o
         what: the name of `text` in error messages.
 
     Raises:
-        InvalidInput: not JSON; the literals NaN and Infinity are not JSON either.
+        InvalidInput: not JSON; the literals NaN and Infinity are not JSON either. Or JSON that is
+            nested too deep: to pickle it could end the process.
     """
     try:
         value: object = orjson.loads(text)
@@ -74,7 +79,29 @@ def decode(text: bytes | bytearray | memoryview, *, what: str = "the body") -> o
             f"{what} is not JSON ({error})",
             expected='JSON in UTF-8, with the strings "nan", "inf", "-inf" for such numbers',
         ) from error
+    if _is_too_deep(value, text):
+        raise InvalidInput(
+            f"{what} is nested too deep", expected=f"JSON that is nested {MAX_DEPTH} deep at most"
+        )
     return value
+
+
+def _is_too_deep(value: object, text: bytes | bytearray | memoryview) -> bool:
+    """Return whether JSON has more levels than a batch whose events have `MAX_DEPTH`."""
+    brackets = bytes(text)
+    if brackets.count(b"[") + brackets.count(b"{") <= MAX_DEPTH:
+        return False
+    level: list[dict[str, object] | list[object]] = [value] if isinstance(value, _NESTS) else []
+    for _ in range(MAX_DEPTH + _LEVELS_ABOVE):
+        level = [
+            item
+            for each in level
+            for item in (each.values() if isinstance(each, dict) else each)
+            if isinstance(item, _NESTS)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _default(value: object) -> object:

@@ -87,7 +87,7 @@ class EngineHealth:
         except (asyncio.TimeoutError, httpx.TimeoutException):
             reason = f"no answer within {DEADLINE_SECONDS:g} s"
         except (httpx.HTTPError, OSError, InvalidInput) as error:
-            reason = (str(error) or type(error).__name__)[:200]
+            reason = proxies.reason_of(error)
         seconds = time.monotonic() - begun
         self._results.pop(url, None)
         self._results[url] = Health(state, status, reason, seconds, self._clock())

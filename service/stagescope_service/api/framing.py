@@ -12,11 +12,13 @@ where payload = `{"tensors": {name: {"dtype", "shape", "offsets": bool}}, "strin
 bytes of tensor `name` of event `seq` are the safetensors entry `{seq}/{name}`, its row offsets
 (int64) are `{seq}/{name}/offsets`. bfloat16 may be stored as BF16 or U16. A body of type
 `application/json` is the header alone. Non-finite numbers in JSON are the strings "nan", "inf" and
-"-inf".
+"-inf". A header that strict JSON cannot hold (NaN, a lone surrogate, an int of hundreds of digits)
+is read as `stagescope.wire.nonfinite` would have spelled it: one event loses no others.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +29,7 @@ import safetensors
 
 from stagescope.wire.errors import InvalidInput, InvalidTensor, TooLarge
 from stagescope.wire.framing import WirePayload
+from stagescope.wire.nonfinite import MAX_DEPTH, Json, spell
 from stagescope.wire.schema import DTYPE_BYTES, SCHEMA, Sender
 from stagescope.wire.tensorfile import Array, WireTensor
 from stagescope_service.api.encoding import decode, parse_nonfinite
@@ -42,6 +45,8 @@ _STORAGE_DTYPES: Final[Mapping[str, tuple[str, ...]]] = {
 """dtype tag -> the safetensors dtypes that its bytes may be stored as."""
 
 _MAX_DIMENSIONS: Final = 8
+_MAX_DIGITS: Final = 100
+"""An int with more digits stays a text: Python reads no more than thousands."""
 
 
 class EventBatch(NamedTuple):
@@ -79,7 +84,7 @@ def parse(body: bytes, *, framed: bool, max_json: int, max_events: int) -> Event
     header, stored = _split(body, max_json) if framed else (body, b"")
     if len(header) > max_json:
         raise TooLarge(f"JSON of {len(header)} bytes", expected=f"at most {max_json} bytes")
-    fields = decode(header, what="the header" if framed else "the body")
+    fields = _read(header, what="the header" if framed else "the body")
     events = fields.get("events") if isinstance(fields, dict) else None
     if not isinstance(fields, dict) or not isinstance(events, list):
         raise InvalidInput(
@@ -120,6 +125,45 @@ def _split(body: bytes, max_json: int) -> tuple[bytes, bytes]:
             expected="its length in bytes as 8 bytes, little-endian",
         )
     return body[_LENGTH.size : end], body[end:]
+
+
+def _read(text: bytes, *, what: str) -> object:
+    """Return the JSON of a batch.
+
+    Raises:
+        InvalidInput: it is none.
+    """
+    try:
+        return decode(text, what=what)
+    except InvalidInput:
+        fields = _read_leniently(text)
+        if fields is None:
+            raise
+        return fields
+
+
+def _read_leniently(text: bytes) -> object:
+    """Return the JSON of a batch that strict JSON cannot hold; None: it is no JSON either way."""
+    try:
+        fields = json.loads(text, parse_int=_integer)
+        events = fields.get("events") if isinstance(fields, dict) else None
+        if isinstance(events, list):
+            fields["events"] = [_spelled(event) for event in events]
+        return spell(fields, MAX_DEPTH + 2)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _integer(digits: str) -> int | str:
+    return int(digits) if len(digits) <= _MAX_DIGITS else digits
+
+
+def _spelled(event: Json) -> Json:
+    """Return an event as strict JSON holds it; of one that it cannot hold, one that is refused."""
+    try:
+        return spell(event)
+    except ValueError as error:
+        return [*event[:5], f"its fields cannot be read: {error}"]
 
 
 def _event(event: object) -> tuple[object, ...]:

@@ -225,7 +225,8 @@ async def non_finite(
     """Name the first operator with a NaN or infinite result on each rank, and the earliest.
 
     A row a dump; `name` is null where all results were finite (or masks: these are counted).
-    `measured` counts the tensors with a least and a largest value: of others nothing is known.
+    `measured` counts the tensors with a least and a largest value, `unmeasured` those without
+    them, of which nothing is known.
     `not_read` counts calls that passed on memory without reading it, such as a view of a buffer
     before it is filled: its previous content is no evidence. `certain` is false where the value
     may be a mask. Ranks share an order of calls: the rank whose first such call is lowest in it is
@@ -355,6 +356,7 @@ def _first_row(table: OperatorTable, across_ranks: comparison_process.Fields | N
         "calls": table["calls"],
         "task": table["task"],
         "measured": summary.get("measured"),
+        "unmeasured": summary.get("unmeasured"),
         **{name: status[name] for name in ("state", "reason", "truncated", "done")},
     }
 

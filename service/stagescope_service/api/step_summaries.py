@@ -171,7 +171,7 @@ class StepSummaries:
         try:
             summary = assemble(parts, stage=part.stage)
         except InvalidInput as error:
-            raise self._unmeasured(version, every) from error
+            raise self._unmeasured(version, every, part.stage) from error
         noise = [each for each in parts if each.summary.pair == NOISE_PAIR]
         return self._with_context(version, summary, noise, states)
 
@@ -238,7 +238,9 @@ class StepSummaries:
         replaced = catalogue.replaced(attempt_id, step)
         return part_records(rows, catalogue.processes(attempt_id), replaced)
 
-    def _unmeasured(self, version: StepVersion, parts: Sequence[PartRecord]) -> NotFound:
+    def _unmeasured(
+        self, version: StepVersion, parts: Sequence[PartRecord], stage: str | None
+    ) -> NotFound:
         """Return the error for a step without numbers, with the reason."""
         row = self._catalogue.step(version.attempt_id, version.step)
         if row is not None and row["rows_removed"] is not None:
@@ -248,9 +250,17 @@ class StepSummaries:
             )
         measured = sorted({part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS})
         if measured:
+            beside = {part.stage for part in parts if part.summary.pair[0] == "current"}
+            of_update = stage in beside
             return NotFound(
                 f"nothing of step {version.step} was measured there",
                 expected=f"a stage of {', '.join(measured)}",
+                advice=f"{stage} has no log-probs of the rollout beside its own: the doctor "
+                "compares these with the old ones (current_differs), and findings count those that "
+                "are not finite"
+                if of_update
+                else "",
+                see=self._see(version)[-1:] if of_update else (),
             )
         rows = self._catalogue.payloads(version.attempt_id, version.step, limit=_PAYLOADS_DESCRIBED)
         recorded = _recorded_tensors(rows)

@@ -46,7 +46,8 @@ class AccessTokens:
         """
         given = {"read": settings.read_token, "operate": settings.operate_token}
         tokens = {
-            grade: secret.get_secret_value() if secret else _read_token_file(settings.home, grade)
+            grade: (secret.get_secret_value().strip() if secret else "")
+            or _read_token_file(settings.home, grade)
             for grade, secret in given.items()
         }
         for grade, token in tokens.items():

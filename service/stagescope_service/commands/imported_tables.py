@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
 
 from stagescope.session import Session
 from stagescope.wire.errors import NotFound, NotReady
+from stagescope.wire.nonfinite import valid_text
 
 if TYPE_CHECKING:
     from stagescope_service.dumps.importing import OperatorDump
-    from stagescope_service.dumps.records import Location
+    from stagescope_service.dumps.records import DumpProblem, Location
 
 _TABLE_SECONDS: Final = 30.0
 """Time in which the service begins to read a further operator dump."""
@@ -33,6 +34,7 @@ class TableRow(TypedDict):
     dump_path: str | None
     calls: int | None
     task: str | None
+    truncated_at: int | None
 
 
 Tables: TypeAlias = "dict[Location, TableRow]"
@@ -45,7 +47,7 @@ def wait_for_tables(session: Session, run: str, key: str, dumps: Sequence[Operat
     It gives up when nothing happens for longer than the largest dump may take.
     """
     tables: Tables = {}
-    left = {each.work for each in dumps}
+    left = {_sent(each.work) for each in dumps}
     if not left:
         return tables
     (attempt,) = (row["attempt"] for row in session.attempts(run) if row["attempt_key"] == key)
@@ -82,19 +84,43 @@ def _tables_of(session: Session, run: str, attempt: int, step: int) -> Tables:
     }
 
 
+def _sent(place: Location) -> Location:
+    """Return a place as the service knows it: a directory's name may be no valid text."""
+    return place._replace(stage=None if place.stage is None else valid_text(place.stage))
+
+
 def tables_without_calls(tables: Tables) -> Iterator[str]:
     """Yield a sentence for each operator dump without a call."""
     for place, row in tables.items():
-        if row["calls"] == 0:
+        if row["calls"] == 0 and row["truncated_at"] is None:
             alone = row["task"] == "structure"
             what = "the structure alone (task structure)" if alone else "no call"
             yield f"{place}: msprobe recorded {what}"
 
 
+def cut_off_tables(dumps: Sequence[OperatorDump], tables: Tables) -> Iterator[DumpProblem]:
+    """Yield the problem of each operator dump whose file ends too early."""
+    from stagescope_service.dumps.records import DumpProblem
+
+    for each in dumps:
+        row = tables.get(each.work)
+        if row is None or row["truncated_at"] is None:
+            continue
+        calls = row["calls"] or 0
+        read = (
+            f"what is before it was read (calls: {calls})" if calls else "it holds no complete call"
+        )
+        message = (
+            f"{each.entry.path} was cut off while it was written, at byte {row['truncated_at']}: "
+            f"{read}"
+        )
+        yield DumpProblem(each.entry.path, "damaged", message, each.entry)
+
+
 def unread_tables(dumps: Sequence[OperatorDump], tables: Tables) -> Iterator[str]:
     """Yield the operator dumps of which the service has no table, each with the reason."""
     for each in dumps:
-        row = tables.get(each.work)
+        row = tables.get(_sent(each.work))
         if row is None or row["state"] == "announced":
             reason = "the service has not read it yet: see `stagescope findings`"
         elif row["state"] == "digested":

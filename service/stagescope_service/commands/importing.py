@@ -15,7 +15,9 @@ from stagescope.session import Session, attach
 from stagescope.wire import spool
 from stagescope.wire.errors import Conflict, InvalidInput, NotFound
 from stagescope.wire.names import run_name
+from stagescope.wire.nonfinite import valid_text
 from stagescope_service.commands.imported_tables import (
+    cut_off_tables,
     tables_without_calls,
     unread_tables,
     wait_for_tables,
@@ -249,6 +251,7 @@ def import_dump(
         payloads += len(accepted)
         on_progress(payloads, parts)
     tables = wait_for_tables(session, run, key, announced)
+    problems += map(_unread, cut_off_tables(announced, tables))
     refused += [Refusal(seq=None, reason=reason) for reason in unread_tables(announced, tables)]
     notes = dump.about.get(NOTES)
     notes = [*map(str, notes)] if isinstance(notes, list) else []
@@ -293,7 +296,7 @@ def _is_complete(session: Session, dump: Dump, run: str, key: str, *, new_attemp
             return has_ended and not len(session.losses(run, row["attempt"], limit=1))
     newest = attempts[0]
     config = (newest["fingerprint"] or {}).get("config") or {}
-    if not new_attempt and config.get(IMPORTED) != dump.name:
+    if not new_attempt and config.get(IMPORTED) != valid_text(dump.name):
         source = config.get(IMPORTED)
         made = "is of processes that reported" if source is None else f"was imported from {source}"
         raise Conflict(
@@ -335,7 +338,7 @@ def _show(report: ImportReport, stepless: Path | None) -> None:
     if report["operators"]:
         counts.append(f"the operators of {render.counted(report['operators'], 'dump')}")
     processes = render.counted(report["processes"], "process", "processes")
-    what = f"{' and '.join(counts)} of {processes}, from a directory in {report['format']}'s layout"
+    what = f"{' and '.join(counts)} of {processes}, from files of the format {report['format']}"
     click.echo(
         f"nothing new: already in run {report['run']}: {what}"
         if report["nothing_new"]

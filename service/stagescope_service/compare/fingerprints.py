@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 AREAS: Final = (
     "git", "code", "config", "layout", "packages", "drivers", "python", "environment", "place",
@@ -41,6 +41,9 @@ _KEEP_SETTINGS: Final = re.compile(r"keep(\.|\Z)")
 _RAY_WORKER: Final = "default_worker.py"
 
 
+_Streams: TypeAlias = "Mapping[tuple[str, str], Mapping[str, Sequence[object]]]"
+
+
 class FingerprintDifference(NamedTuple):
     """A value that differs between the two sides; None where a side does not have it."""
 
@@ -71,8 +74,33 @@ def fingerprint_differences(
         *_fingerprint_changes(a.fingerprint or {}, b.fingerprint or {}),
         *_rank_changes(a.processes, b.processes),
     ]
-    found.sort(key=lambda each: (_ORDER[each.weight], AREAS.index(each.area)))
+    return in_order(found)
+
+
+def in_order(differences: Sequence[FingerprintDifference]) -> list[FingerprintDifference]:
+    """Return differences with those that decide numbers first."""
+    return sorted(differences, key=lambda each: (_ORDER[each.weight], AREAS.index(each.area)))
+
+
+def stream_differences(a: _Streams, b: _Streams) -> list[FingerprintDifference]:
+    """Return what two sides say differently of the streams that both have, such as a temperature.
+
+    Args:
+        a, b: (stage, stream) -> attribute -> its distinct values.
+    """
+    found = []
+    for place in sorted(a.keys() & b.keys()):
+        for name in sorted(a[place].keys() | b[place].keys()):
+            one, other = (_one_or_all(side[place].get(name)) for side in (a, b))
+            if one != other:
+                weight: Weight = "unknown" if one is None or other is None else "numbers"
+                label = ".".join((*place, name))
+                found.append(FingerprintDifference("config", label, one, other, weight))
     return found
+
+
+def _one_or_all(values: Sequence[object] | None) -> object:
+    return values[0] if values is not None and len(values) == 1 else values
 
 
 def not_compared(a: AttemptFingerprint, b: AttemptFingerprint) -> list[str]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 import itertools
 import uuid
+from collections import Counter
 from typing import Final, TypedDict
 
+from typing_extensions import NotRequired
+
+from stagescope.wire.errors import CatalogueUnavailable, NotReady
 from stagescope.wire.schema import FINISH
 from stagescope_service.coordinator.effects import Effects
 from stagescope_service.coordinator.load import Load
@@ -17,6 +23,8 @@ from stagescope_service.core.instructions import Instruction
 _LEAVE_SECONDS: Final = 10.0
 """Seconds without contact after which a process that was requested to leave counts as gone."""
 _MAX_NAMED: Final = 20
+_NOT_ARRIVED: Final = ("event", "payload", "scalar")
+"""Kinds of losses that are of what a process handed over."""
 
 
 class DrainAnswer(TypedDict):
@@ -31,6 +39,9 @@ class DrainAnswer(TypedDict):
     """Whether the run, or the attempt key, has ever reported."""
     missing: list[str]
     """Ranks of the start that never reported, lapsed or did not answer; the first 20."""
+    lost: NotRequired[list[str]]
+    """Ranks with events or payloads that were dropped, refused or lost, and how many; the first 20.
+    Absent where there is none."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,13 +90,43 @@ class Draining:
         known = registry.is_known(run)
         if run is None and attempt_key is not None:
             known = bool(registry.of_key(None, attempt_key))
-        return {
+        answer: DrainAnswer = {
             "run": run,
             "drained": not pending and not missing and (known or attempt_key is None),
             "pending": len(pending),
             "known": known,
             "missing": missing,
         }
+        if lost := await self._lost(run, attempt_key):
+            answer["lost"] = lost
+        return answer
+
+    async def _lost(self, run: str | None, attempt_key: str | None) -> list[str]:
+        """Return what will never arrive of a start; without a key, of the run's newest attempt.
+
+        Raises:
+            NotReady: the catalogue cannot be read now.
+        """
+        registry = self._state.registry
+        newest = None if run is None else registry.newest(run)
+        attempts = [newest] if newest is not None else []
+        if attempt_key is not None:
+            attempts = registry.of_key(run, attempt_key)
+        if not attempts:
+            return []
+        ids = [attempt.attempt_id for attempt in attempts]
+        counts: Counter[tuple[str | None, int | None, str]] = Counter()
+        read = functools.partial(
+            self._effects.catalogue.loss_outlines, attempt_id=ids, kind=_NOT_ARRIVED
+        )
+        try:
+            rows = await asyncio.to_thread(read)
+        except CatalogueUnavailable as error:
+            raise NotReady(str(error), advice="make the same call again") from error
+        for row in rows:
+            counts[row["role"], row["rank"], row["kind"]] += row["count"] or 1
+        named = sorted(counts.items(), key=str)[:_MAX_NAMED]
+        return [f"{role} rank {rank}: {kind}s {count}" for (role, rank, kind), count in named]
 
     async def _leave(self, run: str | None, attempt_key: str, deadline: float) -> list[str]:
         """Request the processes of a start to leave; return those that did not, or are missing."""

@@ -48,6 +48,9 @@ logger = logging.getLogger(__name__)
 _CHECK_SECONDS: Final = 0.02
 
 
+_UNDECIDED: Final = "it waits for what the other ranks report, to know whether all started again"
+
+
 class _ReadBatch(NamedTuple):
     sender: Sender
     events: Sequence[object]
@@ -143,8 +146,9 @@ class Intake:
         """
         self._commits.check_ready()
         sender = Sender.parse(sender_wire)
-        if (step := await self._step_in_question(sender, events)) is not None:
-            await self._starts.wait(sender.incarnation, step)
+        step = await self._step_in_question(sender, events)
+        if step is not None and await self._starts.is_undecided(sender.incarnation, step, events):
+            raise NotReady(_UNDECIDED, advice="the same call may be made again")
         return await self._record(sender, events, payloads)
 
     async def _step_in_question(self, sender: Sender, events: Sequence[object]) -> int | None:
@@ -216,7 +220,7 @@ class Intake:
             # A wait in here would hold up the call that the relay has under way, and with it the
             # HELLOs that are waited for.
             step = await self._step_in_question(sender, events)
-            if step is not None and self._starts.is_in_question(sender.incarnation, step):
+            if step is not None and self._starts.is_in_question(sender.incarnation, step, events):
                 return self._comes_too_early()
             return await self._record(sender, events, payloads)
         except NotReady as error:
@@ -233,10 +237,9 @@ class Intake:
         return answer
 
     def _comes_too_early(self) -> NotReadyAnswer:
-        reason = "it waits for what the other ranks report, to know whether all started again"
         return {
             "coordinator": self.coordinator,
-            "not_ready": reason,
+            "not_ready": _UNDECIDED,
             "pause": max(PAUSE_SECONDS, self._load.pause),
         }
 
@@ -324,10 +327,9 @@ class Intake:
             if type(each) is DumpReported
             for put in self._requests.reported(each.row, mono, wall)
         ]
-        refused = await self._effects.carry_out(instructions)
-        # A step that a rank missed may be agreed on again: then every rank is to hear of it.
-        await self.change_plan(changes)
-        return refused
+        # A step that a rank missed may be agreed on again: then every rank is to hear of it. Both
+        # in one commit, for in between the capture would have ended as partial.
+        return await self._commit_with_plan(instructions, changes)
 
     def _refusal(self, sender: Sender, error: Exception) -> list[Instruction]:
         process = self._state.registry.processes.get(sender.incarnation)
@@ -516,12 +518,18 @@ class Intake:
 
     async def change_plan(self, rows: Sequence[Put]) -> None:
         """Commit changes of the plan, then let every rank know."""
-        if not rows:
-            return
-        publication = self._plan.publication()
-        await self._effects.carry_out(rows)
-        self._plan.publish(publication)
-        self._commits.notify_all()
+        if rows:
+            await self._commit_with_plan((), rows)
+
+    async def _commit_with_plan(
+        self, instructions: Sequence[Instruction], rows: Sequence[Put]
+    ) -> Sequence[RefusedWrite]:
+        publication = self._plan.publication() if rows else None
+        refused = await self._effects.carry_out([*instructions, *rows])
+        if publication is not None:
+            self._plan.publish(publication)
+            self._commits.notify_all()
+        return refused
 
     async def agreed(self, capture_id: str, wait: float) -> CaptureEntry | None:
         """Wait until a capture is agreed on or refused, at most `wait` seconds; None: it ended."""

@@ -2,7 +2,8 @@
 
 Killed and started again within seconds, the ranks of a training report one after the other, and the
 ones before still seem to be live. The first batch of the first rank cannot tell a new start from a
-rank that is replaced alone; the HELLO of the others can, or an event of one that goes on.
+rank that is replaced alone. The HELLO of the others can, an event or a poll of one that goes on, or
+the end of its lease. Until then the rank is asked to send its batch again.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from collections.abc import Sequence
 from typing import Final
 
 from stagescope.wire.errors import InvalidEvent
-from stagescope.wire.schema import BEGIN, END, HELLO, WEIGHTS, Event, Sender, Work
+from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, WEIGHTS, Event, Sender, Work
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.core.entities import Process
+from stagescope_service.core.registry import OVERLAP_SECONDS
 from stagescope_service.core.state import State
 
 WAIT_SECONDS: Final = 5.0
-"""How long a batch waits at most: less than a sender waits for its answer."""
+"""How long a call waits at most: less than a sender waits for its answer. A batch waits as long
+where the ranks before do not poll."""
 PAUSE_SECONDS: Final = 0.3
-"""After which a rank that calls through a relay is to send its batch again."""
+"""After which a rank is to send its batch again."""
+MOST_EVENTS: Final = 256
+"""A batch of so many waits for `WAIT_SECONDS` at most: more would wait behind it."""
 _LOOK_SECONDS: Final = 0.1
 _REMEMBERED: Final = 10_000
 
@@ -36,8 +41,9 @@ class Starts:
         self._tasks = BackgroundTasks()
         self._waits: dict[tuple[int, str], asyncio.Task[None]] = {}
         """Attempt id, role -> the wait under way: what ends it ends it for all ranks of a role."""
-        self._until: dict[str, float] = {}
-        """Incarnation -> until when its batch is answered that it is to come again."""
+        self._since: dict[str, float] = {}
+        """Incarnation -> since when its batch is asked for again."""
+        self._longest = state.lease_seconds + OVERLAP_SECONDS
 
     def step_in_question(self, sender: Sender, events: Sequence[object]) -> int | None:
         """Return the step with which a batch may begin a new start; None if it cannot."""
@@ -62,24 +68,39 @@ class Starts:
         process = self._state.registry.processes.get(incarnation)
         return process is not None and process.handshake is not None
 
-    async def wait(self, incarnation: str, step: int) -> None:
-        """Wait until it is known to which start a process belongs that begins `step`.
+    async def is_undecided(self, incarnation: str, step: int, events: Sequence[object]) -> bool:
+        """Wait until it is known to which start a process belongs, for `WAIT_SECONDS` at most.
 
-        Its HELLO was handled before. It ends after `WAIT_SECONDS` at most.
+        Its HELLO was handled before, and it begins `step`. Returns what `is_in_question` does.
         """
-        if (waiting := self._waiting(incarnation, step)) is not None:
-            await asyncio.shield(waiting)
+        if not self.is_in_question(incarnation, step, events):
+            return False
+        left = self._since[incarnation] + WAIT_SECONDS - asyncio.get_running_loop().time()
+        if left > 0 and (waiting := self._waiting(incarnation, step)) is not None:
+            await asyncio.wait([waiting], timeout=left)
+        return self.is_in_question(incarnation, step, events)
 
-    def is_in_question(self, incarnation: str, step: int) -> bool:
-        """Return whether `wait` would wait, for `WAIT_SECONDS` after the first such question."""
+    def is_in_question(self, incarnation: str, step: int, events: Sequence[object]) -> bool:
+        """Return whether a batch is to come again, when it may be known to which start it belongs.
+
+        Args:
+            incarnation: of its sender, which begins `step` with it.
+            step: see there.
+            events: of the batch. One that takes leave, or is full, waits for `WAIT_SECONDS` at
+                most, each other one until the leases of the start before have ended.
+        """
         now = asyncio.get_running_loop().time()
-        until = self._until.get(incarnation, now + WAIT_SECONDS)
-        if now < until and self._waiting(incarnation, step) is not None:
-            if len(self._until) >= _REMEMBERED:  # of ranks that did not come again
-                self._until = {name: each for name, each in self._until.items() if each > now}
-            self._until[incarnation] = until
-            return True
-        self._until.pop(incarnation, None)
+        process = self._state.registry.processes.get(incarnation)
+        if process is not None and self._waiting(incarnation, step) is not None:
+            if len(self._since) >= _REMEMBERED:  # of ranks that did not come again
+                limit = now - self._longest
+                self._since = {name: each for name, each in self._since.items() if each > limit}
+            since = self._since.setdefault(incarnation, now)
+            is_urgent = len(events) >= MOST_EVENTS or any(_kind(wire) == FINISH for wire in events)
+            will_show = not is_urgent and self._state.registry.will_show(process, step)
+            if now < since + (self._longest if will_show else WAIT_SECONDS):
+                return True
+        self._since.pop(incarnation, None)
         return False
 
     def _waiting(self, incarnation: str, step: int) -> asyncio.Task[None] | None:

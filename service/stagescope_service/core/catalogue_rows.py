@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any, Final
 
 from stagescope.wire.names import storable_text
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.nonfinite import Json, JsonObject, valid_int, valid_text
 from stagescope.wire.schema import LAYOUT_COLUMNS, MAX_SCALAR_NAME, Work
 from stagescope_service.core.entities import Attempt, Process, Span
 from stagescope_service.core.instructions import PayloadKey, Put
@@ -199,7 +199,7 @@ def text(value: object, most: int = 4000) -> str | None:
 def numbers(value: object) -> dict[str, float]:
     """Return the named numbers of an event; other values are left out."""
     named = value if isinstance(value, Mapping) else {}
-    found = {str(name): number(item) for name, item in named.items()}
+    found = {valid_text(str(name)): number(item) for name, item in named.items()}
     return {name: item for name, item in found.items() if item is not None}
 
 
@@ -210,7 +210,7 @@ def plain(value: object, depth: int = 20) -> Json:
     if isinstance(value, str):
         return text(value, _LONG)
     if isinstance(value, Integral):
-        return int(value)
+        return valid_int(int(value))
     if isinstance(value, Real):
         return number(value)
     if depth and isinstance(value, Mapping):

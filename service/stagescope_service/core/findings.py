@@ -42,6 +42,9 @@ REFUSED_EVENT: Final = "refused_event"
 REFUSED_ROW: Final = "refused_row"
 """Of a row that the catalogue can never accept: it is left out, and the rest is stored."""
 
+STREAM_CHANGED: Final = "stream_changed"
+"""Of an attempt: what its payloads say of a log-prob stream is not the same in all of its steps."""
+
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 MAX_REASONS: Final = 20

@@ -344,8 +344,7 @@ class Registry:
         attempt = self.attempt_of(process)
         if process.bound or process.raw or process.role == ROLLOUT:
             return False
-        own = self._older(attempt, process)
-        older = own or self._of_other_size(attempt, process)
+        older = self._predecessor(attempt, process)
         if older is None or not older.bound or self._has_double(attempt, process):
             return False
         if self._has_stayed(attempt, process, older):
@@ -355,9 +354,27 @@ class Registry:
             is_overlapping = older.live and older.last_event > process.started
             return is_overlapping or any(each.live for each in left if each.role != process.role)
         return not any(
-            each.last_event > process.started or (each.bound and _is_nearer(each, process, older))
+            _goes_on(each, process) or (each.bound and _is_nearer(each, process, older))
             for each in left
         )
+
+    def will_show(self, process: Process, step: int) -> bool:
+        """Return whether time shows to which start a process belongs that may begin an attempt.
+
+        A live process of the start before polls: its next poll shows that it goes on, or the end of
+        its lease that it does not. What never polled (a spool) shows nothing by its silence.
+        """
+        attempt = self.attempt_of(process)
+        older = self._predecessor(attempt, process)
+        if older is None:
+            return False
+        is_restarted = self._restarted(attempt, process, step) is not None
+        before = [older] if is_restarted else [older, *self._left(process, older)]
+        return any(each.live and each.last_poll > 0.0 for each in before)
+
+    def _predecessor(self, attempt: Attempt, process: Process) -> Process | None:
+        """Return a process of an earlier start: of the same rank, else of another size's rank 0."""
+        return self._older(attempt, process) or self._of_other_size(attempt, process)
 
     def may_have_other_size(self, attempt: Attempt, role: str, rank: int) -> bool:
         """Return whether a new rank is one that the start before did not have."""
@@ -551,6 +568,12 @@ def _began_after(process: Process, older: Process) -> bool:
     """Return whether a process started after the last event of another."""
     # `last_wall` is only refreshed now and then.
     return process.started > max(older.last_event, older.last_wall + (older.clock[0] or 0.0))
+
+
+def _goes_on(each: Process, process: Process) -> bool:
+    """Return whether `each`, of an earlier start, certainly lives on beside `process`."""
+    # The processes of two starts overlap for seconds.
+    return max(each.last_event, each.last_poll - OVERLAP_SECONDS) > process.started
 
 
 def _is_recent(process: Process, since: float, listening_since: float) -> bool:

@@ -1,14 +1,49 @@
-"""What a payload's metadata says of a log-prob stream: its producer, engine and sampling."""
+"""What payloads say of a log-prob stream: its dtype, producer, engine and sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final, TypeAlias
 
 from stagescope.wire.names import MAX_ID
 from stagescope.wire.nonfinite import Json
+from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.core.catalogue_rows import integer, number, text
 from stagescope_service.statistics.payload import producer_of
+from stagescope_service.store.tables import PayloadRow
+
+StreamValues: TypeAlias = "dict[tuple[str, str], dict[str, list[Json]]]"
+"""(stage, stream) -> attribute -> its distinct values, in a fixed order."""
+
+
+def streams_of_payloads(
+    rows: Iterable[PayloadRow], replaced: Collection[tuple[str, int | None]]
+) -> StreamValues:
+    """Return what a step's payloads say of the streams that they hold.
+
+    Args:
+        rows: of the step's payloads.
+        replaced: (incarnation, seq) of those that later work replaced.
+    """
+    found: dict[tuple[str, str], dict[str, dict[str, Json]]] = {}
+    for row in rows:
+        tensors = row["tensors"] or {}
+        if (row["incarnation"], row["seq"]) in replaced:
+            continue
+        for stream, name in STREAM_TENSORS.items():
+            if name not in tensors:
+                continue
+            said = stream_attributes(row["meta"] or {}, stream)
+            declared = tensors[name]
+            if isinstance(declared, list) and declared and isinstance(declared[0], str):
+                said["dtype"] = declared[0]
+            own = found.setdefault((row["stage"], stream), {})
+            for attribute, value in said.items():
+                own.setdefault(attribute, {}).setdefault(repr(value), value)
+    return {
+        key: {name: [values[each] for each in sorted(values)] for name, values in own.items()}
+        for key, own in found.items()
+    }
 
 
 def stream_attributes(meta: Mapping[str, object], stream: str) -> dict[str, Json]:

@@ -7,7 +7,9 @@ next, what to record where the evidence is lacking, and where the field met it.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -27,26 +29,26 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
         trends.jump, trends.step_change, trends.growth, trends.above, trends.scalar_above,
         trends.scalar_falls, trends.scalar_flat, trends.scalar_spike,
         mismatch.rank_apart, mismatch.rounds_rise, mismatch.noise_floor, mismatch.engine_apart,
-        mismatch.hidden_tails, mismatch.stale,
+        mismatch.hidden_tails, mismatch.stale, mismatch.versions_ahead,
         streams.suspect, streams.sampling, streams.rounded, streams.edge_token, streams.lattice,
         turns.retokenised, turns.turn_stops, updates.current_differs,
         reports.groups, reports.truncated, reports.finding, reports.hangs, reports.lost,
         reports.scalars_not_finite, reports.failed, reports.partial, reports.unreported,
-        reports.straggler, reports.settings,
+        reports.straggler, reports.settings, reports.stream_changes,
     )
 }  # fmt: skip
 """Name in a rule -> the function."""
 _OF_THE_NEWEST: Final = frozenset(
     {
         "rank_apart", "rounds_rise", "rounded", "edge_token", "engine_apart", "lattice", "stale",
-        "noise_floor", "straggler", "current_differs",
+        "noise_floor", "straggler", "current_differs", "versions_ahead",
     }
 )  # fmt: skip
 """Functions that look at the newest steps alone: the others know since when by themselves."""
 _OF_ONE: Final = frozenset({"rank_apart", "engine_apart", "straggler"})
 """Functions that name one rank or engine: another one has another since."""
 _REQUIRED: Final = ("title", "family", "evidence", "meaning", "next")
-_OPTIONAL: Final = ("sources", "figure", "record", "explained_by")
+_OPTIONAL: Final = ("sources", "figure", "record", "explained_by", "findings")
 _ORDER: Final = {"found": 0, "not measured": 1, "not found": 2}
 _EVENTS: Final = frozenset({"jump", "step_change"})
 """Functions of what happens in one step: a cause begins there, too."""
@@ -70,6 +72,7 @@ class SymptomRule:
         figure: the path of a figure, with {run}, {attempt} and {step}; None: there is none.
         record: what to record where it is not measured; None: nothing can be done.
         explained_by: names of rules. Where one of them is found, too, this one follows from it.
+        findings: kinds of findings that say the same as its evidence, which does not read them.
     """
 
     name: str
@@ -83,6 +86,13 @@ class SymptomRule:
     figure: str | None = None
     record: str | None = None
     explained_by: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of findings that the rule looks at, patterns with `*`."""
+        of_causes = (f"streams_{cause}" for cause in self.causes)
+        return (*self.parameters.get("kinds", ()), *of_causes, *self.findings)
 
     @property
     def causes(self) -> tuple[str, ...]:
@@ -143,6 +153,7 @@ class SymptomRule:
             figure=None if value.get("figure") is None else str(value["figure"]),
             record=None if value.get("record") is None else str(value["record"]),
             explained_by=tuple(map(str, value.get("explained_by", ()))),
+            findings=tuple(map(str, value.get("findings", ()))),
         )
 
 
@@ -227,6 +238,32 @@ def _explains(cause: Diagnosis, symptom: Diagnosis) -> bool:
         return True
     later = cause.evidence.since_step - evidence.since_step
     return later <= _AT_ONCE and (rule.function not in _EVENTS or later >= -_AT_ONCE)
+
+
+def unexplained(found: Sequence[Diagnosis], history: RunHistory) -> dict[str, int]:
+    """Return kind -> how many warnings and errors still stand that no rule could judge.
+
+    A rule that is not measured looks at nothing.
+    """
+    kinds = [
+        kind
+        for each in found
+        if each.evidence.verdict != "not measured"
+        for kind in each.rule.kinds
+    ]
+    left = Counter(
+        row["kind"]
+        for row in history.findings
+        if row["severity"] in _GRAVE and row["over_wall"] is None
+    )
+    return {
+        name: count
+        for name, count in left.most_common()
+        if not any(fnmatch.fnmatchcase(name, kind) for kind in kinds)
+    }
+
+
+_GRAVE: Final = ("warning", "error")
 
 
 def add_earlier(

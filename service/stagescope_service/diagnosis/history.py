@@ -15,7 +15,7 @@ import numpy as np
 from stagescope.batch import Batch
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import ROLES, UPDATE_PAIR
+from stagescope.wire.schema import CURRENT_ALONE, ROLES, UPDATE_PAIR
 from stagescope_service.diagnosis.passes import FirstPass, first_passes, passes_apart
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.comparability import Comparability, examine
@@ -464,7 +464,7 @@ class RunHistory:
         together = self._parts(step, UPDATE_PAIR)
         if together:
             return first_passes(together)
-        current = self._parts(step, ("current", "rollout"))
+        current = self._parts(step, ("current", "rollout")) or self._parts(step, CURRENT_ALONE)
         return passes_apart(current, self._parts(step, ("old", "rollout"))) if current else []
 
     def _parts(self, step: StepInForce, pair: tuple[str, str]) -> list[PartRecord]:
@@ -567,14 +567,6 @@ class RunHistory:
         if not self._ids:
             return []
         return [*self._catalogue.scalars(self._ids, nonfinite=NON_FINITE_NAMES, limit=_ROWS)]
-
-    @cached_property
-    def streams(self) -> list[Mapping[str, object]]:
-        """The log-prob series of the newest measured step's attempt and stage."""
-        if self.newest is None:
-            return []
-        stage, attempt_id = self.newest.summary.stage, self.newest.step.attempt_id
-        return [dict(row) for row in self._catalogue.streams(attempt_id, stage=stage)]
 
     def settings(self, name: str) -> Mapping[str, object]:
         """Return a table among the settings of the newest attempt that has one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,9 +19,47 @@ from stagescope_service.diagnosis.evidence import (
     short,
     spearman,
 )
-from stagescope_service.diagnosis.history import NEWEST, READ, RunHistory
+from stagescope_service.diagnosis.history import NEWEST, READ, RunHistory, StepInForce
 from stagescope_service.diagnosis.trends import of_rate
-from stagescope_service.statistics.cell import Float64
+from stagescope_service.statistics.cell import Field, Float64
+from stagescope_service.statistics.step_metrics import Dimension, SliceKey
+
+_FEW: Final = 8
+"""Tokens that are few: those that carry a mean say nothing about the others."""
+_CARRIED: Final = ": a few tokens carry it, and it says nothing about the others"
+
+
+_Slices: TypeAlias = "Mapping[StepInForce, Mapping[SliceKey, float]]"
+
+
+def _without_few(history: RunHistory, by: Dimension, metric: str) -> _Slices:
+    """Return the mean |d| of slices without the tokens that are far off, where these are few.
+
+    Each of them counts as the largest one, so that it is at most what the others have. Of other
+    metrics it is the metric.
+    """
+    slices = dict(history.slices(by, metric))
+    if metric != ABS_DIFF:
+        return slices
+    sizes, largest, far = (
+        dict(history.slices(by, name))
+        for name in ("counts/tokens", "logprob_abs_diff/max", "tail/abs_diff_over_0.5_count")
+    )
+    found: dict[StepInForce, Mapping[SliceKey, float]] = {}
+    for step, means in slices.items():
+        own = (sizes.get(step, {}), largest.get(step, {}), far.get(step, {}))
+        found[step] = {
+            key: _least_mean(mean, *(each.get(key, math.nan) for each in own))
+            for key, mean in means.items()
+        }
+    return found
+
+
+def _least_mean(mean: float, tokens: float, largest: float, far: float) -> float:
+    count = max(far, 1.0)
+    if not (count < _FEW and tokens > count and math.isfinite(largest)):
+        return mean
+    return max(0.0, mean * tokens - count * largest) / (tokens - count)
 
 
 def rank_apart(
@@ -37,7 +75,9 @@ def rank_apart(
         return not_measured(
             f"{len(slices)} of the newest steps have two or more ranks with {metric}"
         )
+    least_of = _without_few(history, "rank", metric)
     apart: Counter[tuple[str | None, int]] = Counter()
+    of_few: Counter[tuple[str | None, int]] = Counter()
     first: dict[tuple[str | None, int], int] = {}
     last: dict[tuple[str | None, int], int] = {}
     examined = 0
@@ -49,14 +89,20 @@ def rank_apart(
         key = max(known, key=lambda name: known[name])  # no other can be 1.5 times all others
         value = known.pop(key)
         others = np.array([*known.values()])
-        if value > factor * float(np.median(others)) and value > 1.5 * float(others.max()):
+        bound = max(factor * float(np.median(others)), 1.5 * float(others.max()))
+        if value > bound and not least_of[step][key] > bound:
+            of_few[key] += 1
+        elif value > bound:
             apart[key] += 1
             first.setdefault(key, step.step)
             last[key] = step.step
     if examined < least:
         return not_measured(f"{examined} of the newest steps have numbers of two or more ranks")
     if not apart:
-        return not_found(f"no rank is {factor:g} times the others in {examined} steps")
+        text = f"no rank is {factor:g} times the others in {examined} steps"
+        for (role, rank), count in of_few.most_common(1):
+            text += f"; in {count}, {role} {rank} is so by a few tokens alone"
+        return not_found(text)
     (role, rank), count = apart.most_common(1)[0]
     step, values = slices[-1]
     rest = [value for key, value in values.items() if key != (role, rank)]
@@ -100,6 +146,7 @@ def rounds_rise(
     counts = dict(history.slices("round", "counts/tokens"))
     rollout = "rollout" if history.newest is None else history.newest.summary.summary.pair[1]
     sampled = dict(history.slices("round", f"logprob/{rollout}_mean"))
+    least_of = _without_few(history, "round", metric)
     for step, values in history.slices("round", metric):
         sizes, means = counts.get(step, {}), sampled.get(step, {})
         rounds = [key for key in sorted(values) if sizes.get(key, 0) >= tokens]
@@ -112,6 +159,9 @@ def rounds_rise(
             f"{short(float(numbers[-1]))} in round {rounds[-1][1]}"
         )
         if not _rises(numbers, factor):
+            continue
+        if least_of[step][rounds[-1]] < factor * numbers[0]:
+            newest += _CARRIED
             continue
         unsure = np.array([-means.get(key, math.nan) for key in rounds])
         if (unsure > 0.0).all() and not _rises(numbers / unsure, factor):
@@ -156,7 +206,8 @@ def engine_apart(
 ) -> Evidence:
     """Return the engine instance whose mean |d| is `factor` times the others', in each step.
 
-    Each of the newest `READ` steps must show it, over `tokens` tokens of it and of the others.
+    Each of the newest `READ` steps must show it, over `tokens` tokens of it and of the others, and
+    more than a few of them must carry it.
     """
     apart: list[tuple[int, str, float, float]] = []
     examined = 0
@@ -167,9 +218,10 @@ def engine_apart(
         examined += 1
         means = {name: float(row[3] / row[0]) for name, row in sums.items()}
         worst = max(means, key=lambda name: means[name])
+        carrying = float(sums[worst][3] ** 2 / sums[worst][4]) if sums[worst][4] else 0.0
         others = [row for name, row in sums.items() if name != worst]
         usual = float(sum(row[3] for row in others) / sum(row[0] for row in others))
-        if means[worst] > factor * usual:
+        if means[worst] > factor * usual and not carrying < _FEW:
             apart.append((step.step, worst, means[worst], usual))
     if examined < READ:
         return not_measured(
@@ -231,9 +283,12 @@ def stale(
             "recorded, or are texts that do not differ in one number"
         )
     counts = dict(history.slices("staleness", "counts/tokens"))
+    least_of = _without_few(history, "staleness", metric)
     steps = [
         _Ages(
-            step.step, {age: (counts[step][None, age], mean) for (_, age), mean in values.items()}
+            step.step,
+            {age: (counts[step][None, age], mean) for (_, age), mean in values.items()},
+            {age: (counts[step][None, age], mean) for (_, age), mean in least_of[step].items()},
         )
         for step, values in slices
         if step in counts and not all(math.isnan(mean) for mean in values.values())
@@ -251,10 +306,34 @@ def stale(
         f"in step {newest.step} their mean |d| is {short(newest.mean(1))}, that of fresh ones "
         f"{short(newest.mean(0, 0))}"
     )
-    larger = [each for each in fresh if _is_larger(each.mean(1), each.mean(0, 0), factor)]
+    larger = [each for each in fresh if _is_larger(each.least(1), each.mean(0, 0), factor)]
     if 2 * len(larger) < len(fresh):
-        return not_found(text)
+        is_of_few = _is_larger(newest.mean(1), newest.mean(0, 0), factor) and newest not in larger
+        return not_found(text + (_CARRIED if is_of_few else ""))
     return Evidence("found", len(larger) / len(fresh), larger[0].step, "", (text,))
+
+
+def versions_ahead(history: RunHistory) -> Evidence:
+    """Return whether tokens are of policy versions that the trainer does not have yet, in one of
+    the newest `READ` steps."""
+    looked = [(step, summary.staleness) for step, summary in history.summaries]
+    known = [(step, ages) for step, ages in looked if ages.keys.size]
+    if not known:
+        return not_measured(
+            "policy versions of the tokens, or of the stage that scores them, are not recorded, or "
+            "are texts that do not differ in one number"
+        )
+    ahead = [(step, ages) for step, ages in known if ages.keys[0] < 0]
+    if not ahead:
+        return not_found(f"no token of {counted(len(known), 'step')} is ahead of the trainer")
+    step, ages = ahead[0]
+    tokens = int(ages.cells[ages.keys < 0, Field.MASKED].sum())
+    text = (
+        f"step {step.step}: {counted(tokens, 'token')} of policy versions up to "
+        f"{-int(ages.keys[0])} ahead of the trainer's, in {len(ahead)} of the newest {len(looked)} "
+        "steps"
+    )
+    return Evidence("found", len(ahead) / len(looked), ahead[-1][0].step, "", (text,))
 
 
 def _is_larger(mean: float, than: float, factor: float) -> bool:
@@ -267,6 +346,12 @@ class _Ages(NamedTuple):
 
     step: int
     sizes: Mapping[int, tuple[float, float]]
+    least_sizes: Mapping[int, tuple[float, float]]
+    """The same without the tokens that are far off, where these are few."""
+
+    def least(self, first: int) -> float:
+        """Return the mean over the tokens of a staleness or more, without a few far ones."""
+        return _pooled([self._replace(sizes=self.least_sizes)], first)
 
     def mean(self, first: int, last: int | None = None) -> float:
         """Return the mean over the tokens of some stalenesses; NaN if there is none."""
@@ -305,7 +390,7 @@ def _by_age(steps: Sequence[_Ages], factor: float, text: str) -> Evidence:
         f"none is fresh: mean |d| is {short(young)} over those that are "
         f"{counted(youngest, 'version')} old, {short(older)} over older ones"
     )
-    if not _is_larger(older, young, factor):
+    larger = [each for each in steps if _is_larger(each.least(youngest + 1), young, factor)]
+    if not (_is_larger(older, young, factor) and larger):
         return not_found(text)
-    larger = [each for each in steps if _is_larger(each.mean(youngest + 1), young, factor)]
     return Evidence("found", len(larger) / len(steps), larger[0].step, "", (text,))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import UPDATE_PAIR
+from stagescope.wire.schema import CURRENT_ALONE, UPDATE_PAIR, Part
 from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.mismatch import rounding_floor
 from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.step_summary import assemble
 
-_TOKENS, _D_ABS_SUM, _P_SUM = (ROW.index(name) for name in ("tokens", "d_abs_sum", "p_sum"))
+_TOKENS, _NON_FINITE, _D_ABS_SUM, _P_SUM = (
+    ROW.index(name) for name in ("tokens", "non_finite", "d_abs_sum", "p_sum")
+)
 _RESIDUE: Final = 1e-12
 """Difference of two sums of the same numbers that rounding leaves, over their size."""
 
@@ -21,14 +25,26 @@ class FirstPass(NamedTuple):
 
     role: str
     rank: int
+    part: Part
+    """The piece of the stage that it is of."""
     sample: str
     """Its id, or its row."""
     tokens: int
+    """Those with two finite values."""
+    non_finite: int
+    """The other ones under the mask."""
     mean: float
-    """Mean |current - old| in nats; 0.0: they are equal."""
+    """Mean |current - old| of `tokens` in nats; 0.0: these are equal; NaN: there are none."""
+    rounding: float
+    """Mean error in nats that the dtypes of the two make."""
     is_of_sums: bool = False
     """Whether `mean` is |mean of current - old|, of streams that two stages recorded: noise
     cancels in it, and only equality can be told from it."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every token has two finite values, which are equal."""
+        return self.mean == 0.0 and not self.non_finite
 
 
 def first_passes(parts: Sequence[PartRecord]) -> list[FirstPass]:
@@ -38,35 +54,51 @@ def first_passes(parts: Sequence[PartRecord]) -> list[FirstPass]:
     for part in parts:
         if part.key not in counted:
             continue
+        rounding = rounding_floor(part.summary, part.summary.total)
         keys, values = part.summary.sequences.by_sample()
         for (sample, _, row), own in zip(keys, values, strict=True):
-            tokens = int(own[_TOKENS])
-            if tokens:
+            tokens, bad = int(own[_TOKENS]), int(own[_NON_FINITE])
+            if tokens or bad:
                 name = sample or f"row {row}"
-                mean = float(own[_D_ABS_SUM]) / tokens
-                found.append(FirstPass(part.role, part.rank, name, tokens, mean))
+                mean = float(own[_D_ABS_SUM]) / tokens if tokens else math.nan
+                found.append(
+                    FirstPass(part.role, part.rank, part.part, name, tokens, bad, mean, rounding)
+                )
     return found
 
 
 def passes_apart(current: Sequence[PartRecord], old: Sequence[PartRecord]) -> list[FirstPass]:
     """Return the samples of a first mini-batch whose old log-probs another stage recorded.
 
+    A sample of which one of the sums lacks a token is left out, unless current log-probs that are
+    not finite are all that it lacks.
+
     Args:
-        current: the parts of current against rollout.
+        current: the parts of current against rollout, or of current alone (`CURRENT_ALONE`).
         old: those of old against rollout.
     """
-    first = [
-        part
-        for part in current
-        if not (part.part.occurrence or part.part.epoch or part.part.minibatch)
-    ]
+    first = [part for part in current if is_first(part.part)]
     stages = {part.stage for part in first}
-    sums = _sums([part for part in old if part.stage not in stages], ("old", "rollout"))
-    return [
-        FirstPass(role, rank, sample, tokens, _apart(total, sums[sample][1]) / tokens, True)
-        for sample, (tokens, total, role, rank) in _sums(first, ("current", "rollout")).items()
-        if sample in sums and sums[sample][0] == tokens
-    ]
+    before = _sums([part for part in old if part.stage not in stages])
+    found: list[FirstPass] = []
+    for sample, now in _sums(first).items():
+        then = before.get(sample)
+        if then is None or then.non_finite or then.tokens != now.tokens + now.non_finite:
+            continue
+        if now.non_finite and now.pair != CURRENT_ALONE:
+            continue  # the rollout's may be what is not finite
+        mean = math.nan if now.non_finite else _apart(now.total, then.total) / now.tokens
+        found.append(
+            FirstPass(
+                now.role, now.rank, now.part, sample, now.tokens, now.non_finite, mean, 0.0, True
+            )
+        )
+    return found
+
+
+def is_first(part: Part) -> bool:
+    """Return whether a part of a stage is of the first mini-batch of its step."""
+    return not (part.occurrence or part.epoch or part.minibatch)
 
 
 def _apart(one: float, other: float) -> float:
@@ -74,22 +106,37 @@ def _apart(one: float, other: float) -> float:
     return 0.0 if size <= _RESIDUE * max(abs(one), abs(other)) else size
 
 
-def _sums(
-    parts: Sequence[PartRecord], pair: tuple[str, str]
-) -> dict[str, tuple[int, float, str, int]]:
-    """Return sample -> its tokens, the sum of p, and the role and rank of its first part."""
-    counted = _counted(parts, pair)
-    found: dict[str, tuple[int, float, str, int]] = {}
-    for part in parts:
-        if part.key not in counted or not part.has_ids:
-            continue
-        keys, values = part.summary.sequences.by_sample()
-        for (sample, _, _), own in zip(keys, values, strict=True):
-            tokens, total, role, rank = found.get(sample, (0, 0.0, part.role, part.rank))
-            tokens += int(own[_TOKENS])
-            if tokens:
-                found[sample] = (tokens, total + float(own[_P_SUM]), role, rank)
-    return found
+class _Sum(NamedTuple):
+    """A sample's sum of one stream, over the tokens whose values are finite."""
+
+    tokens: int
+    non_finite: int
+    total: float
+    role: str
+    rank: int
+    part: Part
+    pair: tuple[str, str]
+
+
+def _sums(parts: Sequence[PartRecord]) -> dict[str, _Sum]:
+    """Return sample -> the sum of p, with the role, rank and part of its first piece."""
+    found: dict[str, _Sum] = {}
+    for pair in dict.fromkeys(part.summary.pair for part in parts):
+        counted = _counted(parts, pair)
+        for part in parts:
+            if part.key not in counted or not part.has_ids or part.summary.pair != pair:
+                continue
+            keys, values = part.summary.sequences.by_sample()
+            for (sample, _, _), own in zip(keys, values, strict=True):
+                sums = found.setdefault(
+                    sample, _Sum(0, 0, 0.0, part.role, part.rank, part.part, pair)
+                )
+                found[sample] = sums._replace(
+                    tokens=sums.tokens + int(own[_TOKENS]),
+                    non_finite=sums.non_finite + int(own[_NON_FINITE]),
+                    total=sums.total + float(own[_P_SUM]),
+                )
+    return {name: sums for name, sums in found.items() if sums.tokens or sums.non_finite}
 
 
 def _counted(parts: Sequence[PartRecord], pair: tuple[str, str]) -> set[str]:

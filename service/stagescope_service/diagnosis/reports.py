@@ -139,6 +139,16 @@ def finding(
     return _found(history, rows, before)
 
 
+def stream_changes(history: RunHistory, *, kind: str) -> Evidence:
+    """Note what the streams' payloads say otherwise than in steps before: it may be on purpose."""
+    rows = [row for row in history.findings if row["kind"] == kind]
+    if not rows:
+        return not_found("no step says of its streams anything else than the step before")
+    rows.sort(key=lambda row: (row["attempt_id"] or 0, row["step"] or 0, row["message"]))
+    listed = "; ".join(f"{_of_earlier(history, row)}{row['message']}" for row in rows)
+    return dataclasses.replace(not_found(listed), note=listed)
+
+
 def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     """Return the findings of some kinds that still hold in the newest attempt that is looked at.
 

@@ -21,6 +21,7 @@ from stagescope_service.diagnosis.evidence import (
 )
 from stagescope_service.diagnosis.history import READ, RunHistory
 from stagescope_service.statistics import Comparability
+from stagescope_service.statistics.checks import few_carry
 from stagescope_service.statistics.profiles import (
     COARSEST,
     FINER,
@@ -194,8 +195,8 @@ def edge_token(
 ) -> Evidence:
     """Return whether the tokens at one edge of rounds differ `factor` times as much as the others.
 
-    Each of the newest `READ` steps must show it, over `tokens` tokens of the edge at least, or the
-    checks of the streams name it.
+    Each of the newest `READ` steps must show it, over `tokens` tokens of the edge at least of which
+    more than a few carry it, or the checks of the streams name it.
     """
     return _or_suspect(_edge_token(history, edge, factor, tokens), history, checks)
 
@@ -206,17 +207,19 @@ def _edge_token(history: RunHistory, edge: Edge, factor: float, tokens: int) -> 
         found = None if summary.profiles is None else summary.profiles.edge_tokens(edge)
         if found is not None and found[0].tokens >= tokens:
             mean, others = (each.d_abs_sum / each.tokens for each in found)
-            rows.append((step.step, found[0].tokens, mean, others))
+            rows.append((step.step, found[0].tokens, mean, others, few_carry(found[0])))
     if len(rows) < READ:
         return not_measured(
             f"{len(rows)} of the newest steps have {tokens} {edge} tokens of rounds with numbers"
         )
-    newest, count, mean, others = rows[0]
+    newest, count, mean, others, is_of_few = rows[0]
     text = (
         f"step {newest}: mean |d| is {short(mean)} over the {count} {edge} tokens of rounds, "
         f"{short(others)} over the others"
     )
-    if not all(row[2] > factor * row[3] for row in rows):
+    if is_of_few and mean > factor * others:
+        text += f": a few of the {count} carry it, and the rest are like all others"
+    if not all(row[2] > factor * row[3] and not row[4] for row in rows):
         return not_found(text)
     return Evidence("found", 1.0, rows[-1][0], f"the {edge} token of each round", (text,))
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from stagescope.render import counted
+from stagescope.wire.schema import Part
 from stagescope_service.diagnosis.evidence import Evidence, not_found, not_measured, short
 from stagescope_service.diagnosis.history import READ, RunHistory, StepInForce
 from stagescope_service.diagnosis.passes import FirstPass
 
 _FEW: Final = 16
 """Fewest tokens of a sample whose mean is compared with those of samples that differ, too."""
+_ROUNDED: Final = 2.0
+"""Mean errors of rounding that two passes differ by where half of the tokens are rounded to the
+next value of a narrow dtype."""
+_ENOUGH: Final = 3
+"""Fewest samples of a rank, or of a piece of a stage, whose median is its noise."""
 _NAMED: Final = 6
 """Samples and ranks that a text names."""
 
@@ -25,19 +31,21 @@ def current_differs(
     """Return which samples' current log-probs in the first mini-batch are not the old ones.
 
     No update lies between the two, so that they are equal, or differ by the noise of two passes.
+    That noise is the median of the rank, or of the piece of the stage, that differs least.
     Where another stage recorded the old ones, sums by sample are compared: what differs is found
-    there only where the usual sample is equal.
+    there only where the noise is 0. Tokens that are not finite differ.
     Each of the newest steps that has both, `READ` at most, must show it.
 
     Args:
         history: of the run.
-        factor: of the median sample's mean |current - old|, from which a sample is off.
+        factor: of the noise, from which a sample's mean |current - old| is off.
         least: the same in nats.
-        bound: the median sample's mean in nats, from which all are off.
+        bound: a median in nats that no noise has: samples of such a rank or piece are off from
+            there on.
     """
     looked: list[_Step] = []
     for step in reversed(history.steps[-_SEARCHED:]):
-        passes = [each for each in history.first_passes(step) if math.isfinite(each.mean)]
+        passes = history.first_passes(step)
         if passes and "bitwise_equal" not in step.suspects:
             looked.append(_judge(step, passes, factor, least, bound))
         if len(looked) == READ:
@@ -77,32 +85,67 @@ class _Step(NamedTuple):
 def _judge(
     step: StepInForce, passes: Sequence[FirstPass], factor: float, least: float, bound: float
 ) -> _Step:
-    usual = float(np.median([each.mean for each in passes]))
-    limit = max(factor * usual, least)
-    is_judged = usual == 0.0 or not passes[0].is_of_sums
-    off = [
-        each
-        for each in passes
-        if is_judged and each.mean > limit and (usual == 0.0 or each.tokens >= _FEW)
-    ]
-    equal = sum(each.mean == 0.0 for each in passes)
+    medians = _medians(passes)
+    noise = min(medians.values(), default=0.0)
+    is_judged = noise == 0.0 or not passes[0].is_of_sums
+    off = []
+    for each in passes:
+        is_far = any(medians.get(group, 0.0) > bound for group in _groups_of(each))
+        least_off = 0.0 if math.isnan(each.rounding) else _ROUNDED * each.rounding
+        limit = bound if is_far else max(factor * noise, least, least_off)
+        is_off = each.mean > limit and (noise == 0.0 or each.tokens >= _FEW)
+        if each.non_finite or (is_judged and is_off):
+            off.append(each)
+    equal = sum(each.is_equal for each in passes)
+    bad = sum(each.non_finite > 0 for each in passes)
     text = (
         f"step {step.step}: in the first mini-batch current and old log-probs are equal in {equal} "
         f"of {counted(len(passes), 'sample')}"
     )
+    if bad:
+        text += f", and not finite in {bad}"
+    usual = medians.get(None, 0.0)
     if usual > 0.0:
         text += f", and {short(usual)} nat apart in the median sample"
-    return _Step(step, passes, passes if usual > bound else off, text)
+    return _Step(step, passes, off, text)
+
+
+_Group: TypeAlias = "tuple[str, int] | Part | None"
+"""Role and rank, a piece of the stage, or all samples."""
+
+
+def _groups_of(each: FirstPass) -> tuple[_Group, ...]:
+    return ((each.role, each.rank), each.part, None)
+
+
+def _medians(passes: Sequence[FirstPass]) -> Mapping[_Group, float]:
+    """Return how far two passes differ in the usual sample of each rank and of each piece of the
+    stage, where these have enough; else in that of all samples."""
+    groups: dict[_Group, list[float]] = {}
+    for each in passes:
+        for group in _groups_of(each) if math.isfinite(each.mean) else ():
+            groups.setdefault(group, []).append(each.mean)
+    return {
+        group: float(np.median(means))
+        for group, means in groups.items()
+        if len(means) >= _ENOUGH or group is None
+    }
 
 
 def _rank_text(role: str, rank: int, step: _Step) -> str:
     of_rank = [each for each in step.passes if (each.role, each.rank) == (role, rank)]
     off = [each for each in step.off if (each.role, each.rank) == (role, rank)]
-    mean = sum(each.mean * each.tokens for each in off) / sum(each.tokens for each in off)
+    known = [each for each in off if math.isfinite(each.mean)]
+    texts = []
+    if any(each.mean > 0.0 for each in known):
+        mean = sum(each.mean * each.tokens for each in known) / sum(each.tokens for each in known)
+        texts.append(f"by {short(mean)} nat on average")
+    if bad := sum(each.non_finite for each in off):
+        texts.append(f"{counted(bad, 'token')} not finite")
     listed = ", ".join(each.sample for each in off[:_NAMED]) + (
         ", ..." if len(off) > _NAMED else ""
     )
     return (
-        f"{role} rank {rank}: {len(off)} of {counted(len(of_rank), 'sample')} differ, by "
-        f"{short(mean)} nat on average: {listed}"
+        f"{role} rank {rank}: {len(off)} of {counted(len(of_rank), 'sample')} differ, "
+        f"{', '.join(texts)}: {listed}"
     )

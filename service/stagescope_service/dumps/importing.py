@@ -17,8 +17,9 @@ from typing import Final, NamedTuple, TypeAlias
 from stagescope.wire import schema
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.framing import WirePayload
-from stagescope_service.dumps.formats.listing import modified_at, rank_dumps
+from stagescope_service.dumps.formats.listing import distinct, modified_at, rank_dumps
 from stagescope_service.dumps.formats.msprobe_directory import DUMP_FILES, OPERATOR_FILES
+from stagescope_service.dumps.formats.nexrl import KIND as NEXRL
 from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.formats.saved_batch import KIND as BATCH
 from stagescope_service.dumps.msprobe.json_window import holds_records
@@ -63,7 +64,7 @@ NOTES: Final = "notes"
 """Key of what a reader decided itself, in `Dump.about`: sentences for whoever imports."""
 _PARAMETER_PREFIXES: Final = {"parameters": "parameter", "gradients": "gradient"}
 _NAMED: Final = 5
-_WITH_PROCESSES: Final = (OWN, BATCH)
+_WITH_PROCESSES: Final = (OWN, BATCH, NEXRL)
 """Formats that say what process recorded a file; its first one is read twice."""
 _OF_PROCESS: Final = ("data_rank", "layout")
 """What this project's files say of the process that recorded them."""
@@ -267,7 +268,9 @@ class _ProcessReplay:
         operators: Sequence[OperatorDump],
     ) -> ProcessEvents:
         """Return the events of one stage and part, with the contents of its files as a payload."""
+        entries, alike = distinct(entries, location)
         records, problems = self._read(entries)
+        problems = [*alike, *problems]
         self._wall = max([self._wall, *(modified_at(entry.path) for entry in entries)])
         version = next((v for each in records if (v := _policy_version(each)) is not None), None)
         work = schema.Work(location.step, version, location.stage, location.part).fields()
@@ -284,11 +287,12 @@ class _ProcessReplay:
             for each in operators
         ]
         payload, scalars = _merge(records)
-        described = {"payload": _describe(payload)} if payload["tensors"] else {}
+        has_rows = bool(payload["tensors"] or payload["strings"])
+        described = {"payload": _describe(payload)} if has_rows else {}
         end = self._event(
             schema.END, **work, status="ok", begin_seq=begin_seq, scalars=scalars, **described
         )
-        payloads = {self._seq: payload} if payload["tensors"] else {}
+        payloads = {self._seq: payload} if has_rows else {}
         events = [begin, *dumps, end]
         return ProcessEvents(self._sender.wire(), events, payloads, problems, location, operators)
 

@@ -3,10 +3,12 @@
 Files and keys are those of NexRL 1.4's DataDumper and, for `is_loss_debug` and `batch_inputs`, of
 its Weaver service: see `nexrl`. NexRL numbers the microbatches of a rank and has no other parts.
 If a dump has several stages, epochs or mini-batches, they are numbered consecutively in that order,
-those of the update first; `extra_info` holds the stage and part of each and the sample_uids of its
-rows, and `stagescope.json` the place of each file, which `nexrl.open_nexrl` reads. A file of
-`param` or `gradient` is of one parameter; further ones, and those of further stages and parts
-(`name@stage.part`), are under `more`.
+those of the update first; `extra_info` holds the stage and part of each, the ids of its rows and
+what its process said, and `stagescope.json` the place of each file, which `nexrl.open_nexrl` reads.
+A file of `param` or `gradient` is of one parameter; further ones, and those of further stages and
+parts (`name@stage.part`), are under `more`. Tensors that NexRL has no file for, such as the
+rollout's log-probs beside an update's, are in a file of the same rank and microbatch, or in that of
+the old log-probs. What has no place is in `Exported.left_out`.
 """
 
 from __future__ import annotations
@@ -16,27 +18,28 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 import numpy as np
 
 from stagescope.wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
+from stagescope.wire.keep import COMPANIONS
 from stagescope.wire.schema import Part
 from stagescope.wire.tensorfile import Array
-from stagescope_service.dumps.formats.nexrl import write_index
+from stagescope_service.dumps.formats.nexrl import DTYPES, OF_JOB, write_index
 from stagescope_service.dumps.formats.nexrl_rows import (
     TRAJECTORY_TENSORS,
     datum,
     lists_in,
     rows_of,
     trajectory,
-    values_of,
     widened,
 )
 from stagescope_service.dumps.formats.slime import EVAL_STAGE
 from stagescope_service.dumps.joining.join import join
+from stagescope_service.dumps.nexrl_batch import ROLLOUT_TENSORS, complete_batch
 from stagescope_service.dumps.pickles.torch_file import (
     FileTensor,
     FileValue,
@@ -44,7 +47,7 @@ from stagescope_service.dumps.pickles.torch_file import (
     save_torch_file,
 )
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location, mapping
-from stagescope_service.rows.ragged import cumulative, padded
+from stagescope_service.rows.ragged import padded
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
 FORMATS: Final = ("pt", "jsonl")
@@ -53,7 +56,8 @@ _LOSSES: Final = ("loss", "pg_loss", "entropy_loss")
 _MICRO: Final[Mapping[str, str]] = {
     "forward_data": "forward_data", "is_loss": "is_loss_debug", "batch_inputs": "batch_inputs",
 }  # fmt: skip
-_ROLLOUT_TENSORS: Final = ("rollout_log_probs", "round_ids", "turn_ids", "versions")
+_WITHOUT_FILE: Final = ("advantages", "other")
+"""Sections that NexRL writes no file of."""
 _NOT_IN_FILES: Final = (
     "numbers that were logged where no tensor is kept, if any: they are in the service's "
     "catalogue alone, not in these files (stagescope series)"
@@ -120,29 +124,40 @@ class _Writer:
         self.exported = Exported()
         self.locations: dict[str, Location] = {}
         """Name of a file below the directory -> its place in the dump."""
+        self._elsewhere: set[str] = set()
+        """Names of tensors that a step's files of microbatches or its complete batch hold."""
 
     def write_step(self, step: int | None, entries: Sequence[DumpEntry]) -> None:
         """Write everything of one step."""
         sections: dict[str, list[DumpEntry]] = defaultdict(list)
         for entry in entries:
             sections[entry.section].append(entry)
+        self._elsewhere = set()
         number = -1 if step is None else step
         micros = _micro_indices(entries)
+        riders = _riders(sections)
         losses = self._write_losses(number, sections["loss"], sections["metrics"], micros)
         for section, folder in _MICRO.items():
-            self._write_micro(folder, number, sections[section], micros, losses)
+            self._write_micro(folder, number, sections[section], micros, losses, riders)
         for section, folder in _SHARDS.items():
             self._write_shards(folder, number, sections[section])
-        self._write_old_log_probs(number, sections["old_log_probs"])
+        placed = {entry for others in riders.values() for entry in others}
+        self._write_batch(step, sections, placed)
         self._write_rows(number, sections["datums"])
         self._write_trajectories(step, sections["trajectories"])
         alone = [entry for entry in sections["metrics"] if entry.location.rank is None]
         for record in self._read(alone):
             self._save("training_metrics", number, {"metrics": _metrics(record)})
-        for section in ("advantages", "other"):
-            if sections[section]:
-                count = len(sections[section])
-                self._leave_out(f"step {number}: NexRL has no file for {section} ({count} entries)")
+        for section in _WITHOUT_FILE:
+            without = [entry for entry in sections[section] if entry not in placed]
+            if without:
+                names = sorted(
+                    {name for each in self._read(without) for name in each.tensors} - COMPANIONS
+                )
+                self._leave_out(
+                    f"step {number}: NexRL has no file for {section} of stages without one of "
+                    f"{', '.join(_MICRO)}: {', '.join(names)} ({len(without)} entries)"
+                )
 
     def _read(self, entries: Iterable[DumpEntry]) -> Iterator[DumpContents]:
         for entry in entries:
@@ -176,6 +191,7 @@ class _Writer:
             if self._format == "pt":
                 save_torch_file(temporary, data)
             else:
+                data = _with_dtypes(data)
                 temporary.write_text(json.dumps(lists_in(data)) + "\n", encoding="utf-8")
             os.replace(temporary, path)
         self.exported.files += 1
@@ -188,9 +204,13 @@ class _Writer:
         entries: Sequence[DumpEntry],
         micros: Mapping[DumpEntry, int],
         losses: Mapping[_MicroKey, _Fields],
+        riders: Mapping[DumpEntry, Sequence[DumpEntry]],
     ) -> None:
         for record in self._read(entries):
             tensors = _padded(record)
+            for other in self._read(riders.get(record.entry, ())):
+                tensors = {**_padded(other), **tensors}
+                self._elsewhere |= {*other.tensors}
             data: _Fields = {name: FileTensor(wire) for name, wire in tensors.items()}
             if folder == "forward_data":
                 shaped = [name for name in ("log_probs", "entropy") if name in tensors]
@@ -253,49 +273,31 @@ class _Writer:
                 data["more"] = {other: FileTensor(tensors[other]) for other in others}
             self._save(folder, step, data, rank)
 
-    def _write_old_log_probs(self, step: int, entries: Sequence[DumpEntry]) -> None:
-        """Write the complete batch as one tensor: each sample once, rows padded on the right.
-
-        The mask of the values that count is written with it, if it is known for all rows.
-        """
-        masks: list[Array] = []
-        rows: list[Array] = []
-        tags: set[str] = set()
-        samples: list[str] = []
-        seen: set[str] = set()
-        locations: list[Location] = []
-        for record in self._read(entries):
+    def _write_batch(
+        self,
+        step: int | None,
+        sections: Mapping[str, list[DumpEntry]],
+        placed: Set[DumpEntry],
+    ) -> None:
+        """Write the complete batch of the old log-probs; see `nexrl_batch`."""
+        entries = sections["old_log_probs"]
+        if not entries:
+            return
+        records = [*self._read(entries)]
+        for record in records:
             if "old_log_probs" not in record.tensors:
                 self._leave_out(f"{record.entry.path}: {', '.join(record.tensors)}")
-                continue
-            tensor = record.tensors["old_log_probs"]
-            tags.add(tensor[0])
-            locations.append(record.entry.location)
-            recorded = record.tensors.get("response_mask")
-            mask = [] if recorded is None else values_of(recorded)
-            for row, values in enumerate(values_of(tensor)):
-                sample = record.samples[row] if record.samples else ""
-                if not sample or sample not in seen:
-                    rows.append(values)
-                    masks += mask[row : row + 1]
-                    samples.append(sample)
-                seen.add(sample)
-        if not rows:
+        beside: Sequence[DumpEntry] | None = sections["trajectories"]
+        if placed >= {*entries}:
+            beside = None  # each rank's own file has them: here they would count again
+        batch = complete_batch(self._dump, step, records, beside)
+        if batch is None:
             return
-        if len(tags) > 1:
-            self._leave_out(f"step {step}: old_log_probs of several dtypes: {', '.join(tags)}")
-            return
-        offsets = cumulative([*map(len, rows)])
-        values = padded(np.concatenate(rows), offsets, "right")
-        data: _Fields = {"old_log_probs": FileTensor(_as_wire(tags.pop(), values))}
-        if [*map(len, masks)] == [*map(len, rows)]:
-            counted = padded(np.concatenate(masks), offsets, "right").astype(np.int64)
-            data["response_mask"] = FileTensor(_as_wire("int64", counted))
-        info: _Fields = {"batch_size": len(rows)}
-        if all(samples):
-            info["sample_ids"] = [*samples]
-        data |= {"shape": [*values.shape], "batch_info": info}
-        self._save("old_log_probs", step, data, location=_shared_place(locations))
+        for message in batch.left_out:
+            self._leave_out(f"step {step}: old_log_probs: {message}")
+        self._elsewhere |= {*batch.tensors}
+        number = -1 if step is None else step
+        self._save("old_log_probs", number, batch.fields(), location=batch.location)
 
     def _write_rows(self, step: int, entries: Sequence[DumpEntry]) -> None:
         datums: list[FileValue] = [
@@ -311,12 +313,10 @@ class _Writer:
         for folder, chosen in (("trajectory", plain), ("prepared_trajectories", prepared)):
             found: list[_Fields] = []
             seen: set[tuple[bool, str]] = set()
-            dropped: set[str] = set()
             for record in self._read(chosen):
                 if "tokens" not in record.tensors or not record.mask:
                     found = self._joined_trajectories(step)
                     break
-                dropped.update(name for name in record.tensors if name not in TRAJECTORY_TENSORS)
                 is_val = record.entry.location.stage == EVAL_STAGE
                 rows = list(rows_of(record))
                 names = record.samples or ("",) * len(rows)
@@ -331,22 +331,39 @@ class _Writer:
             if folder == "prepared_trajectories" and None not in advantages:
                 data["advantages"] = advantages
             self._save(folder, number, data)
-            if dropped:
-                reason = f"NexRL's trajectories do not hold {', '.join(sorted(dropped))}"
-                self._leave_out(f"step {number}: {reason}")
 
     def _joined_trajectories(self, step: int | None) -> list[_Fields]:
         """Return the trajectories of a step whose prompts and responses are separate tensors."""
         try:
             batch = join(self._dump, step)
-            dropped = [name for name in _ROLLOUT_TENSORS if name in batch]
+            found = batch.as_nexrl_trajectories()
+            held = {*self._elsewhere, *TRAJECTORY_TENSORS}
+            dropped = [name for name in ROLLOUT_TENSORS if name in batch and name not in held]
             if dropped:
                 reason = f"NexRL's trajectories do not hold {', '.join(dropped)}"
                 self._leave_out(f"step {step}: {reason}")
-            return batch.as_nexrl_trajectories()
+            return found
         except NotFound as error:
             self._leave_out(f"step {step}: trajectories: {error}")
             return []
+
+
+def _riders(sections: Mapping[str, Sequence[DumpEntry]]) -> dict[DumpEntry, list[DumpEntry]]:
+    """Return the entries without a file of their own, by the file of the same place to hold them.
+
+    So a place has again what it had: both streams, and the advantages that an update got.
+    """
+    files: dict[Location, DumpEntry] = {}
+    for section in _MICRO:
+        for entry in sections.get(section, ()):
+            files.setdefault(entry.location, entry)
+    found: dict[DumpEntry, list[DumpEntry]] = defaultdict(list)
+    for section in (*_WITHOUT_FILE, "old_log_probs", "trajectories"):
+        for entry in sections.get(section, ()):
+            file = files.get(entry.location)
+            if file is not None and file.path == entry.path:
+                found[file].append(entry)
+    return found
 
 
 def _micro_indices(entries: Iterable[DumpEntry]) -> dict[DumpEntry, int]:
@@ -366,30 +383,36 @@ def _micro_indices(entries: Iterable[DumpEntry]) -> dict[DumpEntry, int]:
     return {entry: indices[part_key(entry)] for entry in chosen}
 
 
-def _shared_place(locations: Sequence[Location]) -> Location | None:
-    """Return the stage of a complete batch's rows as a place; None if unknown or not unique."""
-    first = locations[0]
-    if first.stage is None or any(each.stage != first.stage for each in locations):
-        return None
-    part = Part(first.part.occurrence, first.part.epoch)
-    return Location(first.step, first.stage, part=part)
-
-
 def _metrics(record: DumpContents) -> _Fields:
     lists = {name: lists_in(FileTensor(wire)) for name, wire in record.tensors.items()}
     return {**record.numbers, **lists}
 
 
 def _extra_info(record: DumpContents) -> _Fields:
-    """Return the `extra_info` of NexRL's own files, with sample_uids, stage and part added."""
+    """Return the `extra_info` of NexRL's own files, with ids, metadata, stage and part added."""
     info = record.about.get("extra_info")
     found: _Fields = dict(info) if isinstance(info, dict) else {}
     if record.samples is not None:
         found["sample_ids"] = list(record.samples)
+    if record.groups is not None:
+        found["group_ids"] = list(record.groups)
+    job = mapping(record.about, "job")
+    kept = {"meta": mapping(record.about, "meta"), "job": {n: job[n] for n in OF_JOB if n in job}}
+    found |= {name: cast("FileValue", dict(values)) for name, values in kept.items() if values}
     location = record.entry.location
     if location.stage is not None:
         found |= {"stage": location.stage, "part": str(location.part)}
     return {"extra_info": found} if found else {}
+
+
+def _with_dtypes(data: _Fields) -> _Fields:
+    """Add the dtypes of tensors, which JSON does not have, to the metadata of a file."""
+    tags: _Fields = {n: each.wire[0] for n, each in data.items() if isinstance(each, FileTensor)}
+    name = next((each for each in ("extra_info", "batch_info") if each in data), None)
+    info = None if name is None else data[name]
+    if name is None or not isinstance(info, dict):
+        return data
+    return {**data, name: {**info, DTYPES: tags}}
 
 
 def _padded(record: DumpContents) -> dict[str, WireTensor]:

@@ -111,11 +111,15 @@ class Ingestor:
         self._queue.serve(coordinator)
 
     async def ingest(
-        self, key: PayloadKey, job: IngestJob, payload: object, caller: Caller = None
+        self, key: PayloadKey, job: IngestJob, payload: tuple[object], caller: Caller = None
     ) -> Outcome:
-        """Read a payload and return its outcome."""
+        """Read a payload and return its outcome.
+
+        It comes inside a tuple: Ray itself reads a ref that is an argument, before the call, and
+        without an end where its owner has died. Then this actor would answer nobody any more.
+        """
         size = job.get("bytes") or 0
-        return await self._queue.run(caller, self._read, key, job, payload, size=size)
+        return await self._queue.run(caller, self._read, key, job, *payload, size=size)
 
     async def recompute(
         self,
@@ -444,7 +448,7 @@ class RayIngestors(IngestorClient):
         tries = 0
         while tries < 2:
             try:
-                return await self._called(node_id, "ingest", key, job, payload)  # type: ignore[no-any-return]
+                return await self._called(node_id, "ingest", key, job, (payload,))  # type: ignore[no-any-return]
             # The payload is as it was, and its refs are held.
             except Unreachable as error:  # noqa: PERF203
                 reason = error.wrong

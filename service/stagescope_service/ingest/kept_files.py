@@ -28,6 +28,8 @@ from stagescope_service.store.kept import Kept, bytes_of, read_kept, write_kept
 from stagescope_service.store.ring import DEFAULT_RESERVE
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
+_OF_TEXTS: Final = "trajectories"
+"""The section of texts without a tensor."""
 _ORDERS: Final = ("keep", "no_room")
 
 
@@ -71,6 +73,8 @@ class Keeper:
         words = frozenset(job.get("keep") or ())
         scalars = job.get("scalars") or {}
         sections = kept_sections(words, job.get("stage"), payload.tensors, scalars)
+        if not sections and payload.strings and _OF_TEXTS in words:
+            sections = {_OF_TEXTS: []}  # texts alone, such as generations without a score
         if not sections:
             return
         names = {name for held in sections.values() for name in held}

@@ -63,7 +63,8 @@ def build_operator_table(job: AnnouncedDump, roots: Iterable[Path], node_id: str
     except StagescopeError as error:
         return refusal(job, error)
     rows = [_table_row(job, directory / TABLE, summary, found, node_id)]
-    if not summary.calls and summary.task != STRUCTURE and not job["truncated"]:
+    is_cut = bool(job["truncated"]) or summary.truncated_at is not None
+    if not summary.calls and summary.task != STRUCTURE and not is_cut:
         rows += _empty(job)
     if found.first is not None and found.certain:
         rows.append(_non_finite(job, found, found.first))

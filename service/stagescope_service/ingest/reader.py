@@ -16,20 +16,24 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
-from stagescope.wire.links import Link
 from stagescope.wire.names import MAX_ID
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import (
     RECENT_TENSORS,
     STREAM_TENSORS,
-    UPDATE_PAIR,
     WRITTEN_AFTER_HAND_OVER,
 )
 from stagescope_service.core.catalogue_rows import text
-from stagescope_service.core.findings import FindingLocation, finding
+from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
 from stagescope_service.core.stream_attributes import stream_attributes
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
+from stagescope_service.ingest.non_finite import (
+    NonFiniteCounts,
+    location_of,
+    log_prob_rows,
+    value_rows,
+)
 from stagescope_service.ingest.repeated_rows import Once, Skips, summarise_once
 from stagescope_service.rows.positions import POSITION_TENSORS
 from stagescope_service.rows.ragged import count_by_row, hash_rows, row_of_each
@@ -38,10 +42,9 @@ from stagescope_service.statistics import (
     TokenBatch,
     WireTensor,
     available_pairs,
-    has_update_pair,
+    update_pair,
 )
 from stagescope_service.statistics.codec import summary_to_bytes
-from stagescope_service.statistics.mismatch import non_finite
 from stagescope_service.statistics.payload import Payload, read_value
 from stagescope_service.statistics.summarise import MAX_ROUNDS
 from stagescope_service.statistics.summary import Summary
@@ -95,15 +98,20 @@ class PayloadReader:
         digest = None
         copies: dict[str, Skips] = {}
         differing: tuple[str, ...] = ()
+        counts = NonFiniteCounts(payload.tensors)
         for once in self._summaries(key, job, payload, problems, known):
             rows += summary_rows(key, job, once.summary)
+            counts.add(once.summary)
             digest = digest or once.summary.digest
             if once.copies:
                 copies[pair_name(once.summary.pair)] = once.copies
             differing = differing or once.differing
         if differing:
             rows.append(_differing_rows(job, differing))
-        rows += self._update_rows(key, job, payload)
+        for summary in self._update_summaries(key, job, payload):
+            rows.append(summary_row(key, job, summary))
+            counts.add(summary)
+        rows += [*log_prob_rows(job, counts), *value_rows(job, counts)]
         rows += self._keep(key, job, payload, copies)
         rows += _stream_rows(job, payload)
         rows += sample_rows(job, payload)
@@ -143,23 +151,26 @@ class PayloadReader:
             except StagescopeError as error:  # noqa: PERF203 - the other pairs stand
                 problems.append(error)
 
-    def _update_rows(self, key: PayloadKey, job: IngestJob, payload: Payload) -> list[Put]:
-        """Return the summary of current against old log-probs of a first mini-batch.
+    def _update_summaries(
+        self, key: PayloadKey, job: IngestJob, payload: Payload
+    ) -> Iterator[Summary]:
+        """Yield the summary of current against old log-probs of a first mini-batch.
 
-        What is wrong with one of the two streams is a problem of another pair, or of none.
+        Where the current ones are all that is recorded, it is that of their sums. What is wrong
+        with one of the streams is a problem of another pair, or of none.
         """
-        is_first = not (job["occurrence"] or job["epoch"] or job["minibatch"])
-        if not (is_first and has_update_pair(payload.tensors)):
-            return []
+        pair = None
+        if not (job["occurrence"] or job["epoch"] or job["minibatch"]):
+            pair = update_pair(payload.tensors, payload.strings)
+        if pair is None:
+            return
         try:
             meta = _with_producers(job, payload.meta)
-            batch = TokenBatch.from_tensors(
-                payload.tensors, payload.strings, meta, pair=UPDATE_PAIR
-            )
+            batch = TokenBatch.from_tensors(payload.tensors, payload.strings, meta, pair=pair)
             once = summarise_once(batch, statistics_settings(job.get("settings")), key)
         except StagescopeError:
-            return []
-        return [summary_row(key, job, once.summary)]
+            return
+        yield once.summary
 
     def _keep(
         self,
@@ -218,7 +229,7 @@ class PayloadReader:
         return finding(
             f"payload_{error.code}",
             str(error),
-            **_location(job),
+            **location_of(job),
             severity="error",
             advice=error.advice or "the stage counts as done, without the numbers of this payload",
             see=error.see,
@@ -256,7 +267,7 @@ def summary_row(key: PayloadKey, job: PayloadJob, summary: Summary) -> Put:
 
 
 def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator[Put]:
-    """Return the row of a payload's summary of one pair, and the finding of non-finite values."""
+    """Return the row of a payload's summary of one pair, and the finding of ignored tensors."""
     yield summary_row(key, job, summary)
     if summary.ignored:
         ignored = ", ".join(summary.ignored)
@@ -265,30 +276,10 @@ def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator
             f"{ignored} of {pair_name(summary.pair)} tell more than {MAX_ROUNDS} rounds, turns or "
             "versions apart, or a round below 0: rounds are counted by the mask"
             + (f", from {MAX_ROUNDS} on as one" if "response_mask" in summary.ignored else ""),
-            **_location(job),
+            **location_of(job),
             evidence={"tensors": list(summary.ignored), "most": MAX_ROUNDS},
             advice="round_ids and turn_ids count from 0 in each sample; all tokens count all the "
             "same",
-        )
-    odd = {
-        name.removeprefix("nonfinite/"): int(count)
-        for name, count in non_finite(summary.total, *summary.pair).items()
-        if count
-    }
-    if odd:
-        counts = ", ".join(f"{count} {name}" for name, count in sorted(odd.items()))
-        yield finding(
-            "nonfinite_log_probs",
-            f"log-probs under the mask are not finite: {counts} of {summary.total.masked} tokens",
-            **_location(job),
-            severity="error",
-            evidence=odd,
-            advice="statistics are over the finite ones",
-            see=(
-                Link.to_step(
-                    "tokens", job["step"], query={"kind": "nonfinite"}, shows="which they are"
-                ),
-            ),
         )
 
 
@@ -300,7 +291,7 @@ def _differing_rows(job: PayloadJob, samples: Sequence[str]) -> Put:
         "rows_differ",
         f"{len(samples)} sample ids stand in several rows of one payload with other log-probs or "
         f"another mask ({named}): the last row of each counts",
-        **_location(job),
+        **location_of(job),
         evidence={"samples": list(samples[:_LISTED])},
         advice="give each row a sample_id of its own; the id of a prompt belongs in group_ids",
     )
@@ -323,18 +314,6 @@ def ring_key(key: PayloadKey, job: StepJob) -> RingKey:
     return RingKey(job["attempt_id"], job["step"], key.incarnation, key.seq)
 
 
-def _location(job: PayloadJob) -> FindingLocation:
-    return {
-        "run": job["run"],
-        "attempt_id": job["attempt_id"],
-        "step": job["step"],
-        "stage": job["stage"],
-        "role": job["role"],
-        "rank": job["rank"],
-        "wall": time.time(),
-    }
-
-
 def _written_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
     """Return the finding of tensors that are missing because their owner overwrote them."""
     written = payload.meta.get(WRITTEN_AFTER_HAND_OVER)
@@ -342,7 +321,7 @@ def _written_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
         yield finding(
             "tensor_written",
             f"tensors were written after they were handed over: {', '.join(map(str, written))}",
-            **_location(job),
+            **location_of(job),
             severity="error",
             advice="give them to `stage.record`, which copies, or write other tensors",
         )

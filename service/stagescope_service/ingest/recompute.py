@@ -15,6 +15,7 @@ from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.policy_versions import VERSION_NAMES
 from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.core.instructions import PayloadJob, PayloadKey, StepJob
+from stagescope_service.ingest.non_finite import NonFiniteCounts, log_prob_rows
 from stagescope_service.ingest.reader import (
     COPIES,
     PayloadReader,
@@ -164,7 +165,9 @@ class Recomputer:
             summary = _without_unknown(once.summary, joined.batch, joined.left_out)
             every = dict(Counter(tokens) + Counter(summary.left_out))
             summary = dataclasses.replace(summary, left_out=every)
-            answer["rows"] = [*summary_rows(key, job, summary)]
+            counts = NonFiniteCounts(tensors)
+            counts.add(summary, ["rollout"])  # rows without a rollout count in the others
+            answer["rows"] = [*summary_rows(key, job, summary), *log_prob_rows(job, counts)]
             answer["tokens"] = {}
         return answer
 

@@ -15,7 +15,7 @@ from stagescope_service.statistics.payload import (
     TokenBatch,
     WireTensor,
     available_pairs,
-    has_update_pair,
+    update_pair,
 )
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.step_summary import (
@@ -47,10 +47,10 @@ __all__ = [
     "calibration",
     "examine",
     "examine_cell",
-    "has_update_pair",
     "publish",
     "publish_cell",
     "skip_of",
     "summarise",
+    "update_pair",
     "warm",
 ]

@@ -84,6 +84,9 @@ SCALED_ONE_SIDED: Final = 0.85
 without renormalising them. A cut reaches 0.72."""
 EDGE_RATIO: Final = 3.0
 """mean |d| of edge tokens of rounds over that of the others, from which they stand apart."""
+EDGE_SHARE: Final = 0.2
+"""Minimum share of the edge tokens that carry the sum of their |d|: noise has 0.64, one token of 32
+that is far off 0.03, and says nothing about the others."""
 ROUNDED_SHARE: Final = 0.98
 
 SHIFTS: Final = (
@@ -465,6 +468,12 @@ def _is_cut(cell: Cell, bias: float, above: float) -> bool:
     return above > 0.5 and rise > CUT_CORRELATION * math.sqrt(variance * spread)
 
 
+def few_carry(found: Bin) -> bool:
+    """Return whether a few of some tokens carry the sum of their |d|; False where the squares are
+    not known."""
+    return found.carrying < EDGE_SHARE * found.tokens
+
+
 def edge_token(edge: Edge, found: Bin, others: Bin) -> Check | None:
     """Return the check that fails where the mean ratio is 1 but for the edge tokens of rounds.
 
@@ -476,7 +485,7 @@ def edge_token(edge: Edge, found: Bin, others: Bin) -> Check | None:
     mean = others.d_sum / others.tokens
     bound = max(CALIBRATION_Z * deviation / math.sqrt(others.tokens), CALIBRATION_BIAS)
     is_noise = abs(mean + deviation * deviation / 2.0) <= bound  # may be infinite
-    if not (of_edge > EDGE_RATIO * size and is_noise):
+    if not (of_edge > EDGE_RATIO * size and is_noise) or few_carry(found):
         return None
     text = (
         f"the {found.tokens} {edge} tokens of rounds are {of_edge:.3g} nat apart, all others "

@@ -185,6 +185,7 @@ def flatten(summary: Summary) -> tuple[Arrays, Document]:
         "left_out": dict(summary.left_out),
         "ignored": list(summary.ignored),
         "engines": list(summary.engines),
+        "token_digest": summary.token_digest,
     }
     return arrays, document
 
@@ -282,13 +283,14 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
         profiles=_profiles(arrays),
         engines=_engines(arrays, [str(name) for name in document.get("engines", ())]),
         version_names={int(code): str(text) for code, text in document.get("version_names", ())},
+        token_digest=str(document.get("token_digest", "")),
     )
 
 
 def _engines(arrays: _Checked, names: list[str]) -> dict[str, Float64]:
     if not names:
         return {}
-    values = arrays.get("engine_values", np.float64, len(names), profiles.WIDTH)
+    values = _profile_values(arrays, "engine_values", len(names))
     return dict(zip(names, values, strict=True))
 
 
@@ -298,10 +300,19 @@ def _profiles(arrays: _Checked) -> profiles.Profiles | None:
     keys = _indexes(arrays.get("profile_keys", np.int64, None), profiles.ROWS, "profile_keys")
     if keys.size > 1 and not bool((np.diff(keys) > 0).all()):
         raise ValueError("profile_keys are not ascending")
-    values = arrays.get("profile_values", np.float64, len(keys), profiles.WIDTH)
+    values = _profile_values(arrays, "profile_values", len(keys))
     if not bool((values[:, :2] >= 0).all()):
         raise ValueError("profile_values count fewer than 0 tokens")
     return profiles.Profiles(keys, values)
+
+
+def _profile_values(arrays: _Checked, name: str, rows: int) -> Float64:
+    """Return sums as `[rows, profiles.WIDTH]`; the column that earlier versions lack is NaN."""
+    values = arrays.get(name, np.float64, rows, None)
+    if values.shape[1] not in (profiles.WIDTH_1, profiles.WIDTH):
+        raise ValueError(f"{name} are {values.shape}")
+    missing = np.full((rows, profiles.WIDTH - values.shape[1]), np.nan)
+    return np.concatenate([values, missing], axis=1) if missing.size else values
 
 
 def produced_to_json(produced: Produced) -> list[list[object]]:

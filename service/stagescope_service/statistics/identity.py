@@ -8,6 +8,9 @@ compared by content: the positions of model tokens, the rollout's log-probs, the
 * pieces of one sample, if their positions differ,
 * a **contradiction**, if they have the same positions with different content.
 
+Rows with other log-probs or another mask are nevertheless copies, if all rows that their two parts
+share by id have the same token ids, or the same log-probs of the rollout, wherever both have them.
+
 The samples of a contradicted id are distinguished by owner (the ranks that hold the same rows,
 see `PartRecord.group`), within an owner by part, and each gets a distinct name. p may differ
 between copies of a sample: replicas recompute it, and a later epoch has other weights.
@@ -32,6 +35,9 @@ _N, _Q_SUM, _NON_FINITE = (ROW.index(name) for name in ("tokens", "q_sum", "non_
 _SAME_BITS: Final = 1e-6
 _OTHER_DTYPE: Final = 2.0**-7
 """Relative error of q that a different dtype explains: bfloat16 has 8 significant bits."""
+_ENOUGH_VALUES: Final = 4
+"""Different token ids, or log-probs of the rollout, that two parts must have in common to show that
+their rows are of the same samples."""
 _COMPUTED: Final = 0.5
 """Maximum difference in nats of two computations of one log-prob, if q is not a rollout's."""
 
@@ -253,6 +259,57 @@ class _Row:
         return len(both), True
 
 
+class _SharedRows:
+    """Whether two parts have the same samples under the ids that they share."""
+
+    def __init__(self, by_sample: Mapping[str, Sequence[_Row]]) -> None:
+        self._rows: dict[str, dict[str, _Row]] = {}
+        """Part key -> sample -> its row, one of several."""
+        self._ambiguous: set[tuple[str, str]] = set()
+        """(part key, sample) of which the part has several rows: the id does not tell which."""
+        self._known: dict[tuple[str, str], bool] = {}
+        for sample, rows in by_sample.items():
+            for row in rows:
+                own = self._rows.setdefault(row.rows.record.key, {})
+                if own.setdefault(sample, row) is not row:
+                    self._ambiguous.add((row.rows.record.key, sample))
+
+    def are_same(self, one: _Row, other: _Row) -> bool:
+        """Return whether two rows of one id are the same sample, as all that their parts share."""
+        mine, its = sorted((one.rows.record.key, other.rows.record.key))
+        if mine == its:
+            return False
+        if (mine, its) not in self._known:
+            shared = self._rows[mine].keys() & self._rows[its].keys()
+            doubted = any((key, each) in self._ambiguous for key in (mine, its) for each in shared)
+            same = not doubted and self._compare(self._rows[mine], self._rows[its])
+            self._known[mine, its] = same
+        return self._known[mine, its]
+
+    @staticmethod
+    def _compare(mine: Mapping[str, _Row], its: Mapping[str, _Row]) -> bool:
+        tokens: set[int] = set()
+        values: set[float] = set()
+        has_other_values = False
+        for sample in mine.keys() & its.keys():
+            one, other = mine[sample], its[sample]
+            bounds = _tolerance(one, other, 1)
+            other_marks = other.marks()
+            for at, (token, q) in one.marks().items():
+                if at not in other_marks:
+                    continue
+                its_token, its_q = other_marks[at]
+                if UNKNOWN not in (token, its_token):
+                    if token != its_token:
+                        return False
+                    tokens.add(token)
+                is_transported = one.rows.transported and other.rows.transported
+                has_other_values |= not (is_transported and _is_close(q, its_q, bounds))
+                values.add(q)
+        has_same_values = not has_other_values and len(values) >= _ENOUGH_VALUES
+        return has_same_values or len(tokens) >= _ENOUGH_VALUES
+
+
 def _tolerance(one: _Row, other: _Row, tokens: int) -> tuple[float, float]:
     """Return (absolute, relative) bounds on the difference of q, or of a sum of it."""
     if not (one.rows.transported and other.rows.transported):
@@ -333,6 +390,7 @@ class _Resolution:
 
     def __init__(self, by_sample: Mapping[str, list[_Row]]) -> None:
         self._by_sample = by_sample
+        self._shared = _SharedRows(by_sample)
         self._first: list[_Row] = []
         """The first row of each content."""
         self._contradicted: dict[str, bool] = {}
@@ -366,14 +424,34 @@ class _Resolution:
         for row in rows:
             part = row.part_of_sample
             candidates = contents.setdefault((part, row.runs), [])
-            found = next((c for c in candidates if _are_copies(self._first[c], row)), None)
+            found = next((c for c in candidates if self._are_copies(self._first[c], row)), None)
             if found is None:
                 found = len(self._first)
                 self._first.append(row)
                 candidates.append(found)
                 parts.setdefault(part, []).append(row)
             row.content = found
-        return any(_any_contradicts(found) for found in parts.values() if len(found) > 1)
+        return any(self._any_contradicts(found) for found in parts.values() if len(found) > 1)
+
+    def _are_copies(self, one: _Row, other: _Row) -> bool:
+        """Return whether rows with the same runs of model tokens are copies."""
+        if _are_copies(one, other):
+            return True
+        return one.first == other.first and self._shared.are_same(one, other)
+
+    def _contradicts(self, one: _Row, other: _Row, *, doubted: bool = False) -> bool:
+        found = _contradicts(one, other, doubted=doubted)
+        return found and not self._shared.are_same(one, other)
+
+    def _any_contradicts(self, rows: Sequence[_Row]) -> bool:
+        """Return whether two of these rows of one id contradict each other."""
+        reaching: list[tuple[int, _Row]] = []
+        for row in sorted(rows, key=lambda row: row.first):
+            reaching = [(last, other) for last, other in reaching if last > row.first]
+            if any(self._contradicts(other, row) for _, other in reaching):
+                return True
+            reaching.append((int(row.intervals[:, 1].max(initial=row.first)), row))
+        return False
 
     def _replicas(self) -> dict[GroupKey, GroupKey]:
         """Map each owner of contradicted ids to the one that represents all with the same rows.
@@ -430,7 +508,7 @@ class _Resolution:
         contents = {piece.content for piece in version.rows if not piece.dropped}
         pieces = [self._first[content] for content in contents]
         return not any(
-            _contradicts(piece, row, doubted=True)
+            self._contradicts(piece, row, doubted=True)
             for piece in pieces
             if piece.part_of_sample == row.part_of_sample
         )
@@ -453,17 +531,6 @@ class _Resolution:
                 if place != RowIdentity(sample):
                     own = self._places.setdefault(row.rows.record.key, {})
                     own[row.rows.row[row.index]] = place
-
-
-def _any_contradicts(rows: Sequence[_Row]) -> bool:
-    """Return whether two of these rows of one id contradict each other."""
-    reaching: list[tuple[int, _Row]] = []
-    for row in sorted(rows, key=lambda row: row.first):
-        reaching = [(last, other) for last, other in reaching if last > row.first]
-        if any(_contradicts(other, row) for _, other in reaching):
-            return True
-        reaching.append((int(row.intervals[:, 1].max(initial=row.first)), row))
-    return False
 
 
 def _is_declared_replica(row: _Row, version: _Version) -> bool:

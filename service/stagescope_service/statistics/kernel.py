@@ -341,7 +341,10 @@ def accumulate(
     )  # fmt: skip
     work, carry, slot = (d, em1, v, exp_q, k3, exp_d), np.zeros(5), np.empty(BLOCK, np.int32)
     part = np.empty(_WIDTH)
-    profiled = Counts(slot, np.zeros(profiles.SLOTS, np.int64), np.zeros(profiles.SLOTS), profile)
+    profiled = Counts(
+        slot, np.zeros(profiles.SLOTS, np.int64), np.zeros(profiles.SLOTS),
+        np.zeros(profiles.SLOTS), profile,
+    )  # fmt: skip
     cell = np.empty(_WIDTH)
     worst_used, bad_used, unequal_used = 0, 0, 0
     for s in range(segments.shape[0]):

@@ -51,7 +51,7 @@ class Ledger:
     def __init__(self) -> None:
         self._intervals: dict[Key, list[Interval]] = {}
         self._rows: dict[tuple[GroupKey, Key], tuple[str, list[Interval]]] = {}
-        """A sender's row that begins with its sample -> the name of its claim, and its runs."""
+        """A row that begins with its sample, of each sender -> the name of its claim, its runs."""
 
     def claim(
         self,
@@ -71,8 +71,8 @@ class Ledger:
             summary: The summary of one part.
             cp_rank: Its context-parallel rank, None if samples are not split.
             places: The place of each of its sequences.
-            sender: Who handed it over: of two rows of it that begin with their sample and have
-                tokens in common, only one counts at all.
+            sender: A rank, or the ranks of a role: of two rows of it that begin with their sample
+                and have tokens in common, only one counts at all.
             name: What `Claim.other_mask` calls this claim.
         """
         sequences = summary.sequences

@@ -50,7 +50,7 @@ def publish(summary: Summary) -> Metrics:
         **_quantiles(summary, cell),
         **_tails(cell, sequences),
         **_calibration(summary.fresh),
-        "rounding/abs_diff_floor": _rounding_floor(summary, cell),
+        "rounding/abs_diff_floor": rounding_floor(summary, cell),
         **non_finite(cell, p, q),
         "counts/tokens": float(cell.tokens),
         "counts/masked_tokens": float(cell.masked),
@@ -298,7 +298,7 @@ def _calibration(cell: Cell) -> Metrics:
 _MANTISSA: Final = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 
 
-def _rounding_floor(summary: Summary, cell: Cell) -> float:
+def rounding_floor(summary: Summary, cell: Cell) -> float:
     """Return the larger of the two streams' mean error of rounding.
 
     The mean error of a value x = m * 2^e is a quarter of its last place, 2^(e - bits); over

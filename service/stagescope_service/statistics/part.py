@@ -19,7 +19,8 @@ Precedence = tuple[bool, int, int, tuple[int, str], tuple[int, int], int, int, i
 _FIRST_PART: Final = Part()
 _ROW_CONTENT: Final = [ROW.index(name) for name in ("tokens", "q_sum", "qq_sum", "non_finite")]
 _ENOUGH_ROWS: Final = 32
-"""Minimum tokens of a rank for equal sums of the rollout's log-probs to show equal rows."""
+"""Minimum tokens for equal rows to show: by sums of a rank's log-probs of the rollout, or by the
+token ids and masks of a payload."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,13 @@ class PartRecord:
         return (self.handed or self.summary).digest
 
     @property
+    def token_digest(self) -> str:
+        """A hash of the token ids and masks of rows without sample ids; '' where they do not tell
+        these rows from others: they are not known, or few."""
+        full = self.full_summary
+        return full.token_digest if full.total.masked >= _ENOUGH_ROWS else ""
+
+    @property
     def order(self) -> Priority:
         """Sort key by which parts are merged, and samples get their names."""
         part, role = self.part, role_order(self.role)
@@ -112,6 +120,12 @@ class PartRecord:
         """Key of the passes of one rank that should give each of its tokens the same numbers."""
         passes = self.part.occurrence if self.summary.pair[0] == "current" else None
         return (self.role, self.rank, self.part.epoch, passes)
+
+    @property
+    def passes(self) -> GroupKey:
+        """Key of the passes in which all ranks that hold a sample should give it the same rows."""
+        role, _, epoch, passes = self.sender
+        return (role, epoch, passes)
 
     @property
     def _rank_position(self) -> tuple[int, int]:

@@ -19,9 +19,10 @@ import numpy as np
 
 from stagescope.wire.errors import InvalidEvent, InvalidTensor
 from stagescope.wire.names import misspelt, storable_id
-from stagescope.wire.nonfinite import Json
+from stagescope.wire.nonfinite import Json, valid_text
 from stagescope.wire.policy_versions import VERSION_NAMES, names_of, text_versions
 from stagescope.wire.schema import (
+    CURRENT_ALONE,
     DTYPE_BYTES,
     INTEGER_TENSORS,
     PAIRS,
@@ -78,10 +79,12 @@ def read_value(value: object) -> Payload:
             advice="bring the service and the job to versions that share a schema",
         )
     tensors = {
-        str(name): _checked(str(name), wire) for name, wire in (value.get("tensors") or {}).items()
+        _text(name): _checked(str(name), wire)
+        for name, wire in (value.get("tensors") or {}).items()
     }
     strings = {
-        str(name): _texts(str(name), texts) for name, texts in (value.get("strings") or {}).items()
+        _text(name): _texts(str(name), texts)
+        for name, texts in (value.get("strings") or {}).items()
     }
     meta = dict(value.get("meta") or {})
     if "versions" in strings and "versions" not in tensors:
@@ -101,7 +104,11 @@ def _add_versions(texts: object, tensors: dict[str, WireTensor], meta: dict[str,
 
 def _texts(name: str, texts: Iterable[object]) -> list[str]:
     """Return the texts of a payload; ids as the catalogue stores them, others as they are."""
-    return [*map(storable_id if name in PAYLOAD_STRINGS else str, texts)]
+    return [*map(storable_id if name in PAYLOAD_STRINGS else _text, texts)]
+
+
+def _text(value: object) -> str:
+    return valid_text(str(value))
 
 
 def _checked(name: str, wire: object) -> WireTensor:
@@ -120,12 +127,13 @@ def _raw(value: Mapping[Any, object]) -> Payload:
     tensors: dict[str, WireTensor] = {}
     strings: dict[str, list[str]] = {}
     meta: dict[str, Json] = {}
-    for name, item in value.items():
-        if not isinstance(name, str) or (name in PER_TOKEN and isinstance(item, str | Mapping)):
+    for given, item in value.items():
+        if not isinstance(given, str) or (given in PER_TOKEN and isinstance(item, str | Mapping)):
             raise InvalidTensor(
-                f"the payload's {name!r:.100} is {item!r:.100}",
+                f"the payload's {given!r:.100} is {item!r:.100}",
                 expected="a name, with an array, a tensor or a list of rows",
             )
+        name = valid_text(given)
         if name == "versions" and _add_versions(item, tensors, meta):
             continue
         if are_texts(item, name):
@@ -332,9 +340,18 @@ def available_pairs(names: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     return tuple(pair for pair in PAIRS if present.issuperset(pair))
 
 
-def has_update_pair(names: Mapping[str, object]) -> bool:
-    """Return whether a payload has both streams of `schema.UPDATE_PAIR`, and their mask."""
-    return "response_mask" in names and _streams_in(names).issuperset(UPDATE_PAIR)
+def update_pair(
+    names: Mapping[str, object], strings: Mapping[str, object]
+) -> tuple[str, str] | None:
+    """Return the pair of streams by which a payload of a first mini-batch is compared with the old
+    log-probs: `schema.UPDATE_PAIR`, or `CURRENT_ALONE` where the sample ids pair its sums with
+    those of another stage; None: it is not."""
+    present = _streams_in(names)
+    if "response_mask" not in names or "current" not in present:
+        return None
+    if "old" in present:
+        return UPDATE_PAIR
+    return CURRENT_ALONE if "rollout" not in present and strings.get("sample_ids") else None
 
 
 def _streams_in(names: Mapping[str, object]) -> set[str]:
@@ -354,6 +371,17 @@ def mask_bits(mask: Array, dtype: str) -> tuple[Mask, int]:
 def _present(tensors: Mapping[str, WireTensor], name: str) -> str:
     alias = _ALIASES.get(name)
     return alias if name not in tensors and alias is not None and alias in tensors else name
+
+
+def flat_values(
+    tensors: Mapping[str, WireTensor], name: str, dtypes: tuple[str, ...]
+) -> Array | None:
+    """Return the values of a tensor, or of its other name; None if absent, or of another dtype."""
+    name = _present(tensors, name)
+    try:
+        return _Reader({name: tensors[name]})._flat(name, dtypes)[0] if name in tensors else None
+    except InvalidTensor:
+        return None
 
 
 def _int64(values: Array | None) -> Int64 | None:

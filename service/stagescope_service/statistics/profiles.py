@@ -47,8 +47,10 @@ FINER: Final = 1
 COARSEST: Final = FINER + 1 - FINEST
 """Of `lattice`: d is a multiple of 1."""
 
-COLUMNS: Final = ("tokens", "nonfinite", "d_sum", "d_abs_sum")
+COLUMNS: Final = ("tokens", "nonfinite", "d_sum", "d_abs_sum", "d_square_sum")
 WIDTH: Final = len(COLUMNS)
+WIDTH_1: Final = 4
+"""Columns of profiles of earlier versions; the last one is NaN once they are read."""
 ROWS: Final = len(DIMENSIONS) * BINS
 
 
@@ -65,6 +67,16 @@ class Bin(NamedTuple):
     nonfinite: int
     d_sum: float
     d_abs_sum: float
+    d_square_sum: float = math.nan
+    """NaN in summaries of earlier releases."""
+
+    @property
+    def carrying(self) -> float:
+        """(sum |d|)^2 / sum d^2: how many tokens of one size would have these sums; NaN where the
+        squares are not known."""
+        if self.d_square_sum == 0.0:
+            return 0.0
+        return self.d_abs_sum * (self.d_abs_sum / self.d_square_sum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +105,7 @@ class Profiles:
         base = DIMENSIONS.index(dimension) * BINS
         own = (self.keys >= base) & (self.keys < base + BINS)
         return tuple(
-            Bin(key - base, int(row[0]), int(row[1]), row[2], row[3])
+            Bin(key - base, int(row[0]), int(row[1]), *row[2:])
             for key, row in zip(self.keys[own].tolist(), self.values[own].tolist(), strict=True)
         )
 
@@ -114,8 +126,8 @@ class Profiles:
 
 
 def _sum(key: int, bins: Sequence[Bin]) -> Bin:
-    _, tokens, nonfinite, d_sum, d_abs_sum = map(sum, zip(*bins, strict=True))
-    return Bin(key, int(tokens), int(nonfinite), d_sum, d_abs_sum)
+    _, tokens, nonfinite, *sums = map(sum, zip(*bins, strict=True))
+    return Bin(key, int(tokens), int(nonfinite), *sums)
 
 
 class Placement(NamedTuple):
@@ -140,6 +152,8 @@ class Counts(NamedTuple):
     """int64 [SLOTS], tokens of d <= 0 and of d > 0 by probability."""
     sizes: Float64
     """float64 [SLOTS], the sums of their |d|."""
+    squares: Float64
+    """float64 [SLOTS], the sums of their d^2."""
     table: Float64
     """float64 [ROWS, WIDTH]."""
 
@@ -160,19 +174,27 @@ def _bin_of(index: int) -> int:
 
 
 @exact
-def _put(table: Float64, row: int, n: float, d: float, size: float) -> None:
+def _put(table: Float64, row: int, n: float, d: float, size: float, square: float) -> None:
     table[row, 0] += n
     table[row, 2] += d
     table[row, 3] += size
+    table[row, 4] += square
 
 
 @reduction
-def _sums(d: Float64, begin: int, end: int) -> tuple[float, float]:
-    total = size = 0.0
+def _sums(d: Float64, begin: int, end: int) -> tuple[float, float, float]:
+    total = size = square = 0.0
     for i in range(begin, end):
         total += d[i]
         size += abs(d[i])
-    return total, size
+        square += d[i] * d[i]
+    return total, size, square
+
+
+@exact
+def _square_of(part: Float64, n: int) -> float:
+    """Return the sum of d^2 of a block from its cell."""
+    return float(part[AT.D_M2] + part[AT.D_SUM] * (part[AT.D_SUM] / n))
 
 
 @exact
@@ -189,10 +211,10 @@ def _span(
         j = i + inside if 0 < inside < n - i else n
         own = own if at > 0 else zero
         if j - i == n:
-            _put(table, row + own, n, part[AT.D_SUM], part[AT.D_ABS_SUM])
+            _put(table, row + own, n, part[AT.D_SUM], part[AT.D_ABS_SUM], _square_of(part, n))
         else:
-            total, size = _sums(d, i, j)
-            _put(table, row + own, j - i, total, size)
+            total, size, square = _sums(d, i, j)
+            _put(table, row + own, j - i, total, size, square)
         i = j
 
 
@@ -228,7 +250,7 @@ def _lattice(d: Float64, n: int, table: Float64) -> None:
         elif np.floor(scaled) == scaled:
             units = int(scaled)
             own = min(FINER + _bin_of(units & -units), COARSEST)
-        _put(table, _LATTICE + own, 1.0, d[i], abs(d[i]))
+        _put(table, _LATTICE + own, 1.0, d[i], abs(d[i]), d[i] * d[i])
 
 
 @exact
@@ -245,39 +267,40 @@ def add(
         counts: added to.
     """
     place, behind, last, position = placement
-    slots, chances, sizes, table = counts
-    total, size = part[AT.D_SUM], part[AT.D_ABS_SUM]
+    slots, chances, sizes, squares, table = counts
+    total, size, square = part[AT.D_SUM], part[AT.D_ABS_SUM], _square_of(part, n)
     if place >= 0:
         _span(d, n, place, 1, _PLACE, 0, part, table)
     else:
-        _put(table, _PLACE + UNKNOWN, n, total, size)
+        _put(table, _PLACE + UNKNOWN, n, total, size, square)
     if behind >= 0:
         _span(d, n, behind, -1, _END, last, part, table)
     else:
-        _put(table, _END + UNKNOWN, n, total, size)
+        _put(table, _END + UNKNOWN, n, total, size, square)
     _span(d, n, position, 1, _POSITION, 0, part, table)
     _chances(q, d, n, slots)
     for i in range(n):
         at = np.uint64(slots[i])
         chances[at] += 1
         sizes[at] += abs(d[i])
+        squares[at] += d[i] * d[i]
     equal = part[AT.EQUAL]
     if _on_lattice(d, n) > equal:
         _lattice(d, n, table)
     else:
         table[_LATTICE + ZERO, 0] += equal
-        _put(table, _LATTICE + FINER, n - equal, total, size)
+        _put(table, _LATTICE + FINER, n - equal, total, size, square)
 
 
 @exact
 def add_chances(counts: Counts) -> None:
     """Add what `add` counted by probability to the table."""
-    _, chances, sizes, table = counts
+    _, chances, sizes, squares, table = counts
     for own in range(OVER_ONE + 1):
         down, up = 2 * own, 2 * own + 1
         _put(
             table, _PROBABILITY + own, chances[down] + chances[up],
-            sizes[up] - sizes[down], sizes[up] + sizes[down],
+            sizes[up] - sizes[down], sizes[up] + sizes[down], squares[up] + squares[down],
         )  # fmt: skip
 
 

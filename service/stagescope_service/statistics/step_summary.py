@@ -305,7 +305,7 @@ def _contribution(record: PartRecord, identities: Identities) -> Summary:
     bare = dataclasses.replace(
         renamed.sequences, cover=nothing, marks=nothing, mark_values=np.empty(0, np.float32)
     )
-    return dataclasses.replace(renamed, sequences=bare).named(record.key)
+    return dataclasses.replace(renamed, sequences=bare, token_digest="").named(record.key)
 
 
 def _tokens_sent(record: PartRecord) -> int:
@@ -329,8 +329,8 @@ class _TokenAccounting:
         self._ledger = Ledger()
         self._holders: dict[tuple[object, ...], PartRecord] = {}
         self._epochs: dict[GroupKey, int] = {}
-        self._digests: dict[tuple[object, ...], int] = {}
-        """Group and content -> the occurrence that counts."""
+        self._digests: dict[tuple[object, ...], PartRecord] = {}
+        """Group and content -> the part that counts."""
         self._copies = Copies(identities)
         self.counted: list[PartRecord] = []
         self.left_out: dict[str, str] = {}
@@ -353,13 +353,16 @@ class _TokenAccounting:
             if other is not None:
                 self.differing.append((record.key, other))
             return
+        earlier = None
         if record.has_ids:
             why, claim = self._by_sample(record)
         else:
-            why, claim = self._by_layout(record), None
+            (why, earlier), claim = self._by_layout(record), None
         holder = self._holders.setdefault((*record.group, record.part), record)
         other = self._copies.differing(record, holder) if record.has_ids else None
         other = other or (None if claim is None else claim.other_mask)
+        if why == REPEATED and earlier is not None and record.sender == earlier.sender:
+            other = earlier.key
         if why is None:
             self.counted.append(record)
             if claim is not None:
@@ -369,7 +372,7 @@ class _TokenAccounting:
             missing = min(claim.fresh, full.total.masked) if why == PARTIAL and claim else 0
             self.tokens_left_out[why] += missing
             self.tokens_left_out[REPEATED if why == PARTIAL else why] += full.total.masked - missing
-            if not record.has_ids and why in (REPLICA, REPEATED) and holder.digest != record.digest:
+            if not record.has_ids and why == REPLICA and holder.digest != record.digest:
                 other = holder.key
         if other is not None:
             self.differing.append((record.key, other))
@@ -381,7 +384,7 @@ class _TokenAccounting:
         full = record.full_summary
         places = self._identities.places_of(record.key, full)
         claim = self._ledger.claim(
-            full, record.cp_rank, places, sender=record.sender, name=record.key
+            full, record.cp_rank, places, sender=record.passes, name=record.key
         )
         if claim.is_all_repeated:
             held = (*record.group, record.part) in self._holders
@@ -391,16 +394,21 @@ class _TokenAccounting:
             return PARTIAL, claim
         return None, claim
 
-    def _by_layout(self, record: PartRecord) -> str | None:
+    def _by_layout(self, record: PartRecord) -> tuple[str | None, PartRecord | None]:
+        """Return why rows without ids do not count, and the part that holds the same tokens."""
         if record.role != self._main_role:
-            return OTHER_ROLE
+            return OTHER_ROLE, None
         if (*record.group, record.part) in self._holders:
-            return REPLICA
+            return REPLICA, None
         if record.part.epoch > self._epochs.setdefault(record.group, record.part.epoch):
-            return LATER_EPOCH
-        content = (*record.group, record.summary.digest)
-        occurrence = self._digests.setdefault(content, record.part.occurrence)
-        return REPEATED if occurrence != record.part.occurrence else None
+            return LATER_EPOCH, None
+        if record.token_digest:
+            earlier = self._digests.setdefault((*record.group, record.token_digest), record)
+            return (None, None) if earlier is record else (REPEATED, earlier)
+        # Of rows without token ids another pass is known by its numbers alone.
+        earlier = self._digests.setdefault((*record.group, record.summary.digest), record)
+        is_repeated = earlier.part.occurrence != record.part.occurrence
+        return (REPEATED if is_repeated else None), None
 
 
 def _choose_stage_and_pair(
@@ -450,12 +458,14 @@ def _rank_rows(
     to_recompute: list[Recompute] = []
     for (role, rank), own in sorted(by_rank.items()):
         ledger, epoch = Ledger(), min(record.part.epoch for record in own)
+        digests: set[str] = set()
         taken: list[tuple[PartRecord, Summary]] = []
         for record in own:
             summary = record.ranked or record.full_summary
             if not record.has_ids:
-                if record.part.epoch == epoch:
+                if record.part.epoch == epoch and record.token_digest not in digests:
                     taken.append((record, summary))
+                    digests |= {record.token_digest} - {""}
                 continue
             places = identities.places_of(record.key, summary)
             own_places = [dataclasses.replace(place, dropped=False) for place in places]

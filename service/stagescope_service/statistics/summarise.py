@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -117,6 +118,7 @@ def summarise(
         ignored=(*ignored, *keys.ignored),
         profiles=profiles.Profiles.of_table(profile),
         engines=_by_engine(batch, row_values),
+        token_digest=_token_digest(batch, found.cover),
         produced={
             (batch.producers[0] or "", batch.producers[1] or ""): int(
                 round_cells[:, cells.Field.TOKENS].sum()
@@ -255,8 +257,11 @@ def _by_engine(batch: TokenBatch, rows: Float64) -> dict[str, Float64]:
         return {}
     index = {name: at for at, name in enumerate(names)}
     sums = np.zeros((len(names), profiles.WIDTH))
-    columns = [kernel.ROW.index(name) for name in ("tokens", "non_finite", "d_sum", "d_abs_sum")]
-    np.add.at(sums, [index[name] for name in batch.engines], rows[:, columns])
+    names_of = ("tokens", "non_finite", "d_sum", "d_abs_sum", "pp_sum", "qq_sum", "pq_sum")
+    n, bad, d, size, pp, qq, pq = (rows[:, kernel.ROW.index(name)] for name in names_of)
+    squares = np.maximum(pp + qq - 2.0 * pq, d * d / np.maximum(n, 1.0))  # of small d the bound
+    own = np.stack([n, bad, d, size, squares], axis=1)
+    np.add.at(sums, [index[name] for name in batch.engines], own)
     return {name: row for name, row in zip(names, sums, strict=True) if row[:2].any()}
 
 
@@ -310,6 +315,20 @@ def _sequences(
         marks=marks,
         mark_values=np.empty(0, np.float32) if mark_values is None else mark_values,
     ), index
+
+
+def _token_digest(batch: TokenBatch, cover: Int64) -> str:
+    """Return a hash of the model tokens' ids and positions where rows have no sample ids."""
+    if batch.sample_ids is not None or batch.token_ids is None or not len(cover):
+        return ""
+    _, first, last, token = cover.T
+    bounds = cumulative(last - first)
+    run = row_of_each(bounds)
+    ids = batch.token_ids[np.arange(len(run)) - bounds[run] + token[run]]
+    hashed = hashlib.blake2b(digest_size=16)
+    hashed.update(np.ascontiguousarray(cover[:, :3]).tobytes())
+    hashed.update(ids.astype(np.int64).tobytes())
+    return hashed.hexdigest()
 
 
 def _marks(batch: TokenBatch, cover: Int64) -> tuple[Int64, Float32]:

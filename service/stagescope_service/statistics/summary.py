@@ -207,6 +207,9 @@ class Summary:
     """Engine instance -> `profiles.COLUMNS` of its tokens, where rows say theirs."""
     version_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Texts of those versions that are texts, in the order of their appearance."""
+    token_digest: str = ""
+    """A hash of the rows' token ids and masks; '' with sample ids, without responses, and in a
+    step's merged summary."""
 
     @cached_property
     def total(self) -> Cell:

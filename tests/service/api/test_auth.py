@@ -73,6 +73,12 @@ class TestTokens:
         assert not list(tmp_path.iterdir())
         assert "rrrr" not in repr(settings)
 
+    def test_white_space_around_a_token_of_a_variable_is_none_of_it(self, tmp_path: Path) -> None:
+        read, operate = SecretStr(f"{'r' * 40}\n"), SecretStr(" \n")
+        tokens = AccessTokens.load(Settings(home=tmp_path, read_token=read, operate_token=operate))
+        assert tokens.read == "r" * 40
+        assert tokens.operate == token_path(tmp_path, "operate").read_text().strip()
+
     def test_are_in_no_repr(self) -> None:
         assert "secret" not in repr(AccessTokens("secret-read", "secret-operate"))
 

@@ -143,6 +143,27 @@ def test_the_first_difference_and_what_changed_in_the_attempts(session: stagesco
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_comparison_of_steps_says_what_they_say_of_their_streams_otherwise(
+    running: Service, session: stagescope.Session
+) -> None:
+    rank = Rank(running, run="cooled", world_size=1)
+    for step, temperature in ((5, 1.0), (6, 0.7)):
+        handed = payload([0, 1, 2, 3])
+        handed["meta"] = {"streams": {"rollout": {"temperature": temperature, "top_p": 0.9}}}
+        declared = {name: [tag, list(shape), None]
+                    for name, (tag, shape, _, _) in handed["tensors"].items()}  # fmt: skip
+        rank.begin(STAGE, step)
+        announced = {"tensors": declared, "bytes": 1, "meta": handed["meta"]}
+        rank.say("end", handed, stage=STAGE, step=step, payload=announced)
+    found = session.compare("cooled:5", "cooled:6")
+    (row,) = found["changes"]["rows"]
+    assert (row["name"], row["a"], row["b"], row["weight"]) == (
+        f"{STAGE}.rollout.temperature", 1.0, 0.7, "numbers",
+    )  # fmt: skip
+    assert found["changes"]["counts"] == {"numbers": 1}
+    assert f"{STAGE}.rollout.temperature: 1.0 -> 0.7" in "\n".join(found.lines())
+
+
 def test_tolerances_travel(session: stagescope.Session) -> None:
     wide = session.compare("one:6", "other:6", tolerances=["*rollout_log_probs=1"])
     assert wide.verdict == "within noise"

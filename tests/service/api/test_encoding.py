@@ -71,3 +71,12 @@ def test_parse_nonfinite() -> None:
     assert parse_nonfinite("-inf") == -math.inf
     assert parse_nonfinite("other") == "other"
     assert parse_nonfinite(1.5) == 1.5
+
+
+def test_json_that_is_nested_too_deep_is_refused() -> None:
+    """To pickle what orjson still reads ended the process."""
+    brackets = b"[" * 102, b"]" * 102
+    assert decode(b"".join(brackets))
+    for deeper in (b'{"x": %b}', b"[1, %b]"):
+        with pytest.raises(InvalidInput, match="nested too deep"):
+            decode(deeper % b"".join(brackets))

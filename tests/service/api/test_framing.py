@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from stagescope.wire import schema
-from stagescope.wire.errors import InvalidInput, TooLarge
+from stagescope.wire.errors import InvalidEvent, InvalidInput, TooLarge
 from stagescope_service.api import framing
 
 SENDER = list(schema.Sender("inc", "r", "a", "actor", 0).wire())
@@ -115,6 +115,38 @@ def test_an_event_of_an_unknown_schema_is_left_to_the_coordinator() -> None:
     strange = [99, "end", 7, 1.0, 1.0, {}]
     assert parse(frame(header(events=[strange]))).events == [tuple(strange)]
     assert parse(frame(header(events=["odd", END]))).events[0] == ("odd",)
+
+
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ('"\\ud800x"', "\\ud800x"),
+        ("NaN", "nan"),
+        ("1e999", "inf"),
+        ("1" + "0" * 400, "1" + "0" * 400),
+        ("1" + "0" * 6000, "1" + "0" * 6000),
+    ],
+    ids=lambda text: text[:8],
+)
+def test_what_strict_json_cannot_hold_costs_no_other_event(value: str, expected: str) -> None:
+    odd = f'[1, "end", 8, 1.0, 1.0, {{"step": 5, "x": {value}}}]'
+    body = f'{{"sender": {json.dumps(SENDER)}, "events": [{json.dumps(END)}, {odd}]}}'
+    first, second = parse(body.encode(), framed=False).events
+    assert first == tuple(END)
+    assert second[5] == {"step": 5, "x": expected}
+
+
+def test_an_event_that_is_nested_too_deep_is_refused_alone() -> None:
+    deep, deeper = (f'[1, "end", 8, 1.0, 1.0, {{"x": {nested(n)}}}]' for n in (98, 99))
+    body = f'{{"sender": {json.dumps(SENDER)}, "events": [{json.dumps(END)}, {deep}, {deeper}]}}'
+    events = [*map(schema.Event.parse, parse(body.encode(), framed=False).events[:2])]
+    assert [event.kind for event in events] == ["end", "end"]
+    with pytest.raises(InvalidEvent, match="nested more than 100 deep"):
+        schema.Event.parse(parse(body.encode(), framed=False).events[2])
 
 
 BROKEN: dict[str, Callable[[], bytes]] = {

@@ -228,6 +228,42 @@ def test_tensors_of_an_import_are_in_its_directory(
         session.tensors({"run": "full", "step": 0}, {"step": 1})
 
 
+def test_what_is_known_in_part_is_not_all_finite(
+    session: stagescope.Session, tmp_path: Path
+) -> None:
+    known = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "Max": 1, "Min": 0}
+    unknown = {**known, "Max": None, "Min": None}
+    data = {"Torch.mul.0.forward": {"input_args": [known], "output": [unknown]}}
+    (tmp_path / "step0/rank0").mkdir(parents=True)
+    (tmp_path / "step0/rank0/dump.json").write_text(json.dumps({"data": data}))
+    import_dump(session, open_dump(tmp_path), "in_part")
+    assert session.step(0, run="in_part").non_finite().lines(width=200) == [
+        "no operator gave a NaN or an infinity (but for masks), as far as is known: "
+        "1 tensor has no Min and Max",
+        "actor_update actor/0: finite in the 1 tensor with Min and Max; 1 tensor has no Min and "
+        "Max: not known",
+    ]
+
+
+def test_a_dump_that_was_cut_off_is_not_called_empty(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    text = (directory / "step3/rank0/dump.json").read_text()
+    for rank, part in enumerate((text, "", text[:100], text[: len(text) // 2])):
+        target = tmp_path / f"step0/rank{rank}/dump.json"
+        target.parent.mkdir(parents=True)
+        target.write_text(part)
+    report = import_dump(session, open_dump(tmp_path), "cut")
+    assert report["notes"] == []
+    assert [Path(each["path"]).parent.name for each in report["problems"]] == [
+        "rank1", "rank2", "rank3",
+    ]  # fmt: skip
+    messages = [each["message"] for each in report["problems"]]
+    assert all("was cut off while it was written" in message for message in messages)
+    assert ["it holds no complete call" in message for message in messages] == [True, True, False]
+    assert "recorded no call" not in "\n".join(session.step(0, run="cut").operators().lines())
+
+
 def test_checksums_alone_say_nothing_of_nan(
     session: stagescope.Session, directory: Path, tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.support.api import Rank, Service
 from tests.support.command_line import invoke
@@ -11,6 +13,7 @@ from tests.support.stores import eventually
 import stagescope
 from stagescope.progress import CaptureProgress
 from stagescope_service.core.captures.agreement import AGREED
+from stagescope_service.store.catalogue import Catalogue
 
 STAGE = "actor_update"
 
@@ -520,3 +523,86 @@ def test_an_option_that_names_nothing_is_refused(
     assert result.exit_code == 2
     assert "--keep: it names nothing" in result.stderr
     assert live.get("/captures")["rows"] == []
+
+
+def test_a_report_on_its_way_is_waited_for_where_a_driver_closes_the_step(live: Service) -> None:
+    capture_id = request_capture(live, stages=[STAGE], steps=[1])
+    ranks = [Rank(live, rank=number) for number in (0, 1)]
+    dump(ranks[0], capture_id, STAGE, 1)
+    driver = Rank(live, role="driver", world_size=1)
+    driver.say("end_step", step=1)
+    assert come_to(live, capture_id) == ("agreed", [("waiting", 1, 1, 0)])
+    dump(ranks[1], capture_id, STAGE, 1)
+    assert come_to(live, capture_id) == ("complete", [("complete", 2, 0, 0)])
+
+
+def test_a_rank_that_leaves_a_closed_step_without_a_report_is_a_gap(live: Service) -> None:
+    captures = [request_capture(live, stages=[STAGE], steps=[step]) for step in (1, 2)]
+    ranks = [Rank(live, rank=number) for number in (0, 1)]
+    driver = Rank(live, role="driver", world_size=1)
+    for step, capture_id in enumerate(captures, start=1):
+        dump(ranks[0], capture_id, STAGE, step)
+        ranks[1].stage(STAGE, step)
+        driver.say("end_step", step=step)
+        assert come_to(live, capture_id) == ("agreed", [("waiting", 1, 1, 0)])
+        ranks[1].begin(STAGE, step + 1) if step == 1 else ranks[1].say("finish")
+        assert come_to(live, capture_id) == ("partial", [("partial", 1, 0, 1)])
+
+
+def test_kept_tensors_on_their_way_are_waited_for_where_a_driver_closes_the_step(
+    live: Service,
+) -> None:
+    live.engine.keep("rollout_log_probs")
+    spec = {"stages": [STAGE], "steps": [1], "keep": ["rollout_log_probs"]}
+    capture_id = request_capture(live, **spec)
+    ranks = [Rank(live, rank=number) for number in (0, 1)]
+    ranks[0].stage(STAGE, 1, payload())
+    ranks[1].begin(STAGE, 1)
+    Rank(live, role="driver", world_size=1).say("end_step", step=1)
+    state, steps = come_to(live, capture_id)
+    assert (state, steps[0][0]) == ("agreed", "waiting")
+    ranks[1].stage(STAGE, 1, payload())
+    assert come_to(live, capture_id)[0] == "complete"
+
+
+def test_a_progress_is_of_one_moment(live: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_id = request_capture(live, stages=[STAGE], steps=[1])
+    ranks = [Rank(live, rank=number) for number in (0, 1)]
+    dump(ranks[0], capture_id, STAGE, 1)
+    ranks[0].begin(STAGE, 2)
+    captured = Catalogue.captured
+
+    def meanwhile(catalogue: Catalogue, *args: Any, **options: Any) -> Any:
+        found = captured(catalogue, *args, **options)
+        monkeypatch.setattr(Catalogue, "captured", captured)
+        dump(ranks[1], capture_id, STAGE, 1)
+        ranks[1].begin(STAGE, 2)
+        return found
+
+    monkeypatch.setattr(Catalogue, "captured", meanwhile)
+    assert come_to(live, capture_id) == ("agreed", [("waiting", 1, 1, 0)])
+    assert come_to(live, capture_id) == ("complete", [("complete", 2, 0, 0)])
+
+
+def test_a_capture_that_is_agreed_on_again_has_not_ended_before(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_id = request_capture(live, stages=[STAGE], steps=[1], again=1)
+    rank = Rank(live, world_size=1)
+    commits = live.engine.coordinator.commits
+    commit, seen = commits.commit, set[str]()
+
+    async def look(*rows: Any) -> Any:
+        answer = await commit(*rows)
+        seen.add(come_to(live, capture_id)[0])
+        return answer
+
+    monkeypatch.setattr(commits, "commit", look)
+    rank.stage(STAGE, 1)
+    batch = [
+        rank.draft("dump", stage=STAGE, step=1, capture_id=capture_id, state="missed"),
+        rank.draft("begin", stage=STAGE, step=2),
+    ]
+    events = [event for report in batch for event in report.events]
+    live.engine.take(rank.sender, events)
+    assert seen == {"agreed", "asked"}

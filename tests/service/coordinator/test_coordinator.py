@@ -788,6 +788,30 @@ def test_the_driver_of_a_job_waits_for_what_every_rank_has_still_to_send(made: C
     assert {row["step"]: row["closed_wall"] is not None for row in steps} == {1: True, 2: True}
 
 
+def test_the_driver_hears_of_what_will_never_arrive(made: Clocked) -> None:
+    async def train() -> tuple[DrainAnswer, DrainAnswer, DrainAnswer]:
+        live(made)
+        for name in ("r", "other"):
+            rank = Trainer(made, 0, name)
+            await rank.say("hello", world_size=1)
+            await rank.say("begin", step=1, stage="actor_update")
+            if name == "r":
+                lost = {"step": 1, "stage": "actor_update", "reason": "no room"}
+                await rank.say("dropped", what="payload", count=2, **lost)
+                await rank.say("dropped", what="event", count=1, **lost)
+            await rank.say("end", step=1, stage="actor_update", status="ok")
+            await rank.say("finish")
+        drain = made.coordinator.draining.drain
+        return await drain("r", 1.0), await drain("r", 1.0, "a"), await drain("other", 1.0, "a")
+
+    *of_run, of_other = made.run(train())
+    for said in of_run:
+        assert said["drained"]
+        assert said["lost"] == ["actor rank 0: events 1", "actor rank 0: payloads 2"]
+    assert of_other["drained"]
+    assert "lost" not in of_other
+
+
 def test_the_driver_hears_of_ranks_that_never_came(made: Clocked) -> None:
     async def train() -> tuple[DrainAnswer, ...]:
         live(made)

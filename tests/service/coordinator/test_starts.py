@@ -13,6 +13,8 @@ from tests.support.local import coordinator_of
 from tests.support.stores import rows_of, url_of
 from tests.support.trainings import Delivery, Rank
 
+from stagescope.wire.errors import NotReady
+from stagescope.wire.schema import FINISH
 from stagescope_service.coordinator import starts
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.ingest.relay import Relay
@@ -101,6 +103,69 @@ def test_a_rank_that_is_replaced_alone_waits_for_a_sign_of_the_others_or_a_while
     assert attempts_of(store).keys() == {1}
     [found] = rows_of(store, "findings")
     assert found["kind"] == "started_again"
+
+
+async def send_until_taken_in(coordinator: Coordinator, said: list[Delivery]) -> int:
+    """Send a batch as a probe does, again where it is asked to; returns how often it was asked."""
+    asked = 0
+    while True:
+        try:
+            await send(coordinator, said)
+        except NotReady:  # noqa: PERF203
+            asked += 1
+            await asyncio.sleep(0.02)
+        else:
+            return asked
+
+
+@pytest.mark.parametrize(
+    ("shows", "again"),
+    [("a hello", {1, 2}), ("the end of a lease", {1, 2}), ("a poll", {1}), ("nothing yet", {1})],
+)
+def test_a_rank_comes_again_until_the_ranks_before_show_whether_they_go_on(
+    store: SqlStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shows: str,
+    again: set[int],
+) -> None:
+    monkeypatch.setattr(starts, "WAIT_SECONDS", 0.1)
+    wall, mono = 1009.0, 0.0
+    coordinator = coordinator_of(store, tmp_path, wall=lambda: wall, mono=lambda: mono)
+    intake = coordinator.intake
+    intake.begin()
+
+    async def poll(rank: Rank) -> None:
+        await intake.poll(rank.sender.wire(), 0, [], 0.0)
+
+    async def scenario() -> int:
+        nonlocal wall, mono
+        old = await begin_first_start(coordinator, "job-1")
+        for rank in old:
+            await poll(rank)
+        new = [Rank(rank, started=1010.0) for rank in (1, 0)]
+        if shows == "nothing yet":  # and it takes leave: it may not come again
+            said = [*first_batch(new[0]), new[0].say(FINISH)]
+            return await send_until_taken_in(coordinator, said)
+        sent = asyncio.create_task(send_until_taken_in(coordinator, first_batch(new[0])))
+        await asyncio.sleep(0.4)
+        assert not sent.done()
+        wall, mono = wall + 30.0, mono + 30.0
+        if shows == "a poll":
+            await poll(old[0])
+        elif shows == "a hello":
+            await send(coordinator, first_batch(new[1]))
+        else:
+            for _ in range(4):  # at the first time it finds that it was held up itself
+                wall, mono = wall + 20.0, mono + 20.0
+                await poll(new[0])
+                await intake.expire()
+        return await sent
+
+    asked = asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert (asked == 0) == (shows == "nothing yet")
+    assert attempts_of(store).keys() == again
+    assert attempts_of(store)[1] >= FIRST
 
 
 def test_what_its_launcher_says_needs_no_wait(

@@ -13,6 +13,7 @@ from tests.support.trainings import check_memory
 
 from stagescope.wire.errors import InvalidEvent
 from stagescope.wire.schema import KINDS, WORK_FIELDS, Event, Sender
+from stagescope_service.core.catalogue_rows import plain
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.core.spans import RAW_SEQ
 from stagescope_service.core.state import Arrival, State
@@ -133,3 +134,8 @@ def test_whatever_comes_can_be_written_or_is_refused(
         check_memory(state)
     state.expire(1e9, 1.0)
     check_memory(state)
+
+
+def test_an_int_of_no_column_is_kept_as_its_digits() -> None:
+    """No answer could hold the number."""
+    assert plain({"seed": 10**30, "lr": 2**63 - 1}) == {"seed": str(10**30), "lr": 2**63 - 1}

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import ast
+import fnmatch
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -30,8 +33,11 @@ from tests.support.api import Rank, Service
 from tests.support.command_line import invoke
 from tests.support.stores import write
 
+import stagescope_service
 from stagescope_service.core.findings import finding
-from stagescope_service.diagnosis.doctor import rulebook
+from stagescope_service.core.instructions import Put
+from stagescope_service.diagnosis.doctor import diagnose, rulebook, unexplained
+from stagescope_service.diagnosis.history import RunHistory
 from stagescope_service.statistics.comparability import WHAT_TO_CHECK
 
 
@@ -39,6 +45,103 @@ from stagescope_service.statistics.comparability import WHAT_TO_CHECK
 def test_every_cause_that_a_step_can_have_has_one_rule() -> None:
     causes = [cause for rule in rulebook() for cause in rule.causes]
     assert sorted(causes) == sorted(WHAT_TO_CHECK)
+
+
+@pytest.mark.parametrize("cause", WHAT_TO_CHECK)
+def test_a_cause_that_every_step_has_is_never_passed_over(cause: str, live: Service) -> None:
+    """Its rule finds it, or the answer says that no rule could judge it."""
+    run = f"every-{cause}"
+    train(live, run, steps=range(1, 6))
+    attempt_id = live.catalogue.attempts(run)[0]["attempt_id"]
+    write(
+        live.store,
+        *(
+            finding(f"streams_{cause}", "so", run=run, attempt_id=attempt_id, step=step, wall=1.0)
+            for step in range(1, 6)
+        ),
+    )
+    history = RunHistory(live.catalogue, run)
+    steps = [step._replace(verdict="suspect", suspects=(cause,)) for step in history.steps]
+    history.__dict__["steps"] = steps
+    rows = diagnose(history)
+    found = {row.rule.name for row in rows if row.evidence.verdict == "found"}
+    left = unexplained(rows, history)
+    assert found & {rule.name for rule in rulebook() if cause in rule.causes} or left == {
+        f"streams_{cause}": 5
+    }
+
+
+def kinds_in_the_source() -> set[str]:
+    """The kinds that calls of `finding` name, as they stand or by a constant."""
+    trees = [
+        ast.parse(file.read_text(encoding="utf-8"))
+        for file in Path(stagescope_service.__file__).parent.rglob("*.py")
+    ]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    constants = {
+        node.target.id: node.value.value
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "finding" and node.args:
+            kind = node.args[0]
+            if isinstance(kind, ast.Constant):
+                found.add(str(kind.value))
+            elif isinstance(kind, ast.Name) and kind.id in constants:
+                found.add(constants[kind.id])
+    return found
+
+
+def test_whatever_is_found_a_rule_looks_at_it_or_the_answer_names_it(live: Service) -> None:
+    kinds = kinds_in_the_source()
+    assert {"replicas_differ", "nonfinite_values", "webhook_failed", "refused_event"} <= kinds
+    assert len(kinds) > 25
+    train(live, "every-kind", steps=range(1, 6))
+    attempt_id = live.catalogue.attempts("every-kind")[0]["attempt_id"]
+    fields: Any = {"run": "every-kind", "attempt_id": attempt_id, "step": 5, "wall": 1.0}
+    write(live.store, *(finding(kind, "so", **fields) for kind in kinds))
+    answer = live.get("/runs/every-kind/diagnosis")
+    verdicts = {row["rule"]: row["verdict"] for row in answer["rows"]}
+    looking = {
+        kind: {
+            rule.name for rule in rulebook()
+            if any(fnmatch.fnmatchcase(kind, each) for each in rule.kinds)
+        }
+        for kind in kinds
+    }  # fmt: skip
+    assert answer["unexplained"] == {kind: 1 for kind, rules in looking.items() if not rules}
+    by_numbers = {rule.name for rule in rulebook() if rule.findings}
+    for kind, rules in looking.items():
+        if rules and not rules & by_numbers:
+            assert "found" in {verdicts[rule] for rule in rules}, kind
+    count = len(answer["unexplained"])
+    assert f". {count} warnings or errors stand that no rule explains: " in answer["text"]
+    assert "(stagescope findings --run every-kind)" in answer["text"]
+    earlier = live.get("/runs/every-kind/diagnosis", step=4)
+    assert earlier["unexplained"] == {}
+    assert "no rule explains" not in earlier["text"]
+
+
+def test_a_note_and_what_is_over_are_not_unexplained(live: Service) -> None:
+    train(live, "over", steps=range(1, 6))
+    attempt_id = live.catalogue.attempts("over")[0]["attempt_id"]
+    fields: Any = {"run": "over", "attempt_id": attempt_id, "step": 5, "wall": 1.0}
+    over = finding("webhook_failed", "so", **fields)
+    write(
+        live.store,
+        Put("findings", {**over.row, "over_wall": 2.0}),
+        finding("attempt_bundled", "so", severity="info", **fields),
+        finding("misspelt_tensor", "so", **fields),
+    )
+    answer = live.get("/runs/over/diagnosis")
+    assert answer["unexplained"] == {"misspelt_tensor": 1}
+    assert (
+        ". 1 warning or error stands that no rule explains: misspelt_tensor "
+        "(stagescope findings --only misspelt_tensor --run over)" in answer["text"]
+    )
 
 
 def test_what_explains_a_symptom_is_a_rule_and_nothing_explains_itself() -> None:

@@ -117,6 +117,27 @@ def test_an_end_names_its_begin_and_numbers_never_repeat(tmp_path: Path) -> None
     assert numbers == sorted(set(numbers))
 
 
+def test_texts_alone_are_a_payload(tmp_path: Path) -> None:
+    only = entry(tmp_path, "trajectories")
+    record = DumpContents(only, samples=("a", "b"), row_texts={"output": ("x", "y")})
+    ((_, end, batch),) = of_kind(imported(FakeDump({only: record})), END)
+    assert end.fields["payload"]["tensors"] == {}
+    assert batch.payloads[end.seq]["strings"] == {"sample_ids": ["a", "b"], "output": ["x", "y"]}
+
+
+def test_two_files_of_one_stage_are_never_mixed(tmp_path: Path) -> None:
+    # One names the stage that the other has by its section.
+    entries = [
+        entry(tmp_path, "trajectories", "b"),
+        entry(tmp_path, "trajectories", "a", stage="rollout_generate"),
+    ]
+    dump = FakeDump({each: DumpContents(each, {each.path.name: values(2)}) for each in entries})
+    ((_, _, batch),) = of_kind(imported(dump), END)
+    assert [set(payload["tensors"]) for payload in batch.payloads.values()] == [{"a"}]
+    (problem,) = batch.problems
+    assert (problem.kind, problem.path.name) == ("refused", "b")
+
+
 def test_importing_a_directory_twice_yields_the_same_events(tmp_path: Path) -> None:
     dump = FakeDump({each: DumpContents(each) for each in [entry(tmp_path, "loss")]})
     assert [batch.events for batch in imported(dump)] == [batch.events for batch in imported(dump)]

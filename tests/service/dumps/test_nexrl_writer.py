@@ -129,8 +129,8 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
         + ["stagescope.json"]
     )
     assert written.left_out == [
-        "step 5: NexRL's trajectories do not hold rollout_log_probs",
-        "step 5: NexRL has no file for advantages (4 entries)",
+        "step 5: old_log_probs: which of 2 ranks recorded which rows: NexRL's file has each row "
+        "once",
         "numbers that were logged where no tensor is kept, if any: they are in the service's "
         "catalogue alone, not in these files (stagescope series)",
     ]
@@ -145,7 +145,14 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
     assert sum(first["loss_mask"]) == batch.response_mask[0].sum()
     old = torch.load(tmp_path / "out/old_log_probs/step_000005.pt", weights_only=True)
     np.testing.assert_array_equal(old["old_log_probs"].numpy(), batch.old_log_probs)
-    assert old["batch_info"] == {"batch_size": 16, "sample_ids": batch.samples}
+    info = old["batch_info"]
+    assert (info["batch_size"], info["sample_ids"]) == (16, batch.samples)
+    mask = batch.response_mask != 0
+    forward = torch.load(
+        tmp_path / "out/forward_data/step_000005_rank0_micro0.pt", weights_only=True
+    )
+    rollout = forward["rollout_log_probs"].numpy()
+    np.testing.assert_array_equal(rollout[mask[:4]], batch.rollout_log_probs[:4][mask[:4]])
     loss = torch.load(tmp_path / "out/loss/step_000005_rank1_micro1.pt", weights_only=True)
     assert (loss["rank"], loss["micro_idx"], loss["loss"]) == (1, 1, 0.5)
     assert np.isnan(loss["pg_loss"])
@@ -187,7 +194,16 @@ def test_trajectories_of_other_formats(tmp_path: Path) -> None:
         assert [each["reward"] for each in found] == batch.rewards.tolist()
     assert (tmp_path / "ragged/trajectory/step_-00001.jsonl").exists()
     found = json.loads((tmp_path / "slime/trajectory/step_000000.jsonl").read_text())
-    assert found["trajectories"][5]["extra_fields"] == {"group_id": "1", "run_id": 5}
+    extra = found["trajectories"][5]["extra_fields"]
+    log_probs = extra.pop("logprobs")
+    assert (extra["group_id"], extra["run_id"], extra["remove_sample"]) == ("1", 5, False)
+    assert extra["prompt"] == "question 5"
+    mask = np.array(batch.loss_mask(5)) != 0
+    assert len(log_probs) == len(mask)
+    recorded = batch.rollout_log_probs[5, : batch.lengths[5]][
+        batch.response_mask[5, : batch.lengths[5]] != 0
+    ]
+    np.testing.assert_array_equal(np.array(log_probs)[mask], recorded)
 
 
 def test_slime_rollouts_count_once_and_evaluations_are_marked(tmp_path: Path) -> None:
@@ -252,6 +268,7 @@ def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
 def test_old_log_probs_are_those_of_their_stage_again(tmp_path: Path) -> None:
     records = []
     for stage, name in (("actor_compute_log_prob", "old"), ("ref_compute_log_prob", "ref")):
+        (tmp_path / name).touch()
         for rank in range(2):
             values = np.arange(6, dtype=np.float32).reshape(2, 3)[:, rank:]  # of two widths
             mask = np.array([[1, 1, 0], [1, 1, 1]])[:, rank:]

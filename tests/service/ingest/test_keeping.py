@@ -94,6 +94,14 @@ def test_numbers_alone_are_a_file(node: Node) -> None:
         assert [*file.keys()] == []
 
 
+def test_texts_alone_are_a_file_of_trajectories(node: Node) -> None:
+    taken = {"schema": 1, "tensors": {}, "strings": {"output": ["a", "b"]}, "meta": {}}
+    assert kept(node.take(value=taken, scalars={}, keep=["old_log_probs"])) == []
+    (row,) = kept(node.take(value=taken, scalars={}, keep=["trajectories"]))
+    found = read_kept(Path(row["path"]))
+    assert (found.sections, found.strings) == ({"trajectories": []}, {"output": ["a", "b"]})
+
+
 def test_nothing_is_overwritten_by_the_next_part(node: Node) -> None:
     seqs = iter(range(100))
     paths = [

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,6 +135,74 @@ def findings_of(tmp_path: Path, **changed: WireTensor | None) -> list[tuple[str,
     assert outcome.state == "refused"
     rows = [put.row for put in outcome.rows if put.table == "findings"]
     return [(row["kind"], row["message"]) for row in rows]
+
+
+STREAMS = {
+    "rollout": "rollout_log_probs", "old": "old_log_probs", "current": "log_probs",
+    "ref": "ref_log_prob", "recomputed": "recomputed_log_probs",
+}  # fmt: skip
+
+
+def non_finite_in(
+    tmp_path: Path, tensors: dict[str, npt.NDArray[np.generic]], **job: object
+) -> dict[str, dict[str, int]]:
+    """Read a payload; return the kind of each finding of values that are not finite -> evidence."""
+    wires = {name: (each.dtype.name, each.shape, each, None) for name, each in tensors.items()}
+    taken = {"schema": 1, "tensors": wires, "strings": {}, "meta": {}}
+    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
+    outcome = intake.read(PayloadKey("incarnation", 1), ingest_job(**job), taken)
+    assert outcome.state == "ingested"
+    rows = [put.row for put in outcome.rows if put.table == "findings"]
+    return {row["kind"]: row["evidence"] for row in rows if row["kind"].startswith("nonfinite")}
+
+
+@pytest.mark.parametrize("minibatch", [0, 1])
+@pytest.mark.parametrize("beside", [(), ("rollout",), ("old",), ("old", "rollout"), (*STREAMS,)])
+@pytest.mark.parametrize("stream", STREAMS)
+def test_each_stream_is_counted_whatever_stands_beside_it(
+    stream: str, beside: tuple[str, ...], minibatch: int, tmp_path: Path
+) -> None:
+    random = np.random.default_rng(3)
+    tensors: dict[str, npt.NDArray[np.generic]] = {
+        STREAMS[name]: -random.exponential(1.0, (4, 12)).astype(np.float32)
+        for name in {*beside, stream}
+    }
+    mask = np.ones((4, 12), np.int64)
+    mask[:, 10:] = 0
+    odd = np.asarray(tensors[STREAMS[stream]])
+    odd[0, :3], odd[1, 4], odd[2, 5], odd[3, 11] = np.nan, np.inf, -np.inf, np.nan
+    found = non_finite_in(tmp_path, {**tensors, "response_mask": mask}, minibatch=minibatch)
+    expected = {f"{stream}_nan": 3, f"{stream}_posinf": 1, f"{stream}_neginf": 1}
+    assert found == {"nonfinite_log_probs": expected}
+
+
+@pytest.mark.parametrize("name", ["advantages", "values", "returns", "entropy", "rewards"])
+def test_values_of_the_update_are_counted(name: str, tmp_path: Path) -> None:
+    mask = np.ones((4, 12), np.int64)
+    mask[0, 0] = 0
+    values = np.zeros((4, 12), np.float32)
+    values[0, :3] = np.nan
+    found = non_finite_in(tmp_path / "wide", {name: values, "response_mask": mask})
+    assert found == {"nonfinite_values": {f"{name}_nan": 2}}
+    by_row = np.array([np.inf, 0.0, 1.0, np.nan])
+    found = non_finite_in(tmp_path / "rows", {name: by_row, "response_mask": mask})
+    assert found == {"nonfinite_values": {f"{name}_nan": 1, f"{name}_posinf": 1}}
+    assert non_finite_in(tmp_path / "masked", {name: values, "response_mask": mask * 0}) == {}
+
+
+def test_streams_in_bfloat16_are_counted(tmp_path: Path) -> None:
+    bits = np.full((4, 12), 0xBF80, np.uint16)  # -1.0
+    bits[0, :3] = 0x7FC0, 0x7F80, 0xFF80
+    taken = payload()
+    taken["tensors"] = {
+        "ref_log_probs": ("bfloat16", bits.shape, bits, None),
+        "response_mask": ("int64", bits.shape, np.ones(bits.shape, np.int64), None),
+    }
+    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
+    outcome = intake.read(PayloadKey("incarnation", 1), JOB, taken)
+    (row,) = [put.row for put in outcome.rows if put.table == "findings"]
+    assert row["evidence"] == {"ref_nan": 1, "ref_posinf": 1, "ref_neginf": 1}
+    assert row["message"].endswith(" of 48 tokens")
 
 
 def test_what_its_probe_has_reported_is_not_reported_again(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.support.batches import batch_of, bfloat16, wire
 from stagescope.wire.schema import Part
 from stagescope.wire.tensorfile import Array
 from stagescope_service.coordinator.aggregation import assembly
+from stagescope_service.coordinator.aggregation.differing_copies import differing_copies
 from stagescope_service.core.findings import FindingLocation
 from stagescope_service.statistics import (
     Field,
@@ -357,21 +358,83 @@ def test_a_declared_replica_with_another_mask_does_not_count() -> None:
     assert step_summary.differing == (("b", "a"),)
 
 
-def test_the_same_id_with_another_mask_or_length_on_another_rank_is_another_sample() -> None:
+@pytest.mark.parametrize("token_ids", [False, True])
+def test_the_same_id_and_log_probs_with_another_mask_or_length_are_the_same_sample(
+    token_ids: bool,
+) -> None:
+    """Whoever hands it over without a data_rank: one rank counts, and a finding names the other."""
     rng = np.random.default_rng(9)
     one = sample(rng, 40, rounds=False)
     shorter = Sample(one.p[:30], one.q[:30], one.mask[:30], one.ids[:30])
-    masked = dataclasses.replace(one, mask=np.arange(40) % 3 // 2)
+    without_first, with_tool = (np.ones(40, np.int64) for _ in range(2))
+    without_first[:5] = 0
+    with_tool[10:20] = 0
+    others = [dataclasses.replace(one, mask=mask) for mask in (without_first, with_tool)]
     alone = sample(rng, 9)
-    for other in (shorter, masked):
+    for other in (shorter, *others):
         records = [
-            record("a", ragged([one, alone], ["x", "y"]), 0),
-            record("b", ragged([other], ["x"]), 1),
+            record("a", ragged([one, alone], ["x", "y"], token_ids=token_ids), 0),
+            record("b", ragged([other], ["x"], token_ids=token_ids), 1),
         ]
         step_summary = aggregated(records, {})
-        assert_counts(step_summary, [one, alone, other])
-        (found,) = step_summary.contradictions
-        assert (found.sample, found.holders) == ("x", (("actor", 0), ("actor", 1)))
+        assert_counts(step_summary, [one, alone])
+        assert not step_summary.contradictions
+        assert step_summary.left_out == {"b": "repeated"}
+        assert step_summary.differing == (("b", "a"),)
+
+
+def with_other_q(one: Sample, by: float = 0.1) -> Sample:
+    """The same sample with other log-probs of the rollout."""
+    return dataclasses.replace(one, q=(one.q - np.float32(by)).astype(np.float32))
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_same_ids_and_tokens_with_other_log_probs_of_the_rollout_are_the_same_samples(
+    tokens: int, ranks: int
+) -> None:
+    """Of one rank the newest counts, of two the first; either is a finding."""
+    rng = np.random.default_rng(31)
+    own = [sample(rng, tokens, rounds=False) for _ in range(5)]
+    others = [with_other_q(one) for one in own]
+    batches = {"a": ragged(own, list("01234"), token_ids=True),
+               "b": ragged(others[:4], list("0123"), token_ids=True)}  # fmt: skip
+    later = Part(occurrence=1) if ranks == 1 else Part()
+    records = [record("a", batches["a"]), record("b", batches["b"], ranks - 1, part=later)]
+    step_summary = aggregated(records, batches)
+    assert_counts(step_summary, [*others[:4], own[4]] if ranks == 1 else own)
+    assert not step_summary.contradictions
+    assert step_summary.differing == ((("a", "b"),) if ranks == 1 else (("b", "a"),))
+
+
+def test_other_log_probs_of_the_rollout_alone_contradict_without_token_ids() -> None:
+    """Nothing then shows that these are copies: each counts, and the finding says what to give."""
+    rng = np.random.default_rng(32)
+    own = [sample(rng, 40, rounds=False) for _ in range(3)]
+    others = [with_other_q(one) for one in own]
+    records = [
+        record("a", ragged(own, list("012"))),
+        record("b", ragged(others, list("012")), part=Part(occurrence=1)),
+    ]
+    step_summary = aggregated(records, {})
+    assert_counts(step_summary, [*own, *others])
+    found = findings(step_summary)["sample_ids_contradict"]
+    assert "if they are copies of one sample, its tokens count more than once" in found["message"]
+    assert "record responses" in found["advice"]
+
+
+def test_ids_of_which_some_name_other_tokens_are_not_those_of_copies() -> None:
+    """Equal answers to several prompts are several samples, where ids are row numbers."""
+    rng = np.random.default_rng(33)
+    own = [sample(rng, 30, rounds=False) for _ in range(6)]
+    others = [with_other_q(one) for one in own[:5]] + [sample(rng, 30, rounds=False)]
+    records = [
+        record(str(rank), ragged(rows, list("012345"), token_ids=True), rank)
+        for rank, rows in enumerate((own, others))
+    ]
+    step_summary = aggregated(records, {})
+    assert_counts(step_summary, [*own, *others])
+    assert len(step_summary.contradictions) == 6
 
 
 def test_tokens_of_a_part_that_cannot_be_taken_again_count_from_others() -> None:
@@ -519,13 +582,15 @@ def test_of_what_a_rank_hands_over_again_the_newest_counts(seed: int, data: st.D
     by = data.draw(st.sampled_from(["occurrence", "minibatch", "microbatch"]))
     token_ids = data.draw(st.booleans())
     other_masks = data.draw(st.booleans())
+    # Without token ids nothing shows that rows with other log-probs of the rollout are copies.
+    other_q = token_ids and not other_masks and data.draw(st.booleans())
     newest: dict[str, Sample] = {}
     is_repeated = False
     batches: dict[str, TokenBatch] = {}
     records: list[PartRecord] = []
     for data_rank in range(ranks):
         names = [f"{data_rank}-{i}" for i in range(data.draw(st.integers(1, 5)))]
-        held = {name: sample(rng, int(rng.integers(8, 40))) for name in names}
+        held = {name: sample(rng, int(rng.integers(8, 40)), rounds=not other_q) for name in names}
         number, passes = 0, data.draw(st.integers(1, 3))
         is_repeated |= passes > 1
         for again in range(passes):
@@ -534,6 +599,7 @@ def test_of_what_a_rank_hands_over_again_the_newest_counts(seed: int, data: st.D
             for name in chosen if again else ():
                 held[name] = moved(held[name], float(rng.uniform(0.1, 0.5)))
                 held[name] = remasked(rng, held[name]) if other_masks else held[name]
+                held[name] = with_other_q(held[name]) if other_q else held[name]
             while chosen:
                 cut = data.draw(st.integers(1, len(chosen)))
                 own, chosen = chosen[:cut], chosen[cut:]
@@ -560,3 +626,61 @@ def test_of_what_a_rank_hands_over_again_the_newest_counts(seed: int, data: st.D
     assert bool(step_summary.differing) is is_repeated
     of_counted = [each for each in step_summary.differing if each[1] in step_summary.counted]
     assert bool(of_counted) is is_repeated
+
+
+def unnamed(one: Sample, *, token_ids: bool = True) -> TokenBatch:
+    """A payload of one row without a sample id."""
+    tensors = {
+        name: wire(getattr(one, field)[None])
+        for name, field in (("old_log_probs", "p"), ("rollout_log_probs", "q"),
+                            ("response_mask", "mask"), ("responses", "ids"))
+    }  # fmt: skip
+    if not token_ids:
+        del tensors["responses"]
+    return TokenBatch.from_tensors(tensors, {})
+
+
+@pytest.mark.parametrize("by", ["occurrence", "minibatch", "microbatch"])
+@pytest.mark.parametrize("other_q", [False, True])
+def test_the_same_tokens_without_ids_in_a_later_part_are_the_same_rows(
+    by: str, other_q: bool
+) -> None:
+    rng = np.random.default_rng(21)
+    one, alone = sample(rng, 60, rounds=False), sample(rng, 50, rounds=False)
+    newest = moved(one, 0.2)
+    newest = dataclasses.replace(newest, q=newest.q - np.float32(0.1)) if other_q else newest
+    records = [
+        record("a", unnamed(one)),
+        record("b", unnamed(alone), part=Part(**{by: 1})),
+        record("c", unnamed(newest), part=Part(**{by: 2})),
+    ]
+    step_summary = aggregated(records, {})
+    assert_counts(step_summary, [newest, alone])
+    assert step_summary.left_out == {"a": "repeated"}
+    assert step_summary.differing == (("a", "c"),)
+    (rank,) = step_summary.ranks
+    assert rank.cell.tokens == step_summary.total.tokens
+    put = differing_copies(step_summary, records, {"run": "r", "attempt_id": 1, "wall": 0.0})
+    assert f"the newest count (actor 0: {by} 2 counts, not occurrence 0)" in put.row["message"]
+    assert "without sample_ids hold the same token ids and masks" in put.row["message"]
+
+
+def test_a_further_part_without_ids_is_other_work_unless_its_tokens_say_otherwise() -> None:
+    """Other token ids, another mask, few tokens, or no token ids at all: each part counts."""
+    rng = np.random.default_rng(22)
+    one = sample(rng, 60, rounds=False)
+    few = sample(rng, 31, rounds=False)
+    masked = np.arange(60) % 7 > 0
+    for first, later, token_ids in (
+        (one, dataclasses.replace(moved(one, 0.2), ids=np.append(one.ids[:-1], 7)), True),
+        (one, dataclasses.replace(moved(one, 0.2), mask=masked.astype(np.int64)), True),
+        (few, moved(few, 0.2), True),
+        (one, moved(one, 0.2), False),
+    ):
+        records = [
+            record("a", unnamed(first, token_ids=token_ids)),
+            record("b", unnamed(later, token_ids=token_ids), part=Part(occurrence=1)),
+        ]
+        step_summary = aggregated(records, {})
+        assert_counts(step_summary, [first, later])
+        assert not step_summary.differing

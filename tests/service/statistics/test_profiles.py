@@ -31,7 +31,7 @@ from stagescope_service.statistics.profiles import (
     Dimension,
 )
 
-Found = dict[int, tuple[int, int, float, float]]
+Found = dict[int, tuple[int, int, float, float, float]]
 
 
 def digits(index: int) -> int:
@@ -82,6 +82,7 @@ def reference(
             key: (
                 len(good := [d for d in each if math.isfinite(d)]), len(each) - len(good),
                 math.fsum(good), math.fsum(map(abs, good)),
+                math.fsum(d * d for d in good),
             )
             for key, each in bins.items()
         }
@@ -179,8 +180,9 @@ def test_tokens_are_told_apart_by_the_engine_of_their_row() -> None:
             own = np.array(engines) == engine
             d = (p[own].astype(float) - q[own])[mask[own] == 1]
             good = d[np.isfinite(d)]
-            expected = (len(good), len(d) - len(good), good.sum(), np.abs(good).sum())
-            assert values == pytest.approx(expected, abs=1e-10)
+            sums = (good.sum(), np.abs(good).sum(), (good**2).sum())
+            expected = (len(good), len(d) - len(good), *sums)
+            assert values == pytest.approx(expected, abs=1e-9)
     with pytest.raises(InvalidInput, match="engine_ids has 2 entries"):
         batch_of(p, q, mask, engines=engines[:2])
 
@@ -206,6 +208,10 @@ def test_profiles_are_stored_and_what_earlier_versions_stored_has_none() -> None
     earlier = {name: each for name, each in arrays.items() if not name.startswith("profile")}
     old = restore(earlier, document)
     assert old.profiles is None
+    without_squares = restore({**arrays, "profile_values": values[:, :4].copy()}, document).profiles
+    assert without_squares is not None
+    assert (without_squares.values[:, :4] == values[:, :4]).all()
+    assert all(math.isnan(each.carrying) for each in without_squares.bins("place"))
     assert Summary.merge([old, summary]).profiles is None
     for broken in (
         {"profile_keys": keys[::-1].copy()},

@@ -377,3 +377,14 @@ def test_catalogues_that_are_made_at_once_do_not_meet(tmp_path: Path) -> None:
         path.mkdir()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(make_empty, paths))
+
+
+def test_a_snapshot_is_of_one_moment(store: SqlStore, catalogue: Catalogue) -> None:
+    write(store, *training(1))
+    with catalogue.snapshot() as found:
+        before = found.runs()
+        write(store, *training(2, run="later"))
+        assert [row["run"] for row in found.runs()] == [row["run"] for row in before]
+        with found.snapshot() as same:
+            assert same.processes(2) == []
+    assert "later" in {row["run"] for row in catalogue.runs()}

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from tests.support import contracts
-from tests.support.api import Service, service
+from tests.support.api import Service
+from tests.workers.integrations.conftest import Attach
 from tests.workers.integrations.fakes import areal_modules
 
 from stagescope_workers.integrations import areal, registry
@@ -68,31 +69,15 @@ def rollout(step: int, *, turns: bool = True) -> list[dict[str, torch.Tensor]]:
     return batch
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with service(tmp_path_factory.mktemp("home")) as running:
-        yield running
-
-
 @pytest.fixture
-def fake(
-    live: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Patches]:
+def fake(attach_fake: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Patches]:
     """The fake package, imported under the hook; runs have the test's name."""
-    assert live.tokens is not None
     areal_modules.write(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
-    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
-    monkeypatch.setenv("STAGESCOPE_ATTEMPT", "a1")
-    name = "".join(c if c.isalnum() else "-" for c in request.node.name).strip("-")
-    monkeypatch.setenv("STAGESCOPE_RUN", name)
     monkeypatch.setattr(trainer_side, "_current", None)
-    installed = registry.install("areal", areal.__name__)
-    yield installed
-    sys.meta_path.remove(installed)
-    for name in [name for name in sys.modules if name.split(".")[0] == "areal"]:
-        del sys.modules[name]
+    with attach_fake("areal"):
+        installed = registry.install("areal", areal.__name__)
+        yield installed
+        sys.meta_path.remove(installed)
 
 
 @dataclasses.dataclass

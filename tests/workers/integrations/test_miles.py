@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from tests.support import contracts
-from tests.support.api import Service, service
+from tests.support.api import Service
+from tests.workers.integrations.conftest import Attach
 from tests.workers.integrations.fakes import miles_modules
-from tests.workers.integrations.test_slime import rollout, streams
+from tests.workers.integrations.test_slime import fresh_rank, rollout, streams
 
 from stagescope_workers import finish
 from stagescope_workers.integrations import megatron, miles, slime, slime_modules
@@ -23,32 +24,12 @@ ACTOR = "miles.backends.megatron_utils.actor"
 WIDTH = 16
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with service(tmp_path_factory.mktemp("home")) as running:
-        yield running
-
-
 @pytest.fixture
-def run(
-    live: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[str]:
+def run(attach_fake: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The run's name; the fake package can be imported."""
-    assert live.tokens is not None
     miles_modules.write(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
-    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
-    monkeypatch.setenv("STAGESCOPE_ATTEMPT", "a1")
-    name = "".join(c if c.isalnum() else "-" for c in request.node.name).strip("-")
-    monkeypatch.setenv("STAGESCOPE_RUN", name)
-    monkeypatch.setattr(slime, "_rank", slime.Rank())
-    monkeypatch.setattr(slime, "_installed", None)
-    yield name
-    if slime._installed is not None:
-        sys.meta_path.remove(slime._installed)
-    for module in [each for each in sys.modules if each.split(".")[0] == "miles"]:
-        del sys.modules[module]
+    with attach_fake("miles") as name, fresh_rank(monkeypatch):
+        yield name
 
 
 def arguments(**options: object) -> Namespace:

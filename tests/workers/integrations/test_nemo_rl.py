@@ -100,6 +100,18 @@ def grpo_train(
     return made
 
 
+def ppo_train(policy: Any, logger: Any, ppo_save_state: Any, master_config: object) -> list[Any]:
+    """0.7.0's: it masks no sequences, writes no batch, and updates once in each epoch."""
+    data = train_data(0)
+    policy.get_logprobs(data)
+    for _ in range(2):
+        policy.train(data)
+    step = ppo_save_state["total_steps"] + 1
+    logger.log_metrics({"loss": 0.5}, step, prefix="train")
+    logger.log_metrics({"t": 1.0}, step, prefix="timing/train", step_finished=True)
+    return [data]
+
+
 @pytest.fixture
 def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     with service(tmp_path / "home") as running:
@@ -117,6 +129,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         Logger=type("Logger", (), dict(vars(Logger))),
         Policy=type("Policy", (), dict(vars(Policy))),
         grpo_train=grpo_train,
+        ppo_train=ppo_train,
         compute_and_apply_seq_logprob_error_masking=compute_and_apply_seq_logprob_error_masking,
     )
     for patch in nemo_rl.patches():
@@ -170,6 +183,20 @@ def test_a_pass_that_was_not_made_is_not_measured_and_says_why(
         problem = live.problem(404, f"/steps/{step}/metrics", run="skipped")
         assert "computes no prev_logprobs with force_on_policy_ratio" in problem["detail"]
         assert "rollout_log_probs" in problem["detail"]
+
+
+def test_the_batch_of_the_first_update_is_recorded_where_no_call_gave_it(
+    live: Service, fake: ModuleType
+) -> None:
+    [data] = fake.ppo_train(
+        policy=fake.Policy(), logger=fake.Logger(), ppo_save_state={"total_steps": 0},
+        master_config=config("ppo"),
+    )  # fmt: skip
+    mask = (data["token_mask"] * data["sample_mask"].unsqueeze(-1))[:, 1:].bool().numpy()
+    p, q = (data[n][:, 1:].numpy()[mask] for n in ("prev_logprobs", "generation_logprobs"))
+    answer = live.get("/steps/1/metrics", run="ppo")
+    assert answer["coverage"]["tokens"] == len(p) == 9
+    assert answer["metrics"]["rollout_corr/kl"] == pytest.approx((q - p).mean(), rel=1e-9)
 
 
 def test_a_resumed_training_goes_on_from_its_step(live: Service, fake: ModuleType) -> None:

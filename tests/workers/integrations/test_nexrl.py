@@ -18,7 +18,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tests.support import contracts, nexrl_fakes
-from tests.support.api import Service, service
+from tests.support.api import Service
 
 from stagescope_workers.integrations import registry
 from stagescope_workers.integrations.nexrl import debug_block, ranks
@@ -40,12 +40,6 @@ class NexRL:
     module: Callable[[str], ModuleType]
     patches: Patches
     run: pytest.MonkeyPatch
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with service(tmp_path_factory.mktemp("home")) as running:
-        yield running
 
 
 @pytest.fixture

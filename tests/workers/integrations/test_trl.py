@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.support.api import Service, service
+from tests.support.api import Service
 from tests.support.stores import rows_of
 from tests.workers.integrations.test_launcher import LAUNCH
 
@@ -67,12 +66,6 @@ with open(os.path.join(options.directory, "seen.json"), "w") as file:
         "seen": seen, "rewarded": rewarded, "weights": weights, "log": trainer.state.log_history
     }, file)
 """
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with service(tmp_path_factory.mktemp("home")) as running:
-        yield running
 
 
 def train(

@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pytest
-from tests.support.api import Service, service
+from tests.support.api import Service
 from tests.workers.integrations.test_launcher import LAUNCH
 
 pytest.importorskip("trl")
@@ -65,12 +64,6 @@ with open(os.path.join(options.directory, f"seen{rank}.json"), "w") as file:
         "seen": seen, "taken": taken, "weights": weights, "log": trainer.state.log_history
     }, file)
 """
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with service(tmp_path_factory.mktemp("home")) as running:
-        yield running
 
 
 def train(

@@ -95,7 +95,7 @@ def reason_against_recording(url: str | None) -> str | None:
     if url is None and _in_ray():
         return None
     try:
-        discovery.find(url)
+        discovery.locate(url)
     except Unreachable as error:
         return error.wrong
     return None

@@ -18,7 +18,7 @@ import click
 
 from stagescope import discovery, proxies
 from stagescope.wire import spool
-from stagescope.wire.errors import StagescopeError
+from stagescope.wire.errors import StagescopeError, Unauthorized
 from stagescope.wire.names import run_name
 from stagescope_workers.integrations.registry import environment
 
@@ -62,6 +62,8 @@ def service_line() -> str:
         return f"writes into the spool {directory}, for `stagescope import --follow`"
     try:
         location = discovery.find()
+    except Unauthorized as error:
+        return f"nothing is reported: {error}"
     except StagescopeError:
         return (
             "no service is known here, nothing is reported unless the training joins the Ray "

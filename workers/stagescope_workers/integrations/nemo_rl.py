@@ -1,14 +1,16 @@
 """NeMo-RL's GRPO and PPO on their driver: streams, stages and scalars of each step.
 
-Read in NeMo-RL 0.6.0 (7ea279ab), nothing of it was run. The driver has both streams where it
-computes the error of each sequence: `compute_and_apply_seq_logprob_error_masking`, which the
-algorithms call by the name that they imported from `grpo`. The batch is recorded as it was before
-that call, which masks the sequences that differ most. Index t of every tensor is token t, and
-no loss counts the first token of a sequence.
+Read in NeMo-RL 0.6.0 (its tag, and main of 2026-08-22, which states it) and 0.7.0. The driver has
+both streams where it computes the error of each sequence:
+`compute_and_apply_seq_logprob_error_masking`, which the algorithms call by the name that they
+imported from `grpo`. The batch is recorded as it was before that call, which masks the sequences
+that differ most. Index t of every tensor is token t, and no loss counts the first token of a
+sequence.
 
 With `force_on_policy_ratio` NeMo-RL makes no pass before the update, and fills `prev_logprobs` with
 zeros: the call is left out then, and the step's line in its own log, `train_data_step{N}.jsonl`, is
-where the rollout's stream is taken from; the step says that it is not measured.
+where the rollout's stream is taken from; the step says that it is not measured. The PPO of 0.7.0
+makes neither call: there the batch is that of its first update.
 
 The step is that of NeMo-RL's log: the first is 1.
 """
@@ -50,9 +52,9 @@ _TRAIN: Final = "train"
 _STAGES: Final = {
     "get_logprobs": "actor_compute_log_prob",
     "get_reference_policy_logprobs": "ref_compute_log_prob",
-    "train": "actor_update",
 }
 """Methods of `Policy`, called on the driver."""
+_UPDATE: Final = "actor_update"
 NOT_COMPUTED: Final = (
     "NeMo-RL computes no prev_logprobs with force_on_policy_ratio, and fills them with zeros: the "
     "mismatch is not measured"
@@ -79,6 +81,7 @@ def patches() -> list[Patch]:
             Patch(_POLICY, f"Policy.{name}", _in_stage(stage), stage)
             for name, stage in _STAGES.items()
         ),
+        Patch(_POLICY, "Policy.train", wrap_train, _UPDATE),
         Patch(_LOGGER, "Logger.log_metrics", wrap_log_metrics, "scalars and the number of a step"),
         Patch(
             _LOGGER,
@@ -199,6 +202,29 @@ def _in_stage(name: str) -> Wrap:
         return run
 
     return wrap
+
+
+def wrap_train(function: Function) -> Function:
+    """Wrap the update: its batch is recorded where no call before it gave the step's."""
+    parameters = inspect.signature(function)
+    update = _in_stage(_UPDATE)(function)
+
+    @functools.wraps(function)
+    def run(*args: object, **kwargs: object) -> object:
+        with guarded("streams of both sides"):
+            data = parameters.bind(*args, **kwargs).arguments["data"]
+            if _training.recorded != _training.step and _has_both(data):
+                record(data, data.get("rewards"))
+        return update(*args, **kwargs)
+
+    return run
+
+
+def _has_both(data: Any) -> bool:
+    """Return whether a batch has both streams; zeros stand for a pass that was not made."""
+    if not isinstance(data, Mapping) or "generation_logprobs" not in data:
+        return False
+    return "prev_logprobs" in data and bool(data["prev_logprobs"].any())
 
 
 def wrap_masking(function: Function) -> Function:

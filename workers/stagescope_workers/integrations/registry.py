@@ -69,10 +69,10 @@ INTEGRATIONS: Final = (
     Integration("areal", "areal", f"{_HERE}.areal", "areal", Tried("1.0.4", "1.0.4")),
     Integration("slime", "slime", f"{_HERE}.slime", "slime", Tried("0.3.1", "0.3.1")),
     Integration("miles", "miles", f"{_HERE}.miles", "miles", Tried("0.1.0", "0.1.0")),
-    Integration("skyrl", "skyrl", f"{_HERE}.skyrl", "skyrl", Tried("0.3.0", "0.3.0")),
+    Integration("skyrl", "skyrl", f"{_HERE}.skyrl", "skyrl", Tried("0.3.0", "0.4.0")),
     Integration("openrlhf", "openrlhf", f"{_HERE}.openrlhf", "openrlhf",
                 Tried("0.11.0", "0.11.2")),
-    Integration("nemo-rl", "nemo_rl", f"{_HERE}.nemo_rl", "nemo-rl", Tried("0.6.0", "0.6.0")),
+    Integration("nemo-rl", "nemo_rl", f"{_HERE}.nemo_rl", "nemo-rl", Tried("0.6.0", "0.7.0")),
     Integration("ray", "ray", f"{_HERE}.ray_jobs", "ray"),
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """SkyRL's `RayPPOTrainer` on its driver: stages, streams, samples and scalars of each step.
 
-Read in SkyRL 0.3.0 (a9564572). A callback of ours has the trainer's log; it is added when
+Read in SkyRL 0.3.0 (a9564572) and 0.4.0. A callback of ours has the trainer's log; it is added when
 `RayPPOTrainer` is made, since SkyRL's entry points hand over none. `FullyAsyncRayPPOTrainer` fails
 where it has a callback, so it gets none: its stages and streams come from the methods that it
 shares with `RayPPOTrainer`, and its log has no numbers of ours.

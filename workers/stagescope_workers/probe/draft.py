@@ -292,6 +292,7 @@ def plain(value: object, depth: int = 6) -> object:
         return {str(key): plain(item, depth - 1) for key, item in items}
     if depth > 0 and isinstance(value, list | tuple | set | frozenset):
         return [plain(item, depth - 1) for item in list(value)[:_MAX_META_ITEMS]]
-    if hasattr(value, "shape"):
-        return describe(value)
-    return str(value)[:_MAX_META_TEXT]
+    try:
+        return describe(value) if hasattr(value, "shape") else str(value)[:_MAX_META_TEXT]
+    except Exception:  # it is nested too deep, or its own code raises
+        return f"a {type(value).__name__} that cannot be shown"

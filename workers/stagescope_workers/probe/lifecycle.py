@@ -187,9 +187,10 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
         namespace: of the coordinator, in Ray.
 
     Returns:
-        Whether everything was received: False where no service was reached, it refuses the access
-        token (at once), it knows nothing of the run, `init` was refused here, or a rank never
-        reported or did not answer. Never raises.
+        Whether the service has everything: False where no service was reached, it refuses the
+        access token (at once), it knows nothing of the run, `init` was refused here, a rank never
+        reported or did not answer, or events or payloads of any rank were dropped, refused or
+        lost. Never raises.
     """
     if _refused:
         why = "; ".join(_refused.values())
@@ -284,7 +285,14 @@ def _drain(link: ServiceLink, run: str | None, timeout: float, key: str | None) 
             ", ".join(missing),
             timeout,
         )
-    return bool(answer.get("drained", True))
+    if lost := answer.get("lost"):
+        _log.warning(
+            "finish: the service will never have everything of %s (%s)%s",
+            name,
+            ", ".join(map(str, lost)),
+            "" if run is None else f": `stagescope losses --run {run}` says why",
+        )
+    return bool(answer.get("drained", True)) and not lost
 
 
 def _close_all(deadline: float) -> bool:

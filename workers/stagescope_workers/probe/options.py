@@ -13,7 +13,7 @@ from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.keep import validate_keep
 from stagescope.wire.names import closest_field, run_name
-from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.nonfinite import JsonObject, valid_text
 from stagescope.wire.plan import KeepSpec
 from stagescope.wire.schema import (
     ROLES,
@@ -50,7 +50,7 @@ class ProbeOptions:
     data_root: str | None = None
     strict: bool = False
     url: str | None = None
-    token: str | None = None
+    token: str | None = dataclasses.field(default=None, repr=False)
     max_pending_bytes: int = DEFAULT_MAX_BYTES
     max_pending_events: int = DEFAULT_MAX_EVENTS
     max_pinned_bytes: int = DEFAULT_PINNED_BYTES
@@ -96,7 +96,8 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
     if rank < 0:
         raise InvalidInput(f"rank is {rank!r}", expected="a rank from 0")
     if options.get("attempt_key") is not None:
-        check_attempt_key(options["attempt_key"])
+        key = options["attempt_key"]  # a variable may hold bytes that are not UTF-8
+        options["attempt_key"] = check_attempt_key(valid_text(key) if isinstance(key, str) else key)
     if (meant := closest_field(role, ROLES)) is not None:
         error = InvalidInput(
             f"role {role!r:.100} is taken as one of your own", expected=f"{meant}, the closest"

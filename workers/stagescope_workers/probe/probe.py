@@ -355,7 +355,8 @@ class Probe(Reporter):
                 (`finish` in `finally`), unless it was handled already when the probe was made.
 
         Returns:
-            Whether everything was received, and every payload taken in.
+            Whether the service has everything: False where something is on its way, was dropped
+            here, was refused, or is lost.
         """
         event_sender = self._sender
         if self.is_inert or event_sender is None:
@@ -373,14 +374,14 @@ class Probe(Reporter):
             each.event_sender.stop()
         self.stage_tracker.close()
         is_received = all(each.outbox.is_empty for each in starts)
-        not_taken = sum((each.outbox.not_taken for each in starts), collections.Counter[str]())
-        self._arrived = is_received and not not_taken
-        if not_taken:
+        missing = sum((each.outbox.not_arrived for each in starts), collections.Counter[str]())
+        self._arrived = is_received and not missing
+        if missing:
             _log.warning(
-                "of run %s the service could not take in payloads: %s; `stagescope losses "
-                "--run %s` and `stagescope findings --run %s` say why",
+                "not everything of run %s arrived (%s): `stagescope losses --run %s` and "
+                "`stagescope findings --run %s` say why",
                 self.run,
-                ", ".join(f"{number} {state}" for state, number in sorted(not_taken.items())),
+                ", ".join(f"{what}: {number}" for what, number in sorted(missing.items())),
                 self.run,
                 self.run,
             )

@@ -21,7 +21,7 @@ from stagescope.wire.errors import (
     Unreachable,
 )
 from stagescope.wire.framing import MEDIA_TYPE, WirePayload, pack_batch
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.nonfinite import Json, JsonObject, spell
 from stagescope_workers.transport.calls import Reply, in_thread
 
 if TYPE_CHECKING:
@@ -130,12 +130,9 @@ class HttpLink:
         self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
     ) -> Future[Reply]:
         """Request the plan and receipts from `POST /poll`, and renew the lease."""
-        body = {
-            "sender": sender,
-            "revision": revision,
-            "unreceipted": unreceipted,
-            "wait": wait,
-        }
+        body = spell(
+            {"sender": sender, "revision": revision, "unreceipted": unreceipted, "wait": wait}
+        )
         return self._start(lambda: self._answer("/poll", json=body, timeout=wait + self._timeout))
 
     def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
@@ -174,7 +171,7 @@ class HttpLink:
             hint = proxies.unused_proxy(self._url)
             raise Unreachable(
                 f"{method} {self._url}{path}{proxies.way_to(self._url)}: "
-                f"{type(error).__name__}: {error}",
+                f"{type(error).__name__}: {proxies.reason_of(error)}",
                 advice="is `stagescope serve` up, and STAGESCOPE_URL its address?"
                 + (f" {hint}" if hint else ""),
             ) from error

@@ -113,8 +113,7 @@ class Outbox:
         """When the queued events are to be sent, by `time.monotonic`."""
         self.dropped: collections.Counter[str] = collections.Counter()
         """The number of drops so far, by kind: event, payload, scalar."""
-        self.not_taken: collections.Counter[str] = collections.Counter()
-        """The number of payloads whose receipt says lost or refused, by that word."""
+        self._not_taken: collections.Counter[str] = collections.Counter()
         self._on_put = on_put
         self._lock = threading.Lock()
         self._seq = 0
@@ -316,6 +315,21 @@ class Outbox:
                 self._drop_event(entry, reason)
             self._flight = []
 
+    @property
+    def not_arrived(self) -> collections.Counter[str]:
+        """How much the service will never have, by what it is and why; without what waits."""
+        dropped = {f"{what}s dropped here": count for what, count in self.dropped.items()}
+        return self._not_taken + collections.Counter(dropped)
+
+    def refuse(self, seqs: Iterable[int]) -> None:
+        """Count acknowledged events that the service refused, and release their bodies."""
+        with self._lock:
+            for seq in seqs:
+                entry = self._unreceipted.pop(int(seq), None)
+                if entry is not None:
+                    self._forget_body(entry)
+                self._not_taken["events refused"] += 1
+
     def settle(self, receipts: Mapping[int, str]) -> None:
         """Release the bodies that have a payload receipt of any kind."""
         with self._lock:
@@ -324,7 +338,7 @@ class Outbox:
                 if entry is not None:
                     self._forget_body(entry)
                     if state in _NOT_TAKEN:
-                        self.not_taken[state] += 1
+                        self._not_taken[f"payloads {state}"] += 1
 
     def offer_again(self) -> int:
         """Queue every unreceipted event with its payload again; return their number."""

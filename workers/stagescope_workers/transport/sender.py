@@ -421,7 +421,7 @@ class EventSender:
         refused = answer.get("refused") or {}
         if refused:
             self._warn("refused", f"the service refused {len(refused)} events: {refused!r:.300}")
-            self._outbox.settle(dict.fromkeys(refused, "refused"))
+            self._outbox.refuse(refused)
         if self._outbox.has_drops:
             self._outbox.report_drops()
         if pause := _requested_pause(answer):

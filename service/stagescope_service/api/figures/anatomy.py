@@ -125,7 +125,7 @@ def _of_cell(staleness: int, cell: Cell) -> Bin:
 
 def _of_sums(label: str, sums: Sequence[float]) -> Bin:
     """Return the bin of `profiles.COLUMNS`."""
-    tokens, nonfinite, total, size = sums
+    tokens, nonfinite, total, size, _ = sums
     means = (size / tokens, total / tokens) if tokens else (None, None)
     return Bin(label, int(tokens), int(nonfinite), *means)
 

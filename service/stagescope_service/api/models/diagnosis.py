@@ -89,8 +89,10 @@ class Diagnosis(RunHeading, Page[Symptom]):
     measured_step: Step | None
     """Number of the newest step with numbers, which `mismatch` is of; null: none."""
     text: str
-    """How many symptoms were found, as a sentence, and which others earlier attempts ended with, or
-    showed in steps that are no longer in force."""
+    """How many symptoms were found, as a sentence, which findings no rule explains, and which other
+    symptoms earlier attempts ended with, or showed in steps that are no longer in force."""
+    unexplained: Annotated[dict[str, int], Field(examples=[{"webhook_failed": 2}])]
+    """Kind of finding -> number of warnings and errors that stand and that no rule judged."""
     notes: list[Note]
     """What is no symptom, but matters to a comparison of two runs."""
     mismatch: list[MismatchPart]

@@ -226,6 +226,9 @@ class FirstNonFinite(OperatorTableKey, _Reading):
     measured: int | None
     """Number of tensors with a least and a largest value, in which NaN and infinities are found;
     null: not counted."""
+    unmeasured: int | None
+    """Number of other tensors that may hold NaN and infinities: of these it is not known; null: not
+    counted."""
 
 
 class EarliestNonFinite(FirstNonFinite):

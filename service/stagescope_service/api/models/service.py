@@ -245,6 +245,8 @@ class Drained(Model):
     """Whether the run, or an attempt of the key, ever reported anything."""
     missing: list[Annotated[str, Field(examples=["actor rank 3"])]]
     """Ranks of these attempts that never reported, or did not finish."""
+    lost: list[Annotated[str, Field(examples=["actor rank 3: payloads 2"])]] = ABSENT
+    """Ranks with events or payloads that were dropped, refused or lost, and how many."""
 
 
 # --- engines ------------------------------------------------------------------------------

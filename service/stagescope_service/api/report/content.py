@@ -519,6 +519,11 @@ def _operators(scope: ReportScope) -> Section:
     rows, earliest = operators.first_non_finite(deps, target, {})
     columns = "stage role rank part name index certain"
     texts = ["all results of the captured operators are finite"]
+    if unmeasured := sum(cast("int | None", row["unmeasured"]) or 0 for row in rows):
+        texts = [
+            "no result of the captured operators is known to be NaN or infinite; of "
+            f"{unmeasured} tensors no Min and Max were recorded"
+        ]
     if earliest is not None:
         texts = [f"the first operator with a NaN or infinite result: {earliest['name']} of "
                  f"{earliest['role']} {earliest['rank']} in {earliest['stage']}"]  # fmt: skip

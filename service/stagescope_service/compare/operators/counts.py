@@ -27,6 +27,20 @@ _COUNTS: Final = re.compile(
     r"histc\Z|bincount|histogram\Z|count_nonzero|tokens_per_expert|expert_tokens"
 )
 """Operators whose results are counts."""
+_NO_COUNTS: Final = re.compile(
+    r"arg(?:max|min|sort|where|partition)|top_?k|sort|search|bucketize|digitize|nonzero|where"
+    r"|multinomial|rand|sampl|arange|range|linspace|tri[ul]|one_hot|permut|embed|tensor\Z|full|fill"
+    r"|gather|select|take|getitem|setitem|narrow|chunk|split|unbind|slice|view|shape|roll|flip"
+    r"|repeat|scatter\Z|index_(?:put|copy)|copy|broadcast|recv|position|label|token_?id|input_?id",
+    re.IGNORECASE,
+)
+"""Operators whose integers are indexes, drawn, or copied from data."""
+_COUNT_ARGUMENTS: Final = re.compile(
+    r"group_list|tokens_per|expert_tokens|num_\w*tokens|counts?\Z|split_sizes|splits\Z"
+)
+_SIZES: Final = re.compile(r"split|all_?to_?all|sections|sizes|counts|tokens_per|group_list")
+"""Operators and arguments whose lists of integers are sizes of parts."""
+_INTEGER: Final = re.compile(r"u?int")
 _INPUTS: Final = ("input_args", "input_kwargs")
 
 
@@ -49,7 +63,7 @@ def near_counts(rows: JoinedRows, differing: Flags, threshold: Floats) -> Flags:
     """
     found = np.zeros(len(rows.pair), bool)
     at_differing = np.flatnonzero(differing).tolist()
-    if not at_differing or not (_has_counts(rows.a) and _has_counts(rows.b)):
+    if not at_differing or not _may_have_counts(rows, differing):
         return found
     calls: defaultdict[int, list[int]] = defaultdict(list)
     for at in at_differing:
@@ -72,16 +86,68 @@ def near_counts(rows: JoinedRows, differing: Flags, threshold: Floats) -> Flags:
     return found
 
 
-def _has_counts(side: OperatorColumns) -> bool:
-    return any(map(_COUNTS.search, side.texts("operator").values))
+def near_sizes(rows: JoinedRows, differing: Flags, threshold: Floats) -> Flags:
+    """Return which rows are sizes in a list that differ by no more than rounding moves.
+
+    Args:
+        rows: rows of paired calls, in execution order.
+        differing: those whose values, which are no tensors, differ.
+        threshold: of the coarsest dtype up to each row.
+    """
+    found = np.zeros(len(rows.pair), bool)
+    for at in np.flatnonzero(differing).tolist():
+        row_a, row_b = int(rows.row_a[at]), int(rows.row_b[at])
+        name, *rest = (rows.a.texts("index").text(row_a) or "").split(".")
+        operator = rows.a.texts("operator").text(row_a) or ""
+        types = {rows.a.texts("type").text(row_a), rows.b.texts("type").text(row_b)}
+        if not rest or types != {"int"} or not _SIZES.search(f"{operator} {name}"):
+            continue
+        one, other = (
+            float(side.texts("value").text(row) or "nan")
+            for side, row in ((rows.a, row_a), (rows.b, row_b))
+        )
+        found[at] = abs(one - other) <= 1.0 + float(threshold[at]) * max(abs(one), abs(other))
+    return found
+
+
+def _may_have_counts(rows: JoinedRows, differing: Flags) -> bool:
+    whole = _is_integer(rows.a)[rows.row_a] & _is_integer(rows.b)[rows.row_b]
+    return bool((whole & differing).any()) or all(
+        any(map(_COUNTS.search, side.texts("operator").values)) for side in (rows.a, rows.b)
+    )
+
+
+def _is_integer(side: OperatorColumns) -> Flags:
+    """Return for each row whether it is a tensor of integers; False for row -1."""
+    dtypes = side.texts("dtype")
+    whole = [_INTEGER.match(dtype.lower()) is not None for dtype in dtypes.values]
+    return np.append(np.asarray([*whole, False])[dtypes.codes], False)
 
 
 def _is_count(rows: JoinedRows, at: int) -> bool:
-    """Return whether a row is the result of an operator that counts, and holds whole numbers."""
-    operator = (rows.a.texts("operator").text(int(rows.row_a[at])) or "").strip("_")
-    if not _COUNTS.search(operator) or _section(rows, at) != "output":
+    """Return whether a row is a result that counts, or an argument named for it."""
+    row_a, row_b = int(rows.row_a[at]), int(rows.row_b[at])
+    dtypes = (side.texts("dtype").text(row) for side, row in ((rows.a, row_a), (rows.b, row_b)))
+    is_integer = all(_INTEGER.match((dtype or "").lower()) for dtype in dtypes)
+    if _section(rows, at) == "input_kwargs":
+        name = (rows.a.texts("index").text(row_a) or "").partition(".")[0]
+        return is_integer and _COUNT_ARGUMENTS.search(name) is not None
+    if _section(rows, at) != "output" or rows.a.texts("direction").text(row_a) == "debug":
         return False
-    return all(math.isfinite(value) and value == round(value) for value in _extremes(rows, at))
+    names = (rows.a.texts(name).text(row_a) or "" for name in ("operator", "module_class"))
+    operator = " ".join(name.strip("_") for name in names).strip()
+    if _COUNTS.search(operator):
+        return all(math.isfinite(value) and value == round(value) for value in _extremes(rows, at))
+    return is_integer and not _NO_COUNTS.search(operator) and _reads_tensors(rows.a, row_a)
+
+
+def _reads_tensors(side: OperatorColumns, row: int) -> bool:
+    """Return whether the call of a row has a tensor among its inputs: else it is data."""
+    sections = side.texts("section")
+    return any(
+        sections.text(other) in _INPUTS and tensor_size(side, other) is not None
+        for other in side.rows_of(int(side.call_of_row[row]))
+    )
 
 
 def _are_near(rows: JoinedRows, at: int, extremes: _Extremes, threshold: float) -> bool:

@@ -19,7 +19,7 @@ that are the limit of their own dtype on both sides: -FLT_MAX of a mask differs 
 Some rows are no difference, and are counted separately:
 
 * what identifies a process or a call instead of measuring it (see `evidence.identifies`): process
-  groups, peers, tags, whether a call was recomputed;
+  groups, peers, tags, addresses of objects, whether a call was recomputed;
 * counts that differ by what rounding moves, such as tokens per expert (see `counts`);
 * values that no call read (see `evidence`): memory before it is written, views of it;
 * gradients that are zero but for rounding on both sides, such as that of a bias before BatchNorm
@@ -51,8 +51,8 @@ from stagescope_service.compare.operators.calls import (
     PairedCalls,
     shared_codes,
 )
-from stagescope_service.compare.operators.counts import near_counts
-from stagescope_service.compare.operators.evidence import Use, identifies
+from stagescope_service.compare.operators.counts import near_counts, near_sizes
+from stagescope_service.compare.operators.evidence import Use, differ_by_address, identifies
 from stagescope_service.compare.operators.joined_rows import (
     JoinedRows,
     is_tensor,
@@ -164,7 +164,9 @@ def differences(
     verdict[identifiers] = 0
     near = np.zeros(len(verdict), bool)
     if not thresholds.exact:
-        near = near_counts(rows, verdict == VERDICTS.index("statistics"), coarsest[rows.pair])
+        own = coarsest[rows.pair]
+        near = near_counts(rows, verdict == VERDICTS.index("statistics"), own)
+        near |= near_sizes(rows, verdict == VERDICTS.index("value"), own)
         verdict[near] = 0
     checksums = np.zeros(len(verdict), bool)
     checksums[on_both] = _checksums_differ(shared)
@@ -266,7 +268,11 @@ def _identifiers(rows: JoinedRows, verdict: Verdicts) -> Flags:
     """Return which rows differ in what identifies a process or a call."""
     found = np.zeros(len(verdict), bool)
     for at in np.flatnonzero(verdict == VERDICTS.index("value")).tolist():
-        found[at] = any(
+        values = [
+            side.texts("value").text(int(row))
+            for side, row in ((rows.a, rows.row_a[at]), (rows.b, rows.row_b[at]))
+        ]
+        found[at] = differ_by_address(*values) or any(
             identifies(
                 *(side.texts(name).text(row) for name in ("kind", "operator")),
                 *(side.texts(name).text(row) for name in ("section", "index")),

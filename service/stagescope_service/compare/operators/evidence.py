@@ -16,7 +16,8 @@ torch/distributed/fsdp) are no evidence: parameters and gradients are recorded w
 and computes them. Nor are calls of the probe, which copies what it records.
 
 Some values measure nothing and identify (`identifies`): the process group of a collective, its
-peers and tags, whether a call was recomputed. Two healthy ranks differ in them.
+peers and tags, generators, streams and the addresses of objects, whether a call was recomputed or
+is awaited. Two healthy ranks differ in them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-__all__ = ["Use", "identifies", "infrastructure_stacks", "use_of"]
+__all__ = ["Use", "differ_by_address", "identifies", "infrastructure_stacks", "use_of"]
 
 
 class Use(enum.IntEnum):
@@ -92,8 +93,8 @@ _DESTINATIONS: Final[Mapping[str, tuple[str, ...]]] = {
 _RECOMPUTED: Final = "is_recompute"
 """A field that msprobe writes beside a call's arguments."""
 _OF_GROUPS: Final = _names(
-    "group group_name group_id group_ranks group_tag process_group pg hcom comm_group group_ep"
-    " group_tp ep_rank_id tp_rank_id rank_id"
+    "group group_name group_id group_ranks group_tag ranks process_group pg hcom comm_group"
+    " group_ep group_tp ep_rank_id tp_rank_id rank_id"
 )
 _OF_PEERS: Final = _names("peer tag op src dst root group_src group_dst group_peer")
 """Names of arguments of collectives, also inside of a `P2POp`; `src` of a scatter is data."""
@@ -102,8 +103,17 @@ _COLLECTIVE: Final = re.compile(
 )
 """Operators that communicate, some fused with a matrix product (`npu_mm_all_reduce_base`)."""
 _REDUCTIONS: Final = _names("sum avg mean max min product prod band bor bxor premul_sum")
-_SCALARS: Final = ("int", "str", "NoneType", None)
-"""Types of values that name a rank, a tag or a group; sizes are in lists."""
+_SCALARS: Final = ("int", "str", "bool", "NoneType", None)
+"""Types of values that name a rank, a tag or a group, or whether a call waits (`async_op`); sizes
+are in lists."""
+_MAKES_GROUPS: Final = re.compile(r"group|mesh|store|rank")
+"""Functions of torch.distributed that are told ranks, also in lists, and no data."""
+_HANDLES: Final = (
+    ".ProcessGroup", ".DeviceMesh", ".Generator", ".Stream", ".Event", ".Work", "Store",
+)  # fmt: skip
+"""How the types of objects end that stand for something outside of the computation."""
+_ADDRESS: Final = re.compile(r"\bat 0x[0-9a-f]+|(?<==)0x[0-9a-f]{6,}", re.IGNORECASE)
+"""Where an object is, in the text that Python prints for it."""
 
 _SUBJECT: Final = ("0", "self", "input")
 _INPUTS: Final = frozenset({"input_args", "input_kwargs"})
@@ -185,18 +195,27 @@ def identifies(
         section, index: of the value (`input_kwargs`, `group`).
         value_type, value: what msprobe recorded (`torch.ProcessGroup`).
     """
-    if section == _RECOMPUTED or (value_type or "").endswith((".ProcessGroup", ".DeviceMesh")):
+    if section == _RECOMPUTED or (value_type or "").endswith(_HANDLES):
         return True
     if section not in _INPUTS:
         return False
     if (value or "").lower().rpartition(".")[2] in _REDUCTIONS:  # RedOpType.SUM
         return False
     path = (index or "").split(".")
-    if path[-1] in _OF_GROUPS:
+    if not _OF_GROUPS.isdisjoint(path):
         return True
     if kind == "Distributed":
-        return path[-1] in _OF_PEERS or (len(path) == 1 and value_type in _SCALARS)
+        if _MAKES_GROUPS.search(operator or "") or not _OF_PEERS.isdisjoint(path):
+            return True
+        return len(path) == 1 and value_type in _SCALARS
     return value_type == "str" and _COLLECTIVE.search(operator or "") is not None
+
+
+def differ_by_address(one: str | None, other: str | None) -> bool:
+    """Return whether two texts of objects differ in no more than where the objects are."""
+    if one is None or other is None or not _ADDRESS.search(one):
+        return False
+    return _ADDRESS.sub("", one) == _ADDRESS.sub("", other)
 
 
 def infrastructure_stacks(stacks: Mapping[str, Iterable[str]]) -> frozenset[str]:

@@ -17,6 +17,7 @@ from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.assembly import StepParts
+from stagescope_service.coordinator.aggregation.stream_changes import stream_changes
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import (
     Aggregate,
@@ -212,6 +213,8 @@ class Aggregator:
         self._ingestors = ingestors
         self._write = write
         self._waiting: OrderedDict[Aggregate, _Waiting] = OrderedDict()
+        self._changing = asyncio.Lock()
+        """A step adds to the findings of changed streams that other steps wrote."""
 
     async def aggregate(self, instruction: Aggregate, run: str, *, forgotten: bool = False) -> None:
         """Aggregate a step and write it with its findings.
@@ -232,6 +235,12 @@ class Aggregator:
         if forgotten:
             rows += await asyncio.to_thread(assembly.verdict, self._catalogue, step_parts)
         await self._write(rows)
+        async with self._changing:
+            changes = await asyncio.to_thread(
+                stream_changes, self._catalogue, run, instruction.attempt_id, instruction.step
+            )
+            if changes:
+                await self._write(changes)
 
     def arrived(self, job: IngestJob, rows: Sequence[Put]) -> list[Aggregate]:
         """Return the steps to aggregate again after a payload was read."""

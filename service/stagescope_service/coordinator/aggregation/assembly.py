@@ -74,7 +74,7 @@ def _contradictions(step_summary: StepSummary) -> FindingText | None:
     return {
         "message": f"{len(found)} sample_ids name different samples ({ids}"
         f"{', ...' if len(found) > 5 else ''}; on {ranks}{more}): each counts as a sample of its "
-        "own, none is left out",
+        "own, none is left out; if they are copies of one sample, its tokens count more than once",
         "evidence": {
             "ids": len(found),
             "samples": {
@@ -84,8 +84,8 @@ def _contradictions(step_summary: StepSummary) -> FindingText | None:
         },
         "advice": "make sample_ids unique in a step, the same on every rank that holds the sample "
         "(group id and sample index, not a row number; the id of a prompt alone belongs in "
-        "group_ids); ranks that hold the same rows give the "
-        "same data_rank",
+        "group_ids); ranks that hold the same rows give the same data_rank; record responses: the "
+        "token ids show copies with other log-probs",
     }
 
 

@@ -69,9 +69,14 @@ def differing_copies(
         # Replicas repeat what the rank that counts has repeated.
         of_counted = [pair for pair in own if pair.counted.key in step_summary.counted]
         again = [pair.parts_text() for pair in of_counted or own]
+        named = own[0].copy.has_ids
         message = (
             f"{len(again)} parts hold samples that the same rank handed over again later in this "
             f"step, with other log-probs or another mask: the newest count ({_listed(again)})"
+            if named
+            else f"{len(again)} parts without sample_ids hold the same token ids and masks, row by "
+            "row, as a part that the same rank handed over later in this step: they are the same "
+            f"rows, and the newest count ({_listed(again)})"
         )
         if others_differ := len(pairs) - len(own):
             message += f"; {others_differ} more differ from those of another rank"
@@ -79,6 +84,8 @@ def differing_copies(
             "hand each sample over once in a step; if a later pass computes them anew on purpose, "
             "record it in a stage of its own"
         )
+        if not named:
+            advice += "; if they are different samples with the same answers, record sample_ids"
     else:
         message = (
             f"{len(pairs)} ranks hold the same rows as another rank and differ from it in "

@@ -14,19 +14,25 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import InvalidTensor, NotFound
-from stagescope_service.dumps.formats.columns import Columns, collect_rows
+from stagescope_service.dumps.formats.columns import Columns, collect_rows, odd_problem
 from stagescope_service.dumps.formats.content import first_values, read_shared
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
-    entry_order,
+    file_dump,
     files_of,
     is_companion,
     is_saved,
     unrecognized_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
-from stagescope_service.dumps.records import SHIFTED_BY_ONE, DumpContents, DumpEntry, Location
+from stagescope_service.dumps.records import (
+    SHIFTED_BY_ONE,
+    DumpContents,
+    DumpEntry,
+    DumpProblem,
+    Location,
+)
 
 KIND: Final = "areal"
 
@@ -88,8 +94,7 @@ def open_areal(path: Path, *, step: int | None = None) -> FileDump:
             f"{path} holds no batch of AReaL's",
             expected="what torch.save(batch, 'batch_data.pt') wrote: input_ids, loss_mask, ...",
         )
-    chosen = [entry for entry in entries if step in (None, entry.location.step)]
-    return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
+    return file_dump(path, KIND, entries, problems, read_entry, step=step)
 
 
 def _sections_of(values: Sequence[str | int]) -> list[str]:
@@ -112,9 +117,11 @@ def read_entry(entry: DumpEntry) -> DumpContents:
         )
     names: set[str] = set().union(*parts)
     wanted = _names_of(entry.section, names)
+    problems: Sequence[DumpProblem] = ()
     if not isinstance(data, dict):
         rows = [row for part in parts for row in _rows({n: part[n] for n in wanted & part.keys()})]
         found = collect_rows(rows, names=NAMES)
+        problems = odd_problem(found, entry, [f"row {row}" for row in range(len(rows))])
     else:
         found = Columns()
         chosen: list[str] = [name for name in data if name in wanted]
@@ -129,6 +136,7 @@ def read_entry(entry: DumpEntry) -> DumpContents:
         row_texts=found.texts,
         mask=mask,
         about=found.metadata(),
+        problems=problems,
     )
 
 

@@ -7,16 +7,16 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from stagescope.batch import Tensor, widened
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.policy_versions import VERSION_NAMES, text_versions
-from stagescope.wire.tensorfile import Array
+from stagescope.wire.tensorfile import CODES, Array
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, Unreadable
-from stagescope_service.dumps.records import mapping
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, mapping
 from stagescope_service.store.tensorfile import WireTensor
 
 MISSING: Final = "missing"
@@ -29,12 +29,29 @@ _NUMBER_COLUMNS: Final = ("rewards",)
 """Columns of which texts of numbers are read as numbers: `json.dumps(default=str)` makes them."""
 _NUMBERS: Final = frozenset({int, float, bool})
 _NULL: Final = type(None)
+_INT64: Final = 1 << 63
 _BOOLS: Final = {"True": 1.0, "False": 0.0}
 _DEPTH: Final = 16
 _MAX_TEXT: Final = 100_000
 _MAX_LISTED: Final = 10_000
+_NAMED: Final = 5
+_MAX_NAMED: Final = 60
+_KINDS: Final[Mapping[type, str]] = {str: "a text", list: "a list", dict: "an object"}
 
 FileRow: TypeAlias = Mapping[str, FileValue]
+
+
+class OddValue(NamedTuple):
+    """A value of a row that is no number, in a column of numbers: the row has none there."""
+
+    row: int
+    """Index in the rows that were read."""
+    column: str
+    """Name in the file."""
+    what: str
+    """What it is, in words."""
+
+
 RowIds: TypeAlias = "tuple[str, ...] | None"
 
 
@@ -50,6 +67,7 @@ class Columns:
         left_out: name -> why the value could not be converted.
         upcast: name -> the dtype in the file, if it was widened.
         from_texts: names of numbers that the file holds as texts.
+        odd: values that are no numbers, in columns of numbers.
     """
 
     tensors: dict[str, WireTensor] = dataclasses.field(default_factory=dict)
@@ -59,6 +77,7 @@ class Columns:
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     upcast: dict[str, str] = dataclasses.field(default_factory=dict)
     from_texts: list[str] = dataclasses.field(default_factory=list)
+    odd: list[OddValue] = dataclasses.field(default_factory=list)
 
     def metadata(self) -> dict[str, object]:
         """Return the metadata for `DumpContents.about`."""
@@ -91,6 +110,15 @@ class Columns:
         self.left_out |= other.left_out
         self.upcast |= other.upcast
         self.from_texts += other.from_texts
+        self.odd += other.odd
+
+    def restore_dtypes(self, tags: Mapping[str, object]) -> None:
+        """Give tensors the dtypes that they had before JSON, as far as these hold the values."""
+        for name, tag in tags.items():
+            wire = self.tensors.get(name)
+            restored = None if wire is None else _as_dtype(wire, str(tag))
+            if restored is not None:
+                self.tensors[name] = restored
 
     def add_versions(self, values: list[FileValue]) -> bool:
         """Add policy versions that are texts; False if there are none.
@@ -180,6 +208,9 @@ def collect_rows(
     become texts. `about[MISSING]` counts the rows that lack a value, by name; `about[NULLS]` the
     nulls in lists, which are read as NaN.
 
+    Rewards are numbers where any value is one, and items of lists where most are: `odd` names the
+    other values, which are NaN.
+
     Args:
         rows: dicts of plain values and `FileTensor`.
         names: name in the file -> name in the record.
@@ -197,6 +228,8 @@ def collect_rows(
         target = (names or {}).get(name, name)
         if lacking:
             missing[target] = lacking
+        values, odd = _without_odd(values, is_number=target in _NUMBER_COLUMNS)
+        found.odd += [OddValue(row, name, what) for row, what in odd]
         _add_column(found, target, values)
     if missing:
         found.about[MISSING] = dict(missing)
@@ -234,6 +267,108 @@ def unique_samples(names: Sequence[str], found: Columns) -> tuple[str, ...] | No
     return None
 
 
+def _without_odd(
+    values: list[FileValue], *, is_number: bool
+) -> tuple[list[FileValue], list[tuple[int, str]]]:
+    """Return the values of a column, null for those that are odd, and what is odd in which row.
+
+    Args:
+        values: of each row.
+        is_number: the column is of numbers where any value is one, also as a text.
+    """
+    given = [value for value in values if value is not None]
+    if not is_number and all(isinstance(value, list) for value in given):
+        return _without_odd_items(values)
+    # Of other columns that mix numbers and texts none is wrong: they are kept as texts.
+    if not is_number and not {*map(type, given)} <= _NUMBERS:
+        return values, []
+    if {*map(type, given)} == {FileTensor}:
+        return values, []
+    numbers = [number_in(value, of_text=is_number) for value in values]
+    odd = [
+        (row, value_in_words(value))
+        for row, value in enumerate(values)
+        if value is not None and numbers[row] is None
+    ]
+    if len(odd) == len(given):
+        return values, []
+    wrong = {row for row, _ in odd}
+    kept: list[FileValue] = [
+        None if row in wrong else numbers[row] if isinstance(value, FileTensor) else value
+        for row, value in enumerate(values)
+    ]
+    return kept, odd
+
+
+def _without_odd_items(
+    values: list[FileValue],
+) -> tuple[list[FileValue], list[tuple[int, str]]]:
+    """Return lists of numbers with null for each item that is none, where most items are."""
+    items = [item for value in values if isinstance(value, list) for item in value]
+    given = [item for item in items if item is not None]
+    wrong = sum(number_in(item) is None for item in given)
+    if not wrong or 2 * wrong >= len(given):
+        return values, []
+    kept: list[FileValue] = []
+    odd: list[tuple[int, str]] = []
+    for row, value in enumerate(values):
+        if isinstance(value, list):
+            at = [
+                index
+                for index, item in enumerate(value)
+                if item is not None and number_in(item) is None
+            ]
+            if at:
+                more = f" and {len(at) - 1} more" if len(at) > 1 else ""
+                odd.append((row, f"at index {at[0]}{more} {value_in_words(value[at[0]])}"))
+                value = [None if index in at else item for index, item in enumerate(value)]
+        kept.append(value)
+    return kept, odd
+
+
+def number_in(value: FileValue, *, of_text: bool = False) -> float | None:
+    """Return a value as a number, with `of_text` that in a text, too; None if it is none."""
+    if isinstance(value, FileTensor):
+        tag, _, array, _ = value.wire
+        return float(number_of(tag, array)) if array.size == 1 else None
+    if isinstance(value, str) and of_text:
+        value = _BOOLS.get(value, value)
+    elif not isinstance(value, bool | int | float):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def value_in_words(value: FileValue) -> str:
+    """Return what a value is that is no number."""
+    if isinstance(value, int):
+        return "an integer beyond the numbers of 64 bits"
+    kind = _KINDS.get(type(value), f"a {type(value).__name__}")
+    text = json_text(value)
+    return kind if text is None else f"{kind}, {text[:_MAX_NAMED]}"
+
+
+def odd_problem(found: Columns, entry: DumpEntry, rows: Sequence[str]) -> list[DumpProblem]:
+    """Return the problem of the values that are no numbers; none if there are none.
+
+    Args:
+        found: the columns.
+        entry: the entry that they were read from.
+        rows: what each row is called, such as `line 3`.
+    """
+    if not found.odd:
+        return []
+    named = [f"{rows[odd.row]}: {odd.column} is no number: {odd.what}" for odd in found.odd]
+    more = f"; {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    message = (
+        f"{entry.path}: {'; '.join(named[:_NAMED])}{more}. These rows have no such number; "
+        "everything else was read"
+    )
+    return [DumpProblem(entry.path, "damaged", message, entry)]
+
+
 def _add_column(found: Columns, name: str, values: list[FileValue]) -> None:
     kinds = set(map(type, values)) - {type(None)}
     try:
@@ -254,6 +389,13 @@ def _add_column(found: Columns, name: str, values: list[FileValue]) -> None:
             found.tensors[name] = _ragged_tensors(values, found.upcast, name)
         else:
             _add_texts(found, name, values)
+            given = [value for value in values if value is not None]
+            numbers = sum(type(value) in _NUMBERS for value in given)
+            if name in found.texts and 2 * numbers > len(given):
+                found.left_out[name] = (
+                    f"{len(given) - numbers} of its {len(given)} values are no numbers: it is kept "
+                    "as texts"
+                )
     except (ValueError, OverflowError, InvalidTensor) as error:
         found.left_out[name] = str(error)
     if name in _NUMBER_COLUMNS and name in found.texts:
@@ -276,6 +418,8 @@ def _scalars(values: list[FileValue], kinds: set[type]) -> WireTensor:
     is_complete = None not in values
     dtype = "bool" if kinds == {bool} else "int64"
     dtype = dtype if is_complete and float not in kinds else "float64"
+    if any(isinstance(v, int) and not -_INT64 <= v < _INT64 for v in values):
+        dtype = "float64"
     array = np.array([np.nan if v is None else v for v in values], dtype)
     return str(array.dtype), array.shape, array, None
 
@@ -365,6 +509,20 @@ def _row(value: FileValue, dtype: str | None) -> WireTensor:
     if len(shape) > 1 and shape[0] == 1:
         return tag, shape[1:], values[0], offsets
     return value.wire
+
+
+def _as_dtype(wire: WireTensor, tag: str) -> WireTensor | None:
+    """Return a tensor in another dtype; None if that is unknown or does not hold the values."""
+    _, shape, values, offsets = wire
+    if tag not in CODES:
+        return None
+    with np.errstate(invalid="ignore", over="ignore"):
+        if tag == "bfloat16":
+            cast = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        else:
+            cast = values.astype(CODES[tag][1])
+    same = np.array_equal(widened(Tensor(tag, cast)), values, equal_nan=values.dtype.kind == "f")
+    return (tag, shape, cast, offsets) if same else None
 
 
 def _from_list(values: list[FileValue]) -> WireTensor | None:

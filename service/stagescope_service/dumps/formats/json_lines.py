@@ -41,6 +41,10 @@ class ObjectLines:
         """Whether a row comes after an unread line: its position among the rows is not known."""
         return bool(self.rows) and min(self.unread, default=max(self.rows)) < max(self.rows)
 
+    def names(self) -> list[str]:
+        """Return what the rows are called in a problem."""
+        return [f"line {number}" for number in self.rows]
+
     def convert(self, read: Callable[[dict[str, FileValue]], _T]) -> tuple[ObjectLines, list[_T]]:
         """Return what `read` makes of each row, and the lines without those that it refuses.
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from stagescope.wire.errors import NotFound, StagescopeError, TooLarge
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.formats.content import damage_of
+from stagescope_service.dumps.formats.content import SUFFIXES, damage_of
 from stagescope_service.dumps.records import (
     SECTIONS,
     Dump,
     DumpContents,
     DumpEntry,
     DumpProblem,
+    Location,
     RankDump,
 )
 from stagescope_service.store.artifacts import confine
@@ -57,6 +58,60 @@ class FileDump:
         return self.reader(entry)
 
 
+def file_dump(
+    path: Path,
+    kind: str,
+    entries: Iterable[DumpEntry],
+    problems: Sequence[DumpProblem],
+    reader: Callable[[DumpEntry], DumpContents],
+    *,
+    step: int | None,
+) -> FileDump:
+    """Return the dump of the entries of a step, or of all, of which no two have the same place."""
+    of_step = [entry for entry in entries if step in (None, entry.location.step)]
+    chosen, alike = distinct(sorted(of_step, key=entry_order))
+    return FileDump(str(path), kind, chosen, [*problems, *alike], reader)
+
+
+def distinct(
+    entries: Sequence[DumpEntry], location: Location | None = None
+) -> tuple[list[DumpEntry], list[DumpProblem]]:
+    """Return the entries of which no two files have the same place, and the files left out.
+
+    The first of files of one place is read: that with the shortest name, `1` before `01`.
+
+    Args:
+        entries: sections of files.
+        location: the place of all of them; None if it is their own.
+    """
+
+    def place(entry: DumpEntry) -> tuple[object, ...]:
+        return entry.section, entry.location if location is None else location, entry.key
+
+    first: dict[tuple[object, ...], DumpEntry] = {}
+    for entry in sorted(entries, key=_by_name):
+        first.setdefault(place(entry), entry)
+    chosen: list[DumpEntry] = []
+    refused: dict[Path, DumpProblem] = {}
+    for entry in entries:
+        other = first[place(entry)]
+        if other.path == entry.path:
+            chosen.append(entry)
+            continue
+        message = (
+            f"{entry.path} is of {entry.location if location is None else location}, as "
+            f"{other.path} is, and is left out: rename it, or import it into another run"
+        )
+        refused.setdefault(entry.path, DumpProblem(entry.path, "refused", message, entry))
+    return chosen, [*refused.values()]
+
+
+def _by_name(entry: DumpEntry) -> tuple[object, ...]:
+    path = entry.path
+    suffix = SUFFIXES.index(path.suffix) if path.suffix in SUFFIXES else len(SUFFIXES)
+    return len(path.stem), str(path.with_suffix("")), suffix
+
+
 def rank_dumps(dump: Dump) -> Sequence[RankDump]:
     """Return the directories in a dump that hold msprobe's statistics of operators."""
     return dump.ranks if isinstance(dump, FileDump) else ()
@@ -81,7 +136,7 @@ def files_below(root: Path) -> tuple[list[ListedFile], list[DumpProblem]]:
     """Return every file below a directory, sorted by name, and the problems met.
 
     Symbolic links that lead out of the directory are refused. Links to themselves are skipped, and
-    so are hidden files: they are still being written.
+    so are hidden files: they are still being written. A hidden directory with files is a problem.
 
     Raises:
         NotFound: there is no such directory.
@@ -99,7 +154,10 @@ def files_below(root: Path) -> tuple[list[ListedFile], list[DumpProblem]]:
                     f"{root} holds more than {MAX_FILES} files",
                     advice="give the directory of one dump, or of one of its steps",
                 )
-            if path.is_symlink() and _is_circular(path):
+            if path.name.startswith("."):
+                message = f"{path} has a hidden directory's name and is left out: rename it"
+                problems.append(DumpProblem(path, "unknown", message))
+            elif path.is_symlink() and _is_circular(path):
                 problems.append(DumpProblem(path, "unknown", f"{path} is a link to itself"))
             elif path.is_symlink() and root.resolve().is_relative_to(path.resolve()):
                 problems.append(DumpProblem(path, "unknown", f"{path} leads back: not followed"))
@@ -138,10 +196,16 @@ def is_companion(found: ListedFile, names: Container[str]) -> bool:
 
 def _walk(root: Path) -> Iterator[Path]:
     for directory, folders, names in os.walk(root):
-        folders[:] = sorted(each for each in folders if not each.startswith("."))
         here = Path(directory)
+        hidden = sorted(each for each in folders if each.startswith("."))
+        yield from (here / each for each in hidden if _holds_files(here / each))
+        folders[:] = sorted({*folders} - {*hidden})
         yield from (here / each for each in folders if (here / each).is_symlink())
         yield from (here / each for each in sorted(names) if not each.startswith("."))
+
+
+def _holds_files(directory: Path) -> bool:
+    return any(names for _, _, names in os.walk(directory))
 
 
 def _is_circular(path: Path) -> bool:

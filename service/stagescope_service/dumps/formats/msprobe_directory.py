@@ -9,6 +9,7 @@ the operator statistics (`stagescope operators`).
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
-    entry_order,
+    file_dump,
     files_below,
     unknown_file,
 )
@@ -100,15 +101,10 @@ def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
         "operators_are_read_by": "stagescope operators, and the comparison of operators",
         **({"notes": places.notes} if places.notes else {}),
     }
-    return FileDump(
-        str(path),
-        KIND,
-        sorted((each for each in entries if step in (None, each.location.step)), key=entry_order),
-        [*problems, *places.problems],
-        read_entry,
-        about,
-        [each for each in places.ranks if step in (None, each.location.step)],
-    )
+    problems += places.problems
+    ranks = [each for each in places.ranks if step in (None, each.location.step)]
+    dump = file_dump(path, KIND, entries, problems, read_entry, step=step)
+    return dataclasses.replace(dump, about=about, ranks=ranks)
 
 
 def _entry_of(found: ListedFile, places: Mapping[Path, Location]) -> DumpEntry | None:

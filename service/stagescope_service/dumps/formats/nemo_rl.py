@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import InvalidTensor, NotFound
-from stagescope_service.dumps.formats.columns import Columns
+from stagescope_service.dumps.formats.columns import Columns, odd_problem
 from stagescope_service.dumps.formats.content import damage_of, first_values
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
-    entry_order,
+    file_dump,
     files_of,
     is_companion,
     unknown_file,
@@ -32,13 +32,14 @@ from stagescope_service.dumps.formats.listing import (
 from stagescope_service.dumps.formats.sequences import (
     UNNAMED,
     SequenceRow,
+    add_row_values,
     is_constant,
-    numbers,
     plain_list,
     prompt_ids,
     read_objects,
     response_tensors,
-    row_values,
+    token_ids,
+    token_values,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
 from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
@@ -107,8 +108,7 @@ def open_nemo_rl(path: Path, *, step: int | None = None) -> FileDump:
             f"{path} holds no training data of NeMo-RL's",
             expected="train_data_stepN.jsonl with token_ids, token_loss_mask, generation_logprobs",
         )
-    chosen = [entry for entry in entries if step in (None, entry.location.step)]
-    return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
+    return file_dump(path, KIND, entries, problems, read_entry, step=step)
 
 
 def read_entry(entry: DumpEntry) -> DumpContents:
@@ -120,7 +120,7 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     _leave_out_zeros(found, sequences)
     rewards = "filtered_rewards" if any("filtered_rewards" in row for row in rows) else "rewards"
     for name, column in (("rewards", rewards), ("sample_loss_mask", "sample_loss_mask")):
-        found.tensors[name] = row_values(row.get(column) for row in rows)
+        add_row_values(found, name, rows, column)
     uncounted = sum(not sequence.counts for sequence in sequences)
     if uncounted:
         found.about["uncounted_sequences"] = uncounted
@@ -137,7 +137,8 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     groups, samples = prompt_ids(sequences)
     return DumpContents(
         entry, found.tensors, {}, None if lines.has_holes else samples, groups, found.texts,
-        "response_mask", found.metadata(), lines.problems(entry),
+        "response_mask", found.metadata(),
+        [*lines.problems(entry), *odd_problem(found, entry, lines.names())],
     )  # fmt: skip
 
 
@@ -157,10 +158,10 @@ def _unlisted(line: Mapping[str, FileValue]) -> dict[str, FileValue]:
 def _sequence(row: Mapping[str, FileValue]) -> SequenceRow:
     if "token_ids" not in row:
         raise InvalidTensor("it has no token_ids, which NeMo-RL writes with the masks")
-    tokens, _ = numbers(plain_list(row["token_ids"]))
+    tokens = token_ids("token_ids", plain_list(row["token_ids"]))
     length = row.get("input_lengths")
     end = length if isinstance(length, int) and 0 < length <= len(tokens) else len(tokens)
-    mask, _ = numbers(plain_list(row.get("token_loss_mask")))
+    mask = token_values("token_loss_mask", plain_list(row.get("token_loss_mask")))
     # No logits score the first token: NeMo-RL's loss leaves it out.
     chosen = [value > 0 and at > 0 for at, value in enumerate(mask)]
     values: dict[str, list[float]] = {}
@@ -168,13 +169,11 @@ def _sequence(row: Mapping[str, FileValue]) -> SequenceRow:
         column = row.get(theirs)
         if column is None:
             continue
-        found, _ = numbers(plain_list(column) or [column])
+        found = token_values(theirs, plain_list(column) or [column])
         # An advantage of the sequence, where it has one for all tokens.
         values[ours] = (found * len(tokens) if len(found) == 1 else found)[:end]
-    counted, _ = numbers([row.get("sample_loss_mask", 1.0)])
-    return SequenceRow(
-        [int(token) for token in tokens[:end]], chosen[:end], values, counts=counted[0] > 0
-    )
+    counted = token_values("sample_loss_mask", [row.get("sample_loss_mask", 1.0)])
+    return SequenceRow(tokens[:end], chosen[:end], values, counts=counted[0] > 0)
 
 
 def _leave_out_zeros(found: Columns, sequences: Sequence[SequenceRow]) -> None:

@@ -28,20 +28,27 @@ from stagescope_service.dumps.formats.columns import (
     collect_rows,
     flatten,
     name_samples,
+    odd_problem,
 )
 from stagescope_service.dumps.formats.content import SUFFIXES, read_content
 from stagescope_service.dumps.formats.json_lines import read_object_lines
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
-    entry_order,
+    file_dump,
     files_of,
     is_companion,
     missing_parts,
     unknown_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
-from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
+from stagescope_service.dumps.records import (
+    DumpContents,
+    DumpEntry,
+    DumpProblem,
+    Location,
+    mapping,
+)
 from stagescope_service.store.tensorfile import disk_errors
 
 KIND: Final = "nexrl"
@@ -65,7 +72,7 @@ MICRO_TYPES: Final = ("batch_inputs", "forward_data", "is_loss_debug", "loss")
 
 _NAME: Final = re.compile(r"step_(-?\d{5,18})(?:_rank(\d{1,9})(?:_micro(\d{1,9}))?)?\Z")
 _TENSOR_NAMES: Final = {"ref_log_prob": "ref_log_probs", "logprobs": "log_probs"}
-_TRAJECTORY_NAMES: Final = {"reward": "rewards"}
+_TRAJECTORY_NAMES: Final = {"reward": "rewards", "logprobs": "rollout_log_probs"}
 _MASKS: Final = {
     "forward_data": ("response_mask",),
     "old_log_probs": ("response_mask",),
@@ -78,6 +85,12 @@ _METADATA: Final = frozenset(
      "num_datums", "dtype", "norm", "mean", "std"}
 )  # fmt: skip
 """NexRL's metadata about the tensors of the same file."""
+OF_JOB: Final = ("policy_version", "data_rank", "layout", "settings")
+"""What an export says of the process that recorded a file."""
+DTYPES: Final = "dtypes"
+"""Key in `extra_info` and `batch_info` of exports as JSON: the dtype of each tensor."""
+_OF_EXPORTS: Final = ("meta", "job")
+"""Metadata of this project in `extra_info` and `batch_info` of its exports."""
 _ROW_TEXTS: Final = ("group_id", "run_id", "task_id", "uid")
 
 
@@ -152,7 +165,7 @@ def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
         problems += _missing_indexed(root, index, step)
     elif not path.is_file():
         problems += missing_files(root, chosen)
-    return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
+    return file_dump(path, KIND, chosen, problems, read_entry, step=step)
 
 
 def _entries_of(found: Iterable[ListedFile]) -> tuple[list[DumpEntry], list[DumpProblem]]:
@@ -253,7 +266,7 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     for name in _METADATA.intersection(data):
         found.add_about(name, data.pop(name))
     record = _READERS.get(entry.key, _read_tensors)(entry, data, found)
-    return dataclasses.replace(record, problems=problems) if problems else record
+    return dataclasses.replace(record, problems=[*problems, *record.problems])
 
 
 def _join_lines(lines: Sequence[dict[str, FileValue]], path: Path) -> FileValue:
@@ -278,17 +291,20 @@ def _read_tensors(entry: DumpEntry, data: dict[str, FileValue], found: Columns) 
         found.add(_TENSOR_NAMES.get(name, name), value)
     masks = _MASKS.get(entry.key, ())
     mask = next((name for name in masks if name in found.tensors), None)
-    samples = _sample_ids(found)
+    samples, groups = _row_ids(found, "sample_ids"), _row_ids(found, "group_ids")
+    for name in ("extra_info", "batch_info"):
+        info = mapping(found.about, name)
+        found.about |= {key: info[key] for key in _OF_EXPORTS if isinstance(info.get(key), dict)}
+        found.restore_dtypes(mapping(info, DTYPES))
     return DumpContents(
-        entry, found.tensors, found.numbers, samples, mask=mask, about=found.metadata()
+        entry, found.tensors, found.numbers, samples, groups, mask=mask, about=found.metadata()
     )
 
 
-def _sample_ids(found: Columns) -> RowIds:
-    """Return the sample_uids in the metadata of this project's exports; NexRL writes none."""
-    for name in ("extra_info", "batch_info"):
-        info = found.about.get(name)
-        names = info.get("sample_ids") if isinstance(info, dict) else None
+def _row_ids(found: Columns, name: str) -> RowIds:
+    """Return ids in the metadata of this project's exports; NexRL writes none."""
+    for place in ("extra_info", "batch_info"):
+        names = mapping(found.about, place).get(name)
         if isinstance(names, list) and all(isinstance(each, str) for each in names):
             rows = {wire[1][0] for wire in found.tensors.values() if wire[1]}
             return tuple(names) if rows == {len(names)} else None
@@ -323,9 +339,10 @@ def _read_rows(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> 
             found.add(name, value)  # NexRL writes an empty list a row if there are no advantages
     mask = "loss_fn_inputs/loss_mask" if is_datums else "loss_mask"
     groups, samples = name_samples(flat, found)
+    names = [f"row {row}" for row in range(len(flat))]
     return DumpContents(
         entry, found.tensors, found.numbers, samples, groups, found.texts,
-        mask if mask in found.tensors else None, found.metadata(),
+        mask if mask in found.tensors else None, found.metadata(), odd_problem(found, entry, names),
     )  # fmt: skip
 
 

@@ -24,10 +24,10 @@ _EXTRA_FIELDS: Final = ("group_id", "run_id", "uid", "task_id", "score", "temper
 TRAJECTORY_TENSORS: Final = frozenset(
     {
         "tokens", "loss_mask", "response_mask", "attention_mask", "rewards", "advantages",
-        "is_val", *_EXTRA_FIELDS,
+        "is_val", "rollout_log_probs", *_EXTRA_FIELDS,
     }
 )  # fmt: skip
-"""Tensors that NexRL's trajectories can hold."""
+"""Tensors that have a place of their own in NexRL's trajectories; others are extra fields."""
 _NUMBERS: Final = ("run_id", "task_id")
 
 
@@ -73,26 +73,45 @@ def trajectory(row: Mapping[str, RowValue], *, is_val: bool = False) -> dict[str
 
     `is_val` is the default of a row without one.
 
-    A mask of the response alone is preceded by zeros for the prompt; tokens outside of
-    `attention_mask` are padding.
+    A mask, or log-probs of the rollout, of the response alone are preceded by zeros for the prompt,
+    as NexRL's live trajectories have them in `extra_fields["logprobs"]`; tokens outside of
+    `attention_mask` are padding. What NexRL has no name for is in `extra_fields` under its own.
     """
     tokens = np.asarray(row["tokens"])
     mask = np.asarray(row["loss_mask"] if "loss_mask" in row else row["response_mask"])
     mask = np.concatenate([np.zeros(len(tokens) - len(mask), mask.dtype), mask])
+    log_probs = np.asarray(row.get("rollout_log_probs", ()), np.float64)
+    if len(log_probs):
+        log_probs = np.concatenate([np.zeros(len(tokens) - len(log_probs)), log_probs])
     attention = np.asarray(row.get("attention_mask", ()))
+    others = {name: value for name, value in row.items() if name not in TRAJECTORY_TENSORS}
     if len(attention) == len(tokens):
-        tokens, mask = tokens[attention != 0], mask[attention != 0]
+        chosen = attention != 0
+        for name, value in others.items():
+            if np.shape(value) == chosen.shape:
+                others[name] = np.asarray(value)[chosen]
+        tokens, mask, log_probs = tokens[chosen], mask[chosen], log_probs[chosen[: len(log_probs)]]
     found: dict[str, FileValue] = {
         "tokens": tokens.tolist(),
         "loss_mask": mask.astype(np.int64).tolist(),
         "reward": float(np.sum(np.asarray(row["rewards"]))) if "rewards" in row else math.nan,
         "is_val": bool(row.get("is_val", is_val)),
     }
-    extra: FileValue = {name: _plain(name, row[name]) for name in _EXTRA_FIELDS if name in row}
+    extra: dict[str, FileValue] = {
+        name: _plain(name, row[name]) for name in _EXTRA_FIELDS if name in row
+    }
+    extra |= {name: _listed(value) for name, value in others.items()}
+    if len(log_probs):
+        extra["logprobs"] = log_probs.tolist()
     if extra:
         found["extra_fields"] = extra
     if "advantages" in row:
         found["advantages"] = np.asarray(row["advantages"]).tolist()
+    return found
+
+
+def _listed(value: RowValue) -> FileValue:
+    found: FileValue = value if isinstance(value, str) else np.asarray(value).tolist()
     return found
 
 

@@ -19,12 +19,18 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import InvalidTensor, NotFound
-from stagescope_service.dumps.formats.columns import Columns
+from stagescope_service.dumps.formats.columns import (
+    Columns,
+    OddValue,
+    number_in,
+    odd_problem,
+    value_in_words,
+)
 from stagescope_service.dumps.formats.content import damage_of, first_values
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
-    entry_order,
+    file_dump,
     files_of,
     is_companion,
     unknown_file,
@@ -32,12 +38,15 @@ from stagescope_service.dumps.formats.listing import (
 from stagescope_service.dumps.formats.sequences import (
     NAN,
     SequenceRow,
+    add_row_values,
     numbers,
     plain_list,
     prompt_ids,
     read_objects,
     response_tensors,
     row_values,
+    token_ids,
+    token_values,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
 from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
@@ -113,7 +122,7 @@ def open_prime_rl(path: Path, *, step: int | None = None) -> FileDump:
         )
     chosen = [entry for entry in entries if step in (None, entry.location.step)]
     problems += _unstable(chosen)
-    return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
+    return file_dump(path, KIND, chosen, problems, read_entry, step=step)
 
 
 def _unstable(entries: Sequence[DumpEntry]) -> list[DumpProblem]:
@@ -151,7 +160,7 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     rows = [*lines.rows.values()]
     found.tensors |= response_tensors(sequences)
     for name in _PER_ROW:
-        found.tensors[name] = row_values((row.get(name) for row in rows), whole=True)
+        add_row_values(found, name, rows, name, whole=True)
     _add_rewards(found, rows)
     for name in _TEXTS:
         if any(row.get(name) is not None for row in rows):
@@ -172,7 +181,7 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     # pair by their content.
     return DumpContents(
         entry, found.tensors, {}, None, groups, found.texts, "response_mask", found.metadata(),
-        lines.problems(entry),
+        [*lines.problems(entry), *odd_problem(found, entry, lines.names())],
     )  # fmt: skip
 
 
@@ -197,25 +206,29 @@ def _is_array(value: FileValue) -> bool:
 def _sequence(
     row: Mapping[str, FileValue], columns: Mapping[str, str], nulls: dict[str, int]
 ) -> SequenceRow:
-    tokens, _ = numbers(plain_list(row.get("token_ids")))
+    tokens = token_ids("token_ids", plain_list(row.get("token_ids")))
     mask = [value is True or value == 1 for value in plain_list(row.get("loss_mask"))]
     values: dict[str, list[float]] = {}
     for theirs, ours in columns.items():
         items = plain_list(row.get(theirs))
         if not items:
             continue
-        values[ours], _ = numbers(items)
+        values[ours] = token_values(theirs, items)
         of_model = [item for item, one in zip(items, mask, strict=False) if one]
         if lacking := sum(item is None for item in of_model):
             nulls[ours] = nulls.get(ours, 0) + lacking
-    return SequenceRow([int(token) for token in tokens], mask, values)
+    return SequenceRow(tokens, mask, values)
 
 
 def _add_rewards(found: Columns, rows: Sequence[Mapping[str, FileValue]]) -> None:
     """Add the sequence's reward, which the older form repeats at each of its tokens."""
     rewards: list[float] = []
-    for row in rows:
-        values, _ = numbers(plain_list(row.get("rewards")))
+    for at, row in enumerate(rows):
+        items = plain_list(row.get("rewards"))
+        odd = next((each for each in items if each is not None and number_in(each) is None), None)
+        if odd is not None:
+            found.odd.append(OddValue(at, "rewards", value_in_words(odd)))
+        values, _ = numbers(items)
         rewards.append(next((value for value in values if value == value), NAN))
     if any(reward == reward for reward in rewards):
         found.tensors["rewards"] = row_values(rewards)

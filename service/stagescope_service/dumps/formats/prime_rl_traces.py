@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import io
 import json
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ from stagescope_service.dumps.formats.sequences import (
     prompt_ids,
     response_tensors,
     row_values,
+    token_ids,
+    token_values,
 )
 from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
 from stagescope_service.store.tensorfile import disk_errors
@@ -105,7 +108,7 @@ def open_prime_rl_traces(path: Path, *, step: int | None = None) -> FileDump:
         TooLarge: more files than a dump has.
         StoreError: the disk reported an error.
     """
-    found, _ = files_of(path.absolute())
+    found, problems = files_of(path.absolute())
     trainers = [each.path for each in found if _TRAINER.search(each.path.as_posix())]
     roots = {_root(each) for each in trainers}
     if not roots:
@@ -123,7 +126,7 @@ def open_prime_rl_traces(path: Path, *, step: int | None = None) -> FileDump:
         for number, lines in sorted(traces.steps.items())
         if step in (None, number)
     ]
-    return FileDump(str(path), KIND, entries, traces.problems, read_entry)
+    return FileDump(str(path), KIND, entries, [*problems, *traces.problems], read_entry)
 
 
 def _root(trainer: Path) -> Path:
@@ -205,11 +208,11 @@ def _chunks(directory: Path, name: str) -> list[Path]:
         folder, plain = directory / name, directory / f"{name}.jsonl"
         if not folder.is_dir():
             return [plain] if plain.is_file() else []
-        found: dict[int, Path] = {}
+        found: dict[str, Path] = {}
         for path in sorted(folder.iterdir(), key=lambda each: len(each.name), reverse=True):
             if _CHUNK.match(path.name):
-                found[int(path.name.split(".", 1)[0])] = path
-        return [found[number] for number in sorted(found)]
+                found[path.name.split(".", 1)[0]] = path
+        return [found[number] for number in sorted(found, key=lambda each: (int(each), each))]
 
 
 def _open(path: Path) -> BinaryIO:
@@ -284,11 +287,19 @@ def read_entry(entry: DumpEntry) -> DumpContents:
                 {name: branch[name] for name in _NAMES if branch.get(name)}
             )
     rows: list[_Row] = []
+    problems: list[DumpProblem] = []
     for episode in _read(step.episodes):
         for trace in episode.get("traces") or ():
-            if str(trace.get("id")) in step.traces:
+            if str(trace.get("id")) not in step.traces:
+                continue
+            try:
                 rows += _rows(episode, trace, updates)
-    return _record(entry, rows)
+            except InvalidTensor as error:
+                message = f"{entry.path}: trace {trace.get('id')} is left out: {error.wrong}"
+                problems.append(DumpProblem(entry.path, "damaged", message, entry))
+    if problems and not rows:
+        raise InvalidTensor(problems[0].message, expected="traces as prime-rl writes them")
+    return dataclasses.replace(_record(entry, rows), problems=problems)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +319,8 @@ def _rows(
 ) -> Iterator[_Row]:
     nodes: list[Json] = list(trace.get("nodes") or ())
     rewards = [each for each in (trace.get("rewards") or {}).values() if isinstance(each, dict)]
-    scores, _ = numbers((each.get("score") or 0) * each.get("weight", 1) for each in rewards)
+    scores = token_values("rewards", [each.get("score") or 0 for each in rewards])
+    weights = token_values("rewards", [each.get("weight", 1) for each in rewards])
     work = (episode.get("run") or {}).get("work") or {}
     policy, _ = numbers((work.get("policy") or {}).get(name) for name in ("start", "end"))
     environment = episode.get("env") or {}
@@ -319,7 +331,7 @@ def _rows(
         sequence, nulls = _sequence([nodes[each] for each in path], streams)
         yield _Row(
             sequence,
-            sum(scores) if scores else NAN,
+            sum(map(operator.mul, scores, weights)) if scores else NAN,
             (policy[0], policy[1]),
             nulls,
             str(trace.get("id")),
@@ -355,7 +367,7 @@ def _sequence(nodes: Sequence[Json], streams: Mapping[str, list[Any]]) -> tuple[
     rollout: list[float] = []
     for node in nodes:
         ids, mask = node.get("token_ids") or [], node.get("mask") or []
-        values, _ = numbers(node.get("logprobs") or [NAN] * sum(map(bool, mask)))
+        values = token_values("logprobs", node.get("logprobs") or [NAN] * sum(map(bool, mask)))
         if len(mask) != len(ids) or len(values) != sum(map(bool, mask)):
             raise InvalidTensor(
                 f"a message has {len(ids)} tokens, {len(mask)} values of its mask and "
@@ -363,7 +375,7 @@ def _sequence(nodes: Sequence[Json], streams: Mapping[str, list[Any]]) -> tuple[
                 expected="a mask of every token and a log-prob of each that was sampled",
             )
         each = iter(values)
-        tokens += map(int, ids)
+        tokens += token_ids("token_ids", ids)
         sampled += map(bool, mask)
         rollout += [next(each) if one else 0.0 for one in mask]
     # The trainer cuts what is longer than its sequences.
@@ -374,7 +386,9 @@ def _sequence(nodes: Sequence[Json], streams: Mapping[str, list[Any]]) -> tuple[
         sampled[at] and not (log_probs[at] is None and entropies[at] is None)
         for at in range(length)
     ]
-    columns = {_NAMES[name]: numbers(values[:length])[0] for name, values in streams.items()}
+    columns = {
+        _NAMES[name]: token_values(name, values[:length]) for name, values in streams.items()
+    }
     nulls = sum(one and value is None for one, value in zip(mask, log_probs, strict=False))
     return SequenceRow(
         tokens[:length], mask, {"rollout_log_probs": rollout[:length], **columns}

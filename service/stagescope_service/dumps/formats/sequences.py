@@ -17,6 +17,12 @@ from typing import Final
 import numpy as np
 
 from stagescope.wire.errors import InvalidTensor
+from stagescope_service.dumps.formats.columns import (
+    Columns,
+    OddValue,
+    number_in,
+    value_in_words,
+)
 from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.formats.json_lines import UNNAMED as UNNAMED
 from stagescope_service.dumps.formats.json_lines import ObjectLines, read_object_lines
@@ -25,6 +31,7 @@ from stagescope_service.rows.ragged import cumulative
 from stagescope_service.store.tensorfile import WireTensor
 
 NAN: Final = float("nan")
+_INT64: Final = 1 << 63
 _INTEGERS: Final = frozenset({"tokens", "responses", "prompts", "response_mask", "loss_mask"})
 
 
@@ -139,8 +146,50 @@ def plain_list(value: FileValue) -> list[FileValue]:
 
 def numbers(values: Iterable[FileValue]) -> tuple[list[float], int]:
     """Return numbers in which a missing one is nan, and how many were missing."""
-    found = [float(value) if isinstance(value, bool | int | float) else NAN for value in values]
+    found = [NAN if (value := number_in(each)) is None else value for each in values]
     return found, sum(value != value for value in found)
+
+
+def token_values(name: str, values: Sequence[FileValue]) -> list[float]:
+    """Return a sequence's values of each token, nan for a null.
+
+    Raises:
+        InvalidTensor: one is no number; the message follows the line's name.
+    """
+    for at, value in enumerate(values):
+        if value is not None and number_in(value) is None:
+            raise InvalidTensor(f"{name} holds no number at index {at}: {value_in_words(value)}")
+    return numbers(values)[0]
+
+
+def token_ids(name: str, values: Sequence[FileValue]) -> list[int]:
+    """Return a sequence's token ids.
+
+    Raises:
+        InvalidTensor: one is no whole number of 64 bits.
+    """
+    for at, value in enumerate(token_values(name, values)):
+        if not (value.is_integer() and abs(value) < _INT64):
+            raise InvalidTensor(f"{name} holds no token id at index {at}: {value}")
+    return [int(value) for value in values if isinstance(value, int | float)]
+
+
+def add_row_values(
+    found: Columns,
+    name: str,
+    rows: Sequence[Mapping[str, FileValue]],
+    column: str,
+    *,
+    whole: bool = False,
+) -> None:
+    """Add a number of each row; what is none there is nan, and in `found.odd`."""
+    values = [row.get(column) for row in rows]
+    found.odd += [
+        OddValue(row, column, value_in_words(value))
+        for row, value in enumerate(values)
+        if value is not None and number_in(value) is None
+    ]
+    found.tensors[name] = row_values(values, whole=whole)
 
 
 def is_constant(values: Iterable[float], constant: float = 0.0) -> bool:

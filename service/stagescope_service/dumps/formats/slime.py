@@ -16,12 +16,18 @@ from typing import Final
 import numpy as np
 
 from stagescope.wire.errors import InvalidTensor, NotFound
-from stagescope_service.dumps.formats.columns import Columns, RowIds, collect_rows, unique_samples
+from stagescope_service.dumps.formats.columns import (
+    Columns,
+    RowIds,
+    collect_rows,
+    odd_problem,
+    unique_samples,
+)
 from stagescope_service.dumps.formats.content import first_values, read_shared
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
-    entry_order,
+    file_dump,
     files_of,
     is_companion,
     is_saved,
@@ -96,8 +102,7 @@ def open_slime(path: Path, *, step: int | None = None) -> FileDump:
             f"{path} holds no debug data of slime's",
             expected="what --save-debug-rollout-data or --save-debug-train-data wrote",
         )
-    chosen = [entry for entry in entries if step in (None, entry.location.step)]
-    return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
+    return file_dump(path, KIND, entries, problems, read_entry, step=step)
 
 
 def _entries_of(found: ListedFile, values: Sequence[str | int]) -> list[DumpEntry]:
@@ -152,6 +157,8 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     found.about["alignment"] = "responses alone, not shifted"
     mask = "response_mask" if "response_mask" in found.tensors else None
     groups, sample_uids = _row_ids(rows, found)
+    names_of_rows = [f"sample {_name(row, at)}" for at, row in enumerate(rows)]
+    problems += odd_problem(found, entry, names_of_rows)
     return DumpContents(
         entry, found.tensors, {}, sample_uids, groups, found.texts, mask, found.metadata(),
         problems,
@@ -193,7 +200,7 @@ def _fitting(
     for name in names:
         counts = [_count(row.get(name)) for row in rows]
         fits = [
-            count == length or (count == 0 and (name not in _MASKS or row.get(name) is None))
+            count == length or (count == 0 and _is_absent(name, row.get(name)))
             for row, count, length in zip(rows, counts, lengths, strict=True)
         ]
         fits_most = 2 * sum(fits) >= len(fits)
@@ -216,6 +223,11 @@ def _fitting(
         f"{len(kept)} were read"
     )
     return kept, [DumpProblem(entry.path, "damaged", message, entry)]
+
+
+def _is_absent(name: str, value: FileValue) -> bool:
+    """Return whether a sample has no such values; an empty mask is a wrong one."""
+    return value is None or (name not in _MASKS and isinstance(value, list | FileTensor))
 
 
 def _count(value: FileValue) -> int:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import NotFound
-from stagescope_service.dumps.formats.columns import are_numbers, collect_rows
+from stagescope_service.dumps.formats.columns import are_numbers, collect_rows, odd_problem
 from stagescope_service.dumps.formats.content import damage_of, first_values
 from stagescope_service.dumps.formats.json_lines import UNNAMED, read_object_lines
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
-    entry_order,
+    file_dump,
     files_of,
     unknown_file,
 )
@@ -74,9 +74,8 @@ def open_verl(path: Path, *, step: int | None = None) -> FileDump:
             f"{path} holds no generations of verl's",
             expected="STEP.jsonl with lines of input, output, score, step",
         )
-    every = [_entry_of(each) for each in generations]
-    entries = [entry for entry in every if step in (None, entry.location.step)]
-    return FileDump(str(path), KIND, sorted(entries, key=entry_order), problems, read_entry)
+    entries = map(_entry_of, generations)
+    return file_dump(path, KIND, entries, problems, read_entry, step=step)
 
 
 def _entry_of(found: ListedFile) -> DumpEntry:
@@ -117,9 +116,10 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     for group in groups:
         samples.append(f"{group}_{seen[group]}")
         seen[group] += 1
+    problems = [*lines.problems(entry), *odd_problem(found, entry, lines.names())]
     return DumpContents(
         entry, found.tensors, {}, None if lines.has_holes else tuple(samples), groups, found.texts,
-        about=found.metadata(), problems=lines.problems(entry),
+        about=found.metadata(), problems=problems,
     )  # fmt: skip
 
 

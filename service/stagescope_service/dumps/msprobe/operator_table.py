@@ -86,6 +86,8 @@ class OperatorSummary:
     last_name: str | None = None
     measured: int = 0
     """Tensors with a least and a largest value: NaN and infinities are found in these alone."""
+    unmeasured: int = 0
+    """Tensors that may hold NaN and infinities, of which nothing is known."""
     non_finite_rows: int = 0
     first_non_finite: FirstNonFinite | None = None
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -158,7 +160,8 @@ def _rows(
             if leaf.non_finite is not None:
                 _count_non_finite(summary, order, name, leaf)
             summary.rows += 1
-            summary.measured += leaf.min is not None and leaf.max is not None
+            summary.measured += leaf.is_measured
+            summary.unmeasured += leaf.is_unmeasured
             yield call + leaf
 
 

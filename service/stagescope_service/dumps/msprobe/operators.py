@@ -5,8 +5,10 @@ A record holds sections (`input_args`, `output`, ...) of lists and dicts; its le
 by its section and its path inside it: `1.hidden_states`. A call without leaves has one row without
 a section, so that it stays visible.
 
-NaN and infinities in a tensor are detected from Max and Min alone: the Norm of finite float16
-values overflows. -FLT_MAX of a mask is finite.
+NaN and infinities in a tensor are detected from Max and Min, and NaN from the Norm, too: some
+devices leave NaN out of extremes. An infinite Norm is none: that of finite float16 values
+overflows. -FLT_MAX of a mask is finite. A number may be a text (`"nan"`, `"inf"`), as some versions
+of msprobe write it; null is not known.
 
 Names of records:
 
@@ -77,6 +79,8 @@ MAX_TEXT: Final = 1000
 """Characters of a text in a row; longer ones are cut."""
 
 _INT64: Final = 1 << 63
+_ROUNDED: Final = re.compile(r"b?float|complex|double|half|hifloat")
+"""Dtypes that have NaN and infinities."""
 _GRADIENT: Final = re.compile(r"_grad\.\d+\.debug\Z")
 
 
@@ -99,6 +103,18 @@ class Leaf(NamedTuple):
     value: str | None = None
     placements: str | None = None
     data_name: str | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the recorded numbers tell whether the tensor is finite."""
+        return self.non_finite is not None or (self.min is not None and self.max is not None)
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether it is a tensor that may hold NaN, of which no number tells."""
+        if self.is_measured or self.dtype is None or self.shape is None or 0 in self.shape:
+            return False
+        return _ROUNDED.match(self.dtype.lower()) is not None
 
 
 def leaves(name: str, direction: str | None, record: JsonValue) -> Iterator[Leaf]:
@@ -132,17 +148,18 @@ def leaves(name: str, direction: str | None, record: JsonValue) -> Iterator[Leaf
         yield Leaf()
 
 
-def non_finite_kind(low: float | None, high: float | None) -> str | None:
-    """Return 'nan', '+inf', '-inf', 'inf' (both signs), or None where both are finite or unknown.
+def non_finite_kind(low: float | None, high: float | None, norm: float | None = None) -> str | None:
+    """Return 'nan', '+inf', '-inf', 'inf' (both signs), or None where all is finite or unknown.
 
     Args:
         low, high: Min and Max. With a NaN in the tensor both are NaN, also beside infinities.
+        norm: NaN only with a NaN in the tensor.
     """
     values = [value for value in (low, high) if value is not None]
+    if any(value is not None and math.isnan(value) for value in (low, high, norm)):
+        return "nan"
     if all(map(math.isfinite, values)):
         return None
-    if any(map(math.isnan, values)):
-        return "nan"
     minus, plus = -math.inf in values, math.inf in values
     if minus and plus:
         return "inf"
@@ -179,7 +196,7 @@ def _leaf(section: str, index: str, leaf: JsonValue) -> Leaf:
     if not isinstance(dtype, str) or not isinstance(shape, list):
         fields: JsonValue = {key: value for key, value in leaf.items() if key != "type"}
         return Leaf(section, index, kind, value=_value_text(leaf.get("value", fields)))
-    low, high = _number(leaf.get("Min")), _number(leaf.get("Max"))
+    low, high, norm = (_number(leaf.get(name)) for name in ("Min", "Max", "Norm"))
     requires_grad, checksum = leaf.get("requires_grad"), leaf.get("md5")
     placements, data_name = leaf.get("placements"), leaf.get("data_name")
     return Leaf(
@@ -191,8 +208,8 @@ def _leaf(section: str, index: str, leaf: JsonValue) -> Leaf:
         low,
         high,
         _number(leaf.get("Mean")),
-        _number(leaf.get("Norm")),
-        non_finite_kind(low, high),
+        norm,
+        non_finite_kind(low, high, norm),
         requires_grad if isinstance(requires_grad, bool) else None,
         None if checksum is None else _value_text(checksum),
         placements=_value_text(placements) if placements else None,
@@ -201,11 +218,11 @@ def _leaf(section: str, index: str, leaf: JsonValue) -> Leaf:
 
 
 def _number(value: JsonValue) -> float | None:
-    if not isinstance(value, int | float):  # a bool is 0 or 1
+    if not isinstance(value, int | float | str):  # a bool is 0 or 1
         return None
     try:
         return float(value)
-    except OverflowError:
+    except (OverflowError, ValueError):
         return None
 
 

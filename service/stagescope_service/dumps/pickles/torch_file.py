@@ -2,8 +2,8 @@
 
 The only file here that imports torch, and only if necessary: plain files are read by
 `plain_torch_file`. Others are loaded with `torch.load(weights_only=True)`, which beside torch's own
-tensors accepts only the names of `torch_stand_ins`: numpy's scalars, dtypes and arrays, and
-TensorDict.
+tensors accepts only the names of `torch_stand_ins`: numpy's scalars, dtypes and arrays, TensorDict,
+and jagged tensors.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from stagescope_service.dumps.pickles.torch_stand_ins import (
     FileTensor,
     FileValue,
     PickledArray,
+    PickledJagged,
     PickledTensorDict,
     Unreadable,
 )
@@ -169,7 +170,7 @@ def _only_stand_ins(serialization: ModuleType) -> Iterator[None]:
     """
     with _globals_lock:
         before = serialization.get_safe_globals()
-        of_torch = [each for each in before if _of_torch(each)]
+        of_torch = [each for each in before if _is_of_torch(each)]
         serialization.clear_safe_globals()
         try:
             serialization.add_safe_globals([*of_torch, *STAND_INS.values()])
@@ -179,9 +180,11 @@ def _only_stand_ins(serialization: ModuleType) -> Iterator[None]:
             serialization.add_safe_globals(before)
 
 
-def _of_torch(allowed: object) -> bool:
+def _is_of_torch(allowed: object) -> bool:
+    """Return whether torch itself accepts it, and no stand-in is there for it."""
     target = allowed[0] if isinstance(allowed, tuple) else allowed
-    return str(getattr(target, "__module__", "")).startswith("torch.")
+    module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
+    return str(module).startswith("torch.") and f"{module}.{name}" not in STAND_INS
 
 
 def _refusal(path: Path, error: Exception) -> InvalidTensor | Forbidden:
@@ -238,6 +241,8 @@ class _PlainValues:
             return self(value.content(), depth + 1)
         if isinstance(value, PickledArray):
             return self._array(value)
+        if isinstance(value, PickledJagged):
+            return self._pickled_jagged(value)
         if isinstance(value, dict):
             self._count(len(value))
             return {_key(name): self(item, depth + 1) for name, item in value.items()}
@@ -283,12 +288,31 @@ class _PlainValues:
             return Unreadable(f"a numpy array: {error}")
         return found if isinstance(found, list) else self._numpy(found, str(found.dtype))
 
-    def _tensor(self, tensor: torch.Tensor) -> FileTensor | Unreadable:
-        tensor, offsets = tensor.detach(), None
+    def _pickled_jagged(self, value: PickledJagged) -> FileTensor | Unreadable:
+        try:
+            return self._jagged(*value.content())
+        except (ValueError, TypeError, AttributeError) as error:
+            return Unreadable(f"a jagged tensor: {error}")
+
+    def _jagged(self, values: Any, offsets: Any) -> FileTensor | Unreadable:
+        starts = offsets.detach().numpy().astype(np.int64, casting="safe", copy=False)
+        if starts.ndim != 1 or [*starts[:1], *starts[-1:]] != [0, len(values)]:
+            raise ValueError("its offsets are not those of its values")
+        if (np.diff(starts) < 0).any():
+            raise ValueError("its offsets fall")
+        return self._tensor(values, starts)
+
+    def _tensor(
+        self, tensor: torch.Tensor, offsets: Array | None = None
+    ) -> FileTensor | Unreadable:
+        tensor = tensor.detach()
         if tensor.is_nested and str(tensor.layout) == "torch.jagged":
             jagged: Any = tensor  # torch's type does not declare `offsets`
-            offsets = jagged.offsets().numpy().astype(np.int64, copy=False)
-            tensor = tensor.values()
+            arguments = {
+                "values": jagged.values(), "offsets": jagged.offsets(),
+                "lengths": jagged.lengths(), "_ragged_idx": jagged._ragged_idx,
+            }  # fmt: skip
+            return self._pickled_jagged(PickledJagged(arguments))
         name = str(tensor.dtype).removeprefix("torch.")
         plain = str(tensor.layout) == "torch.strided" and tensor.device.type == "cpu"
         if tensor.is_nested or tensor.is_quantized or not plain or name.startswith("complex"):

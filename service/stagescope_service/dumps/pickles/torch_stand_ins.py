@@ -1,8 +1,9 @@
-"""Stand-ins for the classes of numpy and tensordict while a file of torch.save is loaded.
+"""Stand-ins for classes of numpy, tensordict and torch while a file of torch.save is loaded.
 
 torch's loader finds them by the names in the pickle (`STAND_INS`). Each parses the pickled state
 itself, so that neither numpy's nor tensordict's own unpickling sees untrusted bytes, and files of
-any version of these libraries open, whether they are installed or not.
+any version of these libraries open, whether they are installed or not. So do jagged tensors, whose
+class torch accepts in some versions and since 2.15 no longer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from stagescope.wire.tensorfile import Array
 from stagescope_service.store.tensorfile import WireTensor
 
+_NESTED: Final = "torch.nested._internal.nested_tensor"
 SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})
 """Types that are plain by themselves."""
 
@@ -111,6 +113,27 @@ class PickledTensorDict:
         return self._state.get("_tensordict", {}) if isinstance(self._state, dict) else {}
 
 
+class PickledJagged:
+    """`torch.nested`'s tensor of the layout `jagged`, from the arguments that it was made of."""
+
+    def __init__(self, arguments: object = None) -> None:
+        self._arguments = arguments
+
+    def __setstate__(self, state: object) -> None:
+        """Its sizes and strides, which follow from its values."""
+
+    def content(self) -> tuple[object, object]:
+        """Return its values and the offsets of its rows.
+
+        Raises:
+            ValueError: the values are not its rows one behind the other, or it is damaged.
+        """
+        found = self._arguments if isinstance(self._arguments, dict) else {}
+        if found.get("lengths") is not None or found.get("_ragged_idx") != 1:
+            raise ValueError("its rows do not lie one behind the other")
+        return found.get("values"), found.get("offsets")
+
+
 def _bytes(data: str | bytes) -> bytes:
     return data.encode("latin1") if isinstance(data, str) else bytes(data)
 
@@ -154,6 +177,7 @@ def _named(full_name: str, target: Callable[..., object]) -> Callable[..., objec
 
 def _stand_ins() -> dict[str, Callable[..., object]]:
     array = _named("numpy.ndarray", PickledArray)
+    jagged = _named(f"{_NESTED}.NestedTensor", PickledJagged)
     targets: dict[str, Callable[..., object]] = {
         "numpy.dtype": PickledDtype,
         "_codecs.encode": _encode,
@@ -165,7 +189,9 @@ def _stand_ins() -> dict[str, Callable[..., object]]:
     for core in ("numpy.core", "numpy._core"):  # numpy 1 and 2
         targets[f"{core}.multiarray._reconstruct"] = lambda *_: array()
         targets[f"{core}.multiarray.scalar"] = _scalar
-    return {"numpy.ndarray": array} | {name: _named(name, each) for name, each in targets.items()}
+    targets[f"{_NESTED}._rebuild_njt"] = lambda arguments: jagged(arguments)
+    classes = {"numpy.ndarray": array, f"{_NESTED}.NestedTensor": jagged}
+    return classes | {name: _named(name, each) for name, each in targets.items()}
 
 
 STAND_INS: Final = _stand_ins()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final, TypeAlias, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict, TypeVar, cast
 
 import sqlalchemy as sa
 
@@ -14,6 +16,9 @@ from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.store import connect
 from stagescope_service.store.snapshot import Query, rows
 from stagescope_service.store.tables import TABLES
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Filter: TypeAlias = str | int | bool | Sequence[str] | Sequence[int] | None
 
@@ -52,16 +57,41 @@ class Reader:
         self._path: Path | None = connect.sqlite_path(url)
         self._file = connect.file_id(self._path) if self._path else None
         self._engine = connect.reader_engine(url, runs)
+        self._pinned: sa.Connection | None = None
 
     def close(self) -> None:
         """Close every connection."""
         self._engine.dispose()
 
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[Self]:
+        """Yield a copy whose queries all see the catalogue as it is now, for one thread.
+
+        For answers that follow from several queries: what is committed between two of them would
+        make one contradict the other.
+        """
+        if self._pinned is not None:
+            yield self
+            return
+        self._reopen_if_replaced()
+        # Each statement of PostgreSQL's default level sees what was committed before it.
+        options = {} if self._path else {"isolation_level": "REPEATABLE READ"}
+        engine = self._engine.execution_options(**options)
+        with connect.catalogue_errors(self._where), engine.begin() as connection:
+            pinned = copy.copy(self)
+            pinned._pinned = connection
+            yield pinned
+
     def _connect(self) -> AbstractContextManager[sa.Connection]:
+        if self._pinned is not None:
+            return contextlib.nullcontext(self._pinned)
+        self._reopen_if_replaced()
+        return self._engine.begin()
+
+    def _reopen_if_replaced(self) -> None:
         if self._path and (found := connect.file_id(self._path)) != self._file:
             self._engine.dispose()  # the file was replaced
             self._file = found
-        return self._engine.begin()
 
     def _rows(self, row: type[R], query: Query, parameters: JsonObject | None = None) -> list[R]:
         with connect.catalogue_errors(self._where), self._connect() as connection:

@@ -92,6 +92,80 @@ def test_another_operator_counts_nothing(tmp_path: Path) -> None:
     assert not compare(tmp_path, a, b).same
 
 
+@pytest.mark.parametrize(
+    "operator",
+    ["Torch.unique", "Tensor.scatter_add", "Tensor.cumsum", "Tensor.sum",
+     "NPU.npu_moe_init_routing", "Distributed.all_to_all_single"],
+)  # fmt: skip
+@pytest.mark.parametrize(("other", "same"), [((30, 2, 21), True), ((3, 2, 48), False)])
+def test_integers_that_a_call_makes_are_counts(
+    tmp_path: Path, operator: str, other: Values, same: bool
+) -> None:
+    a: Calls = [(operator, [[0.0, 3.0]], (31, 2, 20))]
+    b: Calls = [(operator, [[0.0, 3.0]], other)]
+    found = compare(tmp_path, a, b, dtype="int64")
+    assert (found.same, found.near_counts) == (same, int(same))
+
+
+@pytest.mark.parametrize(
+    ("operator", "inputs", "other"),
+    [
+        ("Torch.argmax", [[0.0, 3.0]], [[0.0, 3.0]]),
+        ("Torch.topk", [[0.0, 3.0]], [[0.0, 3.0]]),
+        ("Torch.multinomial", [[0.0, 3.0]], [[0.0, 3.0]]),
+        ("Tensor.__getitem__", [[0.0, 3.0]], [[0.0, 3.0]]),
+        ("Distributed.broadcast", [[0.0, 3.0]], [[0.0, 3.0]]),
+        ("Torch.x", [], []),  # made of no tensor: data
+        ("Functional.embedding", [(31, 2, 20)], [(30, 2, 21)]),
+        ("Functional.cross_entropy", [[0.0], (31, 2, 20)], [[0.0], (30, 2, 21)]),
+    ],
+)
+def test_indexes_ids_and_labels_are_no_counts(
+    tmp_path: Path, operator: str, inputs: list[Values], other: list[Values]
+) -> None:
+    a: Calls = [(operator, inputs, (31, 2, 20))]
+    b: Calls = [(operator, other, (30, 2, 21))]
+    found = compare(tmp_path, a, b, dtype="int64")
+    assert found.first is not None
+    assert found.first["section"] == ("output" if inputs == other else "input_args")
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "a", "b", "same"),
+    [
+        ("Distributed.all_to_all_single", "output_split_sizes", (31, 33), (30, 34), True),
+        ("Distributed.all_to_all_single", "output_split_sizes", (31, 33), (3, 61), False),
+        ("Torch.split", "split_size_or_sections", (31, 33), (30, 34), True),
+        ("Tensor.permute", "dims", (0, 1), (1, 0), False),
+    ],
+)
+def test_sizes_of_parts(
+    tmp_path: Path, call: str, name: str, a: Sequence[int], b: Sequence[int], same: bool
+) -> None:
+    sides = []
+    for side, sizes in (("a", a), ("b", b)):
+        matrix = tensor([[1.0, 2.0]], "float32")
+        listed = [{"type": "int", "value": size} for size in sizes]
+        record = {"input_args": [matrix], "input_kwargs": {name: listed}, "output": [matrix]}
+        document = {"task": "statistics", "data": {f"{call}.0.forward": record}}
+        sides.append(tabled(tmp_path / side, json.dumps(document))[0])
+    one, other = sides
+    found = first_divergent(one, other)
+    assert (found.same, found.near_counts) == (same, 2 * same)
+
+
+def test_an_argument_that_is_named_for_counts(tmp_path: Path) -> None:
+    for name, same in (("group_list", True), ("index", False)):
+        sides = []
+        for counts in ((31, 2), (30, 3)):
+            matrix = tensor([[1.0, 2.0]], "float32")
+            record = {"input_args": [matrix], "input_kwargs": {name: tensor(counts, "int64")}}
+            document = {"data": {"NPU.npu_grouped_matmul.0.forward": record}}
+            sides.append(tabled(tmp_path / name / str(counts[0]), json.dumps(document))[0])
+        one, other = sides
+        assert first_divergent(one, other).same == same
+
+
 def test_what_is_made_of_counts_alone(tmp_path: Path) -> None:
     def routed(counts: list[float], scale: float, hidden: float = 1.0) -> Calls:
         shares = [each / sum(counts) for each in counts]

@@ -80,3 +80,16 @@ def test_kept_files_beside_them_are_the_dump(tmp_path: Path) -> None:
     assert open_dump(attempt, kind="msprobe").kind == "msprobe"
     with pytest.raises(NotFound):
         open_dump(attempt / "step_0/actor_update/step0/rank0", kind="own")
+
+
+@pytest.mark.parametrize("name", ["..x", "...", ".hidden"])
+def test_a_hidden_directory_is_named(tmp_path: Path, name: str) -> None:
+    for stage in (name, "stage"):
+        directory = tmp_path / stage / "step0/rank0"
+        directory.mkdir(parents=True)
+        (directory / "dump.json").write_text("{}")
+    (tmp_path / ".empty").mkdir()
+    dump = open_dump(tmp_path)
+    assert [each.location.stage for each in rank_dumps(dump)] == ["stage"]
+    (problem,) = dump.problems
+    assert problem.path == tmp_path / name

@@ -159,6 +159,30 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
         open_dump(tmp_path / "other")
 
 
+def test_what_is_no_number_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    lines = rows()
+    lines[1]["rewards"] = ["x"]
+    lines[2]["rewards"] = [10**400]
+    lines[3]["prev_logprobs"][0][5] = "y"
+    lines[4]["token_ids"][0][1] = 0.5
+    dump = open_dump(write(tmp_path / "train_data_step3.jsonl", lines))
+    record = dump.read(dump.entries[0])
+    np.testing.assert_array_equal(record.tensors["rewards"][2], [0, np.nan, np.nan, 1])
+    message = "; ".join(each.message for each in record.problems)
+    assert "line 2: rewards is no number: a text" in message
+    assert "line 3: rewards is no number: an integer" in message
+    assert "line 4 is left out: prev_logprobs holds no number at index 5" in message
+    assert "line 5 is left out: token_ids holds no token id at index 1" in message
+
+
+def test_two_files_of_one_step_are_never_mixed(tmp_path: Path) -> None:
+    for name in ("train_data_step1", "train_data_step01"):
+        write(tmp_path / f"{name}.jsonl", rows())
+    dump = open_dump(tmp_path)
+    assert [each.path.stem for each in dump.entries] == ["train_data_step1"]
+    assert [each.path.stem for each in dump.problems] == ["train_data_step01"]
+
+
 def test_an_import_has_nemo_rls_own_number(tmp_path: Path) -> None:
     lines, other = rows(12), rows(12, shift=0.2)
     write(tmp_path / "one" / "train_data_step3.jsonl", lines)

@@ -101,6 +101,25 @@ def test_both_forms(tmp_path: Path, older: bool) -> None:
         assert set(mapping(record.about, "left_out")) == set(NEW)
 
 
+def test_what_is_no_number_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    write(tmp_path, ranks=1, older=True)
+    path = tmp_path / "token_exports" / "step_1" / "rank_0.jsonl"
+    line = sequence(2, step=1, rank=0, older=True)
+    edit(path, 0, rewards=["x"] * len(sequence(0, step=1, rank=0, older=True)["token_ids"]))
+    edit(path, 2, trainer_logprobs=["y", *line["trainer_logprobs"][1:]])
+    edit(path, 3, micro_step="z")
+    edit(path, 4, token_ids=[10**400] * len(sequence(4, step=1, rank=0)["token_ids"]))
+    dump = open_dump(tmp_path)
+    record = dump.read(dump.entries[0])
+    np.testing.assert_array_equal(record.tensors["rewards"][2], [np.nan, 1, 3])
+    np.testing.assert_array_equal(record.tensors["micro_step"][2], [0, 0, np.nan])
+    message = "; ".join(each.message for each in record.problems)
+    assert "line 1: rewards is no number: a text" in message
+    assert "line 3 is left out: trainer_logprobs holds no number at index 0" in message
+    assert "line 4: micro_step is no number: a text" in message
+    assert "line 5 is left out: token_ids holds no number at index 0" in message
+
+
 def test_null_is_nan_and_counted(tmp_path: Path) -> None:
     write(tmp_path, ranks=1)
     path = tmp_path / "token_exports" / "step_1" / "rank_0.jsonl"

@@ -161,6 +161,30 @@ def test_a_sample_whose_values_do_not_fit_its_response_is_named_and_the_others_r
         assert "sample 5: log_probs has 3 values" in record.problems[0].message
 
 
+def test_what_is_no_number_is_named_and_the_rest_is_read(tmp_path: Path, batch: Batch) -> None:
+    path = change_sample(slime_rollout_file(tmp_path / "a.pt", batch), 3, reward="x")
+    values: list[object] = [*batch.of_row("rollout_log_probs", 2)]
+    values[1] = "y"
+    change_sample(path, 2, rollout_log_probs=values)
+    change_sample(path, 4, rollout_log_probs="z")
+    record = read(open_dump(path), "trajectories", "rollout_generate")
+    assert record.samples == tuple(str(row) for row in range(8) if row != 4)
+    assert np.isnan(record.tensors["rewards"][2]).tolist() == [row == 3 for row in range(7)]
+    assert np.isnan(record.tensors["rollout_log_probs"][2]).sum() == 1
+    message = "; ".join(each.message for each in record.problems)
+    assert "sample 4: rollout_log_probs has 0 values" in message
+    assert "sample 3: reward is no number: a text" in message
+    assert "sample 2: rollout_log_probs is no number: at index 1 a text" in message
+
+
+def test_two_files_of_one_rollout_are_never_mixed(tmp_path: Path, batch: Batch) -> None:
+    for name in ("a.pt", "copy_of_a.pt"):
+        slime_rollout_file(tmp_path / name, batch)
+    dump = open_dump(tmp_path)
+    assert {each.path.name for each in dump.entries} == {"a.pt"}
+    assert [(each.kind, each.path.name) for each in dump.problems] == [("refused", "copy_of_a.pt")]
+
+
 def test_an_empty_mask_does_not_fit_a_response_with_tokens(tmp_path: Path, batch: Batch) -> None:
     path = change_sample(slime_rollout_file(tmp_path / "a.pt", batch), 3, loss_mask=[])
     record = read(open_dump(path), "trajectories", "rollout_generate")

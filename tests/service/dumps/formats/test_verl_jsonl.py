@@ -110,12 +110,33 @@ def test_numbers_that_are_texts_are_read_or_named(tmp_path: Path) -> None:
         "acc": "its numbers are texts in the file, and are kept as texts"
     }
     assert record.about["missing"] == {"rewards": 1, "acc": 1}
-    rows[0]["score"] = "good"
+    for row in rows:
+        row["score"] = "good"
     (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, rows)))
     record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
     assert "rewards" not in record.tensors
     assert record.row_texts["rewards"][0] == "good"
     assert "no numbers" in str(mapping(record.about, "left_out")["rewards"])
+
+
+@pytest.mark.parametrize("odd", ["x", "", [1], {"a": 1}, 10**400])
+def test_a_score_that_is_no_number_costs_no_other_value(tmp_path: Path, odd: object) -> None:
+    rows = [{"input": "a", "output": "b", "score": score} for score in (0.5, odd, 1)]
+    (tmp_path / "1.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
+    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
+    np.testing.assert_array_equal(record.tensors["rewards"][2], [0.5, np.nan, 1])
+    assert record.row_texts["output"] == ("b", "b", "b")
+    (problem,) = record.problems
+    assert (problem.kind, problem.path) == ("damaged", tmp_path / "1.jsonl")
+    assert "line 3: score is no number" in problem.message
+
+
+def test_a_column_that_mixes_numbers_and_texts_is_texts(tmp_path: Path) -> None:
+    rows = [{"input": "a", "output": "b", "pred": pred} for pred in (7, 8, "none")]
+    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
+    assert (record.row_texts["pred"], record.problems) == (("7", "8", "none"), [])
+    assert "1 of its 3 values are no numbers" in str(mapping(record.about, "left_out")["pred"])
 
 
 def test_scores_that_are_missing_are_nan_and_counted(tmp_path: Path) -> None:
@@ -126,3 +147,15 @@ def test_scores_that_are_missing_are_nan_and_counted(tmp_path: Path) -> None:
     record = dump.read(dump.entries[0])
     assert np.isnan(record.tensors["rewards"][2]).tolist() == [False, True, True]
     assert record.about["missing"] == {"rewards": 1}
+
+
+def test_two_files_of_one_step_are_never_mixed(tmp_path: Path) -> None:
+    for name, rows in (("1", 8), ("01", 4), ("val/1", 2)):
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join('{"input": "a", "output": "b", "score": 1}\n' for _ in range(rows)))
+    dump = open_dump(tmp_path)
+    assert [len(dump.read(each).tensors["rewards"][2]) for each in dump.entries] == [8, 2]
+    (problem,) = dump.problems
+    assert (problem.kind, problem.path.name) == ("refused", "01.jsonl")
+    assert f"as {tmp_path / '1.jsonl'} is" in problem.message

@@ -117,6 +117,36 @@ def test_non_finite_numbers_are_kept_and_unknown_ones_are_null(tmp_path: Path) -
     assert (row["max"], row["min"], row["mean"], row["norm"]) == (1.0, math.inf, None, None)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "kind", "unmeasured"),
+    [
+        ({"Max": "nan", "Min": "nan"}, "nan", 0),
+        ({"Max": "NaN\t", "Min": 1.0}, "nan", 0),
+        ({"Max": "inf", "Min": "1.5"}, "+inf", 0),
+        ({"Max": 1.0, "Min": "-Infinity"}, "-inf", 0),
+        ({"Max": "2.5", "Min": "-1"}, None, 0),
+        ({"Max": 1.0, "Min": 1.0, "Norm": math.nan}, "nan", 0),
+        ({"Max": 1.0, "Min": 1.0, "Norm": math.inf}, None, 0),  # of float16
+        ({"Max": None, "Min": None}, None, 1),
+        ({"Max": "N/A", "Min": 1.0}, None, 1),
+        ({}, None, 1),
+        ({"shape": [0]}, None, 0),
+        ({"dtype": "torch.int64"}, None, 0),
+        ({"dtype": "BFloat16"}, None, 1),
+    ],
+)
+def test_numbers_that_are_texts_and_numbers_that_are_unknown(
+    tmp_path: Path, numbers: dict[str, object], kind: str | None, unmeasured: int
+) -> None:
+    tensor = {"type": "torch.Tensor", "dtype": "torch.float16", "shape": [2], **numbers}
+    path, summary = tabled(tmp_path, dump({"Torch.a.0.forward": {"output": [tensor]}}))
+    (row,) = rows(path)
+    assert row["non_finite"] == kind
+    assert summary.unmeasured == unmeasured
+    known = kind is not None or {"Max", "Min"} <= {*numbers}
+    assert summary.measured == int(known and not unmeasured)
+
+
 def test_the_summary_counts_and_names_the_first_infinity(tmp_path: Path) -> None:
     path = table(tmp_path, Masked(), level="L1")
     summary = read_summary(path)

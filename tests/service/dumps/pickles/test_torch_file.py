@@ -80,6 +80,7 @@ def test_tensors_keep_their_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     assert not values.flags.writeable
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # of torch 2.15
 def test_other_dtypes_are_widened_or_named(tmp_path: Path) -> None:
     value = {
         "bf16": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
@@ -150,6 +151,15 @@ def test_nested_tensors_are_ragged_rows(tmp_path: Path) -> None:
     assert (tag, shape, values.tolist()) == ("float32", (5,), [1, 1, 0, 0, 0])
     assert offsets is not None
     assert offsets.tolist() == [0, 2, 5]
+
+
+def test_nested_tensors_with_holes_between_their_rows_are_not_read(tmp_path: Path) -> None:
+    starts, ends = torch.tensor([0, 2]), torch.tensor([1, 4])
+    rows = torch.nested.narrow(torch.ones(2, 4), 1, starts, ends - starts, layout=torch.jagged)
+    found = content_of(saved(tmp_path, {"t": rows, "after": torch.ones(1)}))
+    assert isinstance(found["t"], Unreadable)
+    assert "rows do not lie one behind the other" in found["t"].reason
+    assert array_of(found["after"]).tolist() == [1.0]
 
 
 def test_a_tensordict_opens_without_its_library(

@@ -86,7 +86,7 @@ def _listed_service_connects() -> bool:
 
 
 def _connect() -> Reply:
-    address = proxies.first_address(discovery.find().url)
+    address = proxies.first_address(discovery.locate().url)
     socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
     return {}
 

@@ -1,0 +1,173 @@
+"""Values of a payload that are not finite under the mask, by tensor and kind, and their findings.
+
+Every stream is counted, whether or not another one stands beside it: a pair of streams counts its
+own two, `NonFiniteCounts` the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from stagescope.wire.links import Link
+from stagescope.wire.schema import STREAM_TENSORS
+from stagescope_service.core.findings import FindingLocation, finding
+from stagescope_service.core.instructions import PayloadJob
+from stagescope_service.statistics.cell import Bool
+from stagescope_service.statistics.mismatch import non_finite
+from stagescope_service.statistics.payload import (
+    FLOATS,
+    INTEGERS,
+    WireTensor,
+    flat_values,
+    mask_bits,
+)
+from stagescope_service.statistics.summary import Summary
+from stagescope_service.store.contract import Put
+
+_VALUES: Final = (
+    "rewards", "advantages", "returns", "values", "entropy", "rollout_is_weights", "prob_ratio",
+    "elementwise_loss",
+)  # fmt: skip
+"""Tensors besides the streams that a training needs to be finite."""
+_EXPONENT: Final = 0x7F80
+"""Bits of a bfloat16 that are all set where it is not finite."""
+
+
+class _Kinds(NamedTuple):
+    """How many values are of each kind."""
+
+    nan: int
+    posinf: int
+    neginf: int
+
+
+class NonFiniteCounts:
+    """Counts the values of a payload that are not finite under its mask.
+
+    Args:
+        tensors: of a payload; without a mask nothing is counted, for padding may be anything.
+    """
+
+    def __init__(self, tensors: Mapping[str, WireTensor]) -> None:
+        self._tensors = tensors
+        self._streams: dict[str, _Kinds] = {}
+        mask = flat_values(tensors, "response_mask", (*FLOATS, *INTEGERS))
+        self._on: Bool | None = None
+        if mask is not None:
+            bits, one = mask_bits(mask, tensors["response_mask"][0])
+            self._on = bits == one
+
+    @property
+    def tokens(self) -> int:
+        """Tokens under the mask."""
+        return 0 if self._on is None else int(self._on.sum())
+
+    def add(self, summary: Summary, streams: Sequence[str] | None = None) -> None:
+        """Take the counts of streams from their summary, which leaves copies out."""
+        found = non_finite(summary.total, *summary.pair)
+        for stream in summary.pair if streams is None else streams:
+            kinds = (int(found[f"nonfinite/{stream}_{kind}"]) for kind in _Kinds._fields)
+            self._streams[stream] = _Kinds(*kinds)
+
+    def of_streams(self) -> dict[str, int]:
+        """Return 'stream_kind' -> how many log-probs; only those over 0."""
+        own = {stream: self._of(name) for stream, name in STREAM_TENSORS.items()
+               if stream not in self._streams}  # fmt: skip
+        return _named({**own, **self._streams})
+
+    def of_values(self) -> dict[str, int]:
+        """Return 'tensor_kind' -> how many values of the other tensors; only those over 0."""
+        return _named({name: self._of(name) for name in _VALUES})
+
+    def _of(self, name: str) -> _Kinds:
+        values = None if self._on is None else flat_values(self._tensors, name, FLOATS)
+        if values is None:
+            return _Kinds(0, 0, 0)
+        if values.dtype == np.uint16:  # bfloat16
+            bits = values.view(np.uint16)
+            at = np.flatnonzero((bits & _EXPONENT) == _EXPONENT)
+            odd = (bits[at].astype(np.uint32) << 16).view(np.float32)
+        else:
+            at = np.flatnonzero(~np.isfinite(values))
+            odd = values[at].astype(np.float32)
+        if self._on is not None and values.size == self._on.size:
+            odd = odd[self._on[at]]
+        elif values.size != self._rows:
+            return _Kinds(0, 0, 0)  # of other tokens: which of them count is not known
+        kinds = (np.isnan, np.isposinf, np.isneginf)
+        return _Kinds(*(int(is_kind(odd).sum()) for is_kind in kinds))
+
+    @property
+    def _rows(self) -> int:
+        """How many rows the mask has."""
+        _, shape, _, offsets = self._tensors["response_mask"]
+        if offsets is not None:
+            return len(offsets) - 1
+        packed = self._tensors.get("cu_seqlens")
+        return int(shape[0] if packed is None else packed[2].size - 1)
+
+
+def _named(counts: Mapping[str, _Kinds]) -> dict[str, int]:
+    return {
+        f"{name}_{kind}": count
+        for name, kinds in sorted(counts.items())
+        for kind, count in zip(_Kinds._fields, kinds, strict=True)
+        if count
+    }
+
+
+def log_prob_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
+    """Return the finding of log-probs that are not finite."""
+    found = counts.of_streams()
+    if found:
+        yield finding(
+            "nonfinite_log_probs",
+            f"log-probs under the mask are not finite: {_listed(found)} of {counts.tokens} tokens",
+            **location_of(job),
+            severity="error",
+            evidence={**found},
+            advice="statistics are over the finite ones",
+            see=(
+                Link.to_step(
+                    "tokens", job["step"], query={"kind": "nonfinite"}, shows="which they are"
+                ),
+            ),
+        )
+
+
+def value_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
+    """Return the finding of other values that are not finite."""
+    found = counts.of_values()
+    if found:
+        yield finding(
+            "nonfinite_values",
+            f"values under the mask are not finite: {_listed(found)}, beside {counts.tokens} "
+            "tokens",
+            **location_of(job),
+            severity="error",
+            evidence={**found},
+            advice="look at the samples that they are of: a group of one sample has no standard "
+            "deviation, and a reward of NaN makes every advantage of its group NaN",
+            see=(Link.to_step("samples", job["step"], shows="the step's samples"),),
+        )
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def location_of(job: PayloadJob) -> FindingLocation:
+    """Return what a finding about a payload is about."""
+    return {
+        "run": job["run"],
+        "attempt_id": job["attempt_id"],
+        "step": job["step"],
+        "stage": job["stage"],
+        "role": job["role"],
+        "rank": job["rank"],
+        "wall": time.time(),
+    }
