@@ -223,14 +223,18 @@ def _values(count: float) -> str:
     return f"{count:.0f} value{'' if count == 1 else 's'}"
 
 
-def shifted(cell: Cell, p: str, q: str) -> Check:
-    """Check whether p fits the preceding or following tokens better than its own."""
+def shifted(cell: Cell, p: str, q: str, *, filled: float = 0.0) -> Check:
+    """Check whether p fits the preceding or following tokens better than its own.
+
+    `filled`: the sum of |d| of tokens that were filled in. Of the first and the last token of a
+    round there are fewer pairs at other lags, which such a value does not enlarge.
+    """
     own, others = lag_means(cell)
     values = {"lag_0": own, **{where: mean for mean, where in others}}
     if cell.tokens < ENOUGH or not others:
         return Check("shifted", "unknown", "too few tokens, or an older record", values)
     smallest, where = min(others)
-    if smallest < SHIFTED_RATIO * own:
+    if smallest < SHIFTED_RATIO * (own - filled / cell.tokens):
         text = (
             f"{p} of a token lies {smallest:.3g} nat from {q} of the token {where} and {own:.3g} "
             f"from its own: one stream lies {where} the other"

@@ -35,6 +35,7 @@ from stagescope_service.statistics.checks import (
 )
 from stagescope_service.statistics.coverage import coverage, missing_values, padding
 from stagescope_service.statistics.exact import are_equal, bitwise_equal
+from stagescope_service.statistics.filled import Filling
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.profiles import Edge
 from stagescope_service.statistics.sample_checks import check_samples
@@ -139,19 +140,30 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     sure = SureTokens.of(summary.profiles)
     if drift and sure and not sure.fit_a_temperature:
         sure = None  # policy drift moves sure tokens as another model does
-    of_total = _check_cell(total, pair, summary.sequences, drift=drift)
+    filled = Filling.of(summary)
+    of_total = _check_cell(
+        total, pair, summary.sequences, drift=drift, filled=filled.of_sources(None)
+    )
     if sure is not None and not (drift and drift.scales):
         *of_total, scaling, ratio = of_total
         of_total += sure.judged(scaling, ratio, *pair)
-    found += [*of_total, missing_values(summary), versions(summary)]
+    found += [*of_total, missing_values(summary, ranks), versions(summary)]
     scopes = [Scope(check, total.tokens, 0) for check in found]
     if len(ranks) > 1:
         of_ranks = [
-            _Part(f"{row.role} {row.rank}", row.cell, row.produced or summary.produced)
+            _Part(
+                f"{row.role} {row.rank}",
+                row.cell,
+                row.produced or summary.produced,
+                filled.of_sources(row.sources),
+            )
             for row in ranks
         ]
         scopes += _check_slices("rank", of_ranks, pair, summary.sequences, drift=drift)
-    rounds = [_Part(str(key), cell, summary.produced) for key, cell in summary.rounds.items()]
+    rounds = [
+        _Part(str(key), cell, summary.produced, filled.of_round(key))
+        for key, cell in summary.rounds.items()
+    ]
     if len(rounds) > 1:
         scopes += _check_slices("round", rounds, pair, summary.sequences, drift=drift)
     scopes = _by_edge_tokens(scopes, summary)
@@ -167,11 +179,16 @@ def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparabil
         ranks: Its ranks.
     """
     found = []
-    drift = _drift(summary)
+    drift, filled = _drift(summary), Filling.of(summary)
     for row, samples in zip(ranks, _samples_of_ranks(summary, ranks), strict=True):
         own = [bitwise_equal(row.cell, summary.pair, row.produced or summary.produced)]
         own += _check_cell(
-            row.cell, summary.pair, summary.sequences, slices=len(ranks), drift=drift
+            row.cell,
+            summary.pair,
+            summary.sequences,
+            slices=len(ranks),
+            drift=drift,
+            filled=filled.of_sources(row.sources),
         )
         checks = _of_rank(row, own, samples)
         is_of_many = _is_of_many(row.cell, summary)
@@ -204,6 +221,8 @@ class _Part(NamedTuple):
     name: str
     cell: Cell
     produced: Produced
+    filled: float
+    """The sum of |d| of its tokens that were filled in."""
 
 
 def _without_explained(scopes: Sequence[Scope]) -> list[Check]:
@@ -237,11 +256,21 @@ def _by_edge_tokens(scopes: Sequence[Scope], summary: Summary) -> list[Scope]:
     if summary.profiles is None or "temperature" in suspects:
         return found
     _, lags = lag_means(summary.total)
+    filled = Filling.of(summary)
     for edge in get_args(Edge):
         sums = summary.profiles.edge_tokens(edge)
         cause = None if sums is None else edge_token(edge, *sums)
-        if cause is None:
+        if sums is None or cause is None:
             continue
+        share = filled.share_of_edge(sums[0])
+        if share == "few":
+            continue
+        if share == "all":
+            named = Check("coverage", "ok", "both streams cover the mask")
+            found = [
+                dataclasses.replace(scope, check=named) if "filled" in scope.check.values else scope
+                for scope in found
+            ]
         explained = _OF_MEAN_RATIO
         if lags and cause.values["others"] < FITS * min(lags)[0]:
             explained = _BY_EDGES
@@ -278,10 +307,10 @@ def causes_of_ranks(
         besides: A cause that is already reported: ranks with it, or with a related check, are
             excluded.
     """
-    drift = _drift(summary)
+    drift, filled = _drift(summary), Filling.of(summary)
     found: dict[str, list[tuple[RankRow, Check]]] = {}
     for row, samples in zip(ranks, _samples_of_ranks(summary, ranks), strict=True):
-        part = _Part("", row.cell, row.produced or summary.produced)
+        part = _Part("", row.cell, row.produced or summary.produced, filled.of_sources(row.sources))
         own = _check_slice(part, summary.pair, summary.sequences, slices=len(ranks), drift=drift)
         judged = _rank_checks(row.cell, _of_rank(row, own, samples))
         names = {check.name for check in judged.suspects}
@@ -412,6 +441,7 @@ def _check_cell(
     *,
     slices: int = 1,
     drift: Drift | None,
+    filled: float = 0.0,
 ) -> list[Check]:
     """Run the checks that need one cell.
 
@@ -421,12 +451,14 @@ def _check_cell(
         sequences: those of the step.
         slices: how many slices of the cell's kind are checked.
         drift: of the step.
+        filled: the sum of |d| of its tokens that were filled in.
     """
     checks: tuple[Callable[[Cell, str, str], Check], ...] = (
-        constant, probabilities, coverage, shifted, rounded,
+        constant, probabilities, coverage, rounded,
     )  # fmt: skip
     found = [
         *(check(cell, *pair) for check in checks),
+        shifted(cell, *pair, filled=filled),
         unrelated(cell, *pair, drifts=drift is not None),
         padding(cell),
         scaled(cell, *pair, sequences, slices=slices),
@@ -471,7 +503,7 @@ def _check_slice(
 ) -> list[Check]:
     """Run the checks that the tokens of a slice allow."""
     cell = part.cell
-    found = _check_cell(cell, pair, sequences, slices=slices, drift=drift)
+    found = _check_cell(cell, pair, sequences, slices=slices, drift=drift, filled=part.filled)
     if cell.tokens >= ENOUGH and are_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
         found.append(bitwise_equal(cell, pair, part.produced))
     return found

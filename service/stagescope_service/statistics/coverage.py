@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
 from stagescope_service.statistics.cell import Bool, Cell, Field
 from stagescope_service.statistics.checks import Check
+from stagescope_service.statistics.filled import DENORMAL, Filling
+from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.summary import Summary
 
 FEW_ZEROS: Final = 8
@@ -144,7 +147,37 @@ def padding(cell: Cell) -> Check:
     return Check("padding", "ok", "no run of zeros at the edges of the mask", values)
 
 
-def missing_values(summary: Summary) -> Check:
+def missing_values(summary: Summary, ranks: Sequence[RankRow] = ()) -> Check:
+    """Check whether a stream has a fill value in tokens where the other one is far from it."""
+    found = _filled_zeros(summary, ranks)
+    if found.status == "ok" and (filled := Filling.of(summary)).values:
+        return _of_fill_values(filled, summary, ranks)
+    return found
+
+
+def _of_fill_values(filled: Filling, summary: Summary, ranks: Sequence[RankRow]) -> Check:
+    worst, total = summary.worst, summary.total
+    side = filled.values[0].side
+    found = [each for each in filled.values if each.side == side]
+    chosen: Bool = np.logical_or.reduce([each.tokens for each in found])
+    stream, other = summary.pair[side], summary.pair[1 - side]
+    listed = " and ".join(
+        f"{each.value:.8g} in {int(each.tokens.sum())}" for each in found[:_LISTED]
+    )
+    text = (
+        f"{stream} is exactly {listed} of the {len(worst)} tokens that differ most, where {other} "
+        f"has an ordinary value ({_places(summary, chosen, side, ranks)}): it was filled in where "
+        f"{stream} lacks a value ({found[0].why})"
+    )
+    values = {
+        "explains": sum(filled.sizes[chosen].tolist()) / total[Field.D_ABS_SUM],
+        "tokens": float(chosen.sum()),
+        "filled": found[0].value,
+    }
+    return Check("coverage", "suspect", text, values)
+
+
+def _filled_zeros(summary: Summary, ranks: Sequence[RankRow]) -> Check:
     """Check whether a stream is exactly 0 in tokens where the other one is far from it.
 
     The check `coverage` of a cell compares means. A sure model, a coarse format and truncation give
@@ -153,7 +186,7 @@ def missing_values(summary: Summary) -> Check:
     """
     worst, total = summary.worst, summary.total
     size = np.abs(worst.p - worst.q)
-    sides = (worst.p == 0.0, worst.q == 0.0)
+    sides = (np.abs(worst.p) < DENORMAL, np.abs(worst.q) < DENORMAL)
     side = int((sides[1] & (size > _FAR)).sum() > (sides[0] & (size > _FAR)).sum())
     stream, other = summary.pair[side], summary.pair[1 - side]
     for least, enough, chance in _BOUNDS:
@@ -174,10 +207,12 @@ def missing_values(summary: Summary) -> Check:
             continue
         if count * (1.0 - usual) < _ODDS * (n - count) * usual or usual**count > chance:
             continue
+        value = (worst.p, worst.q)[side][filled]
+        zero = "exactly 0" if not value.any() else f"0 to within {np.abs(value).max():.2g}"
         text = (
-            f"{stream} is exactly 0 in {count} of the {len(size)} tokens that differ most, where "
-            f"{other} lies below {-least:g} ({_places(summary, filled, side)}): it was filled with "
-            "0 where it lacks a value"
+            f"{stream} is {zero} in {count} of the {len(size)} tokens that differ most, where "
+            f"{other} lies below {-least:g} ({_places(summary, filled, side, ranks)}): it was "
+            "filled with 0 where it lacks a value"
         )
         if least == _FAR:
             text += " (or these tokens were sampled greedily)"
@@ -189,9 +224,15 @@ def missing_values(summary: Summary) -> Check:
     return Check("coverage", "ok", "both streams cover the mask")
 
 
-def _places(summary: Summary, chosen: Bool, side: int) -> str:
+def _places(summary: Summary, chosen: Bool, side: int, ranks: Sequence[RankRow]) -> str:
     """Return where the first tokens lie, and the value of the stream that has one."""
     worst, sequences = summary.worst, summary.sequences
+    rank_of = {
+        source: f"{row.role} {row.rank}, "
+        for row in (ranks if len(ranks) > 1 else ())
+        for source in row.sources
+    }
+    has_rounds = len(summary.rounds.keys) > 1
     at = np.flatnonzero(chosen)
     values = worst.q if side == 0 else worst.p
     places = []
@@ -199,5 +240,8 @@ def _places(summary: Summary, chosen: Bool, side: int) -> str:
         sequence = int(worst.sequence[token])
         name = sequences.samples[sequence]
         row = f"sample {name}" if name else f"row {int(sequences.row[sequence])}"
-        places.append(f"{row}, token {int(worst.position[token])}: {values[token]:.4g}")
+        rank = rank_of.get(int(sequences.source[sequence]), "")
+        turn = f"round {int(worst.round[token])}, " if has_rounds else ""
+        place = f"token {int(worst.position[token])}: {values[token]:.4g}"
+        places.append(f"{rank}{turn}{row}, {place}")
     return "; ".join(places) + ("; ..." if len(at) > _LISTED else "")

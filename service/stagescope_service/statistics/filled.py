@@ -1,0 +1,221 @@
+"""Values that a stream holds in place of log-probs that it lacks: clamps and fill values.
+
+An engine or a trainer that has no log-prob of a token may give a number instead: -9999 (vLLM, for
+-inf), -100, -1e4, the logarithm of the small number that keeps log(0) away, -1. The other stream
+has an ordinary log-prob there, so that these are the tokens that differ most. Exact zeros, which a
+sure model has, too, are the subject of `coverage.missing_values`.
+
+A value alone does not tell whether it was filled in or scored wrongly. It was filled in if
+
+* people choose such numbers, and the stream's other values have more digits,
+* or no distribution over a vocabulary gives it, and no other token comes near it,
+* or several tokens have it, and the stream's other values differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from stagescope_service.statistics.cell import Bool, Field, Float64, Int64
+from stagescope_service.statistics.checks import FAR_TOKENS
+from stagescope_service.statistics.profiles import Bin
+from stagescope_service.statistics.summary import Summary, Tokens
+
+DENORMAL: Final = 2.0**-126
+"""A float32 nearer to 0 has fewer digits; no log-softmax in float32 returns one but 0."""
+_FAR: Final = 1.0
+"""Nats. Filled-in values whose other stream is nearer do not matter."""
+_DEEP: Final = 3.0
+_UNHEARD: Final = -40.0
+"""Sampled tokens have log-probs down to about -25, and those that a trainer scores as others
+seldom less than this."""
+_IMPOSSIBLE: Final = -1000.0
+"""No logits differ by as much."""
+_APART: Final = 2.0
+"""Minimum ratio of a value below `_UNHEARD` to the least other one."""
+_SURE: Final = 2.0**-7
+"""Nats. Values nearer to 0 have few digits in float32, where 1 - e^v is rounded."""
+_ENOUGH: Final = 8
+"""Minimum number of other values that show how many digits a stream has."""
+_COARSE_SHARE: Final = 0.05
+_DIGITS: Final = 12
+"""Binary digits of a coarse number, and 1e4 times of which a decimal one is a multiple of 1."""
+_COINCIDENCE: Final = 2e-3
+"""Maximum probability that tokens which differ most have one value by chance."""
+_PRIOR: Final = 20
+"""Pairs of values of which one is taken to be equal, beside those that are looked at."""
+_NEAR: Final = 0.5
+"""Maximum difference, in nats, of the other stream's values of one token in copies of a response,
+whose contexts are the same."""
+_RATIO: Final = 0.7
+"""The same of the logarithm of a value near 0, as noise of a logit makes it."""
+_SUREST: Final = 1e-4
+"""Nats. Values nearer to 0 count as one."""
+_REPEATED: Final = "the same number in each, while its other values differ"
+_NEARLY: Final = 0.9
+_EXPONENTS: Final = np.arange(-45.0, 39.0)
+_CHOSEN: Final = np.concatenate([-(10.0**_EXPONENTS), [-9999.0]]).astype(np.float32)
+_FLOATS: Final = [np.finfo(kind) for kind in (np.float16, np.float32, np.float64)]
+_LOGARITHMS: Final = np.concatenate(
+    [
+        np.log(10.0) * _EXPONENTS[_EXPONENTS < -3],
+        np.log([float(each.eps) for each in _FLOATS] + [float(each.tiny) for each in _FLOATS]),
+    ]
+)
+
+
+class Filled(NamedTuple):
+    """Tokens of a stream that were filled with one value."""
+
+    side: int
+    """0: of p, 1: of q."""
+    value: float
+    tokens: Bool
+    """Of the worst ones."""
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Filling:
+    """The values that were filled in, those that make the largest difference first."""
+
+    values: tuple[Filled, ...]
+    worst: Tokens
+    sizes: Float64
+    """|d| of those of the worst tokens that were filled in, 0 of the others."""
+    source: Int64
+    """The payload of each."""
+
+    @classmethod
+    def of(cls, summary: Summary) -> Filling:
+        """Return those of a summary."""
+        values, worst = tuple(_values(summary)), summary.worst
+        filled = np.zeros(len(worst), bool)
+        for each in values:
+            filled |= each.tokens
+        with np.errstate(invalid="ignore"):
+            sizes = np.where(filled, np.abs(worst.p - worst.q), 0.0)
+        return cls(values, worst, sizes, summary.sequences.source[worst.sequence])
+
+    def of_sources(self, sources: Sequence[int] | None) -> float:
+        """Return the sum of |d| in payloads, None: in all."""
+        chosen = self.sizes if sources is None else self.sizes[np.isin(self.source, [*sources])]
+        return _sum(chosen)
+
+    def of_round(self, number: int) -> float:
+        """Return the sum of |d| in a round."""
+        return _sum(self.sizes[self.worst.round == number])
+
+    def share_of_edge(self, edge: Bin) -> Literal["all", "few", "unknown"]:
+        """Return whether the tokens that were filled in are the first or the last ones of rounds.
+
+        `edge`: the sums of these. 'all': they are most of these and no others; 'few': without them
+        these differ hardly.
+        """
+        filled, count = _sum(self.sizes), int((self.sizes > 0.0).sum())
+        if not count:
+            return "unknown"
+        at_edge = edge.d_abs_sum / (filled / count)
+        is_full = count == len(self.worst) or count >= max(FAR_TOKENS, edge.tokens / 2)
+        if is_full and at_edge >= _NEARLY * count:
+            return "all"
+        return "few" if filled >= _NEARLY * edge.d_abs_sum else "unknown"
+
+
+def _values(summary: Summary) -> list[Filled]:
+    worst, total = summary.worst, summary.total
+    size = np.abs(worst.p - worst.q)
+    far = (size > _FAR) & (worst.p <= 0.0) & (worst.q <= 0.0)
+    found = []
+    for side, own, other in ((0, worst.p, worst.q), (1, worst.q, worst.p)):
+        name = "PQ"[side]
+        if total[Field[f"{name}_MIN"]] == total[Field[f"{name}_MAX"]]:
+            continue  # the check `constant` says so
+        for value in np.unique(own[far & (own < 0.0)]).tolist():
+            tokens = far & (own == value)
+            # Misaligned streams have it on both sides.
+            if 3 * int((other == value).sum()) > int(tokens.sum()):
+                continue
+            if why := _why(value, tokens, own, other):
+                found.append(Filled(side, value, tokens, why))
+    found.sort(key=lambda each: (each.why == _REPEATED, -_sum(size[each.tokens])))
+    taken = np.zeros(len(worst), bool)
+    kept = []
+    for each in found:
+        if not (each.tokens & taken).any():
+            kept.append(each)
+            taken |= each.tokens
+    return kept
+
+
+def _sum(values: Float64) -> float:
+    """Return the sum, which may exceed float64."""
+    return float(sum(values.tolist()))
+
+
+def _why(value: float, tokens: Bool, own: Float64, other: Float64) -> str:
+    """Return why tokens of one value were filled in, '' if that does not show."""
+    others = own[~tokens & ~_is_chosen(own)]
+    if _is_chosen(np.array([value])).all() and _has_digits(others):
+        return "a round number or the logarithm of one, which its other values are not"
+    size, count = np.abs(own - other), int(tokens.sum())
+    if value < _UNHEARD:
+        least = min([0.0, *others.tolist(), *other.tolist()])
+        bound = -value / 2.0 if value < _IMPOSSIBLE else _DEEP
+        is_apart = value < _APART * least
+        if is_apart and int(((size > bound) & ~tokens & ~_is_chosen(own)).sum()) <= count:
+            return "no distribution over a vocabulary gives it"
+    if value > -_SURE:
+        return ""
+    independent = _independent(other[tokens])
+    chance = _equal_by_chance(others)
+    for bound in (_FAR, _DEEP):
+        near, n = int((tokens & (size > bound)).sum()), int((size > bound).sum())
+        if near < max(2, n / 2) or independent < 2:
+            continue
+        log_odds = math.log(n) + (independent - 1) * math.log(n * chance)
+        if log_odds - math.lgamma(independent + 1) < math.log(_COINCIDENCE):
+            return _REPEATED
+    return ""
+
+
+def _is_chosen(values: Float64) -> Bool:
+    """Return which values are powers of ten, -9999 or logarithms of numbers that avoid log(0)."""
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32)
+    near = np.abs(values[:, None] / _LOGARITHMS - 1.0) < 2.0**-22
+    chosen: Bool = np.isin(single, _CHOSEN) | near.any(axis=1)
+    return chosen
+
+
+def _has_digits(values: Float64) -> bool:
+    """Return whether nearly no value fits into a coarse format: so it was computed in float32."""
+    values = values[(values < -_SURE) & (values > _IMPOSSIBLE)]
+    if len(values) < _ENOUGH:
+        return False
+    significand = np.frexp(values)[0] * 2.0**_DIGITS
+    decimal = values * 1e4
+    coarse = (significand == np.round(significand)) | (
+        np.abs(decimal - np.round(decimal)) < 1e-7 * np.abs(decimal)
+    )
+    return bool(coarse.mean() <= _COARSE_SHARE)
+
+
+def _equal_by_chance(values: Float64) -> float:
+    """Return the most likely probability that two tokens have one value, or a little more."""
+    n = len(values)
+    _, counts = np.unique(values, return_counts=True)
+    equal = float((counts * (counts - 1)).sum()) / 2.0
+    return (equal + 1.0) / (n * (n - 1) / 2.0 + _PRIOR)
+
+
+def _independent(other: Float64) -> int:
+    """Return the number of tokens, where those that may be copies of one count once."""
+    ordered = np.sort(other)
+    ratio = np.diff(np.log(np.maximum(-ordered, _SUREST)))
+    return 1 + int(((np.diff(ordered) > _NEAR) | (ratio < -_RATIO)).sum())
