@@ -88,9 +88,10 @@ def differing_copies(
             advice += "; if they are different samples with the same answers, record sample_ids"
     else:
         counts = [f"{_rank(pair.counted)} counts, not {_rank(pair.copy)}" for pair in pairs]
+        who = "1 rank holds" if len(pairs) == 1 else f"{len(pairs)} ranks hold"
         message = (
-            f"{len(pairs)} ranks hold the same rows as another rank and differ from it in "
-            f"log-probs or in their mask: the tokens of one count ({_listed(counts)})"
+            f"{who} the same rows as another rank, with other log-probs or another mask: the "
+            f"tokens of one count ({_listed(counts)})"
         )
         advice = (
             "replicas of one model on one batch should agree; if these ranks are no replicas, what "
