@@ -26,7 +26,8 @@ class Supported:
     Attributes:
         package: its name for `pip install`; "python" is the interpreter.
         floor: the first supported version; the tests ran with it.
-        tried: the newest version that the tests ran with; None if none could be tested.
+        tried: the newest version that tests ran with, those of its own environment included; None
+            if none could be tested.
     """
 
     package: str

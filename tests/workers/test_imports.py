@@ -66,6 +66,7 @@ def test_looking_up_the_service_s_actors_loads_no_library_of_the_service() -> No
         "stagescope_service.coordinator",
         "stagescope_service.coordinator.actor",
         "stagescope_service.coordinator.control_socket",
+        "stagescope_service.priority",
     }
 
 

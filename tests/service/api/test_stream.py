@@ -122,7 +122,7 @@ def test_a_step_is_told_from_its_begin_to_its_numbers(live: Service, listen: Lis
     rank.end(LOG_PROB, 5, payload())
     rank.begin(LOG_PROB, 6)
     closed = listener.next("step", step=5, closed=True, measured=True)
-    assert (closed["complete"], closed["verdict"]) == ("complete", "comparable")
+    assert (closed["complete"], closed["verdict"]) == ("complete", "unknown")
     # What it says is what a question is answered.
     metrics = live.get("/steps/5/metrics")
     assert (closed["complete"], closed["verdict"]) == (metrics["complete"], metrics["comparable"])

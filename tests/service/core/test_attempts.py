@@ -933,7 +933,6 @@ def bad_events() -> list[Event]:
         Event("begin", 1, 1.0, 1.0, {"step": True, "stage": "s"}),
         Event("begin", 1, 1.0, 1.0, {"step": 1 << 70, "stage": "s"}),
         Event("begin", 1, 1.0, 1.0, {"step": 1, "stage": ""}),
-        Event("begin", 1, 1.0, 1.0, {"step": 1, "stage": "\ud800"}),
         Event("end", 1, 1.0, 1.0, {"step": 1, "stage": 7}),
         Event("end", 1, 1.0, 1.0, {"step": 1, "stage": "s", "minibatch": -1}),
         Event("dump", 1, 1.0, 1.0, {"step": 1}),
