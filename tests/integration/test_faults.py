@@ -172,10 +172,13 @@ def test_payloads_of_a_dead_rank_hold_up_no_other(service: Service) -> None:
     with service.held("ingestor"):
         for step in range(1, 31):
             dead.ask("report_own", step, 64, 1024, step)
+        refs = dead.ask("end_raw", "held-up-too", 1, payload(seed=7))
         other.ask("report", 1, payload(seed=100, first_sample=4))
         eventually(lambda: dead.acknowledged() and other.acknowledged())
         eventually(lambda: free_store() < before - 2e7)
         dead.kill()
+        # What the store says of itself may be older than the kill.
+        eventually(lambda: all(owner_is_dead(ref) for ref in refs))
         eventually(lambda: free_store() > before - 5e6)
     eventually(other.settled)
     (row,) = service.stages("held-up", 1, rank=1)
