@@ -117,9 +117,10 @@ class Training:
         every sample of a group, the reward of 32 samples moves by more than it rises in 20 steps
         (PPO's critic begins at 0 and learns nothing in 50), and single batches of eight samples
         have gradients of many times the usual norm, which the trainer clips to 1. Its ranks take
-        turns on a machine that has other work: one may be slow step after step, by the clock.
+        turns on a machine that has other work: one may be slow step after step, by the clock. They
+        take turns with one model, too: the first updates it before the others score their samples.
         """
-        found = set()
+        found = {"current_differs"}
         newest = np.concatenate(self.rewards[max(0, last - 10) : last])
         equal = newest.min(axis=1) == newest.max(axis=1)
         # What was found stays so while its share is within two standard errors of a half.

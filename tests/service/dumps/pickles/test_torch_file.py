@@ -153,6 +153,7 @@ def test_nested_tensors_are_ragged_rows(tmp_path: Path) -> None:
     assert offsets.tolist() == [0, 2, 5]
 
 
+@since_2_6
 def test_nested_tensors_with_holes_between_their_rows_are_not_read(tmp_path: Path) -> None:
     starts, ends = torch.tensor([0, 2]), torch.tensor([1, 4])
     rows = torch.nested.narrow(torch.ones(2, 4), 1, starts, ends - starts, layout=torch.jagged)
