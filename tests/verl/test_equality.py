@@ -298,10 +298,6 @@ def test_probabilities_of_any_batch(batch: Tensors) -> None:
         # Of constant probabilities verl correlates what is left of its own rounding.
         expected.pop(PEARSON)
     hold(drop_in, expected, IN_FLOAT64)
-    if is_faint(batch) and PEARSON in expected:
-        # Beside 1 too little is left of such probabilities: no number rather than a wrong one.
-        assert math.isnan(found[PEARSON])
-        expected.pop(PEARSON)
     hold(found, expected, IN_FLOAT64)
 
 
@@ -340,14 +336,6 @@ def test_drop_in_is_verl_s(change: Callable[[Tensors], Tensors], dtype: torch.dt
 def test_without_a_model_token_nothing_is_valid() -> None:
     batch = empty(random_batch())
     hold(ours(batch), verl_debug(batch), IN_FLOAT64)
-
-
-def is_faint(batch: Tensors) -> bool:
-    """Say whether the probabilities of a stream are nowhere above e^-20."""
-    on = batch["response_mask"].bool()
-    return any(
-        float(batch[name][on].max()) < -20.0 for name in ("old_log_probs", "rollout_log_probs")
-    )
 
 
 def is_spread(batch: Tensors) -> bool:
