@@ -62,7 +62,8 @@ _TENSORS = st.dictionaries(
     | st.builds(lambda rows: wire("float32", (rows,), packed=True), st.integers(0, 9)),
     max_size=5,
 )
-_METADATA = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=3)
+_INTS = st.integers(-(2**63), 2**63 - 1)  # A larger one is written as its digits: `spell` says so.
+_METADATA = st.dictionaries(st.text(max_size=5), _INTS | st.text(max_size=5), max_size=3)
 
 
 @settings(deadline=None, max_examples=60)
