@@ -124,7 +124,8 @@ class RawCalls:
             raise
         if kind == FINISH:
             bare = dataclasses.replace(event, fields={})
-            return await self._finish(run, bare, body, unknown)
+            async with self._commits.turn(delivery):
+                return await self._finish(run, bare, body, unknown)
         stored = None
         if payload is not None and self._state.forgotten_payloads(sender, [seq]):
             stored = await self._effects.settled_payloads(sender.incarnation, [seq])
@@ -135,7 +136,8 @@ class RawCalls:
             name = call_name(kind)
             out.append(reports.unknown_fields(attempt, process.role, name, unknown, event.wall))
         self.recorded += 1
-        await self._effects.carry_out(out)
+        async with self._commits.turn(delivery):
+            await self._effects.carry_out(out)
         answer = {
             "run": run,
             "attempt": attempt.number,
