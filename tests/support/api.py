@@ -21,7 +21,7 @@ from stagescope_service.api.app import make_app
 from stagescope_service.api.dependencies import Commands
 from stagescope_service.api.server import ApiServer
 from stagescope_service.api.tokens import AccessTokens
-from stagescope_service.coordinator.composition import compose
+from stagescope_service.coordinator.composition import Parts
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.runner import Clock
 from stagescope_service.core.captures.plan import Plan
@@ -65,7 +65,7 @@ class LocalEngine:
         else:
             state = State(lease_seconds=settings.lease_seconds)
             clock = Clock(self._clock, self._clock)
-            parts = compose(settings, store, self.ingestors, state, Plan(), name="c1", clock=clock)
+            parts = Parts(settings, store, self.ingestors, state, Plan(), name="c1", clock=clock)
             self.coordinator = Coordinator(parts)
         payloads = self.coordinator.parts.payloads
         keep = payloads._keep

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.support.parallel import Reported
 
-from stagescope_service.coordinator.composition import Parts, compose
+from stagescope_service.coordinator.composition import Parts
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.runner import Clock
 from stagescope_service.core.captures.plan import Plan
@@ -127,7 +127,7 @@ def coordinator_of(
         return IngestWorker(node, data_dir, [data_dir], ring_bytes=1 << 24)
 
     made = Settings(home=data_dir, data_dir=data_dir, database_url=store.url, **settings)
-    parts = compose(
+    parts = Parts(
         made,
         store,
         ingestors or NodeIngestors(worker_of),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 
@@ -45,30 +44,88 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Snapshot, Store
 
 
-@dataclasses.dataclass(frozen=True)
 class Parts:
-    """The parts of a coordinator."""
+    """The parts of a coordinator, connected.
 
-    settings: Settings
-    clock: Clock
-    state: State
-    plan: Plan
-    catalogue: Catalogue
-    ingestors: IngestorClient
-    commits: Commits
-    runner: Runner
-    retention: Retention
-    payloads: PayloadReading
-    steps: StepWork
-    weights: WeightComparer
-    hangs: HangWatch
-    load: Load
-    triggers: TriggerWatch
-    draining: Draining
-    intake: Intake
-    requests: CaptureRequests
-    captures: CaptureCommands
-    raw_calls: RawCalls
+    Args:
+        settings: of the service.
+        store: the catalogue, open.
+        ingestors: of all nodes.
+        state: what is known of earlier attempts.
+        plan: the active captures.
+        name: of this incarnation of the coordinator.
+        clock: of the service.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        ingestors: IngestorClient,
+        state: State,
+        plan: Plan,
+        *,
+        name: str,
+        clock: Clock,
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.state = state
+        self.plan = plan
+        self.ingestors = ingestors
+        self.catalogue = catalogue = Catalogue(settings.catalogue_url)
+        self.commits = commits = Commits(state, store)
+        self.runner = runner = Runner(commits, clock)
+        self.load = Load(state, relay_ranks=settings.relay_ranks)
+        stuck = StuckRules(min_seconds=settings.stuck_seconds, factor=settings.stuck_factor)
+        self.hangs = HangWatch(state, stuck, late_seconds=1.5 * settings.poll_seconds)
+        limits = Limits(
+            settings.kept_bytes, settings.kept_days, settings.kept_steps, settings.keep_row_steps
+        )
+        self.retention = Retention(catalogue, ingestors, runner.write, limits)
+        aggregator = Aggregator(catalogue, ingestors, runner.write)
+        self.payloads = PayloadReading(
+            runner, state, catalogue, plan, ingestors, self.retention, aggregator, clock
+        )
+        self.requests = CaptureRequests(plan, state)
+        self.draining = Draining(runner, commits, catalogue, self.load, clock)
+        self.intake = Intake(
+            runner, commits, self.payloads, self.requests, self.load, self.draining, self.hangs,
+            NodeWatch(state), ingestors.lost_nodes, clock,
+            coordinator=name, poll_seconds=settings.poll_seconds,
+        )  # fmt: skip
+        self.raw_calls = RawCalls(
+            runner, commits, self.payloads, clock, poll_seconds=settings.poll_seconds
+        )
+        self.captures = CaptureCommands(
+            settings, catalogue, commits, self.requests, self.intake, clock
+        )
+        acting = Acting(
+            catalogue,
+            self.retention.pin,
+            self.captures.add_for_trigger,
+            Webhooks(hosts=settings.webhook_hosts),
+            page=functools.partial(page_address, settings),
+        )
+        self.triggers = triggers = TriggerWatch(
+            catalogue, runner.write, acting, webhook_hosts=settings.webhook_hosts
+        )
+        self.steps = StepWork(
+            runner, state, catalogue, aggregator, triggers, settings.keep_steps, clock
+        )
+        self.weights = WeightComparer(catalogue, runner.write, settings.weight_names)
+        node_jobs = NodeJobs(runner, ingestors, self.hangs, clock)
+        runner.on(Ingest, self.payloads.start)
+        runner.on(Aggregate, self.steps.aggregate)
+        runner.on(Rejudge, self.steps.judge_again)
+        runner.on(BuildOperatorTable, node_jobs.start_building)
+        runner.on(ReadWatchdogs, node_jobs.start_reading)
+        runner.on(CompareWeights, self._compare_weights)
+        runner.on(NonFiniteScalars, lambda each: runner.run(triggers.warn_non_finite(each)))
+
+    def _compare_weights(self, instruction: CompareWeights) -> None:
+        if self.weights.takes(instruction):
+            self.runner.run(self.weights.compare(instruction))
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Take over the findings and requests for stacks that an earlier coordinator made."""
@@ -91,106 +148,3 @@ class Parts:
         self.runner.run(self.weights.catch_up())
         self.payloads.adopt_files(self.ingestors.home)
         self.intake.begin()
-
-
-def compose(
-    settings: Settings,
-    store: Store,
-    ingestors: IngestorClient,
-    state: State,
-    plan: Plan,
-    *,
-    name: str,
-    clock: Clock,
-) -> Parts:
-    """Return the parts of a coordinator, connected.
-
-    Args:
-        settings: of the service.
-        store: the catalogue, open.
-        ingestors: of all nodes.
-        state: what is known of earlier attempts.
-        plan: the active captures.
-        name: of this incarnation of the coordinator.
-        clock: of the service.
-    """
-    catalogue = Catalogue(settings.catalogue_url)
-    commits = Commits(state, store)
-    runner = Runner(commits, clock)
-    load = Load(state, relay_ranks=settings.relay_ranks)
-    rules = StuckRules(min_seconds=settings.stuck_seconds, factor=settings.stuck_factor)
-    hangs = HangWatch(state, rules, late_seconds=1.5 * settings.poll_seconds)
-    limits = Limits(
-        settings.kept_bytes, settings.kept_days, settings.kept_steps, settings.keep_row_steps
-    )
-    retention = Retention(catalogue, ingestors, runner.write, limits)
-    aggregator = Aggregator(catalogue, ingestors, runner.write)
-    payloads = PayloadReading(
-        runner, state, catalogue, plan, ingestors, retention, aggregator, clock
-    )
-    requests = CaptureRequests(plan, state)
-    draining = Draining(runner, commits, catalogue, load, clock)
-    intake = Intake(
-        runner,
-        commits,
-        payloads,
-        requests,
-        load,
-        draining,
-        hangs,
-        NodeWatch(state),
-        ingestors.lost_nodes,
-        clock,
-        coordinator=name,
-        poll_seconds=settings.poll_seconds,
-    )
-    captures = CaptureCommands(settings, catalogue, commits, requests, intake, clock)
-    acting = Acting(
-        catalogue,
-        retention.pin,
-        captures.add_for_trigger,
-        Webhooks(hosts=settings.webhook_hosts),
-        page=functools.partial(page_address, settings),
-    )
-    triggers = TriggerWatch(catalogue, runner.write, acting, webhook_hosts=settings.webhook_hosts)
-    steps = StepWork(runner, state, catalogue, aggregator, triggers, settings.keep_steps, clock)
-    weights = WeightComparer(catalogue, runner.write, settings.weight_names)
-    node_jobs = NodeJobs(runner, ingestors, hangs, clock)
-
-    def compare_weights(instruction: CompareWeights) -> None:
-        if weights.takes(instruction):
-            runner.run(weights.compare(instruction))
-
-    def warn_non_finite(instruction: NonFiniteScalars) -> None:
-        runner.run(triggers.warn_non_finite(instruction))
-
-    runner.on(Ingest, payloads.start)
-    runner.on(Aggregate, steps.aggregate)
-    runner.on(Rejudge, steps.judge_again)
-    runner.on(BuildOperatorTable, node_jobs.start_building)
-    runner.on(ReadWatchdogs, node_jobs.start_reading)
-    runner.on(CompareWeights, compare_weights)
-    runner.on(NonFiniteScalars, warn_non_finite)
-    raw_calls = RawCalls(runner, commits, payloads, clock, poll_seconds=settings.poll_seconds)
-    return Parts(
-        settings=settings,
-        clock=clock,
-        state=state,
-        plan=plan,
-        catalogue=catalogue,
-        ingestors=ingestors,
-        commits=commits,
-        runner=runner,
-        retention=retention,
-        payloads=payloads,
-        steps=steps,
-        weights=weights,
-        hangs=hangs,
-        load=load,
-        triggers=triggers,
-        draining=draining,
-        intake=intake,
-        requests=requests,
-        captures=captures,
-        raw_calls=raw_calls,
-    )

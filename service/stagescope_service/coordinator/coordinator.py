@@ -30,7 +30,7 @@ from stagescope_service.coordinator.arguments import (
     checked,
     names_checked,
 )
-from stagescope_service.coordinator.composition import Parts, compose
+from stagescope_service.coordinator.composition import Parts
 from stagescope_service.coordinator.load import resident_bytes
 from stagescope_service.coordinator.raw_calls import RawCalls
 from stagescope_service.coordinator.restore import restore
@@ -105,7 +105,7 @@ class Coordinator:
         active = [row["spec"] for row in snapshot.captures if row["removed_wall"] is None]
         plan = Plan(active, revision=revision, keep_policy=policy)
         name = name or uuid.uuid4().hex
-        parts = compose(settings, store, ingestors, state, plan, name=name, clock=clock)
+        parts = Parts(settings, store, ingestors, state, plan, name=name, clock=clock)
         parts.adopt(snapshot)
         await parts.runner.write(rows)
         # Nothing fails from here on: whoever opens again has no work of this one beside it.
