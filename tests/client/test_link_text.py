@@ -22,7 +22,7 @@ from stagescope.wire.links import (
     with_links,
     without_links,
 )
-from stagescope_service.triggers.rules import defaults
+from stagescope_service.rules.document import defaults
 
 COMMANDS = cli.main.list_commands(Context(cli.main))
 SERVICE = Path(__file__).parents[2] / "service" / "stagescope_service"

@@ -23,10 +23,10 @@ from stagescope_service.api.models import diagnosis as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.samples import loss_of
 from stagescope_service.api.target import Target
-from stagescope_service.diagnosis.doctor import Diagnosis, add_earlier, diagnose, unexplained
-from stagescope_service.diagnosis.history import LossOfStep, RunHistory, StepInForce
-from stagescope_service.diagnosis.parts import mismatch_parts
 from stagescope_service.dumps.joining.join import Selection
+from stagescope_service.rules.doctor import Diagnosis, add_earlier, diagnose, unexplained
+from stagescope_service.rules.history import LossOfStep, RunHistory, StepInForce
+from stagescope_service.rules.parts import mismatch_parts
 
 OF_AN_ATTEMPT: Final = frozenset({
     "anatomy", "batch", "exact", "findings", "loss", "losses", "metrics", "non-finite",

@@ -72,12 +72,12 @@ from stagescope_service.core.instructions import (
 )
 from stagescope_service.core.operator_tables import refusal
 from stagescope_service.ingest.ingestors import IngestorClient, IngestorDied
+from stagescope_service.rules.watch import REACH
 from stagescope_service.service_file import page_address
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import RefusedWrite, Write
 from stagescope_service.store.queries.measurements import SettledPayloads
-from stagescope_service.triggers.watch import REACH
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from stagescope.wire.links import Link, with_links
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
+from stagescope_service.rules.budget import ORDERED_BY
+from stagescope_service.rules.document import Rule
+from stagescope_service.rules.messages import Told, link_of
+from stagescope_service.rules.names import is_nonfinite, scalar_of
+from stagescope_service.rules.series import shown
 from stagescope_service.store.tables.findings import FiredActions, FiringColumns
-from stagescope_service.triggers.budget import ORDERED_BY
-from stagescope_service.triggers.messages import Told, link_of
-from stagescope_service.triggers.names import is_nonfinite, scalar_of
-from stagescope_service.triggers.rules import Rule
-from stagescope_service.triggers.series import shown
 
 
 class FiringKey(TypedDict):
