@@ -157,7 +157,7 @@ def test_the_calls_exist() -> None:
 def test_every_link_of_the_service_has_a_command_and_a_call() -> None:
     links = [*_links_of_the_service()]
     assert len(links) >= 30
-    links += [Link(noun, 5) for rule in defaults().rules for noun in rule.actions.see]
+    links += [Link(noun, 5) for rule in defaults().rules for noun in rule.actions.finding.see]
     for link in links:
         assert command(link, COMMANDS).startswith("`stagescope "), link
         assert session_call(link).startswith("session."), link

@@ -233,7 +233,7 @@ def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject
     attempts = {each.step: each.attempt for each in history.steps}
     attempt = attempts.get(step, last.attempt if last else 1) if step is not None else 1
     has_weights = history.has_weights(attempt)
-    scalar = history.scalar_name(rule.parameters.get("names") or ())
+    scalar = history.scalar_name(rule.evidence.parameters.get("names") or ())
     words = {
         "{run}": history.run,
         "{step}": "STEP" if step is None else str(step),

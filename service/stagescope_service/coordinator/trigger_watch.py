@@ -397,7 +397,7 @@ class TriggerWatch:
 
 def _finds_non_finite(rule: Rule) -> bool:
     """Return whether a rule makes findings of scalars that are not finite."""
-    return rule.metric.startswith(NONFINITE_SCALAR) and rule.actions.severity is not None
+    return rule.metric.startswith(NONFINITE_SCALAR) and rule.actions.finding is not None
 
 
 def _readable(document: Json) -> Rules:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Annotated, Final
 
 from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import Forbidden, InvalidPlan
@@ -43,13 +43,17 @@ class CaptureTemplate:
         Raises:
             InvalidPlan: with the field that is wrong.
         """
-        given = fields.mapping({} if value is True else value, field, _CAPTURE_FIELDS, "")
+        given = fields.mapping({} if value is True else value, field, _CAPTURE_FIELDS)
         steps = given.pop("steps", "next")
         if steps != "next":
             raise fields.wrong(f"{field}.steps", steps, "'next': the next common step")
         if_allowed = fields.flag(given.pop("if_allowed", False), f"{field}.if_allowed")
         ranks = given.pop("ranks", "worst(1)")
-        is_list = isinstance(ranks, list) and ranks and all(_is_rank(rank) for rank in ranks)
+        is_list = (
+            isinstance(ranks, list)
+            and ranks
+            and all(type(rank) is int and rank >= 0 for rank in ranks)
+        )
         if ranks != "all" and not is_list and not _WORST.fullmatch(str(ranks)):
             raise fields.wrong(f"{field}.ranks", ranks, "'worst(k)', 'all' or a list of ranks")
         if not {"config", "task", "level", "keep", "parameters", "gradients"} & set(given):
@@ -76,93 +80,77 @@ class CaptureTemplate:
         found = _WORST.fullmatch(str(self.ranks))
         return int(found[1]) if found else None
 
-    def wire(self) -> dict[str, Json]:
+    def wire(self, *, secrets: bool = True) -> dict[str, Json]:
         """Return the document form that `parse` reads."""
         document = {"ranks": self.ranks, "steps": "next", **self.request}
         return document | ({"if_allowed": True} if self.if_allowed else {})
 
 
-@dataclasses.dataclass(frozen=True)
-class Actions:
-    """The actions of a rule; None (or 0) means no such action.
-
-    Attributes:
-        severity: of the finding, None for no finding.
-        advice: what to try; `{step}` in it becomes the step.
-        see: what of the step to look at: last words of paths below `/steps/{step}`.
-        pin: number of last steps whose payloads are pinned in the ring.
-        webhook: receives the firing.
-        capture: requested if the run allows it and its budget suffices.
-    """
-
-    severity: str | None = None
-    advice: str = ""
-    see: tuple[str, ...] = ()
-    pin: int = 0
-    webhook: Webhook | None = None
-    capture: CaptureTemplate | None = None
-
-    @classmethod
-    def parse(cls, value: object, field: str) -> Actions:
-        """Parse the actions of a rule.
-
-        Raises:
-            InvalidPlan: with the field that is wrong.
-        """
-        given = fields.mapping(value, field, ("finding", "pin", "webhook", "capture"), "")
-        if not given:
-            raise fields.wrong(field, value, "at least one of finding, pin, webhook, capture")
-        found = given.get("finding", None)
-        if found is True:
-            found = {}
-        severity, advice = None, ""
-        see: tuple[str, ...] = ()
-        if found is not None:
-            document = fields.mapping(found, f"{field}.finding", ("severity", "advice", "see"), "")
-            severity = document.get("severity", "warning")
-            if severity not in SEVERITIES:
-                expected = f"one of {', '.join(SEVERITIES)}"
-                raise fields.wrong(f"{field}.finding.severity", severity, expected)
-            if document.get("advice"):
-                advice = fields.text(document["advice"], f"{field}.finding.advice", 2000)
-            see = _nouns(document.get("see") or (), f"{field}.finding.see")
-        webhook, capture = given.get("webhook"), given.get("capture")
-        return cls(
-            severity=severity,
-            advice=advice,
-            see=see,
-            pin=fields.count(given.get("pin", 0), f"{field}.pin", 0, MAX_PINNED),
-            webhook=None if webhook is None else Webhook.parse(webhook, f"{field}.webhook"),
-            capture=None if capture is None else CaptureTemplate.parse(capture, f"{field}.capture"),
-        )
-
-    @property
-    def costs(self) -> bool:
-        """Whether there are actions besides a finding, repeated only after the cooldown."""
-        return bool(self.pin) or self.webhook is not None or self.capture is not None
-
-    def wire(self, *, secrets: bool) -> dict[str, Json]:
-        """Return the form that `parse` reads; without `secrets` no webhook's URL."""
-        document: dict[str, Json] = {}
-        if self.severity is not None:
-            see = {"see": list(self.see)} if self.see else {}
-            document["finding"] = {"severity": self.severity, "advice": self.advice, **see}
-        if self.pin:
-            document["pin"] = self.pin
-        if self.webhook is not None:
-            document["webhook"] = self.webhook.wire(secrets=secrets)
-        if self.capture is not None:
-            document["capture"] = self.capture.wire()
-        return document
-
-
 def _nouns(value: object, field: str) -> tuple[str, ...]:
-    given: Sequence[object] = value if isinstance(value, list | tuple) else (value,)
+    given: Sequence[object] = value if isinstance(value, list | tuple) else (value or [value],)
     nouns = tuple(noun for noun in given if isinstance(noun, str) and noun in STEP_NOUNS)
     if len(nouns) < len(given):
         raise fields.wrong(field, value, f"a list of {', '.join(sorted(STEP_NOUNS))}")
     return nouns
 
 
-def _is_rank(value: object) -> bool:
-    return type(value) is int and value >= 0
+def _advice(value: object, field: str) -> object:
+    return fields.text(2000)(value, field) if value else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class FindingTemplate(fields.Declared):
+    """The finding of a firing.
+
+    Attributes:
+        advice: what to try; `{step}` in it becomes the step.
+        see: what of the step to look at: last words of paths below `/steps/{step}`.
+    """
+
+    SHOWS_DEFAULTS = True
+
+    severity: Annotated[str, fields.one_of(*SEVERITIES)] = "warning"
+    advice: Annotated[str, _advice] = ""
+    see: Annotated[tuple[str, ...], _nouns] = ()
+
+    @classmethod
+    def parse(cls, value: object, field: str) -> FindingTemplate:
+        """Read a template; `true` is one of defaults."""
+        return super().parse({} if value is True else value, field)
+
+    def wire(self, *, secrets: bool = True) -> dict[str, Json]:
+        """Return the document form that `parse` reads."""
+        found = super().wire(secrets=secrets)
+        return {name: value for name, value in found.items() if name != "see" or value}
+
+
+@dataclasses.dataclass(frozen=True)
+class Actions(fields.Declared):
+    """The actions of a rule; None (or 0) means no such action.
+
+    Attributes:
+        pin: number of last steps whose payloads are pinned in the ring.
+        webhook: receives the firing.
+        capture: requested if the run allows it and its budget suffices.
+    """
+
+    finding: Annotated[FindingTemplate | None, FindingTemplate.parse] = None
+    pin: Annotated[int, fields.count(0, MAX_PINNED)] = 0
+    webhook: Annotated[Webhook | None, Webhook.parse] = None
+    capture: Annotated[CaptureTemplate | None, CaptureTemplate.parse] = None
+
+    @classmethod
+    def parse(cls, value: object, field: str) -> Actions:
+        """Read the actions of a rule.
+
+        Raises:
+            InvalidPlan: with the field that is wrong.
+        """
+        if value == {}:
+            raise fields.wrong(field, value, "at least one of finding, pin, webhook, capture")
+        return super().parse(value, field)
+
+    @property
+    def costs(self) -> bool:
+        """Whether there are actions besides a finding, repeated only after the cooldown."""
+        return bool(self.pin) or self.webhook is not None or self.capture is not None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Final
+from typing import Annotated, Final
 
 from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.nonfinite import Json
 from stagescope_service.rules import fields
 from stagescope_service.store.catalogue import Catalogue
 
@@ -32,8 +31,15 @@ class Spent:
     under_way: tuple[str, ...] = ()
 
 
+def _share(value: object, field: str) -> float:
+    share = fields.ratio(value, field)
+    if share > 1.0:
+        raise fields.wrong(field, share, "a share of the step time, up to 1")
+    return share
+
+
 @dataclasses.dataclass(frozen=True)
-class Budget:
+class Budget(fields.Declared):
     """The limits of captures of a run that triggers request.
 
     Attributes:
@@ -42,27 +48,11 @@ class Budget:
         share: Maximum share of the run's step time, 0 to 1; None for no bound.
     """
 
-    captures: int
-    bytes: int | None = None
-    share: float | None = None
+    SHOWS_DEFAULTS = True
 
-    @classmethod
-    def parse(cls, value: object, field: str) -> Budget:
-        """Parse a budget.
-
-        Raises:
-            InvalidPlan: with the field that is wrong.
-        """
-        given = fields.mapping(value, field, ("captures", "bytes", "share"), "")
-        share = fields.ratio(given.get("share"), f"{field}.share")
-        if share is not None and share > 1.0:
-            raise fields.wrong(f"{field}.share", share, "a share of the step time, up to 1")
-        size = given.get("bytes")
-        return cls(
-            captures=fields.count(given.get("captures"), f"{field}.captures", 1, 1_000_000),
-            bytes=None if size is None else fields.count(size, f"{field}.bytes", 1, 1 << 62),
-            share=share,
-        )
+    captures: Annotated[int, fields.count(1, 1_000_000)]
+    bytes: Annotated[int | None, fields.count(1, 1 << 62)] = None
+    share: Annotated[float | None, _share] = None
 
     @classmethod
     def of_settings(cls, settings: object) -> Budget | None:
@@ -77,10 +67,6 @@ class Budget:
             return cls.parse(settings.get("capture_budget"), "capture_budget")
         except InvalidPlan:
             return None
-
-    def wire(self) -> dict[str, Json]:
-        """Return the document form that `parse` reads."""
-        return dataclasses.asdict(self)
 
     def refusal(self, spent: Spent) -> str | None:
         """Return why no further capture may be requested, or None."""
@@ -113,8 +99,8 @@ def parse_permissions(value: object) -> dict[str, Budget]:
         raise fields.wrong("runs", value, expected)
     found: dict[str, Budget] = {}
     for run, permission in value.items():
-        name = fields.text(run, "runs, a name", 200)
-        given = fields.mapping(permission, f"runs.{name}", ("capture", "budget"), "")
+        name = fields.text(200)(run, "runs, a name")
+        given = fields.mapping(permission, f"runs.{name}", ("capture", "budget"))
         if given.get("capture") == "none":
             continue
         if given.get("capture") != "auto":

@@ -10,12 +10,11 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
-from typing import Final
+from typing import Annotated, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.nonfinite import Json
 from stagescope_service.rules import fields
 
 Float64 = npt.NDArray[np.float64]
@@ -41,99 +40,76 @@ EXPECTED: Final = (
 
 
 @dataclasses.dataclass(frozen=True)
-class When:
+class ZScore(fields.Declared):
+    """A distance from the mean of the last `steps` steps, in their standard deviations (n - 1)."""
+
+    EXPECTED = "{over: k, steps: n}"
+
+    over: Annotated[float, fields.ratio]
+    steps: Annotated[int, fields.count(2, HISTORY)] = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class When(fields.Declared):
     """The conditions of a rule; all given ones must hold.
 
     Attributes:
-        bounds: (comparison, number) pairs.
         non_finite: The value is NaN or infinite.
         median_ratio: The value exceeds this multiple of the median of the run's previous steps.
         noise_ratio: The value exceeds this multiple of the same metric of the noise floor.
-        z_over: The value is more than this number of standard deviations (n - 1) of the last
-            `z_steps` steps away from their mean, on either side.
         standard_errors: The value exceeds the largest of the bounds above it ('>', the median's,
             the noise floor's) by this number of standard errors of a mean that is equal to it.
             Of several series in a step each is held to a number that normal noise of any of them
             exceeds as seldom as that of one exceeds this.
+        z_score: The value is further from the mean of the last steps than this, on either side.
     """
 
-    bounds: tuple[tuple[str, float], ...] = ()
-    non_finite: bool = False
-    median_ratio: float | None = None
-    noise_ratio: float | None = None
-    z_over: float | None = None
-    z_steps: int = 50
-    standard_errors: float | None = None
+    EXPECTED = EXPECTED
+
+    above: Annotated[float | None, fields.number, ">"] = None
+    below: Annotated[float | None, fields.number, "<"] = None
+    at_least: Annotated[float | None, fields.number, ">="] = None
+    at_most: Annotated[float | None, fields.number, "<="] = None
+    non_finite: Annotated[bool, fields.flag] = False
+    median_ratio: Annotated[float | None, fields.ratio] = None
+    noise_ratio: Annotated[float | None, fields.ratio] = None
+    standard_errors: Annotated[float | None, fields.ratio] = None
+    z_score: Annotated[ZScore | None, ZScore.parse] = None
 
     @classmethod
     def parse(cls, value: object, field: str) -> When:
-        """Parse the `when` of a rule.
+        """Read the `when` of a rule.
 
         Raises:
             InvalidPlan: with the field that is wrong.
         """
-        known = {
-            *COMPARISONS, "non_finite", "median_ratio", "noise_ratio", "z_score", "standard_errors",
-        }  # fmt: skip
-        given = fields.mapping(value, field, known, EXPECTED)
-        if not given:
-            raise fields.wrong(field, value, EXPECTED)
-        z = fields.mapping(given.get("z_score") or {}, f"{field}.z_score", {"over", "steps"}, "")
-        if "z_score" in given and "over" not in z:
-            raise fields.wrong(f"{field}.z_score", given["z_score"], "{over: k, steps: n}")
-        bounds = [
-            (name, fields.number(given[name], f"{field}.{name}"))
-            for name in COMPARISONS
-            if name in given
-        ]
-        made = cls(
-            bounds=tuple(bounds),
-            non_finite=fields.flag(given.get("non_finite", False), f"{field}.non_finite"),
-            median_ratio=fields.ratio(given.get("median_ratio"), f"{field}.median_ratio"),
-            noise_ratio=fields.ratio(given.get("noise_ratio"), f"{field}.noise_ratio"),
-            z_over=fields.ratio(z.get("over"), f"{field}.z_score.over"),
-            z_steps=fields.count(z.get("steps", 50), f"{field}.z_score.steps", 2, HISTORY),
-            standard_errors=fields.ratio(given.get("standard_errors"), f"{field}.standard_errors"),
-        )
-        if made.standard_errors is not None and not (
-            made.standard_errors <= MOST_ERRORS and made._has_bound_above
+        made = super().parse(value, field)
+        errors = made.standard_errors
+        is_above = {">", ">="} & {name for name, _ in made.bounds}
+        if errors is not None and not (
+            errors <= MOST_ERRORS and (is_above or made.median_ratio or made.noise_ratio)
         ):
-            raise fields.wrong(
-                f"{field}.standard_errors", made.standard_errors,
-                f"a number up to {MOST_ERRORS:g}, with '>', 'median_ratio' or 'noise_ratio'",
-            )  # fmt: skip
-        if made == cls(z_steps=made.z_steps):
+            expected = f"a number up to {MOST_ERRORS:g}, with '>', 'median_ratio' or 'noise_ratio'"
+            raise fields.wrong(f"{field}.standard_errors", errors, expected)
+        if made == cls():
             raise fields.wrong(field, value, EXPECTED)
         return made
 
-    def wire(self) -> dict[str, Json]:
-        """Return the document form that `parse` reads."""
-        document: dict[str, Json] = dict(self.bounds)
-        if self.non_finite:
-            document["non_finite"] = True
-        for name in ("median_ratio", "noise_ratio", "standard_errors"):
-            if getattr(self, name) is not None:
-                document[name] = getattr(self, name)
-        if self.z_over is not None:
-            document["z_score"] = {"over": self.z_over, "steps": self.z_steps}
-        return document
+    @property
+    def bounds(self) -> list[tuple[str, float]]:
+        """(comparison, number) of the given bounds."""
+        given = zip(COMPARISONS, (self.above, self.below, self.at_least, self.at_most), strict=True)
+        return [(name, bound) for name, bound in given if bound is not None]
 
     @property
     def needs_history(self) -> bool:
         """Whether the conditions use previous steps."""
-        return self.median_ratio is not None or self.z_over is not None
+        return self.median_ratio is not None or self.z_score is not None
 
     @property
     def lower_is_worse(self) -> bool:
         """Whether a smaller value is the worse one."""
         return bool(self.bounds) and self.bounds[0][0] in ("<", "<=")
-
-    @property
-    def _has_bound_above(self) -> bool:
-        """Whether a bound is given that the value must exceed."""
-        named = {name for name, _ in self.bounds}
-        ratios = (self.median_ratio, self.noise_ratio)
-        return bool(named & {">", ">="}) or any(ratio is not None for ratio in ratios)
 
     def evaluate(
         self, values: Float64, noise: Float64, history: Float64, errors: Float64 | None = None
@@ -158,9 +134,9 @@ class When:
         if self.noise_ratio is not None:
             numbers["noise_floor"] = noise
             holds &= values > self.noise_ratio * noise
-        if self.z_over is not None:
-            z = numbers["z_score"] = _z_scores(values, history[-self.z_steps :])
-            holds &= np.abs(z) > self.z_over
+        if self.z_score is not None:
+            z = numbers["z_score"] = _z_scores(values, history[-self.z_score.steps :])
+            holds &= np.abs(z) > self.z_score.over
         if self.standard_errors is not None:
             relative = np.full(values.shape, np.nan) if errors is None else errors
             reference = self._largest_bound(numbers, noise)

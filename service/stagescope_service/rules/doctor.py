@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
-from typing import Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 from stagescope.wire.errors import InvalidPlan, StagescopeError
-from stagescope_service.rules.document import load_yaml
+from stagescope_service.rules import fields
 from stagescope_service.rules.evidence import Before, Evidence, not_measured
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.rules.symptoms import mismatch, reports, streams, trends, turns, updates
@@ -47,8 +47,6 @@ _OF_THE_NEWEST: Final = frozenset(
 """Functions that look at the newest steps alone: the others know since when by themselves."""
 _OF_ONE: Final = frozenset({"rank_apart", "engine_apart", "straggler"})
 """Functions that name one rank or engine: another one has another since."""
-_REQUIRED: Final = ("title", "family", "evidence", "meaning", "next")
-_OPTIONAL: Final = ("sources", "figure", "record", "explained_by", "findings")
 _ORDER: Final = {"found": 0, "not measured": 1, "not found": 2}
 _EVENTS: Final = frozenset({"jump", "step_change"})
 """Functions of what happens in one step: a cause begins there, too."""
@@ -56,16 +54,41 @@ _AT_ONCE: Final = 2
 """Most steps between the begins of a symptom and of what explains it, either way."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SymptomRule:
+class Condition(NamedTuple):
+    """A function of `EVIDENCE`, and its keyword arguments as the YAML has them."""
+
+    function: str
+    parameters: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, value: object, field: str) -> Condition:
+        """Read `{function: name, parameter: value, ...}`.
+
+        Raises:
+            InvalidPlan: there is no such function, or a parameter is unknown or missing.
+        """
+        parameters = dict(value) if isinstance(value, Mapping) else {}
+        function = fields.one_of(*sorted(EVIDENCE))(parameters.pop("function", None), field)
+        try:
+            inspect.signature(EVIDENCE[function]).bind(None, **parameters)
+        except TypeError as error:
+            raise InvalidPlan(f"{field}: {function}: {error}", expected="its parameters") from None
+        return cls(function, parameters)
+
+    def evaluate(self, history: RunHistory) -> Evidence:
+        """Return the evidence in a history."""
+        return EVIDENCE[self.function](history, **self.parameters)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SymptomRule(fields.Declared):
     """A symptom.
 
     Attributes:
         name: the name of its file.
         title: the symptom, as a sentence without a full stop.
         family: one of `FAMILIES`.
-        function: the name of the function of `evidence`.
-        parameters: its keyword arguments.
+        evidence: how it is found.
         meaning: what the symptom means.
         next: what to do, the first thing first; commands begin with `stagescope`.
         sources: where the field met it; empty: it is of this service alone.
@@ -75,86 +98,28 @@ class SymptomRule:
         findings: kinds of findings that say the same as its evidence, which does not read them.
     """
 
-    name: str
-    title: str
-    family: str
-    function: str
-    parameters: Mapping[str, Any]  # as the YAML has them; checked against the function
-    meaning: str
-    next: tuple[str, ...]
-    sources: tuple[str, ...]
-    figure: str | None = None
-    record: str | None = None
-    explained_by: tuple[str, ...] = ()
-    findings: tuple[str, ...] = ()
+    name: Annotated[str, fields.text()]
+    title: Annotated[str, fields.text()]
+    family: Annotated[str, fields.one_of(*FAMILIES)]
+    evidence: Annotated[Condition, Condition.parse]
+    meaning: Annotated[str, fields.text()]
+    next: Annotated[tuple[str, ...], fields.texts]
+    sources: Annotated[tuple[str, ...], fields.texts] = ()
+    figure: Annotated[str | None, fields.text()] = None
+    record: Annotated[str | None, fields.text()] = None
+    explained_by: Annotated[tuple[str, ...], fields.texts] = ()
+    findings: Annotated[tuple[str, ...], fields.texts] = ()
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of findings that the rule looks at, patterns with `*`."""
         of_causes = (f"streams_{cause}" for cause in self.causes)
-        return (*self.parameters.get("kinds", ()), *of_causes, *self.findings)
+        return (*self.evidence.parameters.get("kinds", ()), *of_causes, *self.findings)
 
     @property
     def causes(self) -> tuple[str, ...]:
         """The causes of a step's comparability that the rule answers for."""
-        return tuple(self.parameters.get("checks", ()))
-
-    @classmethod
-    def parse(cls, name: str, value: object) -> SymptomRule:
-        """Parse the content of a file.
-
-        Raises:
-            InvalidPlan: names the file and the field that is wrong.
-        """
-        if not isinstance(value, Mapping):
-            raise InvalidPlan(f"rule {name} is {value!r:.100}", expected="a table")
-        missing = [field for field in _REQUIRED if not value.get(field)]
-        unknown = sorted(set(value) - {*_REQUIRED, *_OPTIONAL})
-        if missing or unknown:
-            wrong = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown)}"
-            raise InvalidPlan(
-                f"rule {name} {wrong}", expected=f"{', '.join(_REQUIRED)} ({', '.join(_OPTIONAL)})"
-            )
-        if value["family"] not in FAMILIES:
-            raise InvalidPlan(
-                f"rule {name} is of family {value['family']!r:.50}",
-                expected=f"one of {', '.join(FAMILIES)}",
-            )
-        parameters = dict(value["evidence"])
-        function = parameters.pop("function", None)
-        if function not in EVIDENCE:
-            raise InvalidPlan(
-                f"rule {name} has evidence {function!r:.50}",
-                expected=f"function: one of {', '.join(sorted(EVIDENCE))}",
-            )
-        known = inspect.signature(EVIDENCE[function]).parameters
-        wrong_names = sorted(set(parameters) - (set(known) - {"history"}))
-        lacking = [
-            each.name
-            for each in known.values()
-            if each.default is each.empty and each.name != "history" and each.name not in parameters
-        ]
-        if wrong_names or lacking:
-            raise InvalidPlan(
-                f"rule {name}: {function} has no parameter {', '.join(wrong_names)}"
-                if wrong_names
-                else f"rule {name}: {function} needs {', '.join(lacking)}",
-                expected=", ".join(each for each in known if each != "history"),
-            )
-        return cls(
-            name=name,
-            title=str(value["title"]),
-            family=str(value["family"]),
-            function=function,
-            parameters=parameters,
-            meaning=str(value["meaning"]),
-            next=tuple(map(str, value["next"])),
-            sources=tuple(map(str, value.get("sources", ()))),
-            figure=None if value.get("figure") is None else str(value["figure"]),
-            record=None if value.get("record") is None else str(value["record"]),
-            explained_by=tuple(map(str, value.get("explained_by", ()))),
-            findings=tuple(map(str, value.get("findings", ()))),
-        )
+        return tuple(self.evidence.parameters.get("checks", ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +137,16 @@ class Diagnosis:
     explained_by: tuple[SymptomRule, ...] = ()
 
 
+def read_symptom(name: str, text: str) -> SymptomRule:
+    """Parse the content of a symptom's file.
+
+    Raises:
+        InvalidPlan: names the file and the field that is wrong.
+    """
+    document = fields.load_yaml(text)
+    return SymptomRule.parse(document | {"name": name}, f"rule {name}")
+
+
 @cache
 def rulebook() -> tuple[SymptomRule, ...]:
     """Return the rules that ship, by family and name.
@@ -182,9 +157,7 @@ def rulebook() -> tuple[SymptomRule, ...]:
     directory = resources.files("stagescope_service.rules").joinpath("symptoms")
     files = [file for file in directory.iterdir() if file.name.endswith(".yaml")]
     rules = [
-        SymptomRule.parse(
-            file.name.removesuffix(".yaml"), load_yaml(file.read_text(encoding="utf-8"))
-        )
+        read_symptom(file.name.removesuffix(".yaml"), file.read_text(encoding="utf-8"))
         for file in files
     ]
     return tuple(sorted(rules, key=lambda rule: (FAMILIES.index(rule.family), rule.name)))
@@ -237,7 +210,7 @@ def _explains(cause: Diagnosis, symptom: Diagnosis) -> bool:
     if cause.evidence.since_step is None or evidence.since_step is None:
         return True
     later = cause.evidence.since_step - evidence.since_step
-    return later <= _AT_ONCE and (rule.function not in _EVENTS or later >= -_AT_ONCE)
+    return later <= _AT_ONCE and (rule.evidence.function not in _EVENTS or later >= -_AT_ONCE)
 
 
 def unexplained(found: Sequence[Diagnosis], history: RunHistory) -> dict[str, int]:
@@ -317,7 +290,7 @@ def _before(attempt: int, shown: Evidence, last: int | None) -> Before:
 
 def _evidence(rule: SymptomRule, history: RunHistory) -> Evidence:
     try:
-        found = EVIDENCE[rule.function](history, **rule.parameters)
+        found = rule.evidence.evaluate(history)
         since = None if found.verdict != "found" else _since_step(rule, history, found)
     except (StagescopeError, ArithmeticError) as error:
         return not_measured(f"it cannot be computed: {error}")
@@ -331,15 +304,15 @@ def _since_step(rule: SymptomRule, history: RunHistory, found: Evidence) -> int 
     an earlier step, the search goes back, by twice as many steps each time, and then between the
     last two.
     """
-    if found.since_step is None or rule.function not in _OF_THE_NEWEST:
+    if found.since_step is None or rule.evidence.function not in _OF_THE_NEWEST:
         return None
     steps = [each.step for each in history.steps]
     since, found_at, stride = found.since_step, len(steps) - 1, 1
     missing = -1
     while found_at - missing > 1:
         at = max(found_at - stride, missing + 1, 0)
-        evidence = EVIDENCE[rule.function](history.until(steps[at]), **rule.parameters)
-        is_same = rule.function not in _OF_ONE or evidence.where == found.where
+        evidence = rule.evidence.evaluate(history.until(steps[at]))
+        is_same = rule.evidence.function not in _OF_ONE or evidence.where == found.where
         if is_same and evidence.verdict == "found" and evidence.since_step is not None:
             since, found_at, stride = min(since, evidence.since_step), at, 2 * stride
         else:

@@ -7,32 +7,34 @@ import fnmatch
 import re
 from collections.abc import Collection, Mapping, Sequence
 from importlib import resources
-from typing import Final, Literal, TypeAlias, cast
-
-import yaml
-from yaml.composer import ComposerError
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 from stagescope.wire.errors import InvalidPlan
 from stagescope.wire.nonfinite import Json
 from stagescope_service.rules import fields, names
-from stagescope_service.rules.actions import Actions
+from stagescope_service.rules.actions import Actions, FindingTemplate
 from stagescope_service.rules.budget import Budget, parse_permissions
 from stagescope_service.rules.conditions import HISTORY, When
 
 By: TypeAlias = Literal["whole", "round", "rank", "stage"]
 
-BY: Final = ("whole", "round", "rank", "stage")
 MAX_RULES: Final = 200
-MAX_BYTES: Final = 256 * 1024
 DEFAULT_COOLDOWN: Final = 10
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
-_RULE_FIELDS: Final = (
-    "name", "metric", "by", "stage", "staleness", "when", "for", "cooldown", "actions",
-)  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
+def _name(value: object, field: str) -> object:
+    name = fields.text(100)(value, field)
+    if not _NAME.fullmatch(str(name)):
+        raise fields.wrong(field, name, "letters, digits and . _ -")
+    return name
+
+
+_FINDING_ALONE: Final = Actions(finding=FindingTemplate())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule(fields.Declared):
     """A rule on a metric.
 
     Attributes:
@@ -48,70 +50,38 @@ class Rule:
         actions: The actions.
     """
 
-    name: str
-    metric: str
-    when: When
-    actions: Actions
-    by: By = "whole"
-    stage: str | None = None
-    staleness: int | None = None
-    consecutive: int = 1
-    cooldown: int = DEFAULT_COOLDOWN
+    SHOWS_DEFAULTS = True
+
+    name: Annotated[str, _name]
+    metric: Annotated[str, fields.text(200)]
+    by: Annotated[By, fields.one_of(*get_args(By))] = "whole"
+    stage: Annotated[str | None, fields.text(200)] = None
+    staleness: Annotated[int | None, fields.count(0, 1 << 30)] = None
+    when: Annotated[When, When.parse]
+    consecutive: Annotated[int, fields.count(1, HISTORY), "for"] = 1
+    cooldown: Annotated[int, fields.count(0, 1_000_000)] = DEFAULT_COOLDOWN
+    actions: Annotated[Actions, Actions.parse] = _FINDING_ALONE
 
     @classmethod
     def parse(cls, value: object, field: str) -> Rule:
-        """Parse a rule.
+        """Read a rule.
 
         Raises:
             InvalidPlan: with the field that is wrong.
         """
-        given = fields.mapping(value, field, _RULE_FIELDS, "")
-        name = fields.text(given.get("name"), f"{field}.name", 100)
-        if not _NAME.fullmatch(name):
-            raise fields.wrong(f"{field}.name", name, "letters, digits and . _ -")
-        by = given.get("by", "whole")
-        if by not in BY:
-            raise fields.wrong(f"{field}.by", by, f"one of {', '.join(BY)}")
-        metric = fields.text(given.get("metric"), f"{field}.metric", 200)
-        names.check_metric(metric, by, f"{field}.metric")
-        stage, age = given.get("stage"), given.get("staleness")
-        if age is not None and by not in ("whole", "round"):
+        made = super().parse(value, field)
+        metric, age, when = made.metric, made.staleness, made.when
+        names.check_metric(metric, made.by, f"{field}.metric")
+        if age is not None and made.by not in ("whole", "round"):
             raise fields.wrong(f"{field}.staleness", age, "only with by: whole or by: round")
-        when = When.parse(given.get("when"), f"{field}.when")
         if when.standard_errors is not None and metric not in names.MEANS:
             expected = f"only with metric: {' or '.join(names.MEANS)}"
             raise fields.wrong(f"{field}.when.standard_errors", when.standard_errors, expected)
-        of_events = metric in names.OF_STAGES or bool(names.scalar_of(metric))
-        if of_events and (when.noise_ratio is not None or age is not None or by == "round"):
+        is_measured = when.noise_ratio is not None or age is not None or made.by == "round"
+        if made.of_stages and is_measured:
             expected = "a metric of both streams, for noise_ratio, staleness and by: round"
             raise fields.wrong(f"{field}.metric", metric, expected)
-        return cls(
-            name=name,
-            metric=metric,
-            by=cast(By, by),
-            stage=None if stage is None else fields.text(stage, f"{field}.stage", 200),
-            staleness=None if age is None else fields.count(age, f"{field}.staleness", 0, 1 << 30),
-            when=when,
-            consecutive=fields.count(given.get("for", 1), f"{field}.for", 1, HISTORY),
-            cooldown=fields.count(
-                given.get("cooldown", DEFAULT_COOLDOWN), f"{field}.cooldown", 0, 1_000_000
-            ),
-            actions=Actions.parse(given.get("actions", {"finding": {}}), f"{field}.actions"),
-        )
-
-    def wire(self, *, secrets: bool) -> dict[str, Json]:
-        """Return the document form that `parse` reads; without `secrets` no webhook's URL."""
-        return {
-            "name": self.name,
-            "metric": self.metric,
-            "by": self.by,
-            "stage": self.stage,
-            "staleness": self.staleness,
-            "when": self.when.wire(),
-            "for": self.consecutive,
-            "cooldown": self.cooldown,
-            "actions": self.actions.wire(secrets=secrets),
-        }
+        return made
 
     @property
     def of_stages(self) -> bool:
@@ -210,41 +180,7 @@ def read_yaml(text: str) -> Rules:
     Raises:
         InvalidPlan: invalid YAML, or an invalid document.
     """
-    return Rules.parse(load_yaml(text))
-
-
-def load_yaml(text: str) -> Json:
-    """Parse YAML without aliases, tags or objects.
-
-    Raises:
-        InvalidPlan: invalid or too much YAML.
-    """
-    if len(text) > MAX_BYTES:
-        raise InvalidPlan(f"{len(text)} characters", expected=f"at most {MAX_BYTES}")
-    try:
-        return yaml.load(text, _Loader)
-    except (yaml.YAMLError, RecursionError) as error:
-        # Without the text around the error, which may contain a webhook's secret.
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        line = "" if mark is None else f", line {mark.line + 1}"
-        raise InvalidPlan(
-            f"the rules are no YAML: {problem or type(error).__name__}{line}", expected="YAML"
-        ) from None
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses aliases: a few lines of them can expand to gigabytes."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise ComposerError(None, None, "aliases are not allowed")
-        return super().compose_node(parent, index)
-
-
-# YAML 1.1 reads 1e-3 as a string, since it has no decimal point.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789")
-)
+    return Rules.parse(fields.load_yaml(text))
 
 
 def defaults_text() -> str:

@@ -29,7 +29,14 @@ from stagescope_service.core.findings import finding
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.rules import evidence
 from stagescope_service.rules import history as history_module
-from stagescope_service.rules.doctor import FAMILIES, Diagnosis, SymptomRule, diagnose, rulebook
+from stagescope_service.rules.doctor import (
+    FAMILIES,
+    Diagnosis,
+    SymptomRule,
+    diagnose,
+    read_symptom,
+    rulebook,
+)
 from stagescope_service.rules.history import RunHistory, StepInForce
 from stagescope_service.rules.parts import fitted_line
 from stagescope_service.rules.symptoms.turns import retokenised
@@ -1071,7 +1078,7 @@ def test_every_rule_has_a_planted_fault_or_a_finding_behind_it() -> None:
         "steps_unreported", "hangs", "verl_settings", "current_differs", "turn_stops",
         "stream_changed",
     }  # fmt: skip
-    of_findings = {rule.name for rule in rulebook() if rule.function == "finding"}
+    of_findings = {rule.name for rule in rulebook() if rule.evidence.function == "finding"}
     assert {rule.name for rule in rulebook()} == {*PLANTED, *elsewhere, *of_findings}
 
 
@@ -1117,12 +1124,12 @@ def test_what_to_do_next_is_of_the_attempt_that_is_asked_for(live: Service) -> N
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"title": ""}, "lacks title"),
-        ({"extra": 1}, "has extra"),
-        ({"family": "weather"}, "of family 'weather'"),
-        ({"evidence": {"function": "guess"}}, "has evidence 'guess'"),
-        ({"evidence": {"function": "above", "metric": "x"}}, "needs bound"),
-        ({"evidence": {"function": "lost", "bound": 1}}, "no parameter bound"),
+        ({"title": ""}, "title is ''"),
+        ({"extra": 1}, "has no field 'extra'"),
+        ({"family": "weather"}, "family is 'weather'"),
+        ({"evidence": {"function": "guess"}}, "evidence is 'guess'"),
+        ({"evidence": {"function": "above", "metric": "x"}}, "evidence: .*'bound'"),
+        ({"evidence": {"function": "lost", "bound": 1}}, "evidence: .*'bound'"),
     ],
 )
 def test_a_wrong_rule_is_refused_with_its_name(change: Mapping[str, object], wrong: str) -> None:
@@ -1130,9 +1137,9 @@ def test_a_wrong_rule_is_refused_with_its_name(change: Mapping[str, object], wro
         "title": "t", "family": "service", "evidence": {"function": "lost"}, "meaning": "m.",
         "next": ["n"], "sources": ["s"],
     }  # fmt: skip
-    assert SymptomRule.parse("mine", rule).function == "lost"
-    with pytest.raises(InvalidPlan, match=f"mine.*{wrong}"):
-        SymptomRule.parse("mine", {**rule, **change})
+    assert read_symptom("mine", json.dumps(rule)).evidence.function == "lost"
+    with pytest.raises(InvalidPlan, match=f"rule mine.*{wrong}"):
+        read_symptom("mine", json.dumps({**rule, **change}))
 
 
 def test_a_run_without_closed_steps_is_not_measured(live: Service) -> None:
@@ -1382,9 +1389,9 @@ def test_a_damaged_rule_hides_no_other(live: Service, tmp_path: Path) -> None:
     train(live, "still", steps=range(1, 5))
     history = RunHistory(live.catalogue, "still")
     broken = SymptomRule.parse(
-        "broken",
-        {"title": "t", "family": "service", "meaning": "m.", "next": ["n"], "sources": ["s"],
+        {"name": "broken", "title": "t", "family": "service", "meaning": "m.", "next": ["n"],
          "evidence": {"function": "finding", "kinds": ["x"]}},
+        "rule broken",
     )  # fmt: skip
     found = diagnose(history, [broken, *rulebook()[:3]])
     assert len(found) == 4

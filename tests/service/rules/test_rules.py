@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.support.stores import opened, write
 
 from stagescope.wire.errors import InvalidPlan
+from stagescope_service.rules.actions import FindingTemplate
 from stagescope_service.rules.budget import Budget, Spent
 from stagescope_service.rules.budget import spent as spent_by
 from stagescope_service.rules.document import Rules, defaults, defaults_text, read_yaml
@@ -35,9 +36,9 @@ def test_the_defaults_make_findings_pin_and_capture_only_within_a_budget() -> No
         "non_finite_log_probs", "non_finite_scalars", "worst_round", "probs_diff_mean", "pearson",
     ]  # fmt: skip
     for rule in found.rules:
-        assert rule.actions.severity
+        assert rule.actions.finding is not None
+        assert rule.actions.finding.advice
         assert rule.actions.pin
-        assert rule.actions.advice
         assert rule.actions.webhook is None
         assert rule.actions.capture is not None
         assert rule.actions.capture.if_allowed
@@ -76,7 +77,7 @@ def test_a_document_is_written_as_it_is_read() -> None:
     assert Rules.parse(found.wire()) == found
     assert found.rules[0].actions.capture is not None
     assert found.rules[0].actions.capture.worst == 2
-    assert found.rules[1].actions.severity == "warning"
+    assert found.rules[1].actions.finding == FindingTemplate("warning")
     assert found.runs == {"qwen-*": Budget(2, 1_000_000, 0.05)}
     shown = str(found.wire(secrets=False))
     assert "hooks.example.com" in shown
