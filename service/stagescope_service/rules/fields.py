@@ -7,7 +7,6 @@ the function that reads it. Errors name the field and its allowed values.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -77,7 +76,6 @@ class Declared:
         }
 
 
-@functools.cache
 def _fields(cls: Any) -> dict[str, _Field]:
     """Return name in documents -> the field."""
     found: dict[str, _Field] = {}
