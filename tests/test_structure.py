@@ -17,7 +17,7 @@ ROOTS: Final = (CLIENT, WORKERS, SERVICE)
 
 LAYERS: Final = (
     "background", "priority", "settings", "service_file", "figure_style", "rows", "statistics",
-    "store", "dumps", "compare", "triggers", "diagnosis", "core", "ingest", "coordinator", "api",
+    "store", "dumps", "compare", "rules", "core", "ingest", "coordinator", "api",
 )  # fmt: skip
 """Packages of the service, the lowest first: each may import itself and those before it."""
 TOP: Final = (
@@ -63,7 +63,7 @@ ONLY_IN: Final = {
     "numba": ("service/stagescope_service/statistics/",),
     # Of the extra `service`; elsewhere it is imported for types alone.
     "typing_extensions": tuple(f"service/stagescope_service/{package}/"
-                               for package in ("store", "triggers", "core", "coordinator", "api")),
+                               for package in ("store", "rules", "core", "coordinator", "api")),
     **dict.fromkeys(
         ("mlflow", "opentelemetry", "swanlab", "tensorboard", "trackio", "wandb"),
         ("client/stagescope/forwarding/",),

@@ -47,9 +47,9 @@ from stagescope_service.core.stack_requests import choose
 from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.relay import Batch, RelayAnswer, RelayedPoll
+from stagescope_service.rules.document import Rules
 from stagescope_service.settings import Settings
 from stagescope_service.store.contract import Delete, Snapshot, Store
-from stagescope_service.triggers.rules import Rules
 
 logger = logging.getLogger(__name__)
 

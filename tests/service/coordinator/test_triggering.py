@@ -23,12 +23,12 @@ from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.core.captures import agreement
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import NonFiniteScalars
+from stagescope_service.rules import budget
+from stagescope_service.rules.document import Rules, defaults
+from stagescope_service.rules.replay import replay
+from stagescope_service.rules.watch import REACH
 from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import RingEntry
-from stagescope_service.triggers import budget
-from stagescope_service.triggers.replay import replay
-from stagescope_service.triggers.rules import Rules, defaults
-from stagescope_service.triggers.watch import REACH
 
 PIN = {"finding": {}, "pin": 2}
 
