@@ -285,7 +285,7 @@ def test_the_functions_that_the_architecture_names_are_in_their_files() -> None:
     assert checked >= 12
 
 
-def test_a_payload_can_be_followed_in_under_46_files() -> None:
+def test_a_payload_can_be_followed_in_under_47_files() -> None:
     """The table of docs/architecture.md names them; of the two links a payload takes one."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     way = text[text.index("## The way of one payload") : text.index("## The way of one capture")]
@@ -299,4 +299,4 @@ def test_a_payload_can_be_followed_in_under_46_files() -> None:
     assert ("workers", "transport/http_link.py") in named
     everywhere = {"wire/schema.py", "core/instructions.py", "core/entities.py"}
     assert all(f"`{name}`" in way for name in everywhere)
-    assert len(named) - 1 + len(everywhere) < 46
+    assert len(named) - 1 + len(everywhere) < 47
