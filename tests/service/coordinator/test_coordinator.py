@@ -20,7 +20,7 @@ from tests.support.local import coordinator_of
 from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.wire.captures import validate_capture
-from stagescope.wire.errors import InvalidEvent, NotFound, NotReady
+from stagescope.wire.errors import InvalidEvent, InvalidInput, NotFound, NotReady
 from stagescope.wire.schema import Sender
 from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.coordinator import Coordinator
@@ -206,6 +206,9 @@ def test_a_misspelt_field_of_a_raw_call_is_refused(
         ("begin", {"experiment-name": "r", "step": 5, "stage": "s"}, "run"),
         ("begin", {"run": "r", "global_step": 5, "stage": "s"}, "step"),
         ("log", {"run": "r", "rollout_id": 5, "scalars": {"loss": 0.5}}, "step"),
+        ("begin", {"run": "r", "trainer_step": 5, "stage": "s"}, "step"),
+        ("log", {"run": "r", "Training-Iteration": 5, "scalars": {"loss": 0.5}}, "step"),
+        ("end", {"run": "r", "step": 5, "stage": "s", "weight_version": 3}, "policy_version"),
         ("begin", {"run": "r", "step": 5, "name": "s"}, "stage"),
         ("end", {"run": "r", "step": 5, "stage": "s", "global_rank": 1}, "rank"),
         ("log", {"run": "r", "step": 5, "metrics": {"loss": 0.5}}, "scalars"),
@@ -339,6 +342,27 @@ def test_a_raw_call_of_nobody_is_refused(made: Clocked, who: Mapping[str, object
         made.raw("begin", "begin", **who)
     assert raised.value.__context__ is None
     assert rows_of(made.store, "stages") == []
+
+
+def test_a_raw_call_may_have_an_attempt_key_of_each_length_that_is_documented(
+    made: Clocked,
+) -> None:
+    run, longest = "r" * 100, "k" * 500
+    for key in (longest, longest[:-1] + "l"):
+        for rank in (0, 1):
+            told = made.raw("begin", f"{key}{rank}", run=run, attempt_key=key, rank=rank)
+            assert (told["run"], told["occurrence"]) == (run, 0)
+    assert len({row["incarnation"] for row in rows_of(made.store, "stages")}) == 4
+    for wrong in (longest + "k", "k\0", 7):
+        with pytest.raises(InvalidEvent, match="sender with attempt_key"):
+            made.raw("begin", "odd", run=run, attempt_key=wrong)
+
+
+@pytest.mark.parametrize("fields", [{}, {"run": None}, {"project": "p"}])
+def test_a_raw_call_without_a_run_is_told_so(made: Clocked, fields: Mapping[str, object]) -> None:
+    with pytest.raises(InvalidInput, match="does not say of which run") as raised:
+        made.run(made.coordinator.raw_calls.record("end", "d", {"step": 5, "stage": "s", **fields}))
+    assert PAGE in str(raised.value)
 
 
 def test_an_answer_to_a_batch_says_what_of_an_event_was_not_taken(made: Clocked) -> None:
