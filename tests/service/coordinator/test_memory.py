@@ -143,13 +143,13 @@ async def _train(store: SqlStore, folder: Path) -> tuple[int, int]:
     settings = Settings(home=folder, data_dir=folder, database_url=store.url)
     coordinator = await Coordinator.open(settings, store, NoTensors())
     always = rule(metric="stage_seconds", when={">": -1.0})
-    await coordinator.effects.triggers.put(rules_of(always), by="test")
+    await coordinator.parts.triggers.put(rules_of(always), by="test")
     ranks = [Rank(0), Rank(1)]
     found = []
     for _ in range(2):
         for _ in range(STEPS // AT_ONCE):
             await asyncio.gather(*(each.train(coordinator) for each in ranks))
-            await coordinator.effects.settled()
+            await coordinator.parts.runner.settled()
         gc.collect()
         found.append(held(coordinator, store))
     return found[0], found[1]

@@ -138,7 +138,7 @@ def test_a_catalogue_that_is_given_back_is_opened(
                 assert status["problem"] == f"the catalogue cannot be opened ({kind})"
                 execute(mended)
                 await status_where(coordinator, is_ready)
-                rules = coordinator._ready().effects.triggers
+                rules = coordinator._ready().parts.triggers
                 # They are read in the background.
                 await status_where(coordinator, lambda _: rules.revision > 0)
                 assert rules._rules == defaults()

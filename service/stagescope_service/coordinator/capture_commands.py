@@ -1,4 +1,4 @@
-"""Resolves the references of a capture request: baseline dumps, and the worst ranks.
+"""Requests and withdraws captures; resolves what a request refers to: baselines, the worst ranks.
 
 With a baseline, msprobe writes only the tensors of operators whose outputs differ for equal inputs,
 by the checksums that both dumps have (summary_mode md5).
@@ -6,21 +6,101 @@ by the checksums that both dumps have (summary_mode md5).
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
+from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import Conflict
 from stagescope.wire.links import Link
-from stagescope.wire.plan import BaselineDump, CaptureSpec
+from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.plan import BaselineDump, CaptureSpec, StoredCapture
 from stagescope.wire.schema import Part
+from stagescope_service.coordinator.commits import Commits
+from stagescope_service.coordinator.intake import Intake
+from stagescope_service.coordinator.runner import Clock
+from stagescope_service.core.captures.requests import CaptureRequests
+from stagescope_service.core.catalogue_rows import audit_row
+from stagescope_service.settings import Settings
 from stagescope_service.statistics import StepSummary, publish_cell
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tables import CaptureRow
 
 _MAX_DUMPS: Final = 100_000
+_MAX_WAIT: Final = 60.0
+"""Seconds that one call waits for an agreement."""
+
+
+class CaptureCommands:
+    """Requests and withdraws captures.
+
+    Args:
+        settings: of the service.
+        catalogue: the store's reading side.
+        commits: says whether the catalogue can be written.
+        requests: the active capture requests.
+        intake: lets every rank know.
+        clock: of the service.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        catalogue: Catalogue,
+        commits: Commits,
+        requests: CaptureRequests,
+        intake: Intake,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._catalogue = catalogue
+        self._commits = commits
+        self._requests = requests
+        self._intake = intake
+        self._wall, self._mono = clock
+
+    async def add(self, spec: JsonObject, *, by: str, wait: float) -> dict[str, Json]:
+        """Request a capture; return it once it is agreed on, or after `wait` seconds.
+
+        Raises:
+            InvalidInput: the request is wrong.
+            NotReady: the catalogue cannot be written; nothing changed.
+            Conflict: what it refers to is not there.
+        """
+        settings, requests = self._settings, self._requests
+        # In a thread: resolving the links of a path may wait for a slow file system.
+        roots = [str(root) for root in settings.roots]
+        valid = await asyncio.to_thread(validate_capture, spec, allowed_roots=roots)
+        self._commits.check_ready()  # before the plan changes: who is refused may ask again
+        if valid["data_dir"] is None:
+            valid["data_dir"] = str(settings.data_path)
+        valid = await asyncio.to_thread(with_ranks, self._catalogue, valid)
+        valid = await asyncio.to_thread(with_baseline, self._catalogue, valid, settings.roots)
+        entry = requests.add(valid, by=by, mono=self._mono(), wall=self._wall())
+        audit = audit_row(self._wall(), by, "add_capture", entry.stored())
+        await self._intake.change_plan([requests.row(entry), audit])
+        await self._intake.check_requests()
+        found = await self._intake.agreed(entry.capture_id, min(wait, _MAX_WAIT))
+        if found is not None:
+            return {**found.stored(), "notes": requests.notes(entry)}
+        # It ended at once: what became of it is in the catalogue.
+        row = await asyncio.to_thread(self._catalogue.capture, entry.capture_id)
+        return {**(entry.stored() if row is None else row["spec"]), "notes": requests.notes(entry)}
+
+    async def add_for_trigger(self, spec: JsonObject, by: str) -> JsonObject:
+        """Request a capture for a firing, without waiting for its agreement."""
+        return await self.add(spec, by=by, wait=0.0)
+
+    async def remove(self, capture_id: str, *, by: str) -> StoredCapture:
+        """Withdraw a capture and return it."""
+        self._commits.check_ready()
+        entry, rows = self._requests.remove(capture_id, by=by, wall=self._wall())
+        audit = audit_row(self._wall(), by, "remove_capture", entry.stored())
+        await self._intake.change_plan([*rows, audit])
+        return entry.stored()
 
 
 def with_baseline(catalogue: Catalogue, capture: CaptureSpec, roots: Iterable[Path]) -> CaptureSpec:

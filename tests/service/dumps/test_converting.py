@@ -1,10 +1,7 @@
-"""`stagescope convert`: what it refuses to do unasked, and what comes out."""
+"""`stagescope convert`: what it writes, and what it refuses."""
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
-import enum
 import json
 import os
 import subprocess
@@ -28,17 +25,11 @@ from tests.support.dump_files import (
 )
 
 from stagescope.wire.errors import Conflict, InvalidInput, InvalidTensor, NotFound
-from stagescope_service.dumps import unpickling
+from stagescope_service.dumps.converting import convert_files
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.content import read_content
-from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable, load_running_code
+from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable
 from stagescope_service.dumps.records import DumpContents
-
-
-def converted(source: Path, target: Path) -> unpickling.Conversion:
-    plan = unpickling.plan_conversion(source)
-    unpickling.convert_files(plan, target)
-    return plan
 
 
 def same(one: DumpContents, other: DumpContents) -> None:
@@ -71,8 +62,7 @@ def make(kind: str, path: Path, batch: Batch) -> Path:
 )  # fmt: skip
 def test_a_converted_dump_is_the_same_dump(tmp_path: Path, kind: str) -> None:
     source = make(kind, tmp_path / "a", make_batch(8, 24))
-    plan = converted(source, tmp_path / "b")
-    assert (plan.unsafe, plan.failed) == ({}, {})
+    assert convert_files(source, tmp_path / "b").failed == {}
     assert not list((tmp_path / "b").rglob("*.pt"))
     one, other = open_dump(source), open_dump(tmp_path / "b")
     assert (one.kind, len(one.entries)) == (other.kind, len(other.entries))
@@ -89,7 +79,7 @@ def test_every_plain_value_survives_conversion(tmp_path: Path) -> None:
         "$ints": 3, "complex": torch.zeros(2, dtype=torch.complex64), "bytes": b"x",
     }  # fmt: skip
     torch.save(value, tmp_path / "a.pt")
-    converted(tmp_path / "a.pt", tmp_path / "b")
+    convert_files(tmp_path / "a.pt", tmp_path / "b")
     found: Any = read_content(tmp_path / "b/a.json")
     assert isinstance(found["ints"], FileTensor)
     assert found["ints"].wire[2].tolist() == value["ints"]
@@ -102,118 +92,39 @@ def test_every_plain_value_survives_conversion(tmp_path: Path) -> None:
     assert np.isnan(found["nan"])
 
 
-def test_code_of_a_file_runs_only_after_confirmation(tmp_path: Path) -> None:
+def test_a_file_that_holds_code_is_refused_by_name_and_the_others_converted(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     marker = tmp_path / "made"
-    hostile_torch_file(tmp_path / "a/x.pt", marker)
-    torch.save({"fine": torch.ones(2)}, tmp_path / "a/y.pt")
-    result = invoke("convert", str(tmp_path / "a"), str(tmp_path / "b"))
+    hostile_torch_file(tmp_path / "a/hostile.pt", marker)
+    (tmp_path / "a/broken.pt").write_bytes(b"PK\x03\x04")
+    torch.save({"fine": torch.ones(2)}, tmp_path / "a/fine.pt")
+    result = invoke("convert", str(tmp_path / "a"), str(tmp_path / "b"), "--json")
     assert result.exit_code == 1
-    assert "RUNS whatever code" in " ".join(result.stderr.split())
-    assert "posix.system" in result.stderr
-    assert not marker.exists()
-    assert not (tmp_path / "b").exists()
-    result = invoke("convert", str(tmp_path / "a"), str(tmp_path / "b"), "--yes", "--json")
-    assert result.exit_code == 0, result.stderr
-    assert marker.exists()
     said = json.loads(result.stdout)
-    assert (said["files"], said["ran_code_of"]) == (2, [str(tmp_path / "a/x.pt")])
-    found: Any = read_content(tmp_path / "b/x.json")
-    assert found["log_probs"].wire[1] == (2,)
-    assert found["more"] == 0  # what os.system returned
+    assert said["files"] == 1
+    assert {Path(path).stem for path in said["failed"]} == {"hostile", "broken"}
+    assert f"needs {os.name}.system" in said["failed"][str(tmp_path / "a/hostile.pt")]
+    assert not marker.exists()
+    found: Any = read_content(tmp_path / "b/fine.json")
+    assert found["fine"].wire[1] == (2,)
 
 
-def test_files_that_are_safe_are_converted_without_a_question(tmp_path: Path) -> None:
+def test_a_directory_is_converted_by_the_command_line(tmp_path: Path) -> None:
     source = nexrl_directory(tmp_path / "a")
     result = invoke("convert", str(source), str(tmp_path / "b"))
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == f"14 files in {tmp_path / 'b'}\n"
 
 
-class Look:
-    """Pickles as an expression that is evaluated when it is loaded."""
-
-    def __init__(self, expression: str) -> None:
-        self.expression = expression
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return eval, (self.expression,)
-
-
-def test_the_converting_process_has_no_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STAGESCOPE_TOKEN", "secret")
-    looks = {"env": "dict(__import__('os').environ)", "cwd": "__import__('os').listdir()"}
-    torch.save({name: Look(text) for name, text in looks.items()}, tmp_path / "a.pt")
-    plan = unpickling.plan_conversion(tmp_path / "a.pt")
-    unpickling.convert_files(plan, tmp_path / "b", run_code=True)
-    found: Any = read_content(tmp_path / "b/a.json")
-    assert "STAGESCOPE_TOKEN" not in found["env"]
-    assert "secret" not in found["env"].values()
-    assert found["cwd"] == []
-
-
-def test_a_file_that_fails_or_hangs_is_reported_and_the_others_converted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a").mkdir()
-    torch.save(Look("1 / 0"), tmp_path / "a/fails.pt")
-    torch.save(Look("__import__('os').abort()"), tmp_path / "a/dies.pt")
-    torch.save({"a": 1}, tmp_path / "a/fine.pt")
-    (tmp_path / "a/broken.pt").write_bytes(b"PK\x03\x04")
-    result = invoke("convert", str(tmp_path / "a"), str(tmp_path / "b"), "--yes", "--json")
-    assert result.exit_code == 1
-    said = json.loads(result.stdout)
-    assert said["files"] == 1
-    assert {Path(path).stem for path in said["failed"]} == {"fails", "dies", "broken"}
-    assert "ZeroDivisionError" in said["failed"][str(tmp_path / "a/fails.pt")]
-    (tmp_path / "c").mkdir()
-    torch.save(Look("__import__('threading').Event().wait()"), tmp_path / "c/hangs.pt")
-    monkeypatch.setattr(unpickling, "SECONDS", 0.5)
-    plan = unpickling.plan_conversion(tmp_path / "c")
-    unpickling.convert_files(plan, tmp_path / "d", run_code=True)
-    assert "within 0 s" in plan.failed[tmp_path / "c/hangs.pt"]
-
-
-class Status(enum.Enum):
-    DONE = "done"
-
-
-@dataclasses.dataclass
-class Sample:
-    tokens: list[int]
-    status: Status
-    where: Path
-    when: datetime.date
-    mask: object
-
-
-def test_objects_are_dicts_of_their_attributes(tmp_path: Path) -> None:
-    when = datetime.date(2026, 1, 2)
-    sample = Sample([1, 2], Status.DONE, tmp_path, when, np.ones(3, np.float32))
-    more = {"dates": np.array(["2026-01-02"], "datetime64[D]"), "f": print, "n": np.int64(3)}
-    torch.save({"samples": [sample], "rollout_id": 1, **more}, tmp_path / "a.pt")
-    found: Any = load_running_code(tmp_path / "a.pt")
-    (one,) = found["samples"]
-    assert one["mask"].wire[2].tolist() == [1, 1, 1]
-    del one["mask"]
-    assert one == {"tokens": [1, 2], "status": "done", "where": str(tmp_path), "when": "2026-01-02"}
-    assert found["dates"] == ["2026-01-02"]
-    assert found["n"] == 3
-    assert isinstance(found["f"], Unreadable)
-
-
 def test_the_target_is_empty_and_outside_of_the_source(tmp_path: Path) -> None:
     source = nexrl_directory(tmp_path / "a")
-    plan = unpickling.plan_conversion(source)
     with pytest.raises(Conflict):
-        unpickling.convert_files(plan, source)
+        convert_files(source, source)
     with pytest.raises(InvalidInput, match="lies in"):
-        unpickling.convert_files(plan, source / "new")
+        convert_files(source, source / "new")
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotFound, match=r"no \.pt file"):
-        unpickling.plan_conversion(tmp_path / "empty")
+        convert_files(tmp_path / "empty", tmp_path / "b")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +143,7 @@ def test_a_converted_file_that_was_changed_is_refused(
     tmp_path: Path, change: Mapping[str, object]
 ) -> None:
     torch.save({"a": list(range(20))}, tmp_path / "a.pt")
-    converted(tmp_path / "a.pt", tmp_path / "b")
+    convert_files(tmp_path / "a.pt", tmp_path / "b")
     path = tmp_path / "b/a.json"
     tree = json.loads(path.read_text())
     path.write_text(json.dumps({**tree, **change} if change else []))
