@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from stagescope.batch import Batch
-from stagescope.batch.trajectories import keys_of, prompts_of, response_spans
+from stagescope.batch.converters import keys_of, prompts_of, response_spans
 from stagescope.wire.tensorfile import Array
 from stagescope_service.rules.evidence import Evidence, not_found, not_measured, short
 from stagescope_service.rules.history import NEWEST, READ, RunHistory
