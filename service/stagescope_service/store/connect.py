@@ -34,6 +34,8 @@ BUSY_SECONDS: Final = 5.0
 """How long a statement waits for another process's lock before it fails."""
 
 _WAL_BYTES: Final = 64 << 20
+_ENCODINGS: Final = ("UTF8", "SQL_ASCII")
+"""Encodings of PostgreSQL's databases that hold every text; SQL_ASCII takes bytes as they come."""
 _OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables; upserts are older
 _SHARED_FILESYSTEMS: Final = re.compile(
     r"nfs\d?|lustre|gpfs|cifs|smb\w*|9p|afs|beegfs|ceph|wekafs|ocfs2|gfs2?|glusterfs|pvfs2|orangefs"
@@ -157,6 +159,15 @@ def _server_writer(url: str) -> sa.Engine:
     def prepare(connection: psycopg.Connection, record: object) -> None:
         deadline = time.monotonic() + BUSY_SECONDS  # a killed writer's lock goes with its socket
         with connection.cursor() as cursor:
+            cursor.execute(b"SHOW server_encoding")
+            (encoding,) = cursor.fetchone() or ("",)
+            if encoding not in _ENCODINGS:
+                raise CatalogueUnavailable(
+                    f"the database of catalogue {url_without_password(url)} has the encoding "
+                    f"{encoding}, which lacks characters of ids and messages",
+                    expected="the encoding UTF8",
+                    advice="make one: createdb --encoding=UTF8 --template=template0 NAME",
+                )
             if schema is not None:
                 cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())
             # A lost host's connection is found dead within a minute, and its lock is free.
@@ -199,8 +210,10 @@ def reader_engine(url: str) -> sa.Engine:
 
 
 def _server_engine(url: str, **pool: int) -> sa.Engine:
+    # Texts of every language, whatever PGCLIENTENCODING says.
+    encoding = {"client_encoding": "utf8"}
     try:
-        return sa.create_engine(url, pool_pre_ping=True, **pool)
+        return sa.create_engine(url, pool_pre_ping=True, connect_args=encoding, **pool)
     except (exc.ArgumentError, ImportError) as error:
         raise CatalogueUnavailable(
             f"no driver for catalogue {url.partition('://')[0]!r}: {error}",
