@@ -180,7 +180,6 @@ WIDTH: Final = len(Field)
 MINIMA: Final = slice(Field.D_MIN, Field.D_MAX)
 MAXIMA: Final = slice(Field.D_MAX, Field.D_M2)
 SUMS: Final = slice(0, Field.D_MIN)
-SECOND: Final = slice(Field.D_M2, WIDTH)
 
 MOMENTS: Final = (
     (Field.TOKENS, Field.D_SUM, Field.D_SUM, Field.D_M2),

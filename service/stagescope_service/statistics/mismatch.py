@@ -1,6 +1,6 @@
 """The published numbers: from a summary to a flat dict of floats.
 
-`definitions` has their units, formulas and sources.
+docs/metrics.md states their units, formulas and sources.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
+from tests.support.ingestors import LocalIngestors
 from tests.support.measure import ingest_job, payload
 from tests.support.stores import rows_of_step, url_of
 
@@ -21,7 +22,7 @@ from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.retention import Limits, Retention
 from stagescope_service.core.instructions import IngestJob, PayloadKey, Put
 from stagescope_service.ingest import kept_files
-from stagescope_service.ingest.ingestors import IngestWorker, LocalIngestors
+from stagescope_service.ingest.ingestors import IngestWorker
 from stagescope_service.ingest.kept_files import Keeper
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.catalogue import Catalogue
