@@ -36,11 +36,10 @@ def convert(source: str, target: str) -> None:
         connect.make_tables(new)
         for table in metadata.sorted_tables:
             stored = sa.Table(table.name, sa.MetaData(), autoload_with=old)
-            names = [*stored.c.keys()]
             # Columns without types: values go over as they are.
-            plain = sa.table(table.name, *(sa.column(RENAMED.get(each, each)) for each in names))
-            query: sa.Select[Any] = sa.select(*map(sa.column, names)).select_from(stored)
-            for rows in batches(old, query):
+            names = (RENAMED.get(each, each) for each in stored.c.keys())  # noqa: SIM118
+            plain = sa.table(table.name, *map(sa.column, names))
+            for rows in batches(old, sa.select(stored)):
                 found = [_renamed(row) for row in rows]
                 if table.name == "texts":
                     found = [row for row in found if row["text_id"] >= len(KNOWN_TEXTS)]
