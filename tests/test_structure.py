@@ -51,7 +51,6 @@ ONLY_IN: Final = {
     "msprobe": ("workers/stagescope_workers/capture/msprobe_",
                 "service/stagescope_service/compare/operators/msprobe_"),
     "sqlalchemy": ("service/stagescope_service/store/",),
-    "alembic": ("service/stagescope_service/store/",),
     "fastapi": ("service/stagescope_service/api/",),
     "starlette": ("service/stagescope_service/api/",),
     "uvicorn": ("service/stagescope_service/api/",),

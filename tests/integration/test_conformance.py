@@ -17,7 +17,7 @@ from tests.support.parallel import CP, DP, PP, TP, Reported, Training, whole_bat
 
 from stagescope_service.statistics import Field, StepSummary, Summary, publish, summarise
 from stagescope_service.statistics import cell as cells
-from stagescope_service.statistics.kernel import ROW_1
+from stagescope_service.statistics.kernel import ROW
 from stagescope_service.store.tables.measurements import SummaryRow
 
 RUN = "moe"
@@ -77,8 +77,8 @@ def step_summary_of(live: Service, step: int) -> StepSummary:
     assert row is not None
     assert row["closed_wall"] is not None
     assert row["completeness"] == "complete", row["missing"]
-    assert row["whole"] is not None
-    return StepSummary.from_bytes(row["whole"])
+    assert row["step_summary"] is not None
+    return StepSummary.from_bytes(row["step_summary"])
 
 
 def assert_summary(step_summary: Summary, expected: Summary) -> None:
@@ -97,7 +97,8 @@ def assert_summary(step_summary: Summary, expected: Summary) -> None:
     keys, values = step_summary.sequences.by_sample()
     wanted_keys, wanted_values = expected.sequences.by_sample()
     assert keys == wanted_keys
-    own, wanted_own = values[:, :ROW_1], wanted_values[:, :ROW_1]  # the others are of neighbours
+    alone = ROW.index("lag1_n")  # the columns after it are of neighbours
+    own, wanted_own = values[:, :alone], wanted_values[:, :alone]
     np.testing.assert_allclose(own, wanted_own, rtol=1e-9, atol=1e-12)
     found_numbers, wanted_numbers = publish(step_summary), publish(expected)
     assert found_numbers.keys() == wanted_numbers.keys()

@@ -190,7 +190,8 @@ def rows_of_step(attempt_id: int, step: int, ranks: int = 3) -> list[Put]:
     """A closed step of some ranks, with a row of each kind that grows."""
     rows = [
         Put("steps", {"attempt_id": attempt_id, "step": step, "closed_wall": 1.0 + step,
-                      "completeness": "complete", "whole": b"w", "parts_mark": 2, "whole_mark": 1})
+                      "completeness": "complete", "step_summary": b"w", "parts_mark": 2,
+                      "summary_mark": 1})
     ]  # fmt: skip
     for rank in range(ranks):
         incarnation = f"{attempt_id}-{rank}"

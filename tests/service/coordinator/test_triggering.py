@@ -615,7 +615,7 @@ def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: RuleBench) ->
         await bench.triggers.put(rules_of(rule(when={">": 0.5, "median_ratio": 2})), by="me")
         for step in range(1, 6):
             await bench.step(step, 0.01)
-        broken = {"attempt_id": 1, "step": 3, "whole": b"of another version"}
+        broken = {"attempt_id": 1, "step": 3, "step_summary": b"of another version"}
         await bench.local.coordinator.parts.runner.write([Put("steps", broken)])
         await bench.restarted().open()
         await bench.step(6, 1.0)
