@@ -15,9 +15,8 @@ from stagescope.comparison_report import ONE_SIDED_KINDS, SIDES
 from stagescope.render import counted
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.compare import flow
-from stagescope_service.compare.assemble import assemble, heaviest, with_totals
+from stagescope_service.compare.assemble import assemble, heaviest, judge_derived, with_totals
 from stagescope_service.compare.causes import likely_causes
-from stagescope_service.compare.derived import judge_derived
 from stagescope_service.compare.findings import FindingCollector
 from stagescope_service.compare.pairing.join import is_unmoved, join
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison

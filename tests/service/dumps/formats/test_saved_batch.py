@@ -25,8 +25,8 @@ from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.formats.own_file import PayloadFile, PayloadFiles
 from stagescope_service.dumps.joining.join import join
-from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
 from stagescope_service.dumps.records import Dump, Location
 
 
