@@ -29,8 +29,8 @@ from stagescope_service.compare.pairing.token_alignment import (
     TOKENS_DIFFER,
     ValueLocation,
 )
-from stagescope_service.compare.plan import BatchPass
 from stagescope_service.compare.results import ShardResult, TensorResult, Verdict
+from stagescope_service.compare.task_runner import BatchPass
 from stagescope_service.compare.tolerances import (
     BY_DTYPE,
     COARSE_FIRST,

@@ -23,7 +23,6 @@ from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.shard_index import BY_ROW, ShardIndex
 from stagescope_service.compare.pairing.tasks import JoinTask, TaskOutcome
 from stagescope_service.compare.pairing.token_alignment import COMPARED
-from stagescope_service.compare.plan import BatchPass, EntryPair, SectionMatch, plan
 from stagescope_service.compare.results import (
     ComparisonFinding,
     DumpComparison,
@@ -35,11 +34,15 @@ from stagescope_service.compare.results import (
 )
 from stagescope_service.compare.row_assignment import RowAssignment, is_permuted_by
 from stagescope_service.compare.task_runner import (
+    BatchPass,
+    EntryPair,
     Mapper,
     PassKey,
     Progress,
+    SectionMatch,
     TaskRunner,
     WorkItem,
+    plan,
     thread_mapper,
 )
 from stagescope_service.compare.tolerances import (

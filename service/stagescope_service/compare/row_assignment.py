@@ -28,7 +28,7 @@ from stagescope_service.compare.pairing.shard_index import (
     ShardIndex,
 )
 from stagescope_service.compare.pairing.tasks import TaskOutcome
-from stagescope_service.compare.plan import EntryPair
+from stagescope_service.compare.task_runner import EntryPair
 from stagescope_service.dumps.records import Dump, DumpEntry, Location
 from stagescope_service.rows.ragged import Int64
 

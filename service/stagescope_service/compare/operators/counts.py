@@ -22,13 +22,13 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stagescope_service.compare.operators.calls import (
+    Codes,
     Flags,
     Floats,
     OperatorColumns,
     PairedCalls,
     shared_codes,
 )
-from stagescope_service.compare.operators.sequences import Codes
 
 
 class JoinedRows(NamedTuple):

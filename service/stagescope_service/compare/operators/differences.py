@@ -45,6 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.compare.operators.calls import (
+    Codes,
     Flags,
     Floats,
     OperatorColumns,
@@ -60,7 +61,6 @@ from stagescope_service.compare.operators.counts import (
     tensor_size,
 )
 from stagescope_service.compare.operators.evidence import Use, differ_by_address, identifies
-from stagescope_service.compare.operators.sequences import Codes
 
 Verdicts = npt.NDArray[np.int8]
 """Indexes in `VERDICTS`."""

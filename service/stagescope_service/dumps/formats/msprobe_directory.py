@@ -40,7 +40,7 @@ from stagescope_service.dumps.formats.listing import (
     files_below,
     unknown_file,
 )
-from stagescope_service.dumps.msprobe.sidecars import read_done
+from stagescope_service.dumps.msprobe.operators import read_done
 from stagescope_service.dumps.records import (
     DumpContents,
     DumpEntry,
