@@ -30,9 +30,8 @@ from stagescope.wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
 from stagescope_service.statistics.cell import Cell
-from stagescope_service.statistics.copies import Copies
 from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
-from stagescope_service.statistics.ledger import Claim, Ledger
+from stagescope_service.statistics.ledger import Claim, Copies, Ledger
 from stagescope_service.statistics.part import (
     GroupKey,
     PartRecord,

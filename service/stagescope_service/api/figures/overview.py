@@ -20,16 +20,21 @@ from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import aggregation_errors
 from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures.lines import (
+    KINDS,
+    ROW,
     Line,
     LineStyle,
+    Mark,
     NotFinite,
+    Place,
     array_of,
     axis_of,
     draw_line,
+    draw_marks,
     draw_not_finite,
+    ranges,
     trace_id,
 )
-from stagescope_service.api.figures.marks import KINDS, ROW, Mark, Place, draw_marks, ranges
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.series import (
     ABSENT,

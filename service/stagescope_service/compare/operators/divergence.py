@@ -20,7 +20,7 @@ from typing import Final, TypedDict
 import numpy as np
 
 from stagescope.wire.nonfinite import Json
-from stagescope_service.compare.operators.calls import Floats, OperatorColumns, pair_calls
+from stagescope_service.compare.operators.calls import Codes, Floats, OperatorColumns, pair_calls
 from stagescope_service.compare.operators.differences import (
     VERDICTS,
     RowDifferences,
@@ -28,7 +28,6 @@ from stagescope_service.compare.operators.differences import (
     Verdicts,
     differences,
 )
-from stagescope_service.compare.operators.sequences import Codes
 
 MAX_VERDICTS: Final = 100
 """Most rows, and operators of only one side, that an answer lists; all are counted."""

@@ -538,7 +538,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stagescope-attach\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
-        "[stagescope.commands]\nattach = stagescope_service.commands.attaching:attach\n"
+        "[stagescope.commands]\nattach = stagescope_service.commands.serving:attach\n"
     )
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(root)])}
 

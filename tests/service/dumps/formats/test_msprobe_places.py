@@ -8,7 +8,7 @@ import pytest
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.listing import rank_dumps
-from stagescope_service.dumps.formats.msprobe_places import find_places
+from stagescope_service.dumps.formats.msprobe_directory import find_places
 from stagescope_service.dumps.records import Location
 
 Place = tuple[int | None, str | None, int | None]

@@ -26,8 +26,8 @@ from stagescope_service.dumps.msprobe.operators import (
     leaves,
     non_finite_kind,
     parse_name,
+    source_of,
 )
-from stagescope_service.dumps.msprobe.sidecars import source_of
 
 
 def stored_summary(path: Path) -> Any:
