@@ -16,7 +16,7 @@ SERVICE: Final = ROOT / "service/stagescope_service"
 ROOTS: Final = (CLIENT, WORKERS, SERVICE)
 
 LAYERS: Final = (
-    "background", "priority", "settings", "service_file", "figure_style", "rows", "statistics",
+    "background", "priority", "settings", "service_file", "figure_style", "fields", "statistics",
     "store", "dumps", "compare", "triggers", "diagnosis", "core", "ingest", "coordinator", "api",
 )  # fmt: skip
 """Packages of the service, the lowest first: each may import itself and those before it."""
@@ -62,8 +62,10 @@ ONLY_IN: Final = {
                "service/stagescope_service/compare/report/html.py"),
     "numba": ("service/stagescope_service/statistics/",),
     # Of the extra `service`; elsewhere it is imported for types alone.
-    "typing_extensions": tuple(f"service/stagescope_service/{package}/"
-                               for package in ("store", "triggers", "core", "coordinator", "api")),
+    "typing_extensions": tuple(
+        f"service/stagescope_service/{part}"
+        for part in ("fields", "store/", "compare/", "triggers/", "core/", "coordinator/", "api/")
+    ),
     **dict.fromkeys(
         ("mlflow", "opentelemetry", "swanlab", "tensorboard", "trackio", "wandb"),
         ("client/stagescope/forwarding/",),

@@ -9,23 +9,17 @@ from pydantic import Field
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
-    Attempt,
     BegunAgainIn,
     Complete,
     GapText,
     Link,
     ListedMissing,
     Model,
-    Number,
     Page,
-    Rank,
-    Role,
-    Run,
     RunHeading,
     ScopeHeading,
-    Stage,
-    Step,
 )
+from stagescope_service.fields import Attempt, Number, Rank, Role, Row, Run, Stage, Step
 
 
 class RunRow(Model):
@@ -54,7 +48,7 @@ class Runs(Model, Page[RunRow]):
     """Runs, the one that was active last first."""
 
 
-class Superseded(Model):
+class Superseded(Row):
     """Steps that a later attempt repeats."""
 
     from_step: Annotated[int, Field(description="From this step of the trainer on.", examples=[5])]
@@ -238,7 +232,7 @@ class FirstDifference(Model):
     """Whether no token of the step before it differs; false: one that was not kept may."""
 
 
-class ExactRange(Model):
+class ExactRange(Row):
     """Steps in a row of one verdict."""
 
     from_step: Step
@@ -273,7 +267,7 @@ Severity = Annotated[str | None, Field(examples=["error", "warning", "info"])]
 OnAttempt = Annotated[int | None, Field(description="The attempt; null: it is about none.", ge=1)]
 
 
-class FindingRow(Model):
+class FindingRow(Row):
     """Something wrong that the service found."""
 
     finding_id: str
@@ -315,7 +309,7 @@ class Findings(ScopeHeading, Page[FindingRow]):
     """Findings, the last seen first."""
 
 
-class Extent(Model):
+class Extent(Row):
     """The steps and ranks of a group."""
 
     where: Annotated[str, Field(examples=["steps 10-25, rank 3"])]
@@ -339,7 +333,7 @@ class _Grouped(Model):
     """Whether there were more rows than are grouped; the newest are."""
 
 
-class FindingGroup(FindingRow, Extent):
+class FindingGroup(Extent, FindingRow):
     """Findings of one attempt with the same cause: the first of them, and their extent.
 
     `message` is true of all: where they differ, ranks and steps are listed, other numbers are given
@@ -370,7 +364,7 @@ class Finding(FindingRow):
     """The findings of its attempt with the same cause."""
 
 
-class LossRow(Model):
+class LossRow(Row):
     """Something that was announced and never arrived, or was dropped."""
 
     loss_id: str

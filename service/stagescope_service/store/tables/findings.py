@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
+from pydantic import Field
 from sqlalchemy import Column, Index
+from typing_extensions import NotRequired
 
 from stagescope.wire.nonfinite import Json
+from stagescope_service.fields import Row, Step
 from stagescope_service.store.columns import Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
     RankWork,
@@ -113,13 +116,17 @@ stacks = table(
 )
 
 
-class StackThread(TypedDict):
-    """The stack of one thread, as `stacks.threads` lists it."""
+class Thread(Row):
+    """The stack of a thread."""
 
     name: str | None
+    """Name of the thread, as Python has it; null: unknown."""
     ident: int | None
-    is_training: bool
+    """Python's id of the thread; null: unknown."""
+    is_training: bool | None
+    """Whether it is, or was last, inside a stage."""
     stack: str
+    """The innermost frame last."""
 
 
 class StackRow(RankWork):
@@ -135,7 +142,7 @@ class StackRow(RankWork):
     wall: float | None
     deadline_wall: float | None
     answered_wall: float | None
-    threads: list[StackThread] | None
+    threads: list[Thread] | None
     truncated: bool | None
 
 
@@ -177,44 +184,59 @@ firings = table(
 )
 
 
-class PinOutcome(TypedDict):
-    """What a firing pinned of a step."""
+class PinnedOf(Row):
+    """The result of pinning one step."""
 
-    step: int
+    step: Step
     payloads: int
+    """Number of payloads and kept files that the pin holds."""
     bytes: int
+    """Size in bytes of what it holds."""
     gone: int
+    """Number of payloads that had left the rings before."""
     reasons: list[str]
+    """Why something is not pinned."""
 
 
-class FiredPins(TypedDict):
+class FiredPins(Row):
     """The results of pins."""
 
-    steps: list[PinOutcome]
+    steps: list[PinnedOf]
+    """What was pinned of each step; steps that the attempt does not have are left out."""
 
 
-class FiredCapture(TypedDict, total=False):
-    """The capture that a firing requested, or why it was refused."""
+class FiredCapture(Row):
+    """The result of a capture; both fields are absent where it does not apply."""
 
-    capture_id: str
-    refused: str
+    capture_id: NotRequired[str]
+    """Id of the capture that was requested."""
+    refused: NotRequired[str]
+    """Why it was not requested."""
 
 
-class FiredWebhook(TypedDict):
+class FiredWebhook(Row):
     """The result of a webhook."""
 
     host: str
+    """Host of the webhook."""
     delivered: bool
-    reason: str
+    """Whether it took the message: it answered with a status from 200 to 299 and, of a chat tool,
+    without an error in the body."""
+    reason: str | None
+    """Why not."""
 
 
-class FiredActions(TypedDict, total=False):
-    """The results of a firing's actions; see `api.models.triggers.FiredActions`."""
+class FiredActions(Row):
+    """The results of a firing's actions; those that its rule does not have are absent."""
 
-    pin: FiredPins
-    capture: FiredCapture
-    webhook: FiredWebhook
-    cools_since: int
+    pin: NotRequired[FiredPins]
+    """What was pinned."""
+    capture: NotRequired[FiredCapture]
+    """Whether a capture was requested."""
+    webhook: NotRequired[FiredWebhook]
+    """Whether the webhook was called."""
+    cools_since: NotRequired[Annotated[int, Field(examples=[5])]]
+    """No action was taken: the rule cools down since its firing at this step."""
 
 
 class FiringColumns(TypedDict):
