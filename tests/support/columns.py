@@ -6,7 +6,7 @@ python -m tests.support.columns
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,18 +33,21 @@ _KINDS: Final = {"integer": "int", "number": "float", "boolean": "bool", "string
 
 
 def columns_text() -> str:
-    """Return the content of the client's file: a table a line."""
-    parts = {
-        part: ",\n".join(f'"{name}": {json.dumps(_columns_of(one))}' for name, one in names.items())
-        for part, names in (("tables", SCHEMAS), ("records", RECORDS))
-    }
+    """Return the content of the client's file, a table a line; a column keeps its place in it."""
+    known = json.loads(FILE.read_text(encoding="utf-8"))
+    parts = {}
+    for part, names in (("tables", SCHEMAS), ("records", RECORDS)):
+        columns = {each: _columns_of(names[each], known[part].get(each, ())) for each in names}
+        parts[part] = ",\n".join(f'"{each}": {json.dumps(columns[each])}' for each in names)
     return "{" + ",\n".join(f'"{part}": {{\n{text}\n}}' for part, text in parts.items()) + "}\n"
 
 
-def _columns_of(name: str) -> dict[str, str]:
+def _columns_of(name: str, known: Iterable[str]) -> dict[str, str]:
     """Return the columns that every row of a schema has, and what each holds."""
     schema = document()["components"]["schemas"][name]
-    return {each: _kind_of(schema["properties"][each]) for each in schema["required"]}
+    names = set(schema["required"])
+    order = dict.fromkeys((*(each for each in known if each in names), *schema["required"]))
+    return {each: _kind_of(schema["properties"][each]) for each in order}
 
 
 def _kind_of(about: Mapping[str, Any]) -> str:

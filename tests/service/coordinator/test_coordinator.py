@@ -748,7 +748,7 @@ class Trainer:
         event = (1, kind, self.seq, float(self.seq), 1.0, fields)
         await self.made.coordinator.intake.record(self.sender, [event])
 
-    async def poll(self) -> list[dict[str, str]]:
+    async def poll(self) -> list[RankRequest]:
         answer = await self.made.coordinator.intake.poll(self.sender, 0, [], 20.0)
         requests: list[RankRequest] = answer["requests"]
         return requests

@@ -79,7 +79,7 @@ class Clocked:
     def end(self, rank: int, step: int, stage: str = "actor_update") -> None:
         self.say(rank, END, step=step, stage=stage)
 
-    def poll(self, rank: int) -> list[dict[str, str]]:
+    def poll(self, rank: int) -> list[RankRequest]:
         sender = Sender(f"rank-{rank}", "r", "a", "actor", rank).wire()
         answer = self.run(self.coordinator.intake.poll(sender, 0, [], 0.0))
         requests: list[RankRequest] = answer["requests"]

@@ -9,7 +9,7 @@ from pydantic import Field
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import ABSENT, LiveRun, Model, Page
 from stagescope_service.fields import Attempt, Number, Rank, Role, Run, Stage, Step
-from stagescope_service.store.tables.findings import FiredActions
+from stagescope_service.store.tables.findings import FiredActions, FiringFacts
 
 
 class ZScore(Model):
@@ -127,36 +127,13 @@ class _Rules(Model):
     """Name or pattern of a run -> what triggers may spend."""
 
 
-class Firing(Model):
+class Firing(FiringFacts):
     """A rule that fired at a step."""
 
-    run: Run
     attempt: Attempt | None
     """Number of the attempt, from 1; null: an earlier release did not store it."""
-    step: Step
-    rule: str
-    """Name of the rule."""
-    stage: Stage | None
-    """The stage that it is about; null: it is about none."""
-    role: Role | None
-    """Role of the ranks that it concerns; null: none, or several roles."""
-    rank: Rank | None
-    """The rank that it concerns, from 0; null: none, or several of which none is worse."""
-    round: int | None
-    """Index of the round that it concerns, from 0; null: none."""
-    message: str
-    """What fired, where, and the value."""
-    wall: float | None
-    """Unix seconds: when it fired."""
-    revision: int | None
-    """Revision of the rules."""
     actions: FiredActions | None
     """Null: they have not run yet."""
-    withdrawn_wall: float | None
-    """Unix seconds: since when it is withdrawn, because the step was aggregated again with another
-    result; null: it is valid."""
-    evidence: JsonObject
-    """The numbers, what they were held against, the token, the ranks concerned."""
 
 
 class Firings(Model, Page[Firing]):
