@@ -9,7 +9,6 @@ from fastapi import APIRouter, Query
 from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.completeness import (
     ALL_ROWS,
-    BegunAgain,
     StepProgress,
     begun_again,
     gaps,
@@ -26,6 +25,7 @@ from stagescope_service.api.dependencies import (
 )
 from stagescope_service.api.models import runs as list_models
 from stagescope_service.api.models import steps as models
+from stagescope_service.api.models.common import BegunAgain
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor
 from stagescope_service.api.rows import (
     Lineage,

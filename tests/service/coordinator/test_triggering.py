@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 from tests.support.chat_services import SECRET, TOKEN, chat_service
 from tests.support.measure import payload
 from tests.support.triggering import PAGE, RuleBench, hook, rule, rules_of, run, training
 
 from stagescope.wire.errors import Conflict, InvalidPlan, NotFound
 from stagescope_service.api.event_groups import outcomes
-from stagescope_service.api.models.triggers import FiredActions
 from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.core.captures import agreement
 from stagescope_service.core.findings import finding
@@ -29,6 +29,7 @@ from stagescope_service.rules.replay import replay
 from stagescope_service.rules.watch import REACH
 from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import RingEntry
+from stagescope_service.store.tables.findings import FiredActions
 
 PIN = {"finding": {}, "pin": 2}
 
@@ -269,7 +270,7 @@ def test_what_begins_on_another_rank_or_in_another_scalar_is_said_at_once(
     actions = [bench.actions(number, "non_finite_scalars") for number in fired]
     assert actions[0]["capture"] == {"capture_id": "capture-1"}
     assert actions[1:] == [{"cools_since": 2}] * 3
-    FiredActions.model_validate(actions[1])  # as answers have it
+    TypeAdapter(FiredActions).validate_python(actions[1])  # as answers have it
     assert outcomes([actions[1]]) == ["not taken again: the rule cools down from those of step 2"]
     refused = {row["evidence"]["rule"] for row in bench.findings("capture_refused")}
     assert refused == {"non_finite_log_probs"}  # while that of the scalars is under way

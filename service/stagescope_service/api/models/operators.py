@@ -6,20 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stagescope_service.api.models.common import (
-    Attempt,
-    Model,
-    NodeId,
-    Number,
-    Page,
-    Part,
-    Rank,
-    Role,
-    Run,
-    Stage,
-    Step,
-    StepHeading,
-)
+from stagescope_service.api.models.common import Model, Page, StepHeading
+from stagescope_service.fields import Attempt, NodeId, Number, Part, Rank, Role, Run, Stage, Step
 
 Name = Annotated[
     str,
