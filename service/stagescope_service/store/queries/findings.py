@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, TypeAlias, TypedDict
+from typing import Final, Literal, TypeAlias
 
 import sqlalchemy as sa
-from typing_extensions import Unpack
+from typing_extensions import ReadOnly, TypedDict, Unpack
 
 from stagescope_service.store.queries.reader import (
     LIMIT,
@@ -87,11 +87,11 @@ _OUTLINES: Final[dict[str, tuple[str, str]]] = {
 class Outline(TypedDict):
     """What a finding, loss or firing is about."""
 
-    attempt_id: int | None
-    step: int | None
-    stage: str | None
-    role: str | None
-    rank: int | None
+    attempt_id: ReadOnly[int | None]
+    step: ReadOnly[int | None]
+    stage: ReadOnly[str | None]
+    role: ReadOnly[str | None]
+    rank: ReadOnly[int | None]
 
 
 class FindingOutline(FindingInBrief):
