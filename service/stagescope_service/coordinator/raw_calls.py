@@ -23,7 +23,8 @@ from stagescope.wire.schema import (
     Sender,
     Work,
 )
-from stagescope_service.coordinator.effects import Effects
+from stagescope_service.coordinator.commits import Commits
+from stagescope_service.coordinator.payload_reading import PayloadReading
 from stagescope_service.coordinator.raw_fields import (
     PAGE,
     call_name,
@@ -31,6 +32,7 @@ from stagescope_service.coordinator.raw_fields import (
     plain_fields,
     unknown_fields,
 )
+from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.core import reports, spans, steps
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import FAILED, OK
@@ -46,13 +48,21 @@ from stagescope_service.store.queries.measurements import SettledPayloads
 class RawCalls:
     """Handles raw calls; used from one event loop."""
 
-    def __init__(self, effects: Effects, *, poll_seconds: float) -> None:
-        self._effects = effects
-        self._commits = effects.commits
-        self._state = effects.commits.state
+    def __init__(
+        self,
+        runner: Runner,
+        commits: Commits,
+        payloads: PayloadReading,
+        clock: Clock,
+        *,
+        poll_seconds: float,
+    ) -> None:
+        self._runner = runner
+        self._commits = commits
+        self._state = commits.state
+        self._payloads = payloads
         self._poll_seconds = poll_seconds
-        self._wall = effects.wall
-        self._mono = effects.clock.mono
+        self._wall, self._mono = clock
         self.recorded = 0
 
     async def record(
@@ -120,7 +130,7 @@ class RawCalls:
                     expected="a text, such as old_log_probs",
                 )
         except InvalidEvent as error:
-            await self._effects.carry_out([self._refusal(run, kind, fields, error)])
+            await self._runner.carry_out([self._refusal(run, kind, fields, error)])
             raise
         if kind == FINISH:
             bare = dataclasses.replace(event, fields={})
@@ -128,7 +138,7 @@ class RawCalls:
                 return await self._finish(run, bare, body, unknown)
         stored = None
         if payload is not None and self._state.forgotten_payloads(sender, [seq]):
-            stored = await self._effects.settled_payloads(sender.incarnation, [seq])
+            stored = await self._payloads.stored(sender.incarnation, [seq])
         sender, out = self._handle(sender, event, body, fields, payload, stored)
         process = self._state.registry.processes[sender.incarnation]
         attempt = self._state.registry.attempt_of(process)
@@ -137,7 +147,7 @@ class RawCalls:
             out.append(reports.unknown_fields(attempt, process.role, name, unknown, event.wall))
         self.recorded += 1
         async with self._commits.turn(delivery):
-            await self._effects.carry_out(out)
+            await self._runner.carry_out(out)
         answer = {
             "run": run,
             "attempt": attempt.number,
@@ -200,7 +210,7 @@ class RawCalls:
         handled = self._state.handle(sender, event, event.mono, arrival)
         if stored is not None:
             self._state.note_payloads(sender.incarnation, stored.newest, ())
-        self._effects.hold(handled, payload)
+        self._payloads.hold(handled, payload)
         return sender, out + handled
 
     async def _finish(
@@ -230,7 +240,7 @@ class RawCalls:
                 expected=f"one of {', '.join(f'{role} {rank}' for role, rank in known[:8])}"
                 + (f" and {len(known) - 8} more" if len(known) > 8 else ""),
             )
-            await self._effects.carry_out([self._refusal(run, FINISH, fields, error)])
+            await self._runner.carry_out([self._refusal(run, FINISH, fields, error)])
             raise error
         left = [process for process in named if process.raw and not process.finished]
         out: list[Instruction] = []
@@ -241,7 +251,7 @@ class RawCalls:
             role = str(fields.get("role") or "every role")
             out.append(reports.unknown_fields(attempt, role, FINISH, unknown, event.wall))
         self.recorded += 1
-        await self._effects.carry_out(out)
+        await self._runner.carry_out(out)
         answer = {
             "run": run,
             "attempt": attempt.number,
