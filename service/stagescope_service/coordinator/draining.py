@@ -8,17 +8,22 @@ import functools
 import itertools
 import uuid
 from collections import Counter
-from typing import Final, TypedDict
+from typing import Annotated, Final
 
+from pydantic import Field
 from typing_extensions import NotRequired
 
 from stagescope.wire.errors import CatalogueUnavailable, NotReady
 from stagescope.wire.schema import FINISH
-from stagescope_service.coordinator.effects import Effects
+from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.load import Load
+from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.core import departures
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.instructions import Instruction
+from stagescope_service.core.stack_requests import RankRequest
+from stagescope_service.fields import Row, Run
+from stagescope_service.store.catalogue import Catalogue
 
 _LEAVE_SECONDS: Final = 10.0
 """Seconds without contact after which a process that was requested to leave counts as gone."""
@@ -27,21 +32,22 @@ _NOT_ARRIVED: Final = ("event", "payload", "scalar")
 """Kinds of losses that are of what a process handed over."""
 
 
-class DrainAnswer(TypedDict):
-    """The answer of `drain`."""
+class Drained(Row):
+    """Whether everything that was announced is read."""
 
-    run: str | None
+    run: Run | None
+    """Null: any run."""
     drained: bool
-    """Whether all payloads are read, and no rank is missing."""
+    """Whether no payload is pending and, with an attempt key, its attempts are known and no rank is
+    missing."""
     pending: int
-    """Payloads that are still to be read."""
+    """Number of payloads that are still to be read."""
     known: bool
-    """Whether the run, or the attempt key, has ever reported."""
-    missing: list[str]
-    """Ranks of the start that never reported, lapsed or did not answer; the first 20."""
-    lost: NotRequired[list[str]]
-    """Ranks with events or payloads that were dropped, refused or lost, and how many; the first 20.
-    Absent where there is none."""
+    """Whether the run, or an attempt of the key, ever reported anything."""
+    missing: list[Annotated[str, Field(examples=["actor rank 3"])]]
+    """Ranks of these attempts that never reported, or did not finish."""
+    lost: NotRequired[list[Annotated[str, Field(examples=["actor rank 3: payloads 2"])]]]
+    """Ranks with events or payloads that were dropped, refused or lost, and how many."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,21 +63,27 @@ class Draining:
     """Drains runs; used from one event loop.
 
     Args:
-        effects: carries out instructions.
+        runner: carries out instructions.
+        commits: wakes who waits for payloads.
+        catalogue: knows what will never arrive.
         load: by how much processes wait longer than usual.
+        clock: of the service.
     """
 
-    def __init__(self, effects: Effects, load: Load) -> None:
-        self._effects = effects
-        self._commits = effects.commits
-        self._state = effects.commits.state
+    def __init__(
+        self, runner: Runner, commits: Commits, catalogue: Catalogue, load: Load, clock: Clock
+    ) -> None:
+        self._runner = runner
+        self._commits = commits
+        self._state = commits.state
+        self._catalogue = catalogue
         self._load = load
-        self._mono = effects.clock.mono
+        self._wall, self._mono = clock
         self._requests: dict[str, _Request] = {}
 
     async def drain(
         self, run: str | None, timeout: float, attempt_key: str | None = None
-    ) -> DrainAnswer:
+    ) -> Drained:
         """Wait until no payload of a run (None: of any run) is pending.
 
         With an attempt key, the training of that start is over: each of its processes is requested
@@ -90,7 +102,7 @@ class Draining:
         known = registry.is_known(run)
         if run is None and attempt_key is not None:
             known = bool(registry.of_key(None, attempt_key))
-        answer: DrainAnswer = {
+        answer: Drained = {
             "run": run,
             "drained": not pending and not missing and (known or attempt_key is None),
             "pending": len(pending),
@@ -116,9 +128,7 @@ class Draining:
             return []
         ids = [attempt.attempt_id for attempt in attempts]
         counts: Counter[tuple[str | None, int | None, str]] = Counter()
-        read = functools.partial(
-            self._effects.catalogue.loss_outlines, attempt_id=ids, kind=_NOT_ARRIVED
-        )
+        read = functools.partial(self._catalogue.loss_outlines, attempt_id=ids, kind=_NOT_ARRIVED)
         try:
             rows = await asyncio.to_thread(read)
         except CatalogueUnavailable as error:
@@ -153,11 +163,11 @@ class Draining:
         for process in present:
             if self._does_not_answer(process):
                 # The driver that calls this has ended the run, if it had not ended before.
-                wall = self._effects.wall()
+                wall = self._wall()
                 out += departures.leave(self._state.registry, process, wall, finished=True)
                 process.finish_seq = process.begun_seq
                 del self._requests[process.incarnation]
-        await self._effects.carry_out(out)
+        await self._runner.carry_out(out)
         ranks = dict.fromkeys((role, rank) for role, rank, _ in missing)
         ranks |= dict.fromkeys((process.role, process.rank) for process in present)
         return [f"{role} rank {rank}" for role, rank in ranks][:_MAX_NAMED]
@@ -180,7 +190,7 @@ class Draining:
         """Return whether a process ended unanswered: Ray ends actors with their last handle."""
         request = self._requests.get(process.incarnation)
         patience = _LEAVE_SECONDS + self._load.pause
-        quiet = self._effects.wall() - process.last_contact > patience
+        quiet = self._wall() - process.last_contact > patience
         return quiet and request is not None and self._mono() - request.since > patience
 
     # --- polls ------------------------------------------------------------------------------
@@ -189,7 +199,7 @@ class Draining:
         request = self._requests.get(incarnation)
         return request is not None and not request.is_handed_out
 
-    def hand_out(self, incarnation: str) -> list[dict[str, str]]:
+    def hand_out(self, incarnation: str) -> list[RankRequest]:
         """Return the request to leave, for a poll's answer."""
         request = self._requests.get(incarnation)
         if request is None:

@@ -63,7 +63,7 @@ class SureTokens:
         spread: by how much they differ from the move of a temperature, in nats.
         unlikely: sum of d over the sum of |d| of the unlikely ones; NaN where there are none.
         against: mean of |d| of the unlikely ones, those that moved as the sure ones counted as 0.
-        carrying: share of the sure ones that carry the sum of |d|; NaN where it is not known.
+        carrying: share of the sure ones that carry the sum of |d|.
         different: how many of them are not copies, which the same response in a group has.
     """
 
@@ -78,8 +78,7 @@ class SureTokens:
     @classmethod
     def of(cls, summary: Summary) -> SureTokens | None:
         """Return what the profiles of a step tell; None: too few sure tokens differ."""
-        profiles = summary.profiles
-        bins = () if profiles is None else profiles.bins("probability")
+        bins = summary.profiles.bins("probability")
         sure = [each for each in bins if each.key == _SURE]
         tokens, side = sum(each.tokens for each in sure), _side(sure)
         if tokens < FEW or math.isnan(side):
