@@ -10,11 +10,11 @@ from typing import Final
 from stagescope.render import format_share, format_value, printable, unit_of
 from stagescope_service.api.encoding import parse_nonfinite
 from stagescope_service.api.report.parts import (
-    Item,
     Report,
+    ReportItem,
+    ReportSection,
     ReportTable,
     ReportVerdict,
-    Section,
     short,
 )
 from stagescope_service.compare.report.html import PageFigures, as_page, html_table
@@ -59,7 +59,7 @@ def _page(report: Report, figures: PageFigures) -> Iterator[str]:
         yield "</section>"
 
 
-def _section(section: Section, figures: PageFigures) -> Iterator[str]:
+def _section(section: ReportSection, figures: PageFigures) -> Iterator[str]:
     yield f"<h2>{_text(section.title)}</h2>"
     yield from (f"<p>{_text(text)}</p>" for text in section.texts)
     for item in section.items:
@@ -129,7 +129,7 @@ def _document(report: Report) -> Iterator[str]:
     yield f"<sub>stagescope {_plain(report.version)}, {made}</sub>"
 
 
-def _markdown_section(section: Section) -> Iterator[str]:
+def _markdown_section(section: ReportSection) -> Iterator[str]:
     if section.table is None and not section.items and not section.texts and not section.gaps:
         return  # it has figures alone
     yield f"### {_plain(section.title)}"
@@ -159,7 +159,7 @@ def _markdown_section(section: Section) -> Iterator[str]:
         yield ""
 
 
-def _markdown_item(item: Item) -> Iterator[str]:
+def _markdown_item(item: ReportItem) -> Iterator[str]:
     yield f"* **{_plain(item.title)}**"
     facts = [text for text in item.lines if not text.startswith("-> ")]
     commands = [text[3:] for text in item.lines if text.startswith("-> ")]
