@@ -40,7 +40,7 @@ OVERLAYS: Final = sorted(path.parent for path in KUBERNETES.glob("overlays/*/kus
 TEXTS: Final = [
     path
     for path in sorted(DEPLOY.rglob("*"))
-    if path.is_file() and not path.name.startswith(("constraints", "stagescope.json"))
+    if path.is_file() and not path.name.startswith("constraints")
 ]
 COMMAND: Final = re.compile(
     r"(?:^\s*(?:- )?|[`;] ?|\$ |\buntil |/bin/|[A-Z_]+=\S+ )(stagescope|ray) ([a-z][a-z-]*)"

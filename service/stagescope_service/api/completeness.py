@@ -160,7 +160,7 @@ def rows_removed(step: StepState) -> str | None:
 
 def is_behind(step: StepMarks) -> bool:
     """Return whether payloads of a closed step were read after its numbers were aggregated."""
-    return step["parts_mark"] is not None and step["parts_mark"] != step["whole_mark"]
+    return step["parts_mark"] is not None and step["parts_mark"] != step["summary_mark"]
 
 
 def gap(

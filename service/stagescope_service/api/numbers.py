@@ -370,7 +370,7 @@ def coverage(measured: MeasuredSummary) -> Coverage:
 
     `tokens` + all of `tokens_left_out` (reason -> tokens) = `tokens_sent`, the tokens under the
     mask in the payloads of the stage. `tokens_unaccounted` is the difference: 0, or a finding
-    describes it. Both are None where an earlier release aggregated the step.
+    describes it.
     """
     summary, cell = measured.summary, measured.summary.total
     states = measured.payloads

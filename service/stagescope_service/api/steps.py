@@ -222,7 +222,7 @@ def gap_of(deps: Dependencies, target: Target) -> str | None:
     steps = deps.catalogue.steps(target.attempt_id, before=target.step_number + 1, limit=1)
     now = next((row for row in steps if row["step"] == target.step_number), target.step_row)
     text = gaps(deps.catalogue, [now]).get(key)
-    if text is None and now["whole_wall"] != target.step_row["whole_wall"]:
+    if text is None and now["summary_wall"] != target.step_row["summary_wall"]:
         return "numbers without what was read last: ask again"
     return text
 

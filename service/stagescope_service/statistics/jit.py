@@ -19,7 +19,7 @@ from numba.core import event
 
 _SOURCES: Final = (
     "jit", "cell", "segments", "blocks", "counts", "profiles", "kernel",
-    "pair_cell", "pair_values", "pair_blocks", "pairwise_kernel",
+    "pair_blocks", "pairwise_kernel",
 )  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., Any])
 

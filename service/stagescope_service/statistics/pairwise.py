@@ -17,10 +17,9 @@ import numpy as np
 from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.jit import announced
-from stagescope_service.statistics.pair_cell import AT as _AT
-from stagescope_service.statistics.pair_cell import WIDTH
-from stagescope_service.statistics.pair_values import KINDS
-from stagescope_service.statistics.pairwise_kernel import ROW, accumulate_pairs, merge_cells
+from stagescope_service.statistics.pair_blocks import AT as _AT
+from stagescope_service.statistics.pair_blocks import WIDTH
+from stagescope_service.statistics.pairwise_kernel import KINDS, ROW, accumulate_pairs, merge_cells
 
 Number = float | int
 

@@ -1,7 +1,7 @@
 """One pass over two arrays of values: their differences, and the first differing location.
 
 Each row is processed in blocks; each block becomes a cell, which merges into the cell of all
-values.
+values. Values are widened to float64; differences of integers are computed before that.
 """
 
 from __future__ import annotations
@@ -12,29 +12,127 @@ from typing import Final
 import numba
 import numpy as np
 
-from stagescope_service.statistics.blocks import FLOAT32, larger
-from stagescope_service.statistics.cell import Float64, Int64, UInt8
-from stagescope_service.statistics.jit import array_type, entry, input_type
+from stagescope_service.statistics.blocks import FLOAT32, FLOAT64, larger, load
+from stagescope_service.statistics.cell import Array, Float64, Int64, UInt8
+from stagescope_service.statistics.jit import array_type, entry, exact, input_type
 from stagescope_service.statistics.pair_blocks import (
+    AT,
+    WIDTH,
     add_block,
     add_constant,
     add_equal_float32,
-)
-from stagescope_service.statistics.pair_cell import AT, WIDTH, empty, merge_into
-from stagescope_service.statistics.pair_values import (
-    FIRST_INTEGER,
-    INT64,
-    count_ones,
-    find_ones,
-    integer_differences,
-    same_bits,
-    select,
-    widen,
+    empty,
+    merge_into,
 )
 
 BLOCK: Final = 512
 ROW: Final = ("pairs", "unequal", "over", "d_abs_max", "d_abs_sum", "finite")
 """Columns of a row's vector; `d_abs_*` are of the pairs that are finite on both sides: `finite`."""
+
+KINDS: Final = (
+    "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+"""Dtype tags; a tag's index is its kind in the kernel. The first four are those of `blocks`."""
+
+_FIRST_INTEGER: Final = 4
+_INT64, _INT32, _INT16, _INT8 = 4, 5, 6, 7
+
+
+@exact
+def _same_words(x: Array, y: Array, start: int, n: int) -> bool:
+    if x[start] != y[start]:  # most blocks that differ do so here; the loop below never stops early
+        return False
+    one, other = x[start : start + n], y[start : start + n]
+    word = x.dtype.type  # without it the sum is int64, with a half to an eighth of the vector lanes
+    differ = word(0)
+    for i in range(n):
+        differ = word(differ | (one[i] ^ other[i]))
+    return bool(differ == 0)
+
+
+@exact
+def _same_bits(x_raw: UInt8, y_raw: UInt8, kind: int, start: int, n: int) -> bool:
+    """Return whether n values of one kind, beginning at `start`, have equal bits on both sides."""
+    if kind in (FLOAT64, _INT64):
+        return _same_words(x_raw.view(np.int64), y_raw.view(np.int64), start, n)
+    if kind in (FLOAT32, _INT32):
+        return _same_words(x_raw.view(np.int32), y_raw.view(np.int32), start, n)
+    size = 2 if kind < _FIRST_INTEGER or kind == _INT16 else 1
+    return _same_words(x_raw, y_raw, start * size, n * size)
+
+
+@exact
+def _load_integers(raw: UInt8, kind: int, start: int, out: Int64, n: int) -> None:
+    if kind == _INT64:
+        wide = raw.view(np.int64)[start : start + n]
+        for i in range(n):
+            out[i] = wide[i]
+    elif kind == _INT32:
+        narrow = raw.view(np.int32)[start : start + n]
+        for i in range(n):
+            out[i] = narrow[i]
+    elif kind == _INT16:
+        short = raw.view(np.int16)[start : start + n]
+        for i in range(n):
+            out[i] = short[i]
+    elif kind == _INT8:
+        byte = raw.view(np.int8)[start : start + n]
+        for i in range(n):
+            out[i] = byte[i]
+    else:
+        for i in range(n):
+            out[i] = raw[start + i]
+
+
+@exact
+def _widen(raw: UInt8, kind: int, start: int, out: Float64, integers: Int64, n: int) -> None:
+    """Load n values from `start` as float64, and integers also unconverted into `integers`."""
+    if kind < _FIRST_INTEGER:
+        load(raw, kind, start, out, n)
+    else:
+        _load_integers(raw, kind, start, integers, n)
+        for i in range(n):
+            out[i] = integers[i]
+
+
+@exact
+def _integer_differences(x: Int64, y: Int64, d: Float64, n: int) -> None:
+    """x - y of int64, rounded once: the difference itself needs 65 bits."""
+    for i in range(n):
+        if x[i] >= y[i]:
+            d[i] = float(np.uint64(x[i]) - np.uint64(y[i]))
+        else:
+            d[i] = -float(np.uint64(y[i]) - np.uint64(x[i]))
+
+
+@exact
+def _count_ones(mask: UInt8, start: int, n: int) -> int:
+    """Return the number of 1s of a mask's block of 0s and 1s."""
+    some, every, chosen = np.uint8(0), np.uint8(1), mask[start : start + n]
+    for i in range(n):
+        some, every = np.uint8(some | chosen[i]), np.uint8(every & chosen[i])
+    if some == every:  # most blocks are constant
+        return n if every else 0
+    ones = 0
+    for i in range(n):
+        ones += chosen[i]
+    return ones
+
+
+@exact
+def _find_ones(mask: UInt8, start: int, n: int, at: Int64) -> None:
+    """Write the indexes of the 1s of a mask's block, in order."""
+    kept, chosen = 0, mask[start : start + n]
+    for i in range(n):
+        at[kept] = i
+        kept += chosen[i]
+
+
+@exact
+def _select(x: Float64, at: Int64, n: int) -> None:
+    """Move the n values at indexes `at` to the front of a buffer, in order."""
+    for i in range(n):
+        x[i] = x[at[i]]
 
 
 _BYTES: Final = input_type(numba.uint8)
@@ -65,7 +163,7 @@ def accumulate_pairs(
     x, y, d = np.empty(BLOCK), np.empty(BLOCK), np.zeros(BLOCK)
     xi, yi, at = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     part = np.empty(WIDTH)
-    integers = x_kind >= FIRST_INTEGER and y_kind >= FIRST_INTEGER
+    integers = x_kind >= _FIRST_INTEGER and y_kind >= _FIRST_INTEGER
     masked = mask.shape[0] > 0
     empty(cell)
     for i in range(BLOCK):
@@ -75,35 +173,35 @@ def accumulate_pairs(
         rows[row, :] = 0.0
         while base < stop:
             n = BLOCK if stop - base > BLOCK else stop - base
-            kept = count_ones(mask, base, n) if masked else n
+            kept = _count_ones(mask, base, n) if masked else n
             if kept == 0:
                 base += n
                 continue
-            equal = x_kind == y_kind and same_bits(x_raw, y_raw, x_kind, base, n)
+            equal = x_kind == y_kind and _same_bits(x_raw, y_raw, x_kind, base, n)
             highest = cell[AT.D_ABS_MAX]
             empty(part)
             taken = False
             if equal and kept == n and x_kind == FLOAT32:
                 single = x_raw.view(np.float32)[base : base + n]
                 taken = add_equal_float32(single, n, base, highest, part)
-            elif equal and kept == n and x_kind == INT64:
+            elif equal and kept == n and x_kind == _INT64:
                 wide = x_raw.view(np.int64)[base : base + n]
                 taken = add_constant(wide, n, base, highest, part)
             if not taken:
-                widen(x_raw, x_kind, base, x, xi, n)
+                _widen(x_raw, x_kind, base, x, xi, n)
                 other = x
                 if not equal:
                     other = y
-                    widen(y_raw, y_kind, base, y, yi, n)
+                    _widen(y_raw, y_kind, base, y, yi, n)
                     if integers:
-                        integer_differences(xi, yi, d, n)
+                        _integer_differences(xi, yi, d, n)
                 if kept < n:
-                    find_ones(mask, base, n, at)
-                    select(x, at, kept)
+                    _find_ones(mask, base, n, at)
+                    _select(x, at, kept)
                     if not equal:
-                        select(y, at, kept)
+                        _select(y, at, kept)
                         if integers:
-                            select(d, at, kept)
+                            _select(d, at, kept)
                 add_block(x, other, d, at, kept, base, equal, integers, rule, highest, part)
                 if kept < n or part[AT.FINITE] < kept:
                     for i in range(BLOCK):

@@ -10,13 +10,11 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import sqlalchemy as sa
 
 from stagescope.wire.errors import CatalogueUnavailable
 from stagescope.wire.nonfinite import Json
-from stagescope_service.store import connect, migrate
+from stagescope_service.store import connect
 from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.changes import ChangeQueries
 from stagescope_service.store.queries.curves import CurveQueries
@@ -112,20 +110,15 @@ class Catalogue(
             moment. The next call tries again.
     """
 
-    def of_runs(self, patterns: Sequence[str]) -> Catalogue:
-        """Return a catalogue with the rows of some runs alone; its user closes it."""
-        return Catalogue(self._url, patterns)
-
     def check(self) -> None:
         """Raise `CatalogueUnavailable` unless a catalogue of this version exists."""
         with connect.catalogue_errors(self._where), self._connect() as connection:
-            revision = migrate.current(connection)
-        if revision != migrate.HEAD:
+            revision = connect.revision_of(connection)
+        if revision != connect.REVISION:
             raise CatalogueUnavailable(
                 f"catalogue {self._where} is of revision {revision!r}",
-                expected=repr(migrate.HEAD),
-                advice="the service converts an older one when it opens it; a newer one needs the "
-                "stagescope that wrote it",
+                expected=repr(connect.REVISION),
+                advice="use the stagescope that wrote it, or give another catalogue",
             )
 
     def engines(self) -> list[RegisteredEngine]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +27,8 @@ SELECTOR: Final = re.compile(r"\b(stagescope_\w+)(?:\{([^}]*)\})?")
 
 @pytest.fixture(scope="module")
 def board() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((DEPLOY / "grafana/stagescope.json").read_text("utf-8"))
+    printed = subprocess.check_output([sys.executable, DEPLOY / "grafana/board.py"])
+    found: dict[str, Any] = json.loads(printed)
     return found
 
 

@@ -42,13 +42,12 @@ class Coverage(Row):
     masked_tokens: int
     """Number of tokens under the mask of the parts that count, the non-finite ones too."""
     tokens_sent: int | None
-    """Number of tokens under the mask in the stage's payloads that were read; null: aggregated by
-    an earlier release."""
+    """Number of tokens under the mask in the stage's payloads that were read."""
     tokens_left_out: dict[str, int]
     """Reason -> number of tokens that do not count for it."""
     tokens_unaccounted: int | None
     """Number of tokens of tokens_sent that are neither in tokens nor in tokens_left_out: 0 unless
-    the aggregation is wrong; null: aggregated by an earlier release."""
+    the aggregation is wrong."""
     sequences: int
     """Number of sequences: samples, or rows where these have no id."""
     empty_rows: int

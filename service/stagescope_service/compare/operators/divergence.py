@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from stagescope.wire.nonfinite import Json
-from stagescope_service.compare.operators.calls import Floats, OperatorColumns, pair_calls
+from stagescope_service.compare.operators.calls import Codes, Floats, OperatorColumns, pair_calls
 from stagescope_service.compare.operators.differences import (
     VERDICTS,
     RowDifferences,
@@ -29,7 +29,6 @@ from stagescope_service.compare.operators.differences import (
     Verdicts,
     differences,
 )
-from stagescope_service.compare.operators.sequences import Codes
 from stagescope_service.fields import Described, Number, Row, one_of
 
 MAX_VERDICTS: Final = 100

@@ -229,7 +229,7 @@ class RunQueries(Reader):
         return bool(self._values(sa.select(sa.or_(*exists)))[0])
 
     def step(self, attempt_id: int, step: int) -> StepRow | None:
-        """Return one step with its blob `whole`, or None."""
+        """Return one step with its blob `step_summary`, or None."""
         return self._one(StepRow, "steps", attempt_id=attempt_id, step=step)
 
     def newest_summary(self, run: str | None) -> StepRow | None:
@@ -323,12 +323,6 @@ class RunQueries(Reader):
         where = conditions("processes", attempt_id=attempt_id, role=role, rank=rank)
         query = all_rows("processes", "role rank first_wall", without="hello settings")
         return self._rows(ProcessColumns, query.where(*where))
-
-    def runs_of_process(self, incarnation: str) -> list[str]:
-        """Return the run of a process; none where it has not reported yet."""
-        processes, attempts = TABLES["processes"].c, TABLES["attempts"].c
-        own = (processes.incarnation == incarnation) & (processes.attempt_id == attempts.attempt_id)
-        return self._values(sa.select(attempts.run).where(own))
 
     def processes_with_settings(self, attempt_id: int) -> list[ProcessRow]:
         """Return the processes of an attempt with their `hello` and `settings`."""

@@ -3,7 +3,7 @@
 Keys are natural, so that writing a row twice changes nothing. There are no foreign keys: events
 arrive in any order, and a stage may be known before its process has said hello. Times end in
 `_wall` (Unix seconds of the service's clock where an offset is known) or `_mono` (the process's
-monotonic clock, seconds). Changing anything here needs a migration; a test holds the two equal.
+monotonic clock, seconds). Whoever changes anything here gives `connect.REVISION` a new value.
 """
 
 from __future__ import annotations

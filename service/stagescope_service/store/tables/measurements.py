@@ -105,12 +105,11 @@ step_metrics = table(
     key("attempt_id", Int),
     key("step", Int),
     Column("version", Int),
-    # Of which aggregation of the step: where `steps.whole_wall` is another, the row is out of date.
-    Column("whole_wall", Real),
+    # Where `steps.summary_wall` differs, the row is of an earlier aggregation of the step.
+    Column("summary_wall", Real),
     *columns(Text, "stage verdict"),
     *columns(StrictJson(), "suspects metrics"),
     Column("slices", Blob),
-    # Null where an earlier release wrote the row: then the step summary says it.
     *columns(Int, "tokens masked_tokens unequal_tokens"),
 )
 
@@ -121,7 +120,7 @@ class StepMetricsRow(TypedDict):
     attempt_id: int
     step: int
     version: int | None
-    whole_wall: float | None
+    summary_wall: float | None
     stage: str | None
     verdict: str | None
     suspects: list[str] | None

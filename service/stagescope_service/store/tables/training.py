@@ -140,20 +140,18 @@ steps = table(
     *columns(Text, "close_reason completeness"),
     *columns(StrictJson(), "expected missing"),
     Column("superseded_by", Int),
-    # The step summary: Python calls it `step_summary`, the columns `whole`, `whole_wall` and
-    # `whole_mark` keep the names of the first release.
-    Column("whole", Blob),
-    Column("whole_wall", Real),
+    Column("step_summary", Blob),
+    Column("summary_wall", Real),
     Column("pinned", Flag()),
     # What the summary must hold, and what it was made of: where they differ, it is aggregated.
-    *columns(Int, "parts_mark whole_mark"),
+    *columns(Int, "parts_mark summary_mark"),
     # Of a step whose rows retention removes: false while it does, true afterwards; else null.
     Column("rows_removed", Flag()),
     partial_index("ix_steps_open", "attempt_id", where="closed_wall IS NULL"),
     partial_index("ix_steps_removable", "attempt_id", "step", where=REMOVABLE),
     partial_index("ix_steps_pinned", "attempt_id", where="pinned"),
     partial_index(
-        "ix_steps_unformed", "attempt_id", where="coalesce(whole_mark, -1) <> parts_mark"
+        "ix_steps_unformed", "attempt_id", where="coalesce(summary_mark, -1) <> parts_mark"
     ),
 )
 
@@ -171,7 +169,7 @@ class StepMarks(TypedDict):
 
     closed_wall: float | None
     parts_mark: int | None
-    whole_mark: int | None
+    summary_mark: int | None
     rows_removed: bool | None
 
 
@@ -182,7 +180,7 @@ class StepState(StepMarks):
     step: int
     completeness: str | None
     superseded_by: int | None
-    whole_wall: float | None
+    summary_wall: float | None
 
 
 class StepColumns(StepState):
@@ -199,7 +197,7 @@ class StepColumns(StepState):
 class StepRow(StepColumns):
     """A row of `steps`."""
 
-    whole: bytes | None
+    step_summary: bytes | None
 
 
 stages = view(
