@@ -13,11 +13,11 @@ from typing import Final, cast
 
 import plotly.graph_objects as go
 
-from stagescope.changes import change_lines
 from stagescope.comparison_report import (
     SIDES,
     TITLES,
     ComparisonReport,
+    change_lines,
     deciding_changes,
     findings_of,
     largest_text,
