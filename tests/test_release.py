@@ -25,7 +25,8 @@ pytest.importorskip("hatchling", reason="the backend that builds the archives")
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGES: Final = {"stagescope": "client", "stagescope_workers": "workers",
                    "stagescope_service": "service"}  # fmt: skip
-SUFFIXES: Final = {".py", ".typed", ".js", ".css", ".html", ".svg", ".json", ".yaml", ".mako"}
+SUFFIXES: Final = {".py", ".typed", ".js", ".css", ".html", ".svg", ".json", ".yaml", ".mako",
+                   ".md"}  # fmt: skip
 """Of code and of data that it reads: no catalogue, no token, nothing that a run left behind."""
 CORE: Final = ("click", "httpx", "numpy", "packaging")
 SERVICE: Final = """
@@ -34,7 +35,7 @@ from pathlib import Path
 import stagescope, stagescope_service, stagescope_workers
 from starlette.testclient import TestClient
 from stagescope_service.api.app import make_app
-from stagescope_service.diagnosis.doctor import rulebook
+from stagescope_service.rules.doctor import rulebook
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
@@ -154,11 +155,10 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(built: Built) -> 
     own = {name for name in names if not name.startswith(about)}
     assert own == tree()
     assert {Path(name).suffix for name in own} <= SUFFIXES
-    for part in ("api/static/index.html", "store/migrations/env.py", "triggers/defaults.yaml",
-                 "store/migrations/script.py.mako", "diagnosis/rules/mismatch_jump.yaml",
-                 "compare/report/comparison.schema.json"):  # fmt: skip
+    for part in ("api/static/index.html", "rules/defaults.yaml",
+                 "rules/symptoms/mismatch_jump.yaml",
+                 "compare/report/comparison.schema.json", "templates/report.md"):  # fmt: skip
         assert f"stagescope_service/{part}" in own
-    assert any(name.startswith("stagescope_service/store/migrations/versions/") for name in own)
     assert {f"{about}licenses/LICENSE", f"{about}entry_points.txt"} <= names
 
 
@@ -225,5 +225,5 @@ def test_the_service_runs_from_the_wheel(built: Built, tmp_path: Path) -> None:
     assert all(file.startswith(str(site)) for file in answer["files"])
     assert set(answer["answers"].values()) == {200}, answer["answers"]
     assert answer["version"] == __version__
-    assert answer["rules"] == len([*ROOT.glob("service/stagescope_service/diagnosis/rules/*.yaml")])
+    assert answer["rules"] == len([*ROOT.glob("service/stagescope_service/rules/symptoms/*.yaml")])
     assert "--data-dir" in succeed(programs / "stagescope", "serve", "--help", cwd=tmp_path)

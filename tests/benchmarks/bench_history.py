@@ -24,6 +24,7 @@ from typing import Final, NamedTuple, cast
 
 import numpy as np
 from tests.support.api import Rank, Report, Service, service
+from tests.support.ingestors import LocalIngestors
 from tests.support.long_run import RUN, SCALARS, LongRun, train_long
 
 from stagescope.wire import schema
@@ -32,7 +33,7 @@ from stagescope_service.api.dependencies import Commands
 from stagescope_service.api.server import ApiServer
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.core.instructions import Aggregate
-from stagescope_service.ingest.ingestors import IngestWorker, LocalIngestors
+from stagescope_service.ingest.ingestors import IngestWorker
 from stagescope_service.settings import Settings
 from stagescope_service.statistics.summarise import warm
 from stagescope_service.store.catalogue import Catalogue

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import httpx
 from tests.support import documented
+from tests.support.ingestors import LocalIngestors
 from tests.support.stores import rows_of
 
 from stagescope.wire import schema
@@ -26,7 +27,7 @@ from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.runner import Clock
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.state import State
-from stagescope_service.ingest.ingestors import IngestWorker, LocalIngestors
+from stagescope_service.ingest.ingestors import IngestWorker
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.settings import Settings
 from stagescope_service.store.artifacts import read_piece

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
+from markupsafe import Markup
 from tests.support.api import Rank, Service
 from tests.support.measure import Handed
 
@@ -191,4 +192,4 @@ def page_of(answers: Mapping[str, Mapping[str, Any]]) -> str:
             f'<section id="{name}">{figures.add(drawn)}'
             f"<p>{html.escape(answer['note'] or '')}</p></section>"
         )
-    return as_page("figures", "\n".join(body), figures)
+    return as_page("figures", Markup("\n".join(body)), figures)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.ingestors import LocalIngestors
 from tests.support.parallel import Reported
 
 from stagescope_service.coordinator.composition import Parts
@@ -24,7 +25,7 @@ from stagescope_service.core.instructions import (
     StepJob,
 )
 from stagescope_service.core.state import State
-from stagescope_service.ingest.ingestors import IngestWorker, LocalIngestors, TokenRange
+from stagescope_service.ingest.ingestors import IngestWorker, TokenRange
 from stagescope_service.ingest.reader import Outcome
 from stagescope_service.ingest.recompute import JoinAnswer, Source
 from stagescope_service.settings import Settings

@@ -24,12 +24,12 @@ from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, go
 from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.coordinator.webhooks import Webhooks
 from stagescope_service.core.instructions import NonFiniteScalars
+from stagescope_service.rules.document import Rules
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import FindingRow, FiringRow
 from stagescope_service.store.tables.findings import FiredActions
-from stagescope_service.triggers.rules import Rules
 
 STAGE = "actor_compute_log_prob"
 PAGE = "https://head.example.com"

@@ -28,9 +28,8 @@ from stagescope_service.api.requests import pattern
 from stagescope_service.api.steps import progress_of
 from stagescope_service.api.target import Target
 from stagescope_service.core.instructions import PayloadKey
-from stagescope_service.dumps.formats.own_file import holds_sample
+from stagescope_service.dumps.formats.own_file import PayloadFile, PayloadFiles, holds_sample
 from stagescope_service.dumps.joining.join import Selection, join
-from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
 from stagescope_service.store.tables import ArtifactRow, PayloadRow, ScalarRow
 from stagescope_service.store.tensorfile import disk_errors
 

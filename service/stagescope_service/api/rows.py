@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, TypedDict, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from stagescope.wire.errors import NotFound
 from stagescope.wire.links import links_from_json, with_links
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import LAYOUT_COLUMNS, Part
-from stagescope_service.api.completeness import (
-    BegunAgain,
-    MissingRank,
-    StepProgress,
-    began,
-    ended,
-)
+from stagescope_service.api.completeness import StepProgress, began, ended
 from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.models.common import BegunAgain, Missing
+from stagescope_service.api.models.runs import Superseded
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import (
     DescribedAttempt,
@@ -34,14 +30,6 @@ from stagescope_service.store.tables import (
 )
 
 M = TypeVar("M", bound=Mapping[str, object])
-
-
-class RepeatedSteps(TypedDict):
-    """Steps of an attempt that a later attempt repeats."""
-
-    from_step: int
-    by: int
-    """Number of the later attempt."""
 
 
 def run_row(row: ListedRun) -> JsonObject:
@@ -79,7 +67,7 @@ def attempt_row(row: DescribedAttempt) -> JsonObject:
     }
 
 
-def superseded_steps(attempts: Sequence[ListedAttempt]) -> dict[int, list[RepeatedSteps]]:
+def superseded_steps(attempts: Sequence[ListedAttempt]) -> dict[int, list[Superseded]]:
     """Return the steps that later attempts repeat, by the number of the attempt."""
     resumed = sorted(
         (row["number"], row["resumed_from_step"])
@@ -113,7 +101,7 @@ def step_row(
         begun_again: ranks that began it again within its attempt.
     """
     closed = row["closed_wall"] is not None
-    missing: Sequence[UnfinishedRank | MissingRank]
+    missing: Sequence[UnfinishedRank | Missing]
     if closed or progress is None:
         complete = (row["completeness"] or "unknown") if closed else "open"
         missing = row["missing"] or []
@@ -166,7 +154,7 @@ def stage_row(row: StageRow, now: float) -> JsonObject:
     }
 
 
-def absent_row(missing: MissingRank, now: float) -> JsonObject:
+def absent_row(missing: Missing, now: float) -> JsonObject:
     """Return the row of a rank that has not begun a stage, for a list of `stage_row`."""
     since = missing["since"]
     return {

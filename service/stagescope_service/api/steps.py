@@ -9,7 +9,6 @@ from fastapi import APIRouter, Query
 from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.completeness import (
     ALL_ROWS,
-    BegunAgain,
     StepProgress,
     begun_again,
     gaps,
@@ -26,6 +25,7 @@ from stagescope_service.api.dependencies import (
 )
 from stagescope_service.api.models import runs as list_models
 from stagescope_service.api.models import steps as models
+from stagescope_service.api.models.common import BegunAgain
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor
 from stagescope_service.api.rows import (
     Lineage,
@@ -222,7 +222,7 @@ def gap_of(deps: Dependencies, target: Target) -> str | None:
     steps = deps.catalogue.steps(target.attempt_id, before=target.step_number + 1, limit=1)
     now = next((row for row in steps if row["step"] == target.step_number), target.step_row)
     text = gaps(deps.catalogue, [now]).get(key)
-    if text is None and now["whole_wall"] != target.step_row["whole_wall"]:
+    if text is None and now["summary_wall"] != target.step_row["summary_wall"]:
         return "numbers without what was read last: ask again"
     return text
 

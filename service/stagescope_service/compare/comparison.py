@@ -15,16 +15,14 @@ from stagescope.comparison_report import ONE_SIDED_KINDS, SIDES
 from stagescope.render import counted
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.compare import flow
-from stagescope_service.compare.assemble import assemble, heaviest, with_totals
+from stagescope_service.compare.assemble import assemble, heaviest, judge_derived, with_totals
 from stagescope_service.compare.causes import likely_causes
-from stagescope_service.compare.derived import judge_derived
 from stagescope_service.compare.findings import FindingCollector
 from stagescope_service.compare.pairing.join import is_unmoved, join
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.shard_index import BY_ROW, ShardIndex
 from stagescope_service.compare.pairing.tasks import JoinTask, TaskOutcome
 from stagescope_service.compare.pairing.token_alignment import COMPARED
-from stagescope_service.compare.plan import BatchPass, EntryPair, SectionMatch, plan
 from stagescope_service.compare.results import (
     ComparisonFinding,
     DumpComparison,
@@ -36,11 +34,15 @@ from stagescope_service.compare.results import (
 )
 from stagescope_service.compare.row_assignment import RowAssignment, is_permuted_by
 from stagescope_service.compare.task_runner import (
+    BatchPass,
+    EntryPair,
     Mapper,
     PassKey,
     Progress,
+    SectionMatch,
     TaskRunner,
     WorkItem,
+    plan,
     thread_mapper,
 )
 from stagescope_service.compare.tolerances import (

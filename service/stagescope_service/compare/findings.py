@@ -10,9 +10,9 @@ from stagescope_service.compare.pairing.join import Join
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.shard_index import BY_ROW
 from stagescope_service.compare.pairing.tasks import TaskOutcome
-from stagescope_service.compare.plan import EntryPair, SectionMatch, one_sided_verdict
 from stagescope_service.compare.results import ComparisonFinding, Verdict
 from stagescope_service.compare.row_assignment import RowAssignment
+from stagescope_service.compare.task_runner import EntryPair, SectionMatch, one_sided_verdict
 from stagescope_service.dumps.records import Dump, DumpProblem, Location
 
 _HARMLESS = ("unknown", "superseded", "gap")

@@ -18,8 +18,7 @@ import numpy as np
 
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import Part
-from stagescope_service.compare.pairing.contents_rows import ContentsRows
-from stagescope_service.compare.pairing.rank_rows import rows_start_at
+from stagescope_service.compare.pairing.contents_rows import ContentsRows, rows_start_at
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.shard_index import (
     BY_GROUP_AND_RUN,
@@ -29,7 +28,7 @@ from stagescope_service.compare.pairing.shard_index import (
     ShardIndex,
 )
 from stagescope_service.compare.pairing.tasks import TaskOutcome
-from stagescope_service.compare.plan import EntryPair
+from stagescope_service.compare.task_runner import EntryPair
 from stagescope_service.dumps.records import Dump, DumpEntry, Location
 from stagescope_service.rows.ragged import Int64
 

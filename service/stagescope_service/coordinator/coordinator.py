@@ -47,9 +47,9 @@ from stagescope_service.core.stack_requests import choose
 from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.relay import Batch, RelayAnswer, RelayedPoll
+from stagescope_service.rules.document import Rules
 from stagescope_service.settings import Settings
 from stagescope_service.store.contract import Delete, Snapshot, Store
-from stagescope_service.triggers.rules import Rules
 
 logger = logging.getLogger(__name__)
 
@@ -420,7 +420,7 @@ def steps_to_aggregate(snapshot: Snapshot) -> list[Aggregate]:
         (row["attempt_id"], row["step"])
         for row in snapshot.steps
         if row["closed_wall"] is not None
-        and (row["whole_wall"] is None or row["attempt_id"] not in ended)
+        and (row["summary_wall"] is None or row["attempt_id"] not in ended)
     ]
     due = dict.fromkeys([*snapshot.unaggregated, *late])
     return [Aggregate(*key) for key in due if key not in pending]

@@ -10,8 +10,8 @@ import dataclasses
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
 
-from stagescope.wire.errors import InvalidEvent, NotFound
-from stagescope.wire.names import closest, run_name
+from stagescope.wire.errors import InvalidEvent, InvalidInput, NotFound
+from stagescope.wire.names import closest, run_name, storable_id
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import (
     BEGIN,
@@ -26,6 +26,7 @@ from stagescope.wire.schema import (
 from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.payload_reading import PayloadReading
 from stagescope_service.coordinator.raw_fields import (
+    PAGE,
     call_name,
     check_plain,
     plain_fields,
@@ -93,6 +94,11 @@ class RawCalls:
         fields = plain_fields(fields)
         if fields.get("run") is None:
             unknown_fields(kind, fields)  # another name for it is the better answer
+            raise InvalidInput(
+                f"{call_name(kind)} does not say of which run it is",
+                expected="run: the name of the run, a text",
+                advice=f"{PAGE} lists the fields",
+            )
         run = run_name(fields.get("run"))
         seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
         body = {name: value for name, value in fields.items() if value is not None}
@@ -289,8 +295,10 @@ class RawCalls:
         attempt_key = fields.get("attempt_key")
         newest = self._state.registry.newest(run)
         key = attempt_key or (newest.key if newest else UNKEYED)
-        name = f"raw/{run}/{key}/{role}/{rank}"
-        return Sender.parse(Sender(name, run, attempt_key, role, rank).wire())
+        # The caller knows the parts of the name, not the name: they are checked first.
+        sender = Sender.parse(Sender("raw", run, attempt_key, role, rank).wire())
+        name = storable_id(f"raw/{run}/{key}/{role}/{rank}")
+        return dataclasses.replace(sender, incarnation=name)
 
     def _refusal(self, run: str, kind: str, fields: JsonObject, error: InvalidEvent) -> Instruction:
         """Return the finding of a refused call: many callers never read the answer."""

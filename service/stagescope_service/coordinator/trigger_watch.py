@@ -28,15 +28,15 @@ from stagescope_service.coordinator.trigger_actions import Acting, WebhookTest
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import NON_FINITE_SCALARS
 from stagescope_service.core.instructions import Delete, NonFiniteScalars, Put
+from stagescope_service.rules.document import Rule, Rules, defaults, read_yaml
+from stagescope_service.rules.names import NONFINITE_SCALAR, scalar_of
+from stagescope_service.rules.replay import Fired
+from stagescope_service.rules.series import NAMED, pack
+from stagescope_service.rules.watch import REACH, FiringChanges
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import WriteRows
 from stagescope_service.store.tables import TriggerRulesRow
 from stagescope_service.store.tables.findings import FiringColumns
-from stagescope_service.triggers.names import NONFINITE_SCALAR, scalar_of
-from stagescope_service.triggers.replay import Fired
-from stagescope_service.triggers.rules import Rule, Rules, defaults, read_yaml
-from stagescope_service.triggers.series import NAMED, pack
-from stagescope_service.triggers.watch import REACH, FiringChanges
 
 logger = logging.getLogger(__name__)
 
@@ -361,7 +361,7 @@ class TriggerWatch:
 
 def _finds_non_finite(rule: Rule) -> bool:
     """Return whether a rule makes findings of scalars that are not finite."""
-    return rule.metric.startswith(NONFINITE_SCALAR) and rule.actions.severity is not None
+    return rule.metric.startswith(NONFINITE_SCALAR) and rule.actions.finding is not None
 
 
 def _readable(document: Json) -> Rules:

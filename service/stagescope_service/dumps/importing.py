@@ -53,7 +53,7 @@ _ROLE_OF_STAGE: Final[Mapping[str, str]] = {
         ("generate_sequence", "generate_sequences", "actor_generate_sequences"), "rollout"
     ),
 }
-"""Stages of other projects' dumps, too: see `formats.msprobe_places`."""
+"""Stages of other projects' dumps, too: see `formats.msprobe_directory`."""
 _ROLE: Final = "actor"
 _LOGGED_PREFIX: Final = "metrics/"
 KEY_PREFIX: Final = "import-"

@@ -32,7 +32,7 @@ from stagescope_service.core.instructions import (
     PayloadKey,
     StepJob,
 )
-from stagescope_service.ingest.head_watch import HeadWatch
+from stagescope_service.ingest.cluster_state import HeadWatch, NodeList
 from stagescope_service.ingest.ingestors import (
     IngestorClient,
     IngestorDied,
@@ -40,7 +40,6 @@ from stagescope_service.ingest.ingestors import (
     TokenRange,
 )
 from stagescope_service.ingest.kept_files import KeptDescription
-from stagescope_service.ingest.node_list import NodeList
 from stagescope_service.ingest.reader import Outcome
 from stagescope_service.ingest.recompute import JoinAnswer, Source
 from stagescope_service.ingest.relay_actor import start_relays

@@ -30,11 +30,13 @@ from stagescope_service.core.stream_attributes import stream_attributes
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
 from stagescope_service.ingest.non_finite import (
     NonFiniteCounts,
+    Once,
+    Skips,
     location_of,
     log_prob_rows,
+    summarise_once,
     value_rows,
 )
-from stagescope_service.ingest.repeated_rows import Once, Skips, summarise_once
 from stagescope_service.rows.positions import POSITION_TENSORS
 from stagescope_service.rows.ragged import count_by_row, hash_rows, row_of_each
 from stagescope_service.statistics import (

@@ -15,7 +15,12 @@ from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.policy_versions import VERSION_NAMES
 from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.core.instructions import PayloadJob, PayloadKey, StepJob
-from stagescope_service.ingest.non_finite import NonFiniteCounts, log_prob_rows
+from stagescope_service.ingest.non_finite import (
+    NonFiniteCounts,
+    Skips,
+    log_prob_rows,
+    summarise_once,
+)
 from stagescope_service.ingest.reader import (
     COPIES,
     PayloadReader,
@@ -23,7 +28,6 @@ from stagescope_service.ingest.reader import (
     statistics_settings,
     summary_rows,
 )
-from stagescope_service.ingest.repeated_rows import Skips, summarise_once
 from stagescope_service.ingest.rollout_join import (
     Joined,
     RolloutRows,

@@ -253,7 +253,7 @@ def _by_edge_tokens(scopes: Sequence[Scope], summary: Summary) -> list[Scope]:
     found = [*scopes]
     suspects = {scope.check.name for scope in scopes if scope.check.status == "suspect"}
     # A temperature scales the first tokens of a sure model most, too, and d with q in all.
-    if summary.profiles is None or "temperature" in suspects:
+    if "temperature" in suspects:
         return found
     _, lags = lag_means(summary.total)
     filled = Filling.of(summary)

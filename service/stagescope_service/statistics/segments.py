@@ -21,15 +21,18 @@ from stagescope_service.statistics.jit import entry, exact, input_type, tuple_ty
 Found = tuple[Int64, int, int]
 """(segments, index of a wrong mask value or -1, index of a negative round id or -1)."""
 
-SEGMENT: Final = ("start", "stop", "row", "round", "turn", "version")
-COVER: Final = ("row", "first", "last", "token")
 _BLOCK: Final = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """`table` int64 [segments, 6] by `SEGMENT`; `cover` int64 [stretches, 4] by `COVER`: row,
-    positions first to last (half open), all of them model tokens, and the index of the first."""
+    """The segments of a batch.
+
+    Attributes:
+        table: int64 [segments, 6]: start, stop, row, round, turn, version.
+        cover: int64 [stretches, 4]: row, positions first to last (half open), all of them model
+            tokens, and the index of the first.
+    """
 
     table: Int64
     cover: Int64

@@ -57,9 +57,9 @@ class SureTokens:
     unlikely: float
 
     @classmethod
-    def of(cls, profiles: Profiles | None) -> SureTokens | None:
+    def of(cls, profiles: Profiles) -> SureTokens | None:
         """Return what the profiles of a step tell; None: too few sure tokens differ."""
-        bins = () if profiles is None else profiles.bins("probability")
+        bins = profiles.bins("probability")
         sure = [each for each in bins if each.key == _SURE]
         tokens, side = sum(each.tokens for each in sure), _side(sure)
         if tokens < FEW or math.isnan(side):

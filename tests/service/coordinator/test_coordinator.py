@@ -20,11 +20,11 @@ from tests.support.local import coordinator_of
 from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.wire.captures import validate_capture
-from stagescope.wire.errors import InvalidEvent, NotFound, NotReady
+from stagescope.wire.errors import InvalidEvent, InvalidInput, NotFound, NotReady
 from stagescope.wire.schema import Sender
 from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.coordinator import Coordinator
-from stagescope_service.coordinator.draining import DrainAnswer
+from stagescope_service.coordinator.draining import Drained
 from stagescope_service.coordinator.raw_fields import FIELDS, OWN_FIELDS, PAGE
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.coordinator.runner import Clock
@@ -33,6 +33,7 @@ from stagescope_service.core.instructions import (
     Ingest,
     PayloadKey,
 )
+from stagescope_service.core.stack_requests import RankRequest
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Store, Submitted
 from stagescope_service.store.sql import SqlStore
@@ -206,6 +207,9 @@ def test_a_misspelt_field_of_a_raw_call_is_refused(
         ("begin", {"experiment-name": "r", "step": 5, "stage": "s"}, "run"),
         ("begin", {"run": "r", "global_step": 5, "stage": "s"}, "step"),
         ("log", {"run": "r", "rollout_id": 5, "scalars": {"loss": 0.5}}, "step"),
+        ("begin", {"run": "r", "trainer_step": 5, "stage": "s"}, "step"),
+        ("log", {"run": "r", "Training-Iteration": 5, "scalars": {"loss": 0.5}}, "step"),
+        ("end", {"run": "r", "step": 5, "stage": "s", "weight_version": 3}, "policy_version"),
         ("begin", {"run": "r", "step": 5, "name": "s"}, "stage"),
         ("end", {"run": "r", "step": 5, "stage": "s", "global_rank": 1}, "rank"),
         ("log", {"run": "r", "step": 5, "metrics": {"loss": 0.5}}, "scalars"),
@@ -339,6 +343,27 @@ def test_a_raw_call_of_nobody_is_refused(made: Clocked, who: Mapping[str, object
         made.raw("begin", "begin", **who)
     assert raised.value.__context__ is None
     assert rows_of(made.store, "stages") == []
+
+
+def test_a_raw_call_may_have_an_attempt_key_of_each_length_that_is_documented(
+    made: Clocked,
+) -> None:
+    run, longest = "r" * 100, "k" * 500
+    for key in (longest, longest[:-1] + "l"):
+        for rank in (0, 1):
+            told = made.raw("begin", f"{key}{rank}", run=run, attempt_key=key, rank=rank)
+            assert (told["run"], told["occurrence"]) == (run, 0)
+    assert len({row["incarnation"] for row in rows_of(made.store, "stages")}) == 4
+    for wrong in (longest + "k", "k\0", 7):
+        with pytest.raises(InvalidEvent, match="sender with attempt_key"):
+            made.raw("begin", "odd", run=run, attempt_key=wrong)
+
+
+@pytest.mark.parametrize("fields", [{}, {"run": None}, {"project": "p"}])
+def test_a_raw_call_without_a_run_is_told_so(made: Clocked, fields: Mapping[str, object]) -> None:
+    with pytest.raises(InvalidInput, match="does not say of which run") as raised:
+        made.run(made.coordinator.raw_calls.record("end", "d", {"step": 5, "stage": "s", **fields}))
+    assert PAGE in str(raised.value)
 
 
 def test_an_answer_to_a_batch_says_what_of_an_event_was_not_taken(made: Clocked) -> None:
@@ -747,14 +772,14 @@ class Trainer:
         event = (1, kind, self.seq, float(self.seq), 1.0, fields)
         await self.made.coordinator.parts.intake.record(self.sender, [event])
 
-    async def poll(self) -> list[dict[str, str]]:
+    async def poll(self) -> list[RankRequest]:
         answer = await self.made.coordinator.parts.intake.poll(self.sender, 0, [], 20.0)
-        requests: list[dict[str, str]] = answer["requests"]
+        requests: list[RankRequest] = answer["requests"]
         return requests
 
     async def obey(self, last: int) -> None:
         """Take leave as it is asked to, after what it has still to send."""
-        asked: list[dict[str, str]] = []
+        asked: list[RankRequest] = []
         while not any(request["what"] == "finish" for request in asked):
             asked = await self.poll()
         await self.say("begin", step=last, stage="actor_update")
@@ -769,7 +794,7 @@ def live(made: Clocked) -> None:
 
 
 def test_the_driver_of_a_job_waits_for_what_every_rank_has_still_to_send(made: Clocked) -> None:
-    async def train() -> DrainAnswer:
+    async def train() -> Drained:
         live(made)
         ranks = [Trainer(made, rank) for rank in (0, 1)]
         for rank in ranks:
@@ -789,7 +814,7 @@ def test_the_driver_of_a_job_waits_for_what_every_rank_has_still_to_send(made: C
 
 
 def test_the_driver_hears_of_what_will_never_arrive(made: Clocked) -> None:
-    async def train() -> tuple[DrainAnswer, DrainAnswer, DrainAnswer]:
+    async def train() -> tuple[Drained, Drained, Drained]:
         live(made)
         for name in ("r", "other"):
             rank = Trainer(made, 0, name)
@@ -813,7 +838,7 @@ def test_the_driver_hears_of_what_will_never_arrive(made: Clocked) -> None:
 
 
 def test_the_driver_hears_of_ranks_that_never_came(made: Clocked) -> None:
-    async def train() -> tuple[DrainAnswer, ...]:
+    async def train() -> tuple[Drained, ...]:
         live(made)
         nothing = await made.coordinator.parts.draining.drain(None, 0.05, "a")
         rank = Trainer(made, 1)
@@ -833,7 +858,7 @@ def test_the_driver_hears_of_ranks_that_never_came(made: Clocked) -> None:
 def test_ranks_that_ended_unheard_are_named_and_leave_with_their_driver(
     made: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def train() -> DrainAnswer:
+    async def train() -> Drained:
         live(made)
         monkeypatch.setattr(draining, "_LEAVE_SECONDS", 0.05)
         await Trainer(made, 0).say("hello", world_size=1)
@@ -910,7 +935,7 @@ def test_a_rank_that_was_given_up_goes_on_as_if_nothing_was(
 
 
 def test_another_jobs_driver_asks_nobody_to_leave(made: Clocked) -> None:
-    async def train() -> DrainAnswer:
+    async def train() -> Drained:
         live(made)
         await Trainer(made, 0).say("hello", world_size=1)
         return await made.coordinator.parts.draining.drain("r", 30.0, "of another job")

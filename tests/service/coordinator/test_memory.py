@@ -22,10 +22,10 @@ from stagescope_service.core import entities, state
 from stagescope_service.core.instructions import IngestJob, PayloadKey, Put
 from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.reader import Outcome
+from stagescope_service.rules import watch
 from stagescope_service.settings import Settings
 from stagescope_service.store import ids
 from stagescope_service.store.sql import SqlStore
-from stagescope_service.triggers import watch
 
 STEPS: Final = 100
 """Of each half."""

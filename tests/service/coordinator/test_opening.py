@@ -14,14 +14,16 @@ import sqlalchemy as sa
 from tests.support.stores import database, postgresql
 
 pytest.importorskip("ray")
+from tests.support.ingestors import LocalIngestors
+
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.coordinator.actor import DebugCoordinator
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.ingest import actor as ingest_actor
-from stagescope_service.ingest.ingestors import IngestWorker, LocalIngestors
+from stagescope_service.ingest.ingestors import IngestWorker
+from stagescope_service.rules.document import defaults
 from stagescope_service.settings import Settings
 from stagescope_service.store.sql import SqlStore
-from stagescope_service.triggers.rules import defaults
 
 SECONDS = 30.0
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from stagescope_service.ingest.head_watch import FAILED_SECONDS, PENDING_SECONDS, HeadWatch
+from stagescope_service.ingest.cluster_state import FAILED_SECONDS, PENDING_SECONDS, HeadWatch
 
 
 def test_a_head_that_fails_is_named_until_it_answers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from stagescope_service.ingest.node_list import NodeList
+from stagescope_service.ingest.cluster_state import NodeList
 
 
 def test_threads_that_come_before_the_first_list_wait_for_it() -> None:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("ray")
 from stagescope.wire.errors import Unreachable
 from stagescope_service.core.instructions import PayloadKey
-from stagescope_service.ingest import actor, node_list
+from stagescope_service.ingest import actor, cluster_state
 from stagescope_service.ingest.actor import Ingestors, RayIngestors
 from stagescope_service.ingest.reader import Outcome
 from stagescope_service.settings import Settings
@@ -52,7 +52,7 @@ class Cluster:
         )
         monkeypatch.setattr(actor, "ray", fake)
         monkeypatch.setattr(actor, "_RETRY_SECONDS", 0.0)
-        monkeypatch.setattr(node_list, "SECONDS", 0.0)
+        monkeypatch.setattr(cluster_state, "LIST_SECONDS", 0.0)
         monkeypatch.setattr(Ingestors, "handle_for", lambda _, node: self.handle(node))
 
     def handle(self, node: str) -> Handle:

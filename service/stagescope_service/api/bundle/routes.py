@@ -24,8 +24,7 @@ from stagescope_service.api.dependencies import (
     Deps,
     RunPath,
 )
-from stagescope_service.api.report.rendering import as_html, as_markdown
-from stagescope_service.api.report.routes import make_report
+from stagescope_service.api.report.routes import as_html, as_markdown, make_report
 from stagescope_service.api.target import Target
 from stagescope_service.api.tokens import AccessTokens
 from stagescope_service.store.catalogue import Catalogue

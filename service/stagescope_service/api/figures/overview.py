@@ -20,21 +20,26 @@ from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import aggregation_errors
 from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures.lines import (
+    KINDS,
+    ROW,
     Line,
     LineStyle,
+    Mark,
     NotFinite,
+    Place,
     array_of,
     axis_of,
     draw_line,
+    draw_marks,
     draw_not_finite,
+    ranges,
     trace_id,
 )
-from stagescope_service.api.figures.marks import KINDS, ROW, Mark, Place, draw_marks, ranges
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.series import (
     ABSENT,
     NOT_LOGGED,
-    OLD,
+    NOT_STORED,
     OPEN,
     check_known,
     mean_of,
@@ -356,7 +361,7 @@ class _Reader:
         for row in rows:
             key = (row["attempt_id"], row["step"])
             why = why_unmeasured(row, errors.get(key), losses.get(key))
-            reasons[key] = OLD if row["has_summary"] else why
+            reasons[key] = NOT_STORED if row["has_summary"] else why
         return reasons
 
     def weight_syncs(self) -> list[Mark]:

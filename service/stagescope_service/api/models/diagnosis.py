@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from stagescope_service.api.models.common import Model, Number, Page, RunHeading, Step
+from stagescope_service.api.models.common import Model, Page, RunHeading
+from stagescope_service.fields import Number, Step
 
 
 class MismatchPart(Model):

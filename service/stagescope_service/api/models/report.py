@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from stagescope_service.api.encoding import JsonObject
-from stagescope_service.api.models.common import Model, Run, Wall
+from stagescope_service.api.models.common import Model
 from stagescope_service.api.models.figures import Figure
+from stagescope_service.fields import Run, Wall
 
 
 class ReportItem(Model):

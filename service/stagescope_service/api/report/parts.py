@@ -34,6 +34,16 @@ class Item:
     title: str
     lines: Sequence[str] = ()
 
+    @property
+    def facts(self) -> Sequence[str]:
+        """The lines that say what is known."""
+        return [text for text in self.lines if not text.startswith("-> ")]
+
+    @property
+    def commands(self) -> Sequence[str]:
+        """What to do next, of the lines that begin with an arrow."""
+        return [text[3:] for text in self.lines if text.startswith("-> ")]
+
 
 @dataclasses.dataclass(frozen=True)
 class ReportTable:

@@ -45,21 +45,22 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.compare.operators.calls import (
+    Codes,
     Flags,
     Floats,
     OperatorColumns,
     PairedCalls,
     shared_codes,
 )
-from stagescope_service.compare.operators.counts import near_counts, near_sizes
-from stagescope_service.compare.operators.evidence import Use, differ_by_address, identifies
-from stagescope_service.compare.operators.joined_rows import (
+from stagescope_service.compare.operators.counts import (
     JoinedRows,
     is_tensor,
     join_rows,
+    near_counts,
+    near_sizes,
     tensor_size,
 )
-from stagescope_service.compare.operators.sequences import Codes
+from stagescope_service.compare.operators.evidence import Use, differ_by_address, identifies
 
 Verdicts = npt.NDArray[np.int8]
 """Indexes in `VERDICTS`."""

@@ -15,8 +15,11 @@ import numpy as np
 
 from stagescope.wire.errors import ComparisonFailed, InvalidTensor, StagescopeError
 from stagescope_service.compare.flow import NAMED_SECTIONS
-from stagescope_service.compare.pairing.contents_rows import WHOLE_SEQUENCES, ContentsRows
-from stagescope_service.compare.pairing.rank_rows import mask_of_ranks
+from stagescope_service.compare.pairing.contents_rows import (
+    WHOLE_SEQUENCES,
+    ContentsRows,
+    mask_of_ranks,
+)
 from stagescope_service.compare.pairing.shard_comparison import (
     Box,
     ShardComparison,

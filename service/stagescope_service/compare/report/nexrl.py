@@ -25,7 +25,6 @@ from stagescope.wire.errors import StagescopeError
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import Part
 from stagescope_service.compare.pairing.contents_rows import ContentsRows
-from stagescope_service.compare.plan import COUNTERPART_SECTIONS
 from stagescope_service.compare.report.as_json import (
     ComparisonReport,
     PairReport,
@@ -33,6 +32,7 @@ from stagescope_service.compare.report.as_json import (
     ShardReport,
     TrajectoryReport,
 )
+from stagescope_service.compare.task_runner import COUNTERPART_SECTIONS
 from stagescope_service.dumps.formats.nexrl_rows import widened
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location
 from stagescope_service.statistics.pairwise import Pairwise, compare_values

@@ -18,8 +18,8 @@ from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.core.findings import NOT_AGGREGATED, describe, finding
 from stagescope_service.core.instructions import Aggregate, Delete, Put, Rejudge
 from stagescope_service.core.state import State
+from stagescope_service.rules.watch import REACH
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.triggers.watch import REACH
 
 _LEFT_OVER_AT_ONCE: Final = 4
 """Steps of an earlier coordinator that are aggregated at a time."""

@@ -3,19 +3,34 @@
 The directory of a rank holds `dump.json`, its sidecars and, where tensors were dumped,
 `dump_tensor_data/{operator}.{direction}.{which}.pt`, one tensor a file.
 At level debug it holds `debug.json`.
-`msprobe_places` says of which step, stage and rank it is. `stagescope_service.dumps.msprobe` reads
-the operator statistics (`stagescope operators`).
+`stagescope_service.dumps.msprobe` reads the operator statistics (`stagescope operators`).
+
+The names on a directory's path say of which step, stage and rank it is. msprobe itself writes
+`{dump_path}/step{N}/{rankR | procPID | pidPID}/dump.json`; whoever sets `dump_path` decides what is
+above it:
+
+* `step_{N}/{stage}[/part]/step0/rankR`: this project's captures and verl's. msprobe's own counter
+  stays 0.
+* `{stage}/step{N}/rankR`: msprobe's guides for slime and verl, and ModelArts' collector.
+* `{stage}/{PID}/step{N}/rankR`: several engines below one stage.
+* `step{N}/rankR`: no stage.
+
+Where a capture of this project wrote DONE.json, that says the place itself. Other names, such as a
+PID or a host, matter only where two directories would otherwise be of the same place: then they
+become part of the stage's name. No two directories ever share a place.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from stagescope.wire.errors import NotFound
+from stagescope.wire.schema import STAGES, Part
 from stagescope_service.dumps.formats.columns import Columns
 from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.formats.listing import (
@@ -25,8 +40,265 @@ from stagescope_service.dumps.formats.listing import (
     files_below,
     unknown_file,
 )
-from stagescope_service.dumps.formats.msprobe_places import find_places
-from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
+from stagescope_service.dumps.msprobe.operators import read_done
+from stagescope_service.dumps.records import (
+    DumpContents,
+    DumpEntry,
+    DumpProblem,
+    Location,
+    RankDump,
+)
+
+_RANK: Final = re.compile(r"rank[_-]?(\d{1,9})\Z")
+_STEP: Final = re.compile(r"(?:global_)?step[_-]?(\d{1,18}|unknown)\Z")
+_PART: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\Z")
+_PROCESS: Final = re.compile(r"(?:proc|pid|rank)?[_-]?\d+\Z")
+"""A name that numbers a process, and so names no stage."""
+_FIRST_STEP: Final = "step0"
+_NAMED_STAGES: Final = frozenset(
+    {*STAGES, "generate_sequence", "generate_sequences", "actor_generate_sequences",
+     "compute_log_prob", "old_log_prob", "ref_log_prob", "actor_train", "update_actor",
+     "update_critic"}
+)  # fmt: skip
+"""Stages by which a dump's own directory is recognised: any other name may be of the run."""
+
+
+class Places(NamedTuple):
+    """The places of a dump's directories.
+
+    Attributes:
+        ranks: the directories in their order, each with a place of its own.
+        notes: what the names do not say and was decided here, a sentence each.
+        problems: directories that are left out, as their place is another's.
+    """
+
+    ranks: list[RankDump]
+    notes: list[str]
+    problems: list[DumpProblem]
+
+
+class _Names(NamedTuple):
+    """What the names on the path of a directory say.
+
+    Attributes:
+        process: the name of the directory of a process whose rank is unknown.
+        others: names that say none of it.
+        inside: the path below the dump's root.
+    """
+
+    directory: Path
+    step: int | None
+    stage: str | None
+    role: str | None
+    part: Part
+    rank: int | None
+    process: str
+    others: tuple[str, ...]
+    inside: str
+
+    def location(self) -> Location:
+        """Return the place, of step 0 where the names say none."""
+        return Location(self.step or 0, self.stage, self.role, self.rank, self.part)
+
+    def in_stage(self) -> tuple[object, ...]:
+        """Return what has to be unique among the directories of a stage, once ranks are known."""
+        return self.step or 0, self.role, self.rank, self.part
+
+
+def find_places(root: Path, directories: Iterable[Path]) -> Places:
+    """Return the places of directories below `root`, no two alike.
+
+    Args:
+        root: the directory that was named; its name and those above it say a step and a stage only
+            in the layouts that cannot be mistaken.
+        directories: each holds the files of one rank.
+    """
+    notes: dict[str, None] = {}
+    named = _number([_names_of(root.absolute(), each) for each in directories], notes)
+    problems: list[DumpProblem] = []
+    beside: dict[object, _Names] = {}
+    for each in named:
+        # Two spellings of a rank, `rank0` and `rank00`: no other name distinguishes them.
+        first = beside.setdefault((each.directory.parent, each.stage, *each.in_stage()), each)
+        if first is not each:
+            problems.append(_refused(each, first.directory))
+    ranks: list[RankDump] = []
+    taken: dict[Location, Path] = {}
+    for each in _distinguish([*beside.values()], notes):
+        if each.step is None:
+            notes[f"{each.inside or each.directory.name} names no step: taken as step 0"] = None
+        other = taken.setdefault(each.location(), each.directory)
+        if other is each.directory:
+            ranks.append(RankDump(each.directory, each.location()))
+        else:
+            problems.append(_refused(each, other))
+    return Places(ranks, [*notes], problems)
+
+
+def _refused(each: _Names, other: Path) -> DumpProblem:
+    message = f"{each.directory} is of {each.location()}, as {other} is: rename one of them"
+    return DumpProblem(each.directory, "refused", message)
+
+
+def _names_of(root: Path, directory: Path) -> _Names:
+    """Return what the names on a directory's path say."""
+    directory = directory.absolute()
+    names = directory.parts
+    below = len(root.parts)
+    rank, last = _RANK.match(names[-1]), len(names) - 1
+    found = _Names(
+        directory,
+        step=None,
+        stage=None,
+        role=None,
+        part=Part(),
+        rank=int(rank[1]) if rank else None,
+        process="" if rank or _STEP.match(names[-1]) else names[-1],
+        others=tuple(names[below:last]),
+        inside="/".join(names[below:]),
+    )
+    if (done := _written_place(directory)) is not None:
+        return found._replace(**done._asdict())
+    steps = [index for index in range(last + 1) if _STEP.match(names[index])]
+    inner = next((index for index in reversed(steps) if index >= min(below, last - 1)), None)
+    if inner is None:
+        return _with_stage(found, names[below:last], names[last - 1])
+    outer = _outer_step(names, steps, inner, below)
+    if outer is None:
+        found = found._replace(step=_number_of(names[inner]))
+        found = _with_stage(found, names[below:inner], names[inner - 1])
+    else:
+        found = _in_step(found, names, outer, inner, below)
+    return found._replace(others=(*found.others, *names[inner + 1 : last]))
+
+
+def _with_stage(found: _Names, inside: Sequence[str], outside: str) -> _Names:
+    """Return a place with the stage among names.
+
+    Args:
+        found: the place.
+        inside: the names below the root that are above the step.
+        outside: the name above the step, which may be the root's own, or one above it.
+    """
+    at = _stage_among(inside)
+    if at is None:
+        stage = outside if outside in _NAMED_STAGES and not inside else None
+        return found._replace(stage=stage, others=tuple(inside))
+    return found._replace(stage=inside[at], others=(*inside[:at], *inside[at + 1 :]))
+
+
+def _in_step(found: _Names, names: Sequence[str], outer: int, inner: int, below: int) -> _Names:
+    """Return the place in `step_{N}[/{stage}][/part]/step0/rankR`."""
+    between = [name for name in names[outer + 1 : inner] if not _PART.match(name)]
+    parts = [match for name in names[outer + 1 : inner] if (match := _PART.match(name))]
+    above = names[below:outer]
+    if between:
+        found = found._replace(stage=between[0], others=(*above, *between[1:]))
+    else:
+        found = _with_stage(found, above, names[outer - 1])
+    counter = () if names[inner] == _FIRST_STEP else (names[inner],)
+    return found._replace(
+        step=_number_of(names[outer]),
+        part=Part(*map(int, parts[-1].groups())) if parts else Part(),
+        others=(*found.others, *counter),
+    )
+
+
+def _outer_step(names: Sequence[str], steps: Sequence[int], inner: int, below: int) -> int | None:
+    """Return the index of the trainer's step above msprobe's own, None without one.
+
+    Above the root only where nothing but a stage and its part are between.
+    """
+    for index in reversed(steps[: steps.index(inner)]):
+        between = names[index + 1 : inner]
+        near = len(between) == 1 or (len(between) == 2 and _PART.match(between[1]))
+        if index >= below or (near and names[index].startswith("step_")):
+            return index
+    return None
+
+
+def _number_of(step: str) -> int | None:
+    match = _STEP.match(step)
+    return None if match is None or match[1] == "unknown" else int(match[1])
+
+
+def _written_place(directory: Path) -> Location | None:
+    """Return the place in the DONE.json of a capture, None without one that says it."""
+    done = read_done(directory)
+    if done is None:
+        return None
+    step, stage, role, rank = (done.get(name) for name in ("step", "stage", "role", "rank"))
+    part = _PART.match(str(done.get("part")))
+    if not isinstance(stage, str) or not isinstance(role, str) or part is None:
+        return None
+    if not isinstance(rank, int) or not isinstance(step, int | None):
+        return None
+    return Location(step, stage, role, rank, Part(*map(int, part.groups())))
+
+
+def _stage_among(names: Sequence[str]) -> int | None:
+    """Return the index of the stage's name: a known one, else the innermost that is no process."""
+    named = [index for index, name in enumerate(names) if name in _NAMED_STAGES]
+    named = named or [index for index, name in enumerate(names) if not _PROCESS.match(name)]
+    return named[-1] if named else None
+
+
+def _number(named: Sequence[_Names], notes: dict[str, None]) -> list[_Names]:
+    """Return them with a rank each: processes without one are numbered by stage.
+
+    A process keeps its number in all steps of a stage. Where no step has two of them side by side,
+    they are one rank that was started again.
+    """
+    stages: defaultdict[str | None, list[_Names]] = defaultdict(list)
+    for each in named:
+        stages[each.stage].append(each)
+    numbers: dict[tuple[str | None, str], int] = {}
+    for stage, members in stages.items():
+        unknown = [each for each in members if each.rank is None]
+        first = 1 + max((each.rank for each in members if each.rank is not None), default=-1)
+        together: defaultdict[object, set[str]] = defaultdict(set)
+        for each in unknown:
+            together[each.step, each.part, each.others].add(each.process)
+        alone = all(len(processes) == 1 for processes in together.values())
+        for index, process in enumerate(sorted({each.process for each in unknown}, key=_natural)):
+            rank = first if alone else first + index
+            numbers[stage, process] = rank
+            if process not in ("", "rank"):
+                of_stage = f" of {stage}" if stage else ""
+                notes[f"{process}{of_stage} names no rank: shown as rank {rank}"] = None
+    return [
+        each if each.rank is not None else each._replace(rank=numbers[each.stage, each.process])
+        for each in named
+    ]
+
+
+def _distinguish(named: Sequence[_Names], notes: dict[str, None]) -> list[_Names]:
+    """Return them with the names that say nothing else in the stage, where two places are alike."""
+    found = list(named)
+    for _ in range(2):
+        places: defaultdict[str | None, list[object]] = defaultdict(list)
+        for each in found:
+            places[each.stage].append(each.in_stage())
+        alike = {stage for stage, members in places.items() if len({*members}) < len(members)}
+        if not alike:
+            break
+        found = [_with_others(each) if each.stage in alike else each for each in found]
+        # What is still alike differs in the spelling of a step: `step1` and `step01`.
+        found = [each._replace(others=tuple(each.inside.split("/")[:-1])) for each in found]
+    before = {each.stage for each in named}
+    for stage in sorted({each.stage or "" for each in found if each.stage not in before}):
+        notes[f"{stage}: a stage of its own, as another directory has its steps and ranks"] = None
+    return found
+
+
+def _with_others(each: _Names) -> _Names:
+    return each._replace(stage="/".join(filter(None, (each.stage, *each.others))) or None)
+
+
+def _natural(name: str) -> tuple[int, str]:
+    digits = "".join(character for character in name if character.isdecimal())
+    return int(digits or 0), name
+
 
 KIND: Final = "msprobe"
 DUMP_FILES: Final = ("dump.json", "debug.json")

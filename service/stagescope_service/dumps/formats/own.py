@@ -24,8 +24,11 @@ from stagescope_service.dumps.formats.listing import (
     modified_at,
     unknown_file,
 )
-from stagescope_service.dumps.formats.msprobe_directory import operator_files, rank_directories
-from stagescope_service.dumps.formats.msprobe_places import find_places
+from stagescope_service.dumps.formats.msprobe_directory import (
+    find_places,
+    operator_files,
+    rank_directories,
+)
 from stagescope_service.dumps.formats.own_file import (
     ROW_OFFSETS,
     complete_place,

@@ -1,13 +1,14 @@
-"""Reading one of this project's own files: one section of it, or the complete payload.
+"""Reading this project's own files: a section of one, a payload, or payload files as a dump.
 
 `store.kept` documents the metadata; files of the ring have no `sections` and are read the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+import dataclasses
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import InvalidTensor, StagescopeError
@@ -15,9 +16,16 @@ from stagescope.wire.keep import family, sections_of
 from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.dumps.formats.columns import Columns, unique_samples
 from stagescope_service.dumps.formats.odd_values import number_of
-from stagescope_service.dumps.records import SECTIONS, DumpContents, DumpEntry, Location, mapping
+from stagescope_service.dumps.records import (
+    SECTIONS,
+    DumpContents,
+    DumpEntry,
+    DumpProblem,
+    Location,
+    mapping,
+)
 from stagescope_service.rows.ragged import unpack
-from stagescope_service.store.tensorfile import describe_file, map_tensors
+from stagescope_service.store.tensorfile import describe_file, disk_errors, map_tensors
 
 ROW_OFFSETS: Final = ".row_offsets"
 
@@ -200,3 +208,84 @@ def _strings(metadata: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
         for name, texts in mapping(metadata, "strings").items()
         if isinstance(texts, list)
     }
+
+
+class PayloadFile(NamedTuple):
+    """A file, with what the catalogue records about it."""
+
+    path: Path
+    original_path: str = ""
+    """The path to report, if `path` is a copy."""
+    checksum: str | None = None
+    wall: float | None = None
+    """When it was written; default: the file's own time."""
+    numbers: Mapping[str, float] = {}
+    consumed_step: int | None = None
+    """Of a rollout without a step: the step that consumed some of its samples."""
+
+
+class PayloadFiles:
+    """Payload files of any steps; one entry a file."""
+
+    def __init__(self, files: Iterable[PayloadFile], *, name: str) -> None:
+        self.name = name
+        self.kind = "own"
+        self.about: Mapping[str, object] = {}
+        self._files = {file.path: file for file in files}
+        self.jobs: dict[Path, Mapping[str, object]] = {}
+        """The `job` metadata of each file."""
+        self._problems: list[DumpProblem] = []
+        found = [entry for file in self._files.values() if (entry := self._entry(file)) is not None]
+        self._entries = sorted(found, key=_sort_key)
+
+    @property
+    def entries(self) -> Sequence[DumpEntry]:
+        """The files, by step, stage, rank and part."""
+        return self._entries
+
+    @property
+    def problems(self) -> Sequence[DumpProblem]:
+        """Files that cannot be read."""
+        return self._problems
+
+    def read(self, entry: DumpEntry) -> DumpContents:
+        """Read a file; see `records.Dump.read`."""
+        file, record = self._files[entry.path], read_payload(entry)
+        catalogued = {
+            "wall": file.wall or entry.path.stat().st_mtime,
+            "path": file.original_path or str(entry.path),
+            "checksum": file.checksum,
+            "is_consumed": file.consumed_step is not None,
+        }
+        return dataclasses.replace(
+            record,
+            numbers={**record.numbers, **file.numbers},
+            about={**record.about, **catalogued},
+        )
+
+    def _entry(self, file: PayloadFile) -> DumpEntry | None:
+        try:
+            with disk_errors(file.path):
+                size = file.path.stat().st_size
+            metadata = describe_file(file.path).metadata
+            location = place_of_job(metadata.get("job"))
+        except StagescopeError as error:
+            self._problems.append(DumpProblem(file.path, "damaged", str(error)))
+            return None
+        if file.consumed_step is not None:
+            location = location._replace(step=file.consumed_step)
+        self.jobs[file.path] = mapping(metadata, "job")
+        return DumpEntry("other", location, file.path, size)
+
+
+def _sort_key(entry: DumpEntry) -> tuple[object, ...]:
+    location = entry.location
+    return (
+        location.step is None,
+        location.step or 0,
+        location.stage or "",
+        location.role or "",
+        location.rank or 0,
+        location.part,
+        str(entry.path),
+    )

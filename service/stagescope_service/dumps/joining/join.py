@@ -15,9 +15,8 @@ import numpy as np
 from stagescope.batch import Batch, BatchPart, Gap, Tensor
 from stagescope.batch.data import flow_index
 from stagescope.wire.errors import NotFound, StagescopeError
-from stagescope_service.dumps.joining.column import Allocate, Assembly, Column
 from stagescope_service.dumps.joining.parts import DumpParts, find_parts
-from stagescope_service.dumps.joining.rows import RecordedPart
+from stagescope_service.dumps.joining.rows import Allocate, Assembly, Column, RecordedPart
 from stagescope_service.dumps.records import Dump, DumpContents
 from stagescope_service.rows.positions import POSITION_TENSORS, TokenPositions, token_positions
 from stagescope_service.rows.ragged import Int64, RowBlock, row_block

@@ -1,17 +1,23 @@
-"""The rows of a step and the parts that hold them: aligned by sample id, else by position."""
+"""The rows of a step and the parts that hold them, and each column of values by those rows.
+
+Rows are aligned by sample id, else by position.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from stagescope.batch import Padding, Tensor, widened
 from stagescope.wire.schema import Part
+from stagescope.wire.tensorfile import CODES, Array
 from stagescope_service.dumps.records import DumpContents, DumpEntry, mapping
-from stagescope_service.rows.positions import has_positions
-from stagescope_service.rows.ragged import Int64, unpack
+from stagescope_service.rows.positions import TokenPositions, has_positions
+from stagescope_service.rows.ragged import Bools, Int64, RowBlock, is_in_row, unpack
 from stagescope_service.store.tensorfile import WireTensor
 
 Shape: TypeAlias = "tuple[str, tuple[int, ...]]"
@@ -187,3 +193,192 @@ def rows_lacking_ranks(parts: Sequence[RecordedPart]) -> list[int]:
             ranks.setdefault(row, set()).add(part.context_rank)
             sizes[row] = part.context_ranks
     return [row for row, found in ranks.items() if len(found) < sizes[row]]
+
+
+Allocate: TypeAlias = "Callable[[tuple[int, ...], np.dtype[Any]], Array]"
+"""Returns an array of this shape and of any dtype; its values are undefined."""
+
+_NAN: Final = {"bfloat16": 0x7FC0}
+
+_FILLED: Final = 1
+_COUNTED: Final = 2
+"""States of a token of an `Assembly`."""
+
+
+class Column:
+    """A tensor of all rows; each row is written once, and later copies are compared with it.
+
+    Args:
+        tag: dtype tag.
+        shape: [rows], or [rows, width, ...] of the widest block.
+        side: on which rows are padded, 'left' or 'right'.
+        first: the part that recorded the tensor first, for messages.
+        allocate: allocates the memory.
+    """
+
+    def __init__(
+        self, tag: str, shape: tuple[int, ...], side: str, first: str, allocate: Allocate
+    ) -> None:
+        self.tag = tag
+        self.side = side
+        self.first = first
+        self.values = allocate(shape, np.dtype(CODES[tag][1]))
+        self.width = shape[1] if len(shape) > 1 else 1
+        self.written: Int64 = np.full(len(self.values), -1, np.int64)
+        """Width that was written of each row; -1: the row is missing."""
+        self.is_ragged = False
+        self._assembled = np.zeros(len(self.values), bool)
+
+    def accepts(self, block: RowBlock) -> bool:
+        """Whether a block has the column's dtype and dimensions."""
+        return (
+            block.dtype == self.tag
+            and block.values.shape[2:] == self.values.shape[2:]
+            and (block.values.ndim == self.values.ndim)
+        )
+
+    def write(self, rows: Int64, block: RowBlock, *, assembled: bool = False) -> bool:
+        """Write the rows that are still missing; return whether the others agree, bit by bit.
+
+        Only the tokens that both hold are compared: a wider block adds tokens to a narrower row.
+        `assembled`: the rows were assembled from fragments; they have lengths and no padding of
+        their own.
+        """
+        lengths = block.lengths
+        self.is_ragged |= lengths is not None and not assembled
+        self._assembled[rows] |= assembled
+        lengths = np.full(len(rows), block.width, np.int64) if lengths is None else lengths
+        before = self.written[rows]
+        same = self._agrees(rows, block, np.minimum(before, lengths))
+        chosen = (before < 0) | ((lengths > before) if same else False)
+        self._store(rows[chosen], block.values[chosen])
+        self.written[rows[chosen]] = lengths[chosen]
+        return same
+
+    def differences(self, rows: Int64, block: RowBlock) -> tuple[int, float]:
+        """Return how many values of a block differ from the column's, and the largest |d|."""
+        common = np.minimum(self.written[rows], block.width)
+        ours, theirs = self._overlap(rows, block)
+        differ = (bits(ours) != bits(theirs)) & self._within(common, ours)
+        if not differ.any():
+            return 0, 0.0
+        a = widened(Tensor(self.tag, ours))[differ].astype(np.float64)
+        b = widened(Tensor(block.dtype, theirs))[differ].astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            largest = np.abs(a - b)
+        return int(differ.sum()), float(largest.max())
+
+    def finish(self, mask: Column | None) -> Padding | None:
+        """Fill what was not written; return the padding if rows differ in width.
+
+        The padding value is the one at the padded end of the recorded rows, so that the column is
+        padded as its parts were. A missing row is NaN, or the padding value of an integer dtype.
+        """
+        narrow = self.written < self.width
+        if not narrow.any():
+            return None
+        fill = self._fill(mask) if self.values.ndim > 1 else np.zeros(1, self.values.dtype)[0]
+        if self.values.ndim > 1:
+            outside = ~self._within(np.maximum(self.written, 0), self.values, flat=True)
+            self.values[outside] = fill
+        absent = self.written < 0
+        floating = self.tag in _NAN or self.values.dtype.kind == "f"
+        self.values[absent] = _NAN.get(self.tag, math.nan) if floating else fill
+        if self.values.ndim == 1 or not (narrow & ~absent).any():
+            return None
+        shown = widened(Tensor(self.tag, np.array([fill], self.values.dtype)))[0]
+        return Padding(self.side, shown.item())
+
+    def _agrees(self, rows: Int64, block: RowBlock, common: Int64) -> bool:
+        if not (common > 0).any():
+            return True
+        ours, theirs = self._overlap(rows, block)
+        return not ((bits(ours) != bits(theirs)) & self._within(common, ours)).any()
+
+    def _overlap(self, rows: Int64, block: RowBlock) -> tuple[Array, Array]:
+        """Return the column's values where the block lies, and the block's."""
+        theirs = np.ascontiguousarray(block.values)
+        if self.values.ndim == 1:
+            return self.values[rows], theirs
+        cut = slice(self.width - block.width, None) if self._is_left else slice(block.width)
+        return np.ascontiguousarray(self.values[rows, cut]), theirs
+
+    def _within(self, counts: Int64, values: Array, *, flat: bool = False) -> Bools:
+        """Return which of `values` are among the first (or last) `counts` tokens of their row."""
+        if values.ndim == 1:
+            return counts > 0
+        inside = is_in_row(counts, values.shape[1], self.side)
+        return inside if flat else inside.reshape(*inside.shape, *[1] * (values.ndim - 2))
+
+    def _store(self, rows: Int64, values: Array) -> None:
+        if self.values.ndim == 1:
+            self.values[rows] = values
+        elif self._is_left:
+            self.values[rows, self.width - values.shape[1] :] = values
+        else:
+            self.values[rows, : values.shape[1]] = values
+
+    def _fill(self, mask: Column | None) -> np.generic:
+        """Return the value at the padded end of recorded rows; for floats only a unique one."""
+        zero: np.generic = np.zeros(1, self.values.dtype)[0]
+        if mask is None or mask.width != self.width or self.values.ndim != 2 or self.is_ragged:
+            return zero
+        usable = (self.written > 0) & (mask.written == self.written) & ~self._assembled
+        rows = np.flatnonzero(usable)
+        end = self.width - self.written[rows] if self._is_left else self.written[rows] - 1
+        edge = self.values[rows, end][mask.values[rows, end] == 0]
+        found, counts = np.unique(edge, return_counts=True)
+        if not len(found) or (self.values.dtype.kind == "f" and len(found) > 1):
+            return zero
+        fill: np.generic = found[counts.argmax()]
+        return fill
+
+    @property
+    def _is_left(self) -> bool:
+        return self.side == "left"
+
+
+class Assembly:
+    """One tensor of one pass, assembled from fragments; begins as zeros.
+
+    Args:
+        tag: dtype tag.
+        values: [rows, span, ...] of all samples; is overwritten.
+    """
+
+    def __init__(self, tag: str, values: Array) -> None:
+        self.tag = tag
+        self.values = values
+        self.values[...] = 0
+        self._state = np.zeros(values.shape[:2], np.uint8)
+        self.differing = 0
+        """Values of tokens that two fragments hold and that differ."""
+
+    def write(self, rows: Int64, tokens: TokenPositions, values: Array) -> None:
+        """Write the tokens of a part's rows; counted tokens replace others."""
+        uncounted = tokens.present & ~tokens.counted
+        for selected, state in ((tokens.counted, _COUNTED), (uncounted, _FILLED)):
+            row, token = np.nonzero(selected)
+            target, position = rows[row], tokens.positions[row, token]
+            state_before = self._state[target, position]
+            again = state_before == state
+            ours = self.values[target[again], position[again]]
+            differ = bits(ours) != bits(np.ascontiguousarray(values[row[again], token[again]]))
+            self.differing += int(differ.sum())
+            free = state_before < state
+            self.values[target[free], position[free]] = values[row[free], token[free]]
+            self._state[target[free], position[free]] = state
+
+    def finish(self) -> tuple[Int64, RowBlock, Int64]:
+        """Return the rows that were written, their values with lengths, and the rows with holes."""
+        present = self._state > 0
+        rows = np.flatnonzero(present.any(axis=1))
+        ends = np.arange(present.shape[1]) + 1
+        lengths = (present * ends).max(axis=1, initial=0)[rows].astype(np.int64)
+        holes = rows[present[rows].sum(axis=1) < lengths]
+        return rows, RowBlock(self.tag, self.values[rows], lengths), holes
+
+
+def bits(values: Array) -> Array:
+    """Return values as unsigned integers, which are equal where the bits are."""
+    return values.view(f"u{values.dtype.itemsize}")

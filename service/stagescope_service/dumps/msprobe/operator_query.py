@@ -148,15 +148,6 @@ def load_columns(
     return found
 
 
-def read_summary(path: Path) -> dict[str, Json]:
-    """Return `OperatorSummary.fields` of the table.
-
-    Raises:
-        NotFound, StoreError: see `read_operators`.
-    """
-    return _metadata(path, SUMMARY_KEY)
-
-
 def read_stack(path: Path, stack_id: str) -> list[str]:
     """Return the frames of a stack, the innermost first, as msprobe wrote them.
 

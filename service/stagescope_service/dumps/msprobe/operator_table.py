@@ -22,9 +22,12 @@ import pyarrow.parquet as pq
 
 from stagescope.wire.errors import NotFound
 from stagescope_service.dumps.msprobe.json_window import DumpFile, open_file
-from stagescope_service.dumps.msprobe.operators import Leaf, clean_text, leaves, parse_name
-from stagescope_service.dumps.msprobe.sidecars import (
+from stagescope_service.dumps.msprobe.operators import (
     CallStacks,
+    Leaf,
+    clean_text,
+    leaves,
+    parse_name,
     read_done,
     read_parents,
     read_stacks,

@@ -36,7 +36,7 @@ from stagescope_service.api.bundle import contents
 from stagescope_service.api.bundle.archive import unpack
 from stagescope_service.api.bundle.opened import OpenedBundle, open_unpacked
 from stagescope_service.api.redaction import Redactor
-from stagescope_service.store import extract
+from stagescope_service.store import copying
 from stagescope_service.store.contract import Put
 from stagescope_service.store.tables import metadata
 
@@ -261,16 +261,16 @@ def test_it_has_the_tokenizer_that_its_tensors_need(planted: Service, tmp_path: 
 
 
 def test_every_table_is_taken_or_left_out_with_a_reason() -> None:
-    conditions = extract._conditions("r", 1, 1, all_steps=True)
-    assert {*conditions, *extract.LEFT_OUT} == set(metadata.tables)
+    conditions = copying._conditions("r", 1, 1, all_steps=True)
+    assert {*conditions, *copying.LEFT_OUT} == set(metadata.tables)
 
 
 def test_of_a_huge_run_the_step_alone_has_its_rows(
     live: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extract, "MAX_WORKS", 10)
-    monkeypatch.setattr(extract, "MAX_BLOB_BYTES", 10)
-    monkeypatch.setattr(extract, "NEAR", 2)
+    monkeypatch.setattr(copying, "MAX_WORKS", 10)
+    monkeypatch.setattr(copying, "MAX_BLOB_BYTES", 10)
+    monkeypatch.setattr(copying, "NEAR", 2)
     path = saved(live, tmp_path / "b.tar.gz", RUN, BROKEN)
     left_out = {each["what"]: each["reason"] for each in manifest_of(path)["left_out"]}
     assert any("other steps than 33" in what for what in left_out)
@@ -538,7 +538,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stagescope-attach\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
-        "[stagescope.commands]\nattach = stagescope_service.commands.attaching:attach\n"
+        "[stagescope.commands]\nattach = stagescope_service.commands.serving:attach\n"
     )
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(root)])}
 

@@ -16,8 +16,7 @@ from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import overview
-from stagescope_service.api.figures.lines import NotFinite
-from stagescope_service.api.figures.marks import Mark
+from stagescope_service.api.figures.lines import Mark, NotFinite
 from stagescope_service.api.figures.overview import OverviewInfo, Panel, Request
 from stagescope_service.api.figures.routes import as_json
 from stagescope_service.figure_style import traces

@@ -313,13 +313,13 @@ def fill(running: Service, steps: range) -> None:
         wall = 100.0 + step
         puts.append(Put("steps", {
             "attempt_id": 1, "step": step, "opened_wall": wall, "closed_wall": wall + 0.5,
-            "completeness": "complete", "whole_wall": wall, "rows_removed": True,
+            "completeness": "complete", "summary_wall": wall, "rows_removed": True,
         }))  # fmt: skip
         values = random.exponential(0.001, 4).tolist()
         names = ("rollout_corr/k3_kl", "logprob_abs_diff/mean", "logprob_abs_diff/p99",
                  "training/rollout_actor_probs_pearson_corr")  # fmt: skip
         puts.append(Put("step_metrics", {
-            "attempt_id": 1, "step": step, "version": VERSION, "whole_wall": wall,
+            "attempt_id": 1, "step": step, "version": VERSION, "summary_wall": wall,
             "stage": "actor_compute_log_prob", "verdict": "comparable", "suspects": [],
             "metrics": dict(zip(names, values, strict=True)), "slices": None,
             "tokens": 100, "masked_tokens": 100, "unequal_tokens": 100,

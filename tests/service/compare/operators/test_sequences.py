@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope_service.compare.operators.sequences import Codes, align, common_ends
+from stagescope_service.compare.operators.calls import Codes, align, common_ends
 
 sequences = st.lists(st.integers(0, 3), max_size=14)
 

@@ -22,7 +22,6 @@ from stagescope_service.dumps.msprobe.operator_query import (
     load_columns,
     read_operators,
     read_stack,
-    read_summary,
 )
 from stagescope_service.dumps.msprobe.operator_table import SCHEMA
 
@@ -141,12 +140,10 @@ def test_a_file_that_is_not_an_operator_table_is_an_error(tmp_path: Path, path: 
     pq.write_table(pa.table({"name": ["x"]}), tmp_path / "foreign.parquet")
     (tmp_path / "half.parquet").write_bytes(path.read_bytes()[:1000])
     for name in ("text", "foreign", "half"):
-        for ask in (read_operators, read_summary):
-            with pytest.raises(StoreError, match="operator table"):
-                ask(tmp_path / f"{name}.parquet")
-    for ask in (read_operators, read_summary):
-        with pytest.raises(NotFound):
-            ask(tmp_path / "nothing.parquet")
+        with pytest.raises(StoreError, match="operator table"):
+            read_operators(tmp_path / f"{name}.parquet")
+    with pytest.raises(NotFound):
+        read_operators(tmp_path / "nothing.parquet")
 
 
 def test_a_stack_that_is_not_there_is_not_found(path: Path) -> None:

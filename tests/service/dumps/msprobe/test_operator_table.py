@@ -18,16 +18,21 @@ from tests.support.small_decoder import forward_backward, small_decoder, token_i
 
 from stagescope.wire.errors import InvalidInput, NotFound, StoreError
 from stagescope_service.dumps.msprobe.json_window import JsonValue
-from stagescope_service.dumps.msprobe.operator_query import read_stack, read_summary
-from stagescope_service.dumps.msprobe.operator_table import write_operator_table
+from stagescope_service.dumps.msprobe.operator_query import read_stack
+from stagescope_service.dumps.msprobe.operator_table import SUMMARY_KEY, write_operator_table
 from stagescope_service.dumps.msprobe.operators import (
     Leaf,
     forward_name,
     leaves,
     non_finite_kind,
     parse_name,
+    source_of,
 )
-from stagescope_service.dumps.msprobe.sidecars import source_of
+
+
+def stored_summary(path: Path) -> Any:
+    """What the file says of itself."""
+    return json.loads(pq.read_metadata(path).metadata[SUMMARY_KEY])
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -149,7 +154,7 @@ def test_numbers_that_are_texts_and_numbers_that_are_unknown(
 
 def test_the_summary_counts_and_names_the_first_infinity(tmp_path: Path) -> None:
     path = table(tmp_path, Masked(), level="L1")
-    summary = read_summary(path)
+    summary = stored_summary(path)
     bad = [row for row in rows(path) if row["non_finite"]]
     assert summary["non_finite_rows"] == len(bad) > 1
     assert summary["first_non_finite"] == {
@@ -228,7 +233,7 @@ def test_a_dump_truncated_by_a_crash_is_read_up_to_there(
     assert found == rows(tmp_path / "whole.parquet")[: len(found)]
     assert (summary.truncated_at, summary.done, summary.rows) == (end, None, len(found))
     assert summary.last_name == (found[-1]["name"] if found else None)
-    assert read_summary(tmp_path / "o.parquet") == summary.fields()
+    assert stored_summary(tmp_path / "o.parquet") == summary.fields()
 
 
 @pytest.mark.parametrize("name", ["stack.json", "construct.json"])
