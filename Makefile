@@ -81,7 +81,7 @@ RAY_LOWEST := $(addprefix tests/integration/test_,probe_over_ray.py writers.py c
 # What no version can break, at length: our own state machine, rules on numbers and tables, and what
 # a browser makes of a page that the other tests hold to be the same.
 PURE := tests/test_structure.py tests/deploy tests/examples/countdown/test_false_alarms.py \
-	tests/service/core tests/service/diagnosis tests/service/api/test_page.py \
+	tests/service/core tests/service/rules tests/service/api/test_page.py \
 	tests/service/api/figures/test_in_browser.py \
 	$(addprefix tests/service/coordinator/test_,journal.py triggering.py weight_comparer.py) \
 	$(addprefix tests/service/compare/,test_html_in_browser.py operators/test_divergence.py operators/test_evidence.py)
@@ -100,9 +100,10 @@ check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(MAKE) test test-ray test-trainings
 
 # What needs neither Ray, a database, a browser nor msprobe, but the longest searches of hypothesis.
-FAST := tests/test_structure.py tests/client $(addprefix tests/service/,core statistics triggers) \
+FAST := tests/test_structure.py tests/client $(addprefix tests/service/,core statistics) \
+	$(addprefix tests/service/rules/test_,conditions.py defaults.py messages.py periods.py rules.py series.py) \
 	$(addprefix --ignore=tests/,client/engines client/forwarding client/test_against_the_service.py client/test_cli.py client/test_notebooks.py client/test_top.py \
-	service/core/test_any_order.py service/triggers/test_watch.py)
+	service/core/test_any_order.py)
 
 check-fast: $(VENV)/installed-dev  ## while editing: format, lint, mypy, the tests of pure code
 	$(BIN)/ruff format --check .

@@ -35,7 +35,7 @@ from pathlib import Path
 import stagescope, stagescope_service, stagescope_workers
 from starlette.testclient import TestClient
 from stagescope_service.api.app import make_app
-from stagescope_service.diagnosis.doctor import rulebook
+from stagescope_service.rules.doctor import rulebook
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
@@ -226,5 +226,5 @@ def test_the_service_runs_from_the_wheel(built: Built, tmp_path: Path) -> None:
     assert all(file.startswith(str(site)) for file in answer["files"])
     assert set(answer["answers"].values()) == {200}, answer["answers"]
     assert answer["version"] == __version__
-    assert answer["rules"] == len([*ROOT.glob("service/stagescope_service/diagnosis/rules/*.yaml")])
+    assert answer["rules"] == len([*ROOT.glob("service/stagescope_service/rules/symptoms/*.yaml")])
     assert "--data-dir" in succeed(programs / "stagescope", "serve", "--help", cwd=tmp_path)

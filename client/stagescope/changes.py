@@ -12,7 +12,6 @@ from stagescope.table import Table
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import Target
 
-CHANGE_ORDER: Final = ("weight", "area", "name", "a", "b")
 _HEADINGS: Final[Mapping[str, str]] = {
     "numbers": "may change numbers",
     "place": "another place",

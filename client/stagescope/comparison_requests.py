@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from stagescope import render
-from stagescope.changes import CHANGE_ORDER, Changes
+from stagescope.changes import Changes
 from stagescope.comparison_report import ComparisonReport
 from stagescope.connection import LIMIT, Connection
 from stagescope.operators import Divergence
@@ -83,7 +83,7 @@ class ComparisonRequests(Connection):
             NotFound: there is no such run or attempt.
         """
         params = {"a": a, "b": b}
-        return Changes.from_table(self.table("/diff", params, title="diff", order=CHANGE_ORDER))
+        return Changes.from_table(self.table("/diff", params, noun="diff"))
 
     def compare(
         self,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
@@ -40,6 +40,41 @@ LIMIT: Final = 1000
 _PAGE_ROWS: Final = 500
 _POLL_INTERVAL: Final = 0.5
 """Seconds between two requests for something that the service is still computing."""
+
+
+ORDERS: Final[Mapping[str, Sequence[str]]] = {
+    "runs": ("run", "live", "attempt", "last_closed_step", "last_wall"),
+    "attempts": ("attempt", "state", "first_step", "last_closed_step", "resumed_from_step"),
+    "steps": ("step", "attempt", "complete", "measured", "gap", "begun_again", "losses",
+              "superseded_by", "missing"),
+    "engines": ("name", "state", "age_seconds", "kind", "url", "model", "used_by"),
+    "versions": ("version", "step", "differ", "missing", "replicas_differ", "not_comparable",
+                 "agree", "complete"),
+    "weights": ("name", "verdict", "ranks", "odd_ranks", "dtype", "shape", "reason"),
+    "devices": ("device", "odd", "suspected", "runs", "last_run", "last_step", "last_rank"),
+    "diagnosis": ("verdict", "sure", "rule", "since_step", "where", "title", "family"),
+    "diff": ("weight", "area", "name", "a", "b"),
+    "rounds": ("round", "turn", "staleness", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl",
+               "comparable", "cause", "nonfinite"),
+    "ranks": ("role", "rank", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "comparable",
+              "cause", "parts", "nonfinite"),
+    "tokens": ("text", "token_id", "abs_diff", "p", "q", "round", "sample_uid", "position",
+               "rank"),
+    "samples": ("sample_uid", "max_abs", "mean_abs", "tokens", "rounds", "reward", "rank",
+                "nonfinite"),
+    "loss": ("fate", "tokens", "share_of_tokens", "share_of_mismatch", "mean_abs", "gradient"),
+    "stages": ("stage", "role", "rank", "part", "status", "seconds", "open_seconds",
+               "waited_seconds"),
+    "dumps": ("stage", "role", "rank", "state", "bytes", "path"),
+    "kept": ("stage", "role", "rank", "part", "sections", "bytes", "state", "path"),
+    "operators": ("order", "name", "section", "index", "dtype", "shape", "min", "max", "mean",
+                  "norm", "non_finite", "source"),
+    "non_finite": ("rank", "name", "section", "index", "non_finite", "source", "earliest"),
+    "scalars": ("name", "value", "stage", "role", "rank"),
+    "stuck": ("rank", "status", "step", "stage", "seconds", "ranks_begun", "ranks",
+              "usual_seconds", "ranks_ended", "role", "process", "host", "pid", "limit_seconds"),
+}  # fmt: skip
+"""Table -> the columns that are shown first: in 80 columns a table leaves out the last ones."""
 
 
 class Connection:
@@ -122,12 +157,7 @@ class Connection:
         return figure_of(self.get(f"/figures/{segment(name)}", **parameters))
 
     def download(
-        self,
-        path: str,
-        params: Params,
-        write: Callable[[bytes, int], object],
-        *,
-        timeout: float,
+        self, path: str, params: Params, write: Callable[[bytes, int], object], *, timeout: float
     ) -> None:
         """Pass the bytes of a route's answer to `write` in chunks; see `Transport.download`."""
         self._transport.download(path, params, write, timeout=timeout)
@@ -137,14 +167,21 @@ class Connection:
         path: str,
         params: Params | None = None,
         *,
-        title: str = "",
+        noun: str = "",
+        title: str | None = None,
         order: Sequence[str] = (),
         columns: Kinds = MappingProxyType({}),
         limit: int = LIMIT,
     ) -> Table:
         """Return the rows of a route, following its pages up to `limit` rows.
 
-        `columns` are those that every row has (`stagescope.columns`).
+        Args:
+            path, params: of the route.
+            noun: what the rows are: its ORDERS and its columns (`stagescope.columns`) are used.
+            title: of the table; default: the noun.
+            order: the columns that are shown first, instead of the noun's.
+            columns: further columns that every row has.
+            limit: most rows.
         """
         if limit < 1:
             raise InvalidInput(f"limit is {limit}", expected="a number of rows from 1")
@@ -172,9 +209,9 @@ class Connection:
             query["cursor"] = following
         return Table.from_rows(
             rows[:limit],
-            order=order,
-            columns=columns,
-            title=title,
+            order=order or ORDERS.get(noun, ()),
+            columns={**columns, **COLUMNS.get(noun, {})},
+            title=noun if title is None else title,
             about=about,
             truncated=following is not None or len(rows) > limit,
         )
@@ -184,7 +221,7 @@ class Connection:
     ) -> FindingRows:
         """Return the rows of `path` together with those of its `/groups`."""
         rows, groups = (
-            self.table(route, params, title=title, order=first, columns=COLUMNS[noun], limit=limit)
+            self.table(route, params, noun=noun, title=title, order=first, limit=limit)
             for route, first, noun in (
                 (path, order, title),
                 (f"{path}/groups", GROUP_ORDER, f"{title}/groups"),

@@ -12,7 +12,6 @@ from stagescope import render
 from stagescope.render import printable, wrapped
 from stagescope.table import Row, Table
 
-DIAGNOSIS_ORDER: Final = ("verdict", "sure", "rule", "since_step", "where", "title", "family")
 _COLOURS: Final = {"found": "#b3372b", "not measured": "#6e7278", "not found": "#2a8048"}
 _LOG: Final = re.compile(r"log it: stage\.log\((\w+)=\.\.\.\)$")
 _LOGGED: Final = "log it"

@@ -64,12 +64,7 @@ class FigureRequests(Connection):
             smooth=smooth,
         )
 
-    def watch(
-        self,
-        *metrics: str,
-        run: str | None = None,
-        seconds: float = 5.0,
-    ) -> Watch:
+    def watch(self, *metrics: str, run: str | None = None, seconds: float = 5.0) -> Watch:
         """Return a live cell: the figure of `plot`, which follows the run while it is shown.
 
         Usage:

@@ -6,9 +6,9 @@ each has a line of its own and is never shortened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Final, TypedDict
+from typing import Final
 
 from stagescope import render
 from stagescope.answers import Record
@@ -36,100 +36,6 @@ _IGNORED_ROWS: Final = {
     "other_checksums": "with equal statistics but other checksums (see --exact)",
 }
 """Rows of a divergence that differ but do not count as a difference."""
-
-
-class _Dump(TypedDict):
-    """The fields that identify the dump of a row."""
-
-    stage: str
-    role: str
-    rank: int
-    part: str | None
-    capture_id: str
-
-
-class _TableState(_Dump):
-    """The state of the operator table of a dump."""
-
-    state: str
-    reason: str | None
-    truncated: bool | None
-    truncated_at: int | None
-    done: bool | None
-    calls: int | None
-    task: str | None
-
-
-class _Argument(TypedDict):
-    """The value of an argument, result, parameter or gradient."""
-
-    dtype: str | None
-    shape: Sequence[int] | None
-    type: str | None
-    value: object
-    min: float | str | None
-    max: float | str | None
-    mean: float | str | None
-    norm: float | str | None
-
-
-class _ArgumentRow(_Dump, _Argument):
-    """A row of `Operators`."""
-
-    order: int
-    name: str
-    source: str | None
-    section: str | None
-    index: str | None
-
-
-class _NonFiniteRow(_TableState):
-    """A row of `NonFiniteOperators`: the first non-finite operator of a dump."""
-
-    name: str | None
-    parent: str | None
-    section: str | None
-    index: str | None
-    non_finite: str
-    direction: str | None
-    bad_inputs: Sequence[Mapping[str, str | None]] | None
-    certain: bool | None
-    source: str | None
-    not_read: int | None
-    masks: int | None
-    measured: int | None
-    unmeasured: int | None
-    earliest: bool
-    order_differs: bool
-
-
-class _OperatorValue(_Argument):
-    """One side of a difference."""
-
-    name: str
-    parent: str | None
-    source: str | None
-
-
-class _DifferenceRow(TypedDict):
-    """Two values that differ; a side that lacks the operator is None."""
-
-    a: _OperatorValue | None
-    b: _OperatorValue | None
-    section: str | None
-    index: str | None
-    verdict: str
-    relative: float | None
-    threshold: float
-
-
-class _Side(_TableState):
-    """One side of a divergence."""
-
-    run: str
-    attempt: int
-    step: int
-    device: str | None
 
 
 class Operators(Table):
@@ -223,7 +129,7 @@ class NonFiniteOperators(Table):
         return lines
 
 
-def _finite(row: _NonFiniteRow | Row) -> str:
+def _finite(row: Row) -> str:
     """Return how a dump without a non-finite result is; the counts are null of older tables."""
     unknown = row.get("unmeasured") or 0
     if row.get("measured") == 0:
@@ -240,7 +146,7 @@ def _of_unknown(count: int) -> str:
     return f"{tensors} no Min and Max"
 
 
-def _not_read(row: _NonFiniteRow | Row) -> str:
+def _not_read(row: Row) -> str:
     """Return how many calls the search skipped because they do not read their memory."""
     count = row.get("not_read")
     if not count:
@@ -364,11 +270,11 @@ def _calls(rows: Sequence[Row]) -> Iterator[tuple[Row, list[Row]]]:
         yield call[0], call
 
 
-def _dump_key(row: _NonFiniteRow | Row) -> tuple[object, ...]:
+def _dump_key(row: Row) -> tuple[object, ...]:
     return tuple(row[name] for name in ("capture_id", "stage", "part", "role", "rank"))
 
 
-def _dump_name(row: _Dump | Row) -> str:
+def _dump_name(row: Row) -> str:
     part = "" if row["part"] in (None, "0.0.0.0") else f" part {row['part']}"
     return render.printable(f"{row['stage']} {row['role']}/{row['rank']}{part}")
 
@@ -377,7 +283,7 @@ def _number_titles() -> str:
     return "".join(f"{name:>{_NUMBER + 1}}" for name in _NUMBERS)
 
 
-def _argument(row: _ArgumentRow | Row, width: int) -> list[str]:
+def _argument(row: Row, width: int) -> list[str]:
     if row["section"] is None:
         return ["  (nothing recorded)"]
     name = ".".join(str(row[part]) for part in ("section", "index") if row[part])
@@ -387,7 +293,7 @@ def _argument(row: _ArgumentRow | Row, width: int) -> list[str]:
     return wrapped(f"  {name:<{_ARGUMENT}} ", line, width)
 
 
-def _value(row: _Argument | Row) -> str:
+def _value(row: Row) -> str:
     """Return a tensor's statistics, or the value of an argument that is not a tensor."""
     if not row["dtype"]:
         value = "" if row["value"] is None else f" {row['value']}"
@@ -409,7 +315,7 @@ def _argument_name(section: str | None, index: str | None) -> str:
     return ".".join(part for part in (section, index) if part)
 
 
-def _first(row: _NonFiniteRow | Row, width: int) -> list[str]:
+def _first(row: Row, width: int) -> list[str]:
     inputs = ", ".join(
         _argument_name(bad["section"], bad["index"]) for bad in row["bad_inputs"] or ()
     )
@@ -437,7 +343,7 @@ def _with_numbers(row: JsonObject) -> Row:
     return {**row, "relative": nonfinite.number(row["relative"]), **sides}
 
 
-def _side(name: str, side: _Side, width: int) -> list[str]:
+def _side(name: str, side: Row, width: int) -> list[str]:
     parts = [f"run {side['run']}, attempt {side['attempt']}, step {side['step']}", _dump_name(side)]
     if side.get("device"):
         parts.append(str(side["device"]))
@@ -445,7 +351,7 @@ def _side(name: str, side: _Side, width: int) -> list[str]:
     return lines + [line for note in _notes_of(side) for line in wrapped("   ", note, width)]
 
 
-def _difference(row: _DifferenceRow, width: int) -> list[str]:
+def _difference(row: Row, width: int) -> list[str]:
     operator = row["a"] or row["b"]
     assert operator is not None
     lines = wrapped("  ", operator["name"], width)
@@ -464,7 +370,7 @@ def _difference(row: _DifferenceRow, width: int) -> list[str]:
     return lines
 
 
-def _notes_of(table: _TableState | Row) -> list[str]:
+def _notes_of(table: Row) -> list[str]:
     if table["state"] != "digested":
         reason = f": {table['reason']}" if table.get("reason") else ""
         return [f"{_dump_name(table)} is {table['state']}{reason}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, TypedDict
+from typing import Final
 
 from stagescope.answers import Record
 from stagescope.table import Table
@@ -21,43 +21,6 @@ _STEPS: Final = ("attempt", "step", "state", "collected", "waiting", "gaps")
 _DUMPS: Final = ("attempt", "step", "stage", "role", "rank", "part", "state", "bytes", "seconds")
 _MAX_NAMED: Final = 8
 """Ranks or estimates that are listed one by one."""
-
-
-class _Rank(TypedDict):
-    role: str
-    rank: int
-
-
-class _RequestedRank(_Rank):
-    acknowledged: bool
-
-
-class _RankState(_Rank):
-    state: str
-
-
-class _StepGap(TypedDict, total=False):
-    gap: str | None
-    unrecorded: Sequence[str]
-
-
-class _StepProgress(_StepGap):
-    step: int
-    attempt: int | None
-    state: str
-    collected: int
-    waiting: Sequence[_Rank]
-    gaps: Sequence[_RankState]
-
-
-class _Estimate(_Rank):
-    stage: str
-    error: str | None
-    basis: str | None
-    assumed: bool
-    tokens: int
-    bytes: float
-    seconds: float
 
 
 class RequestedCapture(Record):
@@ -179,7 +142,7 @@ def _value(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _acknowledgements(ranks: Sequence[_RequestedRank], state: str) -> str:
+def _acknowledgements(ranks: Sequence[JsonObject], state: str) -> str:
     if not ranks:
         return "none of the ranks that it asks has reported yet"
     late = [rank for rank in ranks if not rank["acknowledged"]]
@@ -189,7 +152,7 @@ def _acknowledgements(ranks: Sequence[_RequestedRank], state: str) -> str:
     return text if not late else f"{text}; not {_names(late)}"
 
 
-def _names(ranks: Sequence[_Rank]) -> str:
+def _names(ranks: Sequence[JsonObject]) -> str:
     return _listed([f"{rank['role']} {rank['rank']}" for rank in ranks])
 
 
@@ -202,7 +165,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _estimate_line(estimate: _Estimate) -> str:
+def _estimate_line(estimate: JsonObject) -> str:
     location = f"{estimate['role']} {estimate['rank']}, {estimate['stage']}"
     basis = estimate.get("basis")
     if estimate.get("error") or basis in (None, "unknown"):
@@ -220,9 +183,7 @@ def _replaced_filters(dumps: Sequence[JsonObject]) -> list[str]:
     return [text for text in texts if str(text).startswith(("rank:", "step:"))]
 
 
-def _step_line(
-    step: _StepProgress, run: str | None, kept: Sequence[str], *, of_attempt: bool
-) -> str:
+def _step_line(step: JsonObject, run: str | None, kept: Sequence[str], *, of_attempt: bool) -> str:
     """Return the line of a step.
 
     Args:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from stagescope.batch import Batch
-from stagescope.batch.trajectories import Trajectory, trajectories
+from stagescope.batch.converters import Trajectory, trajectories
 from stagescope.wire.errors import Conflict, InvalidInput, NotFound
 
 if TYPE_CHECKING:

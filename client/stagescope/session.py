@@ -20,22 +20,19 @@ from typing import TYPE_CHECKING, Final, Literal
 from stagescope import discovery, render
 from stagescope.answers import Record, Status
 from stagescope.capture_requests import CaptureRequests
-from stagescope.columns import COLUMNS
 from stagescope.comparison_requests import ComparisonRequests
 from stagescope.connection import LIMIT, segment, step_segment
-from stagescope.doctor import DIAGNOSIS_ORDER, Diagnosis
+from stagescope.doctor import Diagnosis
 from stagescope.engines.http import engine_url
 from stagescope.figures import FigureRequests
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, FindingRows
 from stagescope.forwarding import forwarder
-from stagescope.hangs import Stacks
 from stagescope.link_text import session_call
-from stagescope.opening import is_bundle, open_bundle
-from stagescope.saving import FileRequests
+from stagescope.saving import FileRequests, is_bundle, open_bundle
 from stagescope.series import Exact, Series
 from stagescope.step import Step, Steps
+from stagescope.step_answers import Stacks, Weights
 from stagescope.table import Table
-from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.framing import MEDIA_TYPE, SendResult, WirePayload, pack_batch
 from stagescope.wire.links import LinkText
@@ -49,21 +46,6 @@ StepName = int | Literal["latest", "measured", "captured"]
 _RECENT_STEPS: Final = 100
 """How many of the newest steps are searched for one with numbers."""
 
-# Columns that are shown first: in 80 columns a table leaves out the last ones.
-_RUN_ORDER: Final = ("run", "live", "attempt", "last_closed_step", "last_wall")
-_ATTEMPT_ORDER: Final = ("attempt", "state", "first_step", "last_closed_step", "resumed_from_step")
-_STEPS_ORDER: Final = (
-    "step",
-    "attempt",
-    "complete",
-    "measured",
-    "gap",
-    "begun_again",
-    "losses",
-    "superseded_by",
-    "missing",
-)
-_ENGINE_ORDER: Final = ("name", "state", "age_seconds", "kind", "url", "model", "used_by")
 _POLL_SECONDS: Final = 2.0
 _UNPACK_SECONDS: Final = 600.0
 
@@ -143,43 +125,23 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
 
     def runs(self, *, limit: int = LIMIT) -> Table:
         """Return the runs, the most recently active first."""
-        return self.table(
-            "/runs", title="runs", order=_RUN_ORDER, columns=COLUMNS["runs"], limit=limit
-        )
+        return self.table("/runs", noun="runs", limit=limit)
 
     def attempts(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
         """Return a run's attempts with their fingerprints."""
         name = run if run is not None else self._newest_run()
-        return self.table(
-            f"/runs/{segment(name, 'run')}/attempts",
-            title="attempts",
-            order=_ATTEMPT_ORDER,
-            columns=COLUMNS["attempts"],
-            limit=limit,
-        )
+        path = f"/runs/{segment(name, 'run')}/attempts"
+        return self.table(path, noun="attempts", limit=limit)
 
     def steps(
         self, run: str | None = None, attempt: int | None = None, *, limit: int = LIMIT
     ) -> Steps:
         """Return the steps with their completeness, the newest first."""
         params = {"run": run, "attempt": attempt}
-        return Steps.from_table(
-            self.table(
-                "/steps",
-                params,
-                title="steps",
-                order=_STEPS_ORDER,
-                columns=COLUMNS["steps"],
-                limit=limit,
-            )
-        )
+        return Steps.from_table(self.table("/steps", params, noun="steps", limit=limit))
 
     def step(
-        self,
-        step: StepName = "latest",
-        *,
-        run: str | None = None,
-        attempt: int | None = None,
+        self, step: StepName = "latest", *, run: str | None = None, attempt: int | None = None
     ) -> Step:
         """Return one step, bound to the run and attempt that answer now.
 
@@ -254,12 +216,8 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             >>> session.metric_names()["name"]
         """
         name = run if run is not None else self._newest_run()
-        return self.table(
-            f"/runs/{segment(name, 'run')}/metrics",
-            title="numbers",
-            columns=COLUMNS["metric_names"],
-            limit=limit,
-        )
+        path = f"/runs/{segment(name, 'run')}/metrics"
+        return self.table(path, noun="metric_names", title="numbers", limit=limit)
 
     def weights(
         self,
@@ -279,19 +237,11 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         """
         params = {"run": run, "attempt": attempt}
         if version is None:
-            return self.table(
-                "/weights",
-                params,
-                title="versions of weights",
-                order=VERSION_ORDER,
-                columns=COLUMNS["versions"],
-                limit=limit,
-            )
+            title = "versions of weights"
+            return self.table("/weights", params, noun="versions", title=title, limit=limit)
         params["verdict"] = verdict
         path = f"/weights/{version}"
-        return Weights.from_table(
-            self.table(path, params, order=WEIGHT_ORDER, columns=COLUMNS["weights"], limit=limit)
-        )
+        return Weights.from_table(self.table(path, params, noun="weights", title="", limit=limit))
 
     def devices(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
         """Return the devices whose weights differed from their replicas', by default of all runs.
@@ -299,14 +249,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         `odd` counts the recorded versions in which the majority of the replicas differed from this
         device, `suspected` those without a majority.
         """
-        return self.table(
-            "/devices",
-            {"run": run},
-            title="devices",
-            order=DEVICE_ORDER,
-            columns=COLUMNS["devices"],
-            limit=limit,
-        )
+        return self.table("/devices", {"run": run}, noun="devices", limit=limit)
 
     def exact(self, run: str | None = None, attempt: int | None = None) -> Exact:
         """Return the steps in which trainer and rollout are equal, and the first difference.
@@ -348,14 +291,9 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             step: look at the steps up to this one alone.
         """
         name = run or self.step("latest").run
-        table = self.table(
-            f"/runs/{segment(name, 'run')}/diagnosis",
-            {"attempt": attempt, "step": step},
-            title="diagnosis",
-            order=DIAGNOSIS_ORDER,
-            columns=COLUMNS["diagnosis"],
-        )
-        return Diagnosis.from_table(table)
+        path = f"/runs/{segment(name, 'run')}/diagnosis"
+        params = {"attempt": attempt, "step": step}
+        return Diagnosis.from_table(self.table(path, params, noun="diagnosis"))
 
     def findings(
         self,
@@ -502,7 +440,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         With `check` the service first requests each engine's health path (timeout: 2 s).
         """
         params = {"check": "true" if check else None}
-        return self.table("/engines", params, title="engines", order=_ENGINE_ORDER, limit=limit)
+        return self.table("/engines", params, noun="engines", limit=limit)
 
     def engine(
         self, name: str, *, key_file: str | Path | None = None, timeout: float = 120.0

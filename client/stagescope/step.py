@@ -12,15 +12,12 @@ from stagescope import render
 from stagescope.answers import Metrics, Record
 from stagescope.batch import Batch
 from stagescope.batch.file import DownloadBuffer, atomic_file, load, parse
-from stagescope.columns import COLUMNS
 from stagescope.connection import LIMIT, segment
-from stagescope.hangs import STUCK_ORDER, Stacks, Stuck
 from stagescope.operators import NonFiniteOperators, Operators, Stack
 from stagescope.plotting import BarTable, PlottedTable
-from stagescope.samples import SampleTokens
+from stagescope.step_answers import SampleTokens, Stacks, Stuck, Weights
 from stagescope.table import Table
 from stagescope.transport import QueryValue
-from stagescope.weights import WEIGHT_ORDER, Weights
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.names import storable_id
 
@@ -29,44 +26,8 @@ if TYPE_CHECKING:
 
     from stagescope.capture_requests import CaptureRequests
 
-# Columns that are shown first: in 80 columns a table leaves out the last ones.
-_ROUND_ORDER: Final = (
-    "round", "turn", "staleness", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "comparable",
-    "cause", "nonfinite",
-)  # fmt: skip
-_RANK_ORDER: Final = (
-    "role", "rank", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "comparable", "cause",
-    "parts", "nonfinite",
-)  # fmt: skip
-_TOKEN_ORDER: Final = (
-    "text", "token_id", "abs_diff", "p", "q", "round", "sample_uid", "position", "rank",
-)  # fmt: skip
-_SAMPLE_ORDER: Final = (
-    "sample_uid", "max_abs", "mean_abs", "tokens", "rounds", "reward", "rank", "nonfinite",
-)  # fmt: skip
-_LOSS_ORDER: Final = (
-    "fate", "tokens", "share_of_tokens", "share_of_mismatch", "mean_abs", "gradient",
-)  # fmt: skip
-_STAGE_ORDER: Final = (
-    "stage",
-    "role",
-    "rank",
-    "part",
-    "status",
-    "seconds",
-    "open_seconds",
-    "waited_seconds",
-)
-_DUMP_ORDER: Final = ("stage", "role", "rank", "state", "bytes", "path")
-_KEPT_ORDER: Final = ("stage", "role", "rank", "part", "sections", "bytes", "state", "path")
-_OPERATOR_ORDER: Final = (
-    "order", "name", "section", "index", "dtype", "shape", "min", "max", "mean", "norm",
-    "non_finite", "source",
-)  # fmt: skip
 _LACKS: Final = {"gap": "", "missing": "missing "}
 """Column of what a step lacks -> what stands before its value in text."""
-_NON_FINITE_ORDER: Final = ("rank", "name", "section", "index", "non_finite", "source", "earliest")
-_SCALAR_ORDER: Final = ("name", "value", "stage", "role", "rank")
 
 
 def _of_slice(filters: Mapping[str, object]) -> str:
@@ -174,10 +135,10 @@ class Step:
             >>> session.step(5).rounds(by="round").plot(compare=3)
         """
         filters = {"by": by, "stage": stage, "role": role, "rank": rank}
-        table = self._table("rounds", _ROUND_ORDER, limit, **filters)
+        table = self._table("rounds", limit, **filters)
         if by is None and table.about.get("turns"):
             filters["by"] = "turn"
-            table = self._table("rounds", _ROUND_ORDER, limit, **filters)
+            table = self._table("rounds", limit, **filters)
         sliced = {**filters, "by": None if filters["by"] == "round" else filters["by"]}
         return PlottedTable.drawn_by(
             table,
@@ -205,7 +166,7 @@ class Step:
         """
         filters = {"stage": stage, "role": role, "rank": rank}
         return PlottedTable.drawn_by(
-            self._table("ranks", _RANK_ORDER, limit, **filters),
+            self._table("ranks", limit, **filters),
             functools.partial(self.figure, "rank-rounds"),
             label="rank",
             column="abs_diff_mean",
@@ -310,7 +271,7 @@ class Step:
         """
         filters = {"kind": kind, "stage": stage, "role": role, "rank": rank, "round": round}
         return BarTable.with_bars(
-            self._table("tokens", _TOKEN_ORDER, limit, **filters),
+            self._table("tokens", limit, **filters),
             label="position",
             column="abs_diff",
         )
@@ -329,7 +290,7 @@ class Step:
             >>> session.step(5).samples(sort="mean_abs")[0]["sample_uid"]
         """
         return BarTable.with_bars(
-            self._table("samples", _SAMPLE_ORDER, limit, sort=sort, role=role, rank=rank),
+            self._table("samples", limit, sort=sort, role=role, rank=rank),
             label="sample_uid",
             column="max_abs",
         )
@@ -367,7 +328,7 @@ class Step:
             NotFound: the step's tensors are not kept.
         """
         return BarTable.with_bars(
-            self._table("loss", _LOSS_ORDER, limit), label="fate", column="share_of_mismatch"
+            self._table("loss", limit), label="fate", column="share_of_mismatch"
         )
 
     def stages(
@@ -379,7 +340,7 @@ class Step:
         limit: int = LIMIT,
     ) -> Table:
         """Return which ranks were in which stage and when, and which have not arrived."""
-        return self._table("stages", _STAGE_ORDER, limit, stage=stage, role=role, rank=rank)
+        return self._table("stages", limit, stage=stage, role=role, rank=rank)
 
     def stuck(
         self,
@@ -393,7 +354,7 @@ class Step:
 
         `about["findings"]` holds all findings about hangs in this step, also ended ones.
         """
-        table = self._table("stuck", STUCK_ORDER, limit, stage=stage, role=role, rank=rank)
+        table = self._table("stuck", limit, stage=stage, role=role, rank=rank)
         return Stuck.from_table(table)
 
     def stacks(
@@ -407,7 +368,7 @@ class Step:
     ) -> Stacks:
         """Return the stacks that were recorded in this step; `Session.stacks` takes new ones."""
         filters = {"stage": stage, "role": role, "rank": rank, "source": source}
-        table = self._table("stacks", (), limit, **filters)
+        table = self._table("stacks", limit, **filters)
         answer = {**table.about, "rows": table.to_dicts()}
         return Stacks(answer, title=f"stacks of step {self.step} of {self.run}")
 
@@ -420,7 +381,7 @@ class Step:
         limit: int = LIMIT,
     ) -> Table:
         """Return msprobe's dumps: path, size and state."""
-        return self._table("dumps", _DUMP_ORDER, limit, stage=stage, role=role, rank=rank)
+        return self._table("dumps", limit, stage=stage, role=role, rank=rank)
 
     def kept(
         self,
@@ -439,7 +400,7 @@ class Step:
             limit: most rows.
         """
         filters = {"stage": stage, "role": role, "rank": rank, "section": section}
-        return self._table("kept", _KEPT_ORDER, limit, **filters)
+        return self._table("kept", limit, **filters)
 
     def pin(self) -> Record:
         """Exempt its kept files and recent payloads from deletion; needs the operate token."""
@@ -460,7 +421,7 @@ class Step:
         Raises:
             NotFound: no weights were recorded at this step.
         """
-        return Weights.from_table(self._table("weights", WEIGHT_ORDER, limit, verdict=verdict))
+        return Weights.from_table(self._table("weights", limit, verdict=verdict))
 
     def scalars(
         self,
@@ -473,7 +434,7 @@ class Step:
     ) -> Table:
         """Return the scalars that ranks logged."""
         filters = {"name": name, "stage": stage, "role": role, "rank": rank}
-        return self._table("scalars", _SCALAR_ORDER, limit, **filters)
+        return self._table("scalars", limit, **filters)
 
     def batch(
         self,
@@ -567,7 +528,7 @@ class Step:
             "name": name, "kind": kind, "direction": direction, "section": section,
             "dtype": dtype, "non_finite": non_finite or None,
         }  # fmt: skip
-        return Operators.from_table(self._table("operators", _OPERATOR_ORDER, limit, **filters))
+        return Operators.from_table(self._table("operators", limit, **filters))
 
     def stack(
         self,
@@ -607,20 +568,15 @@ class Step:
         `about["earliest"]` is the earliest over the ranks, None if everything is finite.
         """
         filters = {"stage": stage, "role": role, "part": part, "capture_id": capture_id}
-        table = self._table("operators/non-finite", _NON_FINITE_ORDER, limit, **filters)
+        table = self._table("operators/non-finite", limit, **filters)
         return NonFiniteOperators.from_table(table, title="first non-finite operators")
 
-    def _table(self, noun: str, order: Sequence[str], limit: int, **params: QueryValue) -> Table:
+    def _table(self, noun: str, limit: int, **params: QueryValue) -> Table:
         # Rounds have an additional column: the one by which they are grouped.
         by = {str(params.get("by") or "round"): "int"} if noun == "rounds" else {}
-        return self._session.table(
-            self._path(noun),
-            self._params(**params),
-            title=noun,
-            order=order,
-            columns={**by, **COLUMNS.get(noun.replace("operators/non-finite", "non_finite"), {})},
-            limit=limit,
-        )
+        path, params = self._path(noun), self._params(**params)
+        noun = noun.replace("operators/non-finite", "non_finite")
+        return self._session.table(path, params, noun=noun, columns=by, limit=limit)
 
     def _path(self, noun: str) -> str:
         return f"/steps/{self.step}/{noun}"

@@ -163,7 +163,7 @@ def _check_triggers(settings: Settings) -> None:
     """Refuse an invalid file of rules here, where the user sees it, not in the coordinator."""
     if settings.triggers is None:
         return
-    from stagescope_service.triggers.rules import read_yaml
+    from stagescope_service.rules.document import read_yaml
 
     try:
         rules = read_yaml(settings.triggers.read_text(encoding="utf-8"))

@@ -161,10 +161,10 @@ async def coordinator_on(settings: Settings) -> AsyncIterator[Coordinator]:
     )
     coordinator = await Coordinator.open(settings, store, ingestors)
     yield coordinator
-    await coordinator.effects.settled()
+    await coordinator.parts.runner.settled()
     await asyncio.to_thread(store.close)
     ingestors.close()
-    coordinator.effects.catalogue.close()
+    coordinator.parts.catalogue.close()
 
 
 async def taken_in(coordinator: Coordinator, report: Report) -> float:
@@ -182,7 +182,7 @@ async def restarted(settings: Settings, rank: Rank, step: int) -> tuple[float, f
     async with coordinator_on(settings) as coordinator:
         await taken_in(coordinator, rank.draft(schema.LOG, step=step, scalars={"restarts": 1.0}))
         took = time.perf_counter() - began
-        await coordinator.effects.settled()
+        await coordinator.parts.runner.settled()
         return took, time.perf_counter() - began
 
 
@@ -283,7 +283,7 @@ async def remove_old(settings: Settings, run: LongRun, steps: int) -> None:
     path, training = settings.data_path / "catalogue.db", Training(run, steps + 1)
     limits = {"keep_row_steps": steps - over, "keep_steps": over}
     async with coordinator_on(settings.model_copy(update=limits)) as coordinator:
-        effects = coordinator.effects
+        parts = coordinator.parts
 
         async def show(name: str, until: Awaitable[object]) -> None:
             began = time.perf_counter()
@@ -294,16 +294,16 @@ async def remove_old(settings: Settings, run: LongRun, steps: int) -> None:
                 f"{found['rows']:12d}{found['bytes'] / 1e6:10.1f}{found['file'] / 1e6:10.1f}"
             )
 
-        await show(f"statistics of parts: {over} steps are kept", effects.settled())
+        await show(f"statistics of parts: {over} steps are kept", parts.runner.settled())
         await show("nothing is removed", asyncio.sleep(5.0))
-        await show(f"rows: the oldest {over} steps go", effects.retention.remove_rows())
+        await show(f"rows: the oldest {over} steps go", parts.retention.remove_rows())
         for _ in range(2):
             more = range(training.step + 1, training.step + 1 + over)
-            await asyncio.to_thread(run.extend, coordinator.commits.store, more, keep=over)
+            await asyncio.to_thread(run.extend, coordinator.parts.commits.store, more, keep=over)
             training.go_to(more.stop)
-            effects.start(Aggregate(1, more[-1]))
-            await show(f"{over} steps later: statistics of parts", effects.settled())
-            await show("rows", effects.retention.remove_rows())
+            parts.runner.start(Aggregate(1, more[-1]))
+            await show(f"{over} steps later: statistics of parts", parts.runner.settled())
+            await show("rows", parts.retention.remove_rows())
 
 
 def say(line: str) -> None:

@@ -19,8 +19,8 @@ from tests.support.mutated import mutated
 from tests.support.step_batches import step_batch
 
 from stagescope.batch import Batch, Tensor
+from stagescope.batch.converters import keys_of, trajectories
 from stagescope.batch.file import describe
-from stagescope.batch.trajectories import keys_of, trajectories
 from stagescope.wire.errors import InvalidTensor, MissingExtra, NotFound, UnknownName
 from stagescope.wire.nonfinite import Json
 

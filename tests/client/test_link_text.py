@@ -22,7 +22,7 @@ from stagescope.wire.links import (
     with_links,
     without_links,
 )
-from stagescope_service.triggers.rules import defaults
+from stagescope_service.rules.document import defaults
 
 COMMANDS = cli.main.list_commands(Context(cli.main))
 SERVICE = Path(__file__).parents[2] / "service" / "stagescope_service"
@@ -157,7 +157,8 @@ def test_the_calls_exist() -> None:
 def test_every_link_of_the_service_has_a_command_and_a_call() -> None:
     links = [*_links_of_the_service()]
     assert len(links) >= 30
-    links += [Link(noun, 5) for rule in defaults().rules for noun in rule.actions.see]
+    findings = [rule.actions.finding for rule in defaults().rules]
+    links += [Link(noun, 5) for each in findings if each is not None for noun in each.see]
     for link in links:
         assert command(link, COMMANDS).startswith("`stagescope "), link
         assert session_call(link).startswith("session."), link

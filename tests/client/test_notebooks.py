@@ -19,8 +19,8 @@ from stagescope.doctor import Diagnosis
 from stagescope.findings import FindingRows
 from stagescope.operators import NonFiniteOperators, Operators
 from stagescope.plotting import BarTable
-from stagescope.samples import SampleTokens
 from stagescope.series import Series
+from stagescope.step_answers import SampleTokens
 
 NOTEBOOKS: Final = Path(stagescope.__file__).parents[1] / "notebooks"
 

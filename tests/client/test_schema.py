@@ -102,8 +102,18 @@ def test_whatever_comes_is_read_or_refused(wire: object) -> None:
             parse(wire)
 
 
-def test_a_stage_whose_name_is_no_unicode_is_known_by_its_escape() -> None:
-    assert Work.parse({"step": 1, "stage": "st\udcff"}).stage == "st\\udcff"
+@pytest.mark.parametrize(
+    ("name", "known_as"),
+    [
+        ("st\udcff", "st\\udcff"), ("update\n", "update\\n"), ("a\0b", "a\\x00b"),
+        ("actor\xa0update", "actor\\xa0update"), ("\u200bupdate", "\\u200bupdate"),
+        ("\u751f\u6210 1", "\u751f\u6210 1"),
+    ],
+)  # fmt: skip
+def test_a_stage_whose_name_cannot_be_printed_is_known_by_its_escapes(
+    name: str, known_as: str
+) -> None:
+    assert Work.parse({"step": 1, "stage": name}).stage == known_as
 
 
 @given(st.dictionaries(st.sampled_from(WORK_FIELDS), anything))

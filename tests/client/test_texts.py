@@ -10,11 +10,11 @@ import pytest
 from stagescope import Metrics, Table, render
 from stagescope.answers import Status
 from stagescope.changes import Changes
-from stagescope.connection import segment, step_segment
+from stagescope.connection import ORDERS, segment, step_segment
 from stagescope.findings import Finding
-from stagescope.hangs import STUCK_ORDER, Stuck
 from stagescope.series import Series, sparkline
 from stagescope.step import Steps
+from stagescope.step_answers import Stuck
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import STAGES
@@ -87,7 +87,7 @@ def test_stuck_shows_the_process_its_host_and_pid(status: str, stage: str | None
     }
     row |= {"process": "silent", "host": host, "pid": 4_194_304, "usual_seconds": 2.7}
     others = [{**row, "rank": 5, "pid": None}, {**row, "rank": 6, "process": "gone"}]
-    stuck = Stuck.from_table(Table.from_rows([row, *others], order=STUCK_ORDER))
+    stuck = Stuck.from_table(Table.from_rows([row, *others], order=ORDERS["stuck"]))
     lines = stuck.lines(width=80)
     assert max(map(len, lines)) <= 80
     assert f"actor rank 3: process silent, pid 4194304 on {host}" in lines

@@ -30,7 +30,7 @@ def test_what_was_not_aggregated_before_a_crash_is_aggregated_after(
     training = Training()
     local = LocalCoordinator(live.store, live.settings.data_path)
     due: list[Instruction] = []
-    start_now = local.effects.start_now
+    start_now = local.queue.start_now
 
     def start(instruction: Instruction) -> None:
         """Leave every step: the coordinator dies before it aggregates one."""
@@ -39,7 +39,7 @@ def test_what_was_not_aggregated_before_a_crash_is_aggregated_after(
         else:
             start_now(instruction)
 
-    monkeypatch.setattr(local.effects, "start_now", start)
+    monkeypatch.setattr(local.queue, "start_now", start)
     asyncio.run(_train(local, training))
     attempt_id = live.catalogue.attempts("moe")[0]["attempt_id"]
     every = {(attempt_id, step) for step in range(1, STEPS + 1)}
@@ -50,7 +50,7 @@ def test_what_was_not_aggregated_before_a_crash_is_aggregated_after(
     async def aggregate() -> None:
         for key in unaggregated:
             start_now(Aggregate(*key))
-        await local.effects.settled()
+        await local.parts.runner.settled()
 
     asyncio.run(aggregate())
     assert live.store.snapshot().unaggregated == []

@@ -11,7 +11,7 @@ import pytest
 from stagescope.engines import EngineInfo, Generation, Prompt, Sampling
 from stagescope.wire.errors import NotFound
 from stagescope_workers.consistency.comparison import EngineComparison
-from stagescope_workers.consistency.record import record
+from stagescope_workers.consistency.report import record
 from stagescope_workers.consistency.scored import Scored, numbers
 from stagescope_workers.consistency.stored import rescore
 

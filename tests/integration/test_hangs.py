@@ -15,7 +15,7 @@ from tests.support.cluster import Service, answer, eventually
 from tests.support.hanging import Trainer
 
 import stagescope
-from stagescope.hangs import Stacks
+from stagescope.step_answers import Stacks
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.store.catalogue import Catalogue
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 ray = pytest.importorskip("ray")
@@ -23,6 +24,7 @@ from examples.countdown.config import Settings  # noqa: E402
 from examples.countdown.losses import policy_loss  # noqa: E402
 from examples.countdown.train import Job  # noqa: E402
 from stagescope.replaying import Replay  # noqa: E402
+from stagescope_service.dumps.batches import read_batch  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -152,3 +154,29 @@ def test_the_example_trains_from_it_to_the_same_loss(recorded: Recorded) -> None
     there = recorded.batch.turn_ids >= 0
     name = "rollout_log_probs"
     assert again[name][there].tobytes() == recorded.batch.rollout_log_probs[there].tobytes()
+
+
+def test_files_alone_give_the_same_when_the_service_is_gone(
+    recorded: Recorded, whole: stagescope.Batch
+) -> None:
+    for which in ("api", "coordinator", "ingestor"):
+        recorded.service.kill(which)
+    recorded.service.stop()
+    program = (
+        "import sys\n"
+        "sys.modules['ray'] = None\n"
+        "from stagescope_service.dumps.batches import read_batch\n"
+        f"read_batch({str(recorded.service.settings.data_path)!r}, 2, run={RUN!r})"
+        f".save({str(recorded.checkpoints / 'files.safetensors')!r})\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=100)
+    alone = read_batch(recorded.checkpoints / "files.safetensors")
+    assert alone.sample_ids == whole.sample_ids
+    assert set(alone) == set(whole)
+    for name in whole:
+        assert alone[name].tobytes() == whole[name].tobytes(), name
+    for mine, theirs in zip(whole.microbatches(), alone.microbatches(), strict=True):
+        assert set(mine) == set(theirs)
+        assert all(np.array_equal(mine[n], theirs[n], equal_nan=True) for n in mine)
+    assert stagescope.replay(alone, intermediates).verdict == "bitwise"

@@ -22,9 +22,11 @@ from stagescope_service.api.app import make_app
 from stagescope_service.api.dependencies import Commands
 from stagescope_service.api.server import ApiServer
 from stagescope_service.api.tokens import AccessTokens
+from stagescope_service.coordinator.composition import Parts
 from stagescope_service.coordinator.coordinator import Coordinator
-from stagescope_service.coordinator.effects import Clock, Effects
-from stagescope_service.core.instructions import Ingest
+from stagescope_service.coordinator.runner import Clock
+from stagescope_service.core.captures.plan import Plan
+from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestWorker
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.settings import Settings
@@ -33,21 +35,6 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
 
 T = TypeVar("T")
-
-
-class LocalEffects(Effects):
-    """Keeps what the test says of every payload, beside what the plan does."""
-
-    kept: Sequence[str] = ()
-
-    def _keep(self, instruction: Ingest) -> list[str]:
-        return [*super()._keep(instruction), *self.kept]
-
-
-class ApiCoordinator(Coordinator):
-    """The coordinator with such effects."""
-
-    effects_type = LocalEffects
 
 
 class LocalEngine:
@@ -68,18 +55,23 @@ class LocalEngine:
         self.ingestors = LocalIngestors(
             lambda node: IngestWorker(node, data, roots, ring_bytes=0), home="here"
         )
+        self._kept: Sequence[str] = ()
         self._store = store
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.coordinator = (
-            self._wait(ApiCoordinator.open(settings, store, self.ingestors, name="c1"))
-            if resumes
-            else ApiCoordinator(
-                settings, store, self.ingestors, name="c1", clock=Clock(self._clock, self._clock)
-            )
-        )
-        self._wait(self.coordinator.effects.settled())
+        if resumes:
+            opening = Coordinator.open(settings, store, self.ingestors, name="c1")
+            self.coordinator = self._wait(opening)
+        else:
+            state = State(lease_seconds=settings.lease_seconds)
+            clock = Clock(self._clock, self._clock)
+            parts = Parts(settings, store, self.ingestors, state, Plan(), name="c1", clock=clock)
+            self.coordinator = Coordinator(parts)
+        payloads = self.coordinator.parts.payloads
+        keep = payloads._keep
+        payloads._keep = lambda ingest: [*keep(ingest), *self._kept]  # type: ignore[method-assign, assignment]
+        self._wait(self.coordinator.parts.runner.settled())
 
     def _clock(self) -> float:
         return time.time() if self.now is None else self.now
@@ -99,11 +91,11 @@ class LocalEngine:
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         answer = await getattr(self.coordinator, name)(**arguments)
         if name != "poll":  # what follows of a call is done before the test looks at it
-            await self.coordinator.effects.settled()
+            await self.coordinator.parts.runner.settled()
         if name == "record_events":
             sender = schema.Sender.parse(arguments["sender"])
             seqs = [event[2] for event in arguments["events"] if isinstance(event, tuple | list)]
-            answer["receipts"] |= self.coordinator.commits.receipts(sender.incarnation, seqs)
+            answer["receipts"] |= self.coordinator.parts.commits.receipts(sender.incarnation, seqs)
         return answer
 
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
@@ -134,7 +126,7 @@ class LocalEngine:
                 for each in reports
             )
             answers = await asyncio.gather(*calls)
-            await self.coordinator.effects.settled()
+            await self.coordinator.parts.runner.settled()
             return answers
 
         self.now = max(each.clock for each in reports)
@@ -144,12 +136,12 @@ class LocalEngine:
 
     def fall_silent(self, rank: Rank) -> None:
         """Let a rank's lease run out, as where its process was killed."""
-        state = self.coordinator.state
+        state = self.coordinator.parts.state
         state.registry.processes[rank.sender.incarnation].lease_until = -1.0
 
         async def expire() -> None:
-            await self.coordinator.effects.carry_out(state.expire(0.0, rank.clock))
-            await self.coordinator.effects.settled()
+            await self.coordinator.parts.runner.carry_out(state.expire(0.0, rank.clock))
+            await self.coordinator.parts.runner.settled()
 
         self._wait(expire())
 
@@ -160,9 +152,7 @@ class LocalEngine:
 
     def keep(self, *words: str) -> None:
         """Keep these sections and tensors of every payload that comes."""
-        effects = self.coordinator.effects
-        assert isinstance(effects, LocalEffects)
-        effects.kept = words
+        self._kept = words
 
     def read_with(self, reader: PayloadReader) -> None:
         """Read payloads that come with this reader."""
@@ -173,7 +163,7 @@ class LocalEngine:
         self._thread.join()
         self._loop.close()
         self.ingestors.close()
-        self.coordinator.effects.catalogue.close()
+        self.coordinator.parts.catalogue.close()
 
     def _wait(self, work: Coroutine[object, None, T]) -> T:
         # The first payload of a new machine waits for the kernel to be compiled.

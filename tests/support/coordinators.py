@@ -183,7 +183,7 @@ class FakeApi:
 class FakeLink:
     """A link to whatever coordinator the test has put in place."""
 
-    address = "the test"
+    _address = address = "the test"
 
     def __init__(self, location: FakeService) -> None:
         self._place = location

@@ -98,7 +98,7 @@ class Process:
             return
         held = {each.event.seq for each in batch} & self.payloads.keys()
         try:
-            answer = await local.coordinator.intake.record(
+            answer = await local.coordinator.parts.intake.record(
                 self.said.sender.wire(),
                 [each.event.wire() for each in batch],
                 {seq: self.payloads[seq][1] for seq in held},
@@ -120,7 +120,7 @@ class Process:
         local = self.world.local
         if self.coordinator is local:
             try:
-                answer = await local.coordinator.intake.poll(
+                answer = await local.coordinator.parts.intake.poll(
                     self.said.sender.wire(), 0, [*self.payloads], 0.0
                 )
             except NotReady:
@@ -180,7 +180,7 @@ class World:
             check_memory(state)
         self.local = LocalCoordinator(self.store, self.folder, state=state, clock=lambda: self.wall)
         for step in steps_to_aggregate(snapshot):
-            self.local.effects.start(step)
+            self.local.parts.runner.start(step)
 
     # --- the training ---------------------------------------------------------------------
     def start_driver(self, step: int, key: str | None = None) -> None:
@@ -245,7 +245,7 @@ class World:
             self.wall += 5.0
             for process in self.live:
                 await process.poll()
-            await self.local.coordinator.intake.expire()
+            await self.local.coordinator.parts.intake.expire()
 
     async def kill(self) -> None:
         """Kill some at once, and start them again."""
@@ -290,7 +290,7 @@ class World:
         await self.local.work()
         for _ in range(12):
             self.wall += 10.0  # a coordinator that was held up for longer gives everybody time
-            await self.local.coordinator.intake.expire()
+            await self.local.coordinator.parts.intake.expire()
         await self.local.work()
 
     # --- the verdict ----------------------------------------------------------------------

@@ -11,8 +11,9 @@ from typing import Any
 from tests.support.ingestors import LocalIngestors
 from tests.support.parallel import Reported
 
-from stagescope_service.coordinator.coordinator import Coordinator, Restored
-from stagescope_service.coordinator.effects import Clock, Effects
+from stagescope_service.coordinator.composition import Parts
+from stagescope_service.coordinator.coordinator import Coordinator
+from stagescope_service.coordinator.runner import Clock
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.instructions import (
     Aggregate,
@@ -32,24 +33,25 @@ from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 
 
-class QueuedEffects(Effects):
-    """Leaves what is to be started in a queue until the test carries it out."""
+class WorkQueue:
+    """Holds the work of a coordinator's instructions until the test starts it."""
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, parts: Parts) -> None:
         self.queue: list[Instruction] = []
         self.aggregated: list[Aggregate] = []
+        """Steps whose rules would be checked now."""
         self.checks_rules = False
-
-    def start(self, instruction: Instruction) -> None:
-        self.queue.append(instruction)
+        self._start = parts.runner.start
+        self._check_rules = parts.steps._check_rules
+        parts.runner.start = self.queue.append  # type: ignore[method-assign, assignment]
+        parts.steps._check_rules = self._note  # type: ignore[method-assign]
 
     def start_now(self, instruction: Instruction) -> None:
-        super().start(instruction)
+        self._start(instruction)
 
-    def _check_rules(self, step: Aggregate) -> None:
+    def _note(self, step: Aggregate) -> None:
         if self.checks_rules:
-            super()._check_rules(step)
+            self._check_rules(step)
         else:
             self.aggregated.append(step)
 
@@ -103,9 +105,11 @@ class NodeIngestors(LocalIngestors):
 
 
 class QueuedCoordinator(Coordinator):
-    """A coordinator with such effects."""
+    """A coordinator whose work waits in a queue."""
 
-    effects_type = QueuedEffects
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.work = WorkQueue(parts)
 
 
 def coordinator_of(
@@ -117,26 +121,23 @@ def coordinator_of(
     wall: Callable[[], float] = time.time,
     mono: Callable[[], float] = time.monotonic,
     **settings: Any,
-) -> Coordinator:
-    """A coordinator whose effects wait in a queue."""
+) -> QueuedCoordinator:
+    """A coordinator whose work waits in a queue."""
 
     def worker_of(node: str) -> IngestWorker:
         return IngestWorker(node, data_dir, [data_dir], ring_bytes=1 << 24)
 
-    return QueuedCoordinator(
-        Settings(home=data_dir, data_dir=data_dir, database_url=store.url, **settings),
+    made = Settings(home=data_dir, data_dir=data_dir, database_url=store.url, **settings)
+    parts = Parts(
+        made,
         store,
         ingestors or NodeIngestors(worker_of),
-        restored=None if state is None else Restored(state, Plan()),
+        state or State(lease_seconds=made.lease_seconds),
+        Plan(),
         name="c",
         clock=Clock(wall, mono),
     )
-
-
-def effects_of(coordinator: Coordinator) -> QueuedEffects:
-    """The effects of such a coordinator."""
-    assert isinstance(coordinator.effects, QueuedEffects)
-    return coordinator.effects
+    return QueuedCoordinator(parts)
 
 
 class LocalCoordinator:
@@ -164,7 +165,8 @@ class LocalCoordinator:
             mono=clock or time.monotonic,
             poll_seconds=1.0,
         )
-        self.effects = effects_of(self.coordinator)
+        self.parts = self.coordinator.parts
+        self.queue = self.coordinator.work
 
     async def record(self, reported: Iterable[Reported], batch: int = 40) -> None:
         """Take in events, in batches of each sender, and carry out what follows of them."""
@@ -174,7 +176,7 @@ class LocalCoordinator:
             for each in everything[begin : begin + batch]:
                 senders.setdefault(each.sender.incarnation, []).append(each)
             for own in senders.values():
-                answer = await self.coordinator.intake.record(
+                answer = await self.coordinator.parts.intake.record(
                     own[0].sender.wire(),
                     [each.event.wire() for each in own],
                     {e.event.seq: e.payload for e in own if e.payload is not None},
@@ -184,8 +186,8 @@ class LocalCoordinator:
 
     async def work(self, most: float = math.inf) -> None:
         """Carry out what is queued until nothing is, or `most` of it is done."""
-        queue = self.effects.queue
+        queue = self.queue.queue
         while queue and most > 0:
             most -= 1
-            self.effects.start_now(queue.pop(0))
-            await self.effects.settled()
+            self.queue.start_now(queue.pop(0))
+            await self.parts.runner.settled()

@@ -23,12 +23,13 @@ from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, gone_of
 from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.coordinator.webhooks import Webhooks
+from stagescope_service.core.instructions import NonFiniteScalars
+from stagescope_service.rules.document import Rules
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import FindingRow, FiringRow
 from stagescope_service.store.tables.findings import FiredActions
-from stagescope_service.triggers.rules import Rules
 
 STAGE = "actor_compute_log_prob"
 PAGE = "https://head.example.com"
@@ -121,10 +122,12 @@ class RuleBench:
             page=lambda: PAGE, wall=lambda: self.now,
         )  # fmt: skip
         self.triggers = TriggerWatch(
-            self.catalogue, self.local.coordinator.effects.write, acting,
+            self.catalogue, self.local.coordinator.parts.runner.write, acting,
             webhook_hosts=self.webhook_hosts, wall=lambda: self.now,
         )  # fmt: skip
-        self.local.effects.triggers = self.triggers
+        self.local.parts.steps._triggers = self.triggers
+        runner = self.local.parts.runner
+        runner.on(NonFiniteScalars, lambda each: runner.run(self.triggers.warn_non_finite(each)))
         return self.triggers
 
     async def pin(self, attempt_id: int, step: int) -> PinAnswer:
@@ -159,7 +162,7 @@ class RuleBench:
 
     async def judge(self, *, hold: bool = False) -> None:
         """Hold the rules against every step that was aggregated since."""
-        aggregated, self.local.effects.aggregated = self.local.effects.aggregated, []
+        aggregated, self.local.queue.aggregated = self.local.queue.aggregated, []
         if not hold:
             for order in aggregated:
                 await self.triggers.aggregated(order.attempt_id, order.step)
@@ -222,7 +225,7 @@ class RuleBench:
             sender = self._sender(key, rank)
             said.append(self._say(sender, FINISH, {}))
         await self.local.record(said)
-        self.local.effects.aggregated = []
+        self.local.queue.aggregated = []
 
     def _sender(self, key: str, rank: int) -> Sender:
         return Sender(f"{key}-{rank}", "r", key, "actor", rank, started=1000.0)

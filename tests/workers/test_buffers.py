@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from stagescope_workers.buffers import MIN_BYTES, BufferPool
+from stagescope_workers.payload import MIN_BYTES, BufferPool
 
 
 def values(seed: int, size: int = MIN_BYTES) -> np.ndarray:

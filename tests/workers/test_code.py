@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from stagescope_service.compare.fingerprints import MOST_MODULES
-from stagescope_workers.probe import code, identity
+from stagescope_workers.probe import identity
 from stagescope_workers.probe.handshake import Handshake
 from stagescope_workers.probe.options import ProbeOptions
 from stagescope_workers.probe.stage_tracker import StageTracker
@@ -50,21 +50,21 @@ def test_a_script_outside_of_git_and_what_it_imports_have_a_hash(tmp_path: Path)
 def test_the_script_of_a_ray_job_s_driver_is_found_by_its_command_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("1\n")
-    expected = ("train.py", code.file_hash(script))
-    assert code.script_of("python3 train.py --lr 1", str(tmp_path)) == expected
-    assert code.script_of(f"python3 {script} other.py", None) == expected
+    expected = ("train.py", identity.file_hash(script))
+    assert identity.script_of("python3 train.py --lr 1", str(tmp_path)) == expected
+    assert identity.script_of(f"python3 {script} other.py", None) == expected
     for line in ("python3 -m verl.trainer", "python3 gone.py", "bash run.sh"):
-        assert code.script_of(line, str(tmp_path)) is None
-    assert code.script_of("python3 train.py", None) is None
+        assert identity.script_of(line, str(tmp_path)) is None
+    assert identity.script_of("python3 train.py", None) is None
 
 
 def test_the_service_knows_how_many_modules_are_reported() -> None:
-    assert code.MAX_FILES == MOST_MODULES
+    assert identity.MAX_FILES == MOST_MODULES
 
 
 LAZY = """
 import importlib.util, json, sys
-from stagescope_workers.probe.code import loaded_code
+from stagescope_workers.probe.identity import loaded_code
 spec = importlib.util.find_spec("lazy")
 spec.loader = importlib.util.LazyLoader(spec.loader)
 sys.modules["lazy"] = importlib.util.module_from_spec(spec)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stagescope_workers.probe.launch import launch_text
+from stagescope_workers.probe.handshake import launch_text
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "2"}
 FILE = "/tmp/torchelastic_x/none_1234/attempt_0/0/error.json"
@@ -65,7 +65,7 @@ def test_torchrun_s_own_restarts_differ(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import json, os, sys\n"
-        "from stagescope_workers.probe.launch import launch_text\n"
+        "from stagescope_workers.probe.handshake import launch_text\n"
         "os.write(1, (json.dumps([os.environ['RANK'], launch_text(os.environ, 2)]) + '\\n')"
         ".encode())\n"
         "sys.exit(os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10')\n"

@@ -24,7 +24,7 @@ from stagescope_workers.integrations import configuration, registry
 from stagescope_workers.probe import handshake, identity, lifecycle
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import error_fields
-from stagescope_workers.transport.link import ServiceLink
+from stagescope_workers.transport.calls import ServiceLink
 
 MakeProbe = Callable[..., Probe]
 

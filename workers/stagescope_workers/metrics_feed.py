@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final, TypedDict, cast
+from typing import Final
 
 from stagescope.wire.errors import NotFound
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_workers.probe.options import index
 from stagescope_workers.probe.probe import Probe
-from stagescope_workers.transport.calls import Backoff
-from stagescope_workers.transport.link import ServiceLink
+from stagescope_workers.transport.calls import Backoff, ServiceLink
 
 _log = logging.getLogger("stagescope.workers")
 
@@ -45,27 +45,6 @@ class _Request:
 
     rows: int
     is_unmeasured: bool = False
-
-
-class _Coverage(TypedDict):
-    payloads_pending: int
-    sequences: int
-    empty_rows: int
-
-
-class _Missing(TypedDict):
-    stage: str
-    status: str
-
-
-class _StepMetrics(TypedDict):
-    """The fields of `GET /steps/{step}/metrics` that are read here."""
-
-    stage: str
-    complete: str
-    coverage: _Coverage
-    missing: list[_Missing]
-    metrics: Mapping[str, float | str | None]
 
 
 class MetricsFeed:
@@ -222,14 +201,14 @@ class MetricsFeed:
             with contextlib.suppress(Exception):  # the first request meets it again
                 self._fetch(link, 0)
 
-    def _fetch(self, link: ServiceLink, step: int) -> _StepMetrics | None:
+    def _fetch(self, link: ServiceLink, step: int) -> JsonObject | None:
         """Return the service's answer; None where the feed was closed meanwhile."""
         probe = self._probe
         future = link.metrics(probe.run, probe.attempt_key, step)
         future.add_done_callback(lambda _: self._wake())
         with self._condition:
             self._condition.wait_for(lambda: future.done() or self._closed)
-        return cast("_StepMetrics", future.result()) if future.done() else None
+        return future.result() if future.done() else None
 
     def _note_unmeasured(self, request: _Request) -> None:
         # Another process may still hand over the other stream: the step is requested again.
@@ -257,7 +236,7 @@ class MetricsFeed:
         _log.log(level, "asking for metrics failed, and is tried again: %r", error)
 
 
-def _covers_all(answer: _StepMetrics, rows: int) -> bool:
+def _covers_all(answer: JsonObject, rows: int) -> bool:
     """Return whether these numbers will not change any more.
 
     A closed step has all its announcements: each rank's arrive in order, and every rank began a

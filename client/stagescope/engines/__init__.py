@@ -23,10 +23,8 @@ from stagescope.engines.base import (
     multimodal_warning,
     vision_part,
 )
-from stagescope.engines.detection import HttpEngine, connect
-from stagescope.engines.llama_cpp import LlamaCppEngine
-from stagescope.engines.openai import OpenAIEngine
-from stagescope.engines.sglang import SGLangEngine
+from stagescope.engines.openai import LlamaCppEngine, OpenAIEngine, SGLangEngine
+from stagescope.engines.registry import HttpEngine, connect
 
 __all__ = [
     "Engine",

@@ -1,4 +1,4 @@
-"""Engines with OpenAI's completions API: vLLM and compatible servers.
+"""Engines over HTTP: OpenAI's completions API (vLLM and others), llama.cpp and SGLang.
 
 Two forms of log-probs are supported: `logprobs.tokens` and `token_logprobs` (completions), and
 `logprobs.content` with one entry per token (chat). Token ids come from `token_ids` (vLLM), from the
@@ -217,6 +217,190 @@ def _are_ids(value: object) -> bool:
 
 
 def _number(value: object) -> float:
+    number = _plain(value)
+    return -math.inf if number <= _FLOOR else number
+
+
+def _plain(value: object) -> float:
+    """Return a number of JSON; NaN for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return -math.inf if value <= _FLOOR else float(value)
+    return float(value)
+
+
+_REASONS: Final[Mapping[str, str]] = {"limit": "length", "eos": "stop", "word": "stop"}
+
+
+class LlamaCppEngine(OpenAIEngine):
+    """A llama.cpp server, by its native `/completion`: its OpenAI route returns not all token ids.
+
+    `tokens` are the generated ids, `completion_probabilities` the tokens with their log-probs: raw,
+    whatever the temperature. A token whose bytes are an incomplete character is merged with the
+    next in the second list, so the two lists are compared.
+    """
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling | None = None
+    ) -> list[Generation]:
+        """Continue each prompt; see `Engine.generate`."""
+        params = _llama_params(sampling or Sampling())
+        bodies = [{**params, "prompt": check_prompt(prompt)} for prompt in prompts]
+        return self._http.each(self._generate, bodies)
+
+    def _generate(self, body: JsonObject) -> Generation:
+        answer = self._http.post("/completion", body)
+        if not isinstance(answer, Mapping) or not isinstance(answer.get("tokens"), list):
+            raise EngineError(
+                f"{self._http.url}/completion answers without tokens",
+                expected="llama.cpp's answer to return_tokens",
+            )
+        ids = tuple(token for token in answer["tokens"] if type(token) is int)
+        listed = answer.get("completion_probabilities")
+        entries = [entry for entry in listed or () if isinstance(entry, Mapping)]
+        problem = ""
+        if not entries:
+            problem = "the server gave no log-probs"
+        elif tuple(entry.get("id") for entry in entries) != ids:
+            problem = (
+                f"log-probs of {len(entries)} of {len(ids)} tokens: those whose bytes are no whole "
+                "character have none"
+            )
+        count, reason = answer.get("tokens_evaluated"), str(answer.get("stop_type"))
+        return Generation(
+            text=str(answer.get("content") or ""),
+            tokens=tuple(str(entry.get("token")) for entry in entries),
+            token_ids=ids,
+            log_probs=tuple(_plain(entry.get("logprob")) for entry in entries),
+            prompt_tokens=count if type(count) is int else None,
+            finish_reason=_REASONS.get(reason, reason),
+            problem=problem,
+        )
+
+
+def _llama_params(settings: Sampling) -> dict[str, Json]:
+    params: dict[str, Json] = {
+        "n_predict": settings.max_tokens,
+        "temperature": settings.temperature,
+        # Its defaults would cut the distribution (top_k 40, top_p 0.95, min_p 0.05).
+        "top_k": settings.top_k,
+        "top_p": settings.top_p,
+        "min_p": 0.0,
+        "n_probs": 1,
+        "return_tokens": True,
+        "stream": False,
+    }
+    if settings.seed is not None:
+        params["seed"] = settings.seed
+    if settings.stop:
+        params["stop"] = list(settings.stop)
+    return params
+
+
+class SGLangEngine(OpenAIEngine):
+    """An SGLang server, by its native `/generate`: token ids in, token ids with log-probs out.
+
+    Each entry of `meta_info.output_token_logprobs` and `input_token_logprobs` is (log-prob, token
+    id, text or null); the first input token has null. Log-probs of output tokens are after
+    temperature unless the server runs with `SGLANG_RETURN_ORIGINAL_LOGPROB`; those of input tokens
+    are raw.
+    """
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling | None = None
+    ) -> list[Generation]:
+        """Continue each prompt; see `Engine.generate`."""
+        params = _sglang_params(sampling or Sampling())
+        bodies = [
+            {
+                **_given(check_prompt(prompt)),
+                "sampling_params": params,
+                "return_logprob": True,
+            }
+            for prompt in prompts
+        ]
+        return self._http.each(self._generate, bodies)
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """Return the log-prob of each given token; see `Engine.score`."""
+        return self._http.each(lambda row: self._score(check_ids(row)), rows)
+
+    def _generate(self, body: JsonObject) -> Generation:
+        answer, meta = self._post(body)
+        entries = _entries(meta.get("output_token_logprobs"))
+        if entries is None:
+            raise self._unreadable("output_token_logprobs")
+        ids = tuple(token for _, token in entries)
+        generated = meta.get("completion_tokens")
+        problem = ""
+        if isinstance(generated, int) and generated != len(entries):
+            problem = f"{len(entries)} log-probs for {generated} tokens"
+        count, reason = meta.get("prompt_tokens"), meta.get("finish_reason")
+        if isinstance(reason, Mapping):
+            reason = reason.get("type")
+        version = meta.get("weight_version")
+        return Generation(
+            text=str(answer.get("text") or ""),
+            token_ids=ids,
+            log_probs=tuple(value for value, _ in entries),
+            prompt_tokens=count if isinstance(count, int) else None,
+            finish_reason=None if reason is None else str(reason),
+            weight_version=None if version is None else str(version),
+            problem=problem if entries else "the server gave no log-probs",
+        )
+
+    def _score(self, row: list[int]) -> tuple[float, ...]:
+        _, meta = self._post(
+            {
+                "input_ids": row,
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            }
+        )
+        entries = _entries(meta.get("input_token_logprobs"))
+        if entries is None or [token for _, token in entries] != row:
+            raise self._unreadable(f"input_token_logprobs of the {len(row)} given tokens")
+        return (math.nan, *(value for value, _ in entries[1:]))
+
+    def _post(self, body: JsonObject) -> tuple[JsonObject, JsonObject]:
+        answer = self._http.post("/generate", body)
+        meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+        if not isinstance(meta, Mapping):
+            raise self._unreadable("meta_info")
+        return answer, meta
+
+    def _unreadable(self, what: str) -> EngineError:
+        return EngineError(
+            f"{self._http.url}/generate answers without {what}",
+            expected="SGLang's answer to return_logprob",
+        )
+
+
+def _given(prompt: Prompt) -> dict[str, Json]:
+    return {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+
+
+def _sglang_params(settings: Sampling) -> dict[str, Json]:
+    params: dict[str, Json] = {
+        "max_new_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k or -1,
+    }
+    if settings.seed is not None:
+        params["sampling_seed"] = settings.seed
+    if settings.stop:
+        params["stop"] = list(settings.stop)
+    return params
+
+
+def _entries(value: object) -> list[tuple[float, int]] | None:
+    """Return (log-prob, token id) of each entry; None if `value` is not a list of such entries."""
+    if not isinstance(value, list):
+        return None
+    entries = []
+    for entry in value:
+        if not isinstance(entry, list) or len(entry) < 2 or type(entry[1]) is not int:
+            return None
+        entries.append((_plain(entry[0]), entry[1]))
+    return entries

@@ -11,7 +11,6 @@ from urllib.parse import quote
 
 from stagescope import link_text
 from stagescope.answers import Metrics
-from stagescope.columns import COLUMNS
 from stagescope.connection import Connection
 from stagescope.table import Row
 from stagescope.transport import Params
@@ -122,9 +121,7 @@ class RunRecords:
 
     def steps(self, limit: int = ALL_STEPS) -> list[ClosedStep]:
         """Return the closed steps of all attempts, of the newest `limit` ones, the oldest first."""
-        rows = self._connection.table(
-            "/steps", {"run": self.run}, columns=COLUMNS["steps"], limit=limit
-        )
+        rows = self._connection.table("/steps", {"run": self.run}, noun="steps", limit=limit)
         witnesses = self._witnesses(limit)
         steps = []
         for row in rows:
@@ -185,9 +182,8 @@ class RunRecords:
 
     def findings(self) -> list[FindingRecord]:
         """Return errors and warnings that are not over, those with one cause as one."""
-        groups = self._connection.table(
-            "/findings/groups", {"run": self.run}, columns=COLUMNS["findings/groups"]
-        )
+        noun = "findings/groups"
+        groups = self._connection.table(f"/{noun}", {"run": self.run}, noun=noun)
         return [
             self._finding(row)
             for row in groups

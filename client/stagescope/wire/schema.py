@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from stagescope.wire.errors import InvalidEvent, InvalidInput
-from stagescope.wire.nonfinite import Json, JsonObject, valid_text
+from stagescope.wire.nonfinite import Json, JsonObject
 
 WireTuple: TypeAlias = tuple[Json, ...]
 """A sender or an event as it is sent: built-in types, the schema number first."""
@@ -450,13 +450,20 @@ def _parse_work(step: Json, policy_version: Json, stage: Json, *part: Json) -> W
     for name, value in zip(PART_FIELDS, part, strict=True):
         if value is not None and not _is_int(value, 0, _INT64):
             raise InvalidEvent(f"{name} is {value!r:.200}", expected="an int from 0, or None")
-    if isinstance(stage, str):
-        stage = valid_text(stage)
+    if isinstance(stage, str):  # refused, what it recorded would be lost
+        stage = _printable(stage)
     if stage is not None and not _is_name(stage, 200):
         raise InvalidEvent(
             f"stage is {stage!r:.200}", expected="a printable name of 1 to 200 characters"
         )
     return Work(step, policy_version, stage, Part(*(value or 0 for value in part)))
+
+
+def _printable(text: str) -> str:
+    """Return a text with escapes for characters that cannot be printed: other texts stay others."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _is_int(value: object, least: int, below: int) -> bool:

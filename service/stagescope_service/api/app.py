@@ -46,7 +46,6 @@ from stagescope_service.api.figures import routes as figures
 from stagescope_service.api.models.comparisons import comparison_schemas
 from stagescope_service.api.report import routes as report
 from stagescope_service.api.requests import Answer, BodyReaders, check_query
-from stagescope_service.api.restricted import DependenciesOf, check_route
 from stagescope_service.api.token_file import TokenFile
 from stagescope_service.api.tokens import Access, AccessTokens
 from stagescope_service.settings import Settings
@@ -57,9 +56,8 @@ Which round, which token, which rank, which operator went wrong.
 
 **Tokens.** `Authorization: Bearer <token>`. A token of the role read answers GET; one of operate
 also POST, PUT and DELETE, `/events` and `/poll` included; an admin's also `/audit`. `/healthz` and
-`/readyz` need none. A browser trades a token for a cookie: `POST /login`. A token that sees some
-runs only gets answers in which there are no others, and 403 from what is about all of them. One
-that has sent as many requests as it may in a minute gets 429, with `Retry-After`.
+`/readyz` need none. A browser trades a token for a cookie: `POST /login`. A token that has sent as
+many requests as it may in a minute gets 429, with `Retry-After`.
 
 **Numbers.** A number that is not finite is the string `"nan"`, `"inf"` or `"-inf"`: JSON has no
 such numbers. `null` means unknown. Times that end in `_wall` are Unix seconds of the service's
@@ -107,7 +105,7 @@ def make_app(
         openapi_url=None,  # FastAPI would build the document on the event loop, for seconds
         docs_url=None,  # both load their scripts from elsewhere; see `page.docs`
         redoc_url=None,
-        dependencies=[Depends(check_route), Depends(check_query)],
+        dependencies=[Depends(check_query)],
         default_response_class=Answer,
         responses={
             "4XX": {"description": "A problem", "content": {problems.MEDIA_TYPE: _PROBLEM}},
@@ -129,7 +127,6 @@ def make_app(
     app.state.deps = Dependencies.build(
         catalogue=catalogue, commands=commands, settings=settings, clock=clock
     )
-    app.state.deps_of = DependenciesOf(app.state.deps)
     problems.add_handlers(app)
     app.add_middleware(page.EntityTags)
     app.add_middleware(Guard, settings=settings, access=access)

@@ -31,7 +31,7 @@ from stagescope.wire.errors import (
     Unauthorized,
 )
 from stagescope_service.api.problems import error_response
-from stagescope_service.api.token_file import PERSON, RateLimits, Role, RunPatterns, Token
+from stagescope_service.api.token_file import PERSON, RateLimits, Role, Token
 from stagescope_service.api.tokens import Access, AccessTokens
 from stagescope_service.settings import Settings
 
@@ -69,11 +69,6 @@ class Caller:
     """None: without any, or one of the two of the home."""
     person: str | None = None
     """Whom the proxy named."""
-
-    @property
-    def runs(self) -> RunPatterns | None:
-        """The runs that it may see; None: every run."""
-        return None if self.token is None else self.token.runs
 
     def __str__(self) -> str:
         if self.token is None and self.person is None:

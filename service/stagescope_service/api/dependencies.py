@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
 import functools
 import threading
@@ -18,14 +17,12 @@ from stagescope.wire.errors import InvalidInput, NotReady
 from stagescope.wire.framing import WirePayload
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import STEP_BOUND
-from stagescope_service.api.auth import caller_of
 from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
 from stagescope_service.api.requests import pattern, step_number
 from stagescope_service.api.step_summaries import StepSummaries
 from stagescope_service.api.target import Finder, Target
-from stagescope_service.api.token_file import RunPatterns
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
@@ -159,13 +156,6 @@ class Computations:
         self._cached: dict[tuple[str, ...], tuple[float, Future[Any]]] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(max_running, "api-computations")
-        self._prefix: tuple[str, ...] = ()
-
-    def apart(self, prefix: tuple[str, ...]) -> Computations:
-        """Return the same threads, whose results are kept apart from those of others."""
-        found = copy.copy(self)
-        found._prefix = prefix
-        return found
 
     async def run(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         """Call a function in a thread.
@@ -205,7 +195,6 @@ class Computations:
         Raises:
             NotReady: see `run`.
         """
-        key = (*self._prefix, *key)
         with self._lock:
             cached = self._cached.pop(key, None)
             if cached is None or (cached[1].done() and cached[1].exception() is not None):
@@ -243,8 +232,6 @@ class Dependencies:
     """Those that may take minutes: one at a time."""
     engine_health: EngineHealth
     counts: Counts
-    runs: RunPatterns | None = None
-    """The runs that the caller may see, and that all of these show; None: every run."""
 
     @classmethod
     def build(
@@ -272,9 +259,9 @@ class Dependencies:
 
 
 async def dependencies_of(request: Request) -> Dependencies:
-    """Return the dependencies of a request: they show the runs that its sender may see."""
-    of_runs: Callable[[RunPatterns | None], Dependencies] = request.app.state.deps_of
-    return of_runs(caller_of(request).runs)
+    """Return the collaborators of the app that answers a request."""
+    deps: Dependencies = request.app.state.deps
+    return deps
 
 
 Deps = Annotated[Dependencies, Depends(dependencies_of)]

@@ -23,10 +23,10 @@ from stagescope_service.api.models import diagnosis as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.samples import loss_of
 from stagescope_service.api.target import Target
-from stagescope_service.diagnosis.doctor import Diagnosis, add_earlier, diagnose, unexplained
-from stagescope_service.diagnosis.history import LossOfStep, RunHistory, StepInForce
-from stagescope_service.diagnosis.parts import mismatch_parts
 from stagescope_service.dumps.joining.join import Selection
+from stagescope_service.rules.doctor import Diagnosis, add_earlier, diagnose, unexplained
+from stagescope_service.rules.history import LossOfStep, RunHistory, StepInForce
+from stagescope_service.rules.parts import mismatch_parts
 
 OF_AN_ATTEMPT: Final = frozenset({
     "anatomy", "batch", "exact", "findings", "loss", "losses", "metrics", "non-finite",
@@ -233,7 +233,7 @@ def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject
     attempts = {each.step: each.attempt for each in history.steps}
     attempt = attempts.get(step, last.attempt if last else 1) if step is not None else 1
     has_weights = history.has_weights(attempt)
-    scalar = history.scalar_name(rule.parameters.get("names") or ())
+    scalar = history.scalar_name(rule.evidence.parameters.get("names") or ())
     words = {
         "{run}": history.run,
         "{step}": "STEP" if step is None else str(step),

@@ -15,7 +15,7 @@ from typing import Final
 import httpx
 
 from stagescope import proxies
-from stagescope.engines.detection import HEALTH_PATH
+from stagescope.engines.registry import HEALTH_PATH
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.api.encoding import JsonObject
 

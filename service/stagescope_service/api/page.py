@@ -89,7 +89,7 @@ async def whoami(request: Request, deps: Deps) -> Answer:
             "user": caller.user,
             "token": caller.token.name if caller.token and not caller.person else None,
             "person": caller.person,
-            "runs": None if caller.runs is None else [*caller.runs],
+            "runs": None,
             "bundle": bundle if isinstance(bundle, str) else None,
             "opens": opens if opens and isinstance(opens, str) else None,
         }

@@ -37,10 +37,10 @@ from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.target import Target
+from stagescope_service.rules.explain import ranks_text
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 from stagescope_service.store.queries.measurements import ScalarValues, StepNumbers
 from stagescope_service.store.tables import StepMarks
-from stagescope_service.triggers.evidence import ranks_text
 
 router = APIRouter(tags=["steps"])
 

@@ -26,7 +26,6 @@ from stagescope.wire.links import Link
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Deps, Run
 from stagescope_service.api.encoding import JsonObject, encode
-from stagescope_service.api.token_file import RunPatterns, sees
 from stagescope_service.api.tokens import Access
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.store.catalogue import Catalogue
@@ -91,7 +90,7 @@ async def stream(
         await access.look()
         return access.is_valid(caller.token)
 
-    wanted = Wanted(run, caller.runs, str(caller))
+    wanted = Wanted(run, str(caller))
     return _EventStream(watcher, wanted, last_event_id, is_allowed)
 
 
@@ -186,14 +185,12 @@ class Wanted(NamedTuple):
 
     run: str | None = None
     """The one that it asks for, and what is of no run; None: of all."""
-    seen: RunPatterns | None = None
-    """Those that it may see, and nothing that is of no run; None: every one."""
     caller: str = ""
     """Who it is."""
 
     def has(self, run: str | None) -> bool:
         """Return whether it gets events of a run."""
-        return (self.run is None or run in (None, self.run)) and sees(self.seen, run)
+        return self.run is None or run in (None, self.run)
 
 
 class _Listener:

@@ -1,8 +1,8 @@
 """The tokens of people, teams and programs: `tokens.json` of the home.
 
-The file holds no token, but the SHA-256 of each, its name, its role, the runs that it may see and
-how many requests it may send. `stagescope token` changes it; a service that runs reads it again
-when it has changed. A file that cannot be read allows nothing: the two tokens of the home remain.
+The file holds no token, but the SHA-256 of each, its name, its role and how many requests it may
+send. `stagescope token` changes it; a service that runs reads it again when it has changed. A file
+that cannot be read allows nothing: the two tokens of the home remain.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
-import fnmatch
 import hashlib
 import hmac
 import json
@@ -35,8 +34,6 @@ log = logging.getLogger(__name__)
 Role = Literal["read", "operate", "admin"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 """The roles, each allows what those before it do."""
-RunPatterns = tuple[str, ...]
-"""Names of runs, in which `*` stands for any characters and `?` for one."""
 
 TOKEN_BYTES: Final = 32
 CHECK_SECONDS: Final = 1.0
@@ -45,7 +42,6 @@ LOOK_SECONDS: Final = 2.0
 """How long a request waits for that; then the tokens are as before."""
 _MAX_BYTES: Final = 16 << 20
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-PATTERN: Final = re.compile(r"[A-Za-z0-9._*?-]{1,100}")
 PERSON: Final = re.compile(r"[A-Za-z0-9._%+@\\|:-]{1,200}")
 """What a proxy may call a person: an address, a name, a subject of OpenID Connect."""
 _MINUTE: Final = 60.0
@@ -61,8 +57,6 @@ class Token:
     sha256: str | None = dataclasses.field(default=None, repr=False)
     proxy_user: str | None = None
     """Whom a trusted proxy calls so is this one."""
-    runs: RunPatterns | None = None
-    """What it may see; None: every run."""
     per_minute: int | None = None
     """Most requests a minute, without those of trainings; None: any number."""
     reports_per_minute: int | None = None
@@ -84,17 +78,6 @@ class Token:
             raise InvalidInput(
                 f"role of {self.name} is {self.role!r:.100}", expected=f"one of {', '.join(ROLES)}"
             )
-        for pattern in self.runs or ():
-            if not PATTERN.fullmatch(pattern):
-                raise InvalidInput(
-                    f"runs of {self.name} has {pattern!r:.200}",
-                    expected="names of runs, with * and ? for other characters",
-                )
-        if self.runs is not None and (not self.runs or self.role == "admin"):
-            raise InvalidInput(
-                f"runs of {self.name} is {[*self.runs]} for the role {self.role}",
-                expected="patterns, and the role read or operate: an admin sees every run",
-            )
         if self.proxy_user is not None and not PERSON.fullmatch(self.proxy_user):
             raise InvalidInput(
                 f"proxy_user of {self.name} is {self.proxy_user!r:.200}",
@@ -106,13 +89,6 @@ class Token:
                     f"{self.name} may send {limit} requests a minute", expected="1 to 1000000"
                 )
         return self
-
-
-def sees(runs: RunPatterns | None, run: str | None) -> bool:
-    """Return whether whoever may see `runs` may see a run; what is of no run needs all of them."""
-    if runs is None:
-        return True
-    return run is not None and any(fnmatch.fnmatchcase(run, pattern) for pattern in runs)
 
 
 def token_file(home: Path) -> Path:
@@ -165,13 +141,9 @@ def read_tokens(home: Path) -> list[Token]:
 def _parse(fields: Mapping[str, object]) -> Token:
     """Return a token; a field that this version does not know might restrict it, and is refused."""
     known = {field.name: fields.get(field.name) for field in dataclasses.fields(Token)}
-    if unknown := fields.keys() - known.keys():
+    unknown = {name for name, value in fields.items() if value is not None} - known.keys()
+    if unknown:
         raise InvalidInput(f"a token has the unknown fields {sorted(unknown)!r:.200}")
-    runs = known["runs"]
-    if runs is not None:
-        if not isinstance(runs, list) or not all(isinstance(each, str) for each in runs):
-            raise TypeError("runs")
-        known["runs"] = tuple(runs)
     texts, numbers = ("sha256", "proxy_user"), ("per_minute", "reports_per_minute")
     if not isinstance(known["name"], str) or not isinstance(known["role"], str):
         raise TypeError("name")
@@ -394,4 +366,4 @@ def describe(token: Token) -> JsonObject:
     """Return a token for its list: without its hash."""
     fields = dataclasses.asdict(token)
     del fields["sha256"]
-    return {**fields, "runs": None if token.runs is None else [*token.runs]}
+    return fields

@@ -19,12 +19,12 @@ from stagescope_service.api.models.bodies import REPLAYED_STEPS, DryRunRequest, 
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_body
 from stagescope_service.api.rows import chosen_columns
+from stagescope_service.rules.budget import spent
+from stagescope_service.rules.document import Rules, defaults, defaults_text, read_yaml
+from stagescope_service.rules.replay import Fired, replay
+from stagescope_service.rules.series import shown
 from stagescope_service.store.queries.reader import ScopeFilter
 from stagescope_service.store.tables import FiringRow
-from stagescope_service.triggers.budget import spent
-from stagescope_service.triggers.replay import Fired, replay
-from stagescope_service.triggers.rules import Rules, defaults, defaults_text, read_yaml
-from stagescope_service.triggers.series import shown
 
 router = APIRouter(tags=["triggers"])
 

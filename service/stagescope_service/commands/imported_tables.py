@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
 
 from stagescope.session import Session
@@ -103,18 +104,34 @@ def cut_off_tables(dumps: Sequence[OperatorDump], tables: Tables) -> Iterator[Du
     from stagescope_service.dumps.records import DumpProblem
 
     for each in dumps:
-        row = tables.get(each.work)
+        row = tables.get(_sent(each.work))
         if row is None or row["truncated_at"] is None:
             continue
+        path = _cut_file(each, row["truncated_at"])
         calls = row["calls"] or 0
         read = (
             f"what is before it was read (calls: {calls})" if calls else "it holds no complete call"
         )
-        message = (
-            f"{each.entry.path} was cut off while it was written, at byte {row['truncated_at']}: "
-            f"{read}"
-        )
-        yield DumpProblem(each.entry.path, "damaged", message, each.entry)
+        message = f"{path} was cut off while it was written, at byte {row['truncated_at']}: {read}"
+        yield DumpProblem(path, "damaged", message, each.entry)
+
+
+def _cut_file(dump: OperatorDump, byte: int) -> Path:
+    """Return which of the files of a dump is cut off at a byte."""
+    from stagescope_service.dumps.formats.msprobe_directory import DUMP_FILES
+    from stagescope_service.dumps.msprobe.json_window import DumpFile, open_file
+
+    first = dump.entry.path
+    for path in (path for name in DUMP_FILES if (path := first.with_name(name)).is_file()):
+        if path.stat().st_size < byte:
+            continue
+        with open_file(path) as file:
+            found = DumpFile(file, str(path))
+            for _ in found.records():
+                pass
+        if found.truncated_at == byte:
+            return path
+    return first
 
 
 def unread_tables(dumps: Sequence[OperatorDump], tables: Tables) -> Iterator[str]:

@@ -34,11 +34,6 @@ def token() -> None:
     required=True,
     help="read; operate: captures, triggers and pins, too, and reporting; admin: the audit, too.",
 )
-@click.option(
-    "--runs",
-    metavar="PATTERN,...",
-    help="Only runs of these names, * and ? stand for others: 'qwen3-*,ada-?' [default: all].",
-)
 @click.option("--per-minute", type=_COUNT, help="Most requests a minute [default: any number].")
 @click.option(
     "--reports-per-minute",
@@ -54,7 +49,6 @@ def token() -> None:
 def add(
     name: str,
     role: str,
-    runs: str | None,
     per_minute: int | None,
     reports_per_minute: int | None,
     proxy_user: str | None,
@@ -64,11 +58,8 @@ def add(
     home = settings_of({}).home
     from stagescope_service.api.token_file import ROLES, Token, add_token
 
-    patterns = None
-    if runs is not None:
-        patterns = tuple(part.strip() for part in runs.split(",") if part.strip())
     made = Token(
-        name, next(each for each in ROLES if each == role), proxy_user=proxy_user, runs=patterns,
+        name, next(each for each in ROLES if each == role), proxy_user=proxy_user,
         per_minute=per_minute, reports_per_minute=reports_per_minute,
     )  # fmt: skip
     _show(name, add_token(home, made), as_json)
@@ -89,8 +80,7 @@ def list_(as_json: bool) -> None:
     if not rows:
         click.echo("none but read.token and operate.token of the home")
         return
-    shown = [{**row, "runs": ",".join(row["runs"]) if row["runs"] else "all"} for row in rows]
-    terminal.show(Table.from_rows(shown), wide=True)
+    terminal.show(Table.from_rows(rows), wide=True)
 
 
 @token.command("rotate")

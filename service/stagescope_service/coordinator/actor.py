@@ -16,7 +16,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import ray
@@ -113,6 +113,84 @@ class DebugCoordinator:
                 # A raw caller has no queue of its own: it waits here.
                 await asyncio.sleep(_FIRST_PAUSE)
 
+    # --- calls of ranks and relays: while nothing can be written, the answer says `not_ready` ---
+    async def record_events(self, **arguments: Any) -> Reply:
+        """See `Coordinator.record_events`."""
+        try:
+            return {**await self._ready().record_events(**arguments)}
+        except NotReady as error:
+            return self._not_ready(error)
+
+    async def poll(self, **arguments: Any) -> Reply:
+        """See `Coordinator.poll`."""
+        try:
+            return {**await self._ready().poll(**arguments)}
+        except NotReady as error:
+            return self._not_ready(error)
+
+    async def record_together(self, **arguments: Any) -> Reply:
+        """See `Coordinator.record_together`."""
+        try:
+            return {**await self._ready().record_together(**arguments)}
+        except NotReady as error:
+            return self._not_ready(error)
+
+    async def poll_together(self, **arguments: Any) -> Reply:
+        """See `Coordinator.poll_together`."""
+        try:
+            return {**await self._ready().poll_together(**arguments)}
+        except NotReady as error:
+            return self._not_ready(error)
+
+    # --- commands; `Coordinator` checks their arguments ----------------------------------------
+    async def plan(self, **arguments: Any) -> Reply:
+        """See `Coordinator.plan`."""
+        return {**await self._ready().plan(**arguments)}
+
+    async def add_capture(self, **arguments: Any) -> Reply:
+        """See `Coordinator.add_capture`."""
+        return {**await self._ready().add_capture(**arguments)}
+
+    async def remove_capture(self, **arguments: Any) -> Reply:
+        """See `Coordinator.remove_capture`."""
+        return {**await self._ready().remove_capture(**arguments)}
+
+    async def set_triggers(self, **arguments: Any) -> Reply:
+        """See `Coordinator.set_triggers`."""
+        return {**await self._ready().set_triggers(**arguments)}
+
+    async def test_webhook(self, **arguments: Any) -> Reply:
+        """See `Coordinator.test_webhook`."""
+        return {**await self._ready().test_webhook(**arguments)}
+
+    async def pin(self, **arguments: Any) -> Reply:
+        """See `Coordinator.pin`."""
+        return {**await self._ready().pin(**arguments)}
+
+    async def unpin(self, **arguments: Any) -> Reply:
+        """See `Coordinator.unpin`."""
+        return {**await self._ready().unpin(**arguments)}
+
+    async def add_engine(self, **arguments: Any) -> Reply:
+        """See `Coordinator.add_engine`."""
+        return {**await self._ready().add_engine(**arguments)}
+
+    async def remove_engine(self, **arguments: Any) -> Reply:
+        """See `Coordinator.remove_engine`."""
+        return {**await self._ready().remove_engine(**arguments)}
+
+    async def ask_stacks(self, **arguments: Any) -> Reply:
+        """See `Coordinator.ask_stacks`."""
+        return {**await self._ready().ask_stacks(**arguments)}
+
+    async def drain(self, **arguments: Any) -> Reply:
+        """See `Coordinator.drain`."""
+        return {**await self._ready().drain(**arguments)}
+
+    async def note_bundle(self, **arguments: Any) -> Reply:
+        """See `Coordinator.note_bundle`."""
+        return {**await self._ready().note_bundle(**arguments)}
+
     # --- service ----------------------------------------------------------------------------
     async def status(self) -> Reply:
         """Return how the coordinator is; `not_ready` is the reason why it cannot serve.
@@ -145,7 +223,7 @@ class DebugCoordinator:
 
     def _not_ready(self, error: NotReady) -> Reply:
         if self._coordinator is not None:
-            return {**self._coordinator.intake.not_ready(error)}
+            return self._coordinator.not_ready(error)
         return {"coordinator": self._name, "not_ready": str(error)}
 
     async def _run(self) -> None:
@@ -220,26 +298,3 @@ class DebugCoordinator:
 
 def _make_directory(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
-def _method(name: str, *, answers_not_ready: bool = False) -> Callable[..., Awaitable[Reply]]:
-    """Return the actor's method for a method of `Coordinator`."""
-
-    async def call(self: DebugCoordinator, **arguments: object) -> Reply:
-        try:
-            answer: Reply = await getattr(self._ready(), name)(**arguments)
-        except NotReady as error:
-            if not answers_not_ready:
-                raise
-            answer = self._not_ready(error)
-        return answer
-
-    call.__name__, call.__doc__ = name, f"See `Coordinator.{name}`, which checks the arguments."
-    return call
-
-
-for _name in COMMANDS:
-    setattr(DebugCoordinator, _name, _method(_name))
-# A probe reads `not_ready`, of its own calls and of a relay's.
-for _name in ("record_events", "poll", "record_together", "poll_together"):
-    setattr(DebugCoordinator, _name, _method(_name, answers_not_ready=True))

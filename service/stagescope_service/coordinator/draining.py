@@ -14,11 +14,13 @@ from typing_extensions import NotRequired
 
 from stagescope.wire.errors import CatalogueUnavailable, NotReady
 from stagescope.wire.schema import FINISH
-from stagescope_service.coordinator.effects import Effects
+from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.load import Load
+from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.core import departures
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.instructions import Instruction
+from stagescope_service.store.catalogue import Catalogue
 
 _LEAVE_SECONDS: Final = 10.0
 """Seconds without contact after which a process that was requested to leave counts as gone."""
@@ -57,16 +59,22 @@ class Draining:
     """Drains runs; used from one event loop.
 
     Args:
-        effects: carries out instructions.
+        runner: carries out instructions.
+        commits: wakes who waits for payloads.
+        catalogue: knows what will never arrive.
         load: by how much processes wait longer than usual.
+        clock: of the service.
     """
 
-    def __init__(self, effects: Effects, load: Load) -> None:
-        self._effects = effects
-        self._commits = effects.commits
-        self._state = effects.commits.state
+    def __init__(
+        self, runner: Runner, commits: Commits, catalogue: Catalogue, load: Load, clock: Clock
+    ) -> None:
+        self._runner = runner
+        self._commits = commits
+        self._state = commits.state
+        self._catalogue = catalogue
         self._load = load
-        self._mono = effects.clock.mono
+        self._wall, self._mono = clock
         self._requests: dict[str, _Request] = {}
 
     async def drain(
@@ -116,9 +124,7 @@ class Draining:
             return []
         ids = [attempt.attempt_id for attempt in attempts]
         counts: Counter[tuple[str | None, int | None, str]] = Counter()
-        read = functools.partial(
-            self._effects.catalogue.loss_outlines, attempt_id=ids, kind=_NOT_ARRIVED
-        )
+        read = functools.partial(self._catalogue.loss_outlines, attempt_id=ids, kind=_NOT_ARRIVED)
         try:
             rows = await asyncio.to_thread(read)
         except CatalogueUnavailable as error:
@@ -153,11 +159,11 @@ class Draining:
         for process in present:
             if self._does_not_answer(process):
                 # The driver that calls this has ended the run, if it had not ended before.
-                wall = self._effects.wall()
+                wall = self._wall()
                 out += departures.leave(self._state.registry, process, wall, finished=True)
                 process.finish_seq = process.begun_seq
                 del self._requests[process.incarnation]
-        await self._effects.carry_out(out)
+        await self._runner.carry_out(out)
         ranks = dict.fromkeys((role, rank) for role, rank, _ in missing)
         ranks |= dict.fromkeys((process.role, process.rank) for process in present)
         return [f"{role} rank {rank}" for role, rank in ranks][:_MAX_NAMED]
@@ -180,7 +186,7 @@ class Draining:
         """Return whether a process ended unanswered: Ray ends actors with their last handle."""
         request = self._requests.get(process.incarnation)
         patience = _LEAVE_SECONDS + self._load.pause
-        quiet = self._effects.wall() - process.last_contact > patience
+        quiet = self._wall() - process.last_contact > patience
         return quiet and request is not None and self._mono() - request.since > patience
 
     # --- polls ------------------------------------------------------------------------------

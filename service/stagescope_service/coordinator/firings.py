@@ -9,12 +9,13 @@ from stagescope.wire.links import Link, with_links
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
+from stagescope_service.rules.actions import FindingTemplate
+from stagescope_service.rules.budget import ORDERED_BY
+from stagescope_service.rules.document import Rule
+from stagescope_service.rules.messages import Told, link_of
+from stagescope_service.rules.names import is_nonfinite, scalar_of
+from stagescope_service.rules.series import shown
 from stagescope_service.store.tables.findings import FiredActions, FiringColumns
-from stagescope_service.triggers.budget import ORDERED_BY
-from stagescope_service.triggers.messages import Told, link_of
-from stagescope_service.triggers.names import is_nonfinite, scalar_of
-from stagescope_service.triggers.rules import Rule
-from stagescope_service.triggers.series import shown
 
 
 class FiringKey(TypedDict):
@@ -82,7 +83,8 @@ def finding_of_firing(key: FiringKey) -> str:
 
 def _advice(act: Act) -> str:
     """Return the advice; if the rank's streams cannot be compared, it starts with that cause."""
-    advice = act.rule.actions.advice.replace("{step}", str(act.row["step"]))
+    template = act.rule.actions.finding or FindingTemplate()
+    advice = template.advice.replace("{step}", str(act.row["step"]))
     metric = act.rule.metric
     is_mismatch = not (scalar_of(metric) or is_nonfinite(metric))
     if advice and act.row["stage"] == _UPDATE and is_mismatch:
@@ -97,13 +99,14 @@ def _advice(act: Act) -> str:
 
 def _see(act: Act) -> list[Link]:
     """Return links to what the rule says to look at."""
-    return [Link.to_step(noun, act.row["step"]) for noun in act.rule.actions.see]
+    template = act.rule.actions.finding
+    return [Link.to_step(noun, act.row["step"]) for noun in (template.see if template else ())]
 
 
 def finding_of(act: Act) -> list[Put]:
     """Return the finding of a firing, if its rule makes one."""
-    actions, row = act.rule.actions, act.row
-    if actions.severity is None:
+    template, row = act.rule.actions.finding, act.row
+    if template is None:
         return []
     made = finding(
         f"trigger_{act.rule.name}",
@@ -115,7 +118,7 @@ def finding_of(act: Act) -> list[Put]:
         role=row["role"],
         rank=row["rank"],
         wall=row["wall"],
-        severity=actions.severity,
+        severity=template.severity,
         evidence={**shown(row["evidence"]), "round": row["round"]},
         advice=_advice(act),
         see=_see(act),
@@ -133,6 +136,7 @@ def told_of(act: Act, done: FiredActions, page: str | None) -> Told:
     """
     row = act.row
     attempt = row["evidence"].get("attempt")
+    template = act.rule.actions.finding
     return {
         "rule": row["rule"],
         "run": row["run"],
@@ -146,7 +150,7 @@ def told_of(act: Act, done: FiredActions, page: str | None) -> Told:
         "wall": row["wall"],
         "evidence": dict(shown(row["evidence"])),
         "attempt": attempt,
-        "severity": act.rule.actions.severity,
+        "severity": None if template is None else template.severity,
         "advice": with_links(_advice(act), _see(act)),
         "actions": done,
         "link": None if page is None else link_of(page, row["run"], row["step"], attempt),

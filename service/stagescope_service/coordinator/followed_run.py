@@ -9,14 +9,12 @@ from typing import Final
 
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.coordinator.firings import Act
-from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.tables import FiringRow
-from stagescope_service.triggers.conditions import HISTORY
-from stagescope_service.triggers.facts import Facts
-from stagescope_service.triggers.replay import Fired, StepReader
-from stagescope_service.triggers.rules import Rules
-from stagescope_service.triggers.series import NAMED, unpack
-from stagescope_service.triggers.watch import (
+from stagescope_service.rules.conditions import HISTORY
+from stagescope_service.rules.document import Rules
+from stagescope_service.rules.facts import Facts
+from stagescope_service.rules.replay import Fired, StepReader
+from stagescope_service.rules.series import NAMED, unpack
+from stagescope_service.rules.watch import (
     REACH,
     At,
     Firing,
@@ -24,6 +22,8 @@ from stagescope_service.triggers.watch import (
     FiringRecord,
     RuleWatch,
 )
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.tables import FiringRow
 
 _ALL: Final = 1_000_000
 

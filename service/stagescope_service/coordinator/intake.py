@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidEvent, NotReady, StagescopeError
@@ -21,9 +21,13 @@ from stagescope_service.coordinator.answers import (
     PollAnswer,
 )
 from stagescope_service.coordinator.arguments import check_batch
+from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.draining import Draining
-from stagescope_service.coordinator.effects import Effects
+from stagescope_service.coordinator.hang_watch import HangWatch
 from stagescope_service.coordinator.load import Load
+from stagescope_service.coordinator.node_watch import NodeWatch
+from stagescope_service.coordinator.payload_reading import PayloadReading
+from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.coordinator.starts import PAUSE_SECONDS, Starts, hellos
 from stagescope_service.core import reports
 from stagescope_service.core.captures.agreement import ASKED
@@ -87,20 +91,32 @@ class Intake:
     """Takes in what ranks report; used from one event loop.
 
     Args:
-        effects: carries out instructions.
-        requests: the capture requests in force.
+        runner: carries out instructions.
+        commits: says what is on disk.
+        payloads: has payloads read.
+        requests: the active capture requests.
         load: bounds what is taken in at a time.
         draining: asks processes to leave.
+        hangs: finds stuck ranks.
+        nodes: finds lost nodes.
+        lost_nodes: returns the nodes that the cluster lost, and why each.
+        clock: of the service.
         coordinator: its name.
         poll_seconds: after which a poll is answered without news.
     """
 
     def __init__(
         self,
-        effects: Effects,
+        runner: Runner,
+        commits: Commits,
+        payloads: PayloadReading,
         requests: CaptureRequests,
         load: Load,
         draining: Draining,
+        hangs: HangWatch,
+        nodes: NodeWatch,
+        lost_nodes: Callable[[], Mapping[str, str]],
+        clock: Clock,
         *,
         coordinator: str,
         poll_seconds: float,
@@ -109,16 +125,18 @@ class Intake:
         self.poll_seconds = poll_seconds
         self.events_taken = 0
         """Events of batches taken in so far."""
-        self._effects = effects
-        self._commits = effects.commits
-        self._state = effects.commits.state
+        self._runner = runner
+        self._commits = commits
+        self._state = commits.state
+        self._payloads = payloads
         self._requests = requests
         self._plan = requests.plan
-        self._hangs = effects.hangs
         self._load = load
         self._draining = draining
-        self._mono = effects.clock.mono
-        self._wall = effects.wall
+        self._hangs = hangs
+        self._nodes = nodes
+        self._lost_nodes = lost_nodes
+        self._wall, self._mono = clock
         self._starts = Starts(self._state)
         self._writing: dict[str, asyncio.Future[bool]] = {}
         """Incarnation -> whether its newest batch, and each before it, was written."""
@@ -198,7 +216,7 @@ class Intake:
         asked = self._state.forgotten_payloads(sender, offered) if offered else []
         if not asked:
             return None
-        return await self._effects.settled_payloads(sender.incarnation, asked)
+        return await self._payloads.stored(sender.incarnation, asked)
 
     async def record_together(self, batches: Sequence[Batch]) -> RelayAnswer:
         """Take in the batches of several ranks, each as `record` does and for itself.
@@ -275,7 +293,7 @@ class Intake:
                     out += self._state.settle(key, REFUSED, reason, arrived)
                 continue
             if has_payload:
-                self._effects.hold(instructions, payloads[event.seq])
+                self._payloads.hold(instructions, payloads[event.seq])
             if (part := reports.refused_in_part(instructions)) is not None:
                 in_part[event.seq] = part
             out += instructions
@@ -417,7 +435,7 @@ class Intake:
             incarnation = poll.sender.incarnation
             out += self._state.renew(incarnation, self._mono() - ago, self._wall() - ago)
             out += self._acknowledge(incarnation, poll.revision)
-        await self._effects.carry_out(out)
+        await self._runner.carry_out(out)
         if out:
             self._check_requests_soon()
 
@@ -487,13 +505,13 @@ class Intake:
         if not self._commits.store.health().healthy:
             self._renew_all(now)
             return
-        await self._effects.carry_out(self._load.check(now, wall))
+        await self._runner.carry_out(self._load.check(now, wall))
         if held_up or self._load.is_late(now):
             self._renew_all(now)
         else:
-            lost = self._effects.lost_nodes()
+            lost = self._lost_nodes()
             await self._carry_out(self._state.expire(now, wall, lost))
-            await self._carry_out(self._effects.nodes.check(lost, wall))
+            await self._carry_out(self._nodes.check(lost, wall))
             await self._carry_out(self._hangs.check(now, wall))
         await self.check_requests()
 
@@ -525,7 +543,7 @@ class Intake:
         self, instructions: Sequence[Instruction], rows: Sequence[Put]
     ) -> Sequence[RefusedWrite]:
         publication = self._plan.publication() if rows else None
-        refused = await self._effects.carry_out([*instructions, *rows])
+        refused = await self._runner.carry_out([*instructions, *rows])
         if publication is not None:
             self._plan.publish(publication)
             self._commits.notify_all()

@@ -10,8 +10,8 @@ import dataclasses
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
 
-from stagescope.wire.errors import InvalidEvent, NotFound
-from stagescope.wire.names import closest, run_name
+from stagescope.wire.errors import InvalidEvent, InvalidInput, NotFound
+from stagescope.wire.names import closest, run_name, storable_id
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import (
     BEGIN,
@@ -23,13 +23,16 @@ from stagescope.wire.schema import (
     Sender,
     Work,
 )
-from stagescope_service.coordinator.effects import Effects
+from stagescope_service.coordinator.commits import Commits
+from stagescope_service.coordinator.payload_reading import PayloadReading
 from stagescope_service.coordinator.raw_fields import (
+    PAGE,
     call_name,
     check_plain,
     plain_fields,
     unknown_fields,
 )
+from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.core import reports, spans, steps
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import FAILED, OK
@@ -45,13 +48,21 @@ from stagescope_service.store.queries.measurements import SettledPayloads
 class RawCalls:
     """Handles raw calls; used from one event loop."""
 
-    def __init__(self, effects: Effects, *, poll_seconds: float) -> None:
-        self._effects = effects
-        self._commits = effects.commits
-        self._state = effects.commits.state
+    def __init__(
+        self,
+        runner: Runner,
+        commits: Commits,
+        payloads: PayloadReading,
+        clock: Clock,
+        *,
+        poll_seconds: float,
+    ) -> None:
+        self._runner = runner
+        self._commits = commits
+        self._state = commits.state
+        self._payloads = payloads
         self._poll_seconds = poll_seconds
-        self._wall = effects.wall
-        self._mono = effects.clock.mono
+        self._wall, self._mono = clock
         self.recorded = 0
 
     async def record(
@@ -83,6 +94,11 @@ class RawCalls:
         fields = plain_fields(fields)
         if fields.get("run") is None:
             unknown_fields(kind, fields)  # another name for it is the better answer
+            raise InvalidInput(
+                f"{call_name(kind)} does not say of which run it is",
+                expected="run: the name of the run, a text",
+                advice=f"{PAGE} lists the fields",
+            )
         run = run_name(fields.get("run"))
         seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
         body = {name: value for name, value in fields.items() if value is not None}
@@ -114,14 +130,14 @@ class RawCalls:
                     expected="a text, such as old_log_probs",
                 )
         except InvalidEvent as error:
-            await self._effects.carry_out([self._refusal(run, kind, fields, error)])
+            await self._runner.carry_out([self._refusal(run, kind, fields, error)])
             raise
         if kind == FINISH:
             bare = dataclasses.replace(event, fields={})
             return await self._finish(run, bare, body, unknown)
         stored = None
         if payload is not None and self._state.forgotten_payloads(sender, [seq]):
-            stored = await self._effects.settled_payloads(sender.incarnation, [seq])
+            stored = await self._payloads.stored(sender.incarnation, [seq])
         sender, out = self._handle(sender, event, body, fields, payload, stored)
         process = self._state.registry.processes[sender.incarnation]
         attempt = self._state.registry.attempt_of(process)
@@ -129,7 +145,7 @@ class RawCalls:
             name = call_name(kind)
             out.append(reports.unknown_fields(attempt, process.role, name, unknown, event.wall))
         self.recorded += 1
-        await self._effects.carry_out(out)
+        await self._runner.carry_out(out)
         answer = {
             "run": run,
             "attempt": attempt.number,
@@ -192,7 +208,7 @@ class RawCalls:
         handled = self._state.handle(sender, event, event.mono, arrival)
         if stored is not None:
             self._state.note_payloads(sender.incarnation, stored.newest, ())
-        self._effects.hold(handled, payload)
+        self._payloads.hold(handled, payload)
         return sender, out + handled
 
     async def _finish(
@@ -222,7 +238,7 @@ class RawCalls:
                 expected=f"one of {', '.join(f'{role} {rank}' for role, rank in known[:8])}"
                 + (f" and {len(known) - 8} more" if len(known) > 8 else ""),
             )
-            await self._effects.carry_out([self._refusal(run, FINISH, fields, error)])
+            await self._runner.carry_out([self._refusal(run, FINISH, fields, error)])
             raise error
         left = [process for process in named if process.raw and not process.finished]
         out: list[Instruction] = []
@@ -233,7 +249,7 @@ class RawCalls:
             role = str(fields.get("role") or "every role")
             out.append(reports.unknown_fields(attempt, role, FINISH, unknown, event.wall))
         self.recorded += 1
-        await self._effects.carry_out(out)
+        await self._runner.carry_out(out)
         answer = {
             "run": run,
             "attempt": attempt.number,
@@ -279,8 +295,10 @@ class RawCalls:
         attempt_key = fields.get("attempt_key")
         newest = self._state.registry.newest(run)
         key = attempt_key or (newest.key if newest else UNKEYED)
-        name = f"raw/{run}/{key}/{role}/{rank}"
-        return Sender.parse(Sender(name, run, attempt_key, role, rank).wire())
+        # The caller knows the parts of the name, not the name: they are checked first.
+        sender = Sender.parse(Sender("raw", run, attempt_key, role, rank).wire())
+        name = storable_id(f"raw/{run}/{key}/{role}/{rank}")
+        return dataclasses.replace(sender, incarnation=name)
 
     def _refusal(self, run: str, kind: str, fields: JsonObject, error: InvalidEvent) -> Instruction:
         """Return the finding of a refused call: many callers never read the answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -34,9 +35,13 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
     "name": "stage", "stage_name": "stage", "phase": "stage",
     "global_rank": "rank", "world_rank": "rank", "rank_id": "rank",
     "num_ranks": "world_size", "n_ranks": "world_size", "nranks": "world_size",
+    "weight_version": "policy_version", "weights_version": "policy_version",
+    "model_version": "policy_version",
     "tensors": "payload", "metrics": "scalars",
 }  # fmt: skip
 """Names that trainers and other tools have for these fields."""
+_STEP: Final = re.compile(r"(?:.*[a-z\d]_)?(?:steps?|iter|iterations?)")
+"""`trainer_step`, `training_iteration`: of a call without a clock only the step can be meant."""
 
 
 def call_name(kind: str) -> str:
@@ -76,8 +81,12 @@ def unknown_fields(kind: str, fields: JsonObject) -> list[str]:
     known = (*FIELDS, *OWN_FIELDS.get(kind, ()))
     unknown = sorted(set(fields) - {*known})
     wanted = [name for name in known if name not in fields]
+    has_clock = "step" in fields or "policy_version" in fields
     for name in unknown:
-        meant = _OTHER_NAMES.get(name.lower().replace("-", "_"))
+        written = name.lower().replace("-", "_")
+        meant = _OTHER_NAMES.get(written)
+        if meant is None and not has_clock and _STEP.fullmatch(written):
+            meant = "step"
         why = "which it is called here"
         if meant not in wanted:
             meant, why = closest_field(name, wanted), "which is the closest"

@@ -14,6 +14,9 @@ from stagescope_service.coordinator.firings import Act, made_up, told_of
 from stagescope_service.coordinator.webhooks import Webhooks
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
+from stagescope_service.rules.budget import ORDERED_BY, Budget, spent
+from stagescope_service.rules.document import Rule, Rules
+from stagescope_service.rules.webhooks import Webhook
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tables import ArtifactRow, CaptureRow
 from stagescope_service.store.tables.findings import (
@@ -23,9 +26,6 @@ from stagescope_service.store.tables.findings import (
     FiredWebhook,
     PinOutcome,
 )
-from stagescope_service.triggers.budget import ORDERED_BY, Budget, spent
-from stagescope_service.triggers.rules import Rule, Rules
-from stagescope_service.triggers.webhooks import Webhook
 
 _TEST_SECONDS: Final = 8.0
 """Time limit of a test message: its caller waits for it."""

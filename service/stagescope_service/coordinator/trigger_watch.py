@@ -8,13 +8,12 @@ coordinator restarts in between. No Ray in here: an `IngestorClient` reaches the
 from __future__ import annotations
 
 import asyncio
-import bisect
 import functools
 import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -29,50 +28,15 @@ from stagescope_service.coordinator.trigger_actions import Acting, WebhookTest
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import NON_FINITE_SCALARS
 from stagescope_service.core.instructions import Delete, NonFiniteScalars, Put
+from stagescope_service.rules.document import Rule, Rules, defaults, read_yaml
+from stagescope_service.rules.names import NONFINITE_SCALAR, scalar_of
+from stagescope_service.rules.replay import Fired
+from stagescope_service.rules.series import NAMED, pack
+from stagescope_service.rules.watch import REACH, FiringChanges
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import WriteRows
 from stagescope_service.store.tables import TriggerRulesRow
 from stagescope_service.store.tables.findings import FiringColumns
-from stagescope_service.triggers.names import NONFINITE_SCALAR, scalar_of
-from stagescope_service.triggers.replay import Fired
-from stagescope_service.triggers.rules import Rule, Rules, defaults, read_yaml
-from stagescope_service.triggers.series import NAMED, pack
-from stagescope_service.triggers.watch import REACH, FiringChanges
-
-
-class StepOrdering:
-    """Aggregated steps of each attempt that wait for earlier ones.
-
-    Args:
-        most: steps of an attempt that may wait; beyond, the lowest are released.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._waiting: dict[int, list[int]] = {}
-
-    def aggregated(self, attempt_id: int, step: int, owed: Iterable[int]) -> list[int]:
-        """Add an aggregated step; return the steps whose turn it is, in order.
-
-        Args:
-            attempt_id: of the step.
-            step: that was aggregated.
-            owed: steps of the attempt that are still to be aggregated; each ends in such a call.
-        """
-        waiting = self._waiting.setdefault(attempt_id, [])
-        at = bisect.bisect_left(waiting, step)
-        if waiting[at : at + 1] != [step]:
-            waiting.insert(at, step)
-        first = min(owed, default=None)
-        count = len(waiting) if first is None else bisect.bisect_right(waiting, first)
-        count = max(count, len(waiting) - self._most)
-        due, left = waiting[:count], waiting[count:]
-        if left:
-            self._waiting[attempt_id] = left
-        else:
-            del self._waiting[attempt_id]
-        return due
-
 
 logger = logging.getLogger(__name__)
 
@@ -397,7 +361,7 @@ class TriggerWatch:
 
 def _finds_non_finite(rule: Rule) -> bool:
     """Return whether a rule makes findings of scalars that are not finite."""
-    return rule.metric.startswith(NONFINITE_SCALAR) and rule.actions.severity is not None
+    return rule.metric.startswith(NONFINITE_SCALAR) and rule.actions.finding is not None
 
 
 def _readable(document: Json) -> Rules:

@@ -23,6 +23,11 @@ def work_columns(work: Work) -> dict[str, Json]:
     return work.fields()
 
 
+def audit_row(wall: float, by: str, action: str, detail: JsonObject) -> Put:
+    """Return the row of the audit that says who did what."""
+    return Put("audit", {"wall": wall, "by": by, "action": action, "detail": dict(detail)})
+
+
 def attempt_row(attempt: Attempt, **columns: object) -> Put:
     """Return the row of an attempt, with further `columns`."""
     return Put(

@@ -16,8 +16,8 @@ from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import by_message, finding
 from stagescope_service.core.instructions import Instruction
+from stagescope_service.rules.budget import Budget
 from stagescope_service.statistics.settings import StatisticsSettings
-from stagescope_service.triggers.budget import Budget
 
 KNOWN: Final[Mapping[str, str]] = {
     "expect": "'bitwise': the first token that differs is a finding",

@@ -10,8 +10,6 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import sqlalchemy as sa
 
 from stagescope.wire.errors import CatalogueUnavailable
@@ -111,10 +109,6 @@ class Catalogue(
         CatalogueUnavailable: by every method, if no catalogue of this version can be read at the
             moment. The next call tries again.
     """
-
-    def of_runs(self, patterns: Sequence[str]) -> Catalogue:
-        """Return a catalogue with the rows of some runs alone; its user closes it."""
-        return Catalogue(self._url, patterns)
 
     def check(self) -> None:
         """Raise `CatalogueUnavailable` unless a catalogue of this version exists."""

@@ -16,7 +16,7 @@ import re
 import sqlite3
 import time
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -26,7 +26,6 @@ from sqlalchemy import event, exc
 
 from stagescope.versions import install_command
 from stagescope.wire.errors import CatalogueUnavailable
-from stagescope_service.store.visible import hiding_views
 
 if TYPE_CHECKING:
     import psycopg
@@ -185,42 +184,18 @@ def _server_writer(url: str) -> sa.Engine:
     return engine
 
 
-def reader_engine(url: str, runs: Sequence[str] | None = None) -> sa.Engine:
-    """Return a read-only engine, for any process; creates nothing.
-
-    Args:
-        url: of the catalogue.
-        runs: patterns of the runs whose rows it sees; None: all rows.
-    """
+def reader_engine(url: str) -> sa.Engine:
+    """Return a read-only engine, for any process; creates nothing."""
     path = sqlite_path(url)
     if path is None:
-        engine = _server_engine(url)
-        if runs is not None:
-            _hide_on_server(engine, runs)
-            engine = engine.execution_options(schema_translate_map={None: "pg_temp"})
-        return engine.execution_options(postgresql_readonly=True)
+        return _server_engine(url).execution_options(postgresql_readonly=True)
     engine = _sqlite_engine(path, mode="rw")  # a WAL cannot always be read with mode=ro
 
     @event.listens_for(engine, "connect")
     def prepare(connection: sqlite3.Connection, record: object) -> None:
-        if runs is not None:
-            for statement in hiding_views(runs, schema="main", is_sqlite=True):
-                connection.execute(statement)
         connection.execute("PRAGMA query_only=ON")
 
-    return engine if runs is None else engine.execution_options(schema_translate_map={None: "temp"})
-
-
-def _hide_on_server(engine: sa.Engine, runs: Sequence[str]) -> None:
-    @event.listens_for(engine, "connect")
-    def prepare(connection: sa.engine.interfaces.DBAPIConnection, record: object) -> None:
-        cursor = connection.cursor()
-        cursor.execute("SELECT current_schema()")
-        schema = '"{}"'.format(str((cursor.fetchone() or [""])[0]).replace('"', '""'))
-        for statement in hiding_views(runs, schema=schema, is_sqlite=False):
-            cursor.execute(statement)
-        cursor.close()
-        connection.commit()
+    return engine
 
 
 def _server_engine(url: str, **pool: int) -> sa.Engine:

@@ -23,9 +23,9 @@ from examples.countdown.collective import Collective
 from examples.countdown.config import Settings
 from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
-from stagescope_service.diagnosis.history import RunHistory
-from stagescope_service.triggers.replay import replay
-from stagescope_service.triggers.rules import defaults
+from stagescope_service.rules.document import defaults
+from stagescope_service.rules.history import RunHistory
+from stagescope_service.rules.replay import replay
 from stagescope_workers import Probe, init
 
 RANKS: Final = 4

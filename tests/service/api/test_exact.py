@@ -13,11 +13,11 @@ from stagescope.series import Exact
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.firings import Act, finding_of
 from stagescope_service.core.findings import finding
+from stagescope_service.rules.document import read_yaml
+from stagescope_service.rules.replay import replay
 from stagescope_service.store.contract import Put
 from stagescope_service.store.tables import StepRow
 from stagescope_service.store.tables.findings import FiringColumns
-from stagescope_service.triggers.replay import replay
-from stagescope_service.triggers.rules import read_yaml
 
 LOG_PROB = "actor_compute_log_prob"
 TWO = {"rollout_log_probs": "engine", "old_log_probs": "trainer"}

@@ -264,6 +264,20 @@ def test_a_dump_that_was_cut_off_is_not_called_empty(
     assert "recorded no call" not in "\n".join(session.step(0, run="cut").operators().lines())
 
 
+def test_the_file_that_was_cut_off_is_named(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    rank = tmp_path / "st\udcffage/step0/rank0"
+    rank.mkdir(parents=True)
+    shutil.copy(directory / "step3/rank0/dump.json", rank)
+    tensor = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "Max": 1, "Min": 0}
+    saved = json.dumps({"level": "debug", "data": {"loss.0.debug": tensor, "x.0.debug": tensor}})
+    (rank / "debug.json").write_text(saved[:-30])
+    (problem,) = import_dump(session, open_dump(tmp_path), "saved")["problems"]
+    assert Path(problem["path"]).name == "debug.json"
+    assert "debug.json was cut off while it was written, at byte" in problem["message"]
+
+
 def test_checksums_alone_say_nothing_of_nan(
     session: stagescope.Session, directory: Path, tmp_path: Path
 ) -> None:

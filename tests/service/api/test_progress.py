@@ -589,7 +589,7 @@ def test_a_capture_that_is_agreed_on_again_has_not_ended_before(
 ) -> None:
     capture_id = request_capture(live, stages=[STAGE], steps=[1], again=1)
     rank = Rank(live, world_size=1)
-    commits = live.engine.coordinator.commits
+    commits = live.engine.coordinator.parts.commits
     commit, seen = commits.commit, set[str]()
 
     async def look(*rows: Any) -> Any:

@@ -46,7 +46,7 @@ def coordinator(store: SqlStore, folder: Path) -> Iterator[LocalCoordinator]:
     restore(state, store.snapshot(), 0.0)
     local = LocalCoordinator(store, folder, state=state)
     yield local
-    local.effects.catalogue.close()
+    local.parts.catalogue.close()
 
 
 def payload(rows: int, **strings: list[str]) -> dict[str, object]:
@@ -73,13 +73,13 @@ def end(seq: int, step: int, **fields: object) -> tuple[object, ...]:
 async def record(
     local: LocalCoordinator, *events: tuple[object, ...], payloads: Mapping[int, object]
 ) -> dict[str, Any]:
-    answer = await local.coordinator.intake.record(SENDER.wire(), list(events), payloads)
+    answer = await local.coordinator.parts.intake.record(SENDER.wire(), list(events), payloads)
     await local.work()
     return dict(answer)
 
 
 async def receipts(local: LocalCoordinator, *seqs: int) -> dict[int, str]:
-    answer = await local.coordinator.intake.poll(SENDER.wire(), 0, seqs, 0.0)
+    answer = await local.coordinator.parts.intake.poll(SENDER.wire(), 0, seqs, 0.0)
     return answer["receipts"]
 
 
@@ -170,8 +170,8 @@ def test_what_was_ingested_long_ago_stays_so_when_it_is_offered_again(
             assert receipts == {2 * step: "ingested" for step in steps}
             assert set(states(store).values()) == {"ingested"}
             # The rank dies: nothing of it is lost.
-            expired = local.coordinator.state.expire(1e9, 1e9)
-            asyncio.run(local.effects.carry_out(expired))
+            expired = local.coordinator.parts.state.expire(1e9, 1e9)
+            asyncio.run(local.parts.runner.carry_out(expired))
         assert set(states(store).values()) == {"ingested"}
         assert rows_of(store, "losses") == []
 
@@ -203,27 +203,27 @@ def test_a_raw_callers_payload_of_an_earlier_coordinator_counts_once(
     with coordinator(store, tmp_path) as local:
         assert asyncio.run(call(local, 2)) == "ingested"
     assert rows_of(store, "payloads") == before
-    assert not [each for each in local.effects.queue if isinstance(each, Ingest)]
+    assert not [each for each in local.queue.queue if isinstance(each, Ingest)]
 
 
 def test_a_call_that_is_cancelled_gives_no_receipt_before_the_commit(tmp_path: Path) -> None:
     store = SqlStore(url_of(tmp_path))  # not open: what is submitted waits
     local = LocalCoordinator(store, tmp_path)
-    local.coordinator.commits.check_ready = lambda: None  # type: ignore[method-assign]
+    local.coordinator.parts.commits.check_ready = lambda: None  # type: ignore[method-assign]
     dropped = {"payload_dropped": {"reason": "no memory"}}
     work = {"step": 1, "stage": "actor_update"}
 
     async def live() -> None:
-        intake = local.coordinator.intake
+        intake = local.coordinator.parts.intake
         ended = Event(END, 2, 1.0, 1.0, {**work, **dropped}).wire()
         call = asyncio.create_task(intake.record(SENDER.wire(), [ended]))
         await asyncio.sleep(0.01)
         call.cancel()
         await asyncio.wait({call})
-        assert local.coordinator.commits.receipts("i", [2]) == {}
+        assert local.coordinator.parts.commits.receipts("i", [2]) == {}
         store.open()
         until = asyncio.get_running_loop().time() + 30
-        while not (found := local.coordinator.commits.receipts("i", [2])):
+        while not (found := local.coordinator.parts.commits.receipts("i", [2])):
             assert asyncio.get_running_loop().time() < until
             await asyncio.sleep(0.01)
         assert found == {2: "dropped"}

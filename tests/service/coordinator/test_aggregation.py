@@ -36,28 +36,27 @@ class Broken:
 
     def __init__(self, bench: RuleBench) -> None:
         self.bench, self.catalogue = bench, bench.catalogue
-        self.effects = bench.local.effects
-        self.effects.triggers = bench.triggers
+        self.parts, self.queue = bench.local.parts, bench.local.queue
         self.building = bench.local.ingestors.before_building
         self.tried = 0
 
     def keep_steps(self, count: int) -> None:
         """Have the parts of the newest `count` steps kept."""
-        self.effects._settings = self.effects._settings.model_copy(update={"keep_steps": count})
+        self.parts.steps.keep_steps = count
 
     async def prepare(self) -> None:
         rules = rules_of(rule("loss", metric="nonfinite_scalar/loss", when={">": 0}))
         await self.bench.triggers.put(rules, by="me")
         await self.bench.step(1, hold=True, scalars={0: {"loss": math.nan}})
         unaggregated = {"attempt_id": 1, "step": 1, "whole": None, "whole_mark": None}
-        await self.effects.write([Put("steps", unaggregated)])
+        await self.parts.runner.write([Put("steps", unaggregated)])
         assert "being aggregated" in self.gap()
-        self.effects.checks_rules = True
+        self.queue.checks_rules = True
         self.tried = 0
 
     async def aggregate(self) -> None:
         """Have the step aggregated, and wait until all that follows is done."""
-        self.effects.start(STEP)
+        self.parts.runner.start(STEP)
         await self.settled()
 
     async def settled(self) -> None:
@@ -128,7 +127,7 @@ def test_numbers_without_what_was_read_last_say_so(broken: Broken) -> None:
         mark = broken.catalogue.parts_mark(1, 1)
         assert mark is not None
         late = {"attempt_id": 1, "step": 1, "parts_mark": mark + 1}
-        await broken.effects.write([Put("steps", late)])
+        await broken.parts.runner.write([Put("steps", late)])
         assert broken.gap() == (
             "numbers without what was read last: they are being aggregated again"
         )
@@ -146,7 +145,7 @@ def test_what_fails_for_good_is_said_and_holds_up_nothing(
     async def work() -> None:
         await broken.prepare()
         first, *_ = broken.catalogue.summaries(1, 1)
-        await broken.effects.write([Put("summaries", {**first, "summary": b"junk"})])
+        await broken.parts.runner.write([Put("summaries", {**first, "summary": b"junk"})])
         await broken.aggregate()
         assert broken.tried == 3
         (finding,) = broken.said()
@@ -156,7 +155,7 @@ def test_what_fails_for_good_is_said_and_holds_up_nothing(
         assert broken.gap() == expected
         assert broken.bench.fired() == [(1, 1, "loss")]  # what needs no summary is still said
         # More of the step arrives, or a release that can read it starts.
-        await broken.effects.write([Put("summaries", first)])
+        await broken.parts.runner.write([Put("summaries", first)])
         await broken.aggregate()
 
     run(work)
@@ -166,7 +165,7 @@ def test_what_fails_for_good_is_said_and_holds_up_nothing(
 
 
 def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broken) -> None:
-    apart = broken.effects._settings.keep_steps + 2
+    apart = broken.parts.steps.keep_steps + 2
     broken.keep_steps(3)
 
     async def work() -> None:
@@ -176,7 +175,7 @@ def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broke
         await broken.aggregate()
         assert broken.gap() == ""
         await broken.bench.step(3 * apart)
-        broken.effects.start(Aggregate(1, 3 * apart))
+        broken.parts.runner.start(Aggregate(1, 3 * apart))
         await broken.aggregate()
         assert not broken.catalogue.summaries(1, 1)
         assert all(broken.catalogue.summaries(1, n * apart) for n in (1, 2, 3))
@@ -188,7 +187,7 @@ def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broke
 def test_where_fewer_steps_are_kept_than_before_each_goes_in_a_transaction_of_its_own(
     broken: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, write = broken.bench, broken.effects.write
+    bench, write = broken.bench, broken.parts.runner.write
     removed: list[set[object]] = []
 
     async def noted(rows: Sequence[Write], *settled: Any) -> None:
@@ -198,7 +197,7 @@ def test_where_fewer_steps_are_kept_than_before_each_goes_in_a_transaction_of_it
         removed.extend([of_steps] if of_steps else [])
         await write(rows, *settled)
 
-    monkeypatch.setattr(broken.effects, "write", noted)
+    monkeypatch.setattr(broken.parts.runner, "write", noted)
 
     async def work() -> None:
         for step in range(1, 8):
@@ -254,17 +253,17 @@ def test_a_payload_that_settles_while_a_step_is_formed_counts_or_is_refused(
     broken: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, catalogue = broken.bench, broken.catalogue
-    start_now = broken.effects.start_now
+    start_now = broken.queue.start_now
 
     def start(instruction: Instruction) -> None:
         if not isinstance(instruction, Aggregate):
             start_now(instruction)
 
-    monkeypatch.setattr(broken.effects, "start_now", start)
+    monkeypatch.setattr(broken.queue, "start_now", start)
 
     async def refused(parts: assembly.StepParts) -> list[int]:
         """The payloads that are refused once the parts are gone."""
-        await broken.effects.write(assembly.rows_of(parts, "r"))
+        await broken.parts.runner.write(assembly.rows_of(parts, "r"))
         late = assembly.too_late(catalogue, 1, 1, "r") or []
         return [put.row["rank"] for put in late if isinstance(put, Put) and put.table == "losses"]
 
@@ -324,8 +323,8 @@ def test_an_operator_table_that_the_disk_refused_is_tried_again(
     broken.building += [lambda: None, table.rmdir if passes else lambda: None]
 
     async def work() -> None:
-        await broken.effects.write([Put("operators", row)])
-        broken.effects.start(again(row, "r"))
+        await broken.parts.runner.write([Put("operators", row)])
+        broken.parts.runner.start(again(row, "r"))
         await broken.settled()
 
     run(work)
@@ -352,8 +351,8 @@ def test_a_dump_that_kills_its_ingestor_does_it_twice_at_most(
     broken.building += [dies, dies, lambda: None]
 
     async def work() -> None:
-        await broken.effects.write([Put("operators", row)])
-        broken.effects.start(again(row, "r"))
+        await broken.parts.runner.write([Put("operators", row)])
+        broken.parts.runner.start(again(row, "r"))
         await broken.settled()
 
     run(work)
@@ -373,10 +372,12 @@ def test_a_step_whose_coordinator_died_before_its_summary_is_aggregated_by_the_n
             for number in (1, 2, 3):
                 await bench.step(number, hold=True)
             killed = {"attempt_id": 1, "whole": None, "whole_wall": None, "whole_mark": None}
-            await bench.local.effects.write([Put("steps", {**killed, "step": n}) for n in (1, 2)])
-            settings = bench.local.coordinator._settings
+            await bench.local.parts.runner.write(
+                [Put("steps", {**killed, "step": n}) for n in (1, 2)]
+            )
+            settings = bench.local.parts.settings
             opened = await Coordinator.open(settings, bench.store, bench.local.ingestors)
-            await asyncio.wait_for(opened.effects.settled(), 30)
+            await asyncio.wait_for(opened.parts.runner.settled(), 30)
 
         run(check)
         found = [bench.catalogue.step(1, number) for number in (1, 2)]
@@ -404,11 +405,13 @@ def test_of_many_steps_that_are_left_over_some_are_done_before_the_next_kill(
             for number in steps:
                 await bench.step(number, hold=True)
             killed = {"attempt_id": 1, "whole": None, "whole_wall": None, "whole_mark": None}
-            await bench.local.effects.write([Put("steps", {**killed, "step": n}) for n in steps])
+            await bench.local.parts.runner.write(
+                [Put("steps", {**killed, "step": n}) for n in steps]
+            )
             monkeypatch.setattr(Aggregator, "aggregate", counted)
-            settings = bench.local.coordinator._settings
+            settings = bench.local.parts.settings
             opened = await Coordinator.open(settings, bench.store, bench.local.ingestors)
-            await asyncio.wait_for(opened.effects.settled(), 60)
+            await asyncio.wait_for(opened.parts.runner.settled(), 60)
 
         run(check)
     assert 1 < most <= 4

@@ -11,7 +11,7 @@ from tests.support.stores import url_of, write
 from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import Conflict, Forbidden, InvalidPlan
 from stagescope.wire.plan import CaptureSpec
-from stagescope_service.coordinator.capture_references import with_baseline
+from stagescope_service.coordinator.capture_commands import with_baseline
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore

@@ -16,18 +16,18 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import pytest
 import torch
-from tests.support.local import coordinator_of, effects_of
+from tests.support.local import coordinator_of
 from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.wire.captures import validate_capture
-from stagescope.wire.errors import InvalidEvent, NotFound, NotReady
+from stagescope.wire.errors import InvalidEvent, InvalidInput, NotFound, NotReady
 from stagescope.wire.schema import Sender
 from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.draining import DrainAnswer
-from stagescope_service.coordinator.effects import Clock
 from stagescope_service.coordinator.raw_fields import FIELDS, OWN_FIELDS, PAGE
 from stagescope_service.coordinator.restore import restore
+from stagescope_service.coordinator.runner import Clock
 from stagescope_service.core.instructions import (
     Aggregate,
     Ingest,
@@ -63,14 +63,14 @@ class Clocked:
         """Let a probe begin a stage."""
         sender = Sender("i", "r", "a", "actor", 0).wire()
         event = (1, "begin", 1, 1.0, 1.0, {"step": 1, "stage": "actor_update"})
-        self.run(self.coordinator.intake.record(sender, [event]))
+        self.run(self.coordinator.parts.intake.record(sender, [event]))
 
     def pass_time(self, seconds: float, every: float = 1.0) -> None:
         """Let time pass as for a coordinator that looks after leases."""
         until = self.now + seconds
         while self.now < until:
             self.now += every
-            self.run(self.coordinator.intake.expire())
+            self.run(self.coordinator.parts.intake.expire())
 
     def statuses(self) -> list[tuple[int, str]]:
         return sorted((row["occurrence"], row["status"]) for row in rows_of(self.store, "stages"))
@@ -156,7 +156,7 @@ def test_raw_calls_that_are_refused_for_several_reasons_are_counted_apart(
     snapshot, state = made.store.snapshot(), State()
     restore(state, snapshot, 0.0)
     again = coordinator_of(made.store, tmp_path, state=state)
-    again.adopt(snapshot)
+    again.parts.adopt(snapshot)
     body = {"run": "r", "step": -5, "stage": "actor_update"}
     with pytest.raises(InvalidEvent):
         made.run(again.raw_calls.record("begin", "later", body))
@@ -170,7 +170,7 @@ def test_events_that_are_refused_for_several_reasons_are_counted_apart(made: Clo
     sender = Sender("i", "r", "a", "actor", 0).wire()
     wrong = [{"step": -1, "stage": "s"}, {"step": -2, "stage": "s"}, {"step": 1}]
     events = [(1, "begin", seq, 1.0, 1.0, fields) for seq, fields in enumerate(wrong, 2)]
-    assert len(made.run(made.coordinator.intake.record(sender, events))["refused"]) == 3
+    assert len(made.run(made.coordinator.parts.intake.record(sender, events))["refused"]) == 3
     rows = rows_of(made.store, "findings")
     assert sorted((row["kind"], row["count"]) for row in rows) == [
         ("refused_event", 1), ("refused_event", 2),
@@ -206,6 +206,9 @@ def test_a_misspelt_field_of_a_raw_call_is_refused(
         ("begin", {"experiment-name": "r", "step": 5, "stage": "s"}, "run"),
         ("begin", {"run": "r", "global_step": 5, "stage": "s"}, "step"),
         ("log", {"run": "r", "rollout_id": 5, "scalars": {"loss": 0.5}}, "step"),
+        ("begin", {"run": "r", "trainer_step": 5, "stage": "s"}, "step"),
+        ("log", {"run": "r", "Training-Iteration": 5, "scalars": {"loss": 0.5}}, "step"),
+        ("end", {"run": "r", "step": 5, "stage": "s", "weight_version": 3}, "policy_version"),
         ("begin", {"run": "r", "step": 5, "name": "s"}, "stage"),
         ("end", {"run": "r", "step": 5, "stage": "s", "global_rank": 1}, "rank"),
         ("log", {"run": "r", "step": 5, "metrics": {"loss": 0.5}}, "scalars"),
@@ -261,8 +264,8 @@ def test_what_of_a_raw_payload_is_no_tensor_is_not_announced_as_one(made: Clocke
         fields = {"run": "r", "step": 1, "stage": "s"}
         call = asyncio.create_task(made.coordinator.raw_calls.record("end", "d", fields, payload))
         await asyncio.sleep(0)
-        [key] = made.coordinator.state.pending("r")
-        await made.coordinator.effects.settle(key, "ingested", None)
+        [key] = made.coordinator.parts.state.pending("r")
+        await made.coordinator.parts.payloads.settle(key, "ingested", None)
         await call
 
     made.run(end())
@@ -341,11 +344,32 @@ def test_a_raw_call_of_nobody_is_refused(made: Clocked, who: Mapping[str, object
     assert rows_of(made.store, "stages") == []
 
 
+def test_a_raw_call_may_have_an_attempt_key_of_each_length_that_is_documented(
+    made: Clocked,
+) -> None:
+    run, longest = "r" * 100, "k" * 500
+    for key in (longest, longest[:-1] + "l"):
+        for rank in (0, 1):
+            told = made.raw("begin", f"{key}{rank}", run=run, attempt_key=key, rank=rank)
+            assert (told["run"], told["occurrence"]) == (run, 0)
+    assert len({row["incarnation"] for row in rows_of(made.store, "stages")}) == 4
+    for wrong in (longest + "k", "k\0", 7):
+        with pytest.raises(InvalidEvent, match="sender with attempt_key"):
+            made.raw("begin", "odd", run=run, attempt_key=wrong)
+
+
+@pytest.mark.parametrize("fields", [{}, {"run": None}, {"project": "p"}])
+def test_a_raw_call_without_a_run_is_told_so(made: Clocked, fields: Mapping[str, object]) -> None:
+    with pytest.raises(InvalidInput, match="does not say of which run") as raised:
+        made.run(made.coordinator.raw_calls.record("end", "d", {"step": 5, "stage": "s", **fields}))
+    assert PAGE in str(raised.value)
+
+
 def test_an_answer_to_a_batch_says_what_of_an_event_was_not_taken(made: Clocked) -> None:
     sender = Sender("i", "r", "a", "actor", 0).wire()
     said: list[dict[str, object]] = [{"scalars": {"a": 1, "b": "x"}}, {"scalars": {"a": 2}}, {}]
     events = [(1, "log", seq, 1.0, 1.0, {"step": 1, **fields}) for seq, fields in enumerate(said)]
-    answer = made.run(made.coordinator.intake.record(sender, events))
+    answer = made.run(made.coordinator.parts.intake.record(sender, events))
     assert (answer["received"], [*answer["refused"]]) == (2, [2])
     in_part = answer.get("refused_in_part", {})
     assert [*in_part] == [0]
@@ -363,7 +387,7 @@ def test_a_late_word_of_a_stranger_does_not_reopen_what_has_finished(
     assert (told["attempt"], told["over"]) == (1, True)
     (attempt,) = rows_of(made.store, "attempts")
     assert (attempt["end_reason"], attempt["ended_wall"] is not None) == ("finished", True)
-    assert not any(each.live for each in made.coordinator.state.registry.processes.values())
+    assert not any(each.live for each in made.coordinator.parts.state.registry.processes.values())
     if kind != "end_step":
         assert [row["value"] for row in rows_of(made.store, "scalars")] == [0.5]
     # What begins is work: the next start, as ever.
@@ -377,8 +401,8 @@ def test_a_raw_call_says_why_its_payload_was_not_taken(made: Clocked) -> None:
             made.coordinator.raw_calls.record("end", "d", fields, {"old_log_probs": [[0.5]]})
         )
         await asyncio.sleep(0)  # it was taken, and waits for who reads it
-        [key] = made.coordinator.state.pending("r")
-        await made.coordinator.effects.settle(key, "refused", "response_mask is missing")
+        [key] = made.coordinator.parts.state.pending("r")
+        await made.coordinator.parts.payloads.settle(key, "refused", "response_mask is missing")
         return await call
 
     answer = made.run(end())
@@ -389,7 +413,7 @@ def test_a_raw_payload_with_a_name_that_is_no_text_changes_nothing(made: Clocked
     fields = {"run": "r", "step": 1, "stage": "s", "world_size": 2}
     with pytest.raises(InvalidEvent, match="has a int, 1, for a name"):
         made.run(made.coordinator.raw_calls.record("end", "d", fields, {1: [[0.5]]}))  # type: ignore[dict-item]
-    assert made.coordinator.state.registry.newest("r") is None
+    assert made.coordinator.parts.state.registry.newest("r") is None
     made.begin()
     assert [row["run"] for row in rows_of(made.store, "runs")] == ["r"]
 
@@ -397,7 +421,7 @@ def test_a_raw_payload_with_a_name_that_is_no_text_changes_nothing(made: Clocked
 def test_an_event_that_cannot_be_handled_leaves_no_payload_unsettled(
     made: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = made.coordinator.state
+    state = made.coordinator.parts.state
 
     def fails(*arguments: object, **more: object) -> None:
         raise RuntimeError("not expected")
@@ -407,7 +431,7 @@ def test_an_event_that_cannot_be_handled_leaves_no_payload_unsettled(
     announced = {"step": 1, "stage": "actor_update", "payload": {"tensors": {"x": {}}}}
     sender = Sender("i", "r", "a", "actor", 0).wire()
     end = (1, "end", 2, 1.0, 1.0, announced)
-    answer = made.run(made.coordinator.intake.record(sender, [end], {2: {}}))
+    answer = made.run(made.coordinator.parts.intake.record(sender, [end], {2: {}}))
     assert answer["refused"] == {2: "RuntimeError: not expected"}
     assert state.pending("r") == []
     (row,) = rows_of(made.store, "payloads")
@@ -528,25 +552,25 @@ class HeldStore:
 
 def test_a_receipt_is_given_after_its_commit_and_not_before(made: Clocked) -> None:
     store = HeldStore(made.store)
-    made.coordinator.commits.store = cast(Store, store)
+    made.coordinator.parts.commits.store = cast(Store, store)
     sender = Sender("i", "r", "a", "actor", 0).wire()
     announced = {"step": 1, "stage": "actor_update", "payload": {"tensors": {"x": {}}}}
     end = (1, "end", 2, 1.0, 1.0, announced)
 
     async def settle_slowly() -> None:
-        await made.coordinator.intake.record(sender, [end], {2: {}})
-        await made.coordinator.intake.poll(sender, 0, [], 0.0)  # its own row is written now
+        await made.coordinator.parts.intake.record(sender, [end], {2: {}})
+        await made.coordinator.parts.intake.poll(sender, 0, [], 0.0)  # its own row is written now
         store.slow = True
         settling = asyncio.create_task(
-            made.coordinator.effects.settle(PayloadKey("i", 2), "ingested", None)
+            made.coordinator.parts.payloads.settle(PayloadKey("i", 2), "ingested", None)
         )
         await asyncio.sleep(0)  # it has changed the state and waits for the disk
-        early = await made.coordinator.intake.poll(sender, 0, [2], 0.0)
-        again = await made.coordinator.intake.record(sender, [end], {2: {}})
+        early = await made.coordinator.parts.intake.poll(sender, 0, [2], 0.0)
+        again = await made.coordinator.parts.intake.record(sender, [end], {2: {}})
         store.release()
         await settling
         assert early["receipts"] == again["receipts"] == {}
-        late = await made.coordinator.intake.poll(sender, 0, [2], 0.0)
+        late = await made.coordinator.parts.intake.poll(sender, 0, [2], 0.0)
         assert late["receipts"] == {2: "ingested"}
 
     made.run(settle_slowly())
@@ -554,15 +578,15 @@ def test_a_receipt_is_given_after_its_commit_and_not_before(made: Clocked) -> No
 
 def test_an_event_that_is_sent_again_is_acknowledged_after_its_first_commit(made: Clocked) -> None:
     store = HeldStore(made.store)
-    made.coordinator.commits.store = cast(Store, store)
+    made.coordinator.parts.commits.store = cast(Store, store)
     sender = Sender("i", "r", "a", "actor", 0).wire()
     begin = (1, "begin", 1, 1.0, 1.0, {"step": 1, "stage": "actor_update"})
 
     async def send_twice() -> None:
         store.slow = True
-        calls = [asyncio.create_task(made.coordinator.intake.record(sender, [begin]))]
+        calls = [asyncio.create_task(made.coordinator.parts.intake.record(sender, [begin]))]
         await asyncio.sleep(0)  # it has changed the state and waits for the disk
-        calls.append(asyncio.create_task(made.coordinator.intake.record(sender, [begin])))
+        calls.append(asyncio.create_task(made.coordinator.parts.intake.record(sender, [begin])))
         done, _ = await asyncio.wait(calls, timeout=0.2)
         assert not done
         store.release()
@@ -576,34 +600,34 @@ def test_an_event_that_is_sent_again_is_acknowledged_after_its_first_commit(made
 def test_a_step_is_due_while_its_last_payload_is_written(made: Clocked) -> None:
     """Else a later step, aggregated meanwhile, is held against the rules before it."""
     store = HeldStore(made.store)
-    made.coordinator.commits.store = cast(Store, store)
+    made.coordinator.parts.commits.store = cast(Store, store)
     sender = Sender("i", "r", "a", "actor", 0).wire()
     announced = {"step": 1, "stage": "actor_update", "payload": {"tensors": {"x": {}}}}
     end = (1, "end", 2, 1.0, 1.0, announced)
     later = (1, "begin", 3, 2.0, 2.0, {"step": 2, "stage": "actor_update"})
 
     async def settle_slowly() -> None:
-        await made.coordinator.intake.record(sender, [end, later], {2: {}})
-        attempt = made.coordinator.state.attempt(1)
+        await made.coordinator.parts.intake.record(sender, [end, later], {2: {}})
+        attempt = made.coordinator.parts.state.attempt(1)
         assert attempt is not None
         assert list(attempt.pending) == [1]
         store.slow = True
         settling = asyncio.create_task(
-            made.coordinator.effects.settle(PayloadKey("i", 2), "ingested", None)
+            made.coordinator.parts.payloads.settle(PayloadKey("i", 2), "ingested", None)
         )
         await asyncio.sleep(0)  # it has changed the state and waits for the disk
         assert not attempt.pending
-        assert list(made.coordinator.effects._due) == [Aggregate(1, 1)]
+        assert list(made.coordinator.parts.runner._due) == [Aggregate(1, 1)]
         store.release()
         await settling
-        assert not made.coordinator.effects._due
+        assert not made.coordinator.parts.runner._due
 
     made.run(settle_slowly())
 
 
 async def published(coordinator: Coordinator) -> None:
     """Wait until every rank is told an order's agreed step."""
-    while coordinator.plan_in_force.for_run("r")[0]["phase"] == "asked":  # noqa: ASYNC110 - nothing tells
+    while coordinator.parts.plan.for_run("r")[0]["phase"] == "asked":  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.002)
 
 
@@ -613,29 +637,29 @@ def test_a_missed_step_is_asked_again_of_every_rank(made: Clocked) -> None:
 
     async def miss() -> None:
         coordinator = made.coordinator
-        await coordinator.intake.record(sender, [(1, "begin", 1, 1.0, 1.0, place)])
+        await coordinator.parts.intake.record(sender, [(1, "begin", 1, 1.0, 1.0, place)])
         spec = {"run": "r", "stages": ["actor_update"], "steps": "next", "task": "statistics"}
         valid = validate_capture({**spec, "again": 1}, allowed_roots=())
-        entry = coordinator.capture_requests.add(valid, by="me", mono=0.0, wall=0.0)
-        await coordinator.intake.change_plan([coordinator.capture_requests.row(entry)])
-        await coordinator.intake.poll(
-            sender, coordinator.plan_in_force.revision, [], 0.0
+        entry = coordinator.parts.requests.add(valid, by="me", mono=0.0, wall=0.0)
+        await coordinator.parts.intake.change_plan([coordinator.parts.requests.row(entry)])
+        await coordinator.parts.intake.poll(
+            sender, coordinator.parts.plan.revision, [], 0.0
         )  # it acknowledges
         capture = {"capture_id": entry.capture_id}
         told = {"stage": "actor_update", **capture, "state": "estimated", "estimate": {}}
-        await coordinator.intake.record(sender, [(1, "dump", 2, 1.0, 1.0, told)])
-        await coordinator.intake.check_requests()
+        await coordinator.parts.intake.record(sender, [(1, "dump", 2, 1.0, 1.0, told)])
+        await coordinator.parts.intake.check_requests()
         # The poll has it looked at, too, and may still be writing.
         await asyncio.wait_for(published(coordinator), 30)
-        (agreed,) = coordinator.plan_in_force.for_run("r")
+        (agreed,) = coordinator.parts.plan.for_run("r")
         assert (agreed["phase"], agreed["agreement"]) == ("agreed", 1)
-        known = coordinator.plan_in_force.revision
+        known = coordinator.parts.plan.revision
         (start,) = cast("list[int]", agreed["steps"])
         missed = {"step": start, "stage": "actor_update", **capture}
-        await coordinator.intake.record(
+        await coordinator.parts.intake.record(
             sender, [(1, "dump", 3, 1.0, 1.0, {**missed, "state": "missed"})]
         )
-        news = await coordinator.intake.poll(sender, known, [], 0.0)
+        news = await coordinator.parts.intake.poll(sender, known, [], 0.0)
         assert news["plan"] is not None
         (asked,) = news["plan"]["captures"]
         assert (asked["phase"], asked["agreement"], asked["steps"]) == ("asked", 2, [])
@@ -653,18 +677,18 @@ def test_batches_bring_a_plan_and_acknowledge_it(made: Clocked) -> None:
 
     async def train() -> None:
         coordinator = made.coordinator
-        intake = coordinator.intake
+        intake = coordinator.parts.intake
         answer = await intake.record(sender(0), [(1, "begin", 1, 1.0, 1.0, place)])
         assert "plan" not in answer
         spec = {"run": "r", "stages": ["actor_update"], "steps": "next", "task": "statistics"}
         valid = validate_capture(spec, allowed_roots=())
-        entry = coordinator.capture_requests.add(valid, by="me", mono=0.0, wall=0.0)
-        await intake.change_plan([coordinator.capture_requests.row(entry)])
-        revision = coordinator.plan_in_force.revision
+        entry = coordinator.parts.requests.add(valid, by="me", mono=0.0, wall=0.0)
+        await intake.change_plan([coordinator.parts.requests.row(entry)])
+        revision = coordinator.parts.plan.revision
         # A job of an earlier version says no revision, and polls for the plan.
         assert "plan" not in await intake.record(sender(None), [(1, "log", 2, 1.0, 1.0, place)])
         answer = await intake.record(sender(0), [(1, "log", 3, 1.0, 1.0, place)])
-        assert answer.get("plan") == coordinator.plan_in_force.wire("r")
+        assert answer.get("plan") == coordinator.parts.plan.wire("r")
         capture = {"capture_id": entry.capture_id}
         told = {"stage": "actor_update", **capture, "state": "estimated", "estimate": {}}
         answer = await intake.record(sender(revision), [(1, "dump", 4, 1.0, 1.0, told)])
@@ -705,7 +729,7 @@ def test_verdicts_of_many_ranks_are_written_once_for_all_their_late_events(made:
     async def send(coordinator: Coordinator, first: int, last: int) -> None:
         for rank in range(first, last):
             sender = Sender(f"i{rank}", "r", "a", "actor", rank).wire()
-            await coordinator.intake.record(sender, events(rank))
+            await coordinator.parts.intake.record(sender, events(rank))
 
     def verdict() -> tuple[str, int]:
         [row] = [row for row in rows_of(made.store, "steps") if row["step"] == 1]
@@ -720,15 +744,15 @@ def test_verdicts_of_many_ranks_are_written_once_for_all_their_late_events(made:
     assert verdict() == before
     again = made.run(
         Coordinator.open(
-            made.coordinator._settings, made.store, made.coordinator._ingestors, name="c2"
+            made.coordinator.parts.settings, made.store, made.coordinator.parts.ingestors, name="c2"
         )
     )
     time_then = time.monotonic()
-    again.effects.clock = Clock(time.time, lambda: time_then + 2.0)
+    again.parts.steps._clock = Clock(time.time, lambda: time_then + 2.0)
     made.run(again.check())
     assert verdict() == ("partial", (ranks - 5) * len(stages))
     made.run(send(again, 5, ranks))
-    again.effects.clock = Clock(time.time, lambda: time_then + 20.0)
+    again.parts.steps._clock = Clock(time.time, lambda: time_then + 20.0)
     made.run(again.check())
     assert verdict() == ("complete", 0)
 
@@ -745,10 +769,10 @@ class Trainer:
     async def say(self, kind: str, **fields: object) -> None:
         self.seq += 1
         event = (1, kind, self.seq, float(self.seq), 1.0, fields)
-        await self.made.coordinator.intake.record(self.sender, [event])
+        await self.made.coordinator.parts.intake.record(self.sender, [event])
 
     async def poll(self) -> list[dict[str, str]]:
-        answer = await self.made.coordinator.intake.poll(self.sender, 0, [], 20.0)
+        answer = await self.made.coordinator.parts.intake.poll(self.sender, 0, [], 20.0)
         requests: list[dict[str, str]] = answer["requests"]
         return requests
 
@@ -765,7 +789,7 @@ class Trainer:
 def live(made: Clocked) -> None:
     """Let the clock be the real one: what is waited for happens meanwhile."""
     made.mono = time.monotonic
-    made.coordinator.intake.poll_seconds = 0.05
+    made.coordinator.parts.intake.poll_seconds = 0.05
 
 
 def test_the_driver_of_a_job_waits_for_what_every_rank_has_still_to_send(made: Clocked) -> None:
@@ -776,7 +800,7 @@ def test_the_driver_of_a_job_waits_for_what_every_rank_has_still_to_send(made: C
             await rank.say("hello", world_size=2)
             await rank.say("begin", step=1, stage="actor_update")
             await rank.say("end", step=1, stage="actor_update", status="ok")
-        drain = asyncio.create_task(made.coordinator.draining.drain(None, 30.0, "a"))
+        drain = asyncio.create_task(made.coordinator.parts.draining.drain(None, 30.0, "a"))
         await asyncio.gather(*(rank.obey(2) for rank in ranks))
         return await drain
 
@@ -801,7 +825,7 @@ def test_the_driver_hears_of_what_will_never_arrive(made: Clocked) -> None:
                 await rank.say("dropped", what="event", count=1, **lost)
             await rank.say("end", step=1, stage="actor_update", status="ok")
             await rank.say("finish")
-        drain = made.coordinator.draining.drain
+        drain = made.coordinator.parts.draining.drain
         return await drain("r", 1.0), await drain("r", 1.0, "a"), await drain("other", 1.0, "a")
 
     *of_run, of_other = made.run(train())
@@ -815,13 +839,13 @@ def test_the_driver_hears_of_what_will_never_arrive(made: Clocked) -> None:
 def test_the_driver_hears_of_ranks_that_never_came(made: Clocked) -> None:
     async def train() -> tuple[DrainAnswer, ...]:
         live(made)
-        nothing = await made.coordinator.draining.drain(None, 0.05, "a")
+        nothing = await made.coordinator.parts.draining.drain(None, 0.05, "a")
         rank = Trainer(made, 1)
         await rank.say("hello", world_size=3)
         answer, _ = await asyncio.gather(
-            made.coordinator.draining.drain("r", 2.0, "a"), rank.obey(1)
+            made.coordinator.parts.draining.drain("r", 2.0, "a"), rank.obey(1)
         )
-        other = await made.coordinator.draining.drain("r", 0.05, "of another job")
+        other = await made.coordinator.parts.draining.drain("r", 0.05, "of another job")
         return nothing, answer, other
 
     nothing, answer, other = made.run(train())
@@ -837,7 +861,7 @@ def test_ranks_that_ended_unheard_are_named_and_leave_with_their_driver(
         live(made)
         monkeypatch.setattr(draining, "_LEAVE_SECONDS", 0.05)
         await Trainer(made, 0).say("hello", world_size=1)
-        return await made.coordinator.draining.drain(None, 30.0, "a")
+        return await made.coordinator.parts.draining.drain(None, 30.0, "a")
 
     said = made.run(train())
     assert (said["drained"], said["missing"]) == (False, ["actor rank 0"])
@@ -851,7 +875,7 @@ def test_a_rank_that_goes_on_after_the_drivers_finish_is_taken_back(made: Clocke
         live(made)
         rank = Trainer(made, 0)
         await rank.say("hello", world_size=1)
-        await asyncio.gather(made.coordinator.draining.drain(None, 30.0, "a"), rank.obey(1))
+        await asyncio.gather(made.coordinator.parts.draining.drain(None, 30.0, "a"), rank.obey(1))
         await rank.say("begin", step=2, stage="actor_update")
         await rank.say("end", step=2, stage="actor_update", status="ok")
 
@@ -867,12 +891,12 @@ def test_a_rank_that_goes_on_after_the_drivers_finish_is_taken_back(made: Clocke
 def test_a_rank_between_two_polls_is_asked_by_the_next_and_only_once(made: Clocked) -> None:
     async def train() -> tuple[float, float]:
         live(made)
-        made.coordinator.intake.poll_seconds = 20.0
+        made.coordinator.parts.intake.poll_seconds = 20.0
         rank = Trainer(made, 0)
         await rank.say("hello", world_size=1)
-        drain = asyncio.create_task(made.coordinator.draining.drain(None, 30.0, "a"))
+        drain = asyncio.create_task(made.coordinator.parts.draining.drain(None, 30.0, "a"))
         await asyncio.sleep(0)  # it asks, and waits
-        assert made.coordinator.draining._requests
+        assert made.coordinator.parts.draining._requests
         began = time.monotonic()
         asked = await rank.poll()  # it was not there when it was asked
         first = time.monotonic() - began
@@ -898,7 +922,7 @@ def test_a_rank_that_was_given_up_goes_on_as_if_nothing_was(
         rank = Trainer(made, 0)
         await rank.say("hello", world_size=1)
         await rank.say("begin", step=1, stage="actor_update")
-        assert not (await made.coordinator.draining.drain(None, 30.0, "a"))["drained"]
+        assert not (await made.coordinator.parts.draining.drain(None, 30.0, "a"))["drained"]
         await rank.say("begin", step=2, stage="actor_update")
         await rank.say("end", step=2, stage="actor_update", status="ok")
 
@@ -913,10 +937,10 @@ def test_another_jobs_driver_asks_nobody_to_leave(made: Clocked) -> None:
     async def train() -> DrainAnswer:
         live(made)
         await Trainer(made, 0).say("hello", world_size=1)
-        return await made.coordinator.draining.drain("r", 30.0, "of another job")
+        return await made.coordinator.parts.draining.drain("r", 30.0, "of another job")
 
     assert made.run(train())["drained"]
-    assert not made.coordinator.draining._requests
+    assert not made.coordinator.parts.draining._requests
     [process] = rows_of(made.store, "processes")
     assert process["finished_wall"] is None
 
@@ -927,27 +951,28 @@ def test_a_payload_whose_reading_failed_pins_nothing_and_is_read_when_offered_ag
     async def fail(*arguments: object) -> None:
         raise ConnectionError("the cluster does not answer")
 
-    coordinator, effects = made.coordinator, effects_of(made.coordinator)
+    coordinator, waiting = made.coordinator, made.coordinator.work
+    payloads = coordinator.parts.payloads
     work = {"step": 1, "stage": "actor_update"}
     fields = {**work, "status": "ok", "payload": {"tensors": {}, "meta": {}}}
     event = (1, "end", 1, 1.0, 1.0, fields)
 
     async def offer() -> None:
         sender = Sender("i", "r", "a", "actor", 0).wire()
-        await coordinator.intake.record(sender, [event], {1: object()})
+        await coordinator.parts.intake.record(sender, [event], {1: object()})
 
     async def offer_and_read() -> None:
         await offer()
-        assert effects._payloads
-        (ingest,) = [each for each in effects.queue if isinstance(each, Ingest)]
-        effects.queue.clear()
+        assert payloads._payloads
+        (ingest,) = [each for each in waiting.queue if isinstance(each, Ingest)]
+        waiting.queue.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(coordinator._ingestors, "ingest", fail)
-            effects.start_now(ingest)
+            patch.setattr(coordinator.parts.ingestors, "ingest", fail)
+            waiting.start_now(ingest)
             with pytest.raises(ConnectionError):
-                await effects.settled()
-        assert not effects._payloads
+                await coordinator.parts.runner.settled()
+        assert not payloads._payloads
         await offer()
-        assert [type(each) for each in effects.queue if isinstance(each, Ingest)] == [Ingest]
+        assert [type(each) for each in waiting.queue if isinstance(each, Ingest)] == [Ingest]
 
     made.run(offer_and_read())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from tests.support.local import coordinator_of, effects_of
+from tests.support.local import coordinator_of
 from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.wire.errors import InvalidInput, NotFound
@@ -49,8 +49,8 @@ class Clocked:
             stuck_seconds=RULES.min_seconds, stuck_factor=RULES.factor,
             wall=lambda: self.now, mono=lambda: self.now,
         )  # fmt: skip
-        self.coordinator.adopt(snapshot)
-        self.queue = effects_of(self.coordinator).queue
+        self.coordinator.parts.adopt(snapshot)
+        self.queue = self.coordinator.work.queue
 
     @property
     def watchdogs(self) -> list[ReadWatchdogs]:
@@ -59,8 +59,8 @@ class Clocked:
 
     def watchdog(self, incarnation: str, fields: Mapping[str, object]) -> None:
         """Take in what a watchdog wrote."""
-        written = self.coordinator.hangs.watchdog(incarnation, fields, self.now)
-        self.run(self.coordinator.effects.carry_out(written))
+        written = self.coordinator.parts.hangs.watchdog(incarnation, fields, self.now)
+        self.run(self.coordinator.parts.runner.carry_out(written))
 
     def run(self, call: Coroutine[object, Any, T]) -> T:
         return asyncio.run(call)
@@ -70,7 +70,7 @@ class Clocked:
         seq = self._seqs[name] = self._seqs.get(name, 0) + 1
         sender = Sender(name, "r", "a", "actor", rank, node_id="node", clock_offset=0.0)
         event = (1, kind, seq, self.now, self.now, fields)
-        self.run(self.coordinator.intake.record(sender.wire(), [event]))
+        self.run(self.coordinator.parts.intake.record(sender.wire(), [event]))
 
     def begin(self, rank: int, step: int, stage: str = "actor_update") -> None:
         self.say(rank, BEGIN, step=step, stage=stage)
@@ -80,7 +80,7 @@ class Clocked:
 
     def poll(self, rank: int) -> list[dict[str, str]]:
         sender = Sender(f"rank-{rank}", "r", "a", "actor", rank).wire()
-        answer = self.run(self.coordinator.intake.poll(sender, 0, [], 0.0))
+        answer = self.run(self.coordinator.parts.intake.poll(sender, 0, [], 0.0))
         requests: list[dict[str, str]] = answer["requests"]
         return requests
 
@@ -90,8 +90,8 @@ class Clocked:
         while self.now < until:
             self.now += 1.0
             for rank in polling:
-                self.coordinator.state.renew(f"rank-{rank}", self.now, self.now)
-            self.run(self.coordinator.intake.expire())
+                self.coordinator.parts.state.renew(f"rank-{rank}", self.now, self.now)
+            self.run(self.coordinator.parts.intake.expire())
 
     def findings(self, kind: str = "stage_stuck") -> list[dict[str, Any]]:
         return [row for row in rows_of(self.store, "findings") if row["kind"] == kind]
@@ -186,7 +186,7 @@ def test_a_finding_of_a_job_that_died_stuck_is_not_over(made: Clocked) -> None:
     hang(made)
     made.pass_time(30.0)
     made.pass_time(120.0, polling=())
-    assert made.coordinator.state.registry.attempts[1].over
+    assert made.coordinator.parts.state.registry.attempts[1].over
     assert [row["over_wall"] for row in made.findings()] == [None]
 
 
@@ -267,7 +267,7 @@ def test_a_waiting_poll_is_answered_at_once(made: Clocked) -> None:
 
     async def asked_meanwhile() -> Mapping[str, Any]:
         sender = Sender("rank-1", "r", "a", "actor", 1).wire()
-        polling = asyncio.create_task(made.coordinator.intake.poll(sender, 0, [], 20.0))
+        polling = asyncio.create_task(made.coordinator.parts.intake.poll(sender, 0, [], 20.0))
         await asyncio.sleep(0)
         await made.coordinator.ask_stacks(attempt_id=1, role=None, ranks=[1], seconds=10.0, by="me")
         return await asyncio.wait_for(polling, 10.0)
@@ -301,7 +301,7 @@ def test_stacks_of_any_form_are_kept_in_bounds(made: Clocked) -> None:
     assert made.stacks()["rank-0", "r2"]["threads"] == []
     sender = Sender("rank-0", "r", "a", "actor", 0).wire()
     nameless: tuple[object, ...] = (1, STACKS, 99, 1.0, 1.0, {"threads": []})
-    refused = made.run(made.coordinator.intake.record(sender, [nameless]))["refused"]
+    refused = made.run(made.coordinator.parts.intake.record(sender, [nameless]))["refused"]
     assert "request_id" in refused[99]
 
 
@@ -468,7 +468,7 @@ def test_nobody_is_accused_where_a_job_dies_at_once(made: Clocked, quiet_first: 
     made.pass_time(40.0, polling=())
     assert {row["rank"] for row in made.findings("process_silent")} == {0, 1, 2}
     made.pass_time(90.0, polling=())
-    assert made.coordinator.state.registry.attempts[1].over
+    assert made.coordinator.parts.state.registry.attempts[1].over
     # One that was quiet long before the others may be why they died.
     found = [(row["rank"], row["over_wall"]) for row in made.findings("process_silent")]
     assert found == ([(1, None)] if quiet_first else [])
@@ -550,7 +550,7 @@ def test_a_rank_that_is_made_anew_ends_the_silence_of_its_predecessor(
     assert [row[0] for row in stuck_now(made, catalogue, 3)] == [1]
     anew = Sender("anew", "r", "a", "actor", 1, node_id="node", clock_offset=0.0, started=made.now)
     event = (1, BEGIN, 1, made.now, made.now, {"step": 4, "stage": "actor_update"})
-    made.run(made.coordinator.intake.record(anew.wire(), [event]))
+    made.run(made.coordinator.parts.intake.record(anew.wire(), [event]))
     made.pass_time(6.0, polling=(0,))
     [found] = made.findings("process_silent")
     assert found["over_wall"] is not None
@@ -565,14 +565,14 @@ def test_nobody_awaits_the_ranks_of_a_start_that_was_killed_and_made_again(made:
     def again(rank: int, step: int) -> None:
         sender = Sender(f"again-{rank}", "r", "b", "actor", rank, node_id="node", clock_offset=0.0)
         event = (1, BEGIN, step, made.now, made.now, {"step": step, "stage": "actor_update"})
-        made.run(made.coordinator.intake.record(sender.wire(), [event]))
+        made.run(made.coordinator.parts.intake.record(sender.wire(), [event]))
 
     for rank in (0, 1):
         again(rank, 2)
     for _ in range(12):
         made.pass_time(10.0, polling=())
         for rank in (0, 1):
-            made.coordinator.state.renew(f"again-{rank}", made.now, made.now)
+            made.coordinator.parts.state.renew(f"again-{rank}", made.now, made.now)
     # Not the third rank either, which was not made again.
     assert made.findings() == made.findings("process_silent") == []
 
@@ -580,7 +580,7 @@ def test_nobody_awaits_the_ranks_of_a_start_that_was_killed_and_made_again(made:
 def test_a_service_that_was_held_up_calls_nobody_silent(made: Clocked) -> None:
     worked(made, ranks=2)
     made.now += 300.0
-    made.run(made.coordinator.intake.expire())
+    made.run(made.coordinator.parts.intake.expire())
     made.pass_time(10.0, polling=(0, 1))
     assert made.findings("process_silent") == []
 
@@ -637,12 +637,12 @@ def test_nobody_is_silent_or_stuck_while_events_arrive_late(made: Clocked) -> No
     def wait(seconds: int, age: float) -> None:
         for _ in range(seconds):
             for _ in range(MIN_CALLS):
-                made.coordinator.load.arrived(age)
+                made.coordinator.parts.load.arrived(age)
             made.pass_time(1.0, polling=())
 
     wait(120, age=60.0)
     assert made.findings("process_silent") == made.findings() == []
-    assert all(each.live for each in made.coordinator.state.registry.processes.values())
+    assert all(each.live for each in made.coordinator.parts.state.registry.processes.values())
     assert made.findings("service_behind")
     while not made.findings("process_silent"):
         assert made.now < 2000.0
@@ -656,12 +656,11 @@ def test_after_a_restart_a_lease_is_whole_from_when_calls_are_answered(made: Clo
     made.pass_time(polled, polling=(0, 1))
     made.renew()
     made.now += 20.0  # what else a coordinator opens before it answers
-    made.coordinator.intake.begin()
+    made.coordinator.parts.intake.begin()
     made.pass_time(29.0, polling=())
     assert made.findings("process_silent") == []
-    assert [process.lapsed for process in made.coordinator.state.registry.processes.values()] == [
-        False, False,
-    ]  # fmt: skip
+    processes = made.coordinator.parts.state.registry.processes.values()
+    assert [process.lapsed for process in processes] == [False, False]
     # Polls are not stored: that it had polled until the restart must not count against it.
     made.pass_time(9.0, polling=(0,))
     [found] = made.findings("process_silent")

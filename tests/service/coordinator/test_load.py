@@ -131,25 +131,25 @@ def test_what_waits_is_bounded_and_what_is_pushed_back_is_taken_later(
     store: HeldStore, tmp_path: Path
 ) -> None:
     coordinator = coordinator_of(store, tmp_path, poll_seconds=0.001)
-    coordinator.load._most = 100
+    coordinator.parts.load._most = 100
     sender = Sender("i", "r", "k", "actor", 0, clock_offset=0.0, started=1.0).wire()
 
     async def flood() -> None:
         store.holds = True
-        taken = asyncio.create_task(coordinator.intake.record(sender, begins(1, 80)))
+        taken = asyncio.create_task(coordinator.parts.intake.record(sender, begins(1, 80)))
         while not store.held:  # noqa: ASYNC110 - the store knows no loop
             await asyncio.sleep(0)
         with pytest.raises(NotReady, match="80 events wait to be written") as caught:
-            await coordinator.intake.record(sender, begins(81, 30))
+            await coordinator.parts.intake.record(sender, begins(81, 30))
         assert "sends it again" in caught.value.advice
-        assert coordinator.load.status()["pushed_back"] == 1
-        assert coordinator.load.pause == 0.5
+        assert coordinator.parts.load.status()["pushed_back"] == 1
+        assert coordinator.parts.load.pause == 0.5
         store.holds = False
         for puts, future in store.held:
             future.set_result(store.submit(puts).result(30))
         assert (await taken)["received"] == 80
-        assert coordinator.load.status()["waiting_events"] == 0
-        answer = await coordinator.intake.record(sender, begins(81, 30))
+        assert coordinator.parts.load.status()["waiting_events"] == 0
+        answer = await coordinator.parts.intake.record(sender, begins(81, 30))
         assert answer["received"] == 30
         assert "pause" not in answer
 
@@ -159,24 +159,24 @@ def test_what_waits_is_bounded_and_what_is_pushed_back_is_taken_later(
 
 def test_polls_wait_longer_while_the_service_is_behind(store: HeldStore, tmp_path: Path) -> None:
     coordinator = coordinator_of(store, tmp_path, poll_seconds=20.0)
-    clock = Clock(coordinator.load)
+    clock = Clock(coordinator.parts.load)
     sender = Sender("i", "r", "k", "actor", 0).wire()
 
     def told() -> float:
-        return float(asyncio.run(coordinator.intake.poll(sender, 0, [], 0.0))["poll_seconds"])
+        return float(asyncio.run(coordinator.parts.intake.poll(sender, 0, [], 0.0))["poll_seconds"])
 
     assert told() == 20.0
     clock.window(MIN_CALLS, 2 * BEHIND_SECONDS)
-    assert told() == 20.0 + coordinator.load.pause > 20.0
+    assert told() == 20.0 + coordinator.parts.load.pause > 20.0
     clock.window(MIN_CALLS, 0.1)
     assert told() == 20.0
 
 
 def test_one_batch_is_taken_however_large_it_is(store: HeldStore, tmp_path: Path) -> None:
     coordinator = coordinator_of(store, tmp_path, poll_seconds=0.001)
-    coordinator.load._most = 10
+    coordinator.parts.load._most = 10
     sender = Sender("i", "r", "k", "actor", 0).wire()
-    assert asyncio.run(coordinator.intake.record(sender, begins(1, 50)))["received"] == 50
+    assert asyncio.run(coordinator.parts.intake.record(sender, begins(1, 50)))["received"] == 50
 
 
 def test_memory_that_is_free_again_goes_back_to_the_system() -> None:

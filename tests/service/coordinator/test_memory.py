@@ -22,10 +22,10 @@ from stagescope_service.core import entities, state
 from stagescope_service.core.instructions import IngestJob, PayloadKey, Put
 from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.reader import Outcome
+from stagescope_service.rules import watch
 from stagescope_service.settings import Settings
 from stagescope_service.store import ids
 from stagescope_service.store.sql import SqlStore
-from stagescope_service.triggers import watch
 
 STEPS: Final = 100
 """Of each half."""
@@ -143,13 +143,13 @@ async def _train(store: SqlStore, folder: Path) -> tuple[int, int]:
     settings = Settings(home=folder, data_dir=folder, database_url=store.url)
     coordinator = await Coordinator.open(settings, store, NoTensors())
     always = rule(metric="stage_seconds", when={">": -1.0})
-    await coordinator.effects.triggers.put(rules_of(always), by="test")
+    await coordinator.parts.triggers.put(rules_of(always), by="test")
     ranks = [Rank(0), Rank(1)]
     found = []
     for _ in range(2):
         for _ in range(STEPS // AT_ONCE):
             await asyncio.gather(*(each.train(coordinator) for each in ranks))
-            await coordinator.effects.settled()
+            await coordinator.parts.runner.settled()
         gc.collect()
         found.append(held(coordinator, store))
     return found[0], found[1]

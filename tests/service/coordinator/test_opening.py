@@ -21,9 +21,9 @@ from stagescope_service.coordinator.actor import DebugCoordinator
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.ingest import actor as ingest_actor
 from stagescope_service.ingest.ingestors import IngestWorker
+from stagescope_service.rules.document import defaults
 from stagescope_service.settings import Settings
 from stagescope_service.store.sql import SqlStore
-from stagescope_service.triggers.rules import defaults
 
 SECONDS = 30.0
 
@@ -140,7 +140,7 @@ def test_a_catalogue_that_is_given_back_is_opened(
                 assert status["problem"] == f"the catalogue cannot be opened ({kind})"
                 execute(mended)
                 await status_where(coordinator, is_ready)
-                rules = coordinator._ready().effects.triggers
+                rules = coordinator._ready().parts.triggers
                 # They are read in the background.
                 await status_where(coordinator, lambda _: rules.revision > 0)
                 assert rules._rules == defaults()

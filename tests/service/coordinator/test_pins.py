@@ -43,7 +43,7 @@ def test_a_pin_reaches_payloads_beyond_the_first_page(tmp_path: Path) -> None:
         place = {"stage": "actor_update", "rank": 0, "kind": "ring", "node_id": node}
         gone = {} if path else {"deleted_wall": 1.0}
         write(store, Put("artifacts", {**row, **place, **gone}))
-    answer = asyncio.run(local.coordinator.effects.retention.pin(1, STEP))
+    answer = asyncio.run(local.coordinator.parts.retention.pin(1, STEP))
     store.close()
     assert (answer.payloads, answer.gone, answer.reasons) == (5, LIMIT + 47, ())
     # The next payload that needs the room finds none of them evictable.

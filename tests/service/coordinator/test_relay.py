@@ -120,7 +120,7 @@ def test_a_batch_that_cannot_be_read_is_refused_alone(target: Target) -> None:
 def test_a_batch_that_fails_takes_no_other_with_it(
     target: Target, store: SqlStore, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    state, commits = target.coordinator.state, target.coordinator.commits
+    state, commits = target.coordinator.parts.state, target.coordinator.parts.commits
     handle, commit = state.handle, commits.commit
 
     def fails(sender: Sender, *arguments: Any) -> Any:
@@ -158,7 +158,7 @@ def test_a_batch_that_fails_takes_no_other_with_it(
 def test_a_service_that_is_behind_has_every_rank_wait(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = target.coordinator.load
+    load = target.coordinator.parts.load
     monkeypatch.setattr(load, "_most", 1)
     monkeypatch.setattr(load, "_waiting", 1)
 
@@ -227,7 +227,7 @@ def test_a_receipt_ends_the_poll_of_its_rank_alone(target: Target) -> None:
             await relay.record(sender(rank), [event("end", 2, **PAYLOAD)], payloads)
         polls = [asyncio.create_task(relay.poll(sender(rank), 0, [2], 20.0)) for rank in range(3)]
         await target.polled(1)
-        await coordinator.effects.settle(PayloadKey("i1", 2), "ingested", None)
+        await coordinator.parts.payloads.settle(PayloadKey("i1", 2), "ingested", None)
         answer = await asyncio.wait_for(polls[1], 10)
         assert answer["receipts"] == {2: "ingested"}
         assert [poll.done() for poll in polls] == [False, True, False]
@@ -237,7 +237,7 @@ def test_a_receipt_ends_the_poll_of_its_rank_alone(target: Target) -> None:
         assert all(cast("float", each["called_ago"]) < 10 for each in first)
         assert [each["called_ago"] for each in second] == [None, None]
         for rank in (0, 2):
-            await coordinator.effects.settle(PayloadKey(f"i{rank}", 2), "lost", "gone")
+            await coordinator.parts.payloads.settle(PayloadKey(f"i{rank}", 2), "lost", "gone")
         for answer in await asyncio.wait_for(asyncio.gather(polls[0], polls[2]), 10):
             assert answer["receipts"] == {2: "lost"}
 
@@ -253,10 +253,10 @@ def test_a_capture_request_reaches_every_rank_that_polls(target: Target) -> None
         await target.polled(1)
         spec = {"run": "r", "stages": ["actor_update"], "steps": "next", "task": "statistics"}
         valid = validate_capture(spec, allowed_roots=())
-        entry = coordinator.capture_requests.add(valid, by="me", mono=0.0, wall=0.0)
-        await coordinator.intake.change_plan([coordinator.capture_requests.row(entry)])
+        entry = coordinator.parts.requests.add(valid, by="me", mono=0.0, wall=0.0)
+        await coordinator.parts.intake.change_plan([coordinator.parts.requests.row(entry)])
         for answer in await asyncio.wait_for(asyncio.gather(*polls), 10):
-            assert answer["plan"] == coordinator.plan_in_force.wire("r")
+            assert answer["plan"] == coordinator.parts.plan.wire("r")
 
     asyncio.run(order())
 
@@ -287,8 +287,8 @@ def test_a_lease_counts_from_when_the_rank_called(store: SqlStore, tmp_path: Pat
 
     async def poll() -> None:
         nonlocal now
-        await coordinator.intake.record(sender(0), [event("begin", 1)])
-        process = coordinator.state.registry.processes["i0"]
+        await coordinator.parts.intake.record(sender(0), [event("begin", 1)])
+        process = coordinator.parts.state.registry.processes["i0"]
         assert process.lease_until == 145.0
         now = 120.0
         for ago, until in ((30.0, 145.0), (None, 145.0), (5.0, 160.0), (0.0, 165.0)):
@@ -308,19 +308,19 @@ def test_ranks_are_asked_to_call_a_relay_once_they_are_many(
         nonlocal now
         for rank in range(ranks):
             who = Sender(f"i{rank}", "r", "a", "actor", rank, node_id=f"n{rank % 2}").wire()
-            await coordinator.intake.record(who, [event("begin", 1)])
+            await coordinator.parts.intake.record(who, [event("begin", 1)])
         now += 6.0
         await coordinator.check()
         return [
-            await coordinator.intake.record(sender(0), [event("log", 2)]),
-            await coordinator.intake.poll(sender(0), 0, [], 0.0),
+            await coordinator.parts.intake.record(sender(0), [event("log", 2)]),
+            await coordinator.parts.intake.poll(sender(0), 0, [], 0.0),
         ]
 
     assert all("relay" not in each for each in asyncio.run(answers(2)))
-    assert coordinator.load.relay_nodes == set()
+    assert coordinator.parts.load.relay_nodes == set()
     assert all(each["relay"] is True for each in asyncio.run(answers(3)))
-    assert coordinator.load.relay_nodes == {"n0", "n1"}
-    assert 0.0 < coordinator.load.gather_seconds < 0.1
+    assert coordinator.parts.load.relay_nodes == {"n0", "n1"}
+    assert 0.0 < coordinator.parts.load.gather_seconds < 0.1
 
 
 KINDS = st.sampled_from(["begin", "end", "log", "nothing"])
@@ -363,7 +363,9 @@ def test_what_is_relayed_is_stored_and_answered_as_what_is_not(
                     answers += await asyncio.gather(*sent)
                 else:
                     for rank, events in batches:
-                        answers.append(await target.coordinator.intake.record(sender(rank), events))
+                        answers.append(
+                            await target.coordinator.parts.intake.record(sender(rank), events)
+                        )
             return [(each["received"], each["refused"]) for each in cast("Any", answers)]
 
         answers = asyncio.run(send())

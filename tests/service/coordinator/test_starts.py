@@ -38,7 +38,7 @@ async def send(coordinator: Coordinator, said: list[Delivery], *, after: float =
     await asyncio.sleep(after)
     events = [each.event.wire() for each in said]
     sender = dataclasses.replace(said[0].sender, clock_offset=0.0, clock_error=0.0)
-    answer = await coordinator.intake.record(sender.wire(), events)
+    answer = await coordinator.parts.intake.record(sender.wire(), events)
     assert (answer["received"], answer["refused"]) == (len(events), {})
 
 
@@ -78,7 +78,7 @@ def test_whole_steps_of_one_rank_wait_for_the_hello_of_the_other(
 
     asyncio.run(scenario())
     assert attempts_of(store) == {1: FIRST, 2: SECOND}
-    assert coordinator.intake.events_taken == 20
+    assert coordinator.parts.intake.events_taken == 20
 
 
 @pytest.mark.parametrize("says_so", [False, True])
@@ -132,7 +132,7 @@ def test_a_rank_comes_again_until_the_ranks_before_show_whether_they_go_on(
     monkeypatch.setattr(starts, "WAIT_SECONDS", 0.1)
     wall, mono = 1009.0, 0.0
     coordinator = coordinator_of(store, tmp_path, wall=lambda: wall, mono=lambda: mono)
-    intake = coordinator.intake
+    intake = coordinator.parts.intake
     intake.begin()
 
     async def poll(rank: Rank) -> None:
@@ -230,7 +230,7 @@ def test_a_batch_that_waits_holds_up_no_other_of_its_relay(
 
     async def scenario() -> None:
         await begin_first_start(coordinator, key)
-        relay = Relay(coordinator.intake)
+        relay = Relay(coordinator.parts.intake)
         new = [Rank(rank, key=key, started=1010.0) for rank in (1, 0)]
         sent = (send_by_relay(relay, first_batch(each), after=i) for i, each in enumerate(new))
         asked = await asyncio.wait_for(asyncio.gather(*sent), 20)
@@ -238,7 +238,7 @@ def test_a_batch_that_waits_holds_up_no_other_of_its_relay(
 
     asyncio.run(scenario())
     assert attempts_of(store) == {1: FIRST, 2: SECOND}
-    assert coordinator.intake.events_taken == 20
+    assert coordinator.parts.intake.events_taken == 20
 
 
 def test_a_relayed_rank_that_is_replaced_alone_is_taken_in_after_a_while(
@@ -249,7 +249,7 @@ def test_a_relayed_rank_that_is_replaced_alone_is_taken_in_after_a_while(
     async def scenario() -> None:
         await begin_first_start(coordinator, "job-1")
         alone = Rank(1, started=1010.0)
-        sent = send_by_relay(Relay(coordinator.intake), first_batch(alone))
+        sent = send_by_relay(Relay(coordinator.parts.intake), first_batch(alone))
         assert 1 <= await asyncio.wait_for(sent, 20) <= 4
 
     asyncio.run(scenario())
@@ -289,7 +289,7 @@ def test_a_process_is_given_the_key_of_no_attempt_that_it_may_leave(
     async def key_of(said: list[Delivery]) -> object:
         sender = dataclasses.replace(said[0].sender, clock_offset=0.0, clock_error=0.0)
         events = [each.event.wire() for each in said]
-        answer = await coordinator.intake.record(sender.wire(), events)
+        answer = await coordinator.parts.intake.record(sender.wire(), events)
         return answer.get("attempt_key")
 
     async def scenario() -> None:
@@ -297,7 +297,9 @@ def test_a_process_is_given_the_key_of_no_attempt_that_it_may_leave(
         assert await key_of([first.hello(single=True)]) == "unkeyed"
         assert await key_of(first.work(5)) == "unkeyed"
         assert await key_of([second.hello(single=True)]) is None
-        assert "attempt_key" not in await coordinator.intake.poll(second.sender.wire(), 0, [], 0.0)
+        assert "attempt_key" not in await coordinator.parts.intake.poll(
+            second.sender.wire(), 0, [], 0.0
+        )
         assert await key_of(second.work(5)) == "unkeyed~2"
 
     asyncio.run(scenario())

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope_service.coordinator.trigger_watch import StepOrdering
+from stagescope_service.coordinator.aggregation.step_work import StepOrdering
 
 STEPS = st.permutations(range(1, 11))
 

@@ -23,12 +23,12 @@ from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.core.captures import agreement
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import NonFiniteScalars
+from stagescope_service.rules import budget
+from stagescope_service.rules.document import Rules, defaults
+from stagescope_service.rules.replay import replay
+from stagescope_service.rules.watch import REACH
 from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import RingEntry
-from stagescope_service.triggers import budget
-from stagescope_service.triggers.replay import replay
-from stagescope_service.triggers.rules import Rules, defaults
-from stagescope_service.triggers.watch import REACH
 
 PIN = {"finding": {}, "pin": 2}
 
@@ -483,7 +483,7 @@ def test_a_step_summary_that_no_longer_says_so_withdraws_its_firing(bench: RuleB
         await bench.step(1, absent=[1])
         assert bench.fired() == [(1, 1, "missing")]
         assert len(bench.findings("trigger_missing")) == 1
-        await bench.local.coordinator.effects.write(
+        await bench.local.coordinator.parts.runner.write(
             [Put("steps", {"attempt_id": 1, "step": 1, "missing": []})]
         )
         await bench.triggers.aggregated(1, 1)
@@ -616,7 +616,7 @@ def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: RuleBench) ->
         for step in range(1, 6):
             await bench.step(step, 0.01)
         broken = {"attempt_id": 1, "step": 3, "whole": b"of another version"}
-        await bench.local.coordinator.effects.write([Put("steps", broken)])
+        await bench.local.coordinator.parts.runner.write([Put("steps", broken)])
         await bench.restarted().open()
         await bench.step(6, 1.0)
 
@@ -638,7 +638,7 @@ def test_the_defaults_order_one_capture_where_a_budget_allows_it(bench: RuleBenc
         for step in range(1, 6):
             await bench.step(step, 0.001)
         if by == "run":
-            await bench.local.coordinator.effects.write(
+            await bench.local.coordinator.parts.runner.write(
                 [Put("runs", {"run": "r", "settings": own})]
             )
         await bench.step(6, 1.0, scalars={1: {"loss": math.nan}})
@@ -671,7 +671,7 @@ def test_a_capture_is_of_ranks_that_can_capture(bench: RuleBench) -> None:
             Put("processes", {"incarnation": f"a1-{rank}", "hello": {"captures": False}})
             for rank in (0, 1)
         ]
-        await bench.local.coordinator.effects.write(idle)
+        await bench.local.coordinator.parts.runner.write(idle)
         await bench.step(2, 1.0)
 
     run(work)

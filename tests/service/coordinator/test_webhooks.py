@@ -8,13 +8,13 @@ import logging
 from typing import Any
 
 import pytest
-from tests.service.triggers.test_messages import TOOLS, told
+from tests.service.rules.test_messages import TOOLS, told
 from tests.support.answering import unused_port
 from tests.support.chat_services import SECRET, TOKEN, ChatService, chat_service
 from tests.support.proxy import running_proxy, set_proxy
 
 from stagescope_service.coordinator.webhooks import MAX_ANSWER, Delivery, Webhooks
-from stagescope_service.triggers.webhooks import Webhook
+from stagescope_service.rules.webhooks import Webhook
 
 SIGNED = ("feishu", "dingtalk")
 

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.measure import ingest_job
+from tests.support.mutated import mutated
 from tests.support.step_dumps import MemoryDump, WholeStep, ragged, record, wire
 
 from stagescope.batch import Batch, Tensor
-from stagescope.wire.errors import NotFound
+from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
-from stagescope_service.core.instructions import IngestJob
+from stagescope_service.core.instructions import IngestJob, PayloadKey
+from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.joining.join import Selection, join
 from stagescope_service.dumps.records import DumpContents
+from stagescope_service.ingest.reader import PayloadReader
+from stagescope_service.store.ring import Ring
+from stagescope_service.store.tensorfile import write_tensors
 
 LATER = ("response_mask", "old_log_probs")
 
@@ -456,6 +464,135 @@ def test_a_missing_step_or_tensor_lists_what_there_is() -> None:
 def job(rank: int, step: int = 5, run: str = "r", key: str = "k", **more: object) -> IngestJob:
     made = {"run": run, "attempt_key": key, "rank": rank, "step": step, "settings": {"clip": 0.2}}
     return ingest_job(**{**made, **more})
+
+
+def written(tmp_path: Path, whole: WholeStep, keep: tuple[str, ...] = (), **of_job: Any) -> None:
+    """Two ranks' payloads, through the intake."""
+    for rank in (0, 1):
+        rows = [2 * rank, 2 * rank + 1]
+        ring = Ring(tmp_path / "ring" / f"node{rank}", 1 << 20, reserve_bytes=0)
+        intake = PayloadReader(tmp_path, f"node{rank}", ring)
+        ids = whole.ids(rows)
+        value = {
+            "schema": 1,
+            "tensors": whole.piece(rows),
+            "strings": {"sample_ids": ids["samples"], "group_ids": ids["groups"]},
+            "meta": {"temperature": 0.7, "policy_version": 4},
+        }
+        said = job(rank, **of_job, keep=list(keep))
+        key = PayloadKey(f"{said['attempt_key']}-{rank}", said["step"] or 0)
+        assert intake.read(key, said, value).state == "ingested"
+
+
+def test_a_step_is_read_from_the_ring_and_from_kept_files(tmp_path: Path) -> None:
+    whole = WholeStep([9, 2, 4, 3])
+    written(tmp_path, whole, keep=("rewards",))
+    written(tmp_path, whole, step=6)
+    batch = read_batch(tmp_path, 5)
+    assert batch.gaps == ()
+    assert batch.rows == 4
+    for name, (tag, _, values, _) in whole.tensors.items():
+        assert batch.tensor(name).dtype == tag
+        assert (batch[name] == values).all(), name
+    assert len(batch.source["files"]) == 4  # two in the ring, two kept
+    assert all(file["checksum"].startswith("sha256:") for file in batch.source["files"])
+    told = {name: batch.source[name] for name in ("run", "attempt_key", "step")}
+    assert told == {"run": "r", "attempt_key": "k", "step": 5}
+    assert batch.meta["policy_version"] == 4
+    assert batch.meta["settings"] == {"clip": 0.2}
+    assert batch.meta["sampling"] == {"temperature": 0.7}
+    kept = read_batch(tmp_path / "r" / "k")
+    assert set(kept) >= {"rewards"}
+    assert kept.rows == 4
+
+
+def test_the_newest_attempt_is_read_and_several_runs_are_refused(tmp_path: Path) -> None:
+    whole = WholeStep([9, 2, 4, 3])
+    written(tmp_path, whole, key="first")
+    written(tmp_path, whole, key="second")
+    batch = read_batch(tmp_path, 5)
+    assert batch.source["attempt_key"] == "second"
+    assert ("attempt", "attempt second answers; there are first") in batch.gaps
+    assert read_batch(tmp_path, 5, attempt_key="first").gaps == ()
+    written(tmp_path, whole, run="other", key="third")
+    with pytest.raises(InvalidInput, match="holds 2 runs"):
+        read_batch(tmp_path, 5)
+    assert read_batch(tmp_path, 5, run="other").source["run"] == "other"
+    with pytest.raises(NotFound, match="no kept files of step 9"):
+        read_batch(tmp_path, 9, run="other")
+
+
+def test_a_damaged_file_is_a_gap(tmp_path: Path) -> None:
+    whole = WholeStep([9, 2, 4, 3])
+    written(tmp_path, whole)
+    (path,) = (tmp_path / "ring" / "node1").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-8])
+    batch = read_batch(tmp_path, 5)
+    assert batch.rows == 2
+    (gap,) = batch.gaps
+    assert gap.kind == "file"
+    assert str(path) in gap.message
+
+
+SAID = {
+    "strings": {"sample_ids": ["a", "b"], "group_ids": ["g", "g"]},
+    "meta": {"temperature": 0.7, "policy_version": 4},
+    "settings": {"clip": 0.2},
+    "scalars": {"loss": 0.5, "kl": "nan"},
+    "job": {**job(0), "incarnation": "i", "seq": 1, "data_rank": None},
+}
+
+
+@settings(deadline=None, max_examples=150)
+@given(mutated(SAID))
+def test_a_file_with_any_metadata_is_read_or_refused(said: Mapping[str, object]) -> None:
+    whole = WholeStep([3, 2])
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "step_5" / "actor_rank0_0123456789ab_1.safetensors"
+        write_tensors(path, whole.piece([0, 1]), said, durable=False)
+        try:
+            batch = read_batch(directory, 5)
+        except StagescopeError:
+            return
+        assert batch.rows in (1, 2)  # rows of one sample id are pieces of one sample
+        assert len(repr(batch)) > 0
+
+
+def test_a_batch_saved_is_read_as_it_was(tmp_path: Path) -> None:
+    whole = WholeStep([9, 2, 4, 3])
+    written(tmp_path, whole)
+    batch = read_batch(tmp_path, 5)
+    path = batch.save(tmp_path / "batch.safetensors")
+    again = read_batch(path)
+    assert isinstance(again, Batch)
+    assert {n: bits(again.tensor(n)) for n in again} == {n: bits(batch.tensor(n)) for n in batch}
+    assert again.source == batch.source
+    assert str(again) == str(batch)
+
+
+def test_dumps_of_other_projects_are_batches_too(tmp_path: Path) -> None:
+    step = {
+        "step": 3,
+        "num_trajectories": 2,
+        "trajectories": [
+            {
+                "tokens": [1, 2, 3 + run],
+                "loss_mask": [0, 1, 1],
+                "reward": 0.5 + run,
+                "is_val": False,
+                "extra_fields": {"group_id": "g", "run_id": run, "task_id": "t"},
+            }
+            for run in (0, 1)
+        ],
+    }
+    (tmp_path / "trajectory").mkdir()
+    torch.save(step, tmp_path / "trajectory" / "step_000003.pt")
+    batch = read_batch(tmp_path, 3)
+    assert batch["tokens"].tolist() == [[1, 2, 3], [1, 2, 4]]
+    assert batch.sample_ids == ("g_0", "g_1")
+    assert batch.source["kind"] == "nexrl"
+    with pytest.raises(NotFound, match="nothing of step 4"):
+        read_batch(tmp_path, 4)
 
 
 def test_every_entry_is_read_twice_and_no_more() -> None:

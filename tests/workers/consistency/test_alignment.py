@@ -5,13 +5,13 @@ import pytest
 from tests.workers.consistency.test_scored import rows
 
 from stagescope.engines import Generation
-from stagescope_workers.consistency.alignment import (
+from stagescope_workers.consistency.scored import (
+    Scored,
     check_bos,
     check_prompts,
     check_shift,
     check_vocabulary,
 )
-from stagescope_workers.consistency.scored import Scored
 
 
 class Words:

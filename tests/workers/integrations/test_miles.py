@@ -18,7 +18,7 @@ from tests.workers.integrations.fakes import miles_modules
 from tests.workers.integrations.test_slime import fresh_rank, rollout, streams
 
 from stagescope_workers import finish
-from stagescope_workers.integrations import megatron, miles, slime, slime_modules
+from stagescope_workers.integrations import miles, slime, slime_modules, training
 
 ACTOR = "miles.backends.megatron_utils.actor"
 WIDTH = 16
@@ -97,7 +97,7 @@ def test_parts_of_context_parallel_ranks_add_up(
     for rank in (0, 1):
         monkeypatch.setattr(cp, "rank", rank)
         monkeypatch.setattr(cp, "size", 2)
-        monkeypatch.setattr(megatron, "layout", lambda rank=rank: layout(rank))
+        monkeypatch.setattr(training, "megatron_layout", lambda rank=rank: layout(rank))
         monkeypatch.setattr(slime, "_rank", slime.Rank())
         args = arguments(rank=rank, world_size=2, qkv_format=form)
         data = batch(0)

@@ -15,7 +15,7 @@ import torch
 from tests.support import nexrl_fakes
 
 from stagescope_workers.integrations import registry
-from stagescope_workers.integrations.nexrl.replay_file import ReplayError
+from stagescope_workers.integrations.nexrl.replay import ReplayError
 from stagescope_workers.integrations.nexrl.rows import Trajectory
 
 

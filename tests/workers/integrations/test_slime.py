@@ -19,7 +19,7 @@ from tests.workers.integrations.conftest import Attach
 from tests.workers.integrations.fakes import slime_modules
 
 from stagescope_workers import finish
-from stagescope_workers.integrations import megatron, slime
+from stagescope_workers.integrations import slime, training
 from stagescope_workers.integrations import slime_modules as modules
 
 HOMES: Final = ("slime.observability", "slime.utils")
@@ -161,7 +161,7 @@ def test_parts_of_context_parallel_ranks_add_up(
         layout = {"cp_rank": rank, "cp_size": 2, "dp_rank": 0, "dp_size": 1}
         monkeypatch.setattr(cp, "rank", rank)
         monkeypatch.setattr(cp, "size", 2)
-        monkeypatch.setattr(megatron, "layout", lambda layout=layout: layout)
+        monkeypatch.setattr(training, "megatron_layout", lambda layout=layout: layout)
         monkeypatch.setattr(modules, "ranks", lambda *_, rank=rank: (0, rank))
         monkeypatch.setattr(slime, "_rank", slime.Rank())
         args = arguments(rank=rank, world_size=2)

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from stagescope_workers.integrations.training import PREFIX, closed_at_end, one_a_trainer, scalars
+from stagescope_workers.integrations.training import (
+    PREFIX,
+    closed_at_end,
+    one_a_trainer,
+    read_batch,
+    scalars,
+)
 
 
 def test_scalars_are_the_numbers_of_a_log_that_log_takes() -> None:
@@ -80,3 +86,23 @@ def test_one_trainer_has_one_training_and_is_not_kept_alive() -> None:
     gc.collect()
     sizes = [len(cell.cell_contents) for cell in known if hasattr(cell.cell_contents, "keyrefs")]
     assert sizes == [1]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "column", "ours"),
+    [
+        ("openrlhf", "rollout_log_probs", "rollout_log_probs"),
+        ("nemo_rl", "prev_logprobs", "old_log_probs"),
+    ],
+)
+def test_zeros_that_stand_for_a_missing_stream_are_left_out_with_the_reason(
+    trainer: str, column: str, ours: str
+) -> None:
+    found = read_batch({column: np.zeros((2, 3)), "advantages": np.zeros((2, 3))}, trainer)
+    assert ours not in found
+    assert found["missing_streams"] == [ours]
+    why = f"0.0 in every token, which {trainer} writes where it has no value: it is not measured"
+    assert found["left_out"] == {ours: why}
+    assert "advantages" in found
+    values = np.array([[0.0, -1.0]])
+    assert read_batch({column: values}, trainer)[ours] is values

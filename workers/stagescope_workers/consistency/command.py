@@ -315,7 +315,7 @@ def _run_name(model: Path | None) -> str:
 
 def _record(found: EngineComparison, run: str, step: int, url: str | None) -> str:
     """Record the comparison, and describe the result; the numbers are printed in any case."""
-    from stagescope_workers.consistency.record import reason_against_recording, record
+    from stagescope_workers.consistency.report import reason_against_recording, record
 
     if not found.rows:
         return "not recorded: no token has two log-probs"

@@ -12,18 +12,16 @@ from stagescope.engines import Engine, EngineInfo, Generation, Sampling, multimo
 from stagescope.engines.base import Prompt
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
-from stagescope_workers.consistency.alignment import (
+from stagescope_workers.consistency.answers import AnswerAgreement, Marking, compare_answers
+from stagescope_workers.consistency.prompts import Item, Tokenizer, data_url, token_ids
+from stagescope_workers.consistency.scored import (
     Check,
+    Scored,
+    WorstToken,
     check_bos,
     check_prompts,
     check_shift,
     check_vocabulary,
-)
-from stagescope_workers.consistency.answers import AnswerAgreement, Marking, compare_answers
-from stagescope_workers.consistency.prompts import Item, Tokenizer, data_url, token_ids
-from stagescope_workers.consistency.scored import (
-    Scored,
-    WorstToken,
     numbers,
     worst_tokens,
 )

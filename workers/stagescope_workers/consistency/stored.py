@@ -10,14 +10,20 @@ import numpy as np
 
 import stagescope
 from stagescope.batch import Batch
-from stagescope.batch.trajectories import Trajectory, trajectories
+from stagescope.batch.converters import Trajectory, trajectories
 from stagescope.engines import Engine, EngineInfo, Sampling
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import read_target
-from stagescope_workers.consistency.alignment import Check, check_shift
 from stagescope_workers.consistency.comparison import EngineComparison, stream_provenance
 from stagescope_workers.consistency.prompts import Tokenizer
-from stagescope_workers.consistency.scored import Float64, Scored, numbers, worst_tokens
+from stagescope_workers.consistency.scored import (
+    Check,
+    Float64,
+    Scored,
+    check_shift,
+    numbers,
+    worst_tokens,
+)
 
 STORED: Final = "rollout_log_probs"
 

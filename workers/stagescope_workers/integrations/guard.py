@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from stagescope.wire.errors import StagescopeError
-from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    from stagescope_workers.probe.stage import Stage
 
 _log = logging.getLogger("stagescope.integrations")
 _logged: Final[set[str]] = set()

@@ -19,8 +19,8 @@ from transformers import TrainerCallback
 
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.training import FINISH_SECONDS, scalars
-from stagescope_workers.probe.lifecycle import finish, init
+from stagescope_workers.integrations.training import close_probe, scalars
+from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
@@ -114,6 +114,4 @@ class StagescopeCallback(TrainerCallback):
     ) -> None:
         """Wait until the service has received everything, as `finish`."""
         probe, self.probe = self.probe, None
-        if probe is not None:
-            probe.end_step(int(state.global_step))
-            finish(FINISH_SECONDS, run=probe.run)
+        close_probe(probe, last_step=int(state.global_step))

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import Callback
 
 from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.training import FAILED_SECONDS, FINISH_SECONDS, scalars
-from stagescope_workers.probe.lifecycle import finish, init
+from stagescope_workers.integrations.training import close_probe, scalars
+from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
@@ -109,12 +109,9 @@ class StagescopeCallback(Callback):  # type: ignore[misc]
         if stage is not None:
             stage.end(exception)
         probe, self.probe = self.probe, None
-        if probe is not None:
-            probe.close(FAILED_SECONDS)
+        close_probe(probe, exception)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait until the service has received everything, as `finish`."""
         probe, self.probe = self.probe, None
-        if probe is not None:
-            probe.end_step(int(trainer.global_step))
-            finish(FINISH_SECONDS, run=probe.run)
+        close_probe(probe, last_step=int(trainer.global_step))

@@ -18,24 +18,22 @@ The step is that of NeMo-RL's log: the first is 1.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from stagescope_workers.compat import read_batch
 from stagescope_workers.integrations import weights
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
-from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch, Wrap
+from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.patches import Function, Patch, Wrap, staged, wrapper
 from stagescope_workers.integrations.training import (
-    FAILED_SECONDS,
-    FINISH_SECONDS,
+    close_probe,
     closed_at_end,
+    read_batch,
     scalars,
 )
-from stagescope_workers.probe.lifecycle import finish, init
+from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
@@ -68,27 +66,21 @@ def patches() -> list[Patch]:
         (_PPO, "ppo_train"), (_PPO, "async_ppo_train"),
     ]  # fmt: skip
     purpose = "the first step of a training, and its end"
+    hooks: list[tuple[str, str, Wrap, str, str]] = [
+        *((module, name, wrap_algorithm, purpose, "") for module, name in algorithms),
+        (_GRPO, "compute_and_apply_seq_logprob_error_masking", wrap_masking,
+         "streams of both sides", "0.5"),
+        *((_POLICY, f"Policy.{name}", _in_stage(stage), stage, "")
+          for name, stage in _STAGES.items()),
+        (_POLICY, "Policy.train", wrap_train, _UPDATE, ""),
+        (_LOGGER, "Logger.log_metrics", wrap_log_metrics,
+         "scalars and the number of a step", ""),
+        (_LOGGER, "Logger.log_batched_dict_as_jsonl", wrap_log_file,
+         "the rollout's stream of steps without prev_logprobs", ""),
+    ]  # fmt: skip
     return [
-        *(Patch(module, name, wrap_algorithm, purpose) for module, name in algorithms),
-        Patch(
-            _GRPO,
-            "compute_and_apply_seq_logprob_error_masking",
-            wrap_masking,
-            "streams of both sides",
-            since="0.5",
-        ),
-        *(
-            Patch(_POLICY, f"Policy.{name}", _in_stage(stage), stage)
-            for name, stage in _STAGES.items()
-        ),
-        Patch(_POLICY, "Policy.train", wrap_train, _UPDATE),
-        Patch(_LOGGER, "Logger.log_metrics", wrap_log_metrics, "scalars and the number of a step"),
-        Patch(
-            _LOGGER,
-            "Logger.log_batched_dict_as_jsonl",
-            wrap_log_file,
-            "the rollout's stream of steps without prev_logprobs",
-        ),
+        Patch(module, path, wrap, purpose, since=since)
+        for module, path, wrap, purpose, since in hooks
     ]
 
 
@@ -118,48 +110,41 @@ class Training:
 _training: Final = Training()
 
 
-def wrap_algorithm(function: Function) -> Function:
+def _begin(function: Function, given: Mapping[str, Any]) -> None:
+    config = given.get("master_config")
+    saved = next((value for name, value in given.items() if name.endswith("_save_state")), None)
+    counts = [lookup(saved, name) for name in ("total_steps", "current_step")]
+    # The asynchronous algorithm counts `current_step` alone, over all epochs.
+    is_async = function.__name__.startswith("async")
+    done = int(counts[1 if is_async or counts[0] is None else 0] or 0)
+    log_dir = str(lookup(config, "logger", "log_dir") or "nemo-rl")
+    name = lookup(config, "logger", "wandb", "name") or log_dir.rstrip("/").split("/")[-1]
+    _training.step, _training.recorded = done + 1, 0
+    _training.settings = lookup(config, "policy", "generation") or {}
+    _training.probe = init(
+        named_run(str(name), fallback="nemo-rl"),
+        role="driver",
+        rank=0,
+        world_size=1,
+        layout={"framework": "nemo_rl"},
+        settings={**statistics_settings(config), "nemo_rl": settings(config)},
+        resumed_from_step=done or None,
+        captures="NeMo-RL's models run in workers of their own, which do not report",
+    )
+
+
+def _end(error: BaseException | None) -> None:
+    probe, _training.probe = _training.probe, None
+    close_probe(probe, error)
+
+
+@wrapper
+def wrap_algorithm(function: Function, *args: object, **kwargs: object) -> object:
     """Wrap a training's function: the configuration and the saved state are arguments of it."""
-    parameters = inspect.signature(function)
-
-    def begin(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        given = parameters.bind(*args, **kwargs).arguments
-        config = given.get("master_config")
-        saved = next((value for name, value in given.items() if name.endswith("_save_state")), None)
-        counts = [lookup(saved, name) for name in ("total_steps", "current_step")]
-        # The asynchronous algorithm counts `current_step` alone, over all epochs.
-        is_async = function.__name__.startswith("async")
-        done = int(counts[1 if is_async or counts[0] is None else 0] or 0)
-        log_dir = str(lookup(config, "logger", "log_dir") or "nemo-rl")
-        name = lookup(config, "logger", "wandb", "name") or log_dir.rstrip("/").split("/")[-1]
-        _training.step, _training.recorded = done + 1, 0
-        _training.settings = lookup(config, "policy", "generation") or {}
-        _training.probe = init(
-            named_run(str(name), fallback="nemo-rl"),
-            role="driver",
-            rank=0,
-            world_size=1,
-            layout={"framework": "nemo_rl"},
-            settings={**statistics_settings(config), "nemo_rl": settings(config)},
-            resumed_from_step=done or None,
-            captures="NeMo-RL's models run in workers of their own, which do not report",
-        )
-
-    def end(error: BaseException | None) -> None:
-        probe, _training.probe = _training.probe, None
-        if probe is not None and error is not None:
-            probe.close(FAILED_SECONDS)
-        elif probe is not None:
-            finish(FINISH_SECONDS, run=probe.run)
-
-    @functools.wraps(function)
-    def run(*args: object, **kwargs: object) -> object:
-        with guarded("the start of a training"):
-            begin(args, kwargs)
-        with closed_at_end(end):
-            return function(*args, **kwargs)
-
-    return run
+    with guarded("the start of a training"):
+        _begin(function, _given(function, args, kwargs))
+    with closed_at_end(_end):
+        return function(*args, **kwargs)
 
 
 def settings(config: Any) -> dict[str, object]:
@@ -189,35 +174,26 @@ def statistics_settings(config: object) -> dict[str, object]:
 
 def _in_stage(name: str) -> Wrap:
     """Return a wrapper that runs a method of the policy as a stage."""
+    return staged(name)(lambda *args, **kwargs: _training.open_stage(name))
 
-    def wrap(function: Function) -> Function:
-        @functools.wraps(function)
-        def run(*args: object, **kwargs: object) -> object:
-            stage: Stage | None = None
-            with guarded(name):
-                stage = _training.open_stage(name)
-            with running(stage):
-                return function(*args, **kwargs)
 
-        return run
-
-    return wrap
+def _given(function: Function, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
+    """Return the arguments of a call by name."""
+    return inspect.signature(function).bind(*args, **kwargs).arguments
 
 
 def wrap_train(function: Function) -> Function:
     """Wrap the update: its batch is recorded where no call before it gave the step's."""
-    parameters = inspect.signature(function)
-    update = _in_stage(_UPDATE)(function)
+    return _recorded(_in_stage(_UPDATE)(function))
 
-    @functools.wraps(function)
-    def run(*args: object, **kwargs: object) -> object:
-        with guarded("streams of both sides"):
-            data = parameters.bind(*args, **kwargs).arguments["data"]
-            if _training.recorded != _training.step and _has_both(data):
-                record(data, data.get("rewards"))
-        return update(*args, **kwargs)
 
-    return run
+@wrapper
+def _recorded(function: Function, *args: object, **kwargs: object) -> object:
+    with guarded("streams of both sides"):
+        data = _given(function, args, kwargs)["data"]
+        if _training.recorded != _training.step and _has_both(data):
+            record(data, data.get("rewards"))
+    return function(*args, **kwargs)
 
 
 def _has_both(data: Any) -> bool:
@@ -227,22 +203,17 @@ def _has_both(data: Any) -> bool:
     return "prev_logprobs" in data and bool(data["prev_logprobs"].any())
 
 
-def wrap_masking(function: Function) -> Function:
+@wrapper
+def wrap_masking(function: Function, *args: object, **kwargs: object) -> object:
     """Wrap the masking of sequences: before it no sequence is masked for its error."""
-    parameters = inspect.signature(function)
-
-    @functools.wraps(function)
-    def run(*args: object, **kwargs: object) -> object:
-        with guarded("streams of both sides"):
-            given = parameters.bind(*args, **kwargs).arguments
-            record(given["train_data"], given.get("rewards"))
-        result = function(*args, **kwargs)
-        with guarded("the errors of sequences"):
-            if _training.probe is not None and isinstance(result, Mapping):
-                _training.probe.log(step=_training.step, **scalars(result))
-        return result
-
-    return run
+    with guarded("streams of both sides"):
+        given = _given(function, args, kwargs)
+        record(given["train_data"], given.get("rewards"))
+    result = function(*args, **kwargs)
+    with guarded("the errors of sequences"):
+        if _training.probe is not None:
+            _training.probe.log(step=_training.step, **scalars(result))
+    return result
 
 
 def record(data: Mapping[str, torch.Tensor], rewards: torch.Tensor | None = None) -> None:
@@ -260,7 +231,6 @@ def record(data: Mapping[str, torch.Tensor], rewards: torch.Tensor | None = None
     if stage is None:
         return
     found = read_batch({**columns, "token_mask": mask[:, 1:]}, "nemo_rl")
-    del found["producers"]
     if "old_log_probs" not in found:
         found["left_out"] = {"old_log_probs": NOT_COMPUTED}
     if rewards is not None and rewards.numel() == mask.shape[0]:
@@ -281,42 +251,32 @@ def record(data: Mapping[str, torch.Tensor], rewards: torch.Tensor | None = None
     _training.recorded = _training.step
 
 
-def wrap_log_metrics(function: Function) -> Function:
+@wrapper
+def wrap_log_metrics(function: Function, *args: object, **kwargs: object) -> object:
     """Wrap `log_metrics`: `train` has the scalars of a step, `timing/train` ends it."""
-    parameters = inspect.signature(function)
-
-    @functools.wraps(function)
-    def run(*args: object, **kwargs: object) -> object:
-        with guarded("scalars"):
-            given = parameters.bind(*args, **kwargs).arguments
-            prefix, metrics = given.get("prefix"), given["metrics"]
-            if _training.probe is not None and prefix == _TRAIN and isinstance(metrics, Mapping):
-                _training.step = int(given["step"])
-                _training.probe.log(step=_training.step, **scalars(metrics))
-        result = function(*args, **kwargs)
-        with guarded("the end of a step"):
-            given = parameters.bind(*args, **kwargs).arguments
-            if _training.probe is not None and given.get("step_finished"):
-                _training.step = int(given["step"]) + 1
-        return result
-
-    return run
+    given: Mapping[str, Any] = {}
+    with guarded("scalars"):
+        given = _given(function, args, kwargs)
+        prefix, metrics = given.get("prefix"), given["metrics"]
+        if _training.probe is not None and prefix == _TRAIN and isinstance(metrics, Mapping):
+            _training.step = int(given["step"])
+            _training.probe.log(step=_training.step, **scalars(metrics))
+    result = function(*args, **kwargs)
+    with guarded("the end of a step"):
+        if _training.probe is not None and given.get("step_finished"):
+            _training.step = int(given["step"]) + 1
+    return result
 
 
-def wrap_log_file(function: Function) -> Function:
+@wrapper
+def wrap_log_file(function: Function, *args: object, **kwargs: object) -> object:
     """Wrap the log of a step's batch: it has the step's number, also where no pass was made."""
-    parameters = inspect.signature(function)
-
-    @functools.wraps(function)
-    def run(*args: object, **kwargs: object) -> object:
-        with guarded("the log of a batch"):
-            given = parameters.bind(*args, **kwargs).arguments
-            match = _LOG_FILE.search(str(given["filename"]))
-            if match is not None and _training.probe is not None:
-                _log_batch(int(match[1]), given["to_log"])
-        return function(*args, **kwargs)
-
-    return run
+    with guarded("the log of a batch"):
+        given = _given(function, args, kwargs)
+        match = _LOG_FILE.search(str(given["filename"]))
+        if match is not None and _training.probe is not None:
+            _log_batch(int(match[1]), given["to_log"])
+    return function(*args, **kwargs)
 
 
 def _log_batch(step: int, logged: Mapping[str, object]) -> None:

@@ -13,18 +13,21 @@ are recorded as they are, and the service names them where the trainer's are far
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
-from stagescope_workers.compat import read_batch
 from stagescope_workers.integrations import weights
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch
-from stagescope_workers.integrations.training import FINISH_SECONDS, one_a_trainer
+from stagescope_workers.integrations.patches import Function, Patch, Wrap, after, staged, wrapper
+from stagescope_workers.integrations.training import (
+    COLUMNS,
+    FINISH_SECONDS,
+    one_a_trainer,
+    read_batch,
+)
 from stagescope_workers.probe.lifecycle import finish, init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
@@ -36,53 +39,22 @@ _log = logging.getLogger("stagescope.integrations")
 
 _ACTOR: Final = "openrlhf.trainer.ray.ppo_actor"
 _STRATEGY: Final = "openrlhf.utils.deepspeed.deepspeed"
-_COLUMNS: Final = (
-    "action_mask", "rollout_log_probs", "action_log_probs", "base_action_log_probs", "advantages",
-    "returns", "values",
-)  # fmt: skip
 _ROLE_FOLDER: Final = "_actor"
 """The end of the path of the actor's checkpoint; the critic's has another."""
 
 
 def patches() -> list[Patch]:
     """Return the patches of the actor's trainer, and of the strategy that loads a checkpoint."""
-    return [
-        Patch(
-            _ACTOR,
-            "ActorPPOTrainer.ppo_train",
-            wrap_ppo_train,
-            "the number of a step",
-            since="0.6",
-        ),
-        Patch(
-            _ACTOR,
-            "ActorPPOTrainer.training_step",
-            wrap_training_step,
-            "actor_update, streams and scalars",
-            since="0.6",
-        ),
-        Patch(
-            _ACTOR,
-            "ActorPPOTrainer.broadcast_to_vllm",
-            wrap_broadcast,
-            "weight_sync",
-            since="0.6",
-        ),
-        Patch(
-            _STRATEGY,
-            "DeepspeedStrategy.load_ckpt",
-            wrap_load,
-            "the step of the checkpoint that a training resumes",
-            since="0.6",
-        ),
-        Patch(
-            _STRATEGY,
-            "DeepspeedStrategy.save_model",
-            wrap_save,
-            "the end of a training",
-            since="0.6",
-        ),
-    ]
+    hooks: list[tuple[str, str, Wrap, str]] = [
+        (_ACTOR, "ActorPPOTrainer.ppo_train", wrap_ppo_train, "the number of a step"),
+        (_ACTOR, "ActorPPOTrainer.training_step", wrap_training_step,
+         "actor_update, streams and scalars"),
+        (_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", wrap_broadcast, "weight_sync"),
+        (_STRATEGY, "DeepspeedStrategy.load_ckpt", wrap_load,
+         "the step of the checkpoint that a training resumes"),
+        (_STRATEGY, "DeepspeedStrategy.save_model", wrap_save, "the end of a training"),
+    ]  # fmt: skip
+    return [Patch(*hook, since="0.6") for hook in hooks]
 
 
 class _Strategy(Protocol):
@@ -295,115 +267,94 @@ def applied_weights(
     return ratio.where((gated >= found.low) & (gated <= found.high), ratio.new_zeros(()))
 
 
-def wrap_load(function: Function) -> Function:
+@after("the step of a checkpoint")
+def wrap_load(
+    result: Any, strategy: object, model: object, load_dir: object, *args: Any, **kwargs: Any
+) -> None:
     """Wrap `load_ckpt`, which returns the path and the client's states."""
-
-    @functools.wraps(function)
-    def run(
-        strategy: object, model: object, load_dir: object, *args: object, **kwargs: object
-    ) -> object:
-        result = function(strategy, model, load_dir, *args, **kwargs)
-        with guarded("the step of a checkpoint"):
-            states = result[1]
-            if str(load_dir).rstrip("/").endswith(_ROLE_FOLDER) and states:
-                _resumed[strategy] = int(states.get("global_step", 0))
-        return result
-
-    return run
+    states = result[1]
+    if str(load_dir).rstrip("/").endswith(_ROLE_FOLDER) and states:
+        _resumed[strategy] = int(states.get("global_step", 0))
 
 
-def wrap_save(function: Function) -> Function:
+@after("the end of a training")
+def wrap_save(
+    result: object,
+    strategy: _Strategy,
+    model: object,
+    tokenizer: object,
+    output_dir: object,
+    *args: object,
+    **kwargs: object,
+) -> None:
     """Wrap `save_model`: the model is saved into `ckpt.output_dir` once, after the last step.
 
     Ray ends the ranks right after it, with what they have not sent yet.
     """
-
-    @functools.wraps(function)
-    def run(
-        strategy: _Strategy,
-        model: object,
-        tokenizer: object,
-        output_dir: object,
-        *args: object,
-        **kwargs: object,
-    ) -> object:
-        result = function(strategy, model, tokenizer, output_dir, *args, **kwargs)
-        with guarded("the end of a training"):
-            probe = _probes.get(strategy)
-            if probe is not None and output_dir == lookup(strategy.args, "ckpt", "output_dir"):
-                finish(FINISH_SECONDS, run=probe.run)
-        return result
-
-    return run
+    probe = _probes.get(strategy)
+    if probe is not None and output_dir == lookup(strategy.args, "ckpt", "output_dir"):
+        finish(FINISH_SECONDS, run=probe.run)
 
 
-def wrap_ppo_train(function: Function) -> Function:
+@wrapper
+def wrap_ppo_train(function: Function, trainer: Trainer, *args: Any, **kwargs: Any) -> object:
     """Wrap `ppo_train`: a global step of this rank."""
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        with guarded("the number of a step"):
-            found = training(trainer)
-            found.calls += 1
-            found.epoch = found.minibatch = -1
-        result = function(trainer, *args, **kwargs)
-        with guarded("the scalars of a step"):
-            found = training(trainer)
-            if found.probe is not None and found.probe.rank == 0 and isinstance(result, Mapping):
-                found.probe.log(step=found.step(trainer.args), **_numbers(result))
-        return result
-
-    return run
+    with guarded("the number of a step"):
+        found = training(trainer)
+        found.calls += 1
+        found.epoch = found.minibatch = -1
+    result = function(trainer, *args, **kwargs)
+    with guarded("the scalars of a step"):
+        found = training(trainer)
+        if found.probe is not None and found.probe.rank == 0 and isinstance(result, Mapping):
+            found.probe.log(step=found.step(trainer.args), **_numbers(result))
+    return result
 
 
-def wrap_training_step(function: Function) -> Function:
+@wrapper
+def wrap_training_step(
+    function: Function,
+    trainer: Trainer,
+    experience: Experience,
+    kl_ctl: object,
+    step: int,
+    *args: Any,
+    **kwargs: Any,
+) -> object:
     """Wrap `training_step`: a micro-batch of `actor_update`; the first epoch has the streams."""
-
-    @functools.wraps(function)
-    def run(
-        trainer: Trainer,
-        experience: Experience,
-        kl_ctl: object,
-        step: int,
-        *args: object,
-        **kwargs: object,
-    ) -> object:
-        stage: Stage | None = None
-        with guarded("actor_update"):
-            found = training(trainer)
-            number = int(step)
-            found.epoch += number <= found.minibatch or found.epoch < 0
-            found.minibatch = number
-            stage = probe_of(trainer).stage(
-                "actor_update",
-                step=found.step(trainer.args),
-                policy_version=found.step(trainer.args) - 1,
-                model=getattr(trainer.actor, "model", trainer.actor),
-                epoch=found.epoch,
-                microbatch=number,
-            )
-        with running(stage):
-            with guarded("streams and samples"):
-                # Later epochs train on the same samples: their tokens count once.
-                if training(trainer).epoch == 0 and stage is not None:
-                    names = samples(training(trainer), experience)
-                    stage.record({**recorded(experience, trainer.args), **names})
-            result = function(trainer, experience, kl_ctl, step, *args, **kwargs)
-            with guarded("scalars"):
-                if stage is not None:
-                    stage.log(**_numbers(result["metrics"]))
-        return result
-
-    return run
+    stage: Stage | None = None
+    with guarded("actor_update"):
+        found = training(trainer)
+        number = int(step)
+        found.epoch += number <= found.minibatch or found.epoch < 0
+        found.minibatch = number
+        stage = probe_of(trainer).stage(
+            "actor_update",
+            step=found.step(trainer.args),
+            policy_version=found.step(trainer.args) - 1,
+            model=getattr(trainer.actor, "model", trainer.actor),
+            epoch=found.epoch,
+            microbatch=number,
+        )
+    with running(stage):
+        with guarded("streams and samples"):
+            # Later epochs train on the same samples: their tokens count once.
+            if training(trainer).epoch == 0 and stage is not None:
+                names = samples(training(trainer), experience)
+                stage.record({**recorded(experience, trainer.args), **names})
+        result = function(trainer, experience, kl_ctl, step, *args, **kwargs)
+        with guarded("scalars"):
+            if stage is not None:
+                stage.log(**_numbers(result["metrics"]))
+    return result
 
 
 def recorded(experience: Experience, arguments: object) -> dict[str, object]:
     """Return what a micro-batch of experience has, by the names of `Stage.record`."""
-    columns = {name: getattr(experience, name, None) for name in _COLUMNS}
+    columns = {name: getattr(experience, name, None) for name in COLUMNS["openrlhf"]}
     found = read_batch(
         {name: value for name, value in columns.items() if value is not None}, "openrlhf"
     )
-    del found["producers"]
     mask = experience.action_mask
     found["responses"] = experience.sequences[:, -mask.shape[1] :]
     if "rollout_log_probs" in found and experience.action_log_probs is not None:
@@ -456,18 +407,11 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def wrap_broadcast(function: Function) -> Function:
+@staged("weight_sync")
+def wrap_broadcast(trainer: Trainer, *args: object, **kwargs: object) -> Stage | None:
     """Wrap `broadcast_to_vllm`: `weight_sync` of the step that was trained last."""
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        stage: Stage | None = None
-        with guarded("weight_sync"):
-            found = training(trainer)
-            # Before the first step the weights of a checkpoint are sent.
-            if found.calls and found.probe is not None:
-                stage = found.probe.stage("weight_sync", step=found.step(trainer.args))
-        with running(stage):
-            return function(trainer, *args, **kwargs)
-
-    return run
+    found = training(trainer)
+    # Before the first step the weights of a checkpoint are sent.
+    if not found.calls or found.probe is None:
+        return None
+    return found.probe.stage("weight_sync", step=found.step(trainer.args))

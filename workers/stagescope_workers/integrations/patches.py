@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 import os
@@ -11,7 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from stagescope_workers.integrations.guard import guarded, running
+
+if TYPE_CHECKING:
+    from stagescope_workers.probe.stage import Stage
 
 _log = logging.getLogger("stagescope.integrations")
 
@@ -26,6 +32,90 @@ WAITING: Final = "waiting"
 APPLIED: Final = "applied"
 ABSENT: Final = "absent"
 """The module has no such function."""
+
+
+def wrapper(call: Function) -> Wrap:
+    """Return a `Wrap` whose replacement runs `call(function, *args, **kwargs)`.
+
+    Args:
+        call: Must call the function once, with the arguments that the trainer gave.
+    """
+
+    @functools.wraps(call)
+    def wrap(function: Function) -> Function:
+        def run(*args: object, **kwargs: object) -> object:
+            return call(function, *args, **kwargs)
+
+        async def run_async(*args: object, **kwargs: object) -> object:
+            return await call(function, *args, **kwargs)
+
+        is_async = inspect.iscoroutinefunction(call)
+        return functools.wraps(function)(run_async if is_async else run)
+
+    return wrap
+
+
+def before(activity: str) -> Callable[[Function], Wrap]:
+    """Return a decorator of `act(*args, **kwargs)`, which runs guarded before the function."""
+
+    def decorate(act: Function) -> Wrap:
+        @functools.wraps(act)
+        def call(function: Function, *args: object, **kwargs: object) -> object:
+            with guarded(activity):
+                act(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return wrapper(call)
+
+    return decorate
+
+
+def after(activity: str) -> Callable[[Function], Wrap]:
+    """Return a decorator of `act(result, *args, **kwargs)`: it runs guarded after the function."""
+
+    def decorate(act: Function) -> Wrap:
+        @functools.wraps(act)
+        def call(function: Function, *args: object, **kwargs: object) -> object:
+            result = function(*args, **kwargs)
+            with guarded(activity):
+                act(result, *args, **kwargs)
+            return result
+
+        return wrapper(call)
+
+    return decorate
+
+
+def staged(activity: str) -> Callable[[Callable[..., Stage | None]], Wrap]:
+    """Return a decorator of `make(*args, **kwargs)`: the function runs as the stage it returns."""
+
+    def decorate(make: Callable[..., Stage | None]) -> Wrap:
+        def made(*args: object, **kwargs: object) -> Stage | None:
+            stage: Stage | None = None
+            with guarded(activity):
+                stage = make(*args, **kwargs)
+            return stage
+
+        @functools.wraps(make)
+        def wrap(function: Function) -> Function:
+            async def run_async(*args: object, **kwargs: object) -> object:
+                with running(made(*args, **kwargs)):
+                    return await function(*args, **kwargs)
+
+            def run(*args: object, **kwargs: object) -> object:
+                if is_coroutine:
+                    return run_async(*args, **kwargs)
+                with running(made(*args, **kwargs)):
+                    return function(*args, **kwargs)
+
+            # `torch.no_grad` makes a coroutine function look like a plain one.
+            is_coroutine = inspect.iscoroutinefunction(inspect.unwrap(function))
+            is_async = inspect.iscoroutinefunction(function)
+            return functools.wraps(function)(run_async if is_async else run)
+
+        return wrap
+
+    return decorate
 
 
 @dataclasses.dataclass

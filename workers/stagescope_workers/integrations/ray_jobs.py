@@ -6,7 +6,6 @@ runtime environment names them. A node that lacks the folder on PYTHONPATH ignor
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 from stagescope import proxies
 from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.integrations.patches import Function, Patch, wrapper
 from stagescope_workers.integrations.registry import VARIABLE, environment
 
 _PATHS: Final = ("STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE", "STAGESCOPE_DATA_DIR")
@@ -35,17 +34,13 @@ def patches() -> list[Patch]:
     ]
 
 
-def wrap_init(function: Function) -> Function:
+@wrapper
+def wrap_init(function: Function, *args: Any, **kwargs: Any) -> object:
     """Wrap `ray.init`: it adds the variables to the runtime environment that it was given."""
-
-    @functools.wraps(function)
-    def run(*args: object, **kwargs: Any) -> object:
-        changed = kwargs
-        with guarded("the variables of Ray's workers"):
-            changed = {**kwargs, "runtime_env": with_variables(kwargs.get("runtime_env"))}
-        return function(*args, **changed)
-
-    return run
+    changed = kwargs
+    with guarded("the variables of Ray's workers"):
+        changed = {**kwargs, "runtime_env": with_variables(kwargs.get("runtime_env"))}
+    return function(*args, **changed)
 
 
 def with_variables(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:

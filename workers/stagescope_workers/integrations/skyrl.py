@@ -13,23 +13,21 @@ the rollout's log-probs skip the trainer's pass: such a step is not measured, an
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from stagescope_workers.compat import DIALECTS
 from stagescope_workers.integrations import weights
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch, Wrap
+from stagescope_workers.integrations.patches import Function, Patch, Wrap, staged, wrapper
 from stagescope_workers.integrations.training import (
+    COLUMNS,
     ReportedTraining,
     closed_at_end,
     one_a_trainer,
@@ -212,7 +210,7 @@ def responses(batch: Batch) -> dict[str, list[torch.Tensor]]:
     count = _count(batch)
     width = int(mask.shape[1])
     lengths = [int(row) for row in mask[:count].sum(1).tolist()]
-    names = DIALECTS["skyrl"].columns
+    names = COLUMNS["skyrl"]
     found = {
         names[name]: [values[row, width - length :] for row, length in enumerate(lengths)]
         for name, values in columns.items()
@@ -308,81 +306,50 @@ def make_callback(base: type) -> object:
     return StagescopeCallback()
 
 
-def wrap_init(function: Function) -> Function:
+@wrapper
+def wrap_init(function: Function, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
     """Wrap `__init__`: adds the callback, where the trainer takes any."""
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, *args: object, **kwargs: object) -> None:
-        function(trainer, *args, **kwargs)
-        with guarded("the callback"):
-            module: ModuleType = sys.modules[function.__module__]
-            # FullyAsyncRayPPOTrainer overrides it, and fails where it has a callback.
-            if type(trainer).add_callback is module.RayPPOTrainer.add_callback:
-                trainer.add_callback(make_callback(module.TrainingCallback))
-
-    return run
+    function(trainer, *args, **kwargs)
+    with guarded("the callback"):
+        module: ModuleType = sys.modules[function.__module__]
+        # FullyAsyncRayPPOTrainer overrides it, and fails where it has a callback.
+        if type(trainer).add_callback is module.RayPPOTrainer.add_callback:
+            trainer.add_callback(make_callback(module.TrainingCallback))
 
 
-def wrap_train(function: Function) -> Function:
+@wrapper
+async def wrap_train(function: Function, trainer: Trainer, *args: Any, **kwargs: Any) -> object:
     """Wrap `train`: when it ends, everything that waits is sent."""
-
-    @functools.wraps(function)
-    async def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        with guarded("weight_sync"):
-            _trainers[trainer.dispatch] = weakref.ref(trainer)
-        with closed_at_end(lambda error: training(trainer).close(error)):
-            return await function(trainer, *args, **kwargs)
-
-    return run
+    with guarded("weight_sync"):
+        _trainers[trainer.dispatch] = weakref.ref(trainer)
+    with closed_at_end(lambda error: training(trainer).close(error)):
+        return await function(trainer, *args, **kwargs)
 
 
-def wrap_generate(function: Function) -> Function:
+@staged("rollout_generate")
+def wrap_generate(trainer: Trainer, *args: object, **kwargs: object) -> Stage | None:
     """Wrap `generate`, a coroutine."""
-    return _coroutine(function, lambda trainer: _stage(trainer, "rollout_generate"))
+    return training(trainer).stage("rollout_generate")
 
 
-def wrap_eval(function: Function) -> Function:
+@staged("evaluate")
+def wrap_eval(trainer: Trainer, *args: object, **kwargs: object) -> Stage | None:
     """Wrap `eval`, a coroutine."""
-    return _coroutine(function, lambda trainer: _last_stage(trainer, "evaluate"))
+    return _last_stage(trainer, "evaluate")
 
 
-def wrap_weight_sync(function: Function) -> Function:
+@staged("weight_sync")
+def wrap_weight_sync(dispatch: object, *args: object, **kwargs: object) -> Stage | None:
     """Wrap the dispatch's `save_weights_for_sampler`, a coroutine."""
-
-    def stage(dispatch: object) -> Stage | None:
-        reference = _trainers.get(dispatch)
-        trainer = None if reference is None else reference()
-        return None if trainer is None else _last_stage(trainer, "weight_sync")
-
-    return _coroutine(function, stage)
+    reference = _trainers.get(dispatch)
+    trainer = None if reference is None else reference()
+    return None if trainer is None else _last_stage(trainer, "weight_sync")
 
 
-def wrap_save(function: Function) -> Function:
+@staged("save_checkpoint")
+def wrap_save(trainer: Trainer, *args: object, **kwargs: object) -> Stage | None:
     """Wrap `save_checkpoints`."""
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        with running(_last_stage(trainer, "save_checkpoint")):
-            return function(trainer, *args, **kwargs)
-
-    return run
-
-
-def _coroutine(function: Function, stage: Callable[[Any], Stage | None]) -> Function:
-    """Wrap a coroutine method; `torch.no_grad` makes it look like a plain function."""
-
-    async def awaited(owner: object, *args: object, **kwargs: object) -> object:
-        with running(stage(owner)):
-            return await function(owner, *args, **kwargs)
-
-    if inspect.iscoroutinefunction(function):
-        return functools.wraps(function)(awaited)
-
-    @functools.wraps(function)
-    def run(owner: object, *args: object, **kwargs: object) -> object:
-        return awaited(owner, *args, **kwargs)
-
-    return run
+    return _last_stage(trainer, "save_checkpoint")
 
 
 def _stage(trainer: Trainer, name: str) -> Stage | None:
@@ -398,29 +365,22 @@ def _last_stage(trainer: Trainer, name: str) -> Stage | None:
     Before its first step a training syncs and evaluates the weights that it begins with, and the
     asynchronous one saves its last ones after it has counted on: these belong to no step.
     """
-    with guarded(name):
-        found = training(trainer)
-        if found.recorded and found.recorded == found.step:
-            return found.stage(name)
-    return None
+    found = training(trainer)
+    return found.stage(name) if found.recorded and found.recorded == found.step else None
 
 
-def wrap_forward(function: Function) -> Function:
+@wrapper
+def wrap_forward(function: Function, trainer: Trainer, *args: Any, **kwargs: Any) -> object:
     """Wrap `fwd_logprobs_values_reward`: it completes the streams of the batch that it returns."""
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        stage = _stage(trainer, "actor_compute_log_prob")
-        with running(stage):
-            batch = function(trainer, *args, **kwargs)
-            with guarded("streams and samples"):
-                if stage is not None:
-                    record_batch(trainer, stage, batch)
-        with guarded("numbers for the log"):
-            training(trainer).want(training(trainer).step)
-        return batch
-
-    return run
+    stage = _stage(trainer, "actor_compute_log_prob")
+    with running(stage):
+        batch = function(trainer, *args, **kwargs)
+        with guarded("streams and samples"):
+            if stage is not None:
+                record_batch(trainer, stage, batch)
+    with guarded("numbers for the log"):
+        training(trainer).want(training(trainer).step)
+    return batch
 
 
 def record_batch(trainer: Trainer, stage: Stage, batch: Batch) -> None:
@@ -447,21 +407,19 @@ def _streams_of(trainer: Trainer, batch: Batch) -> dict[str, object]:
     }
 
 
-def wrap_update(function: Function) -> Function:
+@wrapper
+def wrap_update(
+    function: Function, trainer: Trainer, batch: Batch, *args: Any, **kwargs: Any
+) -> object:
     """Wrap `train_critic_and_policy`: the batch has advantages, and the metrics are its result."""
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, batch: Batch, *args: object, **kwargs: object) -> object:
-        stage = _stage(trainer, "actor_update")
-        with running(stage):
-            status = function(trainer, batch, *args, **kwargs)
-            with guarded("the metrics of an update"):
-                if stage is not None:
-                    names = ("response_mask", "responses", "advantages", "returns", "values")
-                    found = responses(batch)
-                    held = {name: found[name] for name in names if name in found}
-                    stage.record({**held, **training(trainer).ids})
-                    stage.log(**scalars(status))
-        return status
-
-    return run
+    stage = _stage(trainer, "actor_update")
+    with running(stage):
+        status = function(trainer, batch, *args, **kwargs)
+        with guarded("the metrics of an update"):
+            if stage is not None:
+                names = ("response_mask", "responses", "advantages", "returns", "values")
+                found = responses(batch)
+                held = {name: found[name] for name in names if name in found}
+                stage.record({**held, **training(trainer).ids})
+                stage.log(**scalars(status))
+    return status

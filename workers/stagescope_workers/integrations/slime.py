@@ -26,11 +26,20 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from stagescope_workers.integrations import megatron, registry, slime_modules
+from stagescope_workers.integrations import registry, slime_modules, training
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import Function, Patch, Patches, Wrap
+from stagescope_workers.integrations.patches import (
+    Function,
+    Patch,
+    Patches,
+    Wrap,
+    after,
+    before,
+    wrapper,
+)
 from stagescope_workers.integrations.slime_modules import MILES, SLIME, Modules
+from stagescope_workers.integrations.training import scalars
 from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
@@ -79,7 +88,7 @@ class Rank:
     def probe(self) -> Probe:
         """The probe of this rank, made at its first step."""
         if self._probe is None:
-            layout = megatron.layout()
+            layout = training.megatron_layout()
             step = self.step or 0
             assert self.args is not None
             self._probe = lifecycle.init(
@@ -198,7 +207,7 @@ def payload(
         "response_mask": sliced(batch["loss_masks"]),
         "responses": sliced(tokens),
     }
-    layout = megatron.layout()
+    layout = training.megatron_layout()
     if layout.get("cp_size", 1) > 1:
         found["positions"] = sliced([_positions(row, row.shape[0]) for row in batch["loss_masks"]])
     for name in _BY_TOKEN:
@@ -256,100 +265,66 @@ def once(wrap: Wrap) -> Wrap:
 
 
 @once
-def wrap_start(function: Function) -> Function:
+@after("the beginning of a stage")
+def wrap_start(result: object, timer: object, name: object, *args: object, **kwargs: Any) -> None:
     """Wrap `Timer.start`, which begins a stage."""
-
-    @functools.wraps(function)
-    def run(timer: object, name: object, *args: object, **kwargs: object) -> object:
-        result = function(timer, name, *args, **kwargs)
-        with guarded("the beginning of a stage"):
-            _rank.begin(str(name))
-        return result
-
-    return run
+    _rank.begin(str(name))
 
 
 @once
-def wrap_end(function: Function) -> Function:
+@before("the end of a stage")
+def wrap_end(timer: object, name: object, *args: object, **kwargs: object) -> None:
     """Wrap `Timer.end`, which ends a stage."""
-
-    @functools.wraps(function)
-    def run(timer: object, name: object, *args: object, **kwargs: object) -> object:
-        with guarded("the end of a stage"):
-            _rank.end(str(name))
-        return function(timer, name, *args, **kwargs)
-
-    return run
+    _rank.end(str(name))
 
 
 @once
-def wrap_train(function: Function) -> Function:
+@wrapper
+def wrap_train(
+    function: Function, actor: _Actor, rollout_id: int, *args: object, **kwargs: object
+) -> object:
     """Wrap `train_actor` and `train_critic`, which a rank calls itself with the step."""
-
-    @functools.wraps(function)
-    def run(actor: _Actor, rollout_id: int, *args: object, **kwargs: object) -> object:
-        with guarded("a step"):
-            _rank.modules = slime_modules.of_module(function.__module__)
-            _rank.args = actor.args
-            _rank.role = str(getattr(actor, "role", "actor"))
-            _rank.step = int(rollout_id)
-        return function(actor, rollout_id, *args, **kwargs)
-
-    return run
+    with guarded("a step"):
+        _rank.modules = slime_modules.of_module(function.__module__)
+        _rank.args = actor.args
+        _rank.role = str(getattr(actor, "role", "actor"))
+        _rank.step = int(rollout_id)
+    return function(actor, rollout_id, *args, **kwargs)
 
 
 @once
-def wrap_save(function: Function) -> Function:
+@before("streams and samples")
+def wrap_save(*args: object, **kwargs: Any) -> None:
     """Wrap `save_debug_train_data`: records the batch; what slime saves does not change."""
-
-    @functools.wraps(function)
-    def run(*args: object, **kwargs: Any) -> object:
-        with guarded("streams and samples"):
-            _rank.record(int(kwargs["rollout_id"]), kwargs["rollout_data"])
-        return function(*args, **kwargs)
-
-    return run
+    _rank.record(int(kwargs["rollout_id"]), kwargs["rollout_data"])
 
 
 @once
-def wrap_get_batch(function: Function) -> Function:
+@wrapper
+def wrap_get_batch(
+    function: Function, data_iterator: object, keys: Sequence[str], *args: Any, **kwargs: Any
+) -> object:
     """Wrap `get_batch`: while log-probs are captured here, it also returns the samples' positions.
 
     slime asks for them only where it saves training data itself, and captures nothing without them.
     """
-
-    @functools.wraps(function)
-    def run(data_iterator: object, keys: Sequence[str], *args: object, **kwargs: object) -> object:
-        wanted = keys
-        with guarded("the positions of captured log-probs"):
-            if _rank.is_capturing and _POSITION not in keys:
-                wanted = [*keys, _POSITION]
-        return function(data_iterator, wanted, *args, **kwargs)
-
-    return run
+    wanted = keys
+    with guarded("the positions of captured log-probs"):
+        if _rank.is_capturing and _POSITION not in keys:
+            wanted = [*keys, _POSITION]
+    return function(data_iterator, wanted, *args, **kwargs)
 
 
 @once
-def wrap_log(function: Function) -> Function:
+@before("scalars")
+def wrap_log(
+    args: object, metrics: Mapping[str, object], *others: object, **kwargs: object
+) -> None:
     """Wrap `log`, which sends metrics to W&B and TensorBoard: they are scalars of the step too."""
-
-    @functools.wraps(function)
-    def run(
-        args: object, metrics: Mapping[str, object], *others: object, **kwargs: object
-    ) -> object:
-        with guarded("scalars"):
-            step = _rank.step
-            if step is not None:
-                scalars: dict[str, Any] = {
-                    str(name): float(value)
-                    for name, value in metrics.items()
-                    if isinstance(value, int | float) and not isinstance(value, bool)
-                    if not str(name).endswith("/step")
-                }
-                _rank.probe.log(step=step, **scalars)
-        return function(args, metrics, *others, **kwargs)
-
-    return run
+    if _rank.step is not None:
+        found = scalars(metrics).items()
+        numbers = {name: value for name, value in found if not name.endswith("/step")}
+        _rank.probe.log(step=_rank.step, **numbers)
 
 
 def patches(modules: Modules = SLIME) -> list[Patch]:

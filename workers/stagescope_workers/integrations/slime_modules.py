@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from stagescope_workers.integrations import megatron, weights
+from stagescope_workers.integrations import training, weights
 from stagescope_workers.integrations.configuration import lookup
 from stagescope_workers.integrations.guard import guarded
 
@@ -125,7 +125,7 @@ def sliced(
 ) -> list[torch.Tensor]:
     """Return this context-parallel rank's part of rows that are whole, one for each response."""
     slice_ = getattr(sys.modules.get(modules.slices), "slice_log_prob_with_cp", None)
-    if slice_ is None or megatron.layout().get("cp_size", 1) == 1:
+    if slice_ is None or training.megatron_layout().get("cp_size", 1) == 1:
         return list(rows)
     form = lookup(args, "qkv_format") or "thd"
     found = []

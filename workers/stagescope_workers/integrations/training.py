@@ -5,9 +5,11 @@ from __future__ import annotations
 import abc
 import contextlib
 import numbers
+import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import Final, Generic, TypeVar
+from types import ModuleType
+from typing import Any, Final, Generic, TypeVar
 
 from stagescope.wire.nonfinite import Json
 from stagescope_workers.integrations.guard import ending
@@ -93,14 +95,21 @@ class ReportedTraining(abc.ABC, Generic[_Trainer]):
         probe, self._probe = self._probe, None
         if feed is not None:
             feed.close()
-        if probe is None:
-            return
-        if error is not None:
-            probe.close(FAILED_SECONDS)
-            return
-        if self.last_step is not None:
-            probe.end_step(self.last_step)
-        finish(FINISH_SECONDS, run=probe.run)
+        close_probe(probe, error, None if error is not None or probe is None else self.last_step)
+
+
+def close_probe(
+    probe: Probe | None, error: BaseException | None = None, last_step: int | None = None
+) -> None:
+    """Send what waits: the training is over after `last_step`, or ends with `error`."""
+    if probe is None:
+        return
+    if error is not None:
+        probe.close(FAILED_SECONDS)
+        return
+    if last_step is not None:
+        probe.end_step(last_step)
+    finish(FINISH_SECONDS, run=probe.run)
 
 
 def closed_at_end(
@@ -155,3 +164,72 @@ def _is_number(value: object) -> bool:
     if isinstance(value, numbers.Real):
         return not isinstance(value, bool)
     return getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+
+
+_RESULTS: Final = {"advantages": "advantages", "returns": "returns", "values": "values"}
+COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
+    "skyrl": {
+        "loss_mask": "response_mask", "rollout_logprobs": "rollout_log_probs",
+        "action_log_probs": "old_log_probs", "base_action_log_probs": "ref_log_probs", **_RESULTS,
+    },
+    "nemo_rl": {
+        "token_ids": "responses", "input_ids": "responses", "token_mask": "response_mask",
+        "generation_logprobs": "rollout_log_probs", "prev_logprobs": "old_log_probs",
+        "reference_policy_logprobs": "ref_log_probs", "advantages": "advantages",
+    },
+    "openrlhf": {
+        "action_mask": "response_mask", "rollout_log_probs": "rollout_log_probs",
+        "action_log_probs": "old_log_probs", "base_action_log_probs": "ref_log_probs", **_RESULTS,
+    },
+}  # fmt: skip
+"""Trainer -> its columns by our names."""
+_ZERO_IS_MISSING: Final = {
+    "nemo_rl": "prev_logprobs",  # with force_on_policy_ratio
+    "openrlhf": "rollout_log_probs",  # its agent has no log-prob of the engine
+}
+"""Trainer -> its column in which 0.0 stands for a missing value."""
+
+
+def read_batch(batch: Mapping[str, Any], trainer: str) -> dict[str, object]:
+    """Return a trainer's columns by the names of `Stage.record`.
+
+    A stream that is 0.0 throughout, where the trainer writes 0.0 for a missing value, is left out:
+    `missing_streams` names it, and `left_out` says why.
+    """
+    names = COLUMNS[trainer]
+    found: dict[str, object] = {names[name]: values for name, values in batch.items()}
+    theirs = _ZERO_IS_MISSING[trainer]
+    if theirs in batch and not bool((batch[theirs] != 0).any()):
+        absent = names[theirs]
+        del found[absent]
+        why = f"0.0 in every token, which {trainer} writes where it has no value"
+        found["missing_streams"] = [absent]
+        found["left_out"] = {absent: f"{why}: it is not measured"}
+    return found
+
+
+_MEGATRON: Final = {
+    "tp_rank": "get_tensor_model_parallel_rank",
+    "tp_size": "get_tensor_model_parallel_world_size",
+    "pp_rank": "get_pipeline_model_parallel_rank",
+    "pp_size": "get_pipeline_model_parallel_world_size",
+    "cp_rank": "get_context_parallel_rank",
+    "cp_size": "get_context_parallel_world_size",
+    "ep_rank": "get_expert_model_parallel_rank",
+    "ep_size": "get_expert_model_parallel_world_size",
+    "etp_rank": "get_expert_tensor_parallel_rank",
+    "etp_size": "get_expert_tensor_parallel_world_size",
+}
+
+
+def megatron_layout() -> dict[str, int]:
+    """Return Megatron's layout columns, where this process has initialised it; else none."""
+    state: ModuleType | None = sys.modules.get("megatron.core.parallel_state")
+    found: dict[str, int] = {}
+    with contextlib.suppress(Exception):
+        if state is None or not state.model_parallel_is_initialized():
+            return {}
+    for name, function in _MEGATRON.items() if state is not None else ():
+        with contextlib.suppress(Exception):
+            found[name] = int(getattr(state, function)())
+    return found

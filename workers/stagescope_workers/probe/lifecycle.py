@@ -21,12 +21,8 @@ from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.probe import decorator
 from stagescope_workers.probe.options import ProbeOptions, checked_options
 from stagescope_workers.probe.probe import RESTART_SECONDS, Probe
-from stagescope_workers.transport.link import (
-    ServiceLink,
-    find_link,
-    ray_process,
-    warn_unconnected,
-)
+from stagescope_workers.transport.calls import ServiceLink
+from stagescope_workers.transport.link import find_link, ray_process, warn_unconnected
 from stagescope_workers.transport.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
 
 _log = logging.getLogger("stagescope.workers")

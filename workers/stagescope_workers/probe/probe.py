@@ -34,7 +34,7 @@ from stagescope_workers.probe.plan import read_plan
 from stagescope_workers.probe.reporter import Reporter
 from stagescope_workers.probe.stage import Stage, error_fields, log_scalars
 from stagescope_workers.probe.weights import NamedTensors, Names, WeightsInfo, record_weights
-from stagescope_workers.transport.link import ServiceLink
+from stagescope_workers.transport.calls import ServiceLink
 from stagescope_workers.transport.outbox import Outbox
 from stagescope_workers.transport.sender import EventSender, SenderHooks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -350,16 +350,7 @@ def _reports_shards(capture: CaptureRequest) -> bool:
     return not uses_msprobe(capture) and capture.get("source") != "keep"
 
 
-class _ShardDump(TypedDict):
-    """The DUMP fields of a capture of parameters and gradients alone."""
-
-    capture_id: str | None
-    state: str
-    task: str
-    error: str | None
-
-
-def _shard_dump(capture: CaptureRequest, state: str, error: str | None) -> _ShardDump:
+def _shard_dump(capture: CaptureRequest, state: str, error: str | None) -> dict[str, object]:
     capture_id = capture.get("capture_id")
     return {"capture_id": capture_id, "state": state, "task": "parameters", "error": error}
 

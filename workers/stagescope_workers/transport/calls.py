@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final, NamedTuple, TypeAlias, TypedDict
+from typing import Final, NamedTuple, Protocol, TypeAlias, TypedDict
 
-from stagescope.wire.nonfinite import Json
+from stagescope.wire.framing import WirePayload
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.plan import SentPlan
 from stagescope_workers import steady_clock
 
@@ -57,6 +58,67 @@ class Call:
     def _done(self, _: object) -> None:
         self.answered = time.monotonic()
         self._wake()
+
+
+class ServiceLink(Protocol):
+    """A connection to the service, as the EventSender uses it; no call but `drain` waits."""
+
+    _address: str
+
+    @property
+    def address(self) -> str:
+        """A description of the address."""
+        return self._address
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be made: not once this process has left the service's Ray cluster."""
+        return True
+
+    def pack(self, payload: WirePayload) -> object:
+        """Return `payload` in the form in which `record` sends it."""
+        return payload
+
+    def record(
+        self,
+        sender: tuple[object, ...],
+        events: list[tuple[object, ...]],
+        payloads: dict[int, object],
+    ) -> Future[Reply]:
+        """Send a batch; the future completes after its commit."""
+        ...
+
+    def poll(
+        self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
+    ) -> Future[Reply]:
+        """Request the plan and receipts, and renew the lease."""
+        ...
+
+    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
+        """Request `GET /steps/{step}/metrics` from the API, not from the coordinator.
+
+        The future fails with NotFound while the step has no measurements, and with another error
+        where the API is dead, restarting or silent.
+        """
+        ...
+
+    def moved(self) -> bool:
+        """Return whether the coordinator is gone and a new link is needed."""
+        return False
+
+    def is_silent(self) -> bool:
+        """Return whether what the calls go through does not answer; a new link avoids it."""
+        return False
+
+    def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
+        """Wait, `timeout` seconds at most, for all receipts of a run.
+
+        With an attempt key, that attempt is over: its processes are requested to finish first.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the connections."""
 
 
 class Backoff:

@@ -22,7 +22,7 @@ from stagescope.wire.errors import (
 )
 from stagescope.wire.framing import MEDIA_TYPE, WirePayload, pack_batch
 from stagescope.wire.nonfinite import Json, JsonObject, spell
-from stagescope_workers.transport.calls import Reply, in_thread
+from stagescope_workers.transport.calls import Reply, ServiceLink, in_thread
 
 if TYPE_CHECKING:
     import httpx
@@ -64,7 +64,7 @@ def _quietly() -> Iterator[None]:
         _thread.is_quiet = False
 
 
-class HttpLink:
+class HttpLink(ServiceLink):
     """Calls to the service's API, each in its own daemon thread.
 
     The connections stay open after `close` until the running calls have ended: if a socket were
@@ -85,7 +85,7 @@ class HttpLink:
         import httpx
 
         self._url = url
-        self.address = (f"{url} (from {found})" if found else url) + proxies.way_to(url)
+        self._address = (f"{url} (from {found})" if found else url) + proxies.way_to(url)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._has_token = bool(token)
         self._timeout = timeout
@@ -102,10 +102,6 @@ class HttpLink:
         self._lock = threading.Lock()
         self._running_calls = 0
         self._is_closed = False
-
-    def pack(self, payload: WirePayload) -> object:
-        """Return `payload` unchanged: it is sent in the request's body."""
-        return payload
 
     def record(
         self,
@@ -212,19 +208,6 @@ class HttpLink:
                 advice=f"is {self._url} the address of a stagescope service?",
             )
         return answer
-
-    @property
-    def is_open(self) -> bool:
-        """True."""
-        return True
-
-    def is_silent(self) -> bool:
-        """Return False: calls go through nothing that could be avoided."""
-        return False
-
-    def moved(self) -> bool:
-        """Return False: an address does not change."""
-        return False
 
     def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
         """Wait, `timeout` seconds at most, for all receipts of a run; see `Link`.

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, NamedTuple
 
 from stagescope import discovery
 from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE
@@ -29,7 +29,7 @@ from stagescope.wire import spool
 from stagescope.wire.errors import StagescopeError, Unreachable
 from stagescope.wire.framing import WirePayload
 from stagescope.wire.nonfinite import JsonObject
-from stagescope_workers.transport.calls import Reply, in_thread
+from stagescope_workers.transport.calls import Reply, ServiceLink, in_thread
 from stagescope_workers.transport.http_link import HttpLink
 from stagescope_workers.transport.spool_link import SpoolLink
 
@@ -51,66 +51,6 @@ _ray_calls = threading.RLock()
 """Held by each call of the probe into Ray, and by `ray.shutdown`."""
 _warned_in: set[int] = set()
 """Process ids that have logged that nothing is reported (a fork has its parent's memory)."""
-
-
-class ServiceLink(Protocol):
-    """A connection to the service, as the EventSender uses it."""
-
-    @property
-    def address(self) -> str:
-        """A description of the address."""
-        ...
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls can be made: not once this process has left the service's Ray cluster."""
-        ...
-
-    def pack(self, payload: WirePayload) -> object:
-        """Return `payload` in the form in which `record` sends it."""
-        ...
-
-    def record(
-        self,
-        sender: tuple[object, ...],
-        events: list[tuple[object, ...]],
-        payloads: dict[int, object],
-    ) -> Future[Reply]:
-        """Send a batch; the future completes after its commit."""
-        ...
-
-    def poll(
-        self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
-    ) -> Future[Reply]:
-        """Request the plan and receipts, and renew the lease."""
-        ...
-
-    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
-        """Request `GET /steps/{step}/metrics` from the API, not from the coordinator.
-
-        The future fails with NotFound while the step has no measurements, and with another error
-        where the API is dead, restarting or silent.
-        """
-        ...
-
-    def moved(self) -> bool:
-        """Return whether the coordinator is gone and a new link is needed."""
-        ...
-
-    def is_silent(self) -> bool:
-        """Return whether what the calls go through does not answer; a new link avoids it."""
-        ...
-
-    def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
-        """Wait, `timeout` seconds at most, for all receipts of a run.
-
-        With an attempt key, that attempt is over: its processes are requested to finish first.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the connections."""
-        ...
 
 
 class RayProcess(NamedTuple):
@@ -227,7 +167,7 @@ def ray_directory() -> str | None:
     return None
 
 
-class RayLink:
+class RayLink(ServiceLink):
     """Calls to the detached coordinator of the cluster that this process has joined.
 
     Where the service has many ranks it requests that they call through the relay of their node,

@@ -19,8 +19,14 @@ from typing import Final, NamedTuple, Protocol, cast
 from stagescope.wire.errors import StagescopeError, Unauthorized, Unreachable
 from stagescope.wire.plan import SentPlan
 from stagescope_workers.device import PinnedPool
-from stagescope_workers.transport.calls import MAX_BACKOFF, Backoff, Call, Clock, ServiceAnswer
-from stagescope_workers.transport.link import ServiceLink
+from stagescope_workers.transport.calls import (
+    MAX_BACKOFF,
+    Backoff,
+    Call,
+    Clock,
+    ServiceAnswer,
+    ServiceLink,
+)
 from stagescope_workers.transport.outbox import BATCH_EVENTS, Entry, Outbox
 
 _log = logging.getLogger("stagescope.workers")

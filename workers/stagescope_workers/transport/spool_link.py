@@ -14,12 +14,12 @@ from stagescope.wire.errors import Unreachable
 from stagescope.wire.framing import WirePayload, pack_batch
 from stagescope.wire.nonfinite import JsonObject, spell
 from stagescope.wire.schema import Sender
-from stagescope_workers.transport.calls import Reply, in_thread
+from stagescope_workers.transport.calls import Reply, ServiceLink, in_thread
 
 _ADVICE: Final = "check that the directory of STAGESCOPE_URL may be written here, and its disk"
 
 
-class SpoolLink:
+class SpoolLink(ServiceLink):
     """Writes what a probe would send into a directory; nothing comes back from there.
 
     A batch counts as accepted, and its payloads as settled, once its file is there. No capture can
@@ -27,14 +27,10 @@ class SpoolLink:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.address = f"the spool {directory}"
+        self._address = f"the spool {directory}"
         self._directory = directory
         self._numbers: dict[str, int] = {}
         self._closed = threading.Event()
-
-    def pack(self, payload: WirePayload) -> object:
-        """Return `payload` unchanged: it is written with its batch."""
-        return payload
 
     def record(
         self,
@@ -97,19 +93,6 @@ class SpoolLink:
         future: Future[Reply] = Future()
         future.set_exception(Unreachable(f"{self.address} answers no questions"))
         return future
-
-    @property
-    def is_open(self) -> bool:
-        """True."""
-        return True
-
-    def is_silent(self) -> bool:
-        """Return False: calls go through nothing that could be avoided."""
-        return False
-
-    def moved(self) -> bool:
-        """Return False: a directory stays."""
-        return False
 
     def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
         """Return at once: what this process has sent is there, and no other can be asked."""

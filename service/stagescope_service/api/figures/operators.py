@@ -97,7 +97,7 @@ def info(deps: Dependencies, target: Target, filters: TableFilters) -> Operators
     if len(tables) > 1:
         notes.append(f"one of {counted(len(tables), 'dump')} of the step: name stage and rank")
     if table["truncated"]:
-        notes.append(f"the dump is cut off at call {table['truncated_at']}")
+        notes.append(f"the dump is cut off at byte {table['truncated_at']}")
     kept = results.shown()
     if len(kept) < len(results):
         notes.append(f"{len(kept)} of {len(results)} results are drawn, every extreme among them")

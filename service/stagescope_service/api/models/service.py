@@ -55,7 +55,7 @@ class Whoami(Model):
     person: str | None
     """Whom a trusted proxy says that it is; null: none does."""
     runs: list[str] | None
-    """Patterns of the runs that it may see; null: every run."""
+    """Always null: every token sees every run."""
     bundle: str | None
     """What is shown in place of a service: `the bundle x.tar.gz`; null: this is a service."""
     opens: str | None

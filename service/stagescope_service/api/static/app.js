@@ -213,9 +213,8 @@ function drawSession() {
     !archive && h("a", { href: "#/engines" }, "engines"),
     state.user?.role === "admin" && !archive && h("a", { href: "#/audit" }, "audit"),
     h("a", { href: "docs" }, "API"),
-    state.user && !archive && h("span.quiet", {
-      title: state.user.runs && `sees the runs ${state.user.runs.join(", ")}`,
-    }, [state.user.person ?? state.user.token, `may ${state.user.grade}`].filter(Boolean).join(", ")),
+    state.user && !archive && h("span.quiet", {},
+      [state.user.person ?? state.user.token, `may ${state.user.grade}`].filter(Boolean).join(", ")),
     // Whom the proxy names logs out there.
     state.user && !state.user.person && h("button", { type: "button", onclick: leave }, "Log out")));
 }

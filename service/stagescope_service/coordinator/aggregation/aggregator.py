@@ -30,13 +30,13 @@ from stagescope_service.core.instructions import (
 )
 from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.recompute import Source
+from stagescope_service.rules.explain import ranks_text
 from stagescope_service.statistics import Recompute
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import WriteRows
 from stagescope_service.store.parts import part_key
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES, side_by_side
 from stagescope_service.store.tables import PayloadRow, ProcessColumns, SampleRow
-from stagescope_service.triggers.evidence import ranks_text
 
 NOT_KEPT: Final = "a payload that the ring no longer holds"
 

@@ -21,6 +21,7 @@ from stagescope_service.core.findings import (
     finding,
 )
 from stagescope_service.core.instructions import Delete, PayloadKey, Put
+from stagescope_service.rules.explain import ranks_text
 from stagescope_service.statistics import PartRecord, Recompute, StepSummary, assemble, examine
 from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.statistics.comparability import WHAT_TO_CHECK, Check, causes_of_ranks
@@ -29,7 +30,6 @@ from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL, noise_floor
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_key, part_records
-from stagescope_service.triggers.evidence import ranks_text
 
 _LISTED: Final = 50
 """Ids listed in a finding."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import Delete, Put
+from stagescope_service.rules.explain import ranks_text
 from stagescope_service.statistics import PartRecord, StatisticsSettings, StepSummary
-from stagescope_service.triggers.evidence import ranks_text
 
 
 def differing_settings(

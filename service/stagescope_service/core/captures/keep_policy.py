@@ -21,7 +21,7 @@ from pathlib import Path
 from stagescope.wire.errors import InvalidInput, InvalidPlan
 from stagescope.wire.keep import validate_keep
 from stagescope.wire.plan import KeepSpec
-from stagescope_service.triggers.rules import load_yaml
+from stagescope_service.rules.fields import load_yaml
 
 KeepPolicy = Mapping[str, KeepSpec]
 """Pattern of runs -> a checked configuration, the first that matches counts."""

@@ -16,6 +16,12 @@ from typing import Final
 from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import Columns, collect_rows, odd_problem
 from stagescope_service.dumps.formats.content import first_values, read_shared
+from stagescope_service.dumps.formats.fitting import (
+    NamedRow,
+    fitting_rows,
+    left_out_problem,
+    objects_in,
+)
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
@@ -49,6 +55,10 @@ _SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "advantages": ("values", "advantages", "returns", "kl_rewards", "tot_rewards"),
 }
 _MARKS: Final = ("loss_mask", "logprobs", "versions")
+_PER_TOKEN: Final = ("input_ids", "loss_mask", "logprobs", "prox_logp", "ref_logp")
+"""Values of the tokens of a trajectory."""
+_WHOLE: Final = ("input_ids", "loss_mask")
+"""Those that are whole numbers."""
 _PEEKED: Final = 400
 
 
@@ -108,8 +118,9 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one section of a batch; see `records.Dump.read`."""
     data = read_shared(entry.path)
     listed = data if isinstance(data, list) else [data]
-    parts = [part for part in listed if isinstance(part, dict)]
-    if not parts or len(parts) != len(listed):
+    objects, wrong = objects_in(listed, "trajectory")
+    parts = [part for _, part in objects]
+    if not parts:
         raise InvalidTensor(
             f"{entry.path} holds a {type(data).__name__}",
             expected="a dict of tensors, or a list of them",
@@ -119,9 +130,18 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     wanted = _names_of(entry.section, names)
     problems: Sequence[DumpProblem] = ()
     if not isinstance(data, dict):
-        rows = [row for part in parts for row in _rows({n: part[n] for n in wanted & part.keys()})]
-        found = collect_rows(rows, names=NAMES)
-        problems = odd_problem(found, entry, [f"row {row}" for row in range(len(rows))])
+        rows: list[NamedRow] = []
+        for name, part in objects:
+            try:
+                rows += _rows(name, {n: part[n] for n in wanted & part.keys()})
+            except InvalidTensor as error:  # noqa: PERF203 - the others are still read
+                wrong[name] = error.wrong
+        fitted, unfit = fitting_rows(rows, per_token=_PER_TOKEN, masks=_WHOLE)
+        found = collect_rows([row.values for row in fitted], names=NAMES)
+        problems = [
+            *left_out_problem(entry, {**wrong, **unfit}, len(rows) + len(wrong)),
+            *odd_problem(found, entry, [row.name for row in fitted]),
+        ]
     else:
         found = Columns()
         chosen: list[str] = [name for name in data if name in wanted]
@@ -156,14 +176,18 @@ def _alignment(names: set[str]) -> dict[str, str]:
     return {**found, **({"old_log_probs": after} if "prox_logp" in names else {})}
 
 
-def _rows(part: Mapping[str, FileValue]) -> Iterator[dict[str, FileValue]]:
+def _rows(name: str, part: Mapping[str, FileValue]) -> Iterator[NamedRow]:
     """Yield the rows of one trajectory's dict; tensors [n, tokens] are n rows."""
     tensors = {name: value for name, value in part.items() if isinstance(value, FileTensor)}
     counts = {value.wire[1][0] for value in tensors.values() if value.wire[1]}
     if len(counts) != 1:
         raise InvalidTensor(f"tensors of a trajectory have {sorted(counts)} rows", expected="one")
-    for row in range(counts.pop()):
-        yield {name: _row_of(value, row) for name, value in part.items()}
+    rows = counts.pop()
+    for row in range(rows):
+        values = {each: _row_of(value, row) for each, value in part.items()}
+        tokens = values.get("input_ids", values.get("loss_mask"))
+        length = tokens.wire[2].size if isinstance(tokens, FileTensor) else 0
+        yield NamedRow(name if rows == 1 else f"{name}, row {row}", values, length)
 
 
 def _row_of(value: FileValue, row: int) -> FileValue:

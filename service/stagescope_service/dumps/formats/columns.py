@@ -365,6 +365,7 @@ def _ragged_tensors(rows: list[FileValue], upcast: dict[str, str], name: str) ->
     given = {row.wire[0] for row in rows if isinstance(row, FileTensor)}
     dtype = given.pop() if len(given) == 1 else None
     wires = [_row(row, dtype) for row in rows if row is not None]
+    wires = _of_one_dtype(wires, upcast, name)
     tags = {wire[0] for wire in wires if wire[2].size} or {wires[0][0]}
     if len(tags) > 1 or any(wire[3] is not None for wire in wires):
         raise ValueError(f"rows of several dtypes: {', '.join(sorted(tags))}")
@@ -383,6 +384,20 @@ def _ragged_tensors(rows: list[FileValue], upcast: dict[str, str], name: str) ->
     if len(shapes) > 1 or len(wires) < len(rows):
         raise ValueError(f"rows of shapes {sorted(shapes)[:4]}")
     return tag, (len(rows), *shapes.pop()), np.stack(arrays), None
+
+
+def _of_one_dtype(wires: list[WireTensor], upcast: dict[str, str], name: str) -> list[WireTensor]:
+    """Return floats of several dtypes in the widest of them, which holds all values."""
+    tags = sorted({wire[0] for wire in wires if wire[2].size})
+    wide = {tag: widened(Tensor(tag, np.empty(0, CODES[tag][1]))).dtype for tag in tags}
+    if len(tags) < 2 or any(dtype.kind != "f" for dtype in wide.values()):
+        return wires
+    upcast[name] = ", ".join(tags)
+    widest = np.result_type(*wide.values())
+    return [
+        (str(widest), shape, widened(Tensor(tag, values)).astype(widest), offsets)
+        for tag, shape, values, offsets in wires
+    ]
 
 
 def _row(value: FileValue, dtype: str | None) -> WireTensor:

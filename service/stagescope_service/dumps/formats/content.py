@@ -8,6 +8,7 @@ Their names differ only in the suffix, so the JSON never names a path.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -39,6 +40,8 @@ MAX_TEXT_BYTES: Final = 1 << 30
 MAX_LINE_BYTES: Final = 64 << 20
 _MAX_VALUES: Final = 64
 _MAX_PEEKED: Final = 4
+_MAX_LINES: Final = 100
+"""Lines of a .jsonl file in which its first object is looked for."""
 _CONVERTED: Final = "stagescope_converted"
 _HEAD: Final = f'{{"{_CONVERTED}'.encode()
 """The first bytes of a converted file."""
@@ -146,21 +149,33 @@ def read_shared(path: Path) -> FileValue:
 def first_values(path: Path, most: int = _MAX_VALUES) -> list[str | int]:
     """Return the first texts and integers in a file, cheaply; see `pickle_scan.peek`.
 
-    Of a .jsonl file those of its first line; [] for an unreadable or foreign file.
+    Of a .jsonl file those of its first line that is an object: a damaged one before it costs its
+    own row alone. [] for an unreadable or foreign file.
     """
     if path.suffix == ".pt":
         return peek(path, most)
     try:
         if path.suffix == ".jsonl":
-            with path.open("rb") as file:
-                lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
-                return _first(json.loads(next(filter(bytes.strip, lines), b"")), most)
+            return _first(_first_object(path), most)
         with path.open("rb") as file:
             is_converted = file.read(len(_HEAD)) == _HEAD
         tree = parse_json(_text(path), path) if is_converted else None
         return _first(tree["content"], most) if isinstance(tree, dict) else []
     except (OSError, ValueError, RecursionError, TypeError, KeyError, StagescopeError):
         return []
+
+
+def _first_object(path: Path) -> FileValue:
+    """Return the first of the lines of a .jsonl file that is an object; None without one."""
+    with path.open("rb") as file:
+        for data in itertools.islice(iter(lambda: file.readline(MAX_LINE_BYTES), b""), _MAX_LINES):
+            try:
+                found: FileValue = json.loads(data)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(found, dict):
+                return found
+    return None
 
 
 def damage_of(path: Path) -> StagescopeError | None:

@@ -66,8 +66,17 @@ class ObjectLines:
         """Return the problem of the lines that are no rows; none if each is one."""
         if not self.unread:
             return []
-        message = f"{self.path}: {_named(self.unread)}; the other {len(self.rows)} were read"
-        return [DumpProblem(self.path, "damaged", message, entry)]
+        return [lines_problem(self.path, self.unread, f"the other {len(self.rows)}", entry)]
+
+
+def lines_problem(
+    path: Path,
+    unread: Mapping[int, str],
+    others: str = "the others",
+    entry: DumpEntry | None = None,
+) -> DumpProblem:
+    """Return the problem of lines that were not read: number of a line -> why."""
+    return DumpProblem(path, "damaged", f"{path}: {_named(unread)}; {others} were read", entry)
 
 
 def read_object_lines(path: Path) -> ObjectLines:

@@ -96,6 +96,10 @@ class _Names(NamedTuple):
     others: tuple[str, ...]
     inside: str
 
+    def location(self) -> Location:
+        """Return the place, of step 0 where the names say none."""
+        return Location(self.step or 0, self.stage, self.role, self.rank, self.part)
+
     def in_stage(self) -> tuple[object, ...]:
         """Return what has to be unique among the directories of a stage, once ranks are known."""
         return self.step or 0, self.role, self.rank, self.part
@@ -110,22 +114,30 @@ def find_places(root: Path, directories: Iterable[Path]) -> Places:
         directories: each holds the files of one rank.
     """
     notes: dict[str, None] = {}
-    named = [_names_of(root.absolute(), each) for each in directories]
-    named = _distinguish(_number(named, notes), notes)
-    ranks: list[RankDump] = []
+    named = _number([_names_of(root.absolute(), each) for each in directories], notes)
     problems: list[DumpProblem] = []
-    taken: dict[Location, Path] = {}
+    beside: dict[object, _Names] = {}
     for each in named:
+        # Two spellings of a rank, `rank0` and `rank00`: no other name distinguishes them.
+        first = beside.setdefault((each.directory.parent, each.stage, *each.in_stage()), each)
+        if first is not each:
+            problems.append(_refused(each, first.directory))
+    ranks: list[RankDump] = []
+    taken: dict[Location, Path] = {}
+    for each in _distinguish([*beside.values()], notes):
         if each.step is None:
             notes[f"{each.inside or each.directory.name} names no step: taken as step 0"] = None
-        location = Location(each.step or 0, each.stage, each.role, each.rank, each.part)
-        first = taken.setdefault(location, each.directory)
-        if first is each.directory:
-            ranks.append(RankDump(each.directory, location))
+        other = taken.setdefault(each.location(), each.directory)
+        if other is each.directory:
+            ranks.append(RankDump(each.directory, each.location()))
         else:
-            message = f"{each.directory} is of {location}, as {first} is: rename one of them"
-            problems.append(DumpProblem(each.directory, "refused", message))
+            problems.append(_refused(each, other))
     return Places(ranks, [*notes], problems)
+
+
+def _refused(each: _Names, other: Path) -> DumpProblem:
+    message = f"{each.directory} is of {each.location()}, as {other} is: rename one of them"
+    return DumpProblem(each.directory, "refused", message)
 
 
 def _names_of(root: Path, directory: Path) -> _Names:

@@ -39,6 +39,7 @@ from stagescope_service.dumps.formats.sequences import (
     read_objects,
     response_tensors,
     token_ids,
+    token_mask,
     token_values,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
@@ -161,9 +162,9 @@ def _sequence(row: Mapping[str, FileValue]) -> SequenceRow:
     tokens = token_ids("token_ids", plain_list(row["token_ids"]))
     length = row.get("input_lengths")
     end = length if isinstance(length, int) and 0 < length <= len(tokens) else len(tokens)
-    mask = token_values("token_loss_mask", plain_list(row.get("token_loss_mask")))
+    mask = token_mask("token_loss_mask", row.get("token_loss_mask"))
     # No logits score the first token: NeMo-RL's loss leaves it out.
-    chosen = [value > 0 and at > 0 for at, value in enumerate(mask)]
+    chosen = [one and at > 0 for at, one in enumerate(mask)]
     values: dict[str, list[float]] = {}
     for theirs, ours in _STREAMS.items():
         column = row.get(theirs)

@@ -31,6 +31,12 @@ from stagescope_service.dumps.formats.columns import (
     odd_problem,
 )
 from stagescope_service.dumps.formats.content import SUFFIXES, read_content
+from stagescope_service.dumps.formats.fitting import (
+    NamedRow,
+    fitting_rows,
+    left_out_problem,
+    objects_in,
+)
 from stagescope_service.dumps.formats.json_lines import read_object_lines
 from stagescope_service.dumps.formats.listing import (
     FileDump,
@@ -41,7 +47,7 @@ from stagescope_service.dumps.formats.listing import (
     missing_parts,
     unknown_file,
 )
-from stagescope_service.dumps.pickles.torch_file import FileValue
+from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import (
     DumpContents,
     DumpEntry,
@@ -91,6 +97,10 @@ DTYPES: Final = "dtypes"
 """Key in `extra_info` and `batch_info` of exports as JSON: the dtype of each tensor."""
 _OF_EXPORTS: Final = ("meta", "job")
 """Metadata of this project in `extra_info` and `batch_info` of its exports."""
+_PER_TOKEN: Final = ("tokens", "loss_mask", "logprobs")
+"""Values of the tokens of a trajectory, by their names in the file."""
+_WHOLE: Final = ("tokens", "loss_mask")
+"""Those that are whole numbers."""
 _ROW_TEXTS: Final = ("group_id", "run_id", "task_id", "uid")
 
 
@@ -330,20 +340,34 @@ def _read_parameter(entry: DumpEntry, data: dict[str, FileValue], found: Columns
 def _read_rows(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> DumpContents:
     is_datums = entry.key == "datums"
     rows = data.pop("datums" if is_datums else "trajectories", None)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    objects, wrong = objects_in(rows if isinstance(rows, list) else [None], "row")
+    if not isinstance(rows, list) or (wrong and not objects):
         raise InvalidTensor(f"{entry.path} holds no list of {entry.key}", expected="dicts in it")
-    flat = [_flat_row(row) for row in rows if isinstance(row, dict)]
+    fitted, unfit = fitting_rows(
+        [_named_row(name, _flat_row(row)) for name, row in objects],
+        per_token=() if is_datums else _PER_TOKEN,
+        masks=_WHOLE,
+    )
+    flat = [row.values for row in fitted]
+    problems = left_out_problem(entry, {**wrong, **unfit}, len(rows))
     found.merge(collect_rows(flat, names={} if is_datums else _TRAJECTORY_NAMES))
     for name, value in data.items():
         if not isinstance(value, list) or any(item != [] for item in value):
             found.add(name, value)  # NexRL writes an empty list a row if there are no advantages
     mask = "loss_fn_inputs/loss_mask" if is_datums else "loss_mask"
     groups, samples = name_samples(flat, found)
-    names = [f"row {row}" for row in range(len(flat))]
+    problems += odd_problem(found, entry, [row.name for row in fitted])
     return DumpContents(
         entry, found.tensors, found.numbers, samples, groups, found.texts,
-        mask if mask in found.tensors else None, found.metadata(), odd_problem(found, entry, names),
+        mask if mask in found.tensors else None, found.metadata(), problems,
     )  # fmt: skip
+
+
+def _named_row(name: str, row: dict[str, FileValue]) -> NamedRow:
+    tokens = row.get("tokens")
+    length = tokens.wire[2].size if isinstance(tokens, FileTensor) else 0
+    length = len(tokens) if isinstance(tokens, list) else length
+    return NamedRow(name, row, length)
 
 
 def _flat_row(row: dict[str, FileValue]) -> dict[str, FileValue]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from stagescope.batch import Tensor, widened
@@ -12,6 +12,8 @@ from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 
 NUMBERS: Final = frozenset({int, float, bool})
 """Types of numbers."""
+INTEGERS_64: Final = range(-(1 << 63), 1 << 63)
+"""What an int64 holds."""
 BOOLS: Final = {"True": 1.0, "False": 0.0}
 """Texts of truth values, as numbers."""
 _MAX_TEXT: Final = 100_000
@@ -42,6 +44,14 @@ def without_odd(
     given = [value for value in values if value is not None]
     if not is_number and all(isinstance(value, list) for value in given):
         return _without_odd_items(values)
+    if not is_number and _are_mostly_numbers_of_tokens(given):
+        odd_rows = [
+            (row, value_in_words(value))
+            for row, value in enumerate(values)
+            if value is not None and not isinstance(value, list | FileTensor)
+        ]
+        wrong_rows = {row for row, _ in odd_rows}
+        return [None if at in wrong_rows else each for at, each in enumerate(values)], odd_rows
     # Of other columns that mix numbers and texts none is wrong: they are kept as texts.
     if not is_number and not {*map(type, given)} <= NUMBERS:
         return values, []
@@ -61,6 +71,18 @@ def without_odd(
         for row, value in enumerate(values)
     ]
     return kept, odd
+
+
+def _are_mostly_numbers_of_tokens(given: Sequence[FileValue]) -> bool:
+    """Return whether most values, but not all, are lists of numbers or tensors of several."""
+    several = [
+        each
+        for each in given
+        if (isinstance(each, FileTensor) and each.wire[1])
+        or (isinstance(each, list) and {*map(type, each)} - {type(None)} <= NUMBERS)
+    ]
+    others = [each for each in given if not isinstance(each, list | FileTensor)]
+    return bool(others) and 2 * len(several) > len(given)
 
 
 def _without_odd_items(

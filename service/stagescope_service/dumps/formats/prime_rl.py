@@ -41,6 +41,7 @@ from stagescope_service.dumps.formats.sequences import (
     response_tensors,
     row_values,
     token_ids,
+    token_mask,
     token_values,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
@@ -202,7 +203,7 @@ def _sequence(
     row: Mapping[str, FileValue], columns: Mapping[str, str], nulls: dict[str, int]
 ) -> SequenceRow:
     tokens = token_ids("token_ids", plain_list(row.get("token_ids")))
-    mask = [value is True or value == 1 for value in plain_list(row.get("loss_mask"))]
+    mask = token_mask("loss_mask", row.get("loss_mask"))
     values: dict[str, list[float]] = {}
     for theirs, ours in columns.items():
         items = plain_list(row.get(theirs))

@@ -18,9 +18,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import json
+import itertools
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
@@ -29,8 +30,10 @@ import pyarrow as pa
 
 from stagescope.wire.errors import InvalidTensor, NotFound, StagescopeError
 from stagescope_service.dumps.formats.columns import Columns
-from stagescope_service.dumps.formats.content import MAX_LINE_BYTES
+from stagescope_service.dumps.formats.content import MAX_LINE_BYTES, JsonLine, parse_line
+from stagescope_service.dumps.formats.json_lines import lines_problem
 from stagescope_service.dumps.formats.listing import FileDump, ListedFile, files_of
+from stagescope_service.dumps.formats.odd_values import number_in, value_in_words
 from stagescope_service.dumps.formats.sequences import (
     NAN,
     SequenceRow,
@@ -39,9 +42,16 @@ from stagescope_service.dumps.formats.sequences import (
     response_tensors,
     row_values,
     token_ids,
+    token_mask,
     token_values,
 )
-from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
+from stagescope_service.dumps.records import (
+    DumpContents,
+    DumpEntry,
+    DumpProblem,
+    Location,
+    mapping,
+)
 from stagescope_service.store.tensorfile import disk_errors
 
 KIND: Final = "prime_rl_traces"
@@ -67,10 +77,11 @@ Json = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """Where a line of a stream is: in which file, and at which byte of its content."""
+    """Where a line of a stream is: in which file, at which byte of its content, and its number."""
 
     path: Path
     offset: int
+    number: int
 
 
 @dataclasses.dataclass
@@ -139,28 +150,37 @@ def _stamp(found: Sequence[ListedFile]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((str(each.path), each.bytes) for each in found))
 
 
+_Unread = defaultdict[Path, dict[int, str]]
+"""Of each file: the number of a line -> what of it was not read, and why."""
+
+
 @functools.lru_cache(maxsize=2)
 def _read_traces(root: Path, _stamped: object) -> _Traces:
     """Read the lines once: which step has which; no values of tokens are kept."""
     problems: list[DumpProblem] = []
+    unread: _Unread = defaultdict(dict)
     shipped: dict[str, int] = {}
     trained: dict[str, tuple[int | None, list[_Line]]] = {}
+    other: InvalidTensor | None = None
     for producer in _producers(root):
-        for line, update in _lines(_chunks(root / "annotations", producer), problems):
-            if update.get("version") != _VERSION:
-                raise InvalidTensor(
-                    f"{line.path} has updates of version {update.get('version')}",
-                    expected=str(_VERSION),
-                )
+        for line, update in _lines(_chunks(root / "annotations", producer), problems, unread):
+            try:
+                branches = _branches(update)
+            except InvalidTensor as error:
+                other = error if "version" in update else other
+                unread[line.path][line.number] = error.wrong
+                continue
             trace = str(update.get("trace_id"))
             if (number := _number(update, "info", "ship", "step")) is not None:
                 shipped[trace] = number
-            if any(branch.get("trainer_logprobs") for branch in update.get("branches") or ()):
+            if any("trainer_logprobs" in streams for _, streams in branches):
                 step, lines = trained.get(trace, (None, []))
                 own = _number(update, "info", "trainer", "step")
                 trained[trace] = (step if own is None else own, [*lines, line])
-            elif update.get("branches") and trace in trained:
+            elif branches and trace in trained:
                 trained[trace][1].append(line)
+    if other is not None and not trained:
+        raise other
     steps: dict[int, _Step] = {}
     of_trace: dict[str, int] = {}
     for trace, (own, lines) in trained.items():
@@ -179,8 +199,12 @@ def _read_traces(root: Path, _stamped: object) -> _Traces:
         taken.traces.add(trace)
         taken.updates += lines
     seen: set[str] = set()
-    for line, episode in _lines(_chunks(root, "stream"), problems):
-        ids = {str(trace.get("id")) for trace in episode.get("traces") or ()} & of_trace.keys()
+    for line, episode in _lines(_chunks(root, "stream"), problems, unread):
+        traces = _traces_of(episode)
+        if traces is None or not all(isinstance(each, dict) for each in traces):
+            unread[line.path][line.number] = "has traces that are no objects"
+        ids = {str(each.get("id")) for each in traces or () if isinstance(each, dict)}
+        ids &= of_trace.keys()
         seen |= ids
         for number in {of_trace[each] for each in ids}:
             steps[number].episodes.append(line)
@@ -192,7 +216,38 @@ def _read_traces(root: Path, _stamped: object) -> _Traces:
                 f"{len(lost)} traces that were trained are in no episode: {sorted(lost)[0]} first",
             )
         )
+    problems += [lines_problem(path, lines) for path, lines in sorted(unread.items())]
     return _Traces({n: each for n, each in steps.items() if each.episodes}, problems)
+
+
+def _branches(update: Json) -> list[tuple[int, dict[str, list[Any]]]]:
+    """Return the index and the streams of each branch of an update.
+
+    Raises:
+        InvalidTensor: an update of another version, or a branch of another form.
+    """
+    if update.get("version") != _VERSION:
+        raise InvalidTensor(
+            f"is an update of version {update.get('version')}", expected=str(_VERSION)
+        )
+    found: list[tuple[int, dict[str, list[Any]]]] = []
+    branches = _list(update, "branches")
+    if not all(isinstance(each, dict) for each in branches):
+        raise InvalidTensor("has branches that are no objects")
+    for branch in branches:
+        index = branch.get("index", -1)
+        streams = {name: branch[name] for name in _NAMES if branch.get(name)}
+        odd = [name for name, values in streams.items() if not isinstance(values, list)]
+        if type(index) is not int or odd:
+            raise InvalidTensor(f"has a branch without a list of {', '.join(odd) or 'its index'}")
+        found.append((index, streams))
+    return found
+
+
+def _traces_of(episode: Json) -> list[Any] | None:
+    """Return the traces of an episode; None where they are no list."""
+    traces = episode.get("traces") or []
+    return traces if isinstance(traces, list) else None
 
 
 def _producers(root: Path) -> list[str]:
@@ -220,50 +275,56 @@ def _open(path: Path) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(pa.input_stream(path, compression=compression)))
 
 
-def _lines(paths: Sequence[Path], problems: list[DumpProblem]) -> Iterator[tuple[_Line, Json]]:
-    """Yield the lines of a stream; one that was cut off ends its file, and is a problem."""
+def _lines(
+    paths: Sequence[Path], problems: list[DumpProblem], unread: _Unread
+) -> Iterator[tuple[_Line, Json]]:
+    """Yield the lines of a stream; one that cannot be read costs nothing but itself."""
     for path in paths:
-        yield from _lines_of(path, problems)
+        yield from _lines_of(path, problems, unread)
 
 
-def _lines_of(path: Path, problems: list[DumpProblem]) -> Iterator[tuple[_Line, Json]]:
+def _lines_of(
+    path: Path, problems: list[DumpProblem], unread: _Unread
+) -> Iterator[tuple[_Line, Json]]:
     offset = 0
     try:
         with disk_errors(path), _open(path) as file:
-            while text := file.readline(MAX_LINE_BYTES):
-                yield _Line(path, offset), _parse(text, path)
+            for number in itertools.count(1):
+                if not (text := file.readline(MAX_LINE_BYTES)):
+                    return
+                try:
+                    found = _parse(text, number) if text.strip() else None
+                except InvalidTensor as error:
+                    unread[path][number] = error.wrong
+                else:
+                    if found is not None:
+                        yield _Line(path, offset, number), found
                 offset += len(text)
     except (StagescopeError, OSError) as error:
         problems.append(DumpProblem.from_error(path, error))
 
 
-def _parse(text: bytes, path: Path) -> Json:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidTensor(
-            f"{path} holds a line that is no JSON: {error}",
-            advice="it is damaged, or was cut off while it was written",
-        ) from error
+def _parse(text: bytes, number: int) -> Json:
+    found = parse_line(JsonLine(number, text, text.endswith(b"\n")))
     if not isinstance(found, dict):
-        raise InvalidTensor(f"{path} holds lines that are no objects", expected="objects")
+        raise InvalidTensor(f"holds a {type(found).__name__}, not an object")
     return found
 
 
 def _read(lines: Sequence[_Line]) -> Iterator[Json]:
     """Yield the lines, each file from its beginning to its end."""
-    by_path: dict[Path, list[int]] = {}
+    by_path: dict[Path, set[_Line]] = defaultdict(set)
     for line in lines:
-        by_path.setdefault(line.path, []).append(line.offset)
-    for path, offsets in by_path.items():
+        by_path[line.path].add(line)
+    for path, chosen in by_path.items():
         with disk_errors(path), _open(path) as file:
             at = 0
-            for offset in sorted(set(offsets)):
-                while at < offset:
-                    at += len(file.read(min(offset - at, MAX_LINE_BYTES)) or b"\0")
+            for line in sorted(chosen, key=operator.attrgetter("offset")):
+                while at < line.offset:
+                    at += len(file.read(min(line.offset - at, MAX_LINE_BYTES)) or b"\0")
                 text = file.readline(MAX_LINE_BYTES)
                 at += len(text)
-                yield _parse(text, path)
+                yield _parse(text, line.number)
 
 
 def _number(update: Json, *path: str) -> int | None:
@@ -280,20 +341,21 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     step = _read_traces(root, _stamp(found_files)).steps[entry.location.step or 0]
     updates: dict[tuple[str, int], dict[str, list[object]]] = {}
     for update in _read(step.updates):
-        for branch in update.get("branches") or ():
-            key = (str(update.get("trace_id")), int(branch.get("index", -1)))
+        for index, streams in _branches(update):
             # The newest of each stream counts.
-            updates.setdefault(key, {}).update(
-                {name: branch[name] for name in _NAMES if branch.get(name)}
-            )
+            updates.setdefault((str(update.get("trace_id")), index), {}).update(streams)
     rows: list[_Row] = []
     problems: list[DumpProblem] = []
     for episode in _read(step.episodes):
-        for trace in episode.get("traces") or ():
-            if str(trace.get("id")) not in step.traces:
+        for trace in _traces_of(episode) or ():
+            if not isinstance(trace, dict) or str(trace.get("id")) not in step.traces:
                 continue
             try:
                 rows += _rows(episode, trace, updates)
+                odd = _odd_reward(trace)
+                if odd is not None:
+                    message = f"{entry.path}: trace {trace.get('id')} has no reward: it is {odd}"
+                    problems.append(DumpProblem(entry.path, "damaged", message, entry))
             except InvalidTensor as error:
                 message = f"{entry.path}: trace {trace.get('id')} is left out: {error.wrong}"
                 problems.append(DumpProblem(entry.path, "damaged", message, entry))
@@ -317,13 +379,13 @@ class _Row:
 def _rows(
     episode: Json, trace: Json, updates: Mapping[tuple[str, int], Mapping[str, list[Any]]]
 ) -> Iterator[_Row]:
-    nodes: list[Json] = list(trace.get("nodes") or ())
-    rewards = [each for each in (trace.get("rewards") or {}).values() if isinstance(each, dict)]
-    scores = token_values("rewards", [each.get("score") or 0 for each in rewards])
-    weights = token_values("rewards", [each.get("weight", 1) for each in rewards])
-    work = (episode.get("run") or {}).get("work") or {}
-    policy, _ = numbers((work.get("policy") or {}).get(name) for name in ("start", "end"))
-    environment = episode.get("env") or {}
+    nodes = _list(trace, "nodes")
+    if not all(isinstance(node, dict) for node in nodes):
+        raise InvalidTensor("its nodes are no objects")
+    work = mapping(mapping(episode, "run"), "work")
+    policy, _ = numbers(cast(Any, mapping(work, "policy").get(name)) for name in ("start", "end"))
+    environment = mapping(episode, "env")
+    reward = NAN if _odd_reward(trace) else _reward(trace)
     for index, path in enumerate(_paths(nodes)):
         streams = updates.get((str(trace.get("id")), index), {})
         if "trainer_logprobs" not in streams:
@@ -331,12 +393,46 @@ def _rows(
         sequence, nulls = _sequence([nodes[each] for each in path], streams)
         yield _Row(
             sequence,
-            sum(map(operator.mul, scores, weights)) if scores else NAN,
+            reward,
             (policy[0], policy[1]),
             nulls,
             str(trace.get("id")),
             str(environment.get("name") or environment.get("id") or ""),
         )
+
+
+def _list(values: Json, name: str) -> list[Any]:
+    """Return the list under a name; [] without one.
+
+    Raises:
+        InvalidTensor: it is anything else.
+    """
+    found = values.get(name) or []
+    if not isinstance(found, list):
+        raise InvalidTensor(f"{name} is no list: {value_in_words(found)}")
+    return found
+
+
+def _rewards(trace: Json) -> list[tuple[Any, Any]]:
+    """Return (score, weight) of each reward of a trace that has a score."""
+    rewards = [each for each in mapping(trace, "rewards").values() if isinstance(each, dict)]
+    return [(each.get("score") or 0, each.get("weight", 1)) for each in rewards]
+
+
+def _odd_reward(trace: Json) -> str | None:
+    """Return what the rewards of a trace are in words, where they are no numbers; else None."""
+    rewards = trace.get("rewards")
+    if rewards is not None and not isinstance(rewards, dict):
+        return value_in_words(rewards)
+    values = itertools.chain.from_iterable(_rewards(trace))
+    odd = [each for each in values if each is not None and number_in(each) is None]
+    return value_in_words(odd[0]) if odd else None
+
+
+def _reward(trace: Json) -> float:
+    """Return the weighted sum of a trace's scores, nan without one."""
+    rewards = [numbers(pair)[0] for pair in _rewards(trace)]
+    return sum(score * weight for score, weight in rewards) if rewards else NAN
 
 
 def _paths(nodes: Sequence[Json]) -> list[list[int]]:
@@ -366,21 +462,23 @@ def _sequence(nodes: Sequence[Json], streams: Mapping[str, list[Any]]) -> tuple[
     sampled: list[bool] = []
     rollout: list[float] = []
     for node in nodes:
-        ids, mask = node.get("token_ids") or [], node.get("mask") or []
-        values = token_values("logprobs", node.get("logprobs") or [NAN] * sum(map(bool, mask)))
-        if len(mask) != len(ids) or len(values) != sum(map(bool, mask)):
+        ids, chosen = _list(node, "token_ids"), token_mask("mask", _list(node, "mask"))
+        values = token_values("logprobs", node.get("logprobs") or [NAN] * sum(chosen))
+        if len(chosen) != len(ids) or len(values) != sum(chosen):
             raise InvalidTensor(
-                f"a message has {len(ids)} tokens, {len(mask)} values of its mask and "
+                f"a message has {len(ids)} tokens, {len(chosen)} values of its mask and "
                 f"{len(values)} log-probs",
                 expected="a mask of every token and a log-prob of each that was sampled",
             )
         each = iter(values)
         tokens += token_ids("token_ids", ids)
-        sampled += map(bool, mask)
-        rollout += [next(each) if one else 0.0 for one in mask]
+        sampled += chosen
+        rollout += [next(each) if one else 0.0 for one in chosen]
     # The trainer cuts what is longer than its sequences.
     length = min(len(tokens), len(streams["trainer_logprobs"]))
     log_probs = streams["trainer_logprobs"]
+    if short := [name for name, values in streams.items() if len(values) < length]:
+        raise InvalidTensor(f"{short[0]} has fewer values than the {length} trained tokens")
     entropies = streams.get("entropies") or [0.0] * length
     mask = [
         sampled[at] and not (log_probs[at] is None and entropies[at] is None)

@@ -158,6 +158,19 @@ def token_values(name: str, values: Sequence[FileValue]) -> list[float]:
     return numbers(values)[0]
 
 
+def token_mask(name: str, value: FileValue) -> list[bool]:
+    """Return which tokens a mask selects; [] without one.
+
+    Raises:
+        InvalidTensor: a value is neither 0 nor 1.
+    """
+    values = plain_list(value)
+    for at, each in enumerate(values):
+        if not isinstance(each, bool | int | float) or each not in (0, 1):
+            raise InvalidTensor(f"{name} holds no 0 or 1 at index {at}: {value_in_words(each)}")
+    return [bool(each) for each in values]
+
+
 def token_ids(name: str, values: Sequence[FileValue]) -> list[int]:
     """Return a sequence's token ids.
 

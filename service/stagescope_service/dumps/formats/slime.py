@@ -8,7 +8,6 @@ its `index`, which both files have; its group is `group_index`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -24,6 +23,12 @@ from stagescope_service.dumps.formats.columns import (
     unique_samples,
 )
 from stagescope_service.dumps.formats.content import first_values, read_shared
+from stagescope_service.dumps.formats.fitting import (
+    NamedRow,
+    fitting_rows,
+    left_out_problem,
+    objects_in,
+)
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
@@ -34,7 +39,7 @@ from stagescope_service.dumps.formats.listing import (
     unrecognized_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
-from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
+from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
 from stagescope_service.rows.ragged import cumulative, slice_indexes
 
 KIND: Final = "slime"
@@ -63,7 +68,6 @@ _PER_TOKEN: Final = (
 )  # fmt: skip
 """Values of the tokens of the response, by their names in the file."""
 _MASKS: Final = ("loss_mask", "loss_masks")
-_NAMED: Final = 5
 
 
 def is_slime(values: Sequence[str | int]) -> bool:
@@ -125,8 +129,8 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     data = read_shared(entry.path)
     samples = data.get("samples") if isinstance(data, dict) else None
     listed = samples if isinstance(samples, list) else [None]
-    rows = [row for row in listed if isinstance(row, dict)]
-    if not isinstance(data, dict) or len(rows) != len(listed):
+    objects, wrong = objects_in(listed, "sample at")
+    if not isinstance(data, dict) or (wrong and not objects):
         raise InvalidTensor(f"{entry.path} holds no list of samples", expected="slime's debug data")
     is_train = "format_version" in data
     if is_train and data["format_version"] != 2:
@@ -136,7 +140,13 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     names = _TRAIN_NAMES if is_train else _NAMES
     elsewhere = {name for section in _SECTIONS.values() for name in section} if is_train else set()
     own = _SECTIONS.get(entry.section)
-    rows, problems = _fitting([_plain_sample(row) for row in rows], entry)
+    fitted, unfit = fitting_rows(
+        [_named_row(name, _plain_sample(row)) for name, row in objects],
+        per_token=_PER_TOKEN,
+        masks=_MASKS,
+    )
+    rows = [row.values for row in fitted]
+    problems = left_out_problem(entry, {**wrong, **unfit}, len(listed))
     wanted = [
         {
             name: value
@@ -157,8 +167,7 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     found.about["alignment"] = "responses alone, not shifted"
     mask = "response_mask" if "response_mask" in found.tensors else None
     groups, sample_uids = _row_ids(rows, found)
-    names_of_rows = [f"sample {_name(row, at)}" for at, row in enumerate(rows)]
-    problems += odd_problem(found, entry, names_of_rows)
+    problems += odd_problem(found, entry, [row.name for row in fitted])
     return DumpContents(
         entry, found.tensors, {}, sample_uids, groups, found.texts, mask, found.metadata(),
         problems,
@@ -185,61 +194,9 @@ def _plain_sample(row: dict[str, FileValue]) -> dict[str, FileValue]:
     return row
 
 
-def _fitting(
-    rows: Sequence[dict[str, FileValue]], entry: DumpEntry
-) -> tuple[list[dict[str, FileValue]], list[DumpProblem]]:
-    """Return the samples whose values of each token are as many as the response has tokens.
-
-    Values that a sample lacks and others have are NaN; a mask has none, so an empty one of a
-    response with tokens does not fit. A name that fits fewer than half of the samples is left as it
-    is: its file has another layout.
-    """
-    lengths = [_length(row) for row in rows]
-    names = [name for name in _PER_TOKEN if any(_count(row.get(name)) for row in rows)]
-    wrong: dict[int, str] = {}
-    for name in names:
-        counts = [_count(row.get(name)) for row in rows]
-        fits = [
-            count == length or (count == 0 and _is_absent(name, row.get(name)))
-            for row, count, length in zip(rows, counts, lengths, strict=True)
-        ]
-        fits_most = 2 * sum(fits) >= len(fits)
-        for at, fit in enumerate(fits):
-            if not fit and fits_most:
-                wrong.setdefault(
-                    at, f"{name} has {counts[at]} values, its response {lengths[at]} tokens"
-                )
-    kept = []
-    for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        nan: list[FileValue] = [math.nan] * length
-        lacking = {name: nan for name in names if name not in _MASKS and not _count(row.get(name))}
-        kept += [{**row, **lacking}] if at not in wrong else []
-    if not wrong:
-        return kept, []
-    named = [f"sample {_name(rows[at], at)}: {why}" for at, why in sorted(wrong.items())]
-    more = f"; {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    message = (
-        f"{entry.path}: {'; '.join(named[:_NAMED])}{more}. Of the {len(rows)} samples "
-        f"{len(kept)} were read"
-    )
-    return kept, [DumpProblem(entry.path, "damaged", message, entry)]
-
-
-def _is_absent(name: str, value: FileValue) -> bool:
-    """Return whether a sample has no such values; an empty mask is a wrong one."""
-    return value is None or (name not in _MASKS and isinstance(value, list | FileTensor))
-
-
-def _count(value: FileValue) -> int:
-    """Return the number of values of a list or one-dimensional tensor; 0 of anything else."""
-    if isinstance(value, FileTensor):
-        return int(value.wire[2].size) if len(value.wire[1]) > 0 else 0
-    return len(value) if isinstance(value, list) else 0
-
-
-def _name(row: Mapping[str, FileValue], at: int) -> object:
+def _named_row(name: str, row: dict[str, FileValue]) -> NamedRow:
     index = row.get("index", row.get("sample_index"))
-    return f"at {at}" if index is None else _scalar(index)
+    return NamedRow(name if index is None else f"sample {_scalar(index)}", row, _length(row))
 
 
 def _length(row: Mapping[str, FileValue]) -> int:

@@ -9,9 +9,6 @@ and jagged tensors.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import enum
-import os
 import pickle
 import re
 import threading
@@ -47,7 +44,6 @@ __all__ = [
     "FileValue",
     "Unreadable",
     "check_torch",
-    "load_running_code",
     "read_torch_file",
     "save_torch_file",
 ]
@@ -88,21 +84,6 @@ def read_torch_file(path: Path, *, most_bytes: int = MAX_BYTES) -> FileValue:
         with contextlib.suppress(NotPlain):
             return _PlainValues(path, size)(read_plain(path))
     return _PlainValues(path, size)(_load(path, mapped=is_zip))
-
-
-def load_running_code(path: Path) -> FileValue:
-    """Load a file with full unpickling: this RUNS whatever code the file holds.
-
-    Only for a process of its own, after the user confirmed to trust the file; see `unpickling`.
-
-    Returns:
-        As `read_torch_file`; objects of classes are dicts of their attributes.
-    """
-    import torch
-
-    size = size_of_file(path, MAX_BYTES)
-    loaded = torch.load(path, map_location="cpu", weights_only=False)
-    return _PlainValues(path, size, objects=True)(loaded)
 
 
 def check_torch() -> None:
@@ -197,7 +178,7 @@ def _refusal(path: Path, error: Exception) -> InvalidTensor | Forbidden:
         return Forbidden(
             f"{path} needs {names} to be loaded, which may run code",
             expected="tensors, numpy arrays, TensorDicts, numbers and texts alone",
-            advice="if you trust who wrote it: stagescope convert makes a safe copy",
+            advice="write it again where those classes are known, with plain values in their place",
         )
     # torch's own text advises to load it with weights_only=False.
     reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
@@ -220,9 +201,8 @@ def _is_accepted(name: str) -> bool:
 class _PlainValues:
     """Converts loaded values to plain ones; bounded by the size of the file."""
 
-    def __init__(self, path: Path, size: int, *, objects: bool = False) -> None:
+    def __init__(self, path: Path, size: int) -> None:
         self._path = path
-        self._objects = objects
         self._size = size
         # An element takes at least a byte of a pickle, unless it is referenced many times.
         self._nodes = size
@@ -253,26 +233,7 @@ class _PlainValues:
             return [self(item, depth + 1) for item in value]
         if hasattr(value, "detach") and hasattr(value, "layout"):
             return self._tensor(value)
-        if self._objects:
-            return self._object(value, depth)
         return Unreadable(f"a {kind.__module__}.{kind.__qualname__}")
-
-    def _object(self, value: Any, depth: int) -> FileValue:
-        """Return the attributes of an object, as far as they are plain."""
-        if isinstance(value, np.ndarray):
-            is_number = value.dtype.kind in "fiub"
-            found = np.ascontiguousarray(value) if is_number else value.tolist()
-            return self._numpy(found, str(found.dtype)) if is_number else self(found, depth + 1)
-        if isinstance(value, np.generic | enum.Enum):
-            return self(value.item() if isinstance(value, np.generic) else value.value, depth + 1)
-        if isinstance(value, os.PathLike | datetime.date):
-            return str(value)
-        if hasattr(value, "to_dict") and hasattr(value, "batch_size"):  # a TensorDict
-            return self(value.to_dict(), depth + 1)
-        attributes = getattr(value, "__dict__", None)
-        if attributes is None or callable(value):
-            return Unreadable(f"a {type(value).__module__}.{type(value).__qualname__}")
-        return self(dict(attributes), depth + 1)
 
     def _count(self, elements: int) -> None:
         self._nodes -= elements

@@ -50,13 +50,13 @@ _AT_ONCE: Final = 200
 class Reader:
     """Opens the catalogue at a URL read-only; reopens it if its file was replaced."""
 
-    def __init__(self, url: str, runs: Sequence[str] | None = None) -> None:
-        """Open the catalogue at `url`; with `runs`, patterns, only the rows of these are there."""
+    def __init__(self, url: str) -> None:
+        """Open the catalogue at `url`."""
         self._url = url
         self._where = connect.url_without_password(url)
         self._path: Path | None = connect.sqlite_path(url)
         self._file = connect.file_id(self._path) if self._path else None
-        self._engine = connect.reader_engine(url, runs)
+        self._engine = connect.reader_engine(url)
         self._pinned: sa.Connection | None = None
 
     def close(self) -> None:

@@ -324,12 +324,6 @@ class RunQueries(Reader):
         query = all_rows("processes", "role rank first_wall", without="hello settings")
         return self._rows(ProcessColumns, query.where(*where))
 
-    def runs_of_process(self, incarnation: str) -> list[str]:
-        """Return the run of a process; none where it has not reported yet."""
-        processes, attempts = TABLES["processes"].c, TABLES["attempts"].c
-        own = (processes.incarnation == incarnation) & (processes.attempt_id == attempts.attempt_id)
-        return self._values(sa.select(attempts.run).where(own))
-
     def processes_with_settings(self, attempt_id: int) -> list[ProcessRow]:
         """Return the processes of an attempt with their `hello` and `settings`."""
         where = conditions("processes", attempt_id=attempt_id)

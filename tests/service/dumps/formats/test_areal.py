@@ -44,6 +44,53 @@ def test_a_list_of_trajectories_is_ragged_rows(tmp_path: Path) -> None:
     assert masks[2].tolist() == [m for row in range(6) for m in batch.loss_mask(row)]
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (None, "it is a NoneType"),
+        ("x", "it is a text"),
+        ({}, "[] rows"),
+        ({"rewards": torch.zeros(2)}, "[1, 2] rows"),
+        ({"loss_mask": torch.zeros(1, 3)}, "loss_mask has 3 values for"),
+        ({"logprobs": torch.zeros(1, 3)}, "logprobs has 3 values for"),
+        ({"logprobs": "x"}, "logprobs has 0 values for"),
+    ],
+)
+def test_a_trajectory_that_does_not_fit_is_named_and_the_others_are_read(
+    tmp_path: Path, change: object, why: str
+) -> None:
+    batch = make_batch(6, 20)
+    path = areal_file(tmp_path / "batch_data.pt", batch, form="list")
+    parts = torch.load(path, weights_only=False)
+    parts[2] = {**parts[2], **change} if isinstance(change, dict) and change else change
+    torch.save(parts, path)
+    dump = open_dump(path)
+    record = dump.read(dump.entries[0])
+    _, _, values, offsets = record.tensors["tokens"]
+    assert offsets is not None
+    rows = [values[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+    assert rows == [batch.tokens(row) for row in range(6) if row != 2]
+    assert "rollout_log_probs" in record.tensors
+    (problem,) = record.problems
+    assert "trajectory 2: " in problem.message
+    assert why in problem.message
+
+
+def test_log_probs_of_several_float_dtypes_are_widened(tmp_path: Path) -> None:
+    path = areal_file(tmp_path / "batch_data.pt", make_batch(6, 20), form="list")
+    parts = torch.load(path, weights_only=False)
+    whole = open_dump(path)
+    expected = whole.read(whole.entries[0]).tensors["rollout_log_probs"][2]
+    parts[2]["logprobs"] = parts[2]["logprobs"].to(torch.float64)
+    parts[3]["logprobs"] = parts[3]["logprobs"].to(torch.bfloat16)
+    torch.save(parts, path)
+    dump = open_dump(path)
+    record = dump.read(dump.entries[0])
+    assert record.tensors["rollout_log_probs"][0] == "float64"
+    np.testing.assert_allclose(record.tensors["rollout_log_probs"][2], expected, rtol=2**-8)
+    assert record.about["upcast"] == {"rollout_log_probs": "bfloat16, float32, float64"}
+
+
 def test_a_dict_of_several_rows_in_a_list(tmp_path: Path) -> None:
     batch = areal_batch(make_batch(6, 20))
     parts = [{name: values[:2] for name, values in batch.items()},

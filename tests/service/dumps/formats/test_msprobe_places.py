@@ -139,8 +139,8 @@ def test_no_two_directories_share_a_place(tmp_path: Path, folders: tuple[str, ..
 
 
 def test_what_cannot_be_kept_apart_is_named(tmp_path: Path) -> None:
-    found = places(tmp_path, "step0/rank0", "step0/rank00")
-    assert [*found] == ["step0/rank0"]
+    found = places(tmp_path, "step0/rank0", "step0/rank00", "step1/rank0")
+    assert found == {"step0/rank0": (0, None, 0), "step1/rank0": (1, None, 0)}
     (problem,) = open_dump(tmp_path).problems
     assert problem.kind == "refused"
     assert problem.path == tmp_path / "step0/rank00"

@@ -261,11 +261,80 @@ def test_trajectories_of_other_forms(tmp_path: Path, change: Mapping[str, object
     try:
         record = one(dump, "trajectory")
     except InvalidTensor:
-        assert not isinstance(change["trajectories"], list) or 1 in change["trajectories"]
+        rows = change["trajectories"]
+        assert not isinstance(rows, list) or len(rows) == 1 or 1 in rows
     else:
         rows = change["trajectories"]
         names = {*record.tensors, *record.row_texts, *mapping(record.about, "left_out")}
         assert ("tokens" in names) == bool(rows)
+
+
+def trajectory(number: int, **change: object) -> dict[str, Any]:
+    row: dict[str, Any] = {"tokens": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1], "reward": 1.0}
+    logprobs = change.pop("logprobs", [0.0, 0.0, -1.0, -number])
+    extra = {"group_id": "g", "run_id": number, "logprobs": logprobs}
+    return {**row, **change, "is_val": False, "extra_fields": extra}
+
+
+def read_trajectories(path: Path, rows: list[object], *, suffix: str = "jsonl") -> DumpContents:
+    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
+        if kind == "trajectory":
+            data["trajectories"] = rows
+
+    return one(open_dump(nexrl_directory(path, suffix=suffix, edit=edit)), "trajectory")
+
+
+@pytest.mark.parametrize("lacking", [None, []])
+def test_log_probs_that_a_trajectory_lacks_are_nan(tmp_path: Path, lacking: object) -> None:
+    record = read_trajectories(tmp_path, [trajectory(0), trajectory(1, logprobs=lacking)])
+    assert record.problems == []
+    values = record.tensors["rollout_log_probs"][2]
+    np.testing.assert_array_equal(values, [0, 0, -1, 0, *[np.nan] * 4])
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"), [("x", "a text"), ([1], "a list"), (10**400, "an integer beyond")]
+)
+def test_a_reward_that_is_no_number_costs_nothing_else(
+    tmp_path: Path, reward: object, words: str
+) -> None:
+    record = read_trajectories(tmp_path, [trajectory(0), trajectory(1, reward=reward)])
+    np.testing.assert_array_equal(record.tensors["rewards"][2], [1, np.nan])
+    (problem,) = record.problems
+    assert f"row 1: reward is no number: {words}" in problem.message
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "pt"])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        None,
+        "x",
+        {"tokens": "x"},
+        {"tokens": [1, 2, "x", 4]},
+        {"tokens": [1, 2, 1 << 80, 4]},
+        {"tokens": [1, 2, None, 4]},
+        {"tokens": None},
+        {"loss_mask": [0, 0, 1]},
+        {"loss_mask": [0, 0, 1, "x"]},
+        {"loss_mask": None},
+        {"logprobs": "x"},
+        {"logprobs": [0.0, 0.0, -1.0]},
+    ],
+)
+def test_a_trajectory_that_does_not_fit_is_named_and_the_others_are_read(
+    tmp_path: Path, odd: object, suffix: str
+) -> None:
+    rows: list[object] = [trajectory(number) for number in range(4)]
+    rows[1] = trajectory(1, **odd) if isinstance(odd, dict) else odd
+    record = read_trajectories(tmp_path, rows, suffix=suffix)
+    assert record.samples == ("g_0", "g_2", "g_3")
+    tokens = record.tensors["tokens"]
+    assert (tokens[0], tokens[2].tolist()) == ("int64", [1, 2, 3, 4] * 3)
+    assert record.tensors["rollout_log_probs"][2].tolist()[3::4] == [0.0, -2.0, -3.0]
+    (problem,) = record.problems
+    assert "row 1: " in problem.message
+    assert problem.message.endswith("Of the 4 rows 3 were read")
 
 
 def test_repeated_ids_are_not_used_for_pairing(tmp_path: Path) -> None:

@@ -120,6 +120,15 @@ def test_what_is_no_number_is_named_and_the_rest_is_read(tmp_path: Path) -> None
     assert "line 5 is left out: token_ids holds no number at index 0" in message
 
 
+def test_a_mask_of_other_values_is_named(tmp_path: Path) -> None:
+    write(tmp_path, ranks=1)
+    path = tmp_path / "token_exports" / "step_1" / "rank_0.jsonl"
+    edit(path, 1, loss_mask=[2] * len(sequence(1, step=1, rank=0)["token_ids"]))
+    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
+    assert record.tensors["micro_step"][1] == (4,)
+    assert "line 2 is left out: loss_mask holds no 0 or 1" in record.problems[0].message
+
+
 def test_null_is_nan_and_counted(tmp_path: Path) -> None:
     write(tmp_path, ranks=1)
     path = tmp_path / "token_exports" / "step_1" / "rank_0.jsonl"

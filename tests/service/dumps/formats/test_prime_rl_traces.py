@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,126 @@ def test_what_is_cut_off_or_lost_is_a_problem_and_the_rest_is_read(tmp_path: Pat
     assert sum("cut off" in message or "no JSON" in message for message in said) == 1
     assert sum("t2x2" in message for message in said) == 1
     assert dump.read(dump.entries[0]).row_texts["trace_id"] == ("t1x1", "t1x2")
+
+
+def edit(path: Path, line: int, change: Callable[[Any], object]) -> None:
+    """Change the object of a line."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    change(lines[line])
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+
+def rows_of_steps(root: Path) -> tuple[list[tuple[str, ...]], str]:
+    """Return the traces of each step's rows, and all that is said to be wrong."""
+    dump = open_dump(root)
+    records = [dump.read(entry) for entry in dump.entries]
+    said = [*dump.problems, *(each for record in records for each in record.problems)]
+    return [each.row_texts["trace_id"] for each in records], "; ".join(x.message for x in said)
+
+
+FIRST = ("t1x0", "t1x0", "t1x1", "t1x2")
+SECOND = ("t2x0", "t2x0", "t2x1", "t2x2")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("stream", ["stream", "annotations/orch", "annotations/trainer"])
+@pytest.mark.parametrize("odd", [b"null", b'{"id": "x', b"[1]", b'"\xff"', b"\0\0", b"{}", b""])
+def test_a_line_that_cannot_be_read_costs_itself_alone(
+    tmp_path: Path, stream: str, odd: bytes, chunked: bool
+) -> None:
+    root = write(tmp_path, chunked=chunked) / TRACES
+    path = root / stream / "00000.jsonl.zst" if chunked else root / f"{stream}.jsonl"
+    lines = pa.input_stream(path).read().splitlines(keepends=True)
+    lines.insert(1, odd + b"\n")
+    path.write_bytes(sealed(b"".join(lines)) if chunked else b"".join(lines))
+    steps, said = rows_of_steps(tmp_path)
+    assert steps == [FIRST, SECOND]
+    is_an_episode = stream == "stream" and odd == b"{}"  # without traces
+    assert ("line 2 " in said and path.name in said) == bool(odd and not is_an_episode)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nodes": "x"},
+        {"nodes": [1, 2]},
+        {"nodes": [{"token_ids": "x"}]},
+        {"nodes": [{"token_ids": [1, None], "mask": [0, 0]}]},
+        {"nodes": [{"token_ids": [1, 2], "mask": 3}]},
+        {"nodes": [{"token_ids": [1, 2], "mask": [0, 2], "logprobs": [-1.0]}]},
+        {"nodes": [{"token_ids": [1, 2], "mask": [0, 1], "logprobs": "x"}]},
+        {"nodes": [{"token_ids": [1, 2], "mask": [0, 1], "parent": "x"}]},
+    ],
+)
+def test_a_trace_of_another_form_is_named_and_the_others_are_read(
+    tmp_path: Path, change: Line
+) -> None:
+    root = write(tmp_path, chunked=False) / TRACES
+    edit(root / "stream.jsonl", 0, lambda episode: episode["traces"][0].update(change))
+    steps, said = rows_of_steps(tmp_path)
+    assert steps == [FIRST[2:], SECOND]
+    assert "trace t1x0 is left out" in said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"branches": "x"},
+        {"branches": [1]},
+        {"branches": [{"index": "x", "trainer_logprobs": [-1.0]}]},
+        {"branches": [{"index": 0, "trainer_logprobs": {"a": 1}}]},
+        {"branches": [{"index": 0, "trainer_logprobs": [-1.0] * 12, "entropies": 3}]},
+        {"version": None},
+    ],
+)
+def test_an_update_of_another_form_is_named_and_the_others_are_read(
+    tmp_path: Path, change: Line
+) -> None:
+    root = write(tmp_path, chunked=False) / TRACES
+    edit(root / "annotations/trainer.jsonl", 2, lambda update: update.update(change))
+    steps, said = rows_of_steps(tmp_path)
+    assert steps == [("t1x0", "t1x0", "t1x2"), SECOND]
+    assert "trainer.jsonl: line 3 " in said
+
+
+def test_streams_that_are_shorter_than_the_trained_tokens_are_named(tmp_path: Path) -> None:
+    root = write(tmp_path, chunked=False) / TRACES
+    edit(root / "annotations/trainer.jsonl", 2, lambda x: x["branches"][0].update(entropies=[0.1]))
+    steps, said = rows_of_steps(tmp_path)
+    assert steps == [("t1x0", "t1x0", "t1x2"), SECOND]
+    assert "trace t1x1 is left out: entropies has fewer values" in said
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [("x", "a text"), ([1, 2], "a list"), ({"right": {"score": "y"}}, "a text"), ({}, "")],
+)
+def test_a_reward_that_is_no_number_costs_nothing_else(
+    tmp_path: Path, rewards: object, words: str
+) -> None:
+    root = write(tmp_path, steps=(1,), chunked=False) / TRACES
+    edit(root / "stream.jsonl", 0, lambda episode: episode["traces"][1].update(rewards=rewards))
+    dump = open_dump(tmp_path)
+    record = dump.read(dump.entries[0])
+    np.testing.assert_array_equal(record.tensors["rewards"][2], [0, 0, np.nan, 1])
+    said = "; ".join(problem.message for problem in record.problems)
+    assert f"trace t1x1 has no reward: it is {words}" in said if words else not said
+
+
+@pytest.mark.parametrize("change", [{"run": "x"}, {"run": {"work": "x"}}, {"env": "x"}])
+def test_what_an_episode_says_of_itself_may_have_any_form(tmp_path: Path, change: Line) -> None:
+    root = write(tmp_path, chunked=False) / TRACES
+    edit(root / "stream.jsonl", 0, lambda episode: episode.update(change))
+    assert rows_of_steps(tmp_path) == ([FIRST, SECOND], "")
+
+
+@pytest.mark.parametrize("traces", ["x", [3]])
+def test_traces_that_are_no_objects_are_named(tmp_path: Path, traces: object) -> None:
+    root = write(tmp_path, chunked=False) / TRACES
+    edit(root / "stream.jsonl", 0, lambda episode: episode.update(traces=traces))
+    steps, said = rows_of_steps(tmp_path)
+    assert steps == [FIRST[3:], SECOND]
+    assert "stream.jsonl: line 1 has traces that are no objects" in said
 
 
 def test_another_version_and_two_runs_are_refused(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_sample_whose_values_do_not_fit_its_response_is_named_and_the_others_r
     (problem,) = record.problems
     assert (problem.kind, problem.path) == ("damaged", path)
     assert f"sample 3: loss_mask has {len(mask)} values" in problem.message
-    assert "Of the 8 samples 7 were read" in problem.message
+    assert "Of the 8 rows 7 were read" in problem.message
     train = slime_train_file(tmp_path / "b.pt", batch)
     change_sample(train, 5, log_probs=torch.zeros(3))
     for section in ("trajectories", "old_log_probs", "advantages"):
@@ -175,6 +175,19 @@ def test_what_is_no_number_is_named_and_the_rest_is_read(tmp_path: Path, batch: 
     assert "sample 4: rollout_log_probs has 0 values" in message
     assert "sample 3: reward is no number: a text" in message
     assert "sample 2: rollout_log_probs is no number: at index 1 a text" in message
+
+
+@pytest.mark.parametrize("odd", [None, 5, "x"])
+def test_a_sample_that_is_no_object_is_named(tmp_path: Path, batch: Batch, odd: object) -> None:
+    path = slime_rollout_file(tmp_path / "a.pt", batch)
+    data = torch.load(path, weights_only=False)
+    data["samples"][2] = odd
+    torch.save(data, path)
+    record = read(open_dump(path), "trajectories", "rollout_generate")
+    assert record.samples == tuple(str(row) for row in range(8) if row != 2)
+    (problem,) = record.problems
+    assert "sample at 2: it is a" in problem.message
+    assert problem.message.endswith("Of the 8 rows 7 were read")
 
 
 def test_two_files_of_one_rollout_are_never_mixed(tmp_path: Path, batch: Batch) -> None:

@@ -65,6 +65,17 @@ def test_rows_after_a_damaged_line_have_no_names(tmp_path: Path) -> None:
     assert "line 6 holds a list, not an object" in problem.message
 
 
+@pytest.mark.parametrize("odd", [b'{"input": "cut', b"null", b"\0\0\0", b'{"input": "\xff"}'])
+def test_a_first_line_that_is_damaged_costs_its_own_row_alone(tmp_path: Path, odd: bytes) -> None:
+    path = verl_directory(tmp_path, make_batch(4, 8)) / "1.jsonl"
+    path.write_bytes(odd + b"\n" + path.read_bytes())
+    dump = open_dump(tmp_path)
+    record = dump.read(dump.entries[0])
+    assert len(record.tensors["rewards"][2]) == 4
+    (problem,) = record.problems
+    assert "line 1 " in problem.message
+
+
 def test_a_file_without_a_row_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "1.jsonl").write_text('{"input": "a", "output": "b"}\n')
     for content in (b"", b"\n\n", b'{"input": "cut'):

@@ -16,11 +16,11 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from stagescope_workers.integrations import megatron, weights
+from stagescope_workers.integrations import training, weights
 from stagescope_workers.integrations.areal import rows
 from stagescope_workers.integrations.configuration import lookup, named_run
 from stagescope_workers.integrations.guard import ending, guarded, running
-from stagescope_workers.integrations.patches import Function, Wrap
+from stagescope_workers.integrations.patches import Function, Wrap, after, wrapper
 from stagescope_workers.integrations.training import alive
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
@@ -189,7 +189,7 @@ def place() -> tuple[int, int]:
 def describe(engine: object) -> dict[str, Any]:
     """Return `init`'s layout and data_rank of an engine; what it does not have is left out."""
     layout: dict[str, object] = {
-        "framework": "areal", "engine": type(engine).__name__, **megatron.layout()
+        "framework": "areal", "engine": type(engine).__name__, **training.megatron_layout()
     }  # fmt: skip
     described: dict[str, object] = {"layout": layout}
     for ours, theirs in (
@@ -207,33 +207,24 @@ def describe(engine: object) -> dict[str, Any]:
 # --- the stages of a PPOActor and a PPOCritic -------------------------------------------------
 
 
-def wrap_init(function: Function) -> Function:
+@after("a rank")
+def wrap_init(result: None, owner: Owner, *args: object, **kwargs: object) -> None:
     """Wrap `__init__`: the process knows from the start which of its models is trained."""
-
-    @functools.wraps(function)
-    def run(owner: Owner, *args: object, **kwargs: object) -> None:
-        function(owner, *args, **kwargs)
-        with guarded("a rank"):
-            rank_of(owner)
-
-    return run
+    rank_of(owner)
 
 
 def in_stage(names: Mapping[str, str]) -> Wrap:
     """Return a wrapper that runs a method as a stage, whose name depends on the role."""
 
-    def wrap(function: Function) -> Function:
-        @functools.wraps(function)
-        def run(owner: Owner, *args: object, **kwargs: object) -> object:
-            stage: Stage | None = None
-            with guarded("a stage of a rank"):
-                rank = rank_of(owner)
-                if rank.role in names:
-                    stage = rank.stage(names[rank.role])
-            with running(stage), _opened(owner, stage):
-                return function(owner, *args, **kwargs)
-
-        return run
+    @wrapper
+    def wrap(function: Function, owner: Owner, *args: Any, **kwargs: Any) -> object:
+        stage: Stage | None = None
+        with guarded("a stage of a rank"):
+            rank = rank_of(owner)
+            if rank.role in names:
+                stage = rank.stage(names[rank.role])
+        with running(stage), _opened(owner, stage):
+            return function(owner, *args, **kwargs)
 
     return wrap
 
@@ -249,51 +240,44 @@ def _opened(owner: Owner, stage: Stage | None) -> Iterator[None]:
             rank_of(owner).open = None
 
 
-def wrap_forward(function: Function) -> Function:
+@after("the streams before the update")
+def wrap_forward(
+    result: Tensor | None, owner: Owner, data: Mapping[str, Tensor], *args: object, **kwargs: object
+) -> None:
     """Wrap `PPOActor._compute_logp`: the trained model's result is the trainer's stream.
 
     Its batch has the engine's stream still, which `compute_advantages` may overwrite.
     """
-
-    @functools.wraps(function)
-    def run(owner: Owner, data: Mapping[str, Tensor], *args: object, **kwargs: object) -> object:
-        result = function(owner, data, *args, **kwargs)
-        with guarded("the streams before the update"):
-            rank = rank_of(owner)
-            if rank.role == "actor" and rank.open is not None and result is not None:
-                _record_streams(rank, rank.open, data, result)
-        return result
-
-    return run
+    rank = rank_of(owner)
+    if rank.role == "actor" and rank.open is not None and result is not None:
+        _record_streams(rank, rank.open, data, result)
 
 
-def wrap_advantages(function: Function) -> Function:
+@wrapper
+def wrap_advantages(
+    function: Function, owner: Owner, data: Mapping[str, Tensor], *args: Any, **kwargs: Any
+) -> object:
     """Wrap `PPOActor._compute_advantages`: records rewards and advantages, aligned.
 
     Log-probs that came with the batch (another process computed them) are recorded before it, since
     it overwrites the engine's with them where the loss is not decoupled.
     """
-
-    @functools.wraps(function)
-    def run(owner: Owner, data: Mapping[str, Tensor], *args: object, **kwargs: object) -> object:
-        with guarded("the streams before the update"):
-            rank = rank_of(owner)
-            given = data.get("prox_logp")
-            if given is not None and rank.streams_of != rank.step:
-                stage = rank.stage("actor_compute_log_prob")
-                with running(stage):
-                    if stage is not None:
-                        _record_streams(rank, stage, data, given)
-        result = function(owner, data, *args, **kwargs)
-        with guarded("advantages"):
-            stage = rank_of(owner).open
-            if stage is not None:
-                made = rows.after_advantages(result)
-                samples = rank_of(owner).samples(made["response_mask"].shape[0])
-                stage.record({**made, **samples})
-        return result
-
-    return run
+    with guarded("the streams before the update"):
+        rank = rank_of(owner)
+        given = data.get("prox_logp")
+        if given is not None and rank.streams_of != rank.step:
+            stage = rank.stage("actor_compute_log_prob")
+            with running(stage):
+                if stage is not None:
+                    _record_streams(rank, stage, data, given)
+    result = function(owner, data, *args, **kwargs)
+    with guarded("advantages"):
+        stage = rank_of(owner).open
+        if stage is not None:
+            made = rows.after_advantages(result)
+            samples = rank_of(owner).samples(made["response_mask"].shape[0])
+            stage.record({**made, **samples})
+    return result
 
 
 def _record_streams(rank: Rank, stage: Stage, data: Mapping[str, Tensor], trainer: Tensor) -> None:
@@ -388,22 +372,18 @@ def clipped(
     return is_high.int() - is_low.int()
 
 
-def wrap_update(function: Function) -> Function:
+@wrapper
+def wrap_update(function: Function, owner: Owner, *args: Any, **kwargs: Any) -> object:
     """Wrap `PPOActor.ppo_update`: its parts are `actor_update`."""
-
-    @functools.wraps(function)
-    def run(owner: Owner, *args: object, **kwargs: object) -> object:
-        rank: Rank | None = None
-        with guarded("actor_update"):
-            rank = rank_of(owner)
-            config = owner.config
-            is_overwritten = not config.use_decoupled_loss and config.recompute_logprob
-            has_both = rank.streams_of == rank.step or is_overwritten
-            rank.update = Update(rank, records_streams=not has_both)
-        with ending("the end of actor_update", functools.partial(_end_update, rank)):
-            return function(owner, *args, **kwargs)
-
-    return run
+    rank: Rank | None = None
+    with guarded("actor_update"):
+        rank = rank_of(owner)
+        config = owner.config
+        is_overwritten = not config.use_decoupled_loss and config.recompute_logprob
+        has_both = rank.streams_of == rank.step or is_overwritten
+        rank.update = Update(rank, records_streams=not has_both)
+    with ending("the end of actor_update", functools.partial(_end_update, rank)):
+        return function(owner, *args, **kwargs)
 
 
 def _end_update(rank: Rank | None, error: BaseException | None) -> None:
@@ -413,25 +393,19 @@ def _end_update(rank: Rank | None, error: BaseException | None) -> None:
         update.end(error)
 
 
-def wrap_loss(function: Function) -> Function:
+@after("the tokens of the loss")
+def wrap_loss(
+    result: object,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    input_data: Mapping[str, Tensor],
+    *args: object,
+    **kwargs: object,
+) -> None:
     """Wrap `grpo_loss_fn`, which has the trainer's log-probs of now and the engine's."""
-
-    @functools.wraps(function)
-    def run(
-        logprobs: Tensor,
-        entropy: Tensor | None,
-        input_data: Mapping[str, Tensor],
-        *args: object,
-        **kwargs: object,
-    ) -> object:
-        result = function(logprobs, entropy, input_data, *args, **kwargs)
-        with guarded("the tokens of the loss"):
-            update = next((each.update for each in ranks() if each.update is not None), None)
-            if update is not None:
-                update.add(logprobs, entropy, input_data, kwargs)
-        return result
-
-    return run
+    update = next((each.update for each in ranks() if each.update is not None), None)
+    if update is not None:
+        update.add(logprobs, entropy, input_data, kwargs)
 
 
 def end_minibatch() -> None:

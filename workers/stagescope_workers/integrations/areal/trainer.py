@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import os
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from stagescope.wire.nonfinite import Json
 from stagescope_workers.integrations.areal import ranks, rows
 from stagescope_workers.integrations.configuration import lookup, visible_leaves
 from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import Function
+from stagescope_workers.integrations.patches import Function, before, wrapper
 from stagescope_workers.integrations.training import (
     ReportedTraining,
     closed_at_end,
@@ -137,28 +136,18 @@ def settings(config: object) -> dict[str, object]:
     return {}
 
 
-def wrap_init(function: Function) -> Function:
+@before("the trainer")
+def wrap_init(trainer: Trainer, *args: object, **kwargs: object) -> None:
     """Wrap `PPOTrainer.__init__`: the trainer becomes the process's current one."""
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, *args: object, **kwargs: object) -> None:
-        global _current
-        with guarded("the trainer"):
-            _current = Training(trainer)
-        function(trainer, *args, **kwargs)
-
-    return run
+    global _current
+    _current = Training(trainer)
 
 
-def wrap_train(function: Function) -> Function:
+@wrapper
+def wrap_train(function: Function, trainer: Trainer, *args: Any, **kwargs: Any) -> object:
     """Wrap `PPOTrainer.train`: when it ends, everything that waits is sent."""
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        with closed_at_end(_close):
-            return function(trainer, *args, **kwargs)
-
-    return run
+    with closed_at_end(_close):
+        return function(trainer, *args, **kwargs)
 
 
 def _close(error: BaseException | None) -> None:
@@ -166,18 +155,14 @@ def _close(error: BaseException | None) -> None:
         _current.close(error)
 
 
-def wrap_scope(function: Function) -> Function:
+@wrapper
+def wrap_scope(function: Function, name: str, *args: Any, **kwargs: Any) -> object:
     """Wrap `trace_scope`: the scopes of a step, of weights that are sent, of optimizer steps."""
-
-    @functools.wraps(function)
-    def run(name: str, *args: object, **kwargs: Any) -> object:
-        scope = function(name, *args, **kwargs)
-        with guarded("a scope"):
-            if name in _STAGES or name.endswith((*_WEIGHTS, _OPTIMIZER)):
-                return _Scope(scope, name, kwargs.get("args"))
-        return scope
-
-    return run
+    scope = function(name, *args, **kwargs)
+    with guarded("a scope"):
+        if name in _STAGES or name.endswith((*_WEIGHTS, _OPTIMIZER)):
+            return _Scope(scope, name, kwargs.get("args"))
+    return scope
 
 
 class _Scope(contextlib.AbstractContextManager[object]):
@@ -230,39 +215,28 @@ class _Scope(contextlib.AbstractContextManager[object]):
         return _current.stage(self._name, int(step))
 
 
-def wrap_count(function: Function) -> Function:
+@before("the number of samples")
+def wrap_count(controller: object, *args: Any, **kwargs: object) -> None:
     """Wrap a controller's `compute_advantages`, whose batch has all samples of the step."""
-
-    @functools.wraps(function)
-    def run(controller: object, *args: Any, **kwargs: object) -> object:
-        with guarded("the number of samples"):
-            if _current is not None and args:
-                _current.rows = rows.count_rows(args[0])
-        return function(controller, *args, **kwargs)
-
-    return run
+    if _current is not None and args:
+        _current.rows = rows.count_rows(args[0])
 
 
-def wrap_commit(function: Function) -> Function:
+@wrapper
+def wrap_commit(function: Function, *args: object, **kwargs: object) -> object:
     """Wrap `StatsLogger.commit`: reports AReaL's statistics, and adds numbers under `stagescope/`.
 
     All that AReaL logs goes where it went.
     """
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def run(*args: object, **kwargs: object) -> object:
-        with guarded("AReaL's statistics"):
-            if _current is not None and (_current.step is not None):
-                bound = signature.bind(*args, **kwargs)
-                given = bound.arguments
-                step = int(given["global_step"])
-                _report(_current, step, given["data"])
-                given["data"] = _with_numbers(given["data"], _current.numbers(step))
-                args, kwargs = bound.args, bound.kwargs
-        return function(*args, **kwargs)
-
-    return run
+    with guarded("AReaL's statistics"):
+        if _current is not None and (_current.step is not None):
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            given = bound.arguments
+            step = int(given["global_step"])
+            _report(_current, step, given["data"])
+            given["data"] = _with_numbers(given["data"], _current.numbers(step))
+            args, kwargs = bound.args, bound.kwargs
+    return function(*args, **kwargs)
 
 
 def _report(trainer: Training, step: int, data: object) -> None:

@@ -1,16 +1,255 @@
 """The functions of NexRL 1.4.0 that are patched, and what each tells.
 
-The trainer's process (`training`), the ranks of the train service (`ranks`), NexRL's own dumps
-(`dumper`), which stay as they are, and the replay of them (`replay`).
+What NexRL's trainers call is wrapped here (see `training`), and its `DataDumper`: it is called with
+what is live, and writes what its options say. NexRL asks `should_dump` before it calls anything,
+and each `dump_...` asks again before it writes. The first question is also answered yes where
+stagescope reports that type; the second one, asked inside the original function, is answered by
+NexRL's own options alone. So its files are those of a training without stagescope. The ranks of the
+train service are in `ranks`, the replay of dumps is in `replay`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+import contextvars
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
-from stagescope_workers.integrations.nexrl import dumper, ranks, replay, trainer_calls
-from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.integrations.guard import ending, guarded
+from stagescope_workers.integrations.nexrl import ranks, replay
+from stagescope_workers.integrations.nexrl.rows import Trajectory
+from stagescope_workers.integrations.nexrl.training import (
+    CONTEXT,
+    Batch,
+    Trainer,
+    Training,
+    training,
+)
+from stagescope_workers.integrations.nexrl.training import current as current_training
+from stagescope_workers.integrations.patches import Function, Patch, Wrap, after, wrapper
+from stagescope_workers.integrations.training import alive, closed_at_end
+
+_in_original: Final[contextvars.ContextVar[bool]] = contextvars.ContextVar(
+    "stagescope_nexrl_in_original", default=False
+)
+_Reporter = TypeVar("_Reporter")
+_OF_TRAINER: Final = frozenset(
+    {"trajectory", "prepared_trajectories", "datums", "training_metrics"}
+)
+_OF_RANK: Final = frozenset({"forward_data", "loss"})
+
+
+@wrapper
+def wrap_should_dump(
+    function: Function, dumper: object, data_type: str, step: int, *args: Any, **kwargs: Any
+) -> object:
+    """Wrap `should_dump(data_type, step)`."""
+    answer = function(dumper, data_type, step, *args, **kwargs)
+    if answer or _in_original.get():
+        return answer
+    with guarded("what NexRL dumps"):
+        if _is_reported(data_type):
+            return True
+    return answer
+
+
+def _is_reported(data_type: str) -> bool:
+    if data_type in _OF_TRAINER:
+        return current_training() is not None
+    return data_type in _OF_RANK and ranks.current() is not None
+
+
+def _reporting(
+    current: Callable[[], _Reporter | None],
+    report: Callable[[_Reporter, dict[str, Any]], None],
+    *names: str,
+) -> Wrap:
+    """Wrap a `dump_...`: `report` gets what is current, and the arguments by name."""
+
+    @wrapper
+    def wrap(function: Function, dumper: object, *args: object, **kwargs: object) -> object:
+        with guarded(f"{function.__name__} of NexRL"):
+            found = current()
+            if found is not None:
+                report(found, {**dict(zip(names, args, strict=False)), **kwargs})
+        token = _in_original.set(True)
+        try:
+            return function(dumper, *args, **kwargs)
+        finally:
+            _in_original.reset(token)
+
+    return wrap
+
+
+wrap_trajectory = _reporting(
+    current_training, lambda found, given: found.observe(given["trajectories"]),
+    "step", "trajectories",
+)  # fmt: skip
+wrap_prepared = _reporting(
+    current_training, lambda found, given: found.note_prepared(given["trajectories"]),
+    "step", "trajectories", "advantages", "extra_info",
+)  # fmt: skip
+wrap_datums = _reporting(
+    current_training, lambda found, given: found.begin_remote_update(given["datums_data"]),
+    "step", "datums_data", "extra_info",
+)  # fmt: skip
+wrap_metrics = _reporting(
+    current_training, lambda found, given: found.end_remote_update(given["metrics"]),
+    "step", "metrics", "extra_info",
+)  # fmt: skip
+wrap_forward_data = _reporting(
+    ranks.current, ranks.Update.record_forward,
+    "step", "micro_idx", "log_probs", "entropy", "response_mask", "input_ids", "extra_info",
+)  # fmt: skip
+wrap_loss = _reporting(
+    ranks.current, ranks.Update.log_loss,
+    "step", "micro_idx", "loss", "pg_loss", "entropy_loss", "metrics", "extra_info",
+)  # fmt: skip
+
+
+_UPDATES: Final = ("update_actor", "update_actor_with_distillation")
+_OLD: Final = "actor_compute_log_prob"
+
+
+@after("the steps of a trainer")
+def wrap_base_init(result: None, trainer: Trainer, *args: object, **kwargs: object) -> None:
+    """Wrap `BaseTrainer.__init__`: each trainer's own `train` is a step."""
+    # On the object, since each kind of trainer has a `train` of its own.
+    trainer.train = _wrap_train(trainer, trainer.train)
+
+
+def _wrap_train(trainer: Trainer, train: Function) -> Function:
+    held = weakref.ref(trainer)
+
+    @functools.wraps(train)
+    def run(trajectories: Sequence[Trajectory], *args: object, **kwargs: object) -> object:
+        found: Training | None = None
+        step = 0
+        with guarded("a step"):
+            found = training(alive(held))
+            step = found.step
+        if found is None:
+            return train(trajectories, *args, **kwargs)
+        with found.entered(trajectories):
+            result = train(trajectories, *args, **kwargs)
+        with guarded("scalars"):
+            return found.report(step, result)
+        return result
+
+    return run
+
+
+@wrapper
+def wrap_get_trajectories(
+    function: Function, trainer: Trainer, *args: Any, **kwargs: Any
+) -> object:
+    """Wrap `BaseTrainer._get_trajectories`, which is asked until there are enough of them."""
+    with guarded("rollout_generate"):
+        training(trainer).begin("rollout_generate")
+    trajectories = function(trainer, *args, **kwargs)
+    if trajectories is not None:
+        with guarded("the trajectories of a step"):
+            training(trainer).observe(trajectories)
+    return trajectories
+
+
+@wrapper
+def wrap_main_loop(function: Function, trainer: Trainer, *args: Any, **kwargs: Any) -> object:
+    """Wrap `BaseTrainer._main_loop`: when it ends, everything that waits is sent."""
+    with closed_at_end(lambda error: training(trainer).close(error)):
+        return function(trainer, *args, **kwargs)
+
+
+@after("the calls of the train service")
+def wrap_self_hosted_init(result: None, trainer: Trainer, *args: object, **kwargs: object) -> None:
+    """Wrap `SelfHostedTrainer.__init__`: the calls of its train service are stages."""
+    client, held = trainer._train_service_client, weakref.ref(trainer)
+    # On the object: NexRL has several kinds of clients, and a test has another.
+    for name in _UPDATES:
+        if hasattr(client, name):
+            setattr(client, name, _wrap_update(held, getattr(client, name)))
+    client.compute_log_prob = _wrap_log_prob(held, client.compute_log_prob)
+    client.save_checkpoint = _wrap_save(held, client.save_checkpoint)
+
+
+def _told(found: Training, data: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return a batch for the train service whose `meta_info` names the run and the step."""
+    if not isinstance(data, Mapping):
+        return data
+    return {**data, "meta_info": {**(data.get("meta_info") or {}), CONTEXT: found.context()}}
+
+
+def _wrap_update(held: weakref.ref[Trainer], call: Function) -> Function:
+    @functools.wraps(call)
+    def run(batch: Mapping[str, Any], *args: object, **kwargs: object) -> object:
+        found: Training | None = None
+        given = batch
+        with guarded("actor_update"):
+            found = training(alive(held))
+            found.begin("actor_update")
+            given = _told(found, batch)
+            found.record_update(batch)
+        with ending("actor_update", functools.partial(_end, found, "actor_update")):
+            return call(given, *args, **kwargs)
+
+    return run
+
+
+def _end(found: Training | None, name: str, error: BaseException | None) -> None:
+    if found is not None:
+        found.end(name, error)
+
+
+def _wrap_log_prob(held: weakref.ref[Trainer], call: Function) -> Function:
+    @functools.wraps(call)
+    def run(batch: Mapping[str, object], *args: object, **kwargs: object) -> object:
+        given = batch
+        with guarded("telling the ranks the step"):
+            given = _told(training(alive(held)), batch)
+        return call(given, *args, **kwargs)
+
+    return run
+
+
+def _wrap_save(held: weakref.ref[Trainer], call: Function) -> Function:
+    """Wrap `save_checkpoint`: with `save_weight_only` it writes what the engines load next."""
+
+    @functools.wraps(call)
+    def run(*args: object, **kwargs: object) -> object:
+        found: Training | None = None
+        with guarded("weight_sync"):
+            if kwargs.get("save_weight_only"):
+                found = training(alive(held))
+                found.begin("weight_sync")
+        with ending("weight_sync", functools.partial(_end, found, "weight_sync")):
+            return call(*args, **kwargs)
+
+    return run
+
+
+@wrapper
+def wrap_old_log_probs(
+    function: Function, trainer: Trainer, batch: Batch, *args: Any, **kwargs: Any
+) -> object:
+    """Wrap `_compute_old_log_probs(batch)`: both streams of the step meet here."""
+    found: Training | None = None
+    with guarded(_OLD):
+        found = training(trainer)
+        found.begin(_OLD)
+    with ending(_OLD, functools.partial(_end, found, _OLD)):
+        old = function(trainer, batch, *args, **kwargs)
+        with guarded("the step's log-probs"):
+            if found is not None:
+                found.record_old(batch, old)
+    return old
+
+
+@after("the rows of an update")
+def wrap_prepare_batch(result: Any, trainer: Trainer, *args: object, **kwargs: object) -> None:
+    """Wrap `_prepare_batch(batch)`, which returns the rows in the order of the update."""
+    training(trainer).note_batch(result[0])
+
 
 _SINCE: Final = "1.4.0"
 _BASE: Final = ("nexrl.trainer.base_trainer", "BaseTrainer")
@@ -23,27 +262,27 @@ _MOCK: Final = ("nexrl.mock.mock_rollout_worker", "MockRolloutWorker")
 
 _Call = tuple[tuple[str, str], str, Callable[[Function], Function], str]
 _CALLS: Final[tuple[_Call, ...]] = (
-    (_BASE, "__init__", trainer_calls.wrap_base_init, "steps and scalars"),
-    (_BASE, "_get_trajectories", trainer_calls.wrap_get_trajectories,
+    (_BASE, "__init__", wrap_base_init, "steps and scalars"),
+    (_BASE, "_get_trajectories", wrap_get_trajectories,
      "rollout_generate: trajectories, rewards, the rollout's log-probs"),
-    (_BASE, "_main_loop", trainer_calls.wrap_main_loop, "the end of a training"),
-    (_SELF_HOSTED, "__init__", trainer_calls.wrap_self_hosted_init,
+    (_BASE, "_main_loop", wrap_main_loop, "the end of a training"),
+    (_SELF_HOSTED, "__init__", wrap_self_hosted_init,
      "actor_update and weight_sync of the trainer, and the ranks' step"),
-    (_GRPO, "_compute_old_log_probs", trainer_calls.wrap_old_log_probs,
+    (_GRPO, "_compute_old_log_probs", wrap_old_log_probs,
      "actor_compute_log_prob: both streams"),
-    (_GRPO, "_prepare_batch", trainer_calls.wrap_prepare_batch, "advantages"),
-    (_DISTILLATION, "_compute_old_log_probs", trainer_calls.wrap_old_log_probs,
+    (_GRPO, "_prepare_batch", wrap_prepare_batch, "advantages"),
+    (_DISTILLATION, "_compute_old_log_probs", wrap_old_log_probs,
      "actor_compute_log_prob of the distillation"),
-    (_DISTILLATION, "_prepare_batch", trainer_calls.wrap_prepare_batch,
+    (_DISTILLATION, "_prepare_batch", wrap_prepare_batch,
      "the rows of the distillation"),
-    (_DUMPER, "should_dump", dumper.wrap_should_dump, "being called with what is not dumped"),
-    (_DUMPER, "dump_trajectory", dumper.wrap_trajectory, "trajectories of an own trainer"),
-    (_DUMPER, "dump_forward_data", dumper.wrap_forward_data, "log-probs of each part of an update"),
-    (_DUMPER, "dump_loss", dumper.wrap_loss, "loss of each part of an update"),
-    (_DUMPER, "dump_prepared_trajectories", dumper.wrap_prepared,
+    (_DUMPER, "should_dump", wrap_should_dump, "being called with what is not dumped"),
+    (_DUMPER, "dump_trajectory", wrap_trajectory, "trajectories of an own trainer"),
+    (_DUMPER, "dump_forward_data", wrap_forward_data, "log-probs of each part of an update"),
+    (_DUMPER, "dump_loss", wrap_loss, "loss of each part of an update"),
+    (_DUMPER, "dump_prepared_trajectories", wrap_prepared,
      "advantages of the remote API mode"),
-    (_DUMPER, "dump_datums", dumper.wrap_datums, "datums of the remote API mode"),
-    (_DUMPER, "dump_training_metrics", dumper.wrap_metrics, "metrics of the remote API mode"),
+    (_DUMPER, "dump_datums", wrap_datums, "datums of the remote API mode"),
+    (_DUMPER, "dump_training_metrics", wrap_metrics, "metrics of the remote API mode"),
     (_ACTOR, "compute_log_prob", ranks.wrap_log_prob, "actor_compute_log_prob of each rank"),
     (_ACTOR, "update_policy", ranks.wrap_update, "actor_update of each rank"),
     (_ACTOR, "update_policy_with_distillation", ranks.wrap_update,

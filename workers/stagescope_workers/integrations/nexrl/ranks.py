@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from stagescope_workers.integrations.guard import ending, guarded, running
+from stagescope_workers.integrations.guard import ending, guarded
 from stagescope_workers.integrations.nexrl.training import CONTEXT
-from stagescope_workers.integrations.patches import Function
+from stagescope_workers.integrations.patches import Function, after, before, staged, wrapper
 from stagescope_workers.integrations.training import scalars
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
@@ -137,18 +136,14 @@ def current() -> Update | None:
     return _current.get()
 
 
-def wrap_update(function: Function) -> Function:
+@wrapper
+def wrap_update(function: Function, actor: Actor, data: Batch, *args: Any, **kwargs: Any) -> object:
     """Wrap `DataParallelPPOActor.update_policy(data)`, or the distillation's."""
-
-    @functools.wraps(function)
-    def run(actor: Actor, data: Batch, *args: object, **kwargs: object) -> object:
-        update: Update | None = None
-        with guarded("the parts of an update"):
-            update = _update(actor, data)
-        with _entered(update):
-            return function(actor, data, *args, **kwargs)
-
-    return run
+    update: Update | None = None
+    with guarded("the parts of an update"):
+        update = _update(actor, data)
+    with _entered(update):
+        return function(actor, data, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -164,57 +159,35 @@ def _entered(update: Update | None) -> Iterator[None]:
         yield
 
 
-def wrap_log_prob(function: Function) -> Function:
+@staged("actor_compute_log_prob")
+def wrap_log_prob(actor: Actor, data: Batch, *args: object, **kwargs: object) -> Stage | None:
     """Wrap `DataParallelPPOActor.compute_log_prob(data)`.
 
     It is timed alone: the trainer's process records its result, with the rollout's log-probs.
     """
-
-    @functools.wraps(function)
-    def run(actor: Actor, data: Batch, *args: object, **kwargs: object) -> object:
-        stage: Stage | None = None
-        with guarded("actor_compute_log_prob"):
-            told = _told(data)
-            if told is not None:
-                stage = _probe(actor, told).stage(
-                    "actor_compute_log_prob",
-                    step=int(told["step"]),
-                    policy_version=int(told["step"]),
-                    model=actor.actor_module,
-                )
-        with running(stage):
-            return function(actor, data, *args, **kwargs)
-
-    return run
+    told = _told(data)
+    if told is None:
+        return None
+    step = int(told["step"])
+    return _probe(actor, told).stage(
+        "actor_compute_log_prob", step=step, policy_version=step, model=actor.actor_module
+    )
 
 
-def wrap_forward(function: Function) -> Function:
+@before("the parts of an update")
+def wrap_forward(*args: object, **kwargs: object) -> None:
     """Wrap `_forward_micro_batch`: in an update it begins a part."""
-
-    @functools.wraps(function)
-    def run(actor: Actor, *args: object, **kwargs: object) -> object:
-        with guarded("the parts of an update"):
-            update = current()
-            if update is not None:
-                update.begin_forward()
-        return function(actor, *args, **kwargs)
-
-    return run
+    update = current()
+    if update is not None:
+        update.begin_forward()
 
 
-def wrap_optimizer_step(function: Function) -> Function:
+@after("the parts of an update")
+def wrap_optimizer_step(*args: object, **kwargs: object) -> None:
     """Wrap `_optimizer_step`, which ends a mini-batch."""
-
-    @functools.wraps(function)
-    def run(actor: Actor, *args: object, **kwargs: object) -> object:
-        result = function(actor, *args, **kwargs)
-        with guarded("the parts of an update"):
-            update = current()
-            if update is not None:
-                update.end_minibatch()
-        return result
-
-    return run
+    update = current()
+    if update is not None:
+        update.end_minibatch()
 
 
 def _told(data: object) -> Mapping[str, Any] | None:

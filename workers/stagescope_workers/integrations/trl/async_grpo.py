@@ -15,12 +15,11 @@ training began with.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch, Wrap
+from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.patches import Function, Patch, Wrap, after, staged, wrapper
 from stagescope_workers.integrations.training import one_a_trainer
 from stagescope_workers.integrations.trl import training as trl
 from stagescope_workers.integrations.trl.training import TrlTraining, attaching_patches, clipped
@@ -131,52 +130,36 @@ class _Tap:
         return self.last
 
 
-def wrap_dataloader(function: Function) -> Function:
+@after("staleness")
+def wrap_dataloader(loader: object, trainer: Trainer, *args: object, **kwargs: object) -> None:
     """Wrap `get_train_dataloader`: the rollout dataset knows what reports its trainer."""
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        loader = function(trainer, *args, **kwargs)
-        with guarded("staleness"):
-            # None but in the main process, which alone reads the queue.
-            if trainer._rollout_dataset is not None:
-                found = training(trainer)
-                trainer._rollout_dataset.stagescope_syncs = lambda: found.syncs
-        return loader
-
-    return run
+    # None but in the main process, which alone reads the queue.
+    if trainer._rollout_dataset is not None:
+        found = training(trainer)
+        trainer._rollout_dataset.stagescope_syncs = lambda: found.syncs
 
 
-def wrap_queue(function: Function) -> Function:
+@wrapper
+def wrap_queue(function: Function, dataset: Dataset) -> Iterator[object]:
     """Wrap `RolloutQueueDataset.__iter__`: each sample keeps the version that sampled it."""
-
-    @functools.wraps(function)
-    def run(dataset: Dataset) -> Iterator[object]:
-        tap = _Tap(dataset.queue)
+    tap = _Tap(dataset.queue)
+    with guarded("staleness"):
+        dataset.queue = tap
+    for item in function(dataset):
         with guarded("staleness"):
-            dataset.queue = tap
-        for item in function(dataset):
-            with guarded("staleness"):
-                assert tap.last is not None
-                item[_VERSION] = int(tap.last.model_version)
-                item[_OFFSET] = int(dataset.model_version_fn()) - dataset.stagescope_syncs()
-            yield item
-
-    return run
+            assert tap.last is not None
+            item[_VERSION] = int(tap.last.model_version)
+            item[_OFFSET] = int(dataset.model_version_fn()) - dataset.stagescope_syncs()
+        yield item
 
 
-def wrap_collator(function: Function) -> Function:
+@after("samples")
+def wrap_collator(
+    batch: dict[str, object], collator: object, examples: Any, *args: object, **kwargs: object
+) -> None:
     """Wrap `torch_call`, which packs a micro-batch: adds the columns that name its completions."""
-
-    @functools.wraps(function)
-    def run(collator: object, examples: Any, *args: object, **kwargs: object) -> object:
-        batch = function(collator, examples, *args, **kwargs)
-        with guarded("samples"):
-            numbers = vars(collator).setdefault("stagescope_numbers", {})
-            batch |= _named([row.samples for row in examples[0]], numbers)
-        return batch
-
-    return run
+    numbers = vars(collator).setdefault("stagescope_numbers", {})
+    batch |= _named([row.samples for row in examples[0]], numbers)
 
 
 def _named(
@@ -198,58 +181,54 @@ def _named(
 
 def wrap_sync(function: Function) -> Function:
     """Wrap `_sync_weight`: `weight_sync` of the step that was trained last."""
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        stage: Stage | None = None
-        with guarded("weight_sync"):
-            found = training(trainer)
-            # Before the first step the weights that the training begins with are sent.
-            if found.last_step is not None and found.syncs:
-                stage = found.probe.stage("weight_sync", step=found.last_step)
-        with running(stage):
-            result = function(trainer, *args, **kwargs)
-        with guarded("weight_sync"):
-            training(trainer).syncs += 1
-        return result
-
-    return run
+    return _counted(_in_sync(function))
 
 
-def wrap_loss(function: Function) -> Function:
+@staged("weight_sync")
+def _in_sync(trainer: Trainer, *args: object, **kwargs: object) -> Stage | None:
+    found = training(trainer)
+    # Before the first step the weights that the training begins with are sent.
+    if found.last_step is None or not found.syncs:
+        return None
+    return found.probe.stage("weight_sync", step=found.last_step)
+
+
+@after("weight_sync")
+def _counted(result: object, trainer: Trainer, *args: object, **kwargs: object) -> None:
+    training(trainer).syncs += 1
+
+
+@wrapper
+def wrap_loss(
+    function: Function,
+    trainer: Trainer,
+    model: torch.nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> object:
     """Wrap `compute_loss`: begins `actor_update`, and records what the loss had and did."""
-
-    @functools.wraps(function)
-    def run(
-        trainer: Trainer,
-        model: torch.nn.Module,
-        inputs: Mapping[str, torch.Tensor],
-        *args: object,
-        **kwargs: object,
-    ) -> object:
-        found: Training | None = None
-        passes: list[torch.Tensor] = []
-        hook: RemovableHandle | None = None
-        with guarded("actor_update"):
-            if training(trainer).is_training and _SAMPLES in inputs:
-                found = training(trainer)
-                found.offset = int(inputs[_SAMPLES][0, 0, 3])
-                found.begin_update()
-                hook = model.register_forward_hook(
-                    lambda module, arguments, output: passes.append(output.log_probs.detach())
-                )
-        try:
-            result = function(trainer, model, inputs, *args, **kwargs)
-        finally:
-            if hook is not None:
-                hook.remove()
-        with guarded("what the loss did"):
-            if found is not None and found.update is not None and passes:
-                found.update.record(recorded(trainer, inputs, passes[0]))
-                found.update.log(loss=result.detach())
-        return result
-
-    return run
+    found: Training | None = None
+    passes: list[torch.Tensor] = []
+    hook: RemovableHandle | None = None
+    with guarded("actor_update"):
+        if training(trainer).is_training and _SAMPLES in inputs:
+            found = training(trainer)
+            found.offset = int(inputs[_SAMPLES][0, 0, 3])
+            found.begin_update()
+            hook = model.register_forward_hook(
+                lambda module, arguments, output: passes.append(output.log_probs.detach())
+            )
+    try:
+        result = function(trainer, model, inputs, *args, **kwargs)
+    finally:
+        if hook is not None:
+            hook.remove()
+    with guarded("what the loss did"):
+        if found is not None and found.update is not None and passes:
+            found.update.record(recorded(trainer, inputs, passes[0]))
+            found.update.log(loss=result.detach())
+    return result
 
 
 def recorded(

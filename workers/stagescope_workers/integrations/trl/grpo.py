@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagescope_workers.integrations import weights
 from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch, Wrap
+from stagescope_workers.integrations.patches import Function, Patch, Wrap, after, staged, wrapper
 from stagescope_workers.integrations.training import one_a_trainer
 from stagescope_workers.integrations.trl import training as trl
 from stagescope_workers.integrations.trl.training import TrlTraining, attaching_patches, clipped
@@ -202,19 +201,17 @@ def _generation(trainer: Trainer) -> Iterator[_GenerationBatch | None]:
             training(trainer).generating = None
 
 
-def wrap_generation_batch(function: Function) -> Function:
+@wrapper
+def wrap_generation_batch(
+    function: Function, trainer: Trainer, *args: Any, **kwargs: Any
+) -> object:
     """Wrap `_generate_and_score_completions`: names its rows, and records what it returned."""
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        with _generation(trainer) as batch:
-            output = function(trainer, *args, **kwargs)
-            if batch is not None:
-                with guarded("streams and samples"):
-                    _record_batch(trainer, batch, output)
-        return output
-
-    return run
+    with _generation(trainer) as batch:
+        output = function(trainer, *args, **kwargs)
+        if batch is not None:
+            with guarded("streams and samples"):
+                _record_batch(trainer, batch, output)
+    return output
 
 
 def _record_batch(
@@ -267,88 +264,74 @@ def _by_token(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return values.unsqueeze(1).expand(mask.shape) if values.dim() == 1 else values
 
 
-def _in_stage(name: str, activity: str) -> Wrap:
+def _in_stage(name: str) -> Wrap:
     """Return a wrapper that runs a method as a stage of the batch that is being generated."""
 
-    def wrap(function: Function) -> Function:
-        @functools.wraps(function)
-        def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
-            stage: Stage | None = None
-            with guarded(activity):
-                batch = training(trainer).generating
-                if batch is not None:
-                    stage = training(trainer).stage(name, occurrence=batch.number)
-            with running(stage):
-                return function(trainer, *args, **kwargs)
+    def make(trainer: Trainer, *args: object, **kwargs: object) -> Stage | None:
+        found = training(trainer)
+        batch = found.generating
+        return None if batch is None else found.stage(name, occurrence=batch.number)
 
-        return run
-
-    return wrap
+    return staged(name)(make)
 
 
-wrap_generate = _in_stage("rollout_generate", "rollout_generate")
+wrap_generate = _in_stage("rollout_generate")
 
 
 def wrap_rewards(function: Function) -> Function:
     """Wrap `_calculate_rewards`, which returns [rows of all processes, functions]."""
-    in_stage: Function = _in_stage("compute_rm_score", "compute_rm_score")(function)
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        rewards = in_stage(trainer, *args, **kwargs)
-        with guarded("rewards"):
-            batch = training(trainer).generating
-            if batch is not None:
-                weighted = rewards * trainer.reward_weights.to(rewards.device).unsqueeze(0)
-                count = rewards.size(0) // trainer.accelerator.num_processes
-                begin = trainer.accelerator.process_index * count
-                # A completion that no function scored has no reward: nan, as in TRL's own log.
-                total = weighted.nansum(dim=1)
-                total[rewards.isnan().all(dim=1)] = math.nan
-                batch.rewards = total[begin : begin + count]
-        return rewards
-
-    return run
+    return _with_rewards(_in_stage("compute_rm_score")(function))
 
 
-def wrap_forward(function: Function) -> Function:
+@after("rewards")
+def _with_rewards(rewards: torch.Tensor, trainer: Trainer, *args: object, **kwargs: object) -> None:
+    batch = training(trainer).generating
+    if batch is not None:
+        weighted = rewards * trainer.reward_weights.to(rewards.device).unsqueeze(0)
+        count = rewards.size(0) // trainer.accelerator.num_processes
+        begin = trainer.accelerator.process_index * count
+        # A completion that no function scored has no reward: nan, as in TRL's own log.
+        total = weighted.nansum(dim=1)
+        total[rewards.isnan().all(dim=1)] = math.nan
+        batch.rewards = total[begin : begin + count]
+
+
+@wrapper
+def wrap_forward(
+    function: Function, trainer: Trainer, model: object, *args: Any, **kwargs: Any
+) -> object:
     """Wrap the forward pass: before the update it is a stage, within the loss it is the trainer's.
 
     Of the trainer's log-probs before the update the stage stays open until the whole batch is
     known: it has the streams.
     """
-
-    @functools.wraps(function)
-    def run(trainer: Trainer, model: object, *args: object, **kwargs: object) -> object:
-        stage: Stage | None = None
-        is_reference = False
+    stage: Stage | None = None
+    is_reference = False
+    with guarded("a forward pass"):
+        found = training(trainer)
+        batch = found.generating
+        if batch is not None:
+            is_reference = _is_reference(trainer, model, batch)
+            name = "ref_compute_log_prob" if is_reference else "actor_compute_log_prob"
+            stage = found.stage(name, occurrence=batch.number)
+            if not is_reference:
+                stage.begin()
+                batch.stage = stage
+    if is_reference:
+        with running(stage):
+            return function(trainer, model, *args, **kwargs)
+    try:
+        result = function(trainer, model, *args, **kwargs)
+    except BaseException as error:
         with guarded("a forward pass"):
-            found = training(trainer)
-            batch = found.generating
-            if batch is not None:
-                is_reference = _is_reference(trainer, model, batch)
-                name = "ref_compute_log_prob" if is_reference else "actor_compute_log_prob"
-                stage = found.stage(name, occurrence=batch.number)
-                if not is_reference:
-                    stage.begin()
-                    batch.stage = stage
-        if is_reference:
-            with running(stage):
-                return function(trainer, model, *args, **kwargs)
-        try:
-            result = function(trainer, model, *args, **kwargs)
-        except BaseException as error:
-            with guarded("a forward pass"):
-                if stage is not None:
-                    stage.end(error)
-            raise
-        with guarded("the trainer's log-probs"):
-            passes = training(trainer).in_loss
-            if passes is not None:
-                passes.append(result[0].detach())
-        return result
-
-    return run
+            if stage is not None:
+                stage.end(error)
+        raise
+    with guarded("the trainer's log-probs"):
+        passes = training(trainer).in_loss
+        if passes is not None:
+            passes.append(result[0].detach())
+    return result
 
 
 def _is_reference(trainer: Trainer, model: object, batch: _GenerationBatch) -> bool:
@@ -368,36 +351,33 @@ def _makes_old(trainer: Trainer) -> bool:
     return bool(trainer.args.gradient_accumulation_steps % every != 0 or corrects)
 
 
-def wrap_loss(function: Function) -> Function:
+@wrapper
+def wrap_loss(
+    function: Function,
+    trainer: Trainer,
+    model: object,
+    inputs: Mapping[str, torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> object:
     """Wrap `_compute_loss`: begins `actor_update`, and records what the loss had and did."""
-
-    @functools.wraps(function)
-    def run(
-        trainer: Trainer,
-        model: object,
-        inputs: Mapping[str, torch.Tensor],
-        *args: object,
-        **kwargs: object,
-    ) -> object:
-        found: Training | None = None
-        with guarded("actor_update"):
-            if training(trainer).is_training and _ROWS in inputs:
-                found = training(trainer)
-                found.in_loss = []
-                found.begin_update()
-        try:
-            result = function(trainer, model, inputs, *args, **kwargs)
-        finally:
-            passes = None
-            if found is not None:
-                passes, found.in_loss = found.in_loss, None
-        with guarded("what the loss did"):
-            if found is not None and found.update is not None and passes:
-                found.update.record(_update(trainer, inputs, passes[0]))
-                found.update.log(loss=result.detach())
-        return result
-
-    return run
+    found: Training | None = None
+    with guarded("actor_update"):
+        if training(trainer).is_training and _ROWS in inputs:
+            found = training(trainer)
+            found.in_loss = []
+            found.begin_update()
+    try:
+        result = function(trainer, model, inputs, *args, **kwargs)
+    finally:
+        passes = None
+        if found is not None:
+            passes, found.in_loss = found.in_loss, None
+    with guarded("what the loss did"):
+        if found is not None and found.update is not None and passes:
+            found.update.record(_update(trainer, inputs, passes[0]))
+            found.update.log(loss=result.detach())
+    return result
 
 
 def _update(

@@ -9,11 +9,11 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.guard import ending, guarded
-from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.integrations.patches import Function, Patch, wrapper
 from stagescope_workers.integrations.training import ReportedTraining, alive, closed_at_end, scalars
 from stagescope_workers.metrics_feed import KEPT_STEPS
 from stagescope_workers.probe.lifecycle import init
@@ -225,14 +225,16 @@ def attaching_patches(module: str, name: str, find: Find[_Trainer], since: str) 
         find: Returns what a trainer reports.
         since: See `Patch`.
     """
-    calls: dict[str, tuple[Callable[[Find[_Trainer], Function], Function], str]] = {
-        "__init__": (_wrap_init, "the end of a training"),
-        "training_step": (_wrap_training_step, "the end of actor_update"),
-        "log": (_wrap_log, "scalars, and numbers in the trainer's log"),
+    calls: dict[str, tuple[Function, str]] = {
+        "__init__": (_init, "the end of a training"),
+        "training_step": (_training_step, "the end of actor_update"),
+        "log": (_log, "scalars, and numbers in the trainer's log"),
     }
     return [
-        Patch(module, f"{name}.{method}", functools.partial(wrap, find), purpose, since=since)
-        for method, (wrap, purpose) in calls.items()
+        Patch(
+            module, f"{name}.{method}", wrapper(functools.partial(call, find)), purpose, since=since
+        )
+        for method, (call, purpose) in calls.items()
     ]
 
 
@@ -244,16 +246,13 @@ def clipped(trainer: Trainer, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     return high.int() - low.int()
 
 
-def _wrap_init(find: Find[_Trainer], function: Function) -> Function:
-    """Wrap `__init__`: when `train` ends, everything that waits is sent."""
-
-    @functools.wraps(function)
-    def run(trainer: _Trainer, *args: object, **kwargs: object) -> None:
-        function(trainer, *args, **kwargs)
-        with guarded("waiting for receipts at the end of a training"):
-            trainer.train = _wrap_train(find, trainer)
-
-    return run
+def _init(
+    find: Find[_Trainer], function: Function, trainer: _Trainer, *args: object, **kwargs: object
+) -> None:
+    """Run `__init__`: when `train` ends, everything that waits is sent."""
+    function(trainer, *args, **kwargs)
+    with guarded("waiting for receipts at the end of a training"):
+        trainer.train = _wrap_train(find, trainer)
 
 
 def _wrap_train(find: Find[_Trainer], trainer: _Trainer) -> Function:
@@ -267,42 +266,41 @@ def _wrap_train(find: Find[_Trainer], trainer: _Trainer) -> Function:
     return run
 
 
-def _wrap_training_step(find: Find[_Trainer], function: Function) -> Function:
-    """Wrap `training_step`: `actor_update` ends after the backward pass."""
-
-    @functools.wraps(function)
-    def run(trainer: _Trainer, *args: object, **kwargs: object) -> object:
-        with ending("the end of actor_update", lambda error: find(trainer).end_update(error)):
-            return function(trainer, *args, **kwargs)
-
-    return run
+def _training_step(
+    find: Find[_Trainer], function: Function, trainer: _Trainer, *args: object, **kwargs: object
+) -> object:
+    """Run `training_step`: `actor_update` ends after the backward pass."""
+    with ending("the end of actor_update", lambda error: find(trainer).end_update(error)):
+        return function(trainer, *args, **kwargs)
 
 
-def _wrap_log(find: Find[_Trainer], function: Function) -> Function:
-    """Wrap `log`: reports TRL's scalars, and adds the service's numbers under `stagescope/`."""
-
-    @functools.wraps(function)
-    def run(trainer: _Trainer, logs: dict[str, float], *args: object, **kwargs: object) -> object:
-        held: dict[str, list[object]] = {}
-        is_training = False
-        with guarded("scalars"):
-            is_training = find(trainer).is_training and isinstance(logs, dict)
-            if is_training:
-                held = {name: [*values] for name, values in trainer._metrics["train"].items()}
-                step = int(trainer.state.global_step)
-                is_last = _LAST_LINE in logs  # a line of the whole training, of no step
-                if is_last:
-                    find(trainer).wait_for_numbers()
-                find(trainer).log_late(step + 1 if is_last else step)
-                for name, value in find(trainer).numbers(step).items():
-                    logs.setdefault(name, value)
-        result = function(trainer, logs, *args, **kwargs)
-        with guarded("scalars"):
-            if is_training and trainer.accelerator.is_main_process:
-                _report(find(trainer), int(trainer.state.global_step), logs, held)
-        return result
-
-    return run
+def _log(
+    find: Find[_Trainer],
+    function: Function,
+    trainer: _Trainer,
+    logs: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> object:
+    """Run `log`: it reports TRL's scalars, and adds the service's numbers under `stagescope/`."""
+    held: dict[str, list[object]] = {}
+    is_training = False
+    with guarded("scalars"):
+        is_training = find(trainer).is_training and isinstance(logs, dict)
+        if is_training:
+            held = {name: [*values] for name, values in trainer._metrics["train"].items()}
+            step = int(trainer.state.global_step)
+            is_last = _LAST_LINE in logs  # a line of the whole training, of no step
+            if is_last:
+                find(trainer).wait_for_numbers()
+            find(trainer).log_late(step + 1 if is_last else step)
+            for name, value in find(trainer).numbers(step).items():
+                logs.setdefault(name, value)
+    result = function(trainer, logs, *args, **kwargs)
+    with guarded("scalars"):
+        if is_training and trainer.accelerator.is_main_process:
+            _report(find(trainer), int(trainer.state.global_step), logs, held)
+    return result
 
 
 def _report(

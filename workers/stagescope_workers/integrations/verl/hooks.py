@@ -13,12 +13,11 @@ import inspect
 import logging
 import types
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 from stagescope_workers.capture.verl_blocks import VERL_STAGES
 from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import Function, Patch, Wrap
+from stagescope_workers.integrations.patches import Function, Patch, Wrap, before, wrapper
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl import minibatches, modes, ranks, rollout, trainer_calls
 from stagescope_workers.integrations.verl.modes import ALL, METRICS, OFF, STAGES, Mode
@@ -41,17 +40,12 @@ def legacy_engine(name: str) -> Callable[[object], types.SimpleNamespace]:
 
 def wrap_update_actor(function: Function) -> Function:
     """Wrap `update_actor` as one stage; warn once that bypass mode's log-probs are missing."""
-    as_stage = ranks.wrap_forward("actor_update", "actor", legacy_engine("actor"), function)
-
-    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
-        with guarded("the log-probs of bypass mode"):
-            _warn_of_bypass(data)
-        return as_stage(worker, data, *args, **kwargs)
-
-    return run
+    as_stage = ranks.wrap_forward("actor_update", "actor", legacy_engine("actor"))
+    return _warn_of_bypass(as_stage(function))
 
 
-def _warn_of_bypass(data: object) -> None:
+@before("the log-probs of bypass mode")
+def _warn_of_bypass(worker: object, data: object, *args: object, **kwargs: object) -> None:
     global _warned_of_bypass
     context = contexts.extract(data)
     if context is not None and context.bypass and not _warned_of_bypass:
@@ -63,7 +57,7 @@ def _warn_of_bypass(data: object) -> None:
 
 
 def _forward(stage: str, role: str, name: str) -> Wrap:
-    return partial(ranks.wrap_forward, stage, role, legacy_engine(name))
+    return ranks.wrap_forward(stage, role, legacy_engine(name))
 
 
 _OLDER_CALLS: Final[dict[str, tuple[Wrap, str]]] = {
@@ -77,7 +71,7 @@ _OLDER_CALLS: Final[dict[str, tuple[Wrap, str]]] = {
     ),
     "ActorRolloutRefWorker.update_actor": (wrap_update_actor, "actor_update"),
     "AsyncActorRolloutRefWorker.update_weights": (
-        partial(ranks.wrap_update_weights, legacy_engine("actor")),
+        ranks.wrap_update_weights(legacy_engine("actor")),
         "weight_sync",
     ),
     "CriticWorker.compute_values": (
@@ -92,16 +86,13 @@ _OLDER_CALLS: Final[dict[str, tuple[Wrap, str]]] = {
 """Method -> (wrapper, stage)."""
 
 
-def wrap_annotate(function: Function) -> Function:
+@wrapper
+def wrap_annotate(function: Function, profiler: object, *args: Any, **kwargs: Any) -> object:
     """Wrap `PrecisionDebuggerProfiler.annotate`: it does not annotate stages reported here."""
-
-    def run(profiler: object, *args: object, **kwargs: object) -> object:
-        is_replaced = False
-        with guarded("replacing verl's precision debugger"):
-            is_replaced = ranks.is_active() or kwargs.get("role") not in VERL_STAGES
-        return _unchanged if is_replaced else function(profiler, *args, **kwargs)
-
-    return run
+    is_replaced = False
+    with guarded("replacing verl's precision debugger"):
+        is_replaced = ranks.is_active() or kwargs.get("role") not in VERL_STAGES
+    return _unchanged if is_replaced else function(profiler, *args, **kwargs)
 
 
 def _unchanged(function: Function) -> Function:
@@ -132,15 +123,6 @@ def rewrap_registered(wrap: Wrap) -> Wrap:
             raise LookupError(f"registered with {sorted(attributes)}")
         registered: Function = register(**options)(replacement)
         return registered
-
-    return rewrap
-
-
-def keep_name(wrap: Wrap) -> Wrap:
-    """Return `wrap` so that the wrapper has the original's name."""
-
-    def rewrap(function: Function) -> Function:
-        return functools.wraps(function)(wrap(function))
 
     return rewrap
 
@@ -177,7 +159,7 @@ def _job() -> list[Patch]:
     return [
         # Also when off: the other processes of the job must know it.
         Patch("verl.trainer.constants_ppo", "get_ppo_ray_runtime_env",
-              keep_name(modes.wrap_runtime_env), "STAGESCOPE_* in the job's other processes",
+              modes.wrap_runtime_env, "STAGESCOPE_* in the job's other processes",
               frozenset({OFF, METRICS, STAGES, ALL})),
     ]  # fmt: skip
 
@@ -202,33 +184,33 @@ def _trainers() -> list[Patch]:
         "fit": (trainer_calls.wrap_fit, "waiting for receipts at the end", _ANY),
     }
     return [
-        Patch(module, f"{name}.{method}", keep_name(wrap), purpose, modes)
+        Patch(module, f"{name}.{method}", wrap, purpose, modes)
         for module, name in (_V0, _V1)
         for method, (wrap, purpose, modes) in calls.items()
     ]
 
 
 def _numbers() -> list[Patch]:
-    advantage = keep_name(trainer_calls.wrap_advantage)
+    advantage = trainer_calls.wrap_advantage
     return [
         Patch("verl.utils.debug.metrics", "calculate_debug_metrics",
-              keep_name(trainer_calls.wrap_debug_metrics), "V1's log-probs", _WITH_METRICS),
+              trainer_calls.wrap_debug_metrics, "V1's log-probs", _WITH_METRICS),
         Patch(_V0[0], "compute_advantage", advantage, "advantages and rewards", _WITH_METRICS),
         Patch(_V1[0], "compute_advantage_for_multi_trajectories", advantage,
               "advantages and rewards", _WITH_METRICS),
         Patch("verl.trainer.ppo.rollout_corr_helper", "compute_offpolicy_metrics",
-              keep_name(trainer_calls.wrap_offpolicy_metrics),
+              trainer_calls.wrap_offpolicy_metrics,
               "V1's perplexities in float32, where asked", _WITH_METRICS),
-        Patch("verl.utils.tracking", "Tracking.log", keep_name(trainer_calls.wrap_log),
+        Patch("verl.utils.tracking", "Tracking.log", trainer_calls.wrap_log,
               "numbers in verl's log, and verl's scalars", _ANY),
-        Patch("verl.workers.utils.losses", "ppo_loss", keep_name(minibatches.wrap_ppo_loss),
+        Patch("verl.workers.utils.losses", "ppo_loss", minibatches.wrap_ppo_loss,
               "which tokens the loss clips, and the log-probs of bypass mode", _WITH_METRICS),
     ]  # fmt: skip
 
 
 def _workers() -> list[Patch]:
-    in_ref = partial(ranks.wrap_forward, "ref_compute_log_prob", "ref", ranks.ref_engine)
-    in_sync = partial(ranks.wrap_update_weights, ranks.actor_engine)
+    in_ref = ranks.wrap_forward("ref_compute_log_prob", "ref", ranks.ref_engine)
+    in_sync = ranks.wrap_update_weights(ranks.actor_engine)
     worker, inner = "ActorRolloutRefWorker", "TrainingWorker"
     return [
         Patch(_WORKERS, f"{worker}.compute_log_prob", rewrap_registered(ranks.wrap_actor_log_prob),
@@ -246,7 +228,7 @@ def _workers() -> list[Patch]:
         Patch(_WORKERS, f"{inner}.train_batch", rewrap_registered(ranks.wrap_train_batch),
               "the mini-batches of an update", _ANY),
         Patch("verl.utils.profiler.precision_debugger_profile",
-              "PrecisionDebuggerProfiler.annotate", keep_name(wrap_annotate),
+              "PrecisionDebuggerProfiler.annotate", wrap_annotate,
               "verl's precision_debugger block", _WITH_STAGES),
     ]  # fmt: skip
 
@@ -262,10 +244,10 @@ def _older() -> list[Patch]:
 
 def _rollout() -> list[Patch]:
     return [
-        Patch(_LOOPS, "AgentLoopManager.__init__", keep_name(rollout.wrap_manager_init),
+        Patch(_LOOPS, "AgentLoopManager.__init__", rollout.wrap_manager_init,
               "the run's name in agent loops", _WITH_STAGES),
-        Patch(_LOOPS, "AgentLoopWorker.__init__", keep_name(rollout.wrap_init),
+        Patch(_LOOPS, "AgentLoopWorker.__init__", rollout.wrap_init,
               "rollout_generate", _WITH_STAGES),
-        Patch(_LOOPS, "AgentLoopWorker.generate_sequences", keep_name(rollout.wrap_generate),
+        Patch(_LOOPS, "AgentLoopWorker.generate_sequences", rollout.wrap_generate,
               "rollout_generate", _WITH_STAGES),
     ]  # fmt: skip

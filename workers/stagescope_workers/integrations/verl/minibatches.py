@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from stagescope.wire.errors import StagescopeError
 from stagescope_workers.integrations.configuration import lookup
 from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.patches import after
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl.context import Context
@@ -197,21 +198,11 @@ def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-def wrap_ppo_loss(function: Callable[..., object]) -> Callable[..., object]:
+@after("the tokens of the loss")
+def wrap_ppo_loss(
+    result: object, config: object, model_output: Any, data: Any, *args: object, **kwargs: object
+) -> None:
     """Wrap verl's `ppo_loss`: it collects which tokens are clipped, and in bypass mode streams."""
-
-    def run(
-        config: object, model_output: object, data: object, *args: object, **kwargs: object
-    ) -> object:
-        result = function(config, model_output, data, *args, **kwargs)
-        with guarded("the tokens of the loss"):
-            _collect(config, model_output, data)
-        return result
-
-    return run
-
-
-def _collect(config: object, model_output: Any, data: Any) -> None:
     update = current()
     if update is None or update.buffer is None:
         return

@@ -6,11 +6,10 @@ import dataclasses
 import logging
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from stagescope import proxies
-from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import Function
+from stagescope_workers.integrations.patches import after
 
 _log = logging.getLogger("stagescope.verl")
 
@@ -68,18 +67,12 @@ PASSED_VARIABLES: Final = (
 )  # fmt: skip
 
 
-def wrap_runtime_env(function: Function) -> Function:
+@after("the variables of the job's processes")
+def wrap_runtime_env(environment: Any, *args: object, **kwargs: object) -> None:
     """Wrap `get_ppo_ray_runtime_env`: it adds the plugin's variables to verl's."""
-
-    def run(*args: object, **kwargs: object) -> object:
-        environment = function(*args, **kwargs)
-        with guarded("the variables of the job's processes"):
-            variables = environment["env_vars"]
-            for name in PASSED_VARIABLES:
-                value = os.environ.get(name)
-                if value is not None and not (name == proxies.VARIABLE and "@" in value):
-                    absolute = str(Path(value).expanduser().absolute())
-                    variables.setdefault(name, absolute if value and name in _PATHS else value)
-        return environment
-
-    return run
+    variables = environment["env_vars"]
+    for name in PASSED_VARIABLES:
+        value = os.environ.get(name)
+        if value is not None and not (name == proxies.VARIABLE and "@" in value):
+            absolute = str(Path(value).expanduser().absolute())
+            variables.setdefault(name, absolute if value and name in _PATHS else value)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from stagescope.wire.errors import StagescopeError
-from stagescope_workers.integrations import megatron
+from stagescope_workers.integrations import training
 from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function
+from stagescope_workers.integrations.patches import Function, Wrap, staged, wrapper
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl import minibatches
 from stagescope_workers.integrations.verl.context import Context
@@ -22,6 +22,9 @@ from stagescope_workers.integrations.verl.minibatches import Epochs, Minibatches
 from stagescope_workers.integrations.verl.processes import get_probe
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
+
+FindEngine = Callable[[object], object]
+"""Returns the engine of a worker."""
 
 
 def describe(worker: Any, engine: object) -> dict[str, object]:
@@ -43,7 +46,7 @@ def describe(worker: Any, engine: object) -> dict[str, object]:
     sequence = getattr(getattr(engine, "engine_config", None), "ulysses_sequence_parallel_size", 1)
     if isinstance(sequence, int) and sequence > 1:
         layout |= {"sp_size": sequence, "sp_rank": int(worker.rank) % sequence}
-    layout |= megatron.layout()
+    layout |= training.megatron_layout()
     described: dict[str, object] = {
         "layout": {name: value for name, value in layout.items() if value is not None}
     }
@@ -68,22 +71,23 @@ def is_active() -> bool:
     return _active.get()
 
 
-def wrap_forward(
-    name: str, role: str, find_engine: Callable[[object], object], function: Function
-) -> Function:
-    """Wrap `function(worker, data, ...)` as the stage `name` of `role`."""
+def wrap_forward(name: str, role: str, find_engine: FindEngine) -> Wrap:
+    """Return a wrapper of `function(worker, data, ...)` as the stage `name` of `role`."""
 
-    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
+    @wrapper
+    def wrap(
+        function: Function, worker: object, data: object, *args: object, **kwargs: object
+    ) -> object:
         with _reported(worker, data, name, role, find_engine):
             return function(worker, data, *args, **kwargs)
 
-    return run
+    return wrap
 
 
 def wrap_actor_log_prob(function: Function) -> Function:
     """Wrap `ActorRolloutRefWorker.compute_log_prob`, which with LoRA is the reference's too."""
-    as_actor = wrap_forward("actor_compute_log_prob", "actor", actor_engine, function)
-    as_ref = wrap_forward("ref_compute_log_prob", "ref", actor_engine, function)
+    as_actor = wrap_forward("actor_compute_log_prob", "actor", actor_engine)(function)
+    as_ref = wrap_forward("ref_compute_log_prob", "ref", actor_engine)(function)
 
     def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         is_ref = False
@@ -99,7 +103,7 @@ def wrap_infer_batch(function: Function) -> Function:
 
     For the other roles it runs inside a stage that is reported already.
     """
-    as_values = wrap_forward("compute_values", "critic", training_engine, function)
+    as_values = wrap_forward("compute_values", "critic", training_engine)(function)
 
     def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
         wrapped = function
@@ -111,67 +115,60 @@ def wrap_infer_batch(function: Function) -> Function:
     return run
 
 
-def wrap_update_actor(function: Function) -> Function:
+@wrapper
+def wrap_update_actor(
+    function: Function, worker: object, data: object, *args: Any, **kwargs: Any
+) -> object:
     """Wrap `ActorRolloutRefWorker.update_actor`, inside which the stage `actor_update` runs.
 
     It is marked as active because verl calls its own precision debugger here.
     """
-
-    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
-        is_reported = False
-        with guarded("actor_update"):
-            context = _read_context(data)
-            is_reported = context is not None and context.stages
-        with _activity(is_reported):
-            return function(worker, data, *args, **kwargs)
-
-    return run
+    is_reported = False
+    with guarded("actor_update"):
+        context = _read_context(data)
+        is_reported = context is not None and context.stages
+    with _activity(is_reported):
+        return function(worker, data, *args, **kwargs)
 
 
-def wrap_train_mini_batch(function: Function) -> Function:
+@wrapper
+def wrap_train_mini_batch(
+    function: Function, worker: object, data: object, *args: Any, **kwargs: Any
+) -> object:
     """Wrap `TrainingWorker.train_mini_batch`: each mini-batch is a part of its stage."""
-
-    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
-        update: Minibatches | None = None
-        with guarded("the mini-batches of an update"):
-            update = _update(worker, data)
-        if update is None:
-            return function(worker, data, *args, **kwargs)
-        with minibatches.entered(update), _activity(update.is_reported):
-            return function(worker, data, *args, **kwargs)
-
-    return run
+    update: Minibatches | None = None
+    with guarded("the mini-batches of an update"):
+        update = _update(worker, data)
+    if update is None:
+        return function(worker, data, *args, **kwargs)
+    with minibatches.entered(update), _activity(update.is_reported):
+        return function(worker, data, *args, **kwargs)
 
 
-def wrap_train_batch(function: Function) -> Function:
+@wrapper
+def wrap_train_batch(
+    function: Function, worker: object, data: object, *args: Any, **kwargs: Any
+) -> object:
     """Wrap `TrainingWorker.train_batch`, which ends a mini-batch of an update."""
-
-    def run(worker: object, data: object, *args: object, **kwargs: object) -> object:
-        output = function(worker, data, *args, **kwargs)
-        update = minibatches.current()
-        if update is not None:
-            metrics: object = None
-            with guarded("the metrics of a mini-batch"):
-                metrics = None if output is None else contexts.non_tensor(output, "metrics")
-            with guarded("the mini-batches of an update", reraise=StagescopeError):
-                update.advance(metrics)
-        return output
-
-    return run
+    output = function(worker, data, *args, **kwargs)
+    update = minibatches.current()
+    if update is not None:
+        metrics: object = None
+        with guarded("the metrics of a mini-batch"):
+            metrics = None if output is None else contexts.non_tensor(output, "metrics")
+        with guarded("the mini-batches of an update", reraise=StagescopeError):
+            update.advance(metrics)
+    return output
 
 
-def wrap_update_weights(find_engine: Callable[[object], object], function: Function) -> Function:
-    """Wrap `ActorRolloutRefWorker.update_weights` as the stage `weight_sync`."""
+def wrap_update_weights(find_engine: FindEngine) -> Wrap:
+    """Return a wrapper of `ActorRolloutRefWorker.update_weights` as the stage `weight_sync`."""
 
-    async def run(worker: object, *args: object, **kwargs: object) -> object:
-        stage: Stage | None = None
-        with guarded("weight_sync"):
-            step = kwargs.get("global_steps", args[0] if args else None)
-            stage = _weight_sync(worker, step, find_engine)
-        with running(stage):
-            return await function(worker, *args, **kwargs)
+    def make(worker: object, *args: object, **kwargs: object) -> Stage | None:
+        step = kwargs.get("global_steps", args[0] if args else None)
+        return _weight_sync(worker, step, find_engine)
 
-    return run
+    return staged("weight_sync")(make)
 
 
 # --- before the first step --------------------------------------------------------------------
@@ -253,7 +250,7 @@ def _read_context(data: object) -> Context | None:
 
 @contextlib.contextmanager
 def _reported(
-    worker: object, data: object, name: str, role: str, find_engine: Callable[[object], object]
+    worker: object, data: object, name: str, role: str, find_engine: FindEngine
 ) -> Iterator[None]:
     stage: Stage | None = None
     with guarded(name):
@@ -314,9 +311,7 @@ def _collected(context: Context, *, critic: bool) -> frozenset[str]:
     return frozenset(name for name, is_wanted in wanted.items() if is_wanted and not critic)
 
 
-def _weight_sync(
-    worker: object, step: object, find_engine: Callable[[object], object]
-) -> Stage | None:
+def _weight_sync(worker: object, step: object, find_engine: FindEngine) -> Stage | None:
     # The sync before the first step has no batch with a context: it is not reported.
     context = _latest_context
     if context is None or not context.stages or not isinstance(step, int):

@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from stagescope_workers.integrations.configuration import lookup
-from stagescope_workers.integrations.guard import ending, guarded, running
-from stagescope_workers.integrations.patches import Function
+from stagescope_workers.integrations.guard import ending, guarded
+from stagescope_workers.integrations.patches import Function, after, staged
 from stagescope_workers.integrations.verl import batches, configuration
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.processes import call_actors, get_probe, has_service
@@ -43,37 +43,26 @@ class _Generation:
     error: BaseException | None = None
 
 
-def wrap_generate(function: Function) -> Function:
+@staged("rollout_generate")
+def wrap_generate(worker: object, batch: object, *args: object, **kwargs: object) -> Stage | None:
     """Wrap `AgentLoopWorker.generate_sequences` as a stage; before V1 it runs all prompts."""
-
-    async def run(worker: object, batch: object, *args: object, **kwargs: object) -> object:
-        stage: Stage | None = None
-        with guarded("rollout_generate"):
-            metadata = getattr(batch, "meta_info", None)
-            # V1's batch has none: its worker returns at once, see wrap_init.
-            if metadata is not None and not metadata.get("validate"):
-                stage = _stage(worker, metadata.get("global_steps"))
-        with running(stage):
-            return await function(worker, batch, *args, **kwargs)
-
-    return run
+    metadata = getattr(batch, "meta_info", None)
+    # V1's batch has none: its worker returns at once, see wrap_init.
+    if metadata is None or metadata.get("validate"):
+        return None
+    return _stage(worker, metadata.get("global_steps"))
 
 
-def wrap_init(function: Function) -> Function:
+@after("rollout_generate")
+def wrap_init(result: None, worker: Any, *args: object, **kwargs: object) -> None:
     """Wrap `AgentLoopWorker.__init__`: it wraps the method that runs each prompt of V1.
 
     Ray wraps V1's worker class where it is defined, so that the class is pickled by value and its
     methods cannot be replaced for other processes; the methods of one object can.
     """
-
-    def run(worker: Any, *args: object, **kwargs: object) -> None:
-        function(worker, *args, **kwargs)
-        with guarded("rollout_generate"):
-            run_prompt = getattr(worker, "_run_prompt", None)
-            if run_prompt is not None:
-                worker._run_prompt = _wrap_prompt(worker, run_prompt)
-
-    return run
+    run_prompt = getattr(worker, "_run_prompt", None)
+    if run_prompt is not None:
+        worker._run_prompt = _wrap_prompt(worker, run_prompt)
 
 
 def _wrap_prompt(worker: object, run_prompt: Function) -> Function:
@@ -151,15 +140,10 @@ def _probe(worker: Any, context: Context) -> Probe:
     )
 
 
-def wrap_manager_init(function: Function) -> Function:
+@after("the run's name in agent loops")
+def wrap_manager_init(result: None, manager: Any, *args: object, **kwargs: object) -> None:
     """Wrap `AgentLoopManager.__init__`: its workers get the driver's names with their config."""
-
-    def run(manager: Any, *args: object, **kwargs: object) -> None:
-        function(manager, *args, **kwargs)
-        with guarded("the run's name in agent loops"):
-            manager.config = configuration.with_names(manager.config)
-
-    return run
+    manager.config = configuration.with_names(manager.config)
 
 
 def _context(config: object, step: int) -> Context:

@@ -1,0 +1,184 @@
+"""Requests and withdraws captures; resolves what a request refers to: baselines, the worst ranks.
+
+With a baseline, msprobe writes only the tensors of operators whose outputs differ for equal inputs,
+by the checksums that both dumps have (summary_mode md5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from stagescope.wire.captures import validate_capture
+from stagescope.wire.errors import Conflict
+from stagescope.wire.links import Link
+from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.plan import BaselineDump, CaptureSpec, StoredCapture
+from stagescope.wire.schema import Part
+from stagescope_service.coordinator.commits import Commits
+from stagescope_service.coordinator.intake import Intake
+from stagescope_service.coordinator.runner import Clock
+from stagescope_service.core.captures.requests import CaptureRequests
+from stagescope_service.core.catalogue_rows import audit_row
+from stagescope_service.settings import Settings
+from stagescope_service.statistics import StepSummary, publish_cell
+from stagescope_service.store.artifacts import confine
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.tables import CaptureRow
+
+_MAX_DUMPS: Final = 100_000
+_MAX_WAIT: Final = 60.0
+"""Seconds that one call waits for an agreement."""
+
+
+class CaptureCommands:
+    """Requests and withdraws captures.
+
+    Args:
+        settings: of the service.
+        catalogue: the store's reading side.
+        commits: says whether the catalogue can be written.
+        requests: the active capture requests.
+        intake: lets every rank know.
+        clock: of the service.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        catalogue: Catalogue,
+        commits: Commits,
+        requests: CaptureRequests,
+        intake: Intake,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._catalogue = catalogue
+        self._commits = commits
+        self._requests = requests
+        self._intake = intake
+        self._wall, self._mono = clock
+
+    async def add(self, spec: JsonObject, *, by: str, wait: float) -> dict[str, Json]:
+        """Request a capture; return it once it is agreed on, or after `wait` seconds.
+
+        Raises:
+            InvalidInput: the request is wrong.
+            NotReady: the catalogue cannot be written; nothing changed.
+            Conflict: what it refers to is not there.
+        """
+        settings, requests = self._settings, self._requests
+        # In a thread: resolving the links of a path may wait for a slow file system.
+        roots = [str(root) for root in settings.roots]
+        valid = await asyncio.to_thread(validate_capture, spec, allowed_roots=roots)
+        self._commits.check_ready()  # before the plan changes: who is refused may ask again
+        if valid["data_dir"] is None:
+            valid["data_dir"] = str(settings.data_path)
+        valid = await asyncio.to_thread(with_ranks, self._catalogue, valid)
+        valid = await asyncio.to_thread(with_baseline, self._catalogue, valid, settings.roots)
+        entry = requests.add(valid, by=by, mono=self._mono(), wall=self._wall())
+        audit = audit_row(self._wall(), by, "add_capture", entry.stored())
+        await self._intake.change_plan([requests.row(entry), audit])
+        await self._intake.check_requests()
+        found = await self._intake.agreed(entry.capture_id, min(wait, _MAX_WAIT))
+        if found is not None:
+            return {**found.stored(), "notes": requests.notes(entry)}
+        # It ended at once: what became of it is in the catalogue.
+        row = await asyncio.to_thread(self._catalogue.capture, entry.capture_id)
+        return {**(entry.stored() if row is None else row["spec"]), "notes": requests.notes(entry)}
+
+    async def add_for_trigger(self, spec: JsonObject, by: str) -> JsonObject:
+        """Request a capture for a firing, without waiting for its agreement."""
+        return await self.add(spec, by=by, wait=0.0)
+
+    async def remove(self, capture_id: str, *, by: str) -> StoredCapture:
+        """Withdraw a capture and return it."""
+        self._commits.check_ready()
+        entry, rows = self._requests.remove(capture_id, by=by, wall=self._wall())
+        audit = audit_row(self._wall(), by, "remove_capture", entry.stored())
+        await self._intake.change_plan([*rows, audit])
+        return entry.stored()
+
+
+def with_baseline(catalogue: Catalogue, capture: CaptureSpec, roots: Iterable[Path]) -> CaptureSpec:
+    """Return a request with the directories of the dumps that its `bench` names.
+
+    Each rank selects its own: `bench["dumps"]` holds rows of stage, part, role, ranks and `path`,
+    the directory for msprobe's bench_path.
+
+    Raises:
+        Conflict: that capture has no dump of that step, or none with checksums.
+        Forbidden: a dump lies outside `roots`.
+    """
+    baseline = capture.get("bench")
+    if baseline is None:
+        return capture
+    _check_checksums(catalogue.capture(baseline["capture_id"]), baseline["capture_id"])
+    rows = [
+        (row, Path(row["path"]))
+        for row in catalogue.captured(baseline["capture_id"], limit=_MAX_DUMPS)
+        if row["step"] == baseline["step"] and row["state"] == "complete" and row["path"]
+    ]
+    if not rows:
+        raise Conflict(
+            f"capture {baseline['capture_id']} left no dump in step {baseline['step']}",
+            expected="a capture, and a step that it collected",
+            see=(Link("captures", name=baseline["capture_id"], shows="the dumps of its steps"),),
+        )
+    allowed = list(roots)
+    ranks: dict[tuple[str, str, str, str], set[int]] = {}
+    for row, path in rows:
+        # msprobe appends step0/rank{R}.
+        directory = confine(path.parent.parent, allowed)
+        part = str(Part.of_columns(row))
+        place = (row["stage"], part, row["role"], str(directory))
+        ranks.setdefault(place, set()).add(row["rank"])
+    dumps: list[BaselineDump] = [
+        {"stage": stage, "part": part, "role": role, "path": path, "ranks": sorted(found)}
+        for (stage, part, role, path), found in ranks.items()
+    ]
+    return {**capture, "bench": {**baseline, "dumps": dumps}}
+
+
+def _check_checksums(row: CaptureRow | None, capture_id: str) -> None:
+    """Refuse a baseline without the checksums by which msprobe compares."""
+    config = None if row is None else row["spec"].get("config")
+    if config is None:
+        return  # the configuration is a file that only its ranks have read
+    task = config.get("task") or "statistics"
+    if (config.get(task) or {}).get("summary_mode") != "md5":
+        raise Conflict(
+            f"capture {capture_id} has no checksums by which msprobe could compare",
+            expected=f"a capture with {task}.summary_mode 'md5' in its config",
+        )
+
+
+def worst_ranks(step_summary: StepSummary, count: int) -> list[int]:
+    """Return the ranks with the highest mean |d|, the worst first; non-finite means come first."""
+    found: dict[int, float] = {}
+    for row in step_summary.ranks:
+        mean = publish_cell(row.cell, step_summary.summary.pair)["logprob_abs_diff/mean"]
+        found[row.rank] = max(found.get(row.rank, -math.inf), math.inf if mean != mean else mean)
+    return sorted(found, key=lambda rank: (-found[rank], rank))[:count]
+
+
+def with_ranks(catalogue: Catalogue, capture: CaptureSpec) -> CaptureSpec:
+    """Return a request with the ranks that `worst(k)` selects now, in a run's newest attempt.
+
+    Raises:
+        Conflict: nothing has been measured by which ranks could be sorted.
+    """
+    ranks = capture["ranks"]
+    if not isinstance(ranks, Mapping):
+        return capture
+    row = catalogue.newest_summary(capture["run"])
+    if row is None or row["whole"] is None:
+        raise Conflict(
+            "no step has numbers by which a rank could be called worst",
+            expected="ranks by number, or 'all'",
+        )
+    chosen = worst_ranks(StepSummary.from_bytes(row["whole"]), ranks["worst"])
+    return {**capture, "ranks": sorted(chosen)}

@@ -1,0 +1,111 @@
+"""Rows whose values of each token do not fit one another: each costs itself alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from stagescope.wire.errors import InvalidTensor
+from stagescope_service.dumps.formats.odd_values import INTEGERS_64, NUMBERS, value_in_words
+from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
+from stagescope_service.dumps.records import DumpEntry, DumpProblem
+
+_NAMED: Final = 5
+
+
+class NamedRow(NamedTuple):
+    """A row, what a problem calls it, and how many tokens its values are of."""
+
+    name: str
+    values: dict[str, FileValue]
+    length: int
+
+
+def objects_in(
+    values: Sequence[FileValue], word: str
+) -> tuple[list[tuple[str, dict[str, FileValue]]], dict[str, str]]:
+    """Return the dicts of a list with their names, and why the other items are left out."""
+    rows = [(f"{word} {at}", value) for at, value in enumerate(values)]
+    objects = [(name, value) for name, value in rows if isinstance(value, dict)]
+    wrong = {
+        name: f"it is {value_in_words(value)}" for name, value in rows if type(value) is not dict
+    }
+    return objects, wrong
+
+
+def fitting_rows(
+    rows: Sequence[NamedRow], *, per_token: Collection[str], masks: Collection[str]
+) -> tuple[list[NamedRow], dict[str, str]]:
+    """Return the rows whose values of each token are as many as their tokens, and why others not.
+
+    Values that a row lacks and others have are NaN; a mask has none, so an empty one of a row with
+    tokens does not fit. A name that fits fewer than half of the rows is left as it is: its file has
+    another layout.
+
+    Args:
+        rows: the rows.
+        per_token: names of values of each token.
+        masks: those of them that are masks or ids, which are whole numbers.
+    """
+    names = [name for name in per_token if any(_count(row.values.get(name)) for row in rows)]
+    wrong: dict[str, str] = {}
+    for name in names:
+        counts = [_count(row.values.get(name)) for row in rows]
+        fits = [
+            count == row.length
+            or (count == 0 and _is_absent(row.values.get(name), is_mask=name in masks))
+            for row, count in zip(rows, counts, strict=True)
+        ]
+        if 2 * sum(fits) < len(fits):
+            continue
+        for row, count, fit in zip(rows, counts, fits, strict=True):
+            if not fit:
+                wrong.setdefault(row.name, f"{name} has {count} values for {row.length} tokens")
+            elif name in masks and (odd := _odd_integer(row.values.get(name))) is not None:
+                wrong.setdefault(row.name, f"{name} holds no whole number {odd}")
+    kept = []
+    for row in rows:
+        nan: list[FileValue] = [math.nan] * row.length
+        lacking = {n: nan for n in names if n not in masks and not _count(row.values.get(n))}
+        if row.name not in wrong:
+            kept.append(row._replace(values={**row.values, **lacking}))
+    return kept, wrong
+
+
+def left_out_problem(entry: DumpEntry, wrong: Mapping[str, str], total: int) -> list[DumpProblem]:
+    """Return the problem of the rows that are left out; none if there are none.
+
+    Raises:
+        InvalidTensor: no row is left.
+    """
+    if not wrong:
+        return []
+    named = [f"{name}: {why}" for name, why in wrong.items()]
+    more = f"; {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    message = f"{entry.path}: {'; '.join(named[:_NAMED])}{more}"
+    if len(wrong) >= total:
+        raise InvalidTensor(f"{message}. None of its {total} rows can be read")
+    message += f". Of the {total} rows {total - len(wrong)} were read"
+    return [DumpProblem(entry.path, "damaged", message, entry)]
+
+
+def _is_absent(value: FileValue, *, is_mask: bool) -> bool:
+    """Return whether a row has no such values, which a mask always has."""
+    return not is_mask and (value is None or isinstance(value, list | FileTensor))
+
+
+def _count(value: FileValue) -> int:
+    """Return the number of values of a list or one-dimensional tensor; 0 of anything else."""
+    if isinstance(value, FileTensor):
+        return int(value.wire[2].size) if len(value.wire[1]) > 0 else 0
+    return len(value) if isinstance(value, list) else 0
+
+
+def _odd_integer(value: FileValue) -> str | None:
+    """Return where a list holds anything but whole numbers of 64 bits, and what; else None."""
+    for at, each in enumerate(value if isinstance(value, list) else ()):
+        is_number = type(each) in NUMBERS and (not isinstance(each, float) or each.is_integer())
+        if not is_number or (isinstance(each, int) and each not in INTEGERS_64):
+            return f"at index {at}: {value_in_words(each)}"
+    return None

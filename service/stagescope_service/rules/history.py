@@ -1,0 +1,602 @@
+"""What a diagnosis rests on: the history of one run, read from the catalogue as it is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+
+from stagescope.batch import Batch
+from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.schema import CURRENT_ALONE, ROLES, UPDATE_PAIR
+from stagescope_service.rules.passes import FirstPass, first_passes, passes_apart
+from stagescope_service.statistics.cell import Float64, Int64
+from stagescope_service.statistics.comparability import Comparability, examine
+from stagescope_service.statistics.mismatch import publish
+from stagescope_service.statistics.part import PartRecord
+from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
+from stagescope_service.statistics.step_summary import NOISE_PAIR, StepSummary, assemble
+from stagescope_service.statistics.summary import Summary
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.columns import NON_FINITE_NAMES
+from stagescope_service.store.parts import pair_name, part_records
+from stagescope_service.store.queries.measurements import RewardGroupsRow
+from stagescope_service.store.tables import FindingRow, LossRow, SampleRow
+
+STEPS: Final = 2000
+"""Newest steps that a diagnosis looks at."""
+NEWEST: Final = 10
+"""Newest measured steps that are looked at by rank, by round, and by sample."""
+READ: Final = 3
+"""Newest measured steps whose step summaries are read: they may be large."""
+PARTIAL: Final = 200
+"""Newest partial steps of which the missing ranks are read."""
+SYNC: Final = "weight_sync"
+"""The stage of a weight sync."""
+_ROWS: Final = 20_000
+_CACHED: Final = 16
+"""Measured steps that a history and those of its earlier steps keep together."""
+_ORDER: Final = {role: at for at, role in enumerate(ROLES)}
+_NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class StepInForce(NamedTuple):
+    """A step in force: no later attempt repeats it."""
+
+    step: int
+    attempt_id: int
+    attempt: int
+    """The attempt's number in its run."""
+    verdict: str | None
+    """The comparability of its streams; None: it was not measured."""
+    suspects: tuple[str, ...]
+    """The checks of its streams that failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """A number over the steps that have it, ascending; arrays of one length.
+
+    Attributes:
+        name: of the metric or scalar.
+        steps: the steps.
+        attempts: the number of each step's attempt.
+        values: float64, NaN and infinities included.
+    """
+
+    name: str
+    steps: Int64
+    attempts: Int64
+    values: Float64
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def finite(self) -> Series:
+        """The steps whose value is finite."""
+        return self.where(np.isfinite(self.values))
+
+    def where(self, chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Series:
+        """Return the steps for which `chosen` (bool, of the same length) is true."""
+        return Series(self.name, self.steps[chosen], self.attempts[chosen], self.values[chosen])
+
+    def of_attempt(self, attempt: int) -> Series:
+        """Return the steps of one attempt."""
+        return self.where(self.attempts == attempt)
+
+    def newest(self, count: int) -> Series:
+        """Return the newest `count` steps."""
+        return Series(self.name, self.steps[-count:], self.attempts[-count:], self.values[-count:])
+
+
+class MissingRank(NamedTuple):
+    """Where a rank is missing.
+
+    Attributes:
+        steps: the steps that closed without it, ascending.
+        stages: the stages of them that it did not end.
+    """
+
+    steps: list[int]
+    stages: list[str]
+
+
+class MeasuredStep:
+    """A step with numbers; what is computed of them is computed once, when it is asked for.
+
+    Attributes:
+        step: the step.
+        summary: its statistics.
+    """
+
+    def __init__(self, catalogue: Catalogue, step: StepInForce, summary: StepSummary) -> None:
+        self.step = step
+        self.summary = summary
+        self._catalogue = catalogue
+
+    @cached_property
+    def published(self) -> Mapping[str, float]:
+        """Its published numbers."""
+        return publish(self.summary.summary)
+
+    @cached_property
+    def comparability(self) -> Comparability:
+        """Whether its streams can be compared."""
+        return examine(self.summary.summary, self.summary.ranks)
+
+    @cached_property
+    def noise(self) -> Mapping[str, float] | None:
+        """Published numbers of the trainer against itself; None: not recorded."""
+        attempt_id, number = self.step.attempt_id, self.step.step
+        rows = self._catalogue.summaries(attempt_id, number, pair=pair_name(NOISE_PAIR))
+        if not rows:
+            return None
+        parts = part_records(
+            rows,
+            self._catalogue.processes(attempt_id),
+            self._catalogue.replaced(attempt_id, number),
+        )
+        own = [part for part in parts if part.stage == self.summary.stage]
+        if not own:
+            return None
+        return publish(assemble(own, stage=self.summary.stage, pairs=[NOISE_PAIR]).summary)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOfStep:
+    """What the loss did to the kept tokens of a step.
+
+    Attributes:
+        tokens: how many these are.
+        shares: a fate of `loss_fate.NAMES` -> its share of their sum of |d|, 0 to 1.
+        unrecorded: a field of `loss_fate.LossTokens` -> how to record it.
+    """
+
+    tokens: int
+    shares: Mapping[str, float]
+    unrecorded: Mapping[str, str]
+
+
+class KeptTensors(Protocol):
+    """Reads what the ring and the kept files still hold of a step."""
+
+    def loss(self, step: StepInForce) -> LossOfStep:
+        """Return what the loss did to a step's tokens.
+
+        Raises:
+            StagescopeError: its streams are not kept.
+        """
+        ...
+
+    def batch(self, step: StepInForce, names: Sequence[str]) -> Batch | None:
+        """Return the rows of a step with these tensors; None: not all of them are kept.
+
+        Raises:
+            StagescopeError: they cannot be read.
+        """
+        ...
+
+
+class RunHistory:
+    """The history of a run, or of one attempt of it, in the steps that are in force.
+
+    Args:
+        catalogue: the reading side of the store.
+        run: the run's name.
+        attempt: only this attempt, by its number; None: the attempts in force.
+        last: the last step to look at; None: the newest.
+        kept: reads tensors; None: what rests on them is not measured.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        run: str,
+        *,
+        attempt: int | None = None,
+        last: int | None = None,
+        kept: KeptTensors | None = None,
+    ) -> None:
+        self.run = run
+        self.kept = kept
+        self._catalogue = catalogue
+        self._last = last
+        rows = catalogue.attempts(run)
+        self.attempts = sorted(
+            (row for row in rows if attempt in (None, row["number"])), key=lambda row: row["number"]
+        )
+        self._ids = [int(row["attempt_id"]) for row in self.attempts]
+        self._number = {int(row["attempt_id"]): int(row["number"]) for row in self.attempts}
+        self._series = lru_cache(maxsize=None)(self._read_series)
+        self.read = lru_cache(maxsize=_CACHED)(self._read_measured)
+        """Return a step with its statistics; None: none are kept of a version that can be read."""
+        self.first_passes = lru_cache(maxsize=_CACHED)(self._read_first_passes)
+        """Return the samples of a step's first mini-batch: current against old log-probs."""
+
+    def until(self, last: int) -> RunHistory:
+        """Return what was known of the steps up to `last`, without tensors."""
+        found = RunHistory.__new__(RunHistory)
+        for name in ("run", "attempts", "_catalogue", "_ids", "_number", "read", "first_passes"):
+            setattr(found, name, getattr(self, name))
+        found._last, found.kept = last, None
+        found._rows = [row for row in self._rows if row["step"] <= last]
+        found._every_finding, found._every_loss = self._every_finding, self._every_loss
+        found._series = lru_cache(maxsize=None)(found._read_series)
+        return found
+
+    # --- steps ----------------------------------------------------------------------------------
+    @cached_property
+    def _rows(self) -> list[JsonObject]:
+        """The newest `STEPS` closed steps in force, ascending, with their published numbers."""
+        found: list[JsonObject] = []
+        seen: set[int] = set()
+        for row in self._catalogue.step_metrics(self._ids, version=VERSION, last=self._last):
+            step, number = int(row["step"]), self._number[row["attempt_id"]]
+            if row["closed_wall"] is None or step in seen or self._is_discarded(number, step):
+                continue
+            seen.add(step)
+            found.append(row)
+            if len(found) >= STEPS:
+                break
+        return found[::-1]
+
+    def _is_discarded(self, number: int, step: int) -> bool:
+        """Return whether an attempt later than `number` resumed before a step."""
+        return any(
+            row["number"] > number and row["resumed_from_step"] < step
+            for row in self.attempts
+            if row["resumed_from_step"] is not None
+        )
+
+    def _is_in_force(self, attempt_id: int, step: int | None) -> bool:
+        """Return whether a step of an attempt is in force; None: the attempt as a whole."""
+        number, newest = self._number[attempt_id], self.newest_attempt_id
+        if newest is None or number >= self._number[newest]:
+            return True
+        if step is None or self._is_discarded(number, step):
+            return False
+        return self._attempt_of.get(step, number) <= number
+
+    def earlier_attempts(self) -> Iterator[int]:
+        """Yield the attempts before that of the last step that have closed steps, newest first."""
+        newest = self.newest_attempt_id
+        before = None if self._last is None else self._last + 1
+        for attempt_id in reversed(self._ids):
+            if newest is not None and self._number[attempt_id] < self._number[newest]:
+                rows = self._catalogue.steps(attempt_id, before=before, limit=2)
+                if any(row["closed_wall"] is not None for row in rows):
+                    yield self._number[attempt_id]
+
+    def attempt_of(self, step: int) -> int | None:
+        """Return the number of the attempt that did a step which is in force."""
+        return self._attempt_of.get(step)
+
+    @cached_property
+    def _attempt_of(self) -> Mapping[int, int]:
+        """Closed step in force -> the number of its attempt."""
+        return {step.step: step.attempt for step in self.steps}
+
+    def number_of(self, attempt_id: int) -> int:
+        """Return the number of an attempt that is looked at, by its id in the catalogue."""
+        return self._number[attempt_id]
+
+    @cached_property
+    def steps(self) -> list[StepInForce]:
+        """The closed steps in force, ascending."""
+        return [
+            StepInForce(
+                int(row["step"]),
+                int(row["attempt_id"]),
+                self._number[row["attempt_id"]],
+                row["verdict"] if row["metrics"] is not None else None,
+                tuple(row["suspects"] or ()),
+            )
+            for row in self._rows
+        ]
+
+    @cached_property
+    def measured(self) -> list[StepInForce]:
+        """The steps that have numbers, ascending."""
+        return [step for step in self.steps if step.verdict is not None]
+
+    def partial(self) -> Series:
+        """Return 1 for each step that closed without some of its ranks, else 0."""
+        values = [float(row["completeness"] == "partial") for row in self._rows]
+        return self._as_series("partial steps", self._rows, values)
+
+    def missing(self) -> dict[tuple[str, int], MissingRank]:
+        """Return (role, rank) -> in which of the newest `PARTIAL` partial steps it is missing."""
+        partial = [row for row in self._rows if row["completeness"] == "partial"][-PARTIAL:]
+        wanted = {(row["attempt_id"], row["step"]) for row in partial}
+        found: dict[tuple[str, int], MissingRank] = {}
+        for attempt_id in sorted({attempt_id for attempt_id, _ in wanted}, key=self.number_of):
+            own = [step for attempt, step in wanted if attempt == attempt_id]
+            span = min(max(own) - min(own) + 1, STEPS)
+            rows = self._catalogue.steps(attempt_id, before=max(own) + 1, limit=span)
+            for row in reversed(rows):
+                for each in (row["missing"] or ()) if row["step"] in own else ():
+                    key = (each["role"], each["rank"])
+                    rank = found.setdefault(key, MissingRank([], []))
+                    if rank.steps[-1:] != [row["step"]]:
+                        rank.steps.append(row["step"])
+                    if each["stage"] not in rank.stages:
+                        rank.stages.append(each["stage"])
+        return found
+
+    def mean_staleness(self, steps: Sequence[int]) -> float:
+        """Return the mean staleness of the tokens of some steps; NaN where it is not known."""
+        wanted = set(steps)
+        chosen = [step for step in self.measured if step.step in wanted]
+        counts: dict[int, float] = defaultdict(float)
+        for _, sizes in self.slices("staleness", "counts/tokens", chosen):
+            for (_, age), size in sizes.items():
+                counts[age] += size
+        total = sum(counts.values())
+        return sum(age * size for age, size in counts.items()) / total if total else math.nan
+
+    def closed_after(self, step: int) -> int:
+        """Return how many steps in force are later than a step."""
+        return sum(each.step > step for each in self.steps)
+
+    @property
+    def newest_attempt_id(self) -> int | None:
+        """The catalogue's id of the attempt of the last step that is looked at."""
+        if self._last is not None and self.steps:
+            return self.steps[-1].attempt_id
+        return self._ids[-1] if self._ids else None
+
+    # --- numbers --------------------------------------------------------------------------------
+    def metric(self, name: str) -> Series:
+        """Return a published number of the steps that have it."""
+        rows = [row for row in self._rows if name in (row["metrics"] or {})]
+        return self._as_series(name, rows, [number(row["metrics"][name]) for row in rows])
+
+    def slices(
+        self, by: Dimension, name: str, steps: Sequence[StepInForce] | None = None
+    ) -> list[tuple[StepInForce, Mapping[SliceKey, float]]]:
+        """Return a published number of the slices of some measured steps, ascending; of the newest
+        where `steps` is None."""
+        chosen = self.measured[-NEWEST:] if steps is None else steps
+        if not chosen:
+            return []
+        first, last = chosen[0].step, chosen[-1].step
+        wanted = {(step.attempt_id, step.step): step for step in chosen}
+        found: list[tuple[StepInForce, Mapping[SliceKey, float]]] = []
+        for row in self._catalogue.step_metrics(
+            self._ids, version=VERSION, first=first, last=last, numbers="slices"
+        ):
+            step = wanted.get((row["attempt_id"], row["step"]))
+            blob = row.get("slices")
+            if step is not None and blob is not None:
+                found.append((step, SliceMetrics.from_bytes(blob).column(by, name)))
+        return found[::-1]
+
+    @cached_property
+    def scalar_names(self) -> list[str]:
+        """The names of all scalars that were logged."""
+        return sorted(self._catalogue.scalar_names(self._ids)) if self._ids else []
+
+    def scalars(self, patterns: Sequence[str]) -> list[Series]:
+        """Return the series of every scalar whose name matches a pattern, the first one first.
+
+        Each role has its own, the actor's first. A value is the mean over the ranks and parts of
+        the role that logged it; NaN where one of them is.
+        """
+        found = [series for name in self._matching(patterns) for series in self._series(name)]
+        return [series for series in found if len(series)]
+
+    def scalar_name(self, patterns: Sequence[str]) -> str | None:
+        """Return the first name of a scalar that `scalars` returns series of."""
+        return next((name for name in self._matching(patterns) if any(self._series(name))), None)
+
+    def _matching(self, patterns: Sequence[str]) -> list[str]:
+        names = [
+            name
+            for pattern in patterns
+            for name in self.scalar_names
+            if fnmatch.fnmatchcase(name, pattern)
+        ]
+        return [*dict.fromkeys(names)]
+
+    def _read_series(self, name: str) -> list[Series]:
+        in_force = {(step.attempt_id, step.step) for step in self.steps}
+        by_role: dict[str, dict[tuple[int, int], list[tuple[float, int]]]] = {}
+        for row in self._catalogue.scalar_values(self._ids, name, by_rank=False, last=self._last):
+            key = (row["attempt_id"], -1 if row["step"] is None else row["step"])
+            if key in in_force:
+                bad = row["nan"] or row["posinf"] or row["neginf"]
+                mean = math.nan if bad or row["mean"] is None else float(row["mean"])
+                sums = by_role.setdefault(str(row["role"]), defaultdict(list))
+                sums[key].append((mean, int(row["count"])))
+        found = []
+        for role in sorted(by_role, key=lambda role: (_ORDER.get(role, len(ROLES)), role)):
+            sums = by_role[role]
+            rows = [row for row in self._rows if (row["attempt_id"], row["step"]) in sums]
+            values = [_weighted_mean(sums[row["attempt_id"], row["step"]]) for row in rows]
+            label = f"{name} of {role}" if len(by_role) > 1 else name
+            found.append(self._as_series(label, rows, values))
+        return found
+
+    def _as_series(self, name: str, rows: Sequence[JsonObject], values: Sequence[float]) -> Series:
+        return Series(
+            name,
+            np.array([row["step"] for row in rows], np.int64),
+            np.array([self._number[row["attempt_id"]] for row in rows], np.int64),
+            np.array(values, np.float64),
+        )
+
+    # --- the newest measured step ---------------------------------------------------------------
+    @cached_property
+    def newest(self) -> MeasuredStep | None:
+        """The newest step with numbers; None: of the newest, none has any that can be read.
+
+        Where an older version wrote them, no step has: not every step of a long run is read to
+        find that out, each time that a rule asks.
+        """
+        found = (self.read(step) for step in reversed(self.measured[-_CACHED:]))
+        return next((each for each in found if each is not None), None)
+
+    @cached_property
+    def summaries(self) -> list[tuple[StepInForce, Summary]]:
+        """The statistics of the newest `READ` steps with numbers, the newest first."""
+        found = map(self.read, reversed(self.measured[-READ:]))
+        return [(each.step, each.summary.summary) for each in found if each is not None]
+
+    def _read_measured(self, step: StepInForce) -> MeasuredStep | None:
+        """Return a step with its statistics; None: none are kept of a version that can be read."""
+        row = self._catalogue.step(step.attempt_id, step.step)
+        if row is None or row["whole"] is None:
+            return None
+        try:
+            return MeasuredStep(self._catalogue, step, StepSummary.from_bytes(row["whole"]))
+        except InvalidInput:
+            return None
+
+    def _read_first_passes(self, step: StepInForce) -> list[FirstPass]:
+        together = self._parts(step, UPDATE_PAIR)
+        if together:
+            return first_passes(together)
+        current = self._parts(step, ("current", "rollout")) or self._parts(step, CURRENT_ALONE)
+        return passes_apart(current, self._parts(step, ("old", "rollout"))) if current else []
+
+    def _parts(self, step: StepInForce, pair: tuple[str, str]) -> list[PartRecord]:
+        attempt_id, number = step.attempt_id, step.step
+        rows = self._catalogue.summaries(attempt_id, number, pair=pair_name(pair))
+        if not rows:
+            return []
+        replaced = self._catalogue.replaced(attempt_id, number)
+        try:
+            return part_records(rows, self._catalogue.processes(attempt_id), replaced)
+        except InvalidInput:
+            return []
+
+    @cached_property
+    def samples(self) -> list[SampleRow]:
+        """The samples of the newest steps that have some, the newest step first."""
+        found: list[SampleRow] = []
+        for step in reversed(self.steps[-NEWEST:]):
+            found += self._catalogue.samples(step.attempt_id, step.step, limit=_ROWS - len(found))
+            if len(found) >= _ROWS:
+                break
+        return found
+
+    @cached_property
+    def groups(self) -> list[RewardGroupsRow]:
+        """The groups of samples of each step that has some, ascending."""
+        if not self._ids:
+            return []
+        in_force = {(step.attempt_id, step.step) for step in self.steps}
+        rows = self._catalogue.reward_groups(self._ids, last=self._last)
+        found = [row for row in rows if (row["attempt_id"], row["step"]) in in_force]
+        return sorted(found, key=lambda row: row["step"])
+
+    def has_weights(self, attempt: int) -> bool:
+        """Return whether weights were recorded in an attempt, by its number."""
+        found = (id for id, number in self._number.items() if number == attempt)
+        return any(self._catalogue.newest_weights(each) is not None for each in found)
+
+    def has_syncs(self, attempt: int) -> bool:
+        """Return whether an attempt, by its number, reported a weight sync."""
+        found = (id for id, number in self._number.items() if number == attempt)
+        return any(self._catalogue.stages(each, stage=SYNC, limit=1) for each in found)
+
+    # --- what else the service knows --------------------------------------------------------------
+    @cached_property
+    def findings(self) -> list[FindingRow]:
+        """The findings in force up to the last step, the most recently seen first."""
+        return [row for row in self._every_finding if self._is_known(row, in_force=True)]
+
+    @cached_property
+    def superseded_findings(self) -> list[FindingRow]:
+        """Those that are not in force: of steps done again, or of an attempt that is over."""
+        return [row for row in self._every_finding if self._is_known(row, in_force=False)]
+
+    @cached_property
+    def losses(self) -> list[LossRow]:
+        """What was announced and never arrived, in force, up to the last step."""
+        return [row for row in self._every_loss if self._is_known(row, in_force=True)]
+
+    @cached_property
+    def superseded_losses(self) -> list[LossRow]:
+        """Those that are not in force."""
+        return [row for row in self._every_loss if self._is_known(row, in_force=False)]
+
+    @cached_property
+    def _every_finding(self) -> list[FindingRow]:
+        return self._catalogue.findings(attempt_id=self._ids, limit=_ROWS) if self._ids else []
+
+    @cached_property
+    def _every_loss(self) -> list[LossRow]:
+        return self._catalogue.losses(attempt_id=self._ids, limit=_ROWS) if self._ids else []
+
+    def _is_known(self, row: FindingRow | LossRow, *, in_force: bool) -> bool:
+        """Return whether a row is of the steps that are looked at, and in force or not."""
+        attempt_id, step = row["attempt_id"], row["step"]
+        if attempt_id is None or not (self._last is None or step is None or step <= self._last):
+            return False
+        return self._is_in_force(attempt_id, step) == in_force
+
+    @cached_property
+    def non_finite_scalars(self) -> list[JsonObject]:
+        """The logged numbers that are NaN or infinite, by step, up to the last one."""
+        in_force = {(step.attempt_id, step.step) for step in self.steps}
+        return [
+            row for row in self._non_finite_scalars if (row["attempt_id"], row["step"]) in in_force
+        ]
+
+    @cached_property
+    def superseded_scalars(self) -> list[JsonObject]:
+        """Those of steps that are not in force."""
+        return [
+            row
+            for row in self._non_finite_scalars
+            if row["step"] is not None and (self._last is None or row["step"] <= self._last)
+            if not self._is_in_force(row["attempt_id"], row["step"])
+        ]
+
+    @cached_property
+    def _non_finite_scalars(self) -> list[JsonObject]:
+        if not self._ids:
+            return []
+        return [*self._catalogue.scalars(self._ids, nonfinite=NON_FINITE_NAMES, limit=_ROWS)]
+
+    def settings(self, name: str) -> Mapping[str, object]:
+        """Return a table among the settings of the newest attempt that has one."""
+        for attempt_id in reversed(self._ids):
+            for settings in self._catalogue.settings_with(attempt_id, name):
+                table = settings.get(name)
+                if isinstance(table, Mapping):
+                    return table
+        return {}
+
+    def stage_seconds(self) -> dict[tuple[str, str], dict[int, dict[int, float]]]:
+        """Return (stage, role) -> step -> rank -> seconds, of the newest steps."""
+        found: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
+        for step in self.steps[-NEWEST:]:
+            rows = self._catalogue.stages(step.attempt_id, step.step, limit=_ROWS)
+            for row in rows:
+                if row["end_mono"] is None or row["begin_mono"] is None:
+                    continue
+                by_rank = found.setdefault((row["stage"], row["role"]), {}).setdefault(
+                    step.step, {}
+                )
+                seconds = float(row["end_mono"]) - float(row["begin_mono"])
+                by_rank[row["rank"]] = by_rank.get(row["rank"], 0.0) + seconds
+        return found
+
+
+def number(value: object) -> float:
+    """Return a stored number; a spelled one stands for one that is not finite."""
+    return _NON_FINITE[value] if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+
+
+def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:
+    return sum(mean * count for mean, count in values) / sum(count for _, count in values)

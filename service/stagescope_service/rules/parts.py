@@ -1,0 +1,238 @@
+"""The mismatch of a step taken apart: how much of it has which cause, and what is left.
+
+Stale tokens, the line, and the noise floor or rounding are counted: `unexplained` is without them.
+Rejected and worst tokens are places in which |d| lies, whatever its cause, and overlap the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from stagescope.render import counted
+from stagescope.wire.errors import StagescopeError
+from stagescope_service.rules.evidence import ABS_DIFF, short
+from stagescope_service.rules.history import MeasuredStep, RunHistory
+from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.checks import ENOUGH, MANY
+from stagescope_service.statistics.comparability import Comparability
+from stagescope_service.statistics.loss_fate import NAMES, Fate
+from stagescope_service.statistics.summary import Summary
+
+_OTHER_TOKENS: Final = frozenset(
+    {"constant", "probabilities", "coverage", "padding", "shifted", "unrelated"}
+)
+"""Checks of streams that are not of the same tokens: a line through them has no meaning."""
+_REJECTED: Final = {Fate.REJECTED: "in_loss", Fate.ZERO_WEIGHT: "weight"}
+"""Fate of tokens that importance sampling drops -> the field of the loss that decides it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MismatchPart:
+    """A part of the newest measured step's mismatch.
+
+    Attributes:
+        name: 'stale tokens', 'temperature or truncation', 'noise floor', 'rounding', 'rejected
+            tokens', 'worst tokens' or 'unexplained'.
+        share: its share, 0 to 1: of the sum of |d|, but of 'temperature or truncation', which is of
+            the sum of squares of d; None: not measured.
+        text: what it is a share of and rests on, or why it is not measured.
+        counted: whether `unexplained` is without it; parts that are not counted overlap others.
+    """
+
+    name: str
+    share: float | None
+    text: str
+    counted: bool = True
+
+
+def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
+    """Take the mismatch of the newest measured step apart; [] where no step has both streams.
+
+    The noise floor (the trainer against itself) and rounding are means of |d| of the same kind as
+    the mismatch, so that the larger of them is the share that either explains of the fresh tokens.
+    """
+    newest = history.newest
+    if newest is None:
+        return []
+    summary, total = newest.summary.summary, newest.summary.total
+    size = newest.published[ABS_DIFF]
+    if not (total.tokens and size > 0.0):
+        return []
+    stale = _stale_share(summary, total)
+    line = fitted_line(summary.fresh, newest.comparability)
+    noise = None if newest.noise is None else _share(newest.noise[ABS_DIFF] / size)
+    rounding = _share(newest.published["rounding/abs_diff_floor"] / size)
+    larger_is_noise = noise is not None and noise >= (rounding or 0.0)
+    return [
+        MismatchPart(
+            "stale tokens",
+            stale,
+            summary.why_no_staleness
+            if stale is None
+            else "share of the sum of |d|: tokens of older policy versions, whose |d| is drift and "
+            "mismatch",
+        ),
+        MismatchPart(
+            "temperature or truncation",
+            line.share,
+            line.text + (" (staleness is not known: of all tokens)" if stale is None else ""),
+        ),
+        MismatchPart(
+            "noise floor",
+            noise,
+            "no recomputed_log_probs"
+            if newest.noise is None
+            else "no token of recomputed_log_probs counts"
+            if noise is None
+            else "mean |d| of the trainer against itself over that of the mismatch",
+            counted=larger_is_noise,
+        ),
+        MismatchPart(
+            "rounding",
+            rounding,
+            "the dtypes of the streams are not known"
+            if rounding is None
+            else "what the dtypes of the streams add to mean |d|, over mean |d|",
+            counted=not larger_is_noise,
+        ),
+        _rejected(history, newest),
+        _worst(summary, total),
+        _unexplained(
+            stale, line.share, _floor_of(summary.fresh, size * max(noise or 0.0, rounding or 0.0))
+        ),
+    ]
+
+
+def _share(value: float) -> float | None:
+    """Return a share, at most 1; None where it is not finite."""
+    return min(1.0, value) if math.isfinite(value) else None
+
+
+def _floor_of(fresh: Cell, floor: float) -> float:
+    """Return a floor of mean |d| over that of the fresh tokens, at most 1."""
+    mean = fresh[Field.D_ABS_SUM] / fresh.tokens if fresh.tokens else 0.0
+    return min(1.0, floor / mean) if mean > 0.0 else 1.0
+
+
+def _stale_share(summary: Summary, total: Cell) -> float | None:
+    if not summary.is_staleness_known:
+        return None
+    old = [cell[Field.D_ABS_SUM] for age, cell in summary.staleness.items() if age > 0]
+    return _share(sum(old) / total[Field.D_ABS_SUM])
+
+
+# --- temperature or truncation ------------------------------------------------------------------
+class FittedLine(NamedTuple):
+    """What a line through p and q explains of d.
+
+    Attributes:
+        share: of the sum of squares of d, 0 to 1; None: not measured.
+        text: the line, or why there is none.
+    """
+
+    share: float | None
+    text: str
+
+
+def fitted_line(cell: Cell, comparability: Comparability) -> FittedLine:
+    """Return the share of d's sum of squares that an affine relation of p and q explains.
+
+    A temperature scales q, a renormalised truncation shifts it: p = a + b q. The least-squares line
+    of p on q leaves M2(p) - C(p, q)^2 / M2(q) of the sum of d^2 = M2(d) + n mean(d)^2. Noise of q
+    alone flattens that line, and noise of p the line of q on p, so that the smaller of what the two
+    lines remove counts: noise of one side then explains about 0 (noise of variance s on either
+    side of a stream of variance v, s / 2(v + s)). Two parameters fit 2 / n of any sum of squares;
+    that is taken off, with n the number of tokens that d's size is spread over,
+    (sum |d|)^2 / sum d^2. A temperature's relation is affine within a context alone, so that the
+    line of all tokens finds less than all of it: about 0.45 of a temperature of 0.7.
+
+    Args:
+        cell: the tokens.
+        comparability: of the step; no line is drawn through streams of different tokens.
+    """
+    other = sorted({check.name for check in comparability.suspects} & _OTHER_TOKENS)
+    if other:
+        return FittedLine(None, f"the streams are not of the same tokens ({', '.join(other)})")
+    n, p2, q2, c = cell.tokens, cell[Field.P_M2], cell[Field.Q_M2], cell[Field.PQ_C]
+    if n < MANY:
+        return FittedLine(None, f"{n} fresh tokens, {MANY} are needed")
+    squares = cell[Field.D_M2] + cell[Field.D_SUM] ** 2 / n
+    if not (math.isfinite(squares) and squares > 0.0 and p2 > 0.0 and q2 > 0.0):
+        return FittedLine(None, "a stream is constant, or d is 0 or not finite")
+    spread_over = cell[Field.D_ABS_SUM] ** 2 / squares
+    if spread_over < ENOUGH:
+        return FittedLine(
+            None, f"{spread_over:.0f} tokens hold most of d's sum of squares, {ENOUGH} are needed"
+        )
+    if not math.isfinite(c):
+        return FittedLine(None, "the streams are too large for a line")
+    left = max(p2 - c * c / q2, q2 - c * c / p2, 0.0) / squares
+    share = min(1.0, max(0.0, 1.0 - left * spread_over / (spread_over - 2.0)))
+    slope = c / q2
+    shift = (cell[Field.P_SUM] - slope * cell[Field.Q_SUM]) / n
+    text = (
+        f"share of the sum of squares of d over {n} fresh tokens that the line p = "
+        f"{short(shift)} + {short(slope)} q removes: a temperature scales q, a "
+        "renormalised truncation shifts it"
+    )
+    return FittedLine(share, text)
+
+
+# --- places -------------------------------------------------------------------------------------
+def _rejected(history: RunHistory, newest: MeasuredStep) -> MismatchPart:
+    """Return the share of |d| in tokens that the loss drops by their importance weight."""
+    name = "rejected tokens"
+    if history.kept is None:
+        return MismatchPart(name, None, "the step's tensors cannot be read here", counted=False)
+    try:
+        loss = history.kept.loss(newest.step)
+    except StagescopeError as error:
+        return MismatchPart(name, None, str(error), counted=False)
+    lacking = [loss.unrecorded[field] for field in _REJECTED.values() if field in loss.unrecorded]
+    if len(lacking) == len(_REJECTED):
+        return MismatchPart(name, None, "not recorded: " + "; ".join(lacking), counted=False)
+    share = sum(loss.shares.get(NAMES[fate], 0.0) for fate in _REJECTED)
+    seen = {NAMES[Fate.TRAINED], NAMES[Fate.UNKNOWN]}
+    hidden = sum(part for fate, part in loss.shares.items() if fate not in seen)
+    text = (
+        f"share of the sum of |d| over the {counted(loss.tokens, 'token')} whose tensors are kept: "
+        f"rejected, masked, or with an importance weight of 0; {hidden:.1%} with those that were "
+        "clipped or have an advantage of 0, which no gradient sees either"
+    )
+    if lacking:
+        text += f"; at least, for it is not recorded {lacking[0]}"
+    return MismatchPart(name, _share(share), text, counted=False)
+
+
+def _worst(summary: Summary, total: Cell) -> MismatchPart:
+    sizes = np.abs(summary.worst.p - summary.worst.q)
+    return MismatchPart(
+        "worst tokens",
+        float(sizes.sum()) / total[Field.D_ABS_SUM],
+        f"share of the sum of |d|: the {len(sizes)} tokens with the largest |d| of {total.tokens}",
+        counted=False,
+    )
+
+
+# --- what is left -------------------------------------------------------------------------------
+def _unexplained(stale: float | None, line: float | None, floor: float) -> MismatchPart:
+    """Return what is left of the sum of |d| once the counted parts are taken off.
+
+    Without the line, d is sqrt(1 - line) times as large; the floor is subtracted from that.
+    """
+    rest = (1.0 - (stale or 0.0)) * max(0.0, math.sqrt(1.0 - (line or 0.0)) - floor)
+    taken: Sequence[tuple[str, float | None]] = (
+        ("without the stale tokens", stale),
+        ("with the line drawn", line),
+        ("with the noise floor or rounding, the larger, subtracted", floor),
+    )
+    words = [word for word, share in taken if share]
+    text = "share of the sum of |d| for which this list has no cause: " + (
+        f"what is left {', '.join(words)}" if words else "all of it, for no counted part is over 0"
+    )
+    return MismatchPart("unexplained", rest, text, counted=False)

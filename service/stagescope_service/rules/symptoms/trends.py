@@ -1,0 +1,526 @@
+"""Evidence of numbers over the steps: jumps, growth, bounds, and what does not rise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope_service.rules.evidence import (
+    ABS_DIFF,
+    ENDED_AFTER,
+    Evidence,
+    event_period,
+    kendall,
+    not_found,
+    not_measured,
+    rate_period,
+    short,
+    spread,
+    times,
+)
+from stagescope_service.rules.history import NEWEST, RunHistory, Series
+from stagescope_service.statistics.cell import Float64, Int64
+from stagescope_service.statistics.step_metrics import staleness_name
+
+
+def jump(
+    history: RunHistory,
+    *,
+    at: str,
+    metric: str = ABS_DIFF,
+    factor: float = 2.0,
+    least: float = 0.0,
+    steps: int = 5,
+) -> Evidence:
+    """Return whether a metric rises at once where an attempt begins, or after its first step.
+
+    Args:
+        history: of the run.
+        at: 'attempt', or 'first sync': between the first step of an attempt, which samples with
+            the weights that the engine loaded, and the next ones.
+        metric: a published name.
+        factor: least ratio of the medians after and before.
+        least: least median after.
+        steps: most steps on either side.
+    """
+    series = history.metric(metric).finite
+    if at == "first sync":
+        return _jump_at_first_sync(history, series, factor, least, steps)
+    numbers = sorted({int(number) for number in series.attempts})
+    if len(numbers) < 2:
+        return not_measured(f"{metric} is measured in {len(numbers) or 'no'} attempt: no restart")
+    found: list[Evidence] = []
+    against = []
+    for number in numbers[1:]:
+        own = after = series.of_attempt(number)
+        first = int(after.steps[0])
+        if len(own) == 1:  # it died at once: those that went on say whether its step was usual
+            after = series.where(series.attempts >= number)
+        before = series.where((series.steps < first) & (series.attempts < number)).newest(steps)
+        if len(before) < 2 or len(after) < 2:
+            against.append(f"attempt {number}: {_TOO_FEW}")
+            continue
+        head = after.where(np.arange(len(after)) < steps)
+        low, high = float(np.median(before.values)), float(np.median(head.values))
+        text = (
+            f"{metric} is {short(low)} in the {len(before)} steps before attempt {number} and "
+            f"{short(high)} in the first {len(head)} of it"
+            + ("" if len(own) > 1 else " and the next")
+        )
+        # Its first step may be healthy: the engine's own weights sampled it. A later rise is not
+        # of the restart.
+        between = math.sqrt(low * high)
+        at_once = float(head.values[:2].max()) > between
+        if found:  # the attempt before may have begun with it, and have few steps
+            of_last = before.of_attempt(int(before.attempts[-1])).values
+            at_once = at_once and float(np.median(of_last)) < between
+        if at_once and high > max(least, factor * low, low + 4 * spread(before.values)):
+            beyond = float((head.values > before.values.max()).mean())
+            supports = (f"{text} ({times(high, low)})",)
+            evidence = Evidence("found", beyond, first, f"attempt {number}", supports)
+            since = series.where(series.steps >= first)
+            found.append(_while_above(evidence, since, between))
+        else:
+            against.append(text)
+    if not found and against[-1].endswith(_TOO_FEW):
+        return not_measured(against[-1])
+    if not found:
+        return not_found(*against)
+    return dataclasses.replace(found[-1], against=(*found[-1].against, *against))
+
+
+def _while_above(evidence: Evidence, series: Series, bound: float) -> Evidence:
+    """Return the evidence of a rise, ended where the newest values are below a bound."""
+    over = np.flatnonzero(series.values > bound)
+    after = len(series) - 1 - int(over[-1]) if len(over) else 0
+    if after <= ENDED_AFTER:
+        return evidence
+    ended = evidence.ended(int(series.steps[over[-1]]), after)
+    newest = float(np.median(series.values[-after:]))
+    return dataclasses.replace(
+        ended, against=(*ended.against, f"{series.name} is back at {short(newest)}")
+    )
+
+
+_TOO_FEW: Final = "too few steps on one side of its begin"
+
+
+def _jump_at_first_sync(
+    history: RunHistory, series: Series, factor: float, least: float, steps: int
+) -> Evidence:
+    found, against, unknown = None, [], []
+    for number in sorted({int(number) for number in series.attempts}):
+        own = series.of_attempt(number)
+        if len(own) < 3:
+            continue
+        if not history.has_syncs(number):
+            unknown.append(f"attempt {number} reported no weight sync")
+            continue
+        first, later = float(own.values[0]), own.values[1 : steps + 1]
+        high, step = float(np.median(later)), int(own.steps[1])
+        text = f"attempt {number}: {short(first)} in its first step, {short(high)} after it"
+        if high > max(least, factor * first) and float(later.min()) > math.sqrt(first * high):
+            sure = float((later > factor * first).mean())
+            found = Evidence("found", sure, step, f"attempt {number}", (text,))
+            found = _while_above(found, series.where(series.steps >= step), math.sqrt(first * high))
+        else:
+            against.append(text)
+    if found is not None:
+        return dataclasses.replace(found, against=(*found.against, *against))
+    if against:
+        return not_found(*against)
+    return not_measured(unknown[-1] if unknown else "no attempt has three steps")
+
+
+def step_change(
+    history: RunHistory,
+    *,
+    metric: str = ABS_DIFF,
+    factor: float = 2.0,
+    least: float = 0.0,
+    steps: int = 10,
+) -> Evidence:
+    """Return whether a metric rises at once inside an attempt, and stays there until now.
+
+    The steps are split where the two medians leave the smallest sum of absolute deviations of the
+    logarithms, each side with at least 3 of them (`steps` in all), and then before every value
+    that lies above the geometric mean of the two without a break. The later median is `factor`
+    times the earlier one, at least 80 % of it arises between the 3 steps (or 2, at the begin) on
+    either side, and every later value lies above the geometric mean, those of later attempts
+    included. The newest attempt that shows it is named, else nothing is found in the newest. A
+    rise of over `_CLEAR` noise widths needs `_FEWEST` steps.
+    """
+    series = history.metric(metric).finite
+    if not len(series):
+        return not_measured(f"no step has {metric}")
+    found: list[Evidence] = []
+    for attempt in sorted({*series.attempts.tolist()}, reverse=True):
+        own = series.of_attempt(attempt).newest(_MAX_SPLIT)
+        after = series.values[series.attempts > attempt]
+        # A first value alone that is low is of the weights that the engine loaded: of `jump`.
+        first = 2 if history.has_syncs(attempt) else 1
+        if len(own) >= steps:
+            at = _change_at(own.values, 3, first)
+            found.append(_change_in(own, at, after, metric, factor, least))
+        else:
+            found.append(_clear_change_in(own, first, after, metric, least))
+            if found[-1].verdict != "found":
+                text = f"attempt {attempt} has {len(own)} steps, {steps} are needed"
+                found[-1] = not_measured(text, waits=True)
+        if found[-1].verdict == "found":
+            return found[-1]
+    return found[0]
+
+
+def _change_in(
+    own: Series, at: int, after: Float64, metric: str, factor: float, least: float
+) -> Evidence:
+    """Return whether the values of one attempt rise at once, and those after it stay as high."""
+    low, high = (float(np.median(part)) for part in (own.values[:at], own.values[at:]))
+    near = [
+        float(np.median(part))
+        for part in (own.values[max(at - 3, 0) : at], own.values[at : at + 3])
+    ]
+    found = _changed(own, at, metric, low, high)
+    is_large = high > max(factor * low, least, 0.0)
+    lowest = min(own.values[at:].min(), after.min(initial=math.inf))
+    is_lasting = is_large and lowest > math.sqrt(low * high)
+    if not is_lasting or near[1] - near[0] < _AT_ONCE * (high - low):
+        return not_found(*found.supports)
+    return found
+
+
+_CLEAR: Final = 100.0
+"""Noise widths of a rise that few steps show: chance makes none as large."""
+_NOISE: Final = 0.1
+"""Least noise width of healthy steps, over their median: their samples differ."""
+_FEWEST: Final = 4
+"""Steps of such a rise, two on either side."""
+_AT_ONCE: Final = 0.8
+"""Share of a rise between two steps, from which it comes at once."""
+
+
+def _is_clear(before: Float64, lowest: float) -> bool:
+    """Return whether a value lies over `_CLEAR` noise widths above those before."""
+    low = float(np.median(before))
+    return lowest - low > _CLEAR * max(spread(before), _NOISE * abs(low))
+
+
+def _clear_change_in(
+    own: Series, first: int, after: Float64, metric: str, least: float
+) -> Evidence:
+    """Return whether the few values of one attempt rise at once, by many noise widths."""
+    if len(own) < _FEWEST:
+        return not_found()
+    at = _change_at(own.values, 2, first)
+    before, later = own.values[:at], own.values[at:]
+    low, high = float(np.median(before)), float(np.median(later))
+    lowest = min(later.min(), after.min(initial=math.inf))
+    is_at_once = own.values[at] - low >= _AT_ONCE * (high - low)
+    if not (high > least and is_at_once and _is_clear(before, lowest)):
+        return not_found()
+    return _changed(own, at, metric, low, high)
+
+
+def _changed(own: Series, at: int, metric: str, low: float, high: float) -> Evidence:
+    step = int(own.steps[at])
+    text = (
+        f"{metric} is {short(low)} in the {at} steps before step {step} and {short(high)} in the "
+        f"{len(own) - at} from it on"
+    )
+    beyond = float((own.values[at:] > own.values[:at].max()).mean())
+    return Evidence("found", beyond, step, f"attempt {own.attempts[-1]}", (text,))
+
+
+_MAX_SPLIT: Final = 400
+"""Newest steps that are searched for a change."""
+
+
+def _change_at(values: Float64, least: int, first: int) -> int:
+    """Return the index of the first value after the change.
+
+    Args:
+        values: of an attempt.
+        least: how many values lie on either side of the split.
+        first: the first index at which a change is looked for; 1: before it lies one value alone.
+    """
+    split = at = _split(values, 1 if first == 1 else least, least)
+    between = math.sqrt(max(float(np.median(values[:at]) * np.median(values[at:])), 0.0))
+    while at > 1 and values[at - 1] > between:
+        at -= 1
+    return at if at >= first else split
+
+
+def _split(values: Float64, before: int, after: int) -> int:
+    """Return the index of the first value after the change, with so many values on either side."""
+    logs = np.log(np.maximum(values, np.finfo(np.float64).tiny))
+    costs = [
+        float(np.abs(part - np.median(part)).sum())
+        for at in range(before, len(logs) - after + 1)
+        for part in (logs[:at], logs[at:])
+    ]
+    return before + int(np.argmin(np.add(costs[::2], costs[1::2])))
+
+
+def growth(
+    history: RunHistory,
+    *,
+    metric: str = ABS_DIFF,
+    factor: float = 2.0,
+    least: float = 0.0,
+    steps: int = 12,
+) -> Evidence:
+    """Return whether a metric grows step by step in the newest attempt, beside its staleness.
+
+    Kendall's tau of value and step is at least 0.5, and the median of the last quarter of the steps
+    at least `factor` times that of the first (and at least `least`). A growth of over `_CLEAR`
+    noise widths needs `_FEWEST` steps. Where the tokens grow older, those of staleness 0 have to
+    grow so.
+    """
+    series = history.metric(metric).finite
+    if not len(series):
+        return not_measured(f"no step has {metric}")
+    own = series.of_attempt(int(series.attempts[-1]))
+    if len(own) < steps and not _grows_clearly(own.values):
+        return not_measured(
+            f"attempt {own.attempts[-1]} has {len(own)} steps, {steps} are needed", waits=True
+        )
+    evidence = _growth_of(own, factor, least)
+    if evidence.verdict != "found":
+        return evidence
+    change = step_change(history, metric=metric)
+    if change.verdict == "found" and change.since_step in own.steps:
+        return not_found(f"it rises at once, in step {change.since_step}")
+    quarter = max(len(own) // 4, 1)
+    ages = [
+        history.mean_staleness(part.tolist())
+        for part in (own.steps[:quarter], own.steps[-quarter:])
+    ]
+    if ages[1] >= ages[0] + _OLDER:
+        older = f"the tokens grow older: mean staleness {short(ages[0])} to {short(ages[1])}"
+        fresh = history.metric(staleness_name(0, metric)).finite.of_attempt(int(own.attempts[-1]))
+        of_fresh = _growth_of(fresh, factor, least) if len(fresh) >= _FEWEST else None
+        if of_fresh is None or of_fresh.verdict != "found":
+            return not_found(evidence.supports[0], older)
+        evidence = of_fresh
+    earlier = [
+        f"attempt {number} began at {short(float(series.of_attempt(number).values[0]))} again"
+        for number in sorted({int(number) for number in series.attempts})[1:]
+    ]
+    return dataclasses.replace(evidence, supports=(*evidence.supports, *earlier))
+
+
+_OLDER: Final = 0.5
+"""Versions by which the mean staleness rises where tokens grow older."""
+
+
+def _grows_clearly(values: Float64) -> bool:
+    """Return whether few values grow by many noise widths, and not at once."""
+    if len(values) < _FEWEST or not _is_clear(values[:1], float(values[-2:].min())):
+        return False
+    return float(np.diff(values).max()) < _AT_ONCE * float(values[-1] - values[0])
+
+
+def _growth_of(own: Series, factor: float, least: float) -> Evidence:
+    """Return whether the values of one attempt grow."""
+    quarter = max(len(own) // 4, 1)
+    first, last = (float(np.median(part)) for part in (own.values[:quarter], own.values[-quarter:]))
+    tau = kendall(own.values)
+    text = (
+        f"{own.name} grows from {short(first)} to {short(last)} over the {len(own)} steps of "
+        f"attempt {own.attempts[-1]} (Kendall's tau {tau:.2f})"
+    )
+    if not (tau >= 0.5 and last >= max(factor * first, least)):
+        return not_found(text.replace("grows", "goes"))
+    below = np.flatnonzero(own.values < factor * first)
+    since = int(own.steps[below[-1] + 1 if len(below) and below[-1] + 1 < len(own) else 0])
+    return Evidence("found", tau, since, "", (text,))
+
+
+def above(
+    history: RunHistory, *, metric: str, bound: float, steps: int = NEWEST, share: float = 0.5
+) -> Evidence:
+    """Return whether a metric is over a bound in at least a share of the newest steps."""
+    return beyond(history.metric(metric), bound, steps, share)
+
+
+def scalar_above(
+    history: RunHistory,
+    *,
+    names: Sequence[str],
+    bound: float,
+    steps: int = NEWEST,
+    share: float = 0.5,
+) -> Evidence:
+    """The same of the first logged scalar whose name matches a pattern."""
+    found = history.scalars(names)
+    if not found:
+        return no_scalar(names)
+    return beyond(found[0], bound, steps, share)
+
+
+def beyond(series: Series, bound: float, steps: int, share: float) -> Evidence:
+    """Return whether a number is over a bound in more than a share of the newest steps."""
+    finite = series.finite
+    if not len(finite):
+        return not_measured(f"no step has a finite {series.name}")
+    newest = finite.newest(steps)
+    over = newest.values > bound
+    text = (
+        f"{series.name} is over {short(bound)} in {int(over.sum())} of the newest {len(newest)} "
+        f"steps (median {short(float(np.median(newest.values)))}, largest "
+        f"{short(float(newest.values.max()))} in step {newest.steps[newest.values.argmax()]})"
+    )
+    return of_rate(finite.steps, finite.values > bound, None, share, steps, text)
+
+
+def of_rate(
+    steps: Int64,
+    marked: np.ndarray[tuple[int, ...], np.dtype[Any]],
+    trials: np.ndarray[tuple[int, ...], np.dtype[Any]] | None,
+    share: float,
+    window: int,
+    *texts: str,
+) -> Evidence:
+    """Return whether a rate is over a share, and since which step; see `rate_period`.
+
+    Args:
+        steps: the steps.
+        marked: of each step, how many of its trials show the symptom.
+        trials: of each step; None: one.
+        share: the rate that is too high.
+        window: how many of the newest steps a rate is taken over.
+        texts: what the newest of them show.
+    """
+    given = np.ones(len(steps)) if trials is None else trials.astype(np.float64)
+    period = rate_period(marked.astype(np.float64), given, share, window)
+    if period is None:
+        return not_found(*texts)
+    against: tuple[str, ...] = ()
+    if period.share < share:
+        against = (f"{period.share:.0%} of the newest are fewer than {share:.0%}, but not surely",)
+    return Evidence("found", period.share, int(steps[period.first]), "", texts, against)
+
+
+def scalar_falls(
+    history: RunHistory, *, names: Sequence[str], share: float = 0.2, steps: int = 10
+) -> Evidence:
+    """Return whether a scalar fell below a share of its first steps' median, and stays there."""
+    found = history.scalars(names)
+    if not found:
+        return no_scalar(names)
+    series = found[0].finite
+    if len(series) < steps:
+        return not_measured(
+            f"{series.name} has {len(series)} finite steps, {steps} are needed", waits=True
+        )
+    first = float(np.median(series.values[:steps]))
+    last = float(np.median(series.values[-steps:]))
+    text = f"{series.name} goes from {short(first)} to {short(last)} over {len(series)} steps"
+    if not first > 0:
+        return not_found(text)
+    return of_rate(series.steps, series.values < share * first, None, 0.5, steps, text)
+
+
+def scalar_flat(
+    history: RunHistory, *, names: Sequence[str], steps: int = 20, rise: float = 0.5
+) -> Evidence:
+    """Return whether a scalar does not rise: a training's reward.
+
+    It rises where the median of the last quarter of the steps exceeds that of the first by at
+    least `rise` times the spread (1.48 MAD) of the steps around their local median.
+    """
+    found = history.scalars(names)
+    if not found:
+        return no_scalar(names)
+    series = found[0].finite
+    if len(series) < steps:
+        return not_measured(
+            f"{series.name} has {len(series)} finite steps, {steps} are needed", waits=True
+        )
+    quarter = len(series) // 4
+    first, last = (
+        float(np.median(part)) for part in (series.values[:quarter], series.values[-quarter:])
+    )
+    noise = spread(np.diff(series.values)) / math.sqrt(2)
+    tau = kendall(series.values)
+    text = (
+        f"{series.name} goes from {short(first)} to {short(last)} over {len(series)} steps; one "
+        f"step differs from the next by about {short(noise)} (Kendall's tau {tau:.2f})"
+    )
+    if not math.isfinite(last - first + noise):
+        return not_measured(f"{text}: too large for a difference")
+    if last - first > rise * noise and tau > 0.1:
+        return not_found(text)
+    return Evidence("found", min(1.0, max(0.0, 0.5 * (1.0 - tau))), None, "", (text,))
+
+
+def scalar_spike(
+    history: RunHistory, *, names: Sequence[str], factor: float = 10.0, steps: int = 50
+) -> Evidence:
+    """Return whether a scalar exceeded `factor` times the median of the `steps` steps up to there,
+    in one of the newest `steps`.
+
+    Of several roles that log it the first one is told of which it is so.
+    """
+    looked = [_spike(series, factor, steps) for series in history.scalars(names)]
+    if not looked:
+        return no_scalar(names)
+    return next((each for each in looked if each.verdict == "found"), looked[0])
+
+
+_FEW: Final = 5
+"""Finite values that a median is taken over at least."""
+
+
+def _spike(series: Series, factor: float, window: int) -> Evidence:
+    is_finite = np.isfinite(series.values)
+    if is_finite.sum() < _FEW and is_finite.all():
+        return not_measured(f"{series.name} has {len(series)} steps, {_FEW} are needed", waits=True)
+    sizes = np.where(is_finite, np.abs(series.values), np.nan)
+    medians = _medians_up_to(sizes, window)
+    over = sizes > factor * medians
+    period = event_period(over | ~is_finite, window)
+    if period is None:
+        return not_found(
+            f"{series.name} stays below {factor:g} times its median {short(float(medians[-1]))} in "
+            f"the newest {min(window, len(series))} steps"
+        )
+    lines = []
+    own = np.arange(len(series)) >= period.first
+    bad, spikes = series.steps[own & ~is_finite], np.flatnonzero(own & over)
+    if len(bad):
+        lines.append(f"{series.name} is not finite in {len(bad)} steps, from {bad[0]}")
+    if len(spikes):
+        largest = spikes[sizes[spikes].argmax()]
+        listed = ", ".join(f"step {step}" for step in series.steps[spikes[:5]])
+        lines.append(
+            f"{series.name} is up to {short(float(sizes[largest]))}, "
+            f"{times(float(sizes[largest]), float(medians[largest]))} its median before "
+            f"({listed}{', ...' if len(spikes) > 5 else ''})"
+        )
+    last = int(np.flatnonzero(over | ~is_finite)[-1])
+    after = len(series) - 1 - last
+    sure = min(1.0, (len(bad) + len(spikes)) / 3)
+    evidence = Evidence("found", sure, int(series.steps[period.first]), "", tuple(lines))
+    return evidence.ended(int(series.steps[last]), after) if after > ENDED_AFTER else evidence
+
+
+def _medians_up_to(values: Float64, window: int) -> Float64:
+    """Return of each value the median of the newest `window` up to it; NaN, which is no value, for
+    those that have fewer than `_FEW` finite ones."""
+    found = np.full(len(values), np.nan)
+    for at in range(len(values)):
+        own = values[max(0, at + 1 - window) : at + 1]
+        own = own[~np.isnan(own)]
+        found[at] = np.median(own) if len(own) >= _FEW else np.nan
+    return found
+
+
+def no_scalar(names: Sequence[str]) -> Evidence:
+    """Return that no scalar of these names is logged."""
+    return not_measured(f"no scalar {' or '.join(names[:4])} is logged")

@@ -1,0 +1,296 @@
+"""Evidence of the turns of trajectories: what a prompt begins with, and whether a turn trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from stagescope.batch import Batch
+from stagescope.batch.converters import keys_of, prompts_of, response_spans
+from stagescope.wire.tensorfile import Array
+from stagescope_service.rules.evidence import Evidence, not_found, not_measured, short
+from stagescope_service.rules.history import NEWEST, READ, RunHistory
+from stagescope_service.statistics.cell import Float64, Int64
+
+_TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "turn_ids"))
+"""The tensors that hold the tokens of a turn and of its prompt, either way."""
+
+
+def retokenised(history: RunHistory, *, share: float = 0.01) -> Evidence:
+    """Return whether the prompt of a turn does not begin with the turn before it.
+
+    Rows of one group_id and run_id are turns of one trajectory where each row has a single turn_id.
+    Those of the newest `READ` steps whose tokens are kept are read; `share` of their follow-up
+    prompts have to differ.
+    """
+    if history.kept is None:
+        return not_measured("tensors cannot be read here")
+    pairs, read = 0, 0
+    breaks: list[tuple[int, int, int, _Turn, _Turn]] = []
+    for step in reversed(history.steps[-NEWEST:]):
+        batches = (history.kept.batch(step, names) for names in _TURNS)
+        batch = next((each for each in batches if each is not None), None)
+        if batch is None:
+            continue
+        read += 1
+        for before, after in _following(batch):
+            pairs += 1
+            at = _first_difference(before, after)
+            if at is not None:
+                breaks.append((after.turn, at, step.step, before, after))
+        if read == READ:
+            break
+    if not read:
+        return not_measured("no prompts and responses are kept of the newest steps")
+    if not pairs:
+        return not_measured(
+            "each row holds a whole trajectory, or one whose other turns are absent"
+        )
+    text = (
+        f"{len(breaks)} of {pairs} prompts of later turns, in {read} steps, do not begin with the "
+        "turn before"
+    )
+    if not breaks or len(breaks) < share * pairs:
+        return not_found(text)
+    turn, at, step_number, before, after = min(breaks, key=lambda each: each[:3])
+    first = (
+        f"first in turn {turn} at position {at} (step {step_number}, group {after.group}, run "
+        f"{after.run}): token {_id_at(after.given, at)} where turn {before.turn} has "
+        f"{_id_at(before.left[0], at)}"
+    )
+    since = min(each[2] for each in breaks)
+    where = f"turn {turn}, position {at}"
+    return Evidence("found", len(breaks) / pairs, since, where, (text, first))
+
+
+def turn_stops(
+    history: RunHistory, *, factor: float = 0.6, tokens: int = 200, share: float = 0.05
+) -> Evidence:
+    """Return the turn that lost model tokens at once, and did not get them back.
+
+    A turn's size is its tokens over those of the step's other turns, which a larger or smaller
+    batch leaves as it is. It falls below `factor` times its median of up to `_BEFORE` steps before,
+    further than it varied, and stays there until now. Turns of few tokens vary too much: of one
+    with `tokens` tokens and a `share` of the step's is asked. Where the newest step's tensors are
+    kept, as many of its samples must have the turn and no token of it under the mask: else its
+    responses became shorter. Where they are not, `_BEFORE` steps before and `_AFTER` from it on
+    must show it.
+    """
+    steps = history.slices("turn", "counts/masked_tokens", history.measured[-_SEARCHED:])
+    steps = [(step, sizes) for step, sizes in steps if len(sizes) > 1 and any(sizes.values())]
+    if not steps:
+        return not_measured("no step has two turns by turn_ids")
+    if len(steps) < 2:
+        return not_measured("one step has two turns by turn_ids, 2 are needed", waits=True)
+    numbers = sorted({turn for _, sizes in steps for _, turn in sizes})
+    counts = np.array([[sizes.get((None, turn), 0.0) for turn in numbers] for _, sizes in steps])
+    masked = _masked_turns(history)
+    found: list[tuple[float, int, Evidence]] = []
+    for at, turn in enumerate(numbers):
+        begin = _begin_of_loss(counts[:, at], counts.sum(axis=1), factor, tokens, share)
+        if begin is None:
+            continue
+        before = float(np.median(counts[max(begin - _BEFORE, 0) : begin, at]))
+        after = float(np.median(counts[begin:, at]))
+        text = (
+            f"turn {turn} has {short(before)} model tokens a step before step "
+            f"{steps[begin][0].step}, and {short(after)} from it on, beside as many of other turns"
+        )
+        lines = [text]
+        lost = 1.0 - after / before
+        if masked is not None:
+            rows, of = masked.samples.get(turn, (0, 0))
+            if not rows or rows < 0.5 * lost * of:
+                continue
+            lines.append(
+                f"step {masked.step}: {rows} of {of} samples with turn {turn} have no token of it "
+                f"under the mask{masked.besides}"
+            )
+        elif begin < _BEFORE or len(steps) - begin < _AFTER:
+            continue  # so few steps show no size, of before or of now
+        evidence = Evidence("found", lost, steps[begin][0].step, f"turn {turn}", tuple(lines))
+        found.append((lost, -turn, evidence))
+    if not found:
+        return not_found(f"the tokens of {len(numbers)} turns stay in proportion")
+    return max(found, key=lambda each: each[:2])[2]
+
+
+_SEARCHED: Final = 200
+"""Newest measured steps whose turns are looked at."""
+_BEFORE: Final = 5
+"""Steps before that a turn's usual size is taken from."""
+_AFTER: Final = 3
+"""Steps that show by themselves that a turn stays small."""
+_VARIED: Final = 20
+"""Steps before that show how much a turn's size varies."""
+
+
+def _begin_of_loss(
+    own: Float64, total: Float64, factor: float, tokens: int, share: float
+) -> int | None:
+    """Return the index from which a turn's size stays low; None: it never fell at once."""
+    others = total - own
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sizes = np.where(others > 0.0, own / others, np.nan)
+    for at in range(1, len(own)):
+        first = max(at - _BEFORE, 0)
+        usual = float(np.nanmedian(sizes[first:at])) if np.isfinite(sizes[first:at]).any() else 0.0
+        is_large = np.median(own[first:at]) >= max(tokens, share * np.median(total[first:at]))
+        is_usual = sizes[at - 1] > 0.8 * usual
+        spread = float(np.nanstd(sizes[max(at - _VARIED, 0) : at])) if usual > 0.0 else 0.0
+        is_low = np.nanmax(sizes[at:], initial=0.0) <= min(factor * usual, usual - 2.0 * spread)
+        if usual > 0.0 and is_large and is_usual and is_low:
+            return at
+    return None
+
+
+_Bools: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]"
+
+
+class _Masked(NamedTuple):
+    """Which turns are fully masked in samples of a step that train on another turn."""
+
+    step: int
+    samples: dict[int, tuple[int, int]]
+    """Turn -> (samples that have it and train on others alone, samples that have it and train)."""
+    without: int
+    """Samples that train on no turn."""
+
+    @property
+    def besides(self) -> str:
+        """What to say of the samples that are not counted; "" where there are none."""
+        return f" ({self.without} more train on no turn)" if self.without else ""
+
+
+def _masked_turns(history: RunHistory) -> _Masked | None:
+    """Return which turns are fully masked in samples of the newest step; None: it is not kept.
+
+    A sample that trains on no turn is left out: a filter of whole samples, as of those that are too
+    long, masks it. Where a row holds one turn, its trajectory is the sample.
+    """
+    if history.kept is None or not history.measured:
+        return None
+    step = history.measured[-1]
+    for mask in ("response_mask", "loss_mask"):
+        batch = history.kept.batch(step, ("turn_ids", mask))
+        if batch is None:
+            continue
+        ids = batch["turn_ids"].reshape(batch.rows, -1).astype(np.int64)
+        on = batch[mask].reshape(batch.rows, -1) != 0
+        if ids.shape != on.shape:
+            return None
+        first: dict[tuple[str, str], int] = {}
+        keys = (
+            key if key[0] else ("", str(row))  # a row without a group is its own sample
+            for row, key in enumerate(keys_of(batch))
+        )
+        owner = np.array([first.setdefault(key, len(first)) for key in keys], np.int64)
+        trains = _of_samples(owner, (on & (ids >= 0)).any(axis=1))
+        found = {}
+        for turn in np.unique(ids[ids >= 0]).tolist():
+            is_turn = ids == turn
+            has = trains & _of_samples(owner, is_turn.any(axis=1))
+            without = has & ~_of_samples(owner, (is_turn & on).any(axis=1))
+            found[turn] = (int(without.sum()), int(has.sum()))
+        return _Masked(step.step, found, int((~trains).sum()))
+    return None
+
+
+def _of_samples(owner: Int64, rows: _Bools) -> _Bools:
+    """Return which samples have one of some rows; `owner` is the sample of each row."""
+    found = np.zeros(int(owner.max(initial=-1)) + 1, np.bool_)
+    found[owner[rows]] = True
+    return found
+
+
+class _Turn(NamedTuple):
+    """A row that holds one turn of a trajectory; arrays of token ids."""
+
+    group: str
+    run: str
+    turn: int
+    given: Int64
+    """What the turn begins with: its prompt, or all tokens of the row."""
+    left: tuple[Int64, ...]
+    """What it leaves to the next one: prompt and response; twice where padding is not certain."""
+
+
+def _following(batch: Batch) -> Iterator[tuple[_Turn, _Turn]]:
+    """Yield each two turns that follow each other in a trajectory."""
+    by_run: dict[tuple[str, str], dict[int, _Turn]] = {}
+    again: set[tuple[str, str]] = set()
+    for row in _turns(batch):
+        key = (row.group, row.run)
+        if row.turn in by_run.setdefault(key, {}):
+            again.add(key)  # which of them the next turn follows is not known
+        by_run[key][row.turn] = row
+    for key, turns in by_run.items():
+        if key not in again:
+            yield from pairwise(turns[number] for number in sorted(turns))
+
+
+def _turns(batch: Batch) -> Iterator[_Turn]:
+    """Yield the rows of a batch that have a group and tokens of one turn alone."""
+    ids = batch["turn_ids"].reshape(batch.rows, -1).astype(np.int64)
+    last = ids.max(axis=1, initial=-1)
+    is_single = ((ids == last[:, None]) | (ids < 0)).all(axis=1) & (last >= 0)
+    prompts = prompts_of(batch)
+    if prompts is None:
+        on = batch["loss_mask"] != 0
+        ends = np.where(on.any(axis=1), on.shape[1] - on[:, ::-1].argmax(axis=1), 0)
+        begins = np.zeros_like(ends)
+    else:
+        prompts = _without_left_padding(prompts) if "prompts" not in batch.lengths else prompts
+        begins, ends = response_spans(batch)
+    for row, (group, run) in enumerate(keys_of(batch)):
+        if not (group and is_single[row]):
+            continue
+        if prompts is None:
+            whole = batch["tokens"][row].astype(np.int64)
+            yield _Turn(group, run, int(last[row]), whole, (whole[: ends[row]],))
+            continue
+        prompt = prompts[row].astype(np.int64)
+        written = batch["responses"][row, begins[row] : ends[row]].astype(np.int64)
+        without = prompt[: len(prompt) - _run_length(prompt[::-1])]
+        ways = (prompt,) if "prompts" in batch.lengths else (prompt, without)
+        left = tuple(np.concatenate([way, written]) for way in ways)
+        yield _Turn(group, run, int(last[row]), prompt, left)
+
+
+def _without_left_padding(prompts: Sequence[Array]) -> list[Array]:
+    """Strip the padding on the left of equally long rows: the id that the longest run of equal ids
+    at a row's begin is made of. Where it is no padding, all rows lose the same begin."""
+    runs = [_run_length(prompt) for prompt in prompts]
+    longest = int(np.argmax(runs)) if runs else 0
+    if not runs or runs[longest] < 2:
+        return list(prompts)
+    fill = prompts[longest][0]
+    return [
+        prompt[run:] if run and prompt[0] == fill else prompt
+        for prompt, run in zip(prompts, runs, strict=True)
+    ]
+
+
+def _run_length(ids: Array) -> int:
+    """Return how many ids at the begin are equal."""
+    others = np.flatnonzero(ids != ids[0]) if len(ids) else ids
+    return int(others[0]) if len(others) else len(ids)
+
+
+def _first_difference(before: _Turn, after: _Turn) -> int | None:
+    """Return the position at which a turn does not go on from the one before; None: it does."""
+    found = []
+    for left in before.left:
+        shared = min(len(left), len(after.given))
+        differ = np.flatnonzero(left[:shared] != after.given[:shared])
+        if not len(differ) and len(left) <= len(after.given):
+            return None
+        found.append(int(differ[0]) if len(differ) else shared)
+    return max(found)
+
+
+def _id_at(ids: Int64, position: int) -> str:
+    return str(ids[position]) if position < len(ids) else "no token"
