@@ -458,7 +458,7 @@ def _spread(scope: ReportScope) -> Section:
         "", "",
         figures=[
             body_of(routes.distribution_figure(deps, target, "ratio")),
-            body_of(routes.of_step("density", density.figure(found), found)),
+            body_of(routes.FigureAnswer("density", density.figure(found), found)),
         ],
     )  # fmt: skip
 
@@ -475,7 +475,7 @@ def _anatomy(scope: ReportScope) -> Section:
     for by in _PROPERTIES:
         found = anatomy.info(deps, target, by)
         if found.bins:
-            drawn.append(body_of(routes.of_step("anatomy", anatomy.figure(found), found)))
+            drawn.append(body_of(routes.FigureAnswer("anatomy", anatomy.figure(found), found)))
         else:
             gaps.append(f"by {by}: {found.note}")
     return Section("", "", figures=drawn, gaps=gaps)
@@ -487,7 +487,9 @@ def _offenders(scope: ReportScope) -> Section:
     )
     if not found.rows:
         return Section("", "", gaps=[found.note or "no prompt"])
-    return Section("", "", figures=[body_of(routes.offenders_answer(found))])
+    return Section(
+        "", "", figures=[body_of(routes.FigureAnswer("offenders", offenders.figure(found), found))]
+    )
 
 
 def _samples(scope: ReportScope) -> Section:
@@ -531,7 +533,7 @@ def _operators(scope: ReportScope) -> Section:
     found = operator_figures.info(deps, target, {})
     return Section(
         "", "", texts=texts, table=table_of({"rows": listed}, columns),
-        figures=[body_of(routes.of_step("operators", operator_figures.figure(found), found))],
+        figures=[body_of(routes.FigureAnswer("operators", operator_figures.figure(found), found))],
     )  # fmt: skip
 
 
