@@ -14,6 +14,7 @@ import pytest
 from tests.support.api import Service, service
 from tests.support.local import LocalCoordinator
 from tests.support.parallel import CP, DP, PP, TP, Reported, Training, whole_batch
+from tests.support.stores import evidence_of
 
 from stagescope_service.statistics import Field, StepSummary, Summary, publish, summarise
 from stagescope_service.statistics import cell as cells
@@ -180,7 +181,7 @@ def test_a_perturbed_replica_is_reported(live: Service) -> None:
     step_summary = step_summary_of(live, 1)
     assert_summary(step_summary.summary, summarise(training.unsplit(1)))
     (found,) = live.catalogue.findings(run=RUN, kind="replicas_differ")
-    pairs = found["evidence"]["pairs"]
+    pairs = evidence_of(found)["pairs"]
     assert {pair["rank"] for pair in pairs} == {replica}
     assert {pair["counted_rank"] for pair in pairs} == {4}
     own = next(row for row in step_summary.ranks if row.rank == replica)
@@ -250,7 +251,7 @@ def test_samples_without_a_rollout_are_said(live: Service) -> None:
     assert_summary(step_summary.summary, summarise(whole_batch(there, training.version(1))))
     (found,) = live.catalogue.findings(run=RUN, kind="rollout_not_joined")
     lost = {s.uid for s in training.samples(1)[1::2]}
-    assert set(found["evidence"]["samples"]["no rollout of the sample"]) == lost
+    assert set(evidence_of(found)["samples"]["no rollout of the sample"]) == lost
     named = ", ".join(map(repr, sorted(lost)[:5]))
     assert f"; such as {named} on actor rank" in found["message"]
 

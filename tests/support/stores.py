@@ -22,7 +22,7 @@ from stagescope_service.store.connect import catalogue_url
 from stagescope_service.store.contract import Put
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import SqlStore
-from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables import TABLES, FindingRow
 
 T = TypeVar("T")
 DATABASES: Final = ("sqlite", "postgresql")
@@ -233,3 +233,9 @@ def fill(ballast: Path) -> None:
         while True:
             file.write(bytes(4096))
     assert shutil.disk_usage(ballast.parent).free == 0
+
+
+def evidence_of(finding: FindingRow) -> dict[str, Any]:
+    """Return the evidence of a finding that has some."""
+    assert finding["evidence"] is not None
+    return finding["evidence"]

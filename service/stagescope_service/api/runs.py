@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple, TypedDict
+from typing import Final, NamedTuple
 
 from fastapi import APIRouter
 
@@ -17,6 +17,7 @@ from stagescope_service.api.dependencies import (
 )
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import runs as models
+from stagescope_service.api.models.runs import ExactRange
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.rows import (
     Lineage,
@@ -57,7 +58,7 @@ def attempts(
     target = deps.finder.attempt(run)
     rows = deps.catalogue.described_attempts(target.run)
     repeated = superseded_steps(rows)
-    listed = [{**attempt_row(row), "superseded": repeated[row["number"]]} for row in rows]
+    listed = [attempt_row(row, repeated[row["number"]]) for row in rows]
     note = unreported_steps(deps.catalogue, rows)
     heading = {"run": target.run, "also_live": target.also_live, "note": note}
     return Answer({**heading, **page.cut(listed)})
@@ -102,20 +103,6 @@ class _StepVerdict(NamedTuple):
     non_finite: int
     reason: str | None
     """Why it is not measured, one of the texts above."""
-
-
-class _Range(TypedDict):
-    """Consecutive steps of one verdict and reason; see `models.runs.ExactRange`."""
-
-    from_step: int
-    to_step: int
-    steps: int
-    attempt: int
-    verdict: str
-    tokens: int
-    unequal: int
-    non_finite: int
-    reason: str | None
 
 
 class _FirstDifference(NamedTuple):
@@ -199,7 +186,7 @@ def _why_not_measured(tokens: int, non_finite: int, *, is_copy: bool) -> str:
     return _REST_EQUAL if non_finite else _SUSPECT
 
 
-def _ranges(verdicts: Sequence[_StepVerdict]) -> Iterator[_Range]:
+def _ranges(verdicts: Sequence[_StepVerdict]) -> Iterator[ExactRange]:
     for (attempt, verdict, reason), group in itertools.groupby(
         verdicts, key=lambda each: (each.attempt, each.verdict, each.reason)
     ):
@@ -247,7 +234,7 @@ def _first_difference(
     return _FirstDifference(step, text, fields)
 
 
-def _text(ranges: Sequence[_Range], first: _FirstDifference | None) -> str:
+def _text(ranges: Sequence[ExactRange], first: _FirstDifference | None) -> str:
     """Return the verdicts up to the first difference as one sentence."""
     if not ranges:
         return "no step was measured"
@@ -285,6 +272,6 @@ def _text(ranges: Sequence[_Range], first: _FirstDifference | None) -> str:
     return "; ".join(clauses)
 
 
-def _steps_text(row: _Range) -> str:
+def _steps_text(row: ExactRange) -> str:
     first, last = row["from_step"], row["to_step"]
     return f"step {first}" if first == last else f"steps {first}-{last}"

@@ -15,7 +15,6 @@ from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.links import Link
 from stagescope_service.api.completeness import (
     ROWS_REMOVED,
-    BegunAgain,
     aggregation_errors,
     begun_again,
     is_behind,
@@ -35,6 +34,7 @@ from stagescope_service.api.dependencies import (
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.group_texts import ranges_text
 from stagescope_service.api.models import runs as models
+from stagescope_service.api.models.common import BegunAgain
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.target import Target

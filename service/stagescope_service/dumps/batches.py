@@ -10,8 +10,8 @@ from typing import Final
 from stagescope.batch import Batch, Gap
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.formats.own_file import PayloadFile, PayloadFiles
 from stagescope_service.dumps.joining.join import Selection, join
-from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.ring import RingKey
 from stagescope_service.store.tensorfile import describe_file

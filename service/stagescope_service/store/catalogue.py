@@ -28,12 +28,12 @@ from stagescope_service.store.queries.weights import WeightQueries
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.tables import (
     TABLES,
-    AuditRow,
+    AuditEntry,
     CaptureRow,
     DumpRow,
-    EngineRow,
     MetaRow,
     OperatorTableRow,
+    RegisteredEngine,
 )
 
 
@@ -121,13 +121,13 @@ class Catalogue(
                 advice="use the stagescope that wrote it, or give another catalogue",
             )
 
-    def engines(self) -> list[EngineRow]:
+    def engines(self) -> list[RegisteredEngine]:
         """Return the registered engines, by name."""
-        return self._page(EngineRow, "engines", [], "name")
+        return self._page(RegisteredEngine, "engines", [], "name")
 
-    def audit(self, *, limit: int = LIMIT, offset: int = 0) -> list[AuditRow]:
+    def audit(self, *, limit: int = LIMIT, offset: int = 0) -> list[AuditEntry]:
         """Return the audit log, the newest entry first."""
-        return self._page(AuditRow, "audit", [], "-audit_id", limit, offset)
+        return self._page(AuditEntry, "audit", [], "-audit_id", limit, offset)
 
     def meta(self, key: str) -> Json:
         """Return the value of a key of the table `meta`, or None."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.dumps import capture
+from tests.support.stores import evidence_of
 from tests.support.triggering import RuleBench, rule, rules_of, run, training
 
 from stagescope.wire.errors import CatalogueUnavailable, StoreError
@@ -150,8 +151,8 @@ def test_what_fails_for_good_is_said_and_holds_up_nothing(
         assert broken.tried == 3
         (finding,) = broken.said()
         assert (finding["severity"], finding["step"], finding["run"]) == ("error", 1, "r")
-        assert finding["evidence"]["error"] in finding["message"]
-        expected = "no numbers: the aggregation failed: " + finding["evidence"]["error"]
+        assert evidence_of(finding)["error"] in finding["message"]
+        expected = "no numbers: the aggregation failed: " + evidence_of(finding)["error"]
         assert broken.gap() == expected
         assert broken.bench.fired() == [(1, 1, "loss")]  # what needs no summary is still said
         # More of the step arrives, or a release that can read it starts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
+from typing_extensions import NotRequired
 
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
@@ -15,16 +16,13 @@ from stagescope_service.api.models.common import (
     Layout,
     Missing,
     Model,
-    Number,
     Page,
-    Rank,
-    Role,
-    Stage,
     StepHeading,
 )
+from stagescope_service.fields import Number, Rank, Role, Row, Stage
 
 
-class Coverage(Model):
+class Coverage(Row):
     """Coverage of the numbers: tokens + all tokens_left_out = tokens_sent, else a finding."""
 
     payloads_announced: int
@@ -64,13 +62,13 @@ class Coverage(Model):
     """Number of parts that must be read again, because their rows were identified later."""
     fragmented_sequences: int
     """Number of fragments of sequences whose order in their sequence is not known."""
-    ignored_tensors: list[str] = ABSENT
+    ignored_tensors: NotRequired[list[str]]
     """Tensors with more than 4096 distinct rounds, turns or versions. Of `response_mask` the rounds
     from 4096 on count as one, and `per_round/total_rounds` as 4096; the others are not used.
     Absent: none."""
 
 
-class CheckRow(Model):
+class CheckRow(Row):
     """A check of the streams that found a problem."""
 
     code: Annotated[str, Field(examples=["shifted"])]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final, TypedDict
+from typing import Annotated, Final, TypedDict
 
 import sqlalchemy as sa
 from sqlalchemy import Column, Index
 
 from stagescope.wire.nonfinite import Json
+from stagescope_service.fields import RoleRank, Stage, one_of
 from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
     LayoutRow,
@@ -155,13 +156,12 @@ steps = table(
 )
 
 
-class UnfinishedRank(TypedDict):
-    """A rank that has not ended a stage, as `steps.missing` lists it."""
+class UnfinishedRank(RoleRank):
+    """A rank that has not ended a stage in which it was expected."""
 
-    role: str
-    rank: int
-    stage: str
-    status: str
+    stage: Stage
+    status: Annotated[str, one_of("not begun", "open", "unfinished")]
+    """`unfinished`: it began the stage, and its process is gone."""
 
 
 class StepMarks(TypedDict):
