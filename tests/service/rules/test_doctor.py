@@ -1089,6 +1089,13 @@ def test_the_rulebook_is_complete() -> None:
         assert rule.meaning.endswith(".")
 
 
+def test_the_page_of_the_doctor_lists_every_symptom() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text("utf-8")
+    rows = [line.split(" | ")[0] for line in page.splitlines() if "`) | " in line]
+    assert rows == [f"| {rule.title} (`{rule.name}`)" for rule in rulebook()]
+    assert f" of {len(rows)} symptoms found" in page
+
+
 def test_what_to_do_next_are_commands_that_exist() -> None:
     values = {"run": "r", "step": 5, "attempt": 2, "before": 1, "previous": 4, "scalar": "entropy"}
     commands = [
