@@ -12,7 +12,7 @@ import json
 import math
 import textwrap
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Final, NamedTuple
 
@@ -178,6 +178,14 @@ def stretches(noun: str, numbers: Sequence[int]) -> str:
     rest = sum(b - a + 1 for a, b in ranges[_MAX_RANGES:])
     more = f" and {rest} more" if rest else ""
     return f"{noun if len(numbers) == 1 else f'{noun}s'} {', '.join(texts)}{more}"
+
+
+def ranks_text(ranks: Iterable[tuple[str, int]]) -> str:
+    """Return (role, rank) pairs as text, such as `actor ranks 0-3, 7, critic rank 0`."""
+    by_role: dict[str, set[int]] = {}
+    for role, rank in ranks:
+        by_role.setdefault(role, set()).add(rank)
+    return ", ".join(f"{role} {stretches('rank', sorted(own))}" for role, own in by_role.items())
 
 
 def wrapped(indent: str, text: str, width: int) -> list[str]:

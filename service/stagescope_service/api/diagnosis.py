@@ -114,7 +114,7 @@ def diagnosis_of(
         "to_step": steps[-1] if steps else None,
         "steps": len(steps),
         "measured": len(history.measured),
-        "measured_step": None if newest is None else newest.step.step,
+        "measured_step": None if newest is None else newest.step,
         "text": f"{_found(rows)}, {unknown} not measured, in {len(steps)} "
         f"closed steps of run {target.run}{_left(target.run, left, attempt)}"
         f"{_before(target.run, rows, step)}",
@@ -170,14 +170,9 @@ def _before(run: str, rows: Sequence[Diagnosis], step: int | None) -> str:
     sentences = []
     up_to = "" if step is None else f" --step {step}"
     for (attempt, is_end), titles in sorted(by_attempt.items(), reverse=True):
-        what = f"Attempt {attempt} ended with"
-        if step is not None:
-            what = f"Attempt {attempt} had, up to step {step}"
-        if not is_end:
-            what = f"No longer in force, of attempt {attempt}"
-        sentences.append(
-            f". {what}: {'; '.join(titles)} (stagescope doctor {run} --attempt {attempt}{up_to})"
-        )
+        what = "ended with" if is_end else "had" if step is None else f"had, up to step {step}"
+        command = f"stagescope doctor {run} --attempt {attempt}{up_to}"
+        sentences.append(f". Attempt {attempt} {what}: {'; '.join(titles)} ({command})")
     return "".join(sentences)
 
 
@@ -227,7 +222,7 @@ def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject
     last = history.steps[-1] if history.steps else None
     step = evidence.since_step
     if step is None:
-        step = newest.step.step if newest is not None else None if last is None else last.step
+        step = newest.step if newest is not None else None if last is None else last.step
     attempts = {each.step: each.attempt for each in history.steps}
     attempt = attempts.get(step, last.attempt if last else 1) if step is not None else 1
     has_weights = history.has_weights(attempt)

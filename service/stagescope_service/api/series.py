@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 from fastapi import APIRouter, Depends, Query
 
+from stagescope.render import ranks_text
 from stagescope.table import similar_names
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.links import Link
@@ -37,7 +38,6 @@ from stagescope_service.api.models.common import BegunAgain
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.target import Target
-from stagescope_service.rules.explain import ranks_text
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 from stagescope_service.store.queries.measurements import ScalarValues, StepNumbers
 from stagescope_service.store.tables import StepMarks

@@ -22,10 +22,11 @@ from stagescope_service.api.rows import as_row, chosen_columns
 from stagescope_service.coordinator.trigger_actions import WebhookTest
 from stagescope_service.rules.budget import spent
 from stagescope_service.rules.document import Rules, defaults, defaults_text, read_yaml
-from stagescope_service.rules.replay import Fired, replay
+from stagescope_service.rules.replay import replay
 from stagescope_service.rules.series import shown
 from stagescope_service.store.queries.reader import ScopeFilter
 from stagescope_service.store.tables import FiringRow
+from stagescope_service.store.tables.findings import FiringColumns
 
 router = APIRouter(tags=["triggers"])
 
@@ -227,27 +228,22 @@ def _dry_run(deps: Dependencies, body: DryRunRequest) -> JsonObject:
     }
 
 
-def _would_fire_row(fired: Fired, live: set[tuple[int, int, str]]) -> JsonObject:
+def _would_fire_row(row: FiringColumns, live: set[tuple[int, int, str]]) -> JsonObject:
     """Return a firing of a dry run.
 
     Args:
-        fired: of the dry run.
+        row: of the dry run.
         live: (attempt_id, step, rule) of the real firings.
     """
-    facts, evidence = fired.facts, fired.evidence
+    evidence = shown(row["evidence"])
+    columns = ("step", "rule", "stage", "role", "rank", "round", "message")
     return {
-        "attempt": facts.attempt,
-        "step": facts.step,
-        "rule": fired.rule.name,
-        "value": evidence.numbers["value"],
-        "metric": evidence.numbers["metric"],
-        "stage": evidence.stage,
-        "role": evidence.role,
-        "rank": evidence.rank,
-        "round": evidence.round,
-        "message": evidence.message,
-        "evidence": evidence.evidence(),
-        "fired_live": (facts.attempt_id, facts.step, fired.rule.name) in live,
+        "attempt": evidence.pop("attempt"),
+        **chosen_columns(row, columns),
+        "value": evidence["value"],
+        "metric": evidence["metric"],
+        "evidence": evidence,
+        "fired_live": (row["attempt_id"], row["step"], row["rule"]) in live,
     }
 
 

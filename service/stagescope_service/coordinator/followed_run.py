@@ -11,8 +11,8 @@ from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.coordinator.firings import Act
 from stagescope_service.rules.conditions import HISTORY
 from stagescope_service.rules.document import Rules
-from stagescope_service.rules.facts import Facts
-from stagescope_service.rules.replay import Fired, StepReader
+from stagescope_service.rules.facts import StepFacts
+from stagescope_service.rules.replay import StepReader
 from stagescope_service.rules.series import NAMED, unpack
 from stagescope_service.rules.watch import (
     REACH,
@@ -85,7 +85,7 @@ class FollowedRun:
         self.ids = {r["number"]: r["attempt_id"] for r in catalogue.attempts(run)}
         numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
         known = [r for r in catalogue.firings(run=run, limit=_ALL) if r["attempt_id"] in numbers]
-        by_name = {rule.name: rule for rule in rules.rules}
+        self._rules = {rule.name: rule for rule in rules.rules}
         self.acted = {
             (row["rule"], At(numbers[row["attempt_id"]], row["step"]))
             for row in known
@@ -94,9 +94,9 @@ class FollowedRun:
         """Firings of steps that may be evaluated again whose actions were or will be taken."""
         in_force = [row for row in known if row["withdrawn_wall"] is None]
         self.owed = [
-            Act(by_name[row["rule"]], row)
+            Act(self._rules[row["rule"]], row)
             for row in in_force
-            if row["acted_wall"] is None and row["rule"] in by_name
+            if row["acted_wall"] is None and row["rule"] in self._rules
         ]
         """Firings whose coordinator ended before all their actions were taken."""
         fired = {
@@ -140,7 +140,7 @@ class FollowedRun:
                 yield self._changes_of(before)
         yield self._changes_of(facts)
 
-    def _changes_of(self, facts: Facts) -> FiringChanges:
+    def _changes_of(self, facts: StepFacts) -> FiringChanges:
         fires = self._since.admits(facts.attempt_id, facts.step)
         at = At(facts.attempt, facts.step)
         return self._watch.evaluate(at, self._reader.values(facts), fires=fires)
@@ -151,10 +151,13 @@ class FollowedRun:
         if oldest is not None:
             self.acted = {(rule, at) for rule, at in self.acted if at >= oldest}
 
-    def explain(self, firing: Firing) -> Fired | None:
+    def explain(self, firing: Firing, wall: float, revision: int) -> Act | None:
         """Describe a firing; None if its step is gone."""
         facts = self._reader.facts(self.ids[firing.at.attempt], firing.at.step)
-        return None if facts is None else self._reader.explain(firing, facts)
+        if facts is None:
+            return None
+        row = self._reader.explain(firing, facts, wall, revision)
+        return Act(self._rules[firing.rule], row)
 
 
 def series_state(row: FiringRow) -> FiringRecord:

@@ -30,13 +30,10 @@ from stagescope_service.core.findings import NON_FINITE_SCALARS
 from stagescope_service.core.instructions import Delete, NonFiniteScalars, Put
 from stagescope_service.rules.document import Rule, Rules, defaults, read_yaml
 from stagescope_service.rules.names import NONFINITE_SCALAR, scalar_of
-from stagescope_service.rules.replay import Fired
-from stagescope_service.rules.series import NAMED, pack
 from stagescope_service.rules.watch import REACH, FiringChanges
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import WriteRows
 from stagescope_service.store.tables import TriggerRulesRow
-from stagescope_service.store.tables.findings import FiringColumns
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +205,7 @@ class TriggerWatch:
         except StagescopeError:
             logger.exception("the firings of attempt %s cannot be read", attempt_id)
             return set()
-        fired = (series for row in rows for series in series_state(row).series or ())
+        fired = (series for row in rows for series in series_state(row).series)
         return set(filter(None, (scalar_of(series.metric) for series in fired)))
 
     async def aggregated(self, attempt_id: int, step: int) -> None:
@@ -307,10 +304,9 @@ class TriggerWatch:
     ) -> None:
         """Collect the rows and actions of a step's changes."""
         for firing in changes.fired:
-            fired = followed.explain(firing)
-            if fired is None:
+            act = followed.explain(firing, self._wall(), self.revision)
+            if act is None:
                 continue
-            act = Act(fired.rule, self._row(fired))
             key = (act.rule.name, firing.at)
             taken: dict[str, Json] = {}
             if key in followed.acted:
@@ -336,27 +332,6 @@ class TriggerWatch:
             }
             rows.append(Put("firings", {**key_row, "withdrawn_wall": self._wall()}))
             rows.append(Delete("findings", {"finding_id": finding_of_firing(key_row)}))
-
-    def _row(self, fired: Fired) -> FiringColumns:
-        finding = fired.evidence
-        evidence = {**finding.evidence(), "ranks": [list(each) for each in finding.ranks]}
-        hits = (*fired.firing.hits, *fired.firing.lasting)
-        evidence[NAMED] = pack(hit.series for hit in hits)
-        return {
-            "attempt_id": fired.facts.attempt_id,
-            "step": fired.facts.step,
-            "rule": fired.rule.name,
-            "run": fired.facts.run,
-            "revision": self.revision,
-            "stage": finding.stage,
-            "role": finding.role,
-            "rank": finding.rank,
-            "round": finding.round,
-            "message": finding.message,
-            "evidence": {**evidence, "attempt": fired.facts.attempt},
-            "wall": self._wall(),
-            "withdrawn_wall": None,
-        }
 
 
 def _finds_non_finite(rule: Rule) -> bool:

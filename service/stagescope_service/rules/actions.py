@@ -87,7 +87,8 @@ class CaptureTemplate:
 
 
 def _nouns(value: object, field: str) -> tuple[str, ...]:
-    given: Sequence[object] = value if isinstance(value, list | tuple) else (value or [value],)
+    given: Sequence[object] = value if isinstance(value, list | tuple) else (value,)
+    given = given if value else ()
     nouns = tuple(noun for noun in given if isinstance(noun, str) and noun in STEP_NOUNS)
     if len(nouns) < len(given):
         raise fields.wrong(field, value, f"a list of {', '.join(sorted(STEP_NOUNS))}")

@@ -280,12 +280,12 @@ def _is_asked(evidence: Evidence, history: RunHistory, attempt: int) -> bool:
 
 
 def _before(attempt: int, shown: Evidence, last: int | None) -> Before:
-    had = f"attempt {attempt} ended with it"
-    if last is not None:
-        had = f"attempt {attempt} had it up to step {last}"
+    until = last if shown.last_step is None else shown.last_step
+    had = "ended with it" if until is None else f"had it up to step {until}"
     since = "" if shown.since_step is None else f", since step {shown.since_step}"
     first = f": {shown.supports[0]}" if shown.supports else ""
-    return Before(attempt, shown.since_step, f"{had}{since}{first}", is_end=True)
+    text = f"attempt {attempt} {had}{since}{first}"
+    return Before(attempt, shown.since_step, text, is_end=until is None)
 
 
 def _evidence(rule: SymptomRule, history: RunHistory) -> Evidence:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Final, Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from stagescope.render import counted
-from stagescope_service.statistics.cell import Bool, Float64
+from stagescope_service.statistics.cell import Bool, Float64, Int64
 
 ENDED_AFTER: Final = 3
 """Steps without a symptom that may still go on."""
@@ -22,16 +23,16 @@ ABS_DIFF: Final = "logprob_abs_diff/mean"
 
 
 class Before(NamedTuple):
-    """What showed a symptom in what is no longer in force, or what an attempt ended with."""
+    """What an earlier attempt showed of a symptom."""
 
     attempt: int
     """The number of the newest attempt that showed it."""
     since_step: int | None
     """The first step of that attempt that did; None: not a matter of steps."""
     text: str
-    """The attempt, the step, how much there was, and the first of it."""
-    is_end: bool = False
-    """Whether the attempt ended with it, whatever of its steps is in force."""
+    """The attempt, the steps, and the first sentence of its evidence."""
+    is_end: bool
+    """Whether the attempt ended with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +49,7 @@ class Evidence:
         last_step: the last step that shows it, where it ended; None: it lasts, or is of no step.
         likelier: a check that the same step's streams fail, and that explains those of the rule.
         note: what is no symptom, but matters to a comparison of two runs; '' if nothing.
-        before: what showed it in steps or attempts that a later attempt superseded; it is no
-            evidence of what is in force, and stands among the sentences, too.
+        before: what an earlier attempt showed; it stands among the sentences, too.
     """
 
     verdict: Verdict
@@ -65,8 +65,12 @@ class Evidence:
     waits: bool = False
     """Whether more steps are lacking alone, and nothing that could be recorded."""
 
-    def ended(self, last: int, after: int) -> Evidence:
-        """Return the same, ended: shown last in a step, after which so many steps closed."""
+    def ended_after(self, steps: Iterable[int], last: int, silent: int = ENDED_AFTER) -> Evidence:
+        """Return the same, ended where more than `silent` of some steps follow the last one that
+        shows it."""
+        after = sum(step > last for step in steps)
+        if after <= silent:
+            return self
         text = f"last seen in step {last}: {counted(after, 'step')} closed since"
         return dataclasses.replace(self, last_step=last, against=(*self.against, text))
 
@@ -82,20 +86,14 @@ def not_measured(reason: str, *, waits: bool = False) -> Evidence:
     return Evidence("not measured", against=(reason,), waits=waits)
 
 
-def not_found(*against: str, before: Before | None = None) -> Evidence:
+def not_found(*against: str) -> Evidence:
     """Return that the symptom is not there, and why."""
-    return Evidence("not found", against=(*against, *_said(before)), before=before)
+    return Evidence("not found", against=against)
 
 
-def found(
-    sure: float, since_step: int | None, where: str, *supports: str, before: Before | None = None
-) -> Evidence:
+def found(sure: float, since_step: int | None, where: str, *supports: str) -> Evidence:
     """Return that the symptom is there."""
-    return Evidence("found", sure, since_step, where, (*supports, *_said(before)), before=before)
-
-
-def _said(before: Before | None) -> tuple[str, ...]:
-    return () if before is None else (before.text,)
+    return Evidence("found", sure, since_step, where, supports)
 
 
 _SURE: Final = 2.0
@@ -156,6 +154,86 @@ def event_period(marks: Bool, window: int) -> Period | None:
     breaks = np.flatnonzero(np.diff(events) > window)
     first = int(events[breaks[-1] + 1] if len(breaks) else events[0])
     return Period(first, float(marks[-window:].mean()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """A number over the steps that have it, ascending; arrays of one length.
+
+    Attributes:
+        name: of the metric or scalar.
+        steps: the steps.
+        attempts: the number of each step's attempt.
+        values: float64, NaN and infinities included.
+    """
+
+    name: str
+    steps: Int64
+    attempts: Int64
+    values: Float64
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def finite(self) -> Series:
+        """The steps whose value is finite."""
+        return self.where(np.isfinite(self.values))
+
+    def where(self, chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Series:
+        """Return the steps for which `chosen` (bool, of the same length) is true."""
+        return Series(self.name, self.steps[chosen], self.attempts[chosen], self.values[chosen])
+
+    def of_attempt(self, attempt: int) -> Series:
+        """Return the steps of one attempt."""
+        return self.where(self.attempts == attempt)
+
+    def newest(self, count: int) -> Series:
+        """Return the newest `count` steps."""
+        return Series(self.name, self.steps[-count:], self.attempts[-count:], self.values[-count:])
+
+
+def beyond(series: Series, bound: float, steps: int, share: float) -> Evidence:
+    """Return whether a number is over a bound in more than a share of the newest steps."""
+    finite = series.finite
+    if not len(finite):
+        return not_measured(f"no step has a finite {series.name}")
+    newest = finite.newest(steps)
+    over = newest.values > bound
+    text = (
+        f"{series.name} is over {short(bound)} in {int(over.sum())} of the newest {len(newest)} "
+        f"steps (median {short(float(np.median(newest.values)))}, largest "
+        f"{short(float(newest.values.max()))} in step {newest.steps[newest.values.argmax()]})"
+    )
+    return of_rate(finite.steps, finite.values > bound, None, share, steps, text)
+
+
+def of_rate(
+    steps: Int64,
+    marked: np.ndarray[tuple[int, ...], np.dtype[Any]],
+    trials: np.ndarray[tuple[int, ...], np.dtype[Any]] | None,
+    share: float,
+    window: int,
+    *texts: str,
+) -> Evidence:
+    """Return whether a rate is over a share, and since which step; see `rate_period`.
+
+    Args:
+        steps: the steps.
+        marked: of each step, how many of its trials show the symptom.
+        trials: of each step; None: one.
+        share: the rate that is too high.
+        window: how many of the newest steps a rate is taken over.
+        texts: what the newest of them show.
+    """
+    given = np.ones(len(steps)) if trials is None else trials.astype(np.float64)
+    period = rate_period(marked.astype(np.float64), given, share, window)
+    if period is None:
+        return not_found(*texts)
+    against: tuple[str, ...] = ()
+    if period.share < share:
+        against = (f"{period.share:.0%} of the newest are fewer than {share:.0%}, but not surely",)
+    return Evidence("found", period.share, int(steps[period.first]), "", texts, against)
 
 
 def kendall(values: Float64) -> float:

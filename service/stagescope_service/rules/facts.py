@@ -1,16 +1,18 @@
-"""The inputs of rules for one step, read from the catalogue, for live evaluation and dry runs."""
+"""What the store knows of one closed step: the facts that rules and symptoms judge."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Final
 
 from stagescope.wire.errors import InvalidInput
-from stagescope_service.rules import names
-from stagescope_service.rules.document import Rule
+from stagescope.wire.schema import CURRENT_ALONE, UPDATE_PAIR
+from stagescope_service.rules.passes import FirstPass, first_passes, passes_apart
+from stagescope_service.statistics.comparability import Comparability, examine
+from stagescope_service.statistics.mismatch import publish
 from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.step_summary import (
     MISMATCH_PAIRS,
@@ -21,150 +23,152 @@ from stagescope_service.statistics.step_summary import (
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import NON_FINITE_NAMES
 from stagescope_service.store.parts import pair_name, part_records
-from stagescope_service.store.queries.overview import ListedAttempt
-from stagescope_service.store.tables import ScalarRow, UnfinishedRank
+from stagescope_service.store.tables import ScalarRow, StepRow, UnfinishedRank
 
 logger = logging.getLogger(__name__)
 
 RankStage = tuple[str, str, int]
 """(stage, role, rank)."""
-
 _ALL: Final = 1_000_000
 
 
-@dataclasses.dataclass(frozen=True)
-class Needs:
-    """The inputs that the active rules need besides the step summary; others are not read."""
+class StepFacts:
+    """The facts of a step. Each is read from the catalogue when it is first asked for.
 
-    noise: bool = False
-    stages: frozenset[str] | None = frozenset()
-    """Stages whose own statistics are needed; None for every stage."""
-    seconds: bool = False
-    scalars: bool = False
-    """Whether a rule counts non-finite scalars."""
-
-    @classmethod
-    def from_rules(cls, rules: Iterable[Rule]) -> Needs:
-        """Return the needs of these rules."""
-        rules = list(rules)
-        measured = [rule for rule in rules if not rule.of_stages]
-        named = frozenset(rule.stage for rule in measured if rule.stage is not None)
-        every = any(rule.by == "stage" and rule.stage is None for rule in measured)
-        return cls(
-            noise=any(rule.when.noise_ratio is not None for rule in measured),
-            stages=None if every else named,
-            seconds=any(rule.metric == names.STAGE_SECONDS for rule in rules),
-            scalars=any(rule.of_scalars for rule in rules),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """The facts of a closed step.
-
-    Attributes:
-        attempt: The attempt's number in its run.
-        summaries: Stage -> its statistics; key None is the step summary itself.
-        noise: The same for the noise floor.
-        missing: Ranks that did not end a stage.
-        seconds: (stage, role, rank) -> the time that the rank spent in the stage.
-        scalars: Those that are NaN or infinite, in the order of their logging.
+    Args:
+        catalogue: the reading side of the store.
+        run: the run's name.
+        attempt_id: of the attempt, in the catalogue.
+        attempt: its number in the run.
+        step: the step.
     """
 
-    run: str
-    attempt_id: int
-    attempt: int
-    step: int
-    summaries: Mapping[str | None, StepSummary]
-    noise: Mapping[str | None, StepSummary]
-    missing: Sequence[UnfinishedRank]
-    seconds: Mapping[RankStage, float]
-    scalars: Sequence[ScalarRow] = ()
+    def __init__(
+        self, catalogue: Catalogue, run: str, attempt_id: int, attempt: int, step: int
+    ) -> None:
+        self._catalogue = catalogue
+        self.run = run
+        self.attempt_id = attempt_id
+        self.attempt = attempt
+        self.step = step
+        self.noise = lru_cache(maxsize=None)(self._read_noise)
+        """Return the statistics of the trainer against itself in a stage; None: not recorded."""
+        self._of_stage = lru_cache(maxsize=None)(self._read_stage)
 
+    @cached_property
+    def row(self) -> StepRow | None:
+        """The row of the step; None: there is none."""
+        return self._catalogue.step(self.attempt_id, self.step)
 
-def read(catalogue: Catalogue, attempt: ListedAttempt, number: int, needs: Needs) -> Facts | None:
-    """Read a step of an attempt; None if it is not closed."""
-    attempt_id = attempt["attempt_id"]
-    row = catalogue.step(attempt_id, number)
-    if row is None or row["closed_wall"] is None:
-        return None
-    summaries: dict[str | None, StepSummary] = {}
-    noise: dict[str | None, StepSummary] = {}
-    if row["step_summary"] is not None:
+    @property
+    def is_closed(self) -> bool:
+        """Whether the step is closed."""
+        return self.row is not None and self.row["closed_wall"] is not None
+
+    # --- statistics -----------------------------------------------------------------------------
+    @cached_property
+    def whole(self) -> StepSummary | None:
+        """The statistics of the step; None: none that can be read, as of another version."""
+        if self.row is None or self.row["step_summary"] is None:
+            return None
         try:
-            step_summary = summaries[None] = StepSummary.from_bytes(row["step_summary"])
-            summaries[step_summary.stage] = step_summary
-            _add_stages(catalogue, attempt_id, number, needs, summaries)
-            if needs.noise:
-                _add_noise(catalogue, attempt_id, number, summaries, noise)
+            return StepSummary.from_bytes(self.row["step_summary"])
         except InvalidInput:
-            # Written by another version: one step of a run's history must not disable its triggers.
-            logger.warning("The stored summary of step %s cannot be read", number, exc_info=True)
-    return Facts(
-        run=attempt["run"],
-        attempt_id=attempt_id,
-        attempt=attempt["number"],
-        step=number,
-        summaries=summaries,
-        noise=noise,
-        missing=list(row["missing"] or ()),
-        seconds=_seconds(catalogue, attempt_id, number) if needs.seconds else {},
-        scalars=_non_finite_scalars(catalogue, attempt_id, number) if needs.scalars else (),
-    )
+            logger.warning("The stored summary of step %s cannot be read", self.step, exc_info=True)
+            return None
 
+    @property
+    def summary(self) -> StepSummary:
+        """The statistics of a step that has some."""
+        assert self.whole is not None
+        return self.whole
 
-def _add_stages(
-    catalogue: Catalogue,
-    attempt_id: int,
-    step: int,
-    needs: Needs,
-    summaries: dict[str | None, StepSummary],
-) -> None:
-    """Add the statistics of the other stages that a rule reads."""
-    if needs.stages is not None and needs.stages <= summaries.keys():
-        return
-    parts = _parts(catalogue, attempt_id, step)
-    present = {part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS}
-    wanted = present if needs.stages is None else present & needs.stages
-    for stage in sorted(wanted - summaries.keys()):
-        summaries[stage] = assemble(parts, stage=stage)
+    def of_stage(self, stage: str | None) -> StepSummary | None:
+        """Return the statistics of a stage, None for the step; None: it has none."""
+        if self.whole is None or stage in (None, self.whole.stage):
+            return self.whole
+        return self._of_stage(stage)
 
+    @cached_property
+    def stages(self) -> list[str]:
+        """The stages that have both streams."""
+        if self.whole is None:
+            return []
+        found = {part.stage for part in self._parts if part.summary.pair in MISMATCH_PAIRS}
+        return sorted(found | {self.whole.stage})
 
-def _add_noise(
-    catalogue: Catalogue,
-    attempt_id: int,
-    step: int,
-    summaries: Mapping[str | None, StepSummary],
-    noise: dict[str | None, StepSummary],
-) -> None:
-    parts = _parts(catalogue, attempt_id, step, pair=pair_name(NOISE_PAIR))
-    for stage, step_summary in summaries.items():
+    @cached_property
+    def published(self) -> Mapping[str, float]:
+        """The published numbers."""
+        return publish(self.summary.summary)
+
+    @cached_property
+    def published_noise(self) -> Mapping[str, float] | None:
+        """The published numbers of the trainer against itself; None: not recorded."""
+        found = self.noise(self.summary.stage)
+        return None if found is None else publish(found.summary)
+
+    @cached_property
+    def comparability(self) -> Comparability:
+        """Whether the streams can be compared."""
+        return examine(self.summary.summary, self.summary.ranks)
+
+    def _read_stage(self, stage: str) -> StepSummary | None:
+        return assemble(self._parts, stage=stage) if stage in self.stages else None
+
+    def _read_noise(self, stage: str) -> StepSummary | None:
         try:
-            noise[stage] = assemble(parts, stage=step_summary.stage, pairs=[NOISE_PAIR])
-        except InvalidInput:  # noqa: PERF203 - no rank handed over recomputed_log_probs there
-            continue
+            return assemble(self.parts(NOISE_PAIR), stage=stage, pairs=[NOISE_PAIR])
+        except InvalidInput:  # no rank handed over recomputed_log_probs there
+            return None
 
+    @cached_property
+    def _parts(self) -> list[PartRecord]:
+        return self.parts()
 
-def _parts(
-    catalogue: Catalogue, attempt_id: int, step: int, pair: str | None = None
-) -> list[PartRecord]:
-    rows = catalogue.summaries(attempt_id, step, pair=pair)
-    if not rows:
-        return []
-    replaced = catalogue.replaced(attempt_id, step)
-    return part_records(rows, catalogue.processes(attempt_id), replaced)
+    def parts(self, pair: tuple[str, str] | None = None) -> list[PartRecord]:
+        """Return what each rank reported of a pair of streams, or of every pair; [] if it cannot
+        be read."""
+        name = None if pair is None else pair_name(pair)
+        rows = self._catalogue.summaries(self.attempt_id, self.step, pair=name)
+        if not rows:
+            return []
+        replaced = self._catalogue.replaced(self.attempt_id, self.step)
+        try:
+            return part_records(rows, self._catalogue.processes(self.attempt_id), replaced)
+        except InvalidInput:
+            logger.warning("The parts of step %s cannot be read", self.step, exc_info=True)
+            return []
 
+    @cached_property
+    def first_passes(self) -> list[FirstPass]:
+        """The samples of the first mini-batch: current against old log-probs."""
+        together = self.parts(UPDATE_PAIR)
+        if together:
+            return first_passes(together)
+        current = self.parts(("current", "rollout")) or self.parts(CURRENT_ALONE)
+        return passes_apart(current, self.parts(("old", "rollout"))) if current else []
 
-def _non_finite_scalars(catalogue: Catalogue, attempt_id: int, step: int) -> list[ScalarRow]:
-    rows = catalogue.scalars(attempt_id, step, nonfinite=NON_FINITE_NAMES, limit=_ALL)
-    return sorted(rows, key=lambda row: row["wall"])
+    # --- events ---------------------------------------------------------------------------------
+    @property
+    def missing(self) -> Sequence[UnfinishedRank]:
+        """The ranks that did not end a stage."""
+        return () if self.row is None else self.row["missing"] or ()
 
+    @cached_property
+    def seconds(self) -> Mapping[RankStage, float]:
+        """The time that each rank spent in each stage: the sum of its parts."""
+        found: dict[RankStage, float] = defaultdict(float)
+        for row in self._catalogue.stages(self.attempt_id, self.step, limit=_ALL):
+            if row["begin_mono"] is not None and row["end_mono"] is not None:
+                key = (row["stage"], row["role"], row["rank"])
+                found[key] += max(row["end_mono"] - row["begin_mono"], 0.0)
+        return dict(found)
 
-def _seconds(catalogue: Catalogue, attempt_id: int, step: int) -> dict[RankStage, float]:
-    """Return the time that each rank spent in each stage: the sum of its parts."""
-    found: dict[RankStage, float] = defaultdict(float)
-    for row in catalogue.stages(attempt_id, step, limit=_ALL):
-        if row["begin_mono"] is not None and row["end_mono"] is not None:
-            key = (row["stage"], row["role"], row["rank"])
-            found[key] += max(row["end_mono"] - row["begin_mono"], 0.0)
-    return dict(found)
+    @cached_property
+    def scalars(self) -> Sequence[ScalarRow]:
+        """The scalars that are NaN or infinite, in the order of their logging."""
+        rows = self._catalogue.scalars(
+            self.attempt_id, self.step, nonfinite=NON_FINITE_NAMES, limit=_ALL
+        )
+        return sorted(rows, key=lambda row: row["wall"])

@@ -13,20 +13,14 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from stagescope.batch import Batch
-from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import CURRENT_ALONE, ROLES, UPDATE_PAIR
-from stagescope_service.rules.passes import FirstPass, first_passes, passes_apart
-from stagescope_service.statistics.cell import Float64, Int64
-from stagescope_service.statistics.comparability import Comparability, examine
-from stagescope_service.statistics.mismatch import publish
-from stagescope_service.statistics.part import PartRecord
+from stagescope.wire.schema import ROLES
+from stagescope_service.rules.evidence import Series
+from stagescope_service.rules.facts import StepFacts
 from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
-from stagescope_service.statistics.step_summary import NOISE_PAIR, StepSummary, assemble
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import NON_FINITE_NAMES
-from stagescope_service.store.parts import pair_name, part_records
 from stagescope_service.store.queries.measurements import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, LossRow, SampleRow
 
@@ -60,43 +54,6 @@ class StepInForce(NamedTuple):
     """The checks of its streams that failed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Series:
-    """A number over the steps that have it, ascending; arrays of one length.
-
-    Attributes:
-        name: of the metric or scalar.
-        steps: the steps.
-        attempts: the number of each step's attempt.
-        values: float64, NaN and infinities included.
-    """
-
-    name: str
-    steps: Int64
-    attempts: Int64
-    values: Float64
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @property
-    def finite(self) -> Series:
-        """The steps whose value is finite."""
-        return self.where(np.isfinite(self.values))
-
-    def where(self, chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Series:
-        """Return the steps for which `chosen` (bool, of the same length) is true."""
-        return Series(self.name, self.steps[chosen], self.attempts[chosen], self.values[chosen])
-
-    def of_attempt(self, attempt: int) -> Series:
-        """Return the steps of one attempt."""
-        return self.where(self.attempts == attempt)
-
-    def newest(self, count: int) -> Series:
-        """Return the newest `count` steps."""
-        return Series(self.name, self.steps[-count:], self.attempts[-count:], self.values[-count:])
-
-
 class MissingRank(NamedTuple):
     """Where a rank is missing.
 
@@ -107,47 +64,6 @@ class MissingRank(NamedTuple):
 
     steps: list[int]
     stages: list[str]
-
-
-class MeasuredStep:
-    """A step with numbers; what is computed of them is computed once, when it is asked for.
-
-    Attributes:
-        step: the step.
-        summary: its statistics.
-    """
-
-    def __init__(self, catalogue: Catalogue, step: StepInForce, summary: StepSummary) -> None:
-        self.step = step
-        self.summary = summary
-        self._catalogue = catalogue
-
-    @cached_property
-    def published(self) -> Mapping[str, float]:
-        """Its published numbers."""
-        return publish(self.summary.summary)
-
-    @cached_property
-    def comparability(self) -> Comparability:
-        """Whether its streams can be compared."""
-        return examine(self.summary.summary, self.summary.ranks)
-
-    @cached_property
-    def noise(self) -> Mapping[str, float] | None:
-        """Published numbers of the trainer against itself; None: not recorded."""
-        attempt_id, number = self.step.attempt_id, self.step.step
-        rows = self._catalogue.summaries(attempt_id, number, pair=pair_name(NOISE_PAIR))
-        if not rows:
-            return None
-        parts = part_records(
-            rows,
-            self._catalogue.processes(attempt_id),
-            self._catalogue.replaced(attempt_id, number),
-        )
-        own = [part for part in parts if part.stage == self.summary.stage]
-        if not own:
-            return None
-        return publish(assemble(own, stage=self.summary.stage, pairs=[NOISE_PAIR]).summary)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,15 +132,13 @@ class RunHistory:
         self._ids = [int(row["attempt_id"]) for row in self.attempts]
         self._number = {int(row["attempt_id"]): int(row["number"]) for row in self.attempts}
         self._series = lru_cache(maxsize=None)(self._read_series)
-        self.read = lru_cache(maxsize=_CACHED)(self._read_measured)
-        """Return a step with its statistics; None: none are kept of a version that can be read."""
-        self.first_passes = lru_cache(maxsize=_CACHED)(self._read_first_passes)
-        """Return the samples of a step's first mini-batch: current against old log-probs."""
+        self.facts = lru_cache(maxsize=_CACHED)(self._facts_of)
+        """Return the facts of a step."""
 
     def until(self, last: int) -> RunHistory:
         """Return what was known of the steps up to `last`, without tensors."""
         found = RunHistory.__new__(RunHistory)
-        for name in ("run", "attempts", "_catalogue", "_ids", "_number", "read", "first_passes"):
+        for name in ("run", "attempts", "_catalogue", "_ids", "_number", "facts"):
             setattr(found, name, getattr(self, name))
         found._last, found.kept = last, None
         found._rows = [row for row in self._rows if row["step"] <= last]
@@ -255,15 +169,6 @@ class RunHistory:
             for row in self.attempts
             if row["resumed_from_step"] is not None
         )
-
-    def _is_in_force(self, attempt_id: int, step: int | None) -> bool:
-        """Return whether a step of an attempt is in force; None: the attempt as a whole."""
-        number, newest = self._number[attempt_id], self.newest_attempt_id
-        if newest is None or number >= self._number[newest]:
-            return True
-        if step is None or self._is_discarded(number, step):
-            return False
-        return self._attempt_of.get(step, number) <= number
 
     def earlier_attempts(self) -> Iterator[int]:
         """Yield the attempts before that of the last step that have closed steps, newest first."""
@@ -341,10 +246,6 @@ class RunHistory:
                 counts[age] += size
         total = sum(counts.values())
         return sum(age * size for age, size in counts.items()) / total if total else math.nan
-
-    def closed_after(self, step: int) -> int:
-        """Return how many steps in force are later than a step."""
-        return sum(each.step > step for each in self.steps)
 
     @property
     def newest_attempt_id(self) -> int | None:
@@ -435,7 +336,7 @@ class RunHistory:
 
     # --- the newest measured step ---------------------------------------------------------------
     @cached_property
-    def newest(self) -> MeasuredStep | None:
+    def newest(self) -> StepFacts | None:
         """The newest step with numbers; None: of the newest, none has any that can be read.
 
         Where an older version wrote them, no step has: not every step of a long run is read to
@@ -447,36 +348,16 @@ class RunHistory:
     @cached_property
     def summaries(self) -> list[tuple[StepInForce, Summary]]:
         """The statistics of the newest `READ` steps with numbers, the newest first."""
-        found = map(self.read, reversed(self.measured[-READ:]))
-        return [(each.step, each.summary.summary) for each in found if each is not None]
+        found = [(step, self.read(step)) for step in reversed(self.measured[-READ:])]
+        return [(step, each.summary.summary) for step, each in found if each is not None]
 
-    def _read_measured(self, step: StepInForce) -> MeasuredStep | None:
+    def read(self, step: StepInForce) -> StepFacts | None:
         """Return a step with its statistics; None: none are kept of a version that can be read."""
-        row = self._catalogue.step(step.attempt_id, step.step)
-        if row is None or row["step_summary"] is None:
-            return None
-        try:
-            return MeasuredStep(self._catalogue, step, StepSummary.from_bytes(row["step_summary"]))
-        except InvalidInput:
-            return None
+        found = self.facts(step)
+        return None if found.whole is None else found
 
-    def _read_first_passes(self, step: StepInForce) -> list[FirstPass]:
-        together = self._parts(step, UPDATE_PAIR)
-        if together:
-            return first_passes(together)
-        current = self._parts(step, ("current", "rollout")) or self._parts(step, CURRENT_ALONE)
-        return passes_apart(current, self._parts(step, ("old", "rollout"))) if current else []
-
-    def _parts(self, step: StepInForce, pair: tuple[str, str]) -> list[PartRecord]:
-        attempt_id, number = step.attempt_id, step.step
-        rows = self._catalogue.summaries(attempt_id, number, pair=pair_name(pair))
-        if not rows:
-            return []
-        replaced = self._catalogue.replaced(attempt_id, number)
-        try:
-            return part_records(rows, self._catalogue.processes(attempt_id), replaced)
-        except InvalidInput:
-            return []
+    def _facts_of(self, step: StepInForce) -> StepFacts:
+        return StepFacts(self._catalogue, self.run, step.attempt_id, step.attempt, step.step)
 
     @cached_property
     def samples(self) -> list[SampleRow]:
@@ -512,22 +393,27 @@ class RunHistory:
     @cached_property
     def findings(self) -> list[FindingRow]:
         """The findings in force up to the last step, the most recently seen first."""
-        return [row for row in self._every_finding if self._is_known(row, in_force=True)]
+        return [row for row in self.every_finding if self._is_row_in_force(row)]
 
-    @cached_property
-    def superseded_findings(self) -> list[FindingRow]:
-        """Those that are not in force: of steps done again, or of an attempt that is over."""
-        return [row for row in self._every_finding if self._is_known(row, in_force=False)]
+    @property
+    def every_finding(self) -> list[FindingRow]:
+        """Those, and the ones of steps done again or of an attempt that is over."""
+        return [row for row in self._every_finding if self._is_known(row["step"])]
 
     @cached_property
     def losses(self) -> list[LossRow]:
         """What was announced and never arrived, in force, up to the last step."""
-        return [row for row in self._every_loss if self._is_known(row, in_force=True)]
+        known = (row for row in self._every_loss if self._is_known(row["step"]))
+        return [row for row in known if self._is_row_in_force(row)]
 
     @cached_property
-    def superseded_losses(self) -> list[LossRow]:
-        """Those that are not in force."""
-        return [row for row in self._every_loss if self._is_known(row, in_force=False)]
+    def non_finite_scalars(self) -> list[JsonObject]:
+        """The logged numbers that are NaN or infinite, by step, up to the last one."""
+        if not self._ids:
+            return []
+        in_force = {(step.attempt_id, step.step) for step in self.steps}
+        rows = self._catalogue.scalars(self._ids, nonfinite=NON_FINITE_NAMES, limit=_ROWS)
+        return [row for row in rows if (row["attempt_id"], row["step"]) in in_force]
 
     @cached_property
     def _every_finding(self) -> list[FindingRow]:
@@ -537,36 +423,22 @@ class RunHistory:
     def _every_loss(self) -> list[LossRow]:
         return self._catalogue.losses(attempt_id=self._ids, limit=_ROWS) if self._ids else []
 
-    def _is_known(self, row: FindingRow | LossRow, *, in_force: bool) -> bool:
-        """Return whether a row is of the steps that are looked at, and in force or not."""
+    def _is_known(self, step: int | None) -> bool:
+        """Return whether a step is looked at; None: of no step."""
+        return self._last is None or step is None or step <= self._last
+
+    def _is_row_in_force(self, row: FindingRow | LossRow) -> bool:
+        """Return whether a row is in force; one of no step is while its attempt is."""
         attempt_id, step = row["attempt_id"], row["step"]
-        if attempt_id is None or not (self._last is None or step is None or step <= self._last):
+        newest = self.newest_attempt_id
+        if attempt_id is None:
             return False
-        return self._is_in_force(attempt_id, step) == in_force
-
-    @cached_property
-    def non_finite_scalars(self) -> list[JsonObject]:
-        """The logged numbers that are NaN or infinite, by step, up to the last one."""
-        in_force = {(step.attempt_id, step.step) for step in self.steps}
-        return [
-            row for row in self._non_finite_scalars if (row["attempt_id"], row["step"]) in in_force
-        ]
-
-    @cached_property
-    def superseded_scalars(self) -> list[JsonObject]:
-        """Those of steps that are not in force."""
-        return [
-            row
-            for row in self._non_finite_scalars
-            if row["step"] is not None and (self._last is None or row["step"] <= self._last)
-            if not self._is_in_force(row["attempt_id"], row["step"])
-        ]
-
-    @cached_property
-    def _non_finite_scalars(self) -> list[JsonObject]:
-        if not self._ids:
-            return []
-        return [*self._catalogue.scalars(self._ids, nonfinite=NON_FINITE_NAMES, limit=_ROWS)]
+        number = self._number[attempt_id]
+        if newest is None or number >= self._number[newest]:
+            return True
+        if step is None or self._is_discarded(number, step):
+            return False
+        return self._attempt_of.get(step, number) <= number
 
     def settings(self, name: str) -> Mapping[str, object]:
         """Return a table among the settings of the newest attempt that has one."""
@@ -581,15 +453,8 @@ class RunHistory:
         """Return (stage, role) -> step -> rank -> seconds, of the newest steps."""
         found: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
         for step in self.steps[-NEWEST:]:
-            rows = self._catalogue.stages(step.attempt_id, step.step, limit=_ROWS)
-            for row in rows:
-                if row["end_mono"] is None or row["begin_mono"] is None:
-                    continue
-                by_rank = found.setdefault((row["stage"], row["role"]), {}).setdefault(
-                    step.step, {}
-                )
-                seconds = float(row["end_mono"]) - float(row["begin_mono"])
-                by_rank[row["rank"]] = by_rank.get(row["rank"], 0.0) + seconds
+            for (stage, role, rank), seconds in self._facts_of(step).seconds.items():
+                found.setdefault((stage, role), {}).setdefault(step.step, {})[rank] = seconds
         return found
 
 

@@ -17,7 +17,7 @@ from stagescope.render import counted
 from stagescope.wire.errors import StagescopeError
 from stagescope_service.fields import Described, Number
 from stagescope_service.rules.evidence import ABS_DIFF, short
-from stagescope_service.rules.history import MeasuredStep, RunHistory
+from stagescope_service.rules.history import RunHistory
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import ENOUGH, MANY
 from stagescope_service.statistics.comparability import Comparability
@@ -63,7 +63,8 @@ def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
         return []
     stale = _stale_share(summary, total)
     line = fitted_line(summary.fresh, newest.comparability)
-    noise = None if newest.noise is None else _share(newest.noise[ABS_DIFF] / size)
+    floor = newest.published_noise
+    noise = None if floor is None else _share(floor[ABS_DIFF] / size)
     rounding = _share(newest.published["rounding/abs_diff_floor"] / size)
     larger_is_noise = noise is not None and noise >= (rounding or 0.0)
     return [
@@ -84,7 +85,7 @@ def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
             "noise floor",
             noise,
             "no recomputed_log_probs"
-            if newest.noise is None
+            if floor is None
             else "no token of recomputed_log_probs counts"
             if noise is None
             else "mean |d| of the trainer against itself over that of the mismatch",
@@ -98,7 +99,7 @@ def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
             else "what the dtypes of the streams add to mean |d|, over mean |d|",
             counted=not larger_is_noise,
         ),
-        _rejected(history, newest),
+        _rejected(history, newest.step),
         _worst(summary, total),
         _unexplained(
             stale, line.share, _floor_of(summary.fresh, size * max(noise or 0.0, rounding or 0.0))
@@ -182,13 +183,13 @@ def fitted_line(cell: Cell, comparability: Comparability) -> FittedLine:
 
 
 # --- places -------------------------------------------------------------------------------------
-def _rejected(history: RunHistory, newest: MeasuredStep) -> MismatchPart:
+def _rejected(history: RunHistory, number: int) -> MismatchPart:
     """Return the share of |d| in tokens that the loss drops by their importance weight."""
     name = "rejected tokens"
     if history.kept is None:
         return MismatchPart(name, None, "the step's tensors cannot be read here", counted=False)
     try:
-        loss = history.kept.loss(newest.step)
+        loss = history.kept.loss(next(each for each in history.measured if each.step == number))
     except StagescopeError as error:
         return MismatchPart(name, None, str(error), counted=False)
     lacking = [loss.unrecorded[field] for field in _REJECTED.values() if field in loss.unrecorded]

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Final
 
-from stagescope_service.rules.document import Rule, Rules
-from stagescope_service.rules.explain import FiringEvidence, explain
-from stagescope_service.rules.facts import Facts, Needs, read
+from stagescope_service.rules.document import Rules
+from stagescope_service.rules.explain import explain
+from stagescope_service.rules.facts import StepFacts
 from stagescope_service.rules.series import Publisher, Values
 from stagescope_service.rules.watch import At, Firing, RuleWatch
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import ListedAttempt
+from stagescope_service.store.tables.findings import FiringColumns
 
 OPEN_STEPS: Final = 64
 """Maximum open steps of an attempt that may precede the closed ones in the list."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Fired:
-    """A firing with its evidence."""
-
-    rule: Rule
-    firing: Firing
-    facts: Facts
-    evidence: FiringEvidence
 
 
 class StepReader:
@@ -34,7 +24,6 @@ class StepReader:
         self._catalogue = catalogue
         self._run = run
         self._rules = {rule.name: rule for rule in rules.rules}
-        self._needs = Needs.from_rules(rules.rules)
         self._attempts: dict[int, ListedAttempt] = {}
 
     def steps(self, most: int) -> list[tuple[int, int]]:
@@ -50,35 +39,41 @@ class StepReader:
             found += [(attempt_id, step) for step in closed[:left]]
         return found[::-1]
 
-    def facts(self, attempt_id: int, step: int) -> Facts | None:
+    def facts(self, attempt_id: int, step: int) -> StepFacts | None:
         """Return the facts of a step; None if it is not closed, or belongs to another run."""
         if attempt_id not in self._attempts:
             row = self._catalogue.attempt(attempt_id)
             if row is None or row["run"] != self._run:
                 return None
             self._attempts[attempt_id] = row
-        return read(self._catalogue, self._attempts[attempt_id], step, self._needs)
+        number = self._attempts[attempt_id]["number"]
+        found = StepFacts(self._catalogue, self._run, attempt_id, number, step)
+        return found if found.is_closed else None
 
-    def values(self, facts: Facts) -> dict[str, Values]:
+    def values(self, facts: StepFacts) -> dict[str, Values]:
         """Return the values of each rule in a step."""
         publisher = Publisher(facts)
         return {name: publisher.values(rule) for name, rule in self._rules.items()}
 
-    def explain(self, firing: Firing, facts: Facts) -> Fired:
-        """Describe a firing: its message and numbers."""
-        rule = self._rules[firing.rule]
+    def explain(
+        self, firing: Firing, facts: StepFacts, wall: float = 0.0, revision: int | None = None
+    ) -> FiringColumns:
+        """Describe a firing; see `explain.explain`."""
         processes = self._catalogue.processes(facts.attempt_id)
-        return Fired(rule, firing, facts, explain(rule, firing, facts, processes))
+        rule = self._rules[firing.rule]
+        return explain(rule, firing, facts, processes, wall=wall, revision=revision)
 
 
-def replay(catalogue: Catalogue, run: str, rules: Rules, *, most: int) -> tuple[list[Fired], int]:
+def replay(
+    catalogue: Catalogue, run: str, rules: Rules, *, most: int
+) -> tuple[list[FiringColumns], int]:
     """Apply rules to the newest `most` closed steps of a run, in the order of the run.
 
     Returns the firings in order, and the number of steps read.
     """
     reader = StepReader(catalogue, run, rules)
     watch = RuleWatch(rules.rules)
-    fired: list[Fired] = []
+    fired: list[FiringColumns] = []
     read_steps = 0
     for attempt_id, step in reader.steps(most):
         facts = reader.facts(attempt_id, step)

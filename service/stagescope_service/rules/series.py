@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.rules import names
 from stagescope_service.rules.document import Rule
-from stagescope_service.rules.facts import Facts
+from stagescope_service.rules.facts import StepFacts
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.mismatch import Metrics, publish, publish_cell
 from stagescope_service.statistics.step_summary import StepSummary
@@ -70,176 +71,135 @@ class Values:
         return dataclasses.replace(self, series=other.series)
 
 
+class _Slice(NamedTuple):
+    """A part of a step's tokens that a rule looks at."""
+
+    key: tuple[str | None, int | None, int | None]
+    """Role, rank and round."""
+    metrics: Metrics
+    cell: Cell
+
+
 class Publisher:
     """Publishes each of a step's summaries and cells once, however many rules look at it."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: StepFacts) -> None:
         self.facts = facts
-        self._published_steps: dict[int, Metrics] = {}
-        self._cells: dict[tuple[int, int], Metrics] = {}
+        self._published: dict[tuple[int, int | None], Metrics] = {}
 
     def values(self, rule: Rule) -> Values:
         """Return the values of a rule; empty if nothing was measured."""
-        found = dict(self._stages(rule) if rule.of_stages else self._measured(rule))
+        found: dict[SeriesKey, tuple[float, float, float]] = {}
+        if not rule.of_stages:
+            found.update(self._measured(rule))
+        else:
+            counts = self._scalars if rule.of_scalars else self._missing
+            counts = self._seconds if rule.metric == names.STAGE_SECONDS else counts
+            found = {key: (value, np.nan, np.nan) for key, value in counts(rule).items()}
         series = tuple(sorted(found, key=lambda one: tuple(map(str, one))))
-        pairs = np.array([found[one] for one in series], np.float64).reshape(-1, 2)
-        errors = np.full(len(series), np.nan)
-        if rule.when.standard_errors is not None:
-            errors = np.array([self._error(rule, one) for one in series], np.float64)
-        return Values(series, pairs[:, 0].copy(), pairs[:, 1].copy(), errors)
+        columns = np.array([found[one] for one in series], np.float64).reshape(-1, 3)
+        return Values(series, *(columns[:, at].copy() for at in range(3)))
 
     # --- from the statistics ------------------------------------------------------------------
-    def _measured(self, rule: Rule) -> Iterator[tuple[SeriesKey, tuple[float, float]]]:
-        for stage, step_summary in self._chosen(rule).items():
-            noise = self.facts.noise.get(stage)
-            for slice_key, published in self._published(rule, step_summary):
-                floor = None if noise is None else dict(self._published(rule, noise)).get(slice_key)
+    def _measured(self, rule: Rule) -> Iterator[tuple[SeriesKey, tuple[float, float, float]]]:
+        """Yield each series with its value, its noise floor and its standard error."""
+        every = rule.by == "stage" and rule.stage is None
+        for stage in self.facts.stages if every else [rule.stage]:
+            step_summary = self.facts.of_stage(stage)
+            if step_summary is None:
+                continue
+            floors: dict[object, Metrics] = {}
+            if rule.when.noise_ratio is not None:
+                noise = self.facts.noise(step_summary.stage)
+                floors = (
+                    {}
+                    if noise is None
+                    else {each.key: each.metrics for each in self._slices(rule, noise)}
+                )
+            for each in self._slices(rule, step_summary):
+                floor = floors.get(each.key, {})
                 of_stage = step_summary.stage if rule.by == "stage" else None
-                for metric in _matching(rule.metric, published):
-                    key = SeriesKey(metric, of_stage, *slice_key)
+                for metric in _matching(rule.metric, each.metrics):
+                    error = math.nan
+                    if rule.when.standard_errors is not None:
+                        # A mean of few large tokens is as uncertain as they are.
+                        tokens = each.cell.carrying(*names.MEANS[metric])
+                        error = 1.0 / math.sqrt(tokens) if tokens >= FEW else math.nan
                     # A pattern's names differ by stream, and the noise floor has different streams.
-                    value = np.nan if floor is None else floor.get(metric, np.nan)
-                    yield key, (published[metric], value)
+                    values = (each.metrics[metric], floor.get(metric, math.nan), error)
+                    yield SeriesKey(metric, of_stage, *each.key), values
             if rule.lists_only_bad:  # 0, so that a streak ends where no rank has any
-                yield SeriesKey(rule.metric), (0.0, np.nan)
+                yield SeriesKey(rule.metric), (0.0, math.nan, math.nan)
 
-    def _error(self, rule: Rule, series: SeriesKey) -> float:
-        """Return the standard error of a mean of |x| over the mean; NaN where it is unknown.
+    def _slices(self, rule: Rule, step_summary: StepSummary) -> Iterator[_Slice]:
+        """Yield the slices of a rule that have tokens.
 
-        Tokens are as many as carry the sum: a mean of few large ones is as uncertain as theirs.
+        Of the tokens of one staleness, only numbers that a cell holds are known, unless every
+        token has that staleness.
         """
-        step_summary = self._chosen(rule).get(rule.stage or series.stage)
-        if step_summary is None:
-            return math.nan
         summary = step_summary.summary
-        cell: Cell | None
-        if series.round is not None:
-            cell = summary.rounds.get(series.round)
-        elif series.rank is not None:
-            of_rank = (
-                row.cell
-                for row in step_summary.ranks
-                if (row.role, row.rank) == (series.role, series.rank)
-            )
-            cell = next(of_rank, None)
-        elif rule.staleness is not None and summary.is_staleness_known:
-            cell = summary.staleness.get(rule.staleness)
-        else:
-            cell = summary.total
-        tokens = 0.0 if cell is None else cell.carrying(*names.MEANS[series.metric])
-        return 1.0 / math.sqrt(tokens) if tokens >= FEW else math.nan
-
-    def _chosen(self, rule: Rule) -> Mapping[str | None, StepSummary]:
-        summaries = self.facts.summaries
-        if rule.stage is not None:
-            return {rule.stage: summaries[rule.stage]} if rule.stage in summaries else {}
-        if rule.by == "stage":
-            return {
-                stage: step_summary
-                for stage, step_summary in summaries.items()
-                if stage is not None
-            }
-        return {None: summaries[None]} if None in summaries else {}
-
-    def _published(
-        self, rule: Rule, step_summary: StepSummary
-    ) -> Iterator[tuple[tuple[str | None, int | None, int | None], Metrics]]:
-        """Yield ((role, rank, round), metrics) of the slices of a rule."""
-        summary = step_summary.summary
+        is_sliced = rule.staleness is not None and summary.is_staleness_known
+        is_part = is_sliced and bool((summary.staleness.keys != rule.staleness).any())
         if rule.by == "round":
-            is_sliced = rule.staleness is not None and summary.is_staleness_known
-            if is_sliced and (summary.staleness.keys != rule.staleness).any():
-                return  # no cell holds the tokens of a round that have one staleness
-            for number, cell in summary.rounds.items():
+            for number, cell in summary.rounds.items() if not is_part else ():
                 if cell.masked:
-                    yield (None, None, number), self._cell_metrics(step_summary, number, cell)
+                    yield self._of_cell(step_summary, (None, None, number), number, cell)
         elif rule.by == "rank":
             for at, row in enumerate(step_summary.ranks):
                 if row.cell.masked > (row.cell.tokens if rule.lists_only_bad else 0):
-                    yield (
-                        (row.role, row.rank, None),
-                        self._cell_metrics(step_summary, -1 - at, row.cell),
-                    )
-        elif rule.staleness is None or not summary.is_staleness_known:
-            if summary.total.masked:
-                yield (None, None, None), self._step_metrics(step_summary)
-        else:
-            yield from self._of_staleness(rule.staleness, step_summary)
+                    yield self._of_cell(step_summary, (row.role, row.rank, None), -2 - at, row.cell)
+        elif is_sliced and (is_part or not len(summary.staleness.keys)):
+            found = summary.staleness.get(cast(int, rule.staleness))
+            if found is not None and found.masked:
+                yield _Slice((None, None, None), publish_cell(found, summary.pair), found)
+        elif summary.total.masked:
+            key = (id(step_summary), None)
+            if key not in self._published:
+                self._published[key] = publish(summary)
+            yield _Slice((None, None, None), self._published[key], summary.total)
 
-    def _of_staleness(
-        self, age: int, step_summary: StepSummary
-    ) -> Iterator[tuple[tuple[None, None, None], Metrics]]:
-        """Yield the numbers of the tokens of one staleness.
-
-        Numbers that no cell holds (rounds, sequences) are only included if every token has that
-        staleness.
-        """
-        slices = step_summary.summary.staleness
-        cell = slices.get(age)
-        if cell is None or not cell.masked:
-            return
-        if all(key == age for key in slices.keys.tolist()):
-            yield (None, None, None), self._step_metrics(step_summary)
-        else:
-            yield (None, None, None), publish_cell(cell, step_summary.summary.pair)
-
-    def _step_metrics(self, step_summary: StepSummary) -> Metrics:
-        if id(step_summary) not in self._published_steps:
-            self._published_steps[id(step_summary)] = publish(step_summary.summary)
-        return self._published_steps[id(step_summary)]
-
-    def _cell_metrics(self, step_summary: StepSummary, number: int, cell: Cell) -> Metrics:
-        key = (id(step_summary), number)
-        if key not in self._cells:
-            self._cells[key] = publish_cell(cell, step_summary.summary.pair)
-        return self._cells[key]
+    def _of_cell(
+        self,
+        step_summary: StepSummary,
+        key: tuple[str | None, int | None, int | None],
+        at: int,
+        cell: Cell,
+    ) -> _Slice:
+        """Return a slice whose cell is published once; `at` is unique in the summary."""
+        own = (id(step_summary), at)
+        if own not in self._published:
+            self._published[own] = publish_cell(cell, step_summary.summary.pair)
+        return _Slice(key, self._published[own], cell)
 
     # --- from the stage events ----------------------------------------------------------------
-    def _stages(self, rule: Rule) -> Iterator[tuple[SeriesKey, tuple[float, float]]]:
-        if rule.metric == names.MISSING_RANKS:
-            yield from ((key, (count, np.nan)) for key, count in self._missing(rule).items())
-            return
-        if rule.of_scalars:
-            yield from ((key, (count, np.nan)) for key, count in self._scalars(rule).items())
-            return
+    def _seconds(self, rule: Rule) -> dict[SeriesKey, float]:
+        """Return the seconds of the slowest rank of each stage; by rank, of each rank."""
         slowest: dict[SeriesKey, float] = {}
         for (stage, role, rank), seconds in self.facts.seconds.items():
-            if rule.stage not in (None, stage):
-                continue
-            by_rank = rule.by == "rank"
-            key = SeriesKey(
-                rule.metric, stage, role if by_rank else None, rank if by_rank else None
-            )
-            slowest[key] = max(seconds, slowest.get(key, 0.0))
-        yield from ((key, (seconds, np.nan)) for key, seconds in slowest.items())
+            if rule.stage in (None, stage):
+                own = (role, rank) if rule.by == "rank" else (None, None)
+                key = SeriesKey(rule.metric, stage, *own)
+                slowest[key] = max(seconds, slowest.get(key, 0.0))
+        return slowest
 
     def _scalars(self, rule: Rule) -> dict[SeriesKey, float]:
         """Return the number of non-finite values of each scalar: 0 if none, like `_missing`."""
-        found: dict[SeriesKey, float] = {}
-        for row in bad_scalars(rule, self.facts):
-            key = scalar_series(rule, row)
-            found[key] = found.get(key, 0.0) + 1.0
-        return found or {SeriesKey(rule.metric, rule.stage): 0.0}
+        found = Counter(scalar_series(rule, row) for row in bad_scalars(rule, self.facts))
+        return dict(found) or {SeriesKey(rule.metric, rule.stage): 0.0}
 
     def _missing(self, rule: Rule) -> dict[SeriesKey, float]:
         """Return the number of missing ranks; by rank, 1 for each stage that it did not end.
 
         0 if none is missing, so that a streak ends there.
         """
-        stages: dict[str, set[tuple[str, int]]] = {}
-        for row in self.facts.missing:
-            if rule.stage in (None, row["stage"]):
-                stages.setdefault(row["stage"], set()).add((row["role"], row["rank"]))
-        if rule.by == "rank" and stages:
-            return {
-                SeriesKey(rule.metric, stage, *rank_key): 1.0
-                for stage, of in stages.items()
-                for rank_key in of
-            }
-        if rule.by == "stage" and stages:
-            return {SeriesKey(rule.metric, stage): float(len(of)) for stage, of in stages.items()}
-        everybody = set[tuple[str, int]]().union(*stages.values())
-        return {SeriesKey(rule.metric, rule.stage): float(len(everybody))}
+        rows = [row for row in self.facts.missing if rule.stage in (None, row["stage"])]
+        keys = {(row["stage"], row["role"], row["rank"]) for row in rows}
+        if rule.by == "rank" and keys:
+            return {SeriesKey(rule.metric, *key): 1.0 for key in keys}
+        if rule.by == "stage" and keys:
+            counts = Counter(stage for stage, *_ in keys)
+            return {SeriesKey(rule.metric, stage): count for stage, count in counts.items()}
+        return {SeriesKey(rule.metric, rule.stage): len({key[1:] for key in keys})}
 
 
 def scalar_series(rule: Rule, row: ScalarRow) -> SeriesKey:
@@ -291,7 +251,7 @@ def unpack(packed: Iterable[PackedSeries]) -> frozenset[SeriesKey]:
     return frozenset(found)
 
 
-def bad_scalars(rule: Rule, facts: Facts) -> list[ScalarRow]:
+def bad_scalars(rule: Rule, facts: StepFacts) -> list[ScalarRow]:
     """Return the scalars of a step that a rule counts, in the order of their logging."""
     pattern = names.scalar_of(rule.metric)
     return [

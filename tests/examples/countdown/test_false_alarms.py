@@ -197,6 +197,6 @@ def test_nothing_is_found_but_what_is_so(
         answer = live.get(f"/steps/{STEPS}/anatomy", run=run, by=by)
         assert [(row["label"], answer["left_out"]) for row in answer["rows"]] == [(str(key), 0)]
     fired, steps = replay(live.catalogue, run, defaults(), most=STEPS)
-    assert (steps, [each.evidence.message for each in fired]) == (STEPS, [])
+    assert (steps, [each["message"] for each in fired]) == (STEPS, [])
     measured = RunHistory(live.catalogue, run).measured
     assert {step.verdict for step in measured} == {"comparable"}, measured

@@ -17,7 +17,6 @@ from stagescope_service.rules.document import read_yaml
 from stagescope_service.rules.replay import replay
 from stagescope_service.store.contract import Put
 from stagescope_service.store.tables import StepRow
-from stagescope_service.store.tables.findings import FiringColumns
 
 LOG_PROB = "actor_compute_log_prob"
 TWO = {"rollout_log_probs": "engine", "old_log_probs": "trainer"}
@@ -431,15 +430,10 @@ def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
       - {name: pearson, metric: training/rollout_actor_probs_pearson_corr, by: rank,
          when: {"<": 0.9}, actions: {finding: {severity: warning, advice: compare weights}}}
     """
-    (fired,), _ = replay(live.catalogue, "r", read_yaml(textwrap.dedent(rules)), most=10)
-    assert fired.evidence.cause is not None
-    assert (fired.evidence.rank, fired.evidence.cause["name"]) == (3, "shifted")
-    row: FiringColumns = {
-        "run": "r", "attempt_id": 1, "step": 1, "rule": "pearson", "revision": 1, "wall": 1.0,
-        "role": "actor", "rank": 3, "stage": LOG_PROB, "round": None, "message": "m",
-        "evidence": fired.evidence.evidence(), "withdrawn_wall": None,
-    }  # fmt: skip
-    (put,) = finding_of(Act(fired.rule, row))
+    parsed = read_yaml(textwrap.dedent(rules))
+    (fired,), _ = replay(live.catalogue, "r", parsed, most=10)
+    assert (fired["rank"], fired["evidence"]["cause"]["name"]) == (3, "shifted")
+    (put,) = finding_of(Act(parsed.rules[0], fired))
     advice = put.row["advice"]
     assert advice.startswith(
         "explain first why the streams cannot be compared (shifted, on actor rank 3)"

@@ -528,12 +528,12 @@ def test_a_dry_run_says_what_the_live_service_fired(bench: RuleBench, seed: int)
     fired, looked = replay(bench.catalogue, "r", rules, most=1000)
     assert looked == 22
     assert len(fired) > 5
-    found = [(each.facts.attempt_id, each.facts.step, each.rule.name) for each in fired]
+    found = [(each["attempt_id"], each["step"], each["rule"]) for each in fired]
     assert sorted(found) == bench.fired()
     for each in fired:
-        live = bench.firing_of(each.facts.attempt_id, each.facts.step, each.rule.name)
+        live = bench.firing_of(each["attempt_id"], each["step"], each["rule"])
         value = live["evidence"]["value"]
-        assert float(value) == pytest.approx(each.evidence.numbers["value"])
+        assert float(value) == pytest.approx(each["evidence"]["value"])
 
 
 def test_rules_that_are_given_later_hold_for_later_steps(bench: RuleBench) -> None:

@@ -8,10 +8,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.service.rules.test_series import facts_of
 from tests.support.batches import batch_of
 
 from stagescope_service.rules.document import Rules, defaults
-from stagescope_service.rules.facts import Facts
 from stagescope_service.rules.series import Publisher
 from stagescope_service.rules.watch import At, RuleWatch
 from stagescope_service.statistics import PartRecord, assemble, summarise
@@ -56,8 +56,7 @@ def fired(rules: Rules, change: Callable[[int, list[Array]], None]) -> list[tupl
         ids = np.searchsorted(rounds, np.arange(width), side="right") - 1
         batch = batch_of(streams[0], streams[1], mask, round_ids=np.where(mask == 1, ids, -1))
         summary = assemble([PartRecord("i:1", summarise(batch), "s", "actor", 0)])
-        facts = Facts("r", 1, 1, step, {None: summary}, {}, [], {})
-        publisher = Publisher(facts)
+        publisher = Publisher(facts_of(summary))
         watch.evaluate(At(1, step), {rule.name: publisher.values(rule) for rule in rules.rules})
     return [(rule.name, at.step) for rule in rules.rules for at in watch.fired(rule.name)]
 

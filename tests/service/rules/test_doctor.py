@@ -28,7 +28,7 @@ from stagescope_service.api import diagnosis as api_diagnosis
 from stagescope_service.core.findings import finding
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.rules import evidence
-from stagescope_service.rules import history as history_module
+from stagescope_service.rules import facts as facts_module
 from stagescope_service.rules.doctor import (
     FAMILIES,
     Diagnosis,
@@ -898,15 +898,13 @@ def test_what_a_later_attempt_superseded_is_not_found_but_named(live: Service) -
     rows = {row["rule"]: row for row in answer["rows"]}
     for name in names:
         assert rows[name]["verdict"] == "not found", name
-        assert rows[name]["against"][-1].startswith(
-            "no longer in force, of attempt 1, since step 4: "
-        ), name
+        assert rows[name]["against"][-1].startswith("attempt 1 ended with it, since step 4: "), name
         assert rows[name]["title"] + " (since step 4)" in answer["text"], name
-    assert "No longer in force, of attempt 1: " in answer["text"]
+    assert "Attempt 1 ended with: " in answer["text"]
     assert "stagescope doctor healed --attempt 1" in answer["text"]
     first = rows_of(live, "healed", attempt=1)
     assert [first[name]["verdict"] for name in names] == ["found", "found"]
-    assert "No longer" not in live.get("/runs/healed/diagnosis", attempt=2)["text"]
+    assert "Attempt 1" not in live.get("/runs/healed/diagnosis", attempt=2)["text"]
 
 
 def test_a_mismatch_that_an_earlier_attempt_ended_with_is_named(live: Service) -> None:
@@ -991,7 +989,6 @@ def test_what_the_later_attempt_resumed_from_is_found_with_its_attempt(live: Ser
     row = rows_of(live, "resumed")["non_finite_log_probs"]
     assert (row["verdict"], row["since_step"]) == ("found", 4)
     assert row["for"][0].startswith("attempt 1: ")
-    assert row["for"][-1].startswith("no longer in force, of attempt 1, since step 6: ")
 
 
 @pytest.mark.parametrize(
@@ -1321,7 +1318,7 @@ def test_a_diagnosis_examines_the_streams_of_a_step_once(
         examined_steps.append(summary)
         return examine(summary, ranks)
 
-    monkeypatch.setattr(history_module, "examine", counted)
+    monkeypatch.setattr(facts_module, "examine", counted)
     train(live, "once", cut_vocabulary, steps=range(1, 4))
     assert "sampling_differs" in found_in(rows_of(live, "once"))
     assert len(examined_steps) <= 3

@@ -143,7 +143,14 @@ def test_a_secret_is_kept_and_never_shown() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ({"url": "SECRET"}, "webhook.url cannot be called"),
+        *(
+            ({"url": url}, "webhook.url cannot be called")
+            for url in (
+                "ftp://example.com/SECRET", "file:///SECRET", "http:///SECRET", "SECRET",
+                "https://example.com:99999999/SECRET", "https://exa mple.com/SECRET",
+                ["http://SECRET"], "http://example.com/SECRET\nHost: other",
+            )
+        ),
         ({"format": "slack"}, "webhook.url cannot be called"),
         ({"url": "http://h/SECRET", "format": "SECRET"}, "webhook.format is unknown"),
         ({"url": "http://h/SECRET", "format": ["slack"]}, "webhook.format is unknown"),
@@ -154,7 +161,7 @@ def test_a_secret_is_kept_and_never_shown() -> None:
         ({"http://h/SECRET": None}, "webhook has other fields"),
         ({"host": "hooks.slack.com", "format": "slack"}, "webhook has other fields"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused_without_being_shown(value: Any, expected: str) -> None:
     with pytest.raises(InvalidPlan, match=expected) as caught:
         Webhook.parse(value, "webhook")

@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope_service.rules.evidence import Evidence, Period, event_period, rate_period
-from stagescope_service.rules.history import Series
-from stagescope_service.rules.symptoms.trends import _spike, beyond
+from stagescope_service.rules.evidence import (
+    Evidence,
+    Period,
+    Series,
+    beyond,
+    event_period,
+    rate_period,
+)
+from stagescope_service.rules.symptoms.trends import _spike
 from stagescope_service.statistics.cell import Float64
 
 WINDOW = 10

@@ -137,20 +137,6 @@ def test_what_cannot_be_is_refused_with_its_field(changes: Mapping[str, object],
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "ftp://example.com/SECRET", "file:///SECRET", "http:///SECRET", "SECRET",
-        "https://example.com:99999999/SECRET", "https://exa mple.com/SECRET", ["http://SECRET"],
-        "http://example.com/SECRET\nHost: other",
-    ],
-)  # fmt: skip
-def test_a_webhook_that_cannot_be_called_is_refused_without_being_shown(url: object) -> None:
-    with pytest.raises(InvalidPlan, match=r"actions.webhook cannot be called") as caught:
-        rules_of(actions={"webhook": url})
-    assert "SECRET" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "rules: [", "just text", "", "rules: {}", "rules: []\nruns: []", "extra: 1\nrules: []",

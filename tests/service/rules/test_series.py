@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.support.batches import batch_of, random_streams
 from stagescope.wire.policy_versions import encode_versions
 from stagescope.wire.schema import Part
 from stagescope_service.rules.document import Rules
-from stagescope_service.rules.facts import Facts, Needs
+from stagescope_service.rules.facts import StepFacts
 from stagescope_service.rules.series import Publisher, SeriesKey
 from stagescope_service.statistics import (
     PartRecord,
@@ -24,7 +24,8 @@ from stagescope_service.statistics import (
     summarise,
 )
 from stagescope_service.statistics.mismatch import publish_cell
-from stagescope_service.store.tables import UnfinishedRank
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.tables import StepRow, UnfinishedRank
 
 MEAN = "training/rollout_probs_diff_mean"
 
@@ -58,10 +59,17 @@ def record_of(
     return PartRecord(f"{rank}:1", summarise(batch), stage, "actor", rank, part, None, {}, "i")
 
 
+def facts_of(step_summary: StepSummary) -> StepFacts:
+    """Return the facts of a step whose one stage has these statistics."""
+    facts = StepFacts(cast(Catalogue, None), "r", 1, 1, 5)
+    facts.whole, facts.stages = step_summary, [step_summary.stage]
+    return facts
+
+
 def values(step_summary: StepSummary, **rule: object) -> dict[SeriesKey, float]:
     """What a rule sees."""
     made = Rules.parse({"rules": [{"name": "r", "metric": MEAN, "when": {">": 1}, **rule}]})
-    facts = Facts("r", 1, 1, 5, {None: step_summary, step_summary.stage: step_summary}, {}, [], {})
+    facts = facts_of(step_summary)
     found = Publisher(facts).values(made.rules[0])
     return dict(zip(found.series, found.values.tolist(), strict=True))
 
@@ -145,7 +153,7 @@ def test_a_mean_of_few_large_tokens_is_as_uncertain_as_they_are() -> None:
     when = {">": 1, "standard_errors": 4}
     for by, errors in (("round", [20**-0.5, math.nan]), ("whole", None), ("rank", None)):
         rule = {"name": "r", "metric": "logprob_abs_diff/mean", "by": by, "when": when}
-        facts = Facts("r", 1, 1, 5, {None: step_summary}, {}, [], {})
+        facts = facts_of(step_summary)
         found = Publisher(facts).values(Rules.parse({"rules": [rule]}).rules[0])
         assert found.errors.tolist() == pytest.approx(errors or [math.nan], nan_ok=True)
 
@@ -160,24 +168,13 @@ def test_rounds_are_looked_at_where_all_tokens_have_the_staleness() -> None:
     assert len(values(mixed, metric=metric, by="round")) == 2
 
 
-def test_what_no_rule_asks_for_is_not_read() -> None:
-    def needs(**rule: object) -> Needs:
-        made = {"name": "r", "metric": MEAN, "when": {">": 1}, **rule}
-        return Needs.from_rules(Rules.parse({"rules": [made]}).rules)
-
-    assert needs() == Needs()
-    assert needs(by="stage") == Needs(stages=None)
-    assert needs(stage="actor_update") == Needs(stages=frozenset({"actor_update"}))
-    assert needs(when={"noise_ratio": 3}) == Needs(noise=True)
-    assert needs(metric="stage_seconds", stage="actor_update") == Needs(seconds=True)
-
-
 def test_a_rule_on_missing_ranks_sees_its_stage_alone() -> None:
     missing: list[UnfinishedRank] = [
         {"role": "actor", "rank": rank, "stage": stage, "status": "open"}
         for rank, stage in ((0, "actor_update"), (1, "actor_update"), (2, "weight_sync"))
     ]
-    facts = Facts("r", 1, 1, 5, {}, {}, missing, {})
+    facts = StepFacts(cast(Catalogue, None), "r", 1, 1, 5)
+    facts.row = cast(StepRow, {"missing": missing})
 
     def seen(**rule: object) -> dict[SeriesKey, float]:
         one = {"name": "r", "metric": "missing_ranks", "when": {">": 0}, **rule}

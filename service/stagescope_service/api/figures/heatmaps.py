@@ -17,14 +17,14 @@ import numpy as np
 import plotly.graph_objects as go
 
 from stagescope.answers import unit_of_metric
-from stagescope.render import stretches
+from stagescope.render import ranks_text, stretches
 from stagescope.wire.errors import NotFound
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import RankKey
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ROWS_REMOVED
 from stagescope_service.api.dependencies import Dependencies, Window
-from stagescope_service.api.figures.rank_rows import Fold, Grid, HeatRow, ranks_text, rows_of
+from stagescope_service.api.figures.rank_rows import Fold, Grid, HeatRow, rows_of
 from stagescope_service.api.numbers import doubt, doubted_steps
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.step_summaries import MeasuredSummary

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.render import counted, stretches
+from stagescope.render import counted, ranks_text
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import RankKey
 from stagescope_service import figure_style as style
@@ -256,11 +256,3 @@ def _place(layout: JsonObject | None) -> str:
         if layout.get(f"{name}_rank") is not None and (layout.get(f"{name}_size") or 1) > 1
     ]
     return f" ({', '.join(found)})" if found else ""
-
-
-def ranks_text(ranks: Collection[RankKey]) -> str:
-    """Return ranks as text, such as `actor ranks 0-3, 7`."""
-    by_role: dict[str, list[int]] = defaultdict(list)
-    for role, rank in ranks:
-        by_role[role].append(rank)
-    return ", ".join(f"{role} {stretches('rank', sorted(own))}" for role, own in by_role.items())

@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from stagescope.render import ranks_text
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.coordinator.aggregation import assembly
@@ -30,7 +31,6 @@ from stagescope_service.core.instructions import (
 )
 from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.recompute import Source
-from stagescope_service.rules.explain import ranks_text
 from stagescope_service.statistics import Recompute
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import WriteRows

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
+from stagescope.render import ranks_text
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import Json
@@ -21,7 +22,6 @@ from stagescope_service.core.findings import (
     finding,
 )
 from stagescope_service.core.instructions import Delete, PayloadKey, Put
-from stagescope_service.rules.explain import ranks_text
 from stagescope_service.statistics import PartRecord, Recompute, StepSummary, assemble, examine
 from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.statistics.comparability import WHAT_TO_CHECK, Check, causes_of_ranks

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stagescope.render import ranks_text
 from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import Delete, Put
-from stagescope_service.rules.explain import ranks_text
 from stagescope_service.statistics import PartRecord, StatisticsSettings, StepSummary
 
 

@@ -12,15 +12,14 @@ import numpy as np
 from stagescope.render import counted
 from stagescope_service.rules.evidence import (
     ABS_DIFF,
-    ENDED_AFTER,
     Evidence,
     not_found,
     not_measured,
+    of_rate,
     short,
     spearman,
 )
 from stagescope_service.rules.history import NEWEST, READ, RunHistory, StepInForce
-from stagescope_service.rules.symptoms.trends import of_rate
 from stagescope_service.statistics.cell import Field, Float64
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey
 
@@ -29,37 +28,34 @@ _FEW: Final = 8
 _CARRIED: Final = ": a few tokens carry it, and it says nothing about the others"
 
 
-_Slices: TypeAlias = "Mapping[StepInForce, Mapping[SliceKey, float]]"
+class _Mean(NamedTuple):
+    """A metric of a slice of a step."""
+
+    value: float
+    tokens: float
+    least: float
+    """Mean |d| without the tokens that are far off, where these are few; of other metrics `value`.
+    Each of them counts as the largest one, so that it is at most what the others have."""
 
 
-def _without_few(history: RunHistory, by: Dimension, metric: str) -> _Slices:
-    """Return the mean |d| of slices without the tokens that are far off, where these are few.
+_Slices: TypeAlias = "list[tuple[StepInForce, dict[SliceKey, _Mean]]]"
 
-    Each of them counts as the largest one, so that it is at most what the others have. Of other
-    metrics it is the metric.
-    """
-    slices = dict(history.slices(by, metric))
-    if metric != ABS_DIFF:
-        return slices
-    sizes, largest, far = (
-        dict(history.slices(by, name))
-        for name in ("counts/tokens", "logprob_abs_diff/max", "tail/abs_diff_over_0.5_count")
-    )
-    found: dict[StepInForce, Mapping[SliceKey, float]] = {}
-    for step, means in slices.items():
-        own = (sizes.get(step, {}), largest.get(step, {}), far.get(step, {}))
-        found[step] = {
-            key: _least_mean(mean, *(each.get(key, math.nan) for each in own))
-            for key, mean in means.items()
-        }
+
+def _means(history: RunHistory, by: Dimension, metric: str) -> _Slices:
+    """Return a metric of the slices of the newest steps."""
+    names = ("counts/tokens", "logprob_abs_diff/max", "tail/abs_diff_over_0.5_count")
+    others = [dict(history.slices(by, name)) for name in names]
+    found: _Slices = []
+    for step, means in history.slices(by, metric):
+        own: dict[SliceKey, _Mean] = {}
+        for key, mean in means.items():
+            tokens, largest, far = (each.get(step, {}).get(key, math.nan) for each in others)
+            count, least = max(far, 1.0), mean
+            if metric == ABS_DIFF and count < _FEW and tokens > count and math.isfinite(largest):
+                least = max(0.0, mean * tokens - count * largest) / (tokens - count)
+            own[key] = _Mean(mean, tokens, least)
+        found.append((step, own))
     return found
-
-
-def _least_mean(mean: float, tokens: float, largest: float, far: float) -> float:
-    count = max(far, 1.0)
-    if not (count < _FEW and tokens > count and math.isfinite(largest)):
-        return mean
-    return max(0.0, mean * tokens - count * largest) / (tokens - count)
 
 
 def rank_apart(
@@ -69,33 +65,26 @@ def rank_apart(
 
     Of two ranks it is the one with the higher value, in half of the steps at least.
     """
-    slices = history.slices("rank", metric)
-    slices = [(step, values) for step, values in slices if len(values) >= 2]
+    slices = [each for each in _means(history, "rank", metric) if len(each[1]) >= 2]
     if len(slices) < least:
         return not_measured(
             f"{len(slices)} of the newest steps have two or more ranks with {metric}"
         )
-    least_of = _without_few(history, "rank", metric)
-    apart: Counter[tuple[str | None, int]] = Counter()
-    of_few: Counter[tuple[str | None, int]] = Counter()
-    first: dict[tuple[str | None, int], int] = {}
-    last: dict[tuple[str | None, int], int] = {}
+    apart: dict[SliceKey, list[int]] = {}
+    of_few: Counter[SliceKey] = Counter()
     examined = 0
     for step, values in slices:
-        known = {name: value for name, value in values.items() if not math.isnan(value)}
+        known = {key: each.value for key, each in values.items() if not math.isnan(each.value)}
         if len(known) < 2:
             continue
         examined += 1
         key = max(known, key=lambda name: known[name])  # no other can be 1.5 times all others
         value = known.pop(key)
-        others = np.array([*known.values()])
-        bound = max(factor * float(np.median(others)), 1.5 * float(others.max()))
-        if value > bound and not least_of[step][key] > bound:
+        bound = max(factor * float(np.median([*known.values()])), 1.5 * max(known.values()))
+        if value > bound and not values[key].least > bound:
             of_few[key] += 1
         elif value > bound:
-            apart[key] += 1
-            first.setdefault(key, step.step)
-            last[key] = step.step
+            apart.setdefault(key, []).append(step.step)
     if examined < least:
         return not_measured(f"{examined} of the newest steps have numbers of two or more ranks")
     if not apart:
@@ -103,10 +92,11 @@ def rank_apart(
         for (role, rank), count in of_few.most_common(1):
             text += f"; in {count}, {role} {rank} is so by a few tokens alone"
         return not_found(text)
-    (role, rank), count = apart.most_common(1)[0]
+    worst = max(apart, key=lambda key: len(apart[key]))
+    (role, rank), count, last = worst, len(apart[worst]), apart[worst][-1]
     step, values = slices[-1]
-    rest = [value for key, value in values.items() if key != (role, rank)]
-    newest = values.get((role, rank), math.nan)
+    rest = [each.value for key, each in values.items() if key != worst]
+    newest = values[worst].value if worst in values else math.nan
     text = (
         f"{role} {rank} stands apart in {count} of {len(slices)} steps: {metric} is "
         f"{short(newest)} in step {step.step}, {short(_median(rest))} at the "
@@ -114,11 +104,9 @@ def rank_apart(
     )
     if count < least or (len(values) == 2 and 2 * count < len(slices)):
         return not_found(text)
-    evidence = Evidence(
-        "found", count / len(slices), first[role, rank], f"{role} rank {rank}", (text,)
-    )
-    after = sum(each.step > last[role, rank] for each, _ in slices)
-    return evidence.ended(last[role, rank], after) if after > ENDED_AFTER else evidence
+    share = count / len(slices)
+    evidence = Evidence("found", share, apart[worst][0], f"{role} rank {rank}", (text,))
+    return evidence.ended_after([each.step for each, _ in slices], last)
 
 
 def _median(values: Sequence[float]) -> float:
@@ -143,14 +131,11 @@ def rounds_rise(
     later rounds of a healthy run often are.
     """
     rises, explained, examined, since, newest = 0, 0, 0, None, ""
-    counts = dict(history.slices("round", "counts/tokens"))
     rollout = "rollout" if history.newest is None else history.newest.summary.summary.pair[1]
     sampled = dict(history.slices("round", f"logprob/{rollout}_mean"))
-    least_of = _without_few(history, "round", metric)
-    for step, values in history.slices("round", metric):
-        sizes, means = counts.get(step, {}), sampled.get(step, {})
-        rounds = [key for key in sorted(values) if sizes.get(key, 0) >= tokens]
-        numbers = np.array([values[key] for key in rounds])
+    for step, values in _means(history, "round", metric):
+        rounds = [key for key in sorted(values) if values[key].tokens >= tokens]
+        numbers = np.array([values[key].value for key in rounds])
         if len(rounds) < 3 or not np.isfinite(numbers).all():
             continue
         examined += 1
@@ -160,10 +145,10 @@ def rounds_rise(
         )
         if not _rises(numbers, factor):
             continue
-        if least_of[step][rounds[-1]] < factor * numbers[0]:
+        if values[rounds[-1]].least < factor * numbers[0]:
             newest += _CARRIED
             continue
-        unsure = np.array([-means.get(key, math.nan) for key in rounds])
+        unsure = np.array([-sampled.get(step, {}).get(key, math.nan) for key in rounds])
         if (unsure > 0.0).all() and not _rises(numbers / unsure, factor):
             explained += 1
             continue
@@ -186,11 +171,12 @@ def _rises(numbers: Float64, factor: float) -> bool:
 def noise_floor(history: RunHistory, *, factor: float = 1.5) -> Evidence:
     """Return whether the mismatch is no larger than the trainer's against itself."""
     newest = history.newest
-    if newest is None or newest.noise is None:
+    floor = None if newest is None else newest.published_noise
+    if newest is None or floor is None:
         return not_measured("no recomputed log-probs: the trainer is not held against itself")
-    mismatch, noise = newest.published[ABS_DIFF], newest.noise[ABS_DIFF]
+    mismatch, noise = newest.published[ABS_DIFF], floor[ABS_DIFF]
     text = (
-        f"step {newest.step.step}: mean |d| is {short(mismatch)}, that of the trainer against "
+        f"step {newest.step}: mean |d| is {short(mismatch)}, that of the trainer against "
         f"itself {short(noise)}"
     )
     if math.isnan(mismatch) or math.isnan(noise):
@@ -198,7 +184,7 @@ def noise_floor(history: RunHistory, *, factor: float = 1.5) -> Evidence:
     if not mismatch <= factor * noise:
         return not_found(text)
     sure = min(1.0, noise / mismatch) if mismatch else 1.0
-    return Evidence("found", sure, newest.step.step, "", (text,))
+    return Evidence("found", sure, newest.step, "", (text,))
 
 
 def engine_apart(
@@ -272,7 +258,7 @@ def stale(
 
     Where no step has fresh tokens, the youngest of the newest steps are compared with the older.
     """
-    slices = history.slices("staleness", metric)
+    slices = _means(history, "staleness", metric)
     if not any(len(values) for _, values in slices):
         is_named = any({*checks} & {*step.suspects} for step in history.measured[-NEWEST:])
         return not_measured(
@@ -282,35 +268,31 @@ def stale(
             else "policy versions of the tokens, or of the stage that scores them, are not "
             "recorded, or are texts that do not differ in one number"
         )
-    counts = dict(history.slices("staleness", "counts/tokens"))
-    least_of = _without_few(history, "staleness", metric)
     steps = [
-        _Ages(
-            step.step,
-            {age: (counts[step][None, age], mean) for (_, age), mean in values.items()},
-            {age: (counts[step][None, age], mean) for (_, age), mean in least_of[step].items()},
-        )
+        _Ages(step.step, {age: each for (_, age), each in values.items()})
         for step, values in slices
-        if step in counts and not all(math.isnan(mean) for mean in values.values())
+        if not all(math.isnan(each.value) for each in values.values())
     ]
-    old = [each for each in steps if max(each.sizes) > 0]
+    old = [each for each in steps if max(each.by_age) > 0]
     if not old:
         return not_found("all tokens were sampled by the trainer's own version")
-    share = float(np.median([each.share_over(0) for each in old]))
+    share = float(np.median([each.share_of_old for each in old]))
     text = f"{share:.0%} of the tokens are of an older version; "
-    fresh = [each for each in old if not math.isnan(each.mean(0, 0))]
+    fresh = [each for each in old if not math.isnan(_pooled([each], 0, 0).value)]
     if not fresh:
         return _by_age(old, factor, text)
-    newest = fresh[-1]
+    pooled = [(_pooled([each], 1), _pooled([each], 0, 0)) for each in fresh]
+    of_old, of_fresh = pooled[-1]
     text += (
-        f"in step {newest.step} their mean |d| is {short(newest.mean(1))}, that of fresh ones "
-        f"{short(newest.mean(0, 0))}"
+        f"in step {fresh[-1].step} their mean |d| is {short(of_old.value)}, that of fresh ones "
+        f"{short(of_fresh.value)}"
     )
-    larger = [each for each in fresh if _is_larger(each.least(1), each.mean(0, 0), factor)]
-    if 2 * len(larger) < len(fresh):
-        is_of_few = _is_larger(newest.mean(1), newest.mean(0, 0), factor) and newest not in larger
+    is_larger = [_is_larger(one.least, other.value, factor) for one, other in pooled]
+    if 2 * sum(is_larger) < len(fresh):
+        is_of_few = _is_larger(of_old.value, of_fresh.value, factor) and not is_larger[-1]
         return not_found(text + (_CARRIED if is_of_few else ""))
-    return Evidence("found", len(larger) / len(fresh), larger[0].step, "", (text,))
+    since = fresh[is_larger.index(True)].step
+    return Evidence("found", sum(is_larger) / len(fresh), since, "", (text,))
 
 
 def versions_ahead(history: RunHistory) -> Evidence:
@@ -342,45 +324,41 @@ def _is_larger(mean: float, than: float, factor: float) -> bool:
 
 
 class _Ages(NamedTuple):
-    """A step's tokens by staleness: (how many, their mean)."""
+    """A step's tokens by staleness."""
 
     step: int
-    sizes: Mapping[int, tuple[float, float]]
-    least_sizes: Mapping[int, tuple[float, float]]
-    """The same without the tokens that are far off, where these are few."""
+    by_age: Mapping[int, _Mean]
 
-    def least(self, first: int) -> float:
-        """Return the mean over the tokens of a staleness or more, without a few far ones."""
-        return _pooled([self._replace(sizes=self.least_sizes)], first)
-
-    def mean(self, first: int, last: int | None = None) -> float:
-        """Return the mean over the tokens of some stalenesses; NaN if there is none."""
-        return _pooled([self], first, last)
-
-    def share_over(self, age: int) -> float:
-        """Return the share of the tokens that are older."""
-        total = sum(size for size, _ in self.sizes.values())
-        older = sum(size for key, (size, _) in self.sizes.items() if key > age)
-        return older / total if total else math.nan
+    @property
+    def share_of_old(self) -> float:
+        """The share of the tokens that an older version sampled."""
+        total = sum(each.tokens for each in self.by_age.values())
+        old = sum(each.tokens for age, each in self.by_age.items() if age > 0)
+        return old / total if total else math.nan
 
 
-def _pooled(steps: Sequence[_Ages], first: int, last: int | None = None) -> float:
+def _pooled(steps: Sequence[_Ages], first: int, last: int | None = None) -> _Mean:
+    """Return the mean over the tokens of some stalenesses; NaN if there are none."""
     found = [
-        (size, mean)
+        mean
         for each in steps
-        for age, (size, mean) in each.sizes.items()
-        if age >= first and (last is None or age <= last) and size and not math.isnan(mean)
+        for age, mean in each.by_age.items()
+        if age >= first and (last is None or age <= last)
+        if mean.tokens and not math.isnan(mean.value)
     ]
-    total = sum(size for size, _ in found)
-    return sum(size * mean for size, mean in found) / total if total else math.nan
+    total = sum(each.tokens for each in found)
+    if not total:
+        return _Mean(math.nan, 0.0, math.nan)
+    value = sum(each.tokens * each.value for each in found) / total
+    return _Mean(value, total, sum(each.tokens * each.least for each in found) / total)
 
 
 def _by_age(steps: Sequence[_Ages], factor: float, text: str) -> Evidence:
     """Compare the youngest of tokens that are all old with the older ones."""
-    youngest = min(
-        age for each in steps for age, (size, _) in each.sizes.items() if age > 0 and size
-    )
-    young, older = _pooled(steps, youngest, youngest), _pooled(steps, youngest + 1)
+    ages = [(age, mean.tokens) for each in steps for age, mean in each.by_age.items()]
+    youngest = min(age for age, tokens in ages if age > 0 and tokens)
+    young = _pooled(steps, youngest, youngest).value
+    older = _pooled(steps, youngest + 1).value
     if math.isnan(older) or math.isnan(young):
         return not_measured(
             f"{text}none is fresh, and all are {counted(youngest, 'version')} old: how much of "
@@ -390,7 +368,9 @@ def _by_age(steps: Sequence[_Ages], factor: float, text: str) -> Evidence:
         f"none is fresh: mean |d| is {short(young)} over those that are "
         f"{counted(youngest, 'version')} old, {short(older)} over older ones"
     )
-    larger = [each for each in steps if _is_larger(each.least(youngest + 1), young, factor)]
+    larger = [
+        each for each in steps if _is_larger(_pooled([each], youngest + 1).least, young, factor)
+    ]
     if not (_is_larger(older, young, factor) and larger):
         return not_found(text)
     return Evidence("found", len(larger) / len(steps), larger[0].step, "", (text,))

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, Literal
 
@@ -16,15 +16,15 @@ from stagescope.render import counted
 from stagescope_service.rules.document import DEFAULT_COOLDOWN
 from stagescope_service.rules.evidence import (
     ENDED_AFTER,
-    Before,
     Evidence,
+    beyond,
     found,
     not_found,
     not_measured,
+    of_rate,
     short,
 )
 from stagescope_service.rules.history import NEWEST, MissingRank, RunHistory
-from stagescope_service.rules.symptoms.trends import beyond, of_rate
 from stagescope_service.statistics.cell import Float64
 from stagescope_service.store.queries.measurements import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, LossRow
@@ -122,21 +122,16 @@ def finding(
     open_only: bool = False,
 ) -> Evidence:
     """Return the findings of some kinds (patterns with `*`) that are not of those `besides`."""
-
-    def matching(findings: Sequence[FindingRow]) -> list[FindingRow]:
-        return [
-            row
-            for row in findings
-            if any(fnmatch.fnmatchcase(row["kind"], kind) for kind in kinds)
-            and row["kind"] not in besides
-            and not (open_only and row["over_wall"] is not None)
-        ]
-
-    before = _before(history, matching(history.superseded_findings), "finding", "message")
-    rows = matching(history.findings)
+    rows = [
+        row
+        for row in history.findings
+        if any(fnmatch.fnmatchcase(row["kind"], kind) for kind in kinds)
+        and row["kind"] not in besides
+        and not (open_only and row["over_wall"] is not None)
+    ]
     if not rows:
-        return not_found(f"no finding {' or '.join(kinds)}", before=before)
-    return _found(history, rows, before)
+        return not_found(f"no finding {' or '.join(kinds)}")
+    return _found(history, rows, _messages(history, rows))
 
 
 def stream_changes(history: RunHistory, *, kind: str) -> Evidence:
@@ -154,15 +149,14 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
 
     A rank that went on, and an attempt that ended, hold up nobody any more.
     """
-    every = [*history.findings, *history.superseded_findings]
-    rows = [row for row in every if row["kind"] in kinds]
+    rows = [row for row in history.every_finding if row["kind"] in kinds]
     held = [
         row
         for row in rows
         if row["over_wall"] is None and row["attempt_id"] == history.newest_attempt_id
     ]
     if held:
-        return _found(history, held)
+        return _found(history, held, _messages(history, held))
     if not rows:
         return not_found("no rank was quiet for too long")
     last = max(rows, key=lambda row: row["first_wall"])
@@ -171,42 +165,47 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     )
 
 
-def _found(history: RunHistory, rows: list[FindingRow], before: Before | None = None) -> Evidence:
+def _messages(history: RunHistory, rows: list[FindingRow]) -> list[str]:
+    """Sort findings by step; return what the first ones say."""
     rows.sort(key=lambda row: (row["step"] is None, row["step"] or 0, row["first_wall"]))
-    first = rows[0]
-    ranks = sorted({f"{row['role']} {row['rank']}" for row in rows if row["rank"] is not None})
     lines = [f"{_of_earlier(history, row)}{row['message']}" for row in rows[:3]]
-    if len(rows) > 3:
-        lines.append(f"and {len(rows) - 3} more findings")
-    evidence = found(1.0, first["step"], _listed(ranks), *lines, before=before)
-    # A trigger's rule is silent for as many steps, whether its condition holds or not.
-    silent = min(_silent_after(row) for row in rows)
-    return _ended(history, evidence, rows, max(ENDED_AFTER, silent))
+    return lines if len(rows) <= 3 else [*lines, f"and {len(rows) - 3} more findings"]
 
 
-def _silent_after(row: FindingRow) -> int:
-    if not row["kind"].startswith(TRIGGER):
-        return 0
-    steps = (row["evidence"] or {}).get("cooldown", DEFAULT_COOLDOWN)
-    return steps if isinstance(steps, int) else DEFAULT_COOLDOWN
-
-
-def _ended(
+def _found(
     history: RunHistory,
-    evidence: Evidence,
-    rows: Iterable[Mapping[str, Any]],
-    silent: int = ENDED_AFTER,
+    rows: Sequence[Mapping[str, Any]],
+    lines: Sequence[str],
+    of: Sequence[Mapping[str, Any]] | None = None,
 ) -> Evidence:
-    """Return the evidence of rows, ended where more than `silent` steps closed since the last.
+    """Return the evidence of reported rows, ended where enough steps closed since the last one.
 
-    What belongs to no step is of the last step of its attempt.
+    What belongs to no step is of the last step of its attempt. A trigger's rule is silent during
+    its cooldown, whether its condition holds or not.
+
+    Args:
+        history: of the run.
+        rows: that were reported.
+        lines: what they say.
+        of: the rows whose ranks are named; None: all.
     """
+    named = rows if of is None else of
+    ranks = sorted({f"{row['role']} {row['rank']}" for row in named if row["rank"] is not None})
+    since = min((row["step"] for row in rows if row["step"] is not None), default=None)
+    evidence = found(1.0, since, _listed(ranks), *lines)
     steps = [_step_of(history, row) for row in rows]
     known = [step for step in steps if step is not None]
     if not known or len(known) < len(steps):
         return evidence
-    after = history.closed_after(max(known))
-    return evidence.ended(max(known), after) if after > silent else evidence
+    silent = max(ENDED_AFTER, min(map(_silent_after, rows)))
+    return evidence.ended_after([each.step for each in history.steps], max(known), silent)
+
+
+def _silent_after(row: Mapping[str, Any]) -> int:
+    if not str(row.get("kind")).startswith(TRIGGER):
+        return 0
+    steps = (row["evidence"] or {}).get("cooldown", DEFAULT_COOLDOWN)
+    return steps if isinstance(steps, int) else DEFAULT_COOLDOWN
 
 
 def _step_of(history: RunHistory, row: Mapping[str, Any]) -> int | None:
@@ -227,31 +226,6 @@ def _of_earlier(history: RunHistory, row: FindingRow | LossRow) -> str:
     return f"attempt {history.number_of(attempt_id)}: "
 
 
-def _before(
-    history: RunHistory, rows: Sequence[Mapping[str, Any]], noun: str, text: str
-) -> Before | None:
-    """Return what rows that are not in force show; of several attempts, the newest.
-
-    Args:
-        history: of the run.
-        rows: not in force.
-        noun: for one of them.
-        text: the column with its text.
-    """
-    if not rows:
-        return None
-    attempt = max(history.number_of(row["attempt_id"]) for row in rows)
-    its = [row for row in rows if history.number_of(row["attempt_id"]) == attempt]
-    first = min(its, key=lambda row: (row["step"] is None, row["step"] or 0))
-    since = "" if first["step"] is None else f", since step {first['step']}"
-    return Before(
-        attempt,
-        first["step"],
-        f"no longer in force, of attempt {attempt}{since}: {counted(len(its), noun)}, "
-        f"the first: {first[text]}",
-    )
-
-
 def _listed(ranks: Sequence[str]) -> str:
     return ", ".join(ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
 
@@ -261,10 +235,9 @@ def scalars_not_finite(history: RunHistory) -> Evidence:
     rows = history.non_finite_scalars
     if not history.scalar_names:
         return not_measured("no scalar is logged")
-    before = _before(history, history.superseded_scalars, "value", "name")
     if not rows:
         text = f"{len(history.scalar_names)} scalars are finite in every step"
-        return not_found(text, before=before)
+        return not_found(text)
     first = rows[0]["step"]
     by_name: dict[str, set[int]] = defaultdict(set)
     for row in rows:
@@ -273,9 +246,7 @@ def scalars_not_finite(history: RunHistory) -> Evidence:
         f"{name} is not finite in {len(steps)} steps, first in {min(steps)}"
         for name, steps in sorted(by_name.items(), key=lambda item: min(item[1]))
     ]
-    ranks = sorted({f"{row['role']} {row['rank']}" for row in rows if row["step"] == first})
-    evidence = found(1.0, int(first), _listed(ranks), *lines[:6], before=before)
-    return _ended(history, evidence, rows)
+    return _found(history, rows, lines[:6], [row for row in rows if row["step"] == first])
 
 
 _UNENDED: Final = "stage"
@@ -285,52 +256,41 @@ _UNENDED: Final = "stage"
 def lost(history: RunHistory) -> Evidence:
     """Return what was announced and never arrived, apart from ends of stages."""
     rows = [row for row in history.losses if row["kind"] != _UNENDED]
-    superseded = [row for row in history.superseded_losses if row["kind"] != _UNENDED]
-    before = _before(history, superseded, "loss", "reason")
     if not rows:
-        return not_found("nothing was lost", before=before)
+        return not_found("nothing was lost")
     kinds: Counter[str] = Counter()
     for row in rows:
         kinds[row["kind"]] += int(row["count"] or 1)
-    steps = [row["step"] for row in rows if row["step"] is not None]
     text = ", ".join(f"{count} of kind {kind}" for kind, count in kinds.most_common())
     newest = f"the newest: {_of_earlier(history, rows[0])}{rows[0]['reason']}"
-    evidence = found(1.0, min(steps, default=None), "", text, newest, before=before)
-    return _ended(history, evidence, rows)
+    return _found(history, rows, [text, newest], of=())
 
 
 def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     """Return the findings of some kinds, else the stages whose process was gone at their end."""
     reported = finding(history, kinds=kinds)
     unended = _unended(history, history.losses)
-    before = reported.before
-    if before is None:
-        superseded = _unended(history, history.superseded_losses)
-        before = _before(history, superseded, "unended stage", "reason")
     if reported.verdict == "found":
         own = [row for row in history.findings if row["kind"] in kinds]
         supports = (*reported.supports, *_after(history, own))
         return dataclasses.replace(reported, supports=supports)
     if not unended:
-        return not_found(reported.against[0], before=before)
+        return reported
     unended.sort(key=lambda row: (row["step"] is None, row["step"] or 0))
-    first = unended[0]
-    ranks = sorted({f"{row['role']} {row['rank']}" for row in unended if row["rank"] is not None})
     lines = Counter(
         f"{_of_earlier(history, row)}{row['stage']} of step {row['step']}: {row['reason']}"
         for row in unended
     )
     texts = [f"{text} ({counted(n, 'rank')})" for text, n in lines.most_common(3)]
     texts += _after(history, unended)
-    evidence = found(1.0, first["step"], _listed(ranks), *texts, before=before)
-    return _ended(history, evidence, unended)
+    return _found(history, unended, texts)
 
 
 def _unended(history: RunHistory, losses: Sequence[LossRow]) -> list[LossRow]:
     """Return the stages that the end of a process cut off, unless somebody interrupted it."""
     interrupted = {
         (row["attempt_id"], row["role"], row["rank"])
-        for row in (*history.findings, *history.superseded_findings)
+        for row in history.every_finding
         if row["kind"] == "process_interrupted"
     }
     return [
@@ -414,9 +374,7 @@ def unreported(history: RunHistory) -> Evidence:
     if len(gaps) > 6:
         texts.append(f"and {len(gaps) - 6} more gaps")
     evidence = Evidence("found", 1.0, gaps[0][0].step + 1, "", tuple(texts))
-    newest = gaps[-1][1].step - 1
-    closed = history.closed_after(newest)
-    return evidence.ended(newest, closed) if closed > ENDED_AFTER else evidence
+    return evidence.ended_after([each.step for each in steps], gaps[-1][1].step - 1)
 
 
 def straggler(history: RunHistory, *, factor: float = 1.5, least: float = 0.05) -> Evidence:

@@ -55,7 +55,7 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
         return not_measured("no step has both streams")
     at_edges = [each.text for each in history.newest.comparability.checks if each.name in _AT_EDGES]
     if at_edges and set(checks) <= _OF_THE_MEAN:
-        return not_found(f"step {history.newest.step.step}: {at_edges[0]}")
+        return not_found(f"step {history.newest.step}: {at_edges[0]}")
     marks = np.array([bool(set(checks) & set(step.suspects)) for step in measured])
     period = event_period(marks, _LASTING)
     if period is None:
@@ -65,7 +65,7 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
             if each.name in checks
         ]
         if undecided and all(step.verdict == "unknown" for step in newest):
-            return not_measured(f"step {history.newest.step.step}: {'; '.join(undecided)}")
+            return not_measured(f"step {history.newest.step}: {'; '.join(undecided)}")
         verdicts = Counter(step.verdict for step in newest)
         listed = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
         return not_found(f"the streams of the newest {len(newest)} steps: {listed}")
@@ -75,7 +75,7 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
     shown = history.read(measured[int(np.flatnonzero(marks)[-1])])
     if shown is not None:
         texts = [each.text for each in shown.comparability.suspects if each.name in checks]
-        lines += [f"step {shown.step.step}: {text}" for text in texts]
+        lines += [f"step {shown.step}: {text}" for text in texts]
         where = ", ".join(sorted(set(_ranks_named(texts))))
         cause = shown.comparability.cause
         likelier = None if cause in checks else cause
@@ -180,14 +180,14 @@ def _rounded(history: RunHistory, share: float) -> Evidence:
     dtypes = {name: ", ".join(each) for name, each in newest.summary.summary.dtypes.items()}
     listed = ", ".join(f"{name} in {dtype}" for name, dtype in dtypes.items())
     text = (
-        f"step {newest.step.step}: rounding adds about {short(floor)} to a mean |d| of "
+        f"step {newest.step}: rounding adds about {short(floor)} to a mean |d| of "
         f"{short(mismatch)} ({listed})"
     )
     if math.isnan(floor) or math.isnan(mismatch):
-        return not_measured(f"step {newest.step.step}: no token counts, or a dtype is not known")
+        return not_measured(f"step {newest.step}: no token counts, or a dtype is not known")
     if not (mismatch > 0 and floor >= share * mismatch):
         return not_found(text)
-    return Evidence("found", min(1.0, floor / mismatch), newest.step.step, "", (text,))
+    return Evidence("found", min(1.0, floor / mismatch), newest.step, "", (text,))
 
 
 def edge_token(

@@ -5,25 +5,26 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from stagescope_service.rules.evidence import (
     ABS_DIFF,
-    ENDED_AFTER,
     Evidence,
+    Series,
+    beyond,
     event_period,
     kendall,
     not_found,
     not_measured,
-    rate_period,
+    of_rate,
     short,
     spread,
     times,
 )
-from stagescope_service.rules.history import NEWEST, RunHistory, Series
-from stagescope_service.statistics.cell import Float64, Int64
+from stagescope_service.rules.history import NEWEST, RunHistory
+from stagescope_service.statistics.cell import Float64
 from stagescope_service.statistics.step_metrics import staleness_name
 
 
@@ -96,11 +97,11 @@ def jump(
 def _while_above(evidence: Evidence, series: Series, bound: float) -> Evidence:
     """Return the evidence of a rise, ended where the newest values are below a bound."""
     over = np.flatnonzero(series.values > bound)
-    after = len(series) - 1 - int(over[-1]) if len(over) else 0
-    if after <= ENDED_AFTER:
+    last = int(series.steps[over[-1] if len(over) else -1])
+    ended = evidence.ended_after(series.steps.tolist(), last)
+    if ended is evidence:
         return evidence
-    ended = evidence.ended(int(series.steps[over[-1]]), after)
-    newest = float(np.median(series.values[-after:]))
+    newest = float(np.median(series.values[series.steps > last]))
     return dataclasses.replace(
         ended, against=(*ended.against, f"{series.name} is back at {short(newest)}")
     )
@@ -163,35 +164,13 @@ def step_change(
         after = series.values[series.attempts > attempt]
         # A first value alone that is low is of the weights that the engine loaded: of `jump`.
         first = 2 if history.has_syncs(attempt) else 1
-        if len(own) >= steps:
-            at = _change_at(own.values, 3, first)
-            found.append(_change_in(own, at, after, metric, factor, least))
-        else:
-            found.append(_clear_change_in(own, first, after, metric, least))
-            if found[-1].verdict != "found":
-                text = f"attempt {attempt} has {len(own)} steps, {steps} are needed"
-                found[-1] = not_measured(text, waits=True)
+        found.append(_change_in(own, first, after, factor, least, is_short=len(own) < steps))
         if found[-1].verdict == "found":
             return found[-1]
+        if len(own) < steps:
+            text = f"attempt {attempt} has {len(own)} steps, {steps} are needed"
+            found[-1] = not_measured(text, waits=True)
     return found[0]
-
-
-def _change_in(
-    own: Series, at: int, after: Float64, metric: str, factor: float, least: float
-) -> Evidence:
-    """Return whether the values of one attempt rise at once, and those after it stay as high."""
-    low, high = (float(np.median(part)) for part in (own.values[:at], own.values[at:]))
-    near = [
-        float(np.median(part))
-        for part in (own.values[max(at - 3, 0) : at], own.values[at : at + 3])
-    ]
-    found = _changed(own, at, metric, low, high)
-    is_large = high > max(factor * low, least, 0.0)
-    lowest = min(own.values[at:].min(), after.min(initial=math.inf))
-    is_lasting = is_large and lowest > math.sqrt(low * high)
-    if not is_lasting or near[1] - near[0] < _AT_ONCE * (high - low):
-        return not_found(*found.supports)
-    return found
 
 
 _CLEAR: Final = 100.0
@@ -214,29 +193,39 @@ def _is_clear(before: Float64, lowest: float, widths: float = _CLEAR) -> bool:
     return lowest - low > widths * max(spread(before), _NOISE * abs(low))
 
 
-def _clear_change_in(
-    own: Series, first: int, after: Float64, metric: str, least: float
+def _change_in(
+    own: Series, first: int, after: Float64, factor: float, least: float, *, is_short: bool
 ) -> Evidence:
-    """Return whether the few values of one attempt rise at once, by many noise widths."""
+    """Return whether the values of one attempt rise at once, and those after it stay as high.
+
+    Args:
+        own: the values of the attempt.
+        first: the first index at which a change is looked for.
+        after: the values of later attempts.
+        factor: least ratio of the medians after and before.
+        least: least median after.
+        is_short: whether the attempt has few steps: they must rise by many noise widths.
+    """
     if len(own) < _FEWEST:
         return not_found()
-    at = _change_at(own.values, 2, first)
+    at = _change_at(own.values, 2 if is_short else 3, first)
     before, later = own.values[:at], own.values[at:]
     low, high = float(np.median(before)), float(np.median(later))
     lowest = min(later.min(), after.min(initial=math.inf))
-    is_at_once = own.values[at] - low >= _AT_ONCE * (high - low)
-    if not (high > least and is_at_once and _is_clear(before, lowest)):
-        return not_found()
-    return _changed(own, at, metric, low, high)
-
-
-def _changed(own: Series, at: int, metric: str, low: float, high: float) -> Evidence:
+    if is_short:
+        is_lasting = high > least and _is_clear(before, lowest)
+        rise = own.values[at] - low
+    else:
+        is_lasting = high > max(factor * low, least, 0.0) and lowest > math.sqrt(low * high)
+        rise = float(np.median(later[:3])) - float(np.median(before[-3:]))
     step = int(own.steps[at])
     text = (
-        f"{metric} is {short(low)} in the {at} steps before step {step} and {short(high)} in the "
+        f"{own.name} is {short(low)} in the {at} steps before step {step} and {short(high)} in the "
         f"{len(own) - at} from it on"
     )
-    beyond = float((own.values[at:] > own.values[:at].max()).mean())
+    if not is_lasting or rise < _AT_ONCE * (high - low):
+        return not_found(text)
+    beyond = float((later > before.max()).mean())
     return Evidence("found", beyond, step, f"attempt {own.attempts[-1]}", (text,))
 
 
@@ -364,67 +353,17 @@ def scalar_above(
     share: float = 0.5,
 ) -> Evidence:
     """The same of the first logged scalar whose name matches a pattern."""
-    found = history.scalars(names)
-    if not found:
-        return no_scalar(names)
-    return beyond(found[0], bound, steps, share)
-
-
-def beyond(series: Series, bound: float, steps: int, share: float) -> Evidence:
-    """Return whether a number is over a bound in more than a share of the newest steps."""
-    finite = series.finite
-    if not len(finite):
-        return not_measured(f"no step has a finite {series.name}")
-    newest = finite.newest(steps)
-    over = newest.values > bound
-    text = (
-        f"{series.name} is over {short(bound)} in {int(over.sum())} of the newest {len(newest)} "
-        f"steps (median {short(float(np.median(newest.values)))}, largest "
-        f"{short(float(newest.values.max()))} in step {newest.steps[newest.values.argmax()]})"
-    )
-    return of_rate(finite.steps, finite.values > bound, None, share, steps, text)
-
-
-def of_rate(
-    steps: Int64,
-    marked: np.ndarray[tuple[int, ...], np.dtype[Any]],
-    trials: np.ndarray[tuple[int, ...], np.dtype[Any]] | None,
-    share: float,
-    window: int,
-    *texts: str,
-) -> Evidence:
-    """Return whether a rate is over a share, and since which step; see `rate_period`.
-
-    Args:
-        steps: the steps.
-        marked: of each step, how many of its trials show the symptom.
-        trials: of each step; None: one.
-        share: the rate that is too high.
-        window: how many of the newest steps a rate is taken over.
-        texts: what the newest of them show.
-    """
-    given = np.ones(len(steps)) if trials is None else trials.astype(np.float64)
-    period = rate_period(marked.astype(np.float64), given, share, window)
-    if period is None:
-        return not_found(*texts)
-    against: tuple[str, ...] = ()
-    if period.share < share:
-        against = (f"{period.share:.0%} of the newest are fewer than {share:.0%}, but not surely",)
-    return Evidence("found", period.share, int(steps[period.first]), "", texts, against)
+    found = _logged(history, names)
+    return found if isinstance(found, Evidence) else beyond(found, bound, steps, share)
 
 
 def scalar_falls(
     history: RunHistory, *, names: Sequence[str], share: float = 0.2, steps: int = 10
 ) -> Evidence:
     """Return whether a scalar fell below a share of its first steps' median, and stays there."""
-    found = history.scalars(names)
-    if not found:
-        return no_scalar(names)
-    series = found[0].finite
-    if len(series) < steps:
-        return not_measured(
-            f"{series.name} has {len(series)} finite steps, {steps} are needed", waits=True
-        )
+    series = _logged(history, names, steps)
+    if isinstance(series, Evidence):
+        return series
     first = float(np.median(series.values[:steps]))
     last = float(np.median(series.values[-steps:]))
     text = f"{series.name} goes from {short(first)} to {short(last)} over {len(series)} steps"
@@ -441,14 +380,9 @@ def scalar_flat(
     It rises where the median of the last quarter of the steps exceeds that of the first by at
     least `rise` times the spread (1.48 MAD) of the steps around their local median.
     """
-    found = history.scalars(names)
-    if not found:
-        return no_scalar(names)
-    series = found[0].finite
-    if len(series) < steps:
-        return not_measured(
-            f"{series.name} has {len(series)} finite steps, {steps} are needed", waits=True
-        )
+    series = _logged(history, names, steps)
+    if isinstance(series, Evidence):
+        return series
     quarter = len(series) // 4
     first, last = (
         float(np.median(part)) for part in (series.values[:quarter], series.values[-quarter:])
@@ -474,9 +408,10 @@ def scalar_spike(
 
     Of several roles that log it the first one is told of which it is so.
     """
+    logged = _logged(history, names)
+    if isinstance(logged, Evidence):
+        return logged
     looked = [_spike(series, factor, steps) for series in history.scalars(names)]
-    if not looked:
-        return no_scalar(names)
     return next((each for each in looked if each.verdict == "found"), looked[0])
 
 
@@ -511,10 +446,9 @@ def _spike(series: Series, factor: float, window: int) -> Evidence:
             f"({listed}{', ...' if len(spikes) > 5 else ''})"
         )
     last = int(np.flatnonzero(over | ~is_finite)[-1])
-    after = len(series) - 1 - last
     sure = min(1.0, (len(bad) + len(spikes)) / 3)
     evidence = Evidence("found", sure, int(series.steps[period.first]), "", tuple(lines))
-    return evidence.ended(int(series.steps[last]), after) if after > ENDED_AFTER else evidence
+    return evidence.ended_after(series.steps.tolist(), int(series.steps[last]))
 
 
 def _medians_up_to(values: Float64, window: int) -> Float64:
@@ -528,6 +462,17 @@ def _medians_up_to(values: Float64, window: int) -> Float64:
     return found
 
 
-def no_scalar(names: Sequence[str]) -> Evidence:
-    """Return that no scalar of these names is logged."""
-    return not_measured(f"no scalar {' or '.join(names[:4])} is logged")
+def _logged(history: RunHistory, names: Sequence[str], steps: int = 0) -> Series | Evidence:
+    """Return the first scalar whose name matches a pattern, or why it is not measured.
+
+    With `steps`, only its finite values, and so many are needed.
+    """
+    found = history.scalars(names)
+    if not found:
+        return not_measured(f"no scalar {' or '.join(names[:4])} is logged")
+    series = found[0].finite
+    if len(series) < steps:
+        return not_measured(
+            f"{series.name} has {len(series)} finite steps, {steps} are needed", waits=True
+        )
+    return series if steps else found[0]

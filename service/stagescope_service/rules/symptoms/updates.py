@@ -45,7 +45,7 @@ def current_differs(
     """
     looked: list[_Step] = []
     for step in reversed(history.steps[-_SEARCHED:]):
-        passes = history.first_passes(step)
+        passes = history.facts(step).first_passes
         if passes and "bitwise_equal" not in step.suspects:
             looked.append(_judge(step, passes, factor, least, bound))
         if len(looked) == READ:
