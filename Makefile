@@ -21,7 +21,7 @@ LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 # Where the environment forbids bytecode, each of the tests' processes would compile every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo dist pictures test test-ray test-trainings test-trackers test-verl test-own test-lowest verl check check-fast bench bench-verl soak trial-head-loss trial-upgrade trial-ranks format clean help
+.PHONY: demo dist pictures test test-ray test-trainings test-trackers test-verl test-own test-lowest verl check check-fast bench bench-verl soak trial-head-loss trial-ranks format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -122,9 +122,6 @@ bench-verl: $(VERL)/installed-dev  ## what the plugin costs a step of verl, and 
 
 trial-head-loss: $(VENV)/installed-dev  ## kill every Ray process of a head, start it again: what is back, how soon
 	$(BIN)/python -m tests.support.head_loss
-
-trial-upgrade: $(VENV)/installed-dev  ## open a catalogue of an earlier version: its revision, and which answers differ
-	$(BIN)/python -m tests.support.recorded upgrade
 
 RANKS := 10000
 trial-ranks: $(VENV)/installed-dev  ## simulated ranks (RANKS=10000) on a real coordinator: delays, memory, agreement, answers

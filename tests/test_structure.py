@@ -16,7 +16,7 @@ SERVICE: Final = ROOT / "service/stagescope_service"
 ROOTS: Final = (CLIENT, WORKERS, SERVICE)
 
 LAYERS: Final = (
-    "background", "priority", "settings", "service_file", "figure_style", "rows", "statistics",
+    "background", "priority", "settings", "service_file", "figure_style", "fields", "statistics",
     "store", "dumps", "compare", "rules", "core", "ingest", "coordinator", "api",
 )  # fmt: skip
 """Packages of the service, the lowest first: each may import itself and those before it."""
@@ -51,7 +51,6 @@ ONLY_IN: Final = {
     "msprobe": ("workers/stagescope_workers/capture/msprobe_",
                 "service/stagescope_service/compare/operators/msprobe_"),
     "sqlalchemy": ("service/stagescope_service/store/",),
-    "alembic": ("service/stagescope_service/store/",),
     "fastapi": ("service/stagescope_service/api/",),
     "starlette": ("service/stagescope_service/api/",),
     "uvicorn": ("service/stagescope_service/api/",),
@@ -62,8 +61,10 @@ ONLY_IN: Final = {
                "service/stagescope_service/compare/report/html.py"),
     "numba": ("service/stagescope_service/statistics/",),
     # Of the extra `service`; elsewhere it is imported for types alone.
-    "typing_extensions": tuple(f"service/stagescope_service/{package}/"
-                               for package in ("store", "rules", "core", "coordinator", "api")),
+    "typing_extensions": tuple(
+        f"service/stagescope_service/{part}"
+        for part in ("fields", "store/", "compare/", "rules/", "core/", "coordinator/", "api/")
+    ),
     **dict.fromkeys(
         ("mlflow", "opentelemetry", "swanlab", "tensorboard", "trackio", "wandb"),
         ("client/stagescope/forwarding/",),

@@ -57,8 +57,8 @@ def test_what_was_not_aggregated_before_a_crash_is_aggregated_after(
     for step in (1, STEPS):
         row = live.catalogue.step(attempt_id, step)
         assert row is not None
-        assert row["whole"] is not None
-        found = publish(StepSummary.from_bytes(row["whole"]).summary)
+        assert row["step_summary"] is not None
+        found = publish(StepSummary.from_bytes(row["step_summary"]).summary)
         assert found == pytest.approx(publish(summarise(training.unsplit(step))), rel=1e-9)
 
 

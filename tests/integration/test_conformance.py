@@ -14,10 +14,11 @@ import pytest
 from tests.support.api import Service, service
 from tests.support.local import LocalCoordinator
 from tests.support.parallel import CP, DP, PP, TP, Reported, Training, whole_batch
+from tests.support.stores import evidence_of
 
 from stagescope_service.statistics import Field, StepSummary, Summary, publish, summarise
 from stagescope_service.statistics import cell as cells
-from stagescope_service.statistics.kernel import ROW_1
+from stagescope_service.statistics.kernel import ROW
 from stagescope_service.store.tables.measurements import SummaryRow
 
 RUN = "moe"
@@ -77,8 +78,8 @@ def step_summary_of(live: Service, step: int) -> StepSummary:
     assert row is not None
     assert row["closed_wall"] is not None
     assert row["completeness"] == "complete", row["missing"]
-    assert row["whole"] is not None
-    return StepSummary.from_bytes(row["whole"])
+    assert row["step_summary"] is not None
+    return StepSummary.from_bytes(row["step_summary"])
 
 
 def assert_summary(step_summary: Summary, expected: Summary) -> None:
@@ -97,7 +98,8 @@ def assert_summary(step_summary: Summary, expected: Summary) -> None:
     keys, values = step_summary.sequences.by_sample()
     wanted_keys, wanted_values = expected.sequences.by_sample()
     assert keys == wanted_keys
-    own, wanted_own = values[:, :ROW_1], wanted_values[:, :ROW_1]  # the others are of neighbours
+    alone = ROW.index("lag1_n")  # the columns after it are of neighbours
+    own, wanted_own = values[:, :alone], wanted_values[:, :alone]
     np.testing.assert_allclose(own, wanted_own, rtol=1e-9, atol=1e-12)
     found_numbers, wanted_numbers = publish(step_summary), publish(expected)
     assert found_numbers.keys() == wanted_numbers.keys()
@@ -179,7 +181,7 @@ def test_a_perturbed_replica_is_reported(live: Service) -> None:
     step_summary = step_summary_of(live, 1)
     assert_summary(step_summary.summary, summarise(training.unsplit(1)))
     (found,) = live.catalogue.findings(run=RUN, kind="replicas_differ")
-    pairs = found["evidence"]["pairs"]
+    pairs = evidence_of(found)["pairs"]
     assert {pair["rank"] for pair in pairs} == {replica}
     assert {pair["counted_rank"] for pair in pairs} == {4}
     own = next(row for row in step_summary.ranks if row.rank == replica)
@@ -249,7 +251,7 @@ def test_samples_without_a_rollout_are_said(live: Service) -> None:
     assert_summary(step_summary.summary, summarise(whole_batch(there, training.version(1))))
     (found,) = live.catalogue.findings(run=RUN, kind="rollout_not_joined")
     lost = {s.uid for s in training.samples(1)[1::2]}
-    assert set(found["evidence"]["samples"]["no rollout of the sample"]) == lost
+    assert set(evidence_of(found)["samples"]["no rollout of the sample"]) == lost
     named = ", ".join(map(repr, sorted(lost)[:5]))
     assert f"; such as {named} on actor rank" in found["message"]
 

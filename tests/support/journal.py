@@ -337,7 +337,7 @@ class World:
         if lost - self._losses(row):
             return f"lost without a word: {lost - self._losses(row)}"
         sent = self.sent(processes, row["step"])
-        whole = StepSummary.from_bytes(row["whole"]) if row["whole"] else None
+        whole = StepSummary.from_bytes(row["step_summary"]) if row["step_summary"] else None
         counted = {*whole.counted} if whole else set()
         if counted - sent:
             return f"counted too much: {counted - sent}"

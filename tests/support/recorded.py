@@ -2,20 +2,15 @@
 
     python -m tests.support.recorded
 
-writes both anew; do so only where answers are to change, and say why in the commit. With `upgrade`
-(`make trial-upgrade`) it opens the catalogue with this version, and prints what that changes.
+writes both; do so only where answers are to change, and say why in the commit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import lzma
 import math
-import sqlite3
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,20 +23,7 @@ from stagescope_service.settings import Settings
 
 PROSE = frozenset({"text", "detail", "message", "advice", "expected"})
 """Sentences may be worded better."""
-ADDED = frozenset(
-    {
-        "cause",
-        "comparability",
-        "comparable",
-        "gap",
-        "note",
-        "see",
-        "step_cause",
-        "step_comparable",
-        "texts_reason",
-        "units",
-    }
-)
+ADDED: frozenset[str] = frozenset()
 """Fields that answers have now, and did not have when they were recorded."""
 NAMED = frozenset({"metrics", "series", "units"})
 """Fields that hold numbers by name: a metric that is published since then is added to them."""
@@ -167,33 +149,6 @@ def differences(
         yield at, found, answer
 
 
-def upgrade() -> None:
-    """Open the recorded catalogue with this version, and print what became of it."""
-    expected: dict[str, Any] = json.loads(lzma.decompress(ANSWERS.read_bytes()))
-    with tempfile.TemporaryDirectory() as folder:
-        file = unpack(Path(folder))
-        before, size = _revision(file), file.stat().st_size
-        began = time.perf_counter()
-        with service(Path(folder), recorded=False) as live:
-            opened = time.perf_counter() - began
-            found = ask(live)
-        differing = [
-            path
-            for path, answer in expected.items()
-            if any(differences(found[path], answer, PROSE, relative=1e-15))
-        ]
-        print(  # noqa: T201
-            f"revision {before} -> {_revision(file)}, {size} -> {file.stat().st_size} bytes; the "
-            f"service answers {opened:.2f} s after it began\n"
-            f"{len(expected)} answers, {len(differing)} of them different {differing[:5]}"
-        )
-
-
-def _revision(file: Path) -> str:
-    with contextlib.closing(sqlite3.connect(file)) as connection:
-        return str(connection.execute("SELECT version_num FROM alembic_version").fetchone()[0])
-
-
 def record() -> None:
     """Record both anew."""
     FOLDER.mkdir(exist_ok=True)
@@ -209,4 +164,4 @@ def record() -> None:
 
 
 if __name__ == "__main__":
-    upgrade() if sys.argv[1:] == ["upgrade"] else record()
+    record()

@@ -22,7 +22,7 @@ from stagescope_service.store.connect import catalogue_url
 from stagescope_service.store.contract import Put
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import SqlStore
-from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables import TABLES, FindingRow
 
 T = TypeVar("T")
 DATABASES: Final = ("sqlite", "postgresql")
@@ -190,7 +190,8 @@ def rows_of_step(attempt_id: int, step: int, ranks: int = 3) -> list[Put]:
     """A closed step of some ranks, with a row of each kind that grows."""
     rows = [
         Put("steps", {"attempt_id": attempt_id, "step": step, "closed_wall": 1.0 + step,
-                      "completeness": "complete", "whole": b"w", "parts_mark": 2, "whole_mark": 1})
+                      "completeness": "complete", "step_summary": b"w", "parts_mark": 2,
+                      "summary_mark": 1})
     ]  # fmt: skip
     for rank in range(ranks):
         incarnation = f"{attempt_id}-{rank}"
@@ -232,3 +233,9 @@ def fill(ballast: Path) -> None:
         while True:
             file.write(bytes(4096))
     assert shutil.disk_usage(ballast.parent).free == 0
+
+
+def evidence_of(finding: FindingRow) -> dict[str, Any]:
+    """Return the evidence of a finding that has some."""
+    assert finding["evidence"] is not None
+    return finding["evidence"]

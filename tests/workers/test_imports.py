@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 SERVICE = {
-    "alembic", "fastapi", "numba", "orjson", "pandas", "polars", "prometheus_client", "pyarrow",
+    "fastapi", "numba", "orjson", "pandas", "polars", "prometheus_client", "pyarrow",
     "pydantic", "pydantic_settings", "safetensors", "sqlalchemy", "starlette", "uvicorn",
 }  # fmt: skip
 """Without Ray, which brings some of them itself, and msprobe, which brings pandas."""

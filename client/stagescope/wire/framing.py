@@ -26,7 +26,7 @@ import numpy as np
 
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import Json, JsonObject, spell, valid_text
-from stagescope.wire.tensorfile import CODES, Array, WireTensor
+from stagescope.wire.tensorfile import Array, WireTensor, make_header, plan_entries
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
 _MAX_REPR: Final = 1000
@@ -172,20 +172,5 @@ def _plain(value: object) -> Json:
 def _safetensors(arrays: Mapping[str, tuple[str, Array]]) -> list[bytes]:
     if not arrays:
         return []
-    header: dict[str, Json] = {}
-    parts: list[bytes] = []
-    offset = 0
-    # Widest first: safetensors requires each tensor to be aligned to its item size, without gaps.
-    for name in sorted(arrays, key=lambda name: -arrays[name][1].itemsize):
-        tag, array = arrays[name]
-        data = array.tobytes()
-        header[name] = {
-            "dtype": CODES[tag][0],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + len(data)],
-        }
-        parts.append(data)
-        offset += len(data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return [struct.pack("<Q", len(text)), text, *parts]
+    entries = plan_entries({name: (tag, array.shape) for name, (tag, array) in arrays.items()})
+    return [make_header(entries, None), *(arrays[each.name][1].tobytes() for each in entries)]

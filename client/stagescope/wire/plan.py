@@ -34,9 +34,9 @@ class EverySteps(TypedDict):
     count: int | None
 
 
-CaptureRanks: TypeAlias = "str | list[int] | WorstRanks"
+CaptureRanks: TypeAlias = str | list[int] | WorstRanks
 """'all', numbers, or {'worst': k}."""
-CaptureSteps: TypeAlias = "str | list[int] | NextSteps | EverySteps"
+CaptureSteps: TypeAlias = str | list[int] | NextSteps | EverySteps
 """'all', numbers, {'next': k}, or {'every': n, 'start': s, 'count': c}."""
 
 

@@ -118,22 +118,22 @@ def data_bytes(entries: Sequence[TensorEntry]) -> int:
 
 
 def make_header(
-    entries: Sequence[TensorEntry], metadata: JsonObject, packed: Sequence[str] = ()
+    entries: Sequence[TensorEntry], metadata: JsonObject | None, packed: Sequence[str] = ()
 ) -> bytes:
     """Return the header of a file with its length prefix.
 
     Args:
         entries: the result of `plan_entries`.
-        metadata: JSON values.
+        metadata: JSON values; None: the header has no metadata.
         packed: names of the tensors whose row offsets are among the entries.
     """
-    ours = {"packed": [*packed], "metadata": dict(metadata)}
-    header: dict[str, Json] = {
-        "__metadata__": {
+    header: dict[str, Json] = {}
+    if metadata is not None:
+        ours = {"packed": [*packed], "metadata": dict(metadata)}
+        header["__metadata__"] = {
             "format": "pt",  # transformers checks it before it opens a file
             "stagescope": json.dumps(spell(ours), allow_nan=False, separators=(",", ":")),
         }
-    }
     for entry in entries:
         header[entry.name] = {
             "dtype": CODES[entry.tag][0],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, TypedDict
+from typing import Final
 
 from stagescope.wire.captures import matches, matches_rank, needs_ranks, unmatched_ranks
 from stagescope.wire.plan import CaptureScope, CaptureSteps, StoredCapture
@@ -26,6 +26,7 @@ from stagescope_service.api.captured_step import (
 )
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.models.captures import AskedRank, CapturedStep, RankGap
 from stagescope_service.api.rows import dump_row
 from stagescope_service.core.captures.agreement import (
     AGREED,
@@ -46,33 +47,6 @@ _KEPT_LISTED: Final = 100
 """Newest steps of an attempt that are listed of a request without an end."""
 
 
-class CapturedStep(TypedDict):
-    """The result of one step of a capture; see `models.captures.CapturedStep`."""
-
-    step: int
-    attempt: int | None
-    state: str
-    collected: int
-    waiting: list[JsonObject]
-    gaps: list[JsonObject]
-    gap: str | None
-    unrecorded: list[str]
-
-
-class RequestedRank(TypedDict):
-    """A rank that a capture requests; see `models.captures.AskedRank`."""
-
-    role: str
-    rank: int
-    acknowledged: bool
-    there: bool
-    joined_later: bool
-    last_wall: float | None
-    node: str | None
-    host: str | None
-    pid: int | None
-
-
 @dataclasses.dataclass(frozen=True)
 class Progress:
     """The progress of a capture."""
@@ -82,7 +56,7 @@ class Progress:
     attempt: int | None
     """Number of the run's newest attempt."""
     state: str
-    ranks: Sequence[RequestedRank]
+    ranks: Sequence[AskedRank]
     unmatched_ranks: Sequence[int]
     steps: Sequence[CapturedStep]
     dumps: Sequence[JsonObject]
@@ -149,7 +123,7 @@ def _requested_ranks(
     spec: StoredCapture,
     agreement: Agreement,
     attempt: ListedAttempt | None,
-) -> list[RequestedRank]:
+) -> list[AskedRank]:
     """Return the ranks that a capture requests, and which acknowledged its latest revision."""
     requested = {(each["role"], each["rank"]) for each in (*agreement.members, *agreement.without)}
     roles = {role for role, _ in requested} or set(spec["roles"] or ())
@@ -181,7 +155,7 @@ def _requested_ranks(
 
 def _requested_rank(
     role: str, rank: int, process: ProcessRow | None, agreement: Agreement
-) -> RequestedRank:
+) -> AskedRank:
     if process is None:
         return {
             "role": role,
@@ -212,7 +186,7 @@ def _unmatched_ranks(
     catalogue: Catalogue,
     spec: StoredCapture,
     attempt: ListedAttempt | None,
-    ranks: Iterable[RequestedRank],
+    ranks: Iterable[AskedRank],
 ) -> list[int]:
     """Return the requested ranks that do not exist in the run's newest attempt."""
     if attempt is None:
@@ -389,7 +363,7 @@ def _result(
     over: bool,
 ) -> CapturedStep:
     waiting = [rank for rank, (_, final) in states.items() if not final]
-    gaps: list[JsonObject] = [
+    gaps: list[RankGap] = [
         {"role": role, "rank": rank, "state": state}
         for (role, rank), (state, final) in sorted(states.items())
         if state not in (COLLECTED, "armed") and (final or state != NO_REPORT)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, TypedDict
+from typing import Final, NamedTuple
 
+from stagescope_service.api.models.common import BegunAgain, Missing
 from stagescope_service.core.completeness import judge, statuses_of_rows
 from stagescope_service.core.entities import Participants
 from stagescope_service.core.findings import BEGUN_AGAIN, NOT_AGGREGATED
@@ -32,32 +33,13 @@ ALL_ROWS: Final = 1_000_000
 """A limit above the rows of any step: sums need all of them."""
 
 
-class MissingRank(TypedDict):
-    """A rank that has not ended a stage."""
-
-    role: str
-    rank: int
-    stage: str
-    status: str
-    since: float | None
-    """Unix seconds: since when it is missing; None: unknown."""
-
-
-class BegunAgain(TypedDict):
-    """Ranks that began a step again within its attempt."""
-
-    role: str
-    ranks: list[int]
-    stages: list[str]
-
-
 class StepProgress(NamedTuple):
     """How far a step has come."""
 
     complete: str
     """'complete', 'partial' or 'unknown' for a closed step, 'open' for another."""
     expected: Expected
-    missing: list[MissingRank]
+    missing: list[Missing]
 
 
 def step_progress(
@@ -178,7 +160,7 @@ def rows_removed(step: StepState) -> str | None:
 
 def is_behind(step: StepMarks) -> bool:
     """Return whether payloads of a closed step were read after its numbers were aggregated."""
-    return step["parts_mark"] is not None and step["parts_mark"] != step["whole_mark"]
+    return step["parts_mark"] is not None and step["parts_mark"] != step["summary_mark"]
 
 
 def gap(
@@ -279,7 +261,7 @@ def _world_sizes(processes: Iterable[ProcessColumns]) -> dict[str, int]:
 
 def _with_since(
     missing: Iterable[tuple[str, int, str, str]], stages: Iterable[StageRow]
-) -> list[MissingRank]:
+) -> list[Missing]:
     """Add the time since when each is missing: its own begin, else that of the first rank.
 
     Args:
@@ -294,7 +276,7 @@ def _with_since(
         starts[row["role"], row["stage"], None].append(start)
         if row["status"] not in ("ok", "failed"):
             starts[row["role"], row["stage"], row["rank"]].append(start)
-    rows: list[MissingRank] = []
+    rows: list[Missing] = []
     for role, rank, stage, status in missing:
         times = starts.get((role, stage, rank)) or starts.get((role, stage, None)) or []
         rows.append(

@@ -16,7 +16,7 @@ from stagescope_service.api.models import service as models
 from stagescope_service.api.models.bodies import EngineRequest
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
-from stagescope_service.store.tables import EngineRow
+from stagescope_service.store.tables import RegisteredEngine
 
 router = APIRouter(tags=["engines"])
 
@@ -54,9 +54,7 @@ async def engine(deps: Deps, name: Name, check: Check = False) -> Answer:
     return Answer({**row, **deps.engine_health.last(row["url"])})
 
 
-@router.post(
-    "/engines", response_model=models.RegisteredEngine, openapi_extra=EngineRequest.document()
-)
+@router.post("/engines", response_model=RegisteredEngine, openapi_extra=EngineRequest.document())
 async def add_engine(request: Request, deps: Deps) -> Answer:
     """Register an engine, or replace the one of its name; needs the operate token.
 
@@ -81,20 +79,14 @@ async def remove_engine(request: Request, deps: Deps, name: Name) -> Answer:
     return Answer(row)
 
 
-class UsedEngine(EngineRow):
-    """A registered engine, and the runs that use it."""
-
-    used_by: list[str]
-
-
-def _engine_rows(deps: Dependencies) -> list[UsedEngine]:
+def _engine_rows(deps: Dependencies) -> list[models.UsedEngine]:
     """Return the registered engines, each with the runs that use it."""
     users: dict[str, list[str]] = {}
     for run in deps.catalogue.runs(limit=_MAX_RUNS):
         engine = (run["settings"] or {}).get("engine")
         if isinstance(engine, str):
             users.setdefault(engine, []).append(run["run"])
-    rows: list[UsedEngine] = []
+    rows: list[models.UsedEngine] = []
     for row in deps.catalogue.engines():
         own = [] if row["run"] is None else [row["run"]]
         used_by = dict.fromkeys([*own, *users.get(row["name"], ()), *users.get(row["url"], ())])
@@ -102,7 +94,7 @@ def _engine_rows(deps: Dependencies) -> list[UsedEngine]:
     return rows
 
 
-def _engine_row(deps: Dependencies, name: str) -> UsedEngine:
+def _engine_row(deps: Dependencies, name: str) -> models.UsedEngine:
     for row in _engine_rows(deps):
         if row["name"] == name:
             return row

@@ -9,31 +9,22 @@ a round. The row of a group is its first finding, where the problem began; its t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, TypedDict, TypeVar
+from typing import Final, TypeVar
 
 from stagescope_service.api.group_texts import MAX_RANGES, ranges_text, without_values
+from stagescope_service.api.models.runs import Extent
 from stagescope_service.store.queries.findings import (
     FindingOutline,
     FiringOutline,
     LossOutline,
     Outline,
 )
-from stagescope_service.store.tables.findings import FiredActions, PinOutcome
+from stagescope_service.store.tables.findings import FiredActions, PinnedOf
 
 SEVERITIES: Final = ("error", "warning", "info")
 
 
 E = TypeVar("E", bound=Outline)
-
-
-class Extent(TypedDict):
-    """The steps and ranks of a group; see `models.runs.Extent`."""
-
-    where: str
-    first_step: int | None
-    last_step: int | None
-    steps: int
-    ranks: int
 
 
 CauseKey = tuple[object, ...]
@@ -157,7 +148,7 @@ def _capture_outcomes(results: Sequence[FiredActions]) -> list[str]:
 
 def _pin_outcomes(results: Sequence[FiredActions]) -> list[str]:
     # Firings of neighbouring steps pin the same steps: each step counts once.
-    pins: dict[int, PinOutcome] = {}
+    pins: dict[int, PinnedOf] = {}
     for actions in results:
         pinned_by = actions.get("pin")
         for pin in pinned_by["steps"] if pinned_by else ():

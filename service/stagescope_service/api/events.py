@@ -13,7 +13,6 @@ from stagescope.wire.names import normal_run_name
 from stagescope.wire.schema import Sender
 from stagescope_service.api import framing
 from stagescope_service.api.dependencies import Deps
-from stagescope_service.api.models import service as models
 from stagescope_service.api.models.bodies import (
     MAX_DRAIN,
     MAX_POLL,
@@ -24,6 +23,8 @@ from stagescope_service.api.models.bodies import (
 )
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, BodyReaders, read_body, read_json
+from stagescope_service.coordinator.answers import News, Taken
+from stagescope_service.coordinator.draining import Drained
 
 router = APIRouter()
 
@@ -39,7 +40,7 @@ _EVENTS_BODY: Final[Schema] = {
 
 @router.post(
     "/events",
-    response_model=models.Taken,
+    response_model=Taken,
     tags=["processes"],
     openapi_extra={"requestBody": _EVENTS_BODY},
 )
@@ -78,7 +79,7 @@ async def events(request: Request, deps: Deps) -> Answer:
 
 @router.post(
     "/poll",
-    response_model=models.News,
+    response_model=News,
     tags=["processes"],
     openapi_extra=PollRequest.document(closed=False),
 )
@@ -103,7 +104,7 @@ async def poll(request: Request, deps: Deps) -> Answer:
 
 @router.post(
     "/drain",
-    response_model=models.Drained,
+    response_model=Drained,
     tags=["processes"],
     openapi_extra=DrainRequest.document(closed=False),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Final, NamedTuple, TypedDict
+from typing import Final, NamedTuple
 
 from fastapi import APIRouter
 
@@ -11,6 +11,7 @@ from stagescope.wire.schema import Part, RankKey
 from stagescope_service.api.completeness import ALL_ROWS, began, ended
 from stagescope_service.api.dependencies import Deps, Rank, Role, Stage, StepTarget
 from stagescope_service.api.models import steps as models
+from stagescope_service.api.models.steps import StuckRow
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.rows import finding_rows, matching
 from stagescope_service.core import hang_detection
@@ -42,30 +43,6 @@ _OVER: Final = frozenset({"ok", "failed"})
 """States of a stage that has ended."""
 
 Timings = Mapping[StageKey, StageTiming]
-
-
-class StuckRow(TypedDict):
-    """A stuck rank; see `models.steps.StuckRow`."""
-
-    step: int | None
-    stage: str
-    role: str
-    rank: int
-    part: str
-    status: str
-    process: str
-    seconds: float
-    limit_seconds: float
-    usual_seconds: float | None
-    history_steps: int
-    ranks: int
-    ranks_begun: int
-    ranks_ended: int
-    whole_role: bool
-    since_wall: float
-    host: str | None
-    pid: int | None
-    node_id: str | None
 
 
 class _RoleRows(NamedTuple):

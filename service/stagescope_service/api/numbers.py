@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Final, Literal, TypedDict, cast
 
 from fastapi import APIRouter, Query
-from typing_extensions import NotRequired
 
 from stagescope.answers import unit_of_metric
 from stagescope.render import stretches
@@ -22,6 +21,7 @@ from stagescope_service.api.dependencies import (
 )
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import numbers as models
+from stagescope_service.api.models.numbers import Coverage
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.rows import layout_of, matching
 from stagescope_service.api.step_summaries import MeasuredSummary, Slice
@@ -76,30 +76,6 @@ class ComparabilityFields(TypedDict):
     comparable: str
     cause: str | None
     comparability: list[dict[str, str]]
-
-
-class Coverage(TypedDict):
-    """What the numbers of a step cover; see `models.numbers.Coverage`."""
-
-    payloads_announced: int
-    payloads_ingested: int
-    payloads_lost: int
-    payloads_dropped: int
-    payloads_refused: int
-    payloads_pending: int
-    tokens: int
-    masked_tokens: int
-    tokens_sent: int | None
-    tokens_left_out: dict[str, int]
-    tokens_unaccounted: int | None
-    sequences: int
-    empty_rows: int
-    parts_counted: int
-    parts_left_out: dict[str, int]
-    duplicates_left_out: int
-    parts_to_restate: int
-    fragmented_sequences: int
-    ignored_tensors: NotRequired[list[str]]
 
 
 @router.get("/metrics", response_model=models.Metrics)
@@ -394,7 +370,7 @@ def coverage(measured: MeasuredSummary) -> Coverage:
 
     `tokens` + all of `tokens_left_out` (reason -> tokens) = `tokens_sent`, the tokens under the
     mask in the payloads of the stage. `tokens_unaccounted` is the difference: 0, or a finding
-    describes it. Both are None where an earlier release aggregated the step.
+    describes it.
     """
     summary, cell = measured.summary, measured.summary.total
     states = measured.payloads

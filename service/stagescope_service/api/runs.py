@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple, TypedDict
+from typing import Final, NamedTuple
 
 from fastapi import APIRouter
 
 from stagescope.answers import unit_of_metric
 from stagescope_service.api.dependencies import (
     AttemptNumber,
-    Dependencies,
     Deps,
     Run,
     RunPath,
 )
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import runs as models
+from stagescope_service.api.models.runs import ExactRange
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.rows import (
     Lineage,
@@ -28,7 +28,7 @@ from stagescope_service.api.rows import (
 )
 from stagescope_service.api.series import newest_metrics
 from stagescope_service.api.step_summaries import MeasuredSummary
-from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
+from stagescope_service.statistics.exact import NOT_KEPT, first_difference
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.store.parts import incarnation_of
 from stagescope_service.store.queries.measurements import StepNumbers
@@ -58,7 +58,7 @@ def attempts(
     target = deps.finder.attempt(run)
     rows = deps.catalogue.described_attempts(target.run)
     repeated = superseded_steps(rows)
-    listed = [{**attempt_row(row), "superseded": repeated[row["number"]]} for row in rows]
+    listed = [attempt_row(row, repeated[row["number"]]) for row in rows]
     note = unreported_steps(deps.catalogue, rows)
     heading = {"run": target.run, "also_live": target.also_live, "note": note}
     return Answer({**heading, **page.cut(listed)})
@@ -105,20 +105,6 @@ class _StepVerdict(NamedTuple):
     """Why it is not measured, one of the texts above."""
 
 
-class _Range(TypedDict):
-    """Consecutive steps of one verdict and reason; see `models.runs.ExactRange`."""
-
-    from_step: int
-    to_step: int
-    steps: int
-    attempt: int
-    verdict: str
-    tokens: int
-    unequal: int
-    non_finite: int
-    reason: str | None
-
-
 class _FirstDifference(NamedTuple):
     """The first step that differs."""
 
@@ -154,9 +140,9 @@ def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
         if step in seen or (attempt is None and lineage.superseded_by(row) is not None):
             continue
         seen.add(step)
-        if row["has_summary"]:
+        if row["tokens"] is not None:
             steps[step] = row
-    verdicts = [_judge(deps, lineage, steps[step]) for step in sorted(steps)]
+    verdicts = [_judge(lineage, steps[step]) for step in sorted(steps)]
     ranges = list(_ranges(verdicts))
     differing = next((each for each in verdicts if each.verdict == DIFFERS), None)
     first = None
@@ -177,18 +163,13 @@ def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
     )
 
 
-def _judge(deps: Dependencies, lineage: Lineage, row: StepNumbers) -> _StepVerdict:
-    """Judge a step by its stored counts, or by its summary where an earlier release stored it."""
-    tokens, masked, unequal = row["tokens"], row["masked_tokens"], row["unequal_tokens"]
+def _judge(lineage: Lineage, row: StepNumbers) -> _StepVerdict:
+    """Judge a step by its stored counts."""
+    tokens, unequal = row["tokens"] or 0, row["unequal_tokens"] or 0
     verdict, suspects = row["verdict"], row["suspects"] or []
-    if tokens is None or masked is None or unequal is None:
-        measured = deps.step_summaries.measure(row["attempt_id"], row)
-        cell = measured.summary.total
-        tokens, masked, unequal = cell.tokens, cell.masked, unequal_tokens(cell)
-        verdict = measured.comparability.verdict
-        suspects = [check.name for check in measured.comparability.suspects]
     judged = DIFFERS if unequal else EXACT if verdict == EXACT else NOT_MEASURED
-    non_finite, number = masked - tokens, lineage.numbers[row["attempt_id"]]
+    non_finite = (row["masked_tokens"] or 0) - tokens
+    number = lineage.numbers[row["attempt_id"]]
     reason = None
     if judged == NOT_MEASURED:
         is_copy = verdict == NOT_MEASURED and "bitwise_equal" in suspects
@@ -205,7 +186,7 @@ def _why_not_measured(tokens: int, non_finite: int, *, is_copy: bool) -> str:
     return _REST_EQUAL if non_finite else _SUSPECT
 
 
-def _ranges(verdicts: Sequence[_StepVerdict]) -> Iterator[_Range]:
+def _ranges(verdicts: Sequence[_StepVerdict]) -> Iterator[ExactRange]:
     for (attempt, verdict, reason), group in itertools.groupby(
         verdicts, key=lambda each: (each.attempt, each.verdict, each.reason)
     ):
@@ -253,7 +234,7 @@ def _first_difference(
     return _FirstDifference(step, text, fields)
 
 
-def _text(ranges: Sequence[_Range], first: _FirstDifference | None) -> str:
+def _text(ranges: Sequence[ExactRange], first: _FirstDifference | None) -> str:
     """Return the verdicts up to the first difference as one sentence."""
     if not ranges:
         return "no step was measured"
@@ -291,6 +272,6 @@ def _text(ranges: Sequence[_Range], first: _FirstDifference | None) -> str:
     return "; ".join(clauses)
 
 
-def _steps_text(row: _Range) -> str:
+def _steps_text(row: ExactRange) -> str:
     first, last = row["from_step"], row["to_step"]
     return f"step {first}" if first == last else f"steps {first}-{last}"

@@ -14,7 +14,6 @@ from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.links import Link
 from stagescope_service.api.completeness import (
     ROWS_REMOVED,
-    BegunAgain,
     aggregation_errors,
     begun_again,
     is_behind,
@@ -34,6 +33,7 @@ from stagescope_service.api.dependencies import (
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.group_texts import ranges_text
 from stagescope_service.api.models import runs as models
+from stagescope_service.api.models.common import BegunAgain
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.target import Target
@@ -53,15 +53,13 @@ Value = float | str | None
 MAX_SERIES_STEPS: Final = 20_000
 MAX_VALUES: Final = 500_000
 """Of an answer: steps times series."""
-_MAX_OLD_STEPS: Final = 200
-"""Steps stored by an earlier version whose numbers one answer computes from their summaries."""
 _STEPS_SEARCHED: Final = 20
 """Newest steps that are searched for the ranks and stages of a scalar."""
 
 OPEN: Final = "the step is not closed"
 UNMEASURED: Final = "no rank handed over both streams"
 BEHIND: Final = "its numbers are being aggregated"
-OLD: Final = "its numbers are of an earlier version: request the step"
+NOT_STORED: Final = "its numbers are not stored for curves: request the step"
 ABSENT: Final = "not among the numbers of this step"
 NOT_LOGGED: Final = "no rank logged it"
 
@@ -262,7 +260,6 @@ def _metric_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
     """Yield every step, newest first, with the metric where it was published."""
     has_rank = requested.rank is not None or requested.role is not None
     by = requested.by or ("rank" if has_rank else None)
-    old_steps = 0
     numbers: Literal["metrics", "slices"] = "metrics" if by is None else "slices"
     losses = {
         (row["attempt_id"], row["step"]): f"{row['count']} payloads were lost: {row['reason']:.300}"
@@ -272,24 +269,19 @@ def _metric_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
     for row in deps.catalogue.step_metrics(
         requested.attempt_ids, version=VERSION, **requested.window, numbers=numbers
     ):
-        stored: Mapping[str, Value] | bytes | SliceMetrics | None
+        stored: Mapping[str, Value] | bytes | None
         stored = row.pop("metrics", None) if numbers == "metrics" else row.pop("slices", None)
         point = Point(row, {})
-        if stored is None and row["has_summary"]:
-            old_steps += 1
-            if old_steps > _MAX_OLD_STEPS:
-                point.reason = OLD
-                yield point
-                continue
-            stored = _recompute(deps, row, by is not None)
         key = (row["attempt_id"], row["step"])
-        if stored is None:
+        if stored is None and row["has_summary"]:
+            point.reason = NOT_STORED
+        elif stored is None:
             point.reason = why_unmeasured(row, errors.get(key), losses.get(key))
         elif isinstance(stored, Mapping):
             if requested.metric in stored:
                 point.values = {_WHOLE_STEP: stored[requested.metric]}
         elif by is not None:
-            slices = stored if isinstance(stored, SliceMetrics) else SliceMetrics.from_bytes(stored)
+            slices = SliceMetrics.from_bytes(stored)
             point.values = {
                 (None, role if by == "rank" else None, number): value
                 for (role, number), value in slices.column(by, requested.metric).items()
@@ -298,17 +290,6 @@ def _metric_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
         if not point.values and point.reason is None:
             point.reason = ABSENT
         yield point
-
-
-def _recompute(
-    deps: Dependencies, row: StepNumbers, slices: bool
-) -> Mapping[str, Value] | SliceMetrics:
-    """Return the numbers of a step that an earlier version stored; completes its row."""
-    measured = deps.step_summaries.measure(row["attempt_id"], row)
-    comparability = measured.comparability
-    row["verdict"], row["stage"] = comparability.verdict, measured.summary.stage
-    row["suspects"] = [check.name for check in comparability.suspects]
-    return SliceMetrics.from_step_summary(measured.summary) if slices else measured.published
 
 
 def why_unmeasured(row: StepMarks, error: str | None, loss: str | None) -> str:

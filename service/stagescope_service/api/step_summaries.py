@@ -113,7 +113,7 @@ class StepSummaries:
         Raises:
             NotFound: nothing of that stage, role or rank was measured; names what was.
         """
-        version = StepVersion(attempt_id, step["step"], step["whole_wall"])
+        version = StepVersion(attempt_id, step["step"], step["summary_wall"])
         if not step["has_summary"]:
             return self._assemble(version, part)
         key = (version, part)
@@ -150,9 +150,9 @@ class StepSummaries:
             return self._assemble(version, part)
         states = self._payload_states(version)
         row = self._catalogue.step(version.attempt_id, version.step)
-        if row is None or row["whole"] is None:
+        if row is None or row["step_summary"] is None:
             return self._assemble(version, part)
-        summary = StepSummary.from_bytes(row["whole"])
+        summary = StepSummary.from_bytes(row["step_summary"])
         if part.stage not in (None, summary.stage):
             return self._assemble(version, part)
         noise = self._parts(version, pair=NOISE_PAIR)

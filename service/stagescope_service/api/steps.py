@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query
@@ -9,7 +10,6 @@ from fastapi import APIRouter, Query
 from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.completeness import (
     ALL_ROWS,
-    BegunAgain,
     StepProgress,
     begun_again,
     gaps,
@@ -26,6 +26,7 @@ from stagescope_service.api.dependencies import (
 )
 from stagescope_service.api.models import runs as list_models
 from stagescope_service.api.models import steps as models
+from stagescope_service.api.models.common import BegunAgain
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor
 from stagescope_service.api.rows import (
     Lineage,
@@ -147,7 +148,7 @@ def stages(
         rows = deps.catalogue.stages(
             target.attempt_id, target.step_number, superseded=None, limit=ALL_ROWS
         )
-    listed = [stage_row(row, now) for row in rows]
+    listed: list[Mapping[str, object]] = [stage_row(row, now) for row in rows]
     listed += [absent_row(each, now) for each in progress.missing if each["status"] == NOT_BEGUN]
     filtered = matching(listed, f"step {target.step_number}", **ranks)
     return Answer(
@@ -222,7 +223,7 @@ def gap_of(deps: Dependencies, target: Target) -> str | None:
     steps = deps.catalogue.steps(target.attempt_id, before=target.step_number + 1, limit=1)
     now = next((row for row in steps if row["step"] == target.step_number), target.step_row)
     text = gaps(deps.catalogue, [now]).get(key)
-    if text is None and now["whole_wall"] != target.step_row["whole_wall"]:
+    if text is None and now["summary_wall"] != target.step_row["summary_wall"]:
         return "numbers without what was read last: ask again"
     return text
 

@@ -145,7 +145,7 @@ def _step_fields(row: ChangedRow) -> JsonObject:
         "step": row["step"],
         "closed": is_closed,
         "complete": (row["completeness"] or "unknown") if is_closed else "open",
-        "measured": row["whole_wall"] is not None,
+        "measured": row["summary_wall"] is not None,
         "verdict": row["verdict"],
     }
 

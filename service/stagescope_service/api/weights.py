@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final, Literal, TypedDict
+from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Path, Query
 
 from stagescope.wire.errors import NotFound
 from stagescope.wire.links import Link
-from stagescope.wire.nonfinite import Json
 from stagescope_service.api.completeness import ROWS_REMOVED, rows_removed
 from stagescope_service.api.dependencies import (
     AttemptTarget,
@@ -21,6 +20,7 @@ from stagescope_service.api.dependencies import (
 )
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import service as models
+from stagescope_service.api.models.service import Device, Weight
 from stagescope_service.api.requests import Answer, Page, PageOf
 from stagescope_service.api.target import Target
 from stagescope_service.coordinator.weight_comparer import (
@@ -28,7 +28,6 @@ from stagescope_service.coordinator.weight_comparer import (
     compare_version,
     renaming,
 )
-from stagescope_service.core.captures.agreement import NamedRank
 from stagescope_service.core.weights import (
     DIFFERS,
     MISSING,
@@ -36,29 +35,13 @@ from stagescope_service.core.weights import (
     Comparison,
     WeightTensor,
 )
+from stagescope_service.fields import RoleRank
 from stagescope_service.store.tables import OddReplicaRow
 
 router = APIRouter(tags=["weights"])
 
 REPLICAS: Final = "replicas differ"
 _WORST_FIRST: Final = (DIFFERS, MISSING, REPLICAS, *VERDICTS)
-
-
-class WeightRow(TypedDict):
-    """A weight of a version; see `models.service.Weight`."""
-
-    name: str
-    verdict: str
-    dtype: str | None
-    shape: list[int] | None
-    ranks: list[int]
-    odd_ranks: list[NamedRank]
-    reason: str | None
-    trainer: str | None
-    rollout: str | None
-    kind: str
-    trainer_name: str | None
-    rollout_name: str | None
 
 
 VerdictFilter = Annotated[
@@ -130,30 +113,7 @@ def devices(deps: Deps, page: PageOf, run: Run = None) -> Answer:
     return Answer({"run": run, **page.cut(rows)})
 
 
-class DeviceRow(TypedDict):
-    """A device whose weights differed from its replicas'; see `models.service.Device`."""
-
-    device: str
-    odd: int
-    suspected: int
-    runs: list[str]
-    attempts: int
-    last_run: str | None
-    last_step: int | None
-    last_version: int
-    last_role: str
-    last_rank: int
-    tensors: int | None
-    names: Json
-    host: str | None
-    node_id: str | None
-    device_kind: str | None
-    device_index: int | None
-    device_serial: str | None
-    last_wall: float | None
-
-
-def device_rows(odd: Sequence[OddReplicaRow], run: str | None = None) -> list[DeviceRow]:
+def device_rows(odd: Sequence[OddReplicaRow], run: str | None = None) -> list[Device]:
     """Return a row for each device.
 
     Args:
@@ -168,7 +128,7 @@ def device_rows(odd: Sequence[OddReplicaRow], run: str | None = None) -> list[De
     return sorted(rows, key=lambda row: (-row["odd"], -row["suspected"], row["device"]))
 
 
-def _device_row(device: str, rows: Sequence[OddReplicaRow]) -> DeviceRow:
+def _device_row(device: str, rows: Sequence[OddReplicaRow]) -> Device:
     last = rows[0]
     outvoted = sum(bool(row["is_outvoted"]) for row in rows)
     return {
@@ -233,9 +193,7 @@ def _removed_records(deps: Dependencies, target: Target, version: int) -> str | 
     return ROWS_REMOVED if removed else None
 
 
-def weight_rows(
-    compared: ComparedVersion, rules: Sequence[tuple[str, str]] = ()
-) -> list[WeightRow]:
+def weight_rows(compared: ComparedVersion, rules: Sequence[tuple[str, str]] = ()) -> list[Weight]:
     """Return a row for each weight, the worst first.
 
     Args:
@@ -243,9 +201,9 @@ def weight_rows(
         rules: (pattern, replacement) that unify the names of both sides.
     """
     rename = renaming(rules)
-    odd: dict[str, list[NamedRank]] = defaultdict(list)
+    odd: dict[str, list[RoleRank]] = defaultdict(list)
     for each in compared.odd:
-        rank: NamedRank = {"role": each.role, "rank": each.rank}
+        rank: RoleRank = {"role": each.role, "rank": each.rank}
         for name in each.names:
             if rank not in odd[rename(name)]:
                 odd[rename(name)].append(rank)
@@ -253,12 +211,12 @@ def weight_rows(
     return sorted(rows, key=_rank_by_verdict)
 
 
-def _rank_by_verdict(row: WeightRow) -> int:
+def _rank_by_verdict(row: Weight) -> int:
     is_odd = row["odd_ranks"] and row["verdict"] not in (DIFFERS, MISSING)
     return _WORST_FIRST.index(REPLICAS if is_odd else row["verdict"])
 
 
-def _weight_row(each: Comparison, odd: Mapping[str, Sequence[NamedRank]]) -> WeightRow:
+def _weight_row(each: Comparison, odd: Mapping[str, Sequence[RoleRank]]) -> Weight:
     tensor: WeightTensor | None = each.trainer or each.rollout
     return {
         "name": each.name,

@@ -24,7 +24,7 @@ def migrate_catalogue(source: str, target: str, as_json: bool) -> None:
     """
     try:
         from stagescope_service.store.connect import catalogue_url
-        from stagescope_service.store.transfer import copy_catalogue
+        from stagescope_service.store.copying import copy_catalogue
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
     urls = [

@@ -2,53 +2,84 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
+from pydantic import Field
 from typing_extensions import NotRequired
 
 from stagescope.wire.plan import SentPlan
+from stagescope_service.core.stack_requests import RankRequest
+from stagescope_service.fields import Row, Wall, described_by
 
 
-class BatchAnswer(TypedDict):
-    """Reply to a batch of events; the probe reads it."""
+class RankPlan(Row):
+    """The plan as a rank receives it."""
+
+    revision: int
+    """Revision of the plan."""
+    captures: list[dict[str, object]]
+    """The captures that concern the run, with `phase`, `agreement` (its number) and `steps`."""
+    keep: NotRequired[
+        Annotated[object, Field(description="The keep policy of the run, from the settings' file.")]
+    ]
+
+
+class Taken(Row):
+    """The result of a batch of events, after its commit."""
 
     coordinator: str
-    """Names this incarnation of the coordinator."""
-    wall: float
+    """Its incarnation: to another one, payloads without a receipt are offered again."""
+    wall: Wall
     received: int
+    """Number of events that were recorded."""
     refused: dict[int, str]
-    """Seq -> why that event was refused."""
-    refused_in_part: NotRequired[dict[int, str]]
-    """Seq -> what part of that event was refused."""
-    receipts: dict[int, str]
-    """Seq -> state of payloads whose end is on disk."""
-    revision: int
-    """Of the plan."""
-    plan: NotRequired[SentPlan]
-    """The plan, where the sender said a revision and it is another."""
+    """seq -> why that event was refused; it need not be sent again."""
     attempt_key: NotRequired[str]
-    """Of the sender's attempt, if the sender has no key: its ranks dump into one directory."""
+    """Key of the process's attempt, where the process gave none."""
+    refused_in_part: NotRequired[dict[int, str]]
+    """seq -> the part of an event that was refused; the rest was recorded."""
+    receipts: dict[int, str]
+    """seq -> the state of its payload: `ingested`, `refused`, `lost` or `dropped`."""
+    revision: int
+    """Revision of the plan in force."""
+    plan: NotRequired[Annotated[SentPlan, described_by(RankPlan)]]
+    """The plan, where the sender has another revision in force."""
     pause: NotRequired[float]
-    """Seconds to wait before the next batch."""
+    """Seconds to wait before the next batch: the service is behind."""
+
+
+class BatchAnswer(Taken):
+    """Reply to a batch of events; the probe reads it."""
+
     relay: NotRequired[bool]
     """Present where ranks are to call through the relay of their node."""
 
 
-class PollAnswer(TypedDict):
-    """Reply to a poll; the probe reads it."""
+class News(Row):
+    """Changes for a process."""
 
     coordinator: str
-    wall: float
+    """Its incarnation."""
+    wall: Wall
     revision: int
-    plan: SentPlan | None
-    """The plan, where its revision is another than the poll's."""
+    """Revision of the plan in force."""
+    plan: Annotated[SentPlan, described_by(RankPlan)] | None
+    """Null where it has not changed."""
     receipts: dict[int, str]
-    requests: list[dict[str, str]]
-    """For stacks, or to leave."""
+    """seq -> the state of the payload, for the requested ones."""
+    requests: list[RankRequest]
+    """Requests that the process must answer."""
     poll_seconds: float
+    """Seconds after which a poll ends."""
     attempt_key: NotRequired[str]
-    """As in `BatchAnswer`."""
+    """Key of the process's attempt, where the process gave none."""
+
+
+class PollAnswer(News):
+    """Reply to a poll; the probe reads it."""
+
     relay: NotRequired[bool]
+    """Present where ranks are to call through the relay of their node."""
 
 
 class NotReadyAnswer(TypedDict):

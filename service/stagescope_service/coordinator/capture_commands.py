@@ -175,10 +175,10 @@ def with_ranks(catalogue: Catalogue, capture: CaptureSpec) -> CaptureSpec:
     if not isinstance(ranks, Mapping):
         return capture
     row = catalogue.newest_summary(capture["run"])
-    if row is None or row["whole"] is None:
+    if row is None or row["step_summary"] is None:
         raise Conflict(
             "no step has numbers by which a rank could be called worst",
             expected="ranks by number, or 'all'",
         )
-    chosen = worst_ranks(StepSummary.from_bytes(row["whole"]), ranks["worst"])
+    chosen = worst_ranks(StepSummary.from_bytes(row["step_summary"]), ranks["worst"])
     return {**capture, "ranks": sorted(chosen)}

@@ -420,7 +420,7 @@ def steps_to_aggregate(snapshot: Snapshot) -> list[Aggregate]:
         (row["attempt_id"], row["step"])
         for row in snapshot.steps
         if row["closed_wall"] is not None
-        and (row["whole_wall"] is None or row["attempt_id"] not in ended)
+        and (row["summary_wall"] is None or row["attempt_id"] not in ended)
     ]
     due = dict.fromkeys([*snapshot.unaggregated, *late])
     return [Aggregate(*key) for key in due if key not in pending]

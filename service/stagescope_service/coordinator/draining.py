@@ -8,8 +8,9 @@ import functools
 import itertools
 import uuid
 from collections import Counter
-from typing import Final, TypedDict
+from typing import Annotated, Final
 
+from pydantic import Field
 from typing_extensions import NotRequired
 
 from stagescope.wire.errors import CatalogueUnavailable, NotReady
@@ -20,6 +21,8 @@ from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.core import departures
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.instructions import Instruction
+from stagescope_service.core.stack_requests import RankRequest
+from stagescope_service.fields import Row, Run
 from stagescope_service.store.catalogue import Catalogue
 
 _LEAVE_SECONDS: Final = 10.0
@@ -29,21 +32,22 @@ _NOT_ARRIVED: Final = ("event", "payload", "scalar")
 """Kinds of losses that are of what a process handed over."""
 
 
-class DrainAnswer(TypedDict):
-    """The answer of `drain`."""
+class Drained(Row):
+    """Whether everything that was announced is read."""
 
-    run: str | None
+    run: Run | None
+    """Null: any run."""
     drained: bool
-    """Whether all payloads are read, and no rank is missing."""
+    """Whether no payload is pending and, with an attempt key, its attempts are known and no rank is
+    missing."""
     pending: int
-    """Payloads that are still to be read."""
+    """Number of payloads that are still to be read."""
     known: bool
-    """Whether the run, or the attempt key, has ever reported."""
-    missing: list[str]
-    """Ranks of the start that never reported, lapsed or did not answer; the first 20."""
-    lost: NotRequired[list[str]]
-    """Ranks with events or payloads that were dropped, refused or lost, and how many; the first 20.
-    Absent where there is none."""
+    """Whether the run, or an attempt of the key, ever reported anything."""
+    missing: list[Annotated[str, Field(examples=["actor rank 3"])]]
+    """Ranks of these attempts that never reported, or did not finish."""
+    lost: NotRequired[list[Annotated[str, Field(examples=["actor rank 3: payloads 2"])]]]
+    """Ranks with events or payloads that were dropped, refused or lost, and how many."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,7 +83,7 @@ class Draining:
 
     async def drain(
         self, run: str | None, timeout: float, attempt_key: str | None = None
-    ) -> DrainAnswer:
+    ) -> Drained:
         """Wait until no payload of a run (None: of any run) is pending.
 
         With an attempt key, the training of that start is over: each of its processes is requested
@@ -98,7 +102,7 @@ class Draining:
         known = registry.is_known(run)
         if run is None and attempt_key is not None:
             known = bool(registry.of_key(None, attempt_key))
-        answer: DrainAnswer = {
+        answer: Drained = {
             "run": run,
             "drained": not pending and not missing and (known or attempt_key is None),
             "pending": len(pending),
@@ -195,7 +199,7 @@ class Draining:
         request = self._requests.get(incarnation)
         return request is not None and not request.is_handed_out
 
-    def hand_out(self, incarnation: str) -> list[dict[str, str]]:
+    def hand_out(self, incarnation: str) -> list[RankRequest]:
         """Return the request to leave, for a poll's answer."""
         request = self._requests.get(incarnation)
         if request is None:

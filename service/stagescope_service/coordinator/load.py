@@ -15,12 +15,13 @@ import math
 import resource
 from collections.abc import AsyncIterator, Iterable, Set
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 from stagescope.wire.errors import NotReady
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
+from stagescope_service.fields import Row
 from stagescope_service.store.tables import FindingRow
 
 KIND: Final = "service_behind"
@@ -46,13 +47,20 @@ GROWN_BYTES: Final = 16 << 20
 MAX_PAUSE: Final = 40.0
 
 
-class LoadStatus(TypedDict):
-    """The load in the answer of `status`; seconds and counts."""
+class LoadStatus(Row):
+    """How the coordinator keeps up with events."""
 
     waiting_events: int
+    """Number of events that were received and not committed yet."""
     pushed_back: int
+    """Number of batches, since the coordinator's start, that senders must send again because the
+    queue was full."""
     lag_seconds: float | None
+    """Mean age, in seconds, of the newest event of each batch on arrival, over the last 5 seconds;
+    null: none arrived in them."""
     pause_seconds: float
+    """Seconds between batches that senders are requested to leave; 0 where the coordinator keeps
+    up."""
 
 
 class Load:

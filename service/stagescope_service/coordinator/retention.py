@@ -288,7 +288,7 @@ class Retention:
         key = {"attempt_id": row["attempt_id"], "step": row["step"]}
         if row["rows_removed"] is None:
             # From here on answers say so. What was not aggregated never will be.
-            begun = {**key, "rows_removed": False, "whole_mark": row["parts_mark"]}
+            begun = {**key, "rows_removed": False, "summary_mark": row["parts_mark"]}
             await self._write([Put("steps", begun)])
         while await asyncio.to_thread(self._catalogue.has_removable_rows, *key.values()):
             began = self._mono()

@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, TypedDict
+from typing import Annotated, Final
+
+from pydantic import Field
 
 from stagescope.wire.errors import Conflict, InvalidInput, NotReady, StagescopeError
 from stagescope.wire.nonfinite import Json, JsonObject
@@ -14,6 +16,7 @@ from stagescope_service.coordinator.firings import Act, made_up, told_of
 from stagescope_service.coordinator.webhooks import Webhooks
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
+from stagescope_service.fields import Attempt, Row, Run, Step, one_of
 from stagescope_service.rules.budget import ORDERED_BY, Budget, spent
 from stagescope_service.rules.document import Rule, Rules
 from stagescope_service.rules.webhooks import Webhook
@@ -24,7 +27,7 @@ from stagescope_service.store.tables.findings import (
     FiredCapture,
     FiredPins,
     FiredWebhook,
-    PinOutcome,
+    PinnedOf,
 )
 
 _TEST_SECONDS: Final = 8.0
@@ -62,19 +65,31 @@ def gone_of(rows: Sequence[ArtifactRow], held: int) -> int:
     return max(deleted, len(rows) - held)
 
 
-class WebhookTest(TypedDict):
-    """What became of a test message; see `api.models.triggers.WebhookTest`."""
+class WebhookTest(Row):
+    """What became of a test message to a rule's webhook."""
 
     rule: str
+    """Name of the rule."""
     host: str
-    format: str
+    """Host of the webhook."""
+    format: Annotated[str, one_of("json", "slack", "feishu", "dingtalk", "wecom")]
+    """Of the message."""
     delivered: bool
-    answer: str
+    """Whether the other side took it."""
+    answer: Annotated[str, Field(examples=["200, code 0: success", "404 no_service"])]
+    """What the other side answered; empty: nothing."""
     reason: str
-    run: str | None
-    attempt: int | None
-    step: int | None
+    """Why the message did not arrive; empty: it did."""
+    run: Run | None
+    """Run of the firing that the message tells; null: it tells a made-up one, since the rule has
+    not fired yet."""
+    attempt: Attempt | None
+    """Its attempt; null: a made-up firing."""
+    step: Step | None
+    """Its step; null: a made-up firing."""
     link: str | None
+    """The link in the message: to the step's page, or to the page; null: the address of the page
+    is unknown."""
 
 
 PinStep = Callable[[int, int], Awaitable[PinAnswer]]
@@ -131,7 +146,7 @@ class Acting:
         there = await asyncio.to_thread(
             self._catalogue.steps, attempt_id, before=last + 1, limit=len(wanted)
         )
-        answers: list[PinOutcome] = []
+        answers: list[PinnedOf] = []
         for number in sorted({row["step"] for row in there} & set(wanted)):
             answer = await self._pin_step(attempt_id, number)
             answers.append(

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
+
+from pydantic import Field
 
 from stagescope.wire.errors import InvalidEvent, InvalidInput
 from stagescope.wire.links import Link
@@ -19,9 +21,10 @@ from stagescope_service.core.catalogue_rows import integer, text, work_columns
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Ask, Instruction, Put
+from stagescope_service.fields import Row
 
 if TYPE_CHECKING:
-    from stagescope_service.store.tables import StackRow, StackThread
+    from stagescope_service.store.tables import StackRow, Thread
 
 ASKED, ANSWERED, NOT_ANSWERED = "asked", "answered", "not answered"
 
@@ -45,6 +48,15 @@ def request_of(fields: JsonObject) -> str:
     if not request_id:
         raise InvalidEvent("stacks without a request_id", expected="the request's")
     return request_id
+
+
+class RankRequest(Row):
+    """A request to a process."""
+
+    what: Annotated[str, Field(examples=["stacks"])]
+    """What is requested: `stacks`, or `finish` (send everything, then leave)."""
+    request_id: str
+    """Id of the request, which the answer names."""
 
 
 class StackRequests:
@@ -93,7 +105,7 @@ class StackRequests:
         found = self._requested.get(incarnation)
         return found is not None and any(not requested.handed for requested in found.values())
 
-    def hand_out(self, incarnation: str) -> list[dict[str, str]]:
+    def hand_out(self, incarnation: str) -> list[RankRequest]:
         """Return the requests for a poll's answer.
 
         A poll's answer can be lost, so every later answer repeats the pending requests.
@@ -207,10 +219,10 @@ def _why_not(process: Process) -> str | None:
     return "it reports by raw calls, which carry no requests" if process.raw else None
 
 
-def _checked(value: object) -> tuple[list[StackThread], bool]:
+def _checked(value: object) -> tuple[list[Thread], bool]:
     """Return threads as the catalogue stores them, and whether some were left out."""
     reported_threads = value if isinstance(value, list | tuple) else []
-    threads: list[StackThread] = []
+    threads: list[Thread] = []
     left, truncated = MAX_CHARACTERS, len(reported_threads) > MAX_THREADS
     for thread in reported_threads[:MAX_THREADS]:
         if not isinstance(thread, Mapping):
@@ -234,7 +246,7 @@ def _stood_still(
     attempt: Attempt,
     process: Process,
     row: JsonObject,
-    threads: Sequence[StackThread],
+    threads: Sequence[Thread],
     wall: float,
 ) -> Instruction:
     training = next((each for each in threads if each["is_training"]), None)

@@ -90,9 +90,9 @@ def read(catalogue: Catalogue, attempt: ListedAttempt, number: int, needs: Needs
         return None
     summaries: dict[str | None, StepSummary] = {}
     noise: dict[str | None, StepSummary] = {}
-    if row["whole"] is not None:
+    if row["step_summary"] is not None:
         try:
-            step_summary = summaries[None] = StepSummary.from_bytes(row["whole"])
+            step_summary = summaries[None] = StepSummary.from_bytes(row["step_summary"])
             summaries[step_summary.stage] = step_summary
             _add_stages(catalogue, attempt_id, number, needs, summaries)
             if needs.noise:

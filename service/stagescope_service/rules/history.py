@@ -453,10 +453,10 @@ class RunHistory:
     def _read_measured(self, step: StepInForce) -> MeasuredStep | None:
         """Return a step with its statistics; None: none are kept of a version that can be read."""
         row = self._catalogue.step(step.attempt_id, step.step)
-        if row is None or row["whole"] is None:
+        if row is None or row["step_summary"] is None:
             return None
         try:
-            return MeasuredStep(self._catalogue, step, StepSummary.from_bytes(row["whole"]))
+            return MeasuredStep(self._catalogue, step, StepSummary.from_bytes(row["step_summary"]))
         except InvalidInput:
             return None
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 VERSION: Final = 5
-"""Incremented with every change of `Field`: a stored vector is read by its own version."""
+"""Incremented with every change of `Field`: stored vectors of another version are refused."""
 
 Float64 = npt.NDArray[np.float64]
 Float32 = npt.NDArray[np.float32]
@@ -43,8 +43,6 @@ RATIO_TAILS: Final = ((0.9, 1.1), (0.5, 2.0))
 """Intervals of e^d outside which a token counts as a tail."""
 EDGE: Final = 32
 """Maximum tokens per run of zeros that EDGE_CAPPED counts: bounds one endless repetition."""
-FAINT: Final = -20.0
-"""Log-prob below which 16 digits of e^p - 1 contain fewer than 8 digits of e^p."""
 UNDERFLOWS: Final = 1e-280
 """Second moment of probabilities below which their squares have few digits, or none."""
 CONSTANT: Final = 1e-12
@@ -217,42 +215,6 @@ OWN_SUMS: Final = {
 _OWN_X, _OWN_Y = (np.array([OWN_SUMS.get(Field(x), x) for x in sums]) for sums in (_X, _Y))
 
 
-_SINCE_2: Final = frozenset(
-    {
-        Field.BOTH_ZERO, Field.P_BF16, Field.Q_BF16, Field.SAME_BF16, Field.P_LACKS_ABS,
-        Field.Q_LACKS_ABS, Field.LAG2_N, Field.AHEAD_1, Field.BEHIND_1, Field.AHEAD_2,
-        Field.BEHIND_2, Field.SEGMENTS, Field.EDGE_ZERO, Field.EDGE_CAPPED,
-    }
-)  # fmt: skip
-_SINCE_3: Final = frozenset({Field.WEIGHT_SUM, Field.RATIO_SUM, Field.RATIO_M2})
-_SINCE_4: Final = frozenset({Field.TRAIL_CAPPED, Field.TRAIL_SQUARES})
-_SINCE_5: Final = frozenset({Field.P_EXP_SUM, Field.Q_EXP_SUM})
-LAYOUTS: Final[dict[int, tuple[Field, ...]]] = {
-    1: tuple(field for field in Field if field not in _SINCE_2 | _SINCE_3 | _SINCE_4 | _SINCE_5),
-    2: tuple(field for field in Field if field not in _SINCE_3 | _SINCE_4 | _SINCE_5),
-    3: tuple(field for field in Field if field not in _SINCE_4 | _SINCE_5),
-    4: tuple(field for field in Field if field not in _SINCE_5),
-    VERSION: tuple(Field),
-}
-"""Version -> the fields of its vectors, in their order."""
-
-
-def upgrade(cells: Float64, version: int) -> Float64:
-    """Return cells `[..., fields of the version]` as `[..., WIDTH]`; missing fields are NaN.
-
-    Raises:
-        ValueError: an unknown version, or vectors of another width.
-    """
-    layout = LAYOUTS.get(version)
-    if layout is None or cells.shape[-1] != len(layout):
-        raise ValueError(f"cells of version {version} are {cells.shape}")
-    if version == VERSION:
-        return cells
-    wide = np.full((*cells.shape[:-1], WIDTH), np.nan)
-    wide[..., list(layout)] = cells
-    return wide
-
-
 def empty(*shape: int) -> Float64:
     """Return cells `[*shape, WIDTH]` of no token, the neutral element of `merge`."""
     cells = np.zeros((*shape, WIDTH))
@@ -292,7 +254,6 @@ def merge(cells: Float64) -> Float64:
         merged[MINIMA] = cells[:, MINIMA].min(axis=0)
         merged[MAXIMA] = cells[:, MAXIMA].max(axis=0)
         counts, total = cells[:, _N], merged[_N]
-        # False for NaN, which cells of earlier versions have.
         of_x = np.where(merged[_OWN_X] < SMALL * total, _OWN_X, _X)
         of_y = np.where(merged[_OWN_Y] < SMALL * total, _OWN_Y, _Y)
         x = _deviations(cells[:, of_x], merged[of_x], counts, total)
@@ -346,9 +307,7 @@ class Cell:
 
     def mean_weight(self, above_1: Field) -> float:
         """Mean of the weights, given the sum of those minus 1: W_SUM or RAW_SUM."""
-        mean = self.mean(SUM_OF_WEIGHTS[above_1])
-        # Cells of earlier versions have no sum of the weights themselves.
-        return 1.0 + self.mean(above_1) if math.isnan(mean) else mean
+        return self.mean(SUM_OF_WEIGHTS[above_1])
 
     def std(self, second: Field, low: Field, high: Field) -> float:
         """Standard deviation with n - 1; NaN below two tokens, as torch.std; 0 where min = max;
@@ -387,17 +346,13 @@ class Cell:
 
     def correlation(self, x2: Field, y2: Field, xy: Field) -> float:
         """Pearson's correlation; NaN where p or q is constant, or a moment exceeds float64. That of
-        e^p and e^q is also NaN where one of them varies by rounding alone or its squares underflow,
-        and, in cells of earlier versions, where one never exceeds e^FAINT: e^p - 1 then has too few
-        digits of e^p."""
+        e^p and e^q is also NaN where one of them varies by rounding alone or its squares underflow.
+        """
         if self[Field.P_MIN] >= self[Field.P_MAX] or self[Field.Q_MIN] >= self[Field.Q_MAX]:
             return math.nan
-        if x2 is Field.U_M2:
-            is_faint = min(self[Field.P_MAX], self[Field.Q_MAX]) < FAINT
-            if is_faint and math.isnan(self[Field.P_EXP_SUM] + self[Field.Q_EXP_SUM]):
-                return math.nan
-            if self._is_flat(Field.U_SUM, x2) or self._is_flat(Field.V_SUM, y2):
-                return math.nan
+        is_of_probs = x2 is Field.U_M2
+        if is_of_probs and (self._is_flat(Field.U_SUM, x2) or self._is_flat(Field.V_SUM, y2)):
+            return math.nan
         scale = math.sqrt(max(self[x2], 0.0)) * math.sqrt(max(self[y2], 0.0))
         if not 0.0 < scale < math.inf:
             return math.nan

@@ -159,22 +159,9 @@ def calibration(cell: Cell) -> Calibration:
     if n < 2:
         return Calibration(n, mean, math.nan)
     variance, residue = cell[Field.RATIO_M2] / (n - 1), _RESIDUE * min(mean, abs(bias))
-    if math.isnan(variance):
-        variance, residue = _variance_of_earlier(cell)
     if not variance > residue * residue:
         return Calibration(n, mean, math.copysign(math.inf, bias) if bias else math.nan)
     return Calibration(n, mean, bias / math.sqrt(variance / n))
-
-
-def _variance_of_earlier(cell: Cell) -> tuple[float, float]:
-    """Return the variance of a cell's ratios from the sums of earlier versions, and its residue."""
-    n, bias = cell.tokens, cell.mean(Field.RAW_SUM)
-    if cell.abs_max < 1e-8:
-        # e^d - 1 is d to eight digits, and its variance, as a difference of sums, has fewer.
-        return cell[Field.D_M2] / (n - 1), 1e-6 * abs(bias)
-    # CHI2_SUM is of r^2 - 1 and RAW_SUM of r - 1.
-    square = (cell[Field.CHI2_SUM] - 2.0 * cell[Field.RAW_SUM]) / n
-    return (square - bias * bias) * n / (n - 1), 1e-6 * math.sqrt(max(square, 0.0))
 
 
 def _needs_more(cell: Cell, least: int = MANY) -> str:
@@ -232,7 +219,7 @@ def shifted(cell: Cell, p: str, q: str, *, filled: float = 0.0) -> Check:
     own, others = lag_means(cell)
     values = {"lag_0": own, **{where: mean for mean, where in others}}
     if cell.tokens < ENOUGH or not others:
-        return Check("shifted", "unknown", "too few tokens, or an older record", values)
+        return Check("shifted", "unknown", "too few tokens", values)
     smallest, where = min(others)
     if smallest < SHIFTED_RATIO * (own - filled / cell.tokens):
         text = (
@@ -248,7 +235,7 @@ def lag_means(cell: Cell) -> tuple[float, list[tuple[float, str]]]:
     others = [
         (cell[total] / cell[count], where)
         for total, count, where in SHIFTS
-        if cell[count] >= ENOUGH and not math.isnan(cell[total])
+        if cell[count] >= ENOUGH
     ]
     return cell.mean(Field.D_ABS_SUM), others
 
@@ -303,7 +290,7 @@ def rounded(cell: Cell, p: str, q: str) -> Check:
     same = (cell[Field.SAME_BF16] - cell[Field.EQUAL]) / unequal if unequal > 0 else math.nan
     held = {side: held_by_bfloat16(cell, side) for side in ("P", "Q")}
     values = {"same_once_rounded": same, "p_held": held["P"], "q_held": held["Q"]}
-    if unequal < ENOUGH or math.isnan(same):
+    if unequal < ENOUGH:
         return Check("rounded", "unknown", "too few tokens that differ", values)
     coarse = [stream for side, stream in (("P", p), ("Q", q)) if held[side] >= ROUNDED_SHARE]
     if coarse and same >= ROUNDED_SHARE:

@@ -1,4 +1,4 @@
-"""Summaries as bytes: a compressed safetensors file whose metadata is one JSON document.
+"""Summaries as bytes: a compressed safetensors file, in which one tensor is a JSON document.
 
 Input is untrusted: sizes, names, dtypes, shapes and indexes are validated before use.
 """
@@ -13,16 +13,16 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput, InvalidTensor
 from stagescope.wire.nonfinite import Json
+from stagescope.wire.tensorfile import encode_tensors, parse
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import profiles
 from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
-from stagescope_service.statistics.kernel import ROW, ROW_WIDTHS
+from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import (
-    NO_TOKENS,
     Produced,
     Sequences,
     Slices,
@@ -31,7 +31,8 @@ from stagescope_service.statistics.summary import (
 )
 
 VERSION: Final = 1
-_KEY: Final = "stagescope"
+_DOCUMENT: Final = "document"
+"""The tensor that holds the JSON document: as metadata it would have to fit into a header."""
 _LEVEL: Final = 1
 """Of compression: most of a summary are empty cells, of which higher levels save little more."""
 _MOST_BYTES: Final = 1 << 30
@@ -44,59 +45,36 @@ Document = dict[str, Json]
 
 def save(arrays: Arrays, document: Document) -> bytes:
     """Return arrays and a JSON document as the compressed bytes of a safetensors file."""
-    from safetensors.numpy import save as save_tensors
-
-    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
-    # Imported here: the workers' drop-in runs without safetensors, and stores nothing.
-    plain = save_tensors(
-        {name: np.ascontiguousarray(array) for name, array in arrays.items()},
-        metadata={_KEY: text},
+    text = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+    tensors = {**arrays, _DOCUMENT: np.frombuffer(text, np.uint8)}
+    header, buffers, _ = encode_tensors(
+        {name: (str(array.dtype), array.shape, array, None) for name, array in tensors.items()}, {}
     )
-    return zlib.compress(plain, _LEVEL)
-
-
-def _decompress(data: bytes) -> bytes:
-    """Return the safetensors file in bytes of `save`; those of earlier releases are one.
-
-    Raises:
-        ValueError: not compressed as a whole, or to more than `_MOST_BYTES`.
-    """
-    if not any(data[3:8]):  # the high bytes of a header's length
-        return bytes(data)
-    stream = zlib.decompressobj()
-    try:
-        plain = stream.decompress(data, _MOST_BYTES)
-    except zlib.error as error:
-        raise ValueError(str(error)) from error
-    if not stream.eof or stream.unused_data:
-        raise ValueError(f"cut off, or more than {_MOST_BYTES} bytes")
-    return plain
+    return zlib.compress(b"".join([header, *buffers]), _LEVEL)
 
 
 def load(data: bytes, kind: str, version: int) -> tuple[Arrays, Document]:
-    """Read bytes written by `save` with `document['kind'] == kind`.
+    """Read bytes written by `save` with `document['kind'] == kind`; the arrays are views.
 
     Raises:
         InvalidInput: other bytes, another kind or another version.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load as load_tensors
-
+    stream = zlib.decompressobj()
     try:
-        plain = _decompress(data)
-        arrays = load_tensors(plain)
-        length = int.from_bytes(plain[:8], "little")
-        header = json.loads(plain[8 : 8 + length])
-        document = json.loads(header["__metadata__"][_KEY])
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        plain = stream.decompress(data, _MOST_BYTES)
+        if not stream.eof or stream.unused_data:
+            raise ValueError(f"cut off, or more than {_MOST_BYTES} bytes")
+        tensors = parse(np.frombuffer(plain, np.uint8), f"this {kind}").tensors
+        document = json.loads(tensors.pop(_DOCUMENT)[2].tobytes())
+    except (InvalidTensor, zlib.error, ValueError, KeyError) as error:
         raise _unreadable(kind, f"{type(error).__name__}: {error}") from error
     if not isinstance(document, dict) or document.get("kind") != kind:
-        raise _unreadable(kind, "the metadata is of something else")
-    if document.get("version") != version or document.get("cell") not in [*cells.LAYOUTS]:
+        raise _unreadable(kind, "the document is of something else")
+    if document.get("version") != version or document.get("cell") != cells.VERSION:
         raise _unreadable(
             kind, f"versions {document.get('version')!r} and {document.get('cell')!r}"
         )
-    return arrays, document
+    return {name: tensor[2] for name, tensor in tensors.items()}, document
 
 
 def _unreadable(kind: str, why: str) -> InvalidInput:
@@ -106,7 +84,7 @@ def _unreadable(kind: str, why: str) -> InvalidInput:
 
 
 def summary_to_bytes(summary: Summary) -> bytes:
-    """Return a summary as the compressed bytes of a safetensors file with JSON metadata."""
+    """Return a summary as the bytes of `save`."""
     arrays, document = flatten(summary)
     return save(arrays, document)
 
@@ -123,24 +101,15 @@ def summary_from_bytes(data: bytes) -> Summary:
 def rounds_from_bytes(data: bytes) -> Slices:
     """Read only the cells by round of the bytes written by `summary_to_bytes`.
 
-    A picture of a thousand ranks needs no more, and the rest takes most of the time.
+    A picture of a thousand ranks needs no more, and checking the rest takes most of the time.
 
     Raises:
         InvalidInput: malformed bytes, or another version.
     """
+    arrays, _ = load(data, "summary", VERSION)
     try:
-        plain = _decompress(data)
-        length = int.from_bytes(plain[:8], "little")
-        header = json.loads(plain[8 : 8 + length])
-        document = json.loads(header["__metadata__"][_KEY])
-        if document["kind"] != "summary" or document["version"] != VERSION:
-            raise ValueError(f"{document['kind']} of version {document['version']}")
-        arrays: Arrays = {}
-        for name, dtype in (("rounds_keys", np.int64), ("rounds_cells", np.float64)):
-            begin, end = (8 + length + int(offset) for offset in header[name]["data_offsets"])
-            arrays[name] = np.frombuffer(plain[begin:end], dtype).reshape(header[name]["shape"])
-        return _slices(_Checked(arrays), "rounds", document["cell"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return _slices(_Checked(arrays), "rounds")
+    except (KeyError, ValueError) as error:
         raise _unreadable("summary", f"{type(error).__name__}: {error}") from error
 
 
@@ -163,9 +132,8 @@ def flatten(summary: Summary) -> tuple[Arrays, Document]:
         tokens: Tokens = getattr(summary, name)
         arrays[f"{name}_where"] = np.stack([getattr(tokens, c) for c in Tokens.COLUMNS[:5]])
         arrays[f"{name}_values"] = np.stack([tokens.p, tokens.q])
-    if summary.profiles is not None:
-        arrays["profile_keys"] = summary.profiles.keys
-        arrays["profile_values"] = summary.profiles.values
+    arrays["profile_keys"] = summary.profiles.keys
+    arrays["profile_values"] = summary.profiles.values
     if summary.engines:
         arrays["engine_values"] = np.stack([*summary.engines.values()])
     document = {
@@ -220,15 +188,6 @@ class _Checked:
             raise ValueError(f"{name} is {array.dtype} {array.shape}, not {shape}")
         return cast("npt.NDArray[Scalar]", array)
 
-    def has(self, name: str) -> bool:
-        return name in self._arrays
-
-    def optional(self, name: str, dtype: type[Scalar], *shape: int | None) -> npt.NDArray[Scalar]:
-        """Return an array, an empty one for summaries of earlier releases that lack it."""
-        if name not in self._arrays:
-            return np.empty([size or 0 for size in shape], dtype)
-        return self.get(name, dtype, *shape)
-
 
 def _indexes(values: Int64, below: int, name: str) -> Int64:
     if values.size and (int(values.min()) < 0 or int(values.max()) >= below):
@@ -237,8 +196,7 @@ def _indexes(values: Int64, below: int, name: str) -> Int64:
 
 
 def _restore(arrays: _Checked, document: Document) -> Summary:
-    layout = document["cell"]
-    values = _row_values(arrays.get("sequence_values", np.float64, None, None), layout)
+    values = arrays.get("sequence_values", np.float64, None, len(ROW))
     count = len(values)
     samples = document["samples"] if document["samples"] is not None else [""] * count
     sources = tuple(str(name) for name in document["sources"])
@@ -247,7 +205,7 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
     rows = arrays.get("sequence_rows", np.int64, 2, count)
     cover = arrays.get("sequence_cover", np.int64, None, 3)
     _indexes(cover[:, 0], count, "sequence_cover")
-    marks = arrays.optional("sequence_marks", np.int64, None, 3)
+    marks = arrays.get("sequence_marks", np.int64, None, 3)
     _indexes(marks[:, 0], count, "sequence_marks")
     sequences = Sequences(
         samples=tuple(str(sample) for sample in samples),
@@ -257,17 +215,17 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
         values=values,
         cover=cover,
         marks=marks,
-        mark_values=arrays.optional("sequence_mark_values", np.float32, len(marks)),
+        mark_values=arrays.get("sequence_mark_values", np.float32, len(marks)),
     )
     p, q = (str(stream) for stream in document["pair"])
-    rounds = _slices(arrays, "rounds", layout)
+    rounds = _slices(arrays, "rounds")
     return Summary(
         pair=(p, q),
         settings=StatisticsSettings(**document["settings"]),
         dtypes={str(k): tuple(str(d) for d in v) for k, v in document["dtypes"].items()},
         rounds=rounds,
-        turns=_slices(arrays, "turns", layout),
-        staleness=_slices(arrays, "staleness", layout),
+        turns=_slices(arrays, "turns"),
+        staleness=_slices(arrays, "staleness"),
         histogram=Histogram(*arrays.get("histogram", np.int64, 3, None)),
         worst=_tokens(arrays, "worst", count),
         non_finite=_tokens(arrays, "non_finite", count),
@@ -276,43 +234,32 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
         empty_samples=tuple(str(sample) for sample in document["empty_samples"]),
         unnamed_empty=int(document["unnamed_empty"]),
         versions=tuple(int(version) for version in document["versions"]),
-        unequal=_tokens(arrays, "unequal", count) if layout > 1 else NO_TOKENS,
-        produced=_produced(document, (p, q), int(rounds.cells[:, cells.Field.TOKENS].sum())),
-        ignored=tuple(str(name) for name in document.get("ignored", ())),
-        left_out={str(why): int(n) for why, n in document.get("left_out", {}).items()},
+        unequal=_tokens(arrays, "unequal", count),
+        produced=produced_from_json(document["produced"]),
+        ignored=tuple(str(name) for name in document["ignored"]),
+        left_out={str(why): int(n) for why, n in document["left_out"].items()},
         profiles=_profiles(arrays),
-        engines=_engines(arrays, [str(name) for name in document.get("engines", ())]),
-        version_names={int(code): str(text) for code, text in document.get("version_names", ())},
-        token_digest=str(document.get("token_digest", "")),
+        engines=_engines(arrays, [str(name) for name in document["engines"]]),
+        version_names={int(code): str(text) for code, text in document["version_names"]},
+        token_digest=str(document["token_digest"]),
     )
 
 
 def _engines(arrays: _Checked, names: list[str]) -> dict[str, Float64]:
     if not names:
         return {}
-    values = _profile_values(arrays, "engine_values", len(names))
+    values = arrays.get("engine_values", np.float64, len(names), profiles.WIDTH)
     return dict(zip(names, values, strict=True))
 
 
-def _profiles(arrays: _Checked) -> profiles.Profiles | None:
-    if not arrays.has("profile_keys"):  # of earlier releases
-        return None
+def _profiles(arrays: _Checked) -> profiles.Profiles:
     keys = _indexes(arrays.get("profile_keys", np.int64, None), profiles.ROWS, "profile_keys")
     if keys.size > 1 and not bool((np.diff(keys) > 0).all()):
         raise ValueError("profile_keys are not ascending")
-    values = _profile_values(arrays, "profile_values", len(keys))
+    values = arrays.get("profile_values", np.float64, len(keys), profiles.WIDTH)
     if not bool((values[:, :2] >= 0).all()):
         raise ValueError("profile_values count fewer than 0 tokens")
     return profiles.Profiles(keys, values)
-
-
-def _profile_values(arrays: _Checked, name: str, rows: int) -> Float64:
-    """Return sums as `[rows, profiles.WIDTH]`; the column that earlier versions lack is NaN."""
-    values = arrays.get(name, np.float64, rows, None)
-    if values.shape[1] not in (profiles.WIDTH_1, profiles.WIDTH):
-        raise ValueError(f"{name} are {values.shape}")
-    missing = np.full((rows, profiles.WIDTH - values.shape[1]), np.nan)
-    return np.concatenate([values, missing], axis=1) if missing.size else values
 
 
 def produced_to_json(produced: Produced) -> list[list[object]]:
@@ -325,33 +272,11 @@ def produced_from_json(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], i
     return {(str(p), str(q)): int(tokens) for p, q, tokens in rows}
 
 
-def _produced(document: Document, pair: tuple[str, str], tokens: int) -> Produced:
-    if "produced" in document:
-        return produced_from_json(document["produced"])
-    # Earlier releases kept the names of each stream over all parts, not which of them met.
-    names = [{str(name) for name in document.get("producers", {}).get(s, ("",))} for s in pair]
-    if any("" in each or not each for each in names):
-        return {("", ""): tokens}
-    shared = names[0] & names[1]
-    p, q = (", ".join(sorted(shared or each)) for each in names)
-    return {(p, q): tokens}
-
-
-def _row_values(values: Float64, layout: int) -> Float64:
-    """Return row vectors as `[rows, len(ROW)]`; columns that a version lacks are NaN."""
-    width = ROW_WIDTHS[layout]
-    if values.shape[1] != width:
-        raise ValueError(f"sequence_values are {values.shape}")
-    missing = np.full((len(values), len(ROW) - width), np.nan)
-    return np.concatenate([values, missing], axis=1) if missing.size else values
-
-
-def _slices(arrays: _Checked, name: str, layout: int) -> Slices:
+def _slices(arrays: _Checked, name: str) -> Slices:
     keys = arrays.get(f"{name}_keys", np.int64, None)
     if keys.size > 1 and not bool((np.diff(keys) > 0).all()):
         raise ValueError(f"{name} are not ascending")
-    vectors = arrays.get(f"{name}_cells", np.float64, len(keys), None)
-    return Slices(keys, cells.upgrade(vectors, layout))
+    return Slices(keys, arrays.get(f"{name}_cells", np.float64, len(keys), cells.WIDTH))
 
 
 def _tokens(arrays: _Checked, name: str, sequences: int) -> Tokens:

@@ -90,8 +90,6 @@ def _filled(cell: Cell, side: str, zeros: float) -> bool:
     if not zeros:
         return False
     others_at_zeros = cell[Field[f"{side}_LACKS_ABS"]]
-    if math.isnan(others_at_zeros):
-        return True
     others = cell.tokens - zeros
     rest = abs(cell[Field.Q_SUM if side == "P" else Field.P_SUM]) - others_at_zeros
     if not others:
@@ -126,8 +124,8 @@ def padding(cell: Cell) -> Check:
         )
     )  # fmt: skip
     values = {"zeros": cell[Field.BOTH_ZERO], "zeros_at_edges": edge}
-    if math.isnan(edge) or not cell.tokens or not n:
-        return Check("padding", "unknown", "no token counts, or an older record", values)
+    if not cell.tokens or not n:
+        return Check("padding", "unknown", "no token counts", values)
     inside = cell.tokens - edge
     share = (cell[Field.BOTH_ZERO] - edge) / inside if inside > 0 else 0.0
     usual = share / (1.0 - share) if share < 1.0 else math.inf
@@ -135,8 +133,6 @@ def padding(cell: Cell) -> Check:
     varies = 1.0 + 0.2 * at_end < spread < 1.5 * at_end
     padded = varies and at_end > 1.0 + 3.0 * usual
     prefix = max((capped - trail) / n, at_end) > TEMPLATE + 3.0 * usual
-    if math.isnan(trail):  # an older record, which does not tell how they vary
-        padded = capped / n > 2.0 + 6.0 * usual
     if edge >= LACKING_SHARE * cell.masked and (padded or prefix):
         text = (
             f"both streams are exactly 0 in {edge:.0f} tokens at the edges of the mask's "

@@ -160,8 +160,8 @@ def first_difference(summary: Summary) -> Difference | None:
     """Return the first known token in which the two streams differ.
 
     None if they are equal, and if no differing token was kept: a summary keeps only the first
-    non-finite tokens, including those that are finite in neither stream, and older records
-    contain no finite unequal token. `unequal_tokens` distinguishes the two cases.
+    non-finite tokens, including those that are finite in neither stream. `unequal_tokens`
+    distinguishes the two cases.
     """
     non_finite, sequences, keys = summary.non_finite, summary.sequences, summary.sequences.keys()
 

@@ -192,7 +192,6 @@ class _Rows:
         self.bounds = np.searchsorted(self.cover[:, 0], count).tolist()
         self.marks, self.mark_values = sequences.marks, sequences.mark_values
         self.has_marks = len(self.marks) > 0
-        """False for a summary of an earlier release, which cannot distinguish samples."""
         self.mark_bounds = np.searchsorted(self.marks[:, 0], count).tolist()
         stream = summary.pair[1]
         self.transported = stream == "rollout"

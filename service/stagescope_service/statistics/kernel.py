@@ -48,9 +48,6 @@ ROW: Final = (
 )  # fmt: skip
 """Columns of a row's vector, defined as in a cell; `raw_sum` and `w_sum` are of weight minus 1, the
 last three of products."""
-ROW_1: Final = 15
-ROW_WIDTHS: Final = {1: ROW_1, 2: 21, 3: len(ROW), 4: len(ROW), _cell.VERSION: len(ROW)}
-"""Version of a cell -> columns of the rows stored beside it; the others are NaN once read."""
 
 _WIDTH: Final = _cell.WIDTH
 _FIRST_MIN: Final = int(AT.D_MIN)

@@ -185,7 +185,7 @@ def _token_weights(cell: Cell, sequences: SequenceColumns, settings: StatisticsS
             values["batch_norm_factor"] = _norm_factor(mean)
     above_1, raw = (sequences[name] / sequences.n for name in ("w_sum", "raw_sum"))
     applied = sequences["weight_sum"] / sequences.n
-    # Rows of earlier versions have no sum of the weights themselves.
+    # `Summary.without_settings` leaves no sum of the weights themselves.
     applied = np.where(np.isnan(applied), 1.0 + above_1, applied)
     return {**values, **_by_sequence(applied, above_1, 1.0 + raw, settings)}
 

@@ -171,9 +171,9 @@ class RankRow:
     parts: int
     counted_parts: int
     produced: Produced = dataclasses.field(default_factory=dict)
-    """Who computed its tokens' streams; {} in summaries of earlier releases."""
+    """Who computed its tokens' streams."""
     sources: tuple[int, ...] = ()
-    """Indexes in `Summary.sources` of its parts that count; () in summaries of earlier releases."""
+    """Indexes in `Summary.sources` of its parts that count."""
 
 
 def role_order(role: str) -> tuple[int, str]:

@@ -49,8 +49,6 @@ COARSEST: Final = FINER + 1 - FINEST
 
 COLUMNS: Final = ("tokens", "nonfinite", "d_sum", "d_abs_sum", "d_square_sum")
 WIDTH: Final = len(COLUMNS)
-WIDTH_1: Final = 4
-"""Columns of profiles of earlier versions; the last one is NaN once they are read."""
 ROWS: Final = len(DIMENSIONS) * BINS
 
 
@@ -67,13 +65,11 @@ class Bin(NamedTuple):
     nonfinite: int
     d_sum: float
     d_abs_sum: float
-    d_square_sum: float = math.nan
-    """NaN in summaries of earlier releases."""
+    d_square_sum: float
 
     @property
     def carrying(self) -> float:
-        """(sum |d|)^2 / sum d^2: how many tokens of one size would have these sums; NaN where the
-        squares are not known."""
+        """(sum |d|)^2 / sum d^2: how many tokens of one size would have these sums."""
         if self.d_square_sum == 0.0:
             return 0.0
         return self.d_abs_sum * (self.d_abs_sum / self.d_square_sum)

@@ -118,7 +118,7 @@ def _of_cut_vocabulary(
 
     Of a cut vocabulary every d has one sign, in all samples: that is no sample's own fault. At any
     lag |p - q| is then the mass that was cut, and only the correlation of p and q tells whether
-    they are of the same tokens. In rows of earlier versions it is NaN, and none is odd.
+    they are of the same tokens.
     """
     n, p, q, size = (column[name] for name in ("tokens", "p_sum", "q_sum", "d_abs_sum"))
     pp = column["pp_sum"] - p * p / n

@@ -77,14 +77,14 @@ class SliceMetrics:
         return cls(names, {by: tuple(key for key, _ in found[by]) for by in found}, values)
 
     def column(self, by: Dimension, name: str) -> dict[SliceKey, float]:
-        """Return one number of each slice; {} if it is not published, or of an earlier release."""
+        """Return one number of each slice; {} if it is not published."""
         if name not in self.names or by not in self.values:
             return {}
         column = self.values[by][:, self.names.index(name)].tolist()
         return dict(zip(self.keys[by], column, strict=True))
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of a safetensors file with JSON metadata."""
+        """Return the bytes of `codec.save`."""
         document = {
             "kind": _KIND,
             "version": VERSION,
@@ -121,7 +121,7 @@ def step_metrics(
     *,
     verdict: str,
     suspects: Sequence[str],
-    whole_wall: float,
+    summary_wall: float,
     noise: StepSummary | None = None,
 ) -> dict[str, object]:
     """Return the columns of `step_metrics` without its key.
@@ -131,11 +131,11 @@ def step_metrics(
         noise: that of the trainer against itself; None: not recorded.
         verdict: the comparability verdict of the step's answer.
         suspects: the failed checks.
-        whole_wall: the time of the aggregation; the row is valid for that aggregation only.
+        summary_wall: the time of the aggregation; the row is valid for that aggregation only.
     """
     return {
         "version": VERSION,
-        "whole_wall": whole_wall,
+        "summary_wall": summary_wall,
         "stage": step_summary.stage,
         "verdict": verdict,
         "suspects": list(suspects),

@@ -52,7 +52,7 @@ OTHER_ROLE: Final = "other role"
 LATER_EPOCH: Final = "later epoch"
 PARTIAL: Final = "restate"
 OTHER_STREAMS: Final = "other streams"
-_KIND: Final = "whole"
+_KIND: Final = "step summary"
 """The name of a step summary in stored files."""
 
 ELSEWHERE: Final = (REPLICA, REPEATED, OTHER_ROLE, LATER_EPOCH)
@@ -70,7 +70,7 @@ class StepSummary:
         counted: Keys of the parts that counted.
         left_out: Key -> why it did not count.
         tokens_left_out: Reason -> number of tokens under the mask that it excludes.
-        sent: Tokens under the mask of all parts; None if written by an earlier release.
+        sent: Tokens under the mask of all parts.
         contradictions: Ids that name several samples, each of which counts.
         differing: (key, key of the copy that goes before it) of copies whose numbers or masks
             differ.
@@ -91,7 +91,7 @@ class StepSummary:
     differing: tuple[tuple[str, str], ...]
     to_recompute: tuple[Recompute, ...]
     fragmented: int
-    sent: int | None = None
+    sent: int
     contradictions: tuple[Contradiction, ...] = ()
     ranks_to_recompute: tuple[Recompute, ...] = ()
     same_rows: tuple[tuple[tuple[str, int], ...], ...] = ()
@@ -107,15 +107,13 @@ class StepSummary:
         return sum(self.tokens_left_out.get(why, 0) for why in ELSEWHERE)
 
     @property
-    def unaccounted(self) -> int | None:
+    def unaccounted(self) -> int:
         """Tokens sent that neither count nor are left out with a reason; non-zero is a bug."""
-        if self.sent is None:
-            return None
         return self.sent - self.total.masked - sum(self.tokens_left_out.values())
 
     def besides(self, tokens: Mapping[str, int]) -> StepSummary:
         """Return a copy that includes tokens that were sent but are in no part, by reason."""
-        if self.sent is None or not tokens:
+        if not tokens:
             return self
         left_out = dict(Counter(self.tokens_left_out) + Counter(tokens))
         return dataclasses.replace(
@@ -149,7 +147,6 @@ class StepSummary:
                 "stage": self.stage,
                 "counted": list(self.counted),
                 "left_out": dict(self.left_out),
-                "duplicates": self.duplicates,
                 "tokens_left_out": dict(self.tokens_left_out),
                 "sent": self.sent,
                 "contradictions": [
@@ -172,10 +169,10 @@ class StepSummary:
         """
         arrays, document = codec.load(data, _KIND, codec.VERSION)
         try:
-            stored = arrays.pop("rank_cells")
-            if stored.dtype != np.float64 or len(stored) != len(document["ranks"]):
-                raise ValueError(f"rank_cells are {stored.dtype} {stored.shape}")
-            vectors = cells.upgrade(stored.astype(np.float64, copy=False), document["cell"])
+            vectors = arrays.pop("rank_cells")
+            shape = (len(document["ranks"]), cells.WIDTH)
+            if vectors.dtype != np.float64 or vectors.shape != shape:
+                raise ValueError(f"rank_cells are {vectors.dtype} {vectors.shape}")
             return cls(
                 stage=str(document["stage"]),
                 summary=codec.restore(arrays, document["summary"]),
@@ -186,20 +183,22 @@ class StepSummary:
                         Cell(vector),
                         int(parts),
                         int(counted),
-                        codec.produced_from_json(more[0] if more else ()),
-                        tuple(map(int, more[1])) if len(more) > 1 else (),
+                        codec.produced_from_json(produced),
+                        tuple(map(int, sources)),
                     )
-                    for (role, rank, parts, counted, *more), vector in zip(
+                    for (role, rank, parts, counted, produced, sources), vector in zip(
                         document["ranks"], vectors, strict=True
                     )
                 ),
                 counted=tuple(str(key) for key in document["counted"]),
                 left_out={str(k): str(why) for k, why in document["left_out"].items()},
-                tokens_left_out=_tokens_left_out(document),
-                sent=None if document.get("sent") is None else int(document["sent"]),
+                tokens_left_out={
+                    str(why): int(tokens) for why, tokens in document["tokens_left_out"].items()
+                },
+                sent=int(document["sent"]),
                 contradictions=tuple(
                     Contradiction(str(sample), tuple((str(r), int(n)) for r, n in holders))
-                    for sample, holders in document.get("contradictions", ())
+                    for sample, holders in document["contradictions"]
                 ),
                 differing=tuple((str(a), str(b)) for a, b in document["differing"]),
                 to_recompute=tuple(
@@ -209,7 +208,7 @@ class StepSummary:
                 fragmented=int(document["fragmented"]),
                 same_rows=tuple(
                     tuple((str(role), int(rank)) for role, rank in group)
-                    for group in document.get("same_rows", ())
+                    for group in document["same_rows"]
                 ),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -310,13 +309,6 @@ def _contribution(record: PartRecord, identities: Identities) -> Summary:
 def _tokens_sent(record: PartRecord) -> int:
     full = record.full_summary
     return full.total.masked + sum(full.left_out.values())
-
-
-def _tokens_left_out(document: codec.Document) -> dict[str, int]:
-    known = document.get("tokens_left_out")
-    if known is None:  # an earlier release had one reason only
-        known = {REPEATED: document["duplicates"]} if document["duplicates"] else {}
-    return {str(why): int(tokens) for why, tokens in known.items()}
 
 
 class _TokenAccounting:

@@ -201,8 +201,8 @@ class Summary:
     """Tensors with more distinct rounds, turns or versions than the limit; they are not used."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Reason -> number of the payload's tokens under the mask that this summary excludes."""
-    profiles: Profiles | None = None
-    """Sums of d by place, probability and lattice; None of what earlier versions stored."""
+    profiles: Profiles = dataclasses.field(default_factory=lambda: Profiles.merge([]))
+    """Sums of d by place, probability and lattice."""
     engines: Mapping[str, Float64] = dataclasses.field(default_factory=dict)
     """Engine instance -> `profiles.COLUMNS` of its tokens, where rows say theirs."""
     version_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
@@ -361,15 +361,10 @@ class Summary:
             produced=merge_produced(s.produced for s in summaries),
             ignored=tuple(sorted({name for s in summaries for name in s.ignored})),
             left_out=dict(sum((Counter(s.left_out) for s in summaries), Counter())),
-            profiles=_merge_profiles(summaries),
+            profiles=Profiles.merge([s.profiles for s in summaries]),
             engines=_merge_engines([s.engines for s in summaries]),
             version_names=names,
         )
-
-
-def _merge_profiles(summaries: Sequence[Summary]) -> Profiles | None:
-    found = [s.profiles for s in summaries if s.profiles is not None]
-    return Profiles.merge(found) if len(found) == len(summaries) else None
 
 
 def _merge_engines(tables: Sequence[Mapping[str, Float64]]) -> dict[str, Float64]:

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from stagescope.wire.errors import CatalogueUnavailable
 from stagescope.wire.nonfinite import Json
-from stagescope_service.store import connect, migrate
+from stagescope_service.store import connect
 from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.changes import ChangeQueries
 from stagescope_service.store.queries.curves import CurveQueries
@@ -28,12 +28,12 @@ from stagescope_service.store.queries.weights import WeightQueries
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.tables import (
     TABLES,
-    AuditRow,
+    AuditEntry,
     CaptureRow,
     DumpRow,
-    EngineRow,
     MetaRow,
     OperatorTableRow,
+    RegisteredEngine,
 )
 
 
@@ -113,22 +113,21 @@ class Catalogue(
     def check(self) -> None:
         """Raise `CatalogueUnavailable` unless a catalogue of this version exists."""
         with connect.catalogue_errors(self._where), self._connect() as connection:
-            revision = migrate.current(connection)
-        if revision != migrate.HEAD:
+            revision = connect.revision_of(connection)
+        if revision != connect.REVISION:
             raise CatalogueUnavailable(
                 f"catalogue {self._where} is of revision {revision!r}",
-                expected=repr(migrate.HEAD),
-                advice="the service converts an older one when it opens it; a newer one needs the "
-                "stagescope that wrote it",
+                expected=repr(connect.REVISION),
+                advice="use the stagescope that wrote it, or give another catalogue",
             )
 
-    def engines(self) -> list[EngineRow]:
+    def engines(self) -> list[RegisteredEngine]:
         """Return the registered engines, by name."""
-        return self._page(EngineRow, "engines", [], "name")
+        return self._page(RegisteredEngine, "engines", [], "name")
 
-    def audit(self, *, limit: int = LIMIT, offset: int = 0) -> list[AuditRow]:
+    def audit(self, *, limit: int = LIMIT, offset: int = 0) -> list[AuditEntry]:
         """Return the audit log, the newest entry first."""
-        return self._page(AuditRow, "audit", [], "-audit_id", limit, offset)
+        return self._page(AuditEntry, "audit", [], "-audit_id", limit, offset)
 
     def meta(self, key: str) -> Json:
         """Return the value of a key of the table `meta`, or None."""

@@ -26,14 +26,25 @@ from sqlalchemy import event, exc
 
 from stagescope.versions import install_command
 from stagescope.wire.errors import CatalogueUnavailable
+from stagescope_service.store.tables import metadata
 
 if TYPE_CHECKING:
     import psycopg
+
+REVISION: Final = "0012"
+"""Of the tables: a catalogue of another revision is refused."""
+
+_VERSION: Final = sa.Table(
+    "alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True)
+)
+"""Holds the revision. It is Alembic's table, so that its migrations can follow after a release."""
 
 BUSY_SECONDS: Final = 5.0
 """How long a statement waits for another process's lock before it fails."""
 
 _WAL_BYTES: Final = 64 << 20
+_ENCODINGS: Final = ("UTF8", "SQL_ASCII")
+"""Encodings of PostgreSQL's databases that hold every text; SQL_ASCII takes bytes as they come."""
 _OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables; upserts are older
 _SHARED_FILESYSTEMS: Final = re.compile(
     r"nfs\d?|lustre|gpfs|cifs|smb\w*|9p|afs|beegfs|ceph|wekafs|ocfs2|gfs2?|glusterfs|pvfs2|orangefs"
@@ -157,6 +168,15 @@ def _server_writer(url: str) -> sa.Engine:
     def prepare(connection: psycopg.Connection, record: object) -> None:
         deadline = time.monotonic() + BUSY_SECONDS  # a killed writer's lock goes with its socket
         with connection.cursor() as cursor:
+            cursor.execute(b"SHOW server_encoding")
+            (encoding,) = cursor.fetchone() or ("",)
+            if encoding not in _ENCODINGS:
+                raise CatalogueUnavailable(
+                    f"the database of catalogue {url_without_password(url)} has the encoding "
+                    f"{encoding}, which lacks characters of ids and messages",
+                    expected="the encoding UTF8",
+                    advice="make one: createdb --encoding=UTF8 --template=template0 NAME",
+                )
             if schema is not None:
                 cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())
             # A lost host's connection is found dead within a minute, and its lock is free.
@@ -184,6 +204,36 @@ def _server_writer(url: str) -> sa.Engine:
     return engine
 
 
+def revision_of(connection: sa.Connection) -> str | None:
+    """Return the revision of a catalogue's tables; None for an empty database."""
+    if not sa.inspect(connection).has_table(_VERSION.name):
+        return None
+    return connection.scalar(sa.select(_VERSION.c.version_num))
+
+
+def make_tables(connection: sa.Connection) -> None:
+    """Create the tables in an empty database; do nothing where this version's tables exist.
+
+    Args:
+        connection: inside a transaction that the caller commits. Its lock serializes services that
+            start at the same time.
+
+    Raises:
+        CatalogueUnavailable: the tables are of another revision.
+    """
+    revision = revision_of(connection)
+    if revision is None:
+        metadata.create_all(connection, checkfirst=False)
+        _VERSION.create(connection)
+        connection.execute(_VERSION.insert(), {"version_num": REVISION})
+    elif revision != REVISION:
+        raise CatalogueUnavailable(
+            f"the catalogue is of revision {revision!r}, which this package does not know",
+            expected=f"revision {REVISION!r}",
+            advice="install the stagescope that wrote it, or give another catalogue",
+        )
+
+
 def reader_engine(url: str) -> sa.Engine:
     """Return a read-only engine, for any process; creates nothing."""
     path = sqlite_path(url)
@@ -199,8 +249,10 @@ def reader_engine(url: str) -> sa.Engine:
 
 
 def _server_engine(url: str, **pool: int) -> sa.Engine:
+    # Texts of every language, whatever PGCLIENTENCODING says.
+    encoding = {"client_encoding": "utf8"}
     try:
-        return sa.create_engine(url, pool_pre_ping=True, **pool)
+        return sa.create_engine(url, pool_pre_ping=True, connect_args=encoding, **pool)
     except (exc.ArgumentError, ImportError) as error:
         raise CatalogueUnavailable(
             f"no driver for catalogue {url.partition('://')[0]!r}: {error}",
@@ -291,7 +343,7 @@ _ADVICE: Final = {
     "malformed": "the file is damaged; stop the service and restore or move it away",
     "not a database": "the file is not a catalogue; move it away or give another path",
     "no such table": "it has not been made yet; start the service first",
-    "no such column": "it is of an earlier version; start this version's service first",
+    "no such column": "it is of another version; use the stagescope that wrote it",
     "disk I/O error": "check the disk under it",
 }
 

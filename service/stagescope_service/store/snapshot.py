@@ -44,7 +44,7 @@ R = TypeVar("R")
 ANNOUNCED: Final = sa.text(f"payloads.state_id = {compact.ANNOUNCED}")
 """The condition that a payload is announced, in the text of its partial index."""
 
-_STEP_COLUMNS: Final = [column for column in steps.columns if column.name != "whole"]
+_STEP_COLUMNS: Final = [column for column in steps.columns if column.name != "step_summary"]
 
 
 def rows(
@@ -151,7 +151,7 @@ def _of_step(table: sa.Table) -> sa.Tuple:
 
 
 def _not_aggregated() -> Query:
-    due = _text("coalesce(whole_mark, -1) <> parts_mark")
+    due = _text("coalesce(summary_mark, -1) <> parts_mark")
     return sa.select(steps.c.attempt_id, steps.c.step).where(due, steps.c.closed_wall.is_not(None))
 
 

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 import sqlalchemy as sa
 
 from stagescope.wire.errors import CatalogueUnavailable, StoreError
-from stagescope_service.store import compact, connect, migrate, statements
+from stagescope_service.store import compact, connect, statements
 from stagescope_service.store.contract import (
     Delete,
     Health,
@@ -302,7 +302,7 @@ class SqlStore:
             writer = connect.writer_engine(self.url)
             try:
                 with writer.begin() as connection:
-                    migrate.upgrade(connection)
+                    connect.make_tables(connection)
             except BaseException:
                 writer.dispose()
                 raise

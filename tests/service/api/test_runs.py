@@ -249,7 +249,7 @@ class TestWhoAnswers:
     def test_a_stored_mark_wins(self) -> None:
         step: StepState = {
             "attempt_id": 1, "step": 5, "closed_wall": None, "completeness": None,
-            "superseded_by": 7, "whole_wall": None, "parts_mark": None, "whole_mark": None,
+            "superseded_by": 7, "summary_wall": None, "parts_mark": None, "summary_mark": None,
             "rows_removed": None,
         }  # fmt: skip
         assert Lineage([]).superseded_by(step) == 7

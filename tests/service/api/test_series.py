@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 from sqlalchemy.pool import QueuePool
@@ -19,7 +18,6 @@ from tests.support.stores import training
 import stagescope
 from stagescope.series import sparkline
 from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope_service.statistics import step_metrics as stored
 from stagescope_service.store.contract import Put
 
 STAGE = "actor_compute_log_prob"
@@ -171,17 +169,6 @@ def test_names_are_those_of_all_ranks_and_steps(real: Service) -> None:
     assert problem["detail"].startswith("there is no val/reward of any role, rank 7")
     problem = real.problem(404, "/series", **asked, stage="actor_updat")
     assert "did you mean actor_update" in problem["advice"]
-
-
-def test_numbers_of_an_earlier_version_are_read_anew(
-    real: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = real.get("/series", metric=K3)
-    monkeypatch.setattr("stagescope_service.api.series.VERSION", stored.VERSION + 1)
-    # Which other runs are live is read anew every half second, and another test adds one.
-    assert real.get("/series", metric=K3) == {**before, "also_live": ANY}
-    by_rank = real.get("/series", metric=K3, by="rank")
-    assert [one["name"] for one in by_rank["series"]] == ["actor 0", "actor 1"]
 
 
 @pytest.mark.parametrize("asked", [{"metric": K3}, {"metric": K3, "by": "rank"}])

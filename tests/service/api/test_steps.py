@@ -627,5 +627,5 @@ def test_a_step_that_was_never_aggregated_does_not_lack_streams(
     rank.begin(LOG_PROB, 6)
     catalogue = live.catalogue
     [row] = [each for each in catalogue.steps(run="r") if each["step"] == 5]
-    before = {**row, "has_summary": False, "parts_mark": mark, "whole_mark": mark}
+    before = {**row, "has_summary": False, "parts_mark": mark, "summary_mark": mark}
     assert gaps(catalogue, [cast("Any", before)]) == {(row["attempt_id"], 5): text}

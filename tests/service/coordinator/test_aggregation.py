@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.dumps import capture
+from tests.support.stores import evidence_of
 from tests.support.triggering import RuleBench, rule, rules_of, run, training
 
 from stagescope.wire.errors import CatalogueUnavailable, StoreError
@@ -48,7 +49,7 @@ class Broken:
         rules = rules_of(rule("loss", metric="nonfinite_scalar/loss", when={">": 0}))
         await self.bench.triggers.put(rules, by="me")
         await self.bench.step(1, hold=True, scalars={0: {"loss": math.nan}})
-        unaggregated = {"attempt_id": 1, "step": 1, "whole": None, "whole_mark": None}
+        unaggregated = {"attempt_id": 1, "step": 1, "step_summary": None, "summary_mark": None}
         await self.parts.runner.write([Put("steps", unaggregated)])
         assert "being aggregated" in self.gap()
         self.queue.checks_rules = True
@@ -150,8 +151,8 @@ def test_what_fails_for_good_is_said_and_holds_up_nothing(
         assert broken.tried == 3
         (finding,) = broken.said()
         assert (finding["severity"], finding["step"], finding["run"]) == ("error", 1, "r")
-        assert finding["evidence"]["error"] in finding["message"]
-        expected = "no numbers: the aggregation failed: " + finding["evidence"]["error"]
+        assert evidence_of(finding)["error"] in finding["message"]
+        expected = "no numbers: the aggregation failed: " + evidence_of(finding)["error"]
         assert broken.gap() == expected
         assert broken.bench.fired() == [(1, 1, "loss")]  # what needs no summary is still said
         # More of the step arrives, or a release that can read it starts.
@@ -240,7 +241,7 @@ def test_a_payload_that_comes_when_the_parts_of_its_step_are_gone(
     gap = gaps(catalogue, [row]).get((1, 1), "")
     refused = [row for row in catalogue.losses(run="r") if row["kind"] == "payload"]
     assert row["has_summary"]
-    assert row["whole_mark"] == row["parts_mark"]
+    assert row["summary_mark"] == row["parts_mark"]
     if not measured:  # nothing of it was ever counted: what came is all there is
         assert (gap, refused) == ("", [])
         return
@@ -371,7 +372,12 @@ def test_a_step_whose_coordinator_died_before_its_summary_is_aggregated_by_the_n
         async def check() -> None:
             for number in (1, 2, 3):
                 await bench.step(number, hold=True)
-            killed = {"attempt_id": 1, "whole": None, "whole_wall": None, "whole_mark": None}
+            killed = {
+                "attempt_id": 1,
+                "step_summary": None,
+                "summary_wall": None,
+                "summary_mark": None,
+            }
             await bench.local.parts.runner.write(
                 [Put("steps", {**killed, "step": n}) for n in (1, 2)]
             )
@@ -381,7 +387,10 @@ def test_a_step_whose_coordinator_died_before_its_summary_is_aggregated_by_the_n
 
         run(check)
         found = [bench.catalogue.step(1, number) for number in (1, 2)]
-        assert [row is not None and row["whole"] is not None for row in found] == [True, True]
+        assert [row is not None and row["step_summary"] is not None for row in found] == [
+            True,
+            True,
+        ]
 
 
 def test_of_many_steps_that_are_left_over_some_are_done_before_the_next_kill(
@@ -404,7 +413,12 @@ def test_of_many_steps_that_are_left_over_some_are_done_before_the_next_kill(
         async def check() -> None:
             for number in steps:
                 await bench.step(number, hold=True)
-            killed = {"attempt_id": 1, "whole": None, "whole_wall": None, "whole_mark": None}
+            killed = {
+                "attempt_id": 1,
+                "step_summary": None,
+                "summary_wall": None,
+                "summary_mark": None,
+            }
             await bench.local.parts.runner.write(
                 [Put("steps", {**killed, "step": n}) for n in steps]
             )

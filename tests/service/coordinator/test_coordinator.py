@@ -24,7 +24,7 @@ from stagescope.wire.errors import InvalidEvent, InvalidInput, NotFound, NotRead
 from stagescope.wire.schema import Sender
 from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.coordinator import Coordinator
-from stagescope_service.coordinator.draining import DrainAnswer
+from stagescope_service.coordinator.draining import Drained
 from stagescope_service.coordinator.raw_fields import FIELDS, OWN_FIELDS, PAGE
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.coordinator.runner import Clock
@@ -33,6 +33,7 @@ from stagescope_service.core.instructions import (
     Ingest,
     PayloadKey,
 )
+from stagescope_service.core.stack_requests import RankRequest
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Store, Submitted
 from stagescope_service.store.sql import SqlStore
@@ -597,6 +598,32 @@ def test_an_event_that_is_sent_again_is_acknowledged_after_its_first_commit(made
     assert made.statuses() == [(0, "open")]
 
 
+@pytest.mark.parametrize("kind", ["begin", "finish"])
+def test_a_raw_call_that_ray_repeats_is_answered_after_its_first_commit(
+    made: Clocked, kind: str
+) -> None:
+    made.raw("begin", "before")
+    store = HeldStore(made.store)
+    made.coordinator.parts.commits.store = cast(Store, store)
+    fields = {"run": "r", "step": 1}
+    fields |= {"stage": "s"} if kind == "begin" else {}
+
+    async def call_twice() -> None:
+        store.slow = True
+        call = made.coordinator.raw_calls.record
+        calls = [asyncio.create_task(call(kind, "d", fields))]
+        await asyncio.sleep(0)  # it has changed the state and waits for the disk
+        calls.append(asyncio.create_task(call(kind, "d", fields)))
+        done, _ = await asyncio.wait(calls, timeout=0.2)
+        assert not done
+        store.release()
+        first, again = await asyncio.gather(*calls)
+        assert first["attempt"] == again["attempt"]
+        assert first.get("occurrence") == again.get("occurrence")
+
+    made.run(call_twice())
+
+
 def test_a_step_is_due_while_its_last_payload_is_written(made: Clocked) -> None:
     """Else a later step, aggregated meanwhile, is held against the rules before it."""
     store = HeldStore(made.store)
@@ -771,14 +798,14 @@ class Trainer:
         event = (1, kind, self.seq, float(self.seq), 1.0, fields)
         await self.made.coordinator.parts.intake.record(self.sender, [event])
 
-    async def poll(self) -> list[dict[str, str]]:
+    async def poll(self) -> list[RankRequest]:
         answer = await self.made.coordinator.parts.intake.poll(self.sender, 0, [], 20.0)
-        requests: list[dict[str, str]] = answer["requests"]
+        requests: list[RankRequest] = answer["requests"]
         return requests
 
     async def obey(self, last: int) -> None:
         """Take leave as it is asked to, after what it has still to send."""
-        asked: list[dict[str, str]] = []
+        asked: list[RankRequest] = []
         while not any(request["what"] == "finish" for request in asked):
             asked = await self.poll()
         await self.say("begin", step=last, stage="actor_update")
@@ -793,7 +820,7 @@ def live(made: Clocked) -> None:
 
 
 def test_the_driver_of_a_job_waits_for_what_every_rank_has_still_to_send(made: Clocked) -> None:
-    async def train() -> DrainAnswer:
+    async def train() -> Drained:
         live(made)
         ranks = [Trainer(made, rank) for rank in (0, 1)]
         for rank in ranks:
@@ -813,7 +840,7 @@ def test_the_driver_of_a_job_waits_for_what_every_rank_has_still_to_send(made: C
 
 
 def test_the_driver_hears_of_what_will_never_arrive(made: Clocked) -> None:
-    async def train() -> tuple[DrainAnswer, DrainAnswer, DrainAnswer]:
+    async def train() -> tuple[Drained, Drained, Drained]:
         live(made)
         for name in ("r", "other"):
             rank = Trainer(made, 0, name)
@@ -837,7 +864,7 @@ def test_the_driver_hears_of_what_will_never_arrive(made: Clocked) -> None:
 
 
 def test_the_driver_hears_of_ranks_that_never_came(made: Clocked) -> None:
-    async def train() -> tuple[DrainAnswer, ...]:
+    async def train() -> tuple[Drained, ...]:
         live(made)
         nothing = await made.coordinator.parts.draining.drain(None, 0.05, "a")
         rank = Trainer(made, 1)
@@ -857,7 +884,7 @@ def test_the_driver_hears_of_ranks_that_never_came(made: Clocked) -> None:
 def test_ranks_that_ended_unheard_are_named_and_leave_with_their_driver(
     made: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def train() -> DrainAnswer:
+    async def train() -> Drained:
         live(made)
         monkeypatch.setattr(draining, "_LEAVE_SECONDS", 0.05)
         await Trainer(made, 0).say("hello", world_size=1)
@@ -934,7 +961,7 @@ def test_a_rank_that_was_given_up_goes_on_as_if_nothing_was(
 
 
 def test_another_jobs_driver_asks_nobody_to_leave(made: Clocked) -> None:
-    async def train() -> DrainAnswer:
+    async def train() -> Drained:
         live(made)
         await Trainer(made, 0).say("hello", world_size=1)
         return await made.coordinator.parts.draining.drain("r", 30.0, "of another job")

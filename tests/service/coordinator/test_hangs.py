@@ -23,6 +23,7 @@ from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.core.instructions import (
     ReadWatchdogs,
 )
+from stagescope_service.core.stack_requests import RankRequest
 from stagescope_service.core.state import State
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
@@ -78,10 +79,10 @@ class Clocked:
     def end(self, rank: int, step: int, stage: str = "actor_update") -> None:
         self.say(rank, END, step=step, stage=stage)
 
-    def poll(self, rank: int) -> list[dict[str, str]]:
+    def poll(self, rank: int) -> list[RankRequest]:
         sender = Sender(f"rank-{rank}", "r", "a", "actor", rank).wire()
         answer = self.run(self.coordinator.parts.intake.poll(sender, 0, [], 0.0))
-        requests: list[dict[str, str]] = answer["requests"]
+        requests: list[RankRequest] = answer["requests"]
         return requests
 
     def pass_time(self, seconds: float, polling: tuple[int, ...] = (0, 1)) -> None:

@@ -424,7 +424,7 @@ def test_rows_of_old_steps_go_and_what_was_learned_of_them_stays(tmp_path: Path)
     assert remaining(node) == [(1, 1), (1, 2), (1, 5), (2, 1), (2, 2), (2, 3)]
     step = node.catalogue.step(1, 3)
     assert step is not None
-    assert (step["whole"], step["rows_removed"], step["whole_mark"]) == (b"w", True, 2)
+    assert (step["step_summary"], step["rows_removed"], step["summary_mark"]) == (b"w", True, 2)
     assert len(node.catalogue.findings(attempt_id=1, step=3)) == 1
     # A file that exists keeps its row, with all that it says.
     (kept,) = node.catalogue.artifacts(1, 3, deleted=None)
@@ -443,7 +443,7 @@ def test_rows_of_old_steps_go_and_what_was_learned_of_them_stays(tmp_path: Path)
 def test_answers_say_that_rows_were_removed(tmp_path: Path) -> None:
     node = Node(tmp_path, Limits(1 << 30, row_steps=1))
     attempts_with_steps(node, 2)
-    node.write_now([Put("steps", {"attempt_id": 1, "step": 1, "whole": None})])
+    node.write_now([Put("steps", {"attempt_id": 1, "step": 1, "step_summary": None})])
     run(node.retention.remove_rows())
     found = gaps(node.catalogue, node.catalogue.steps(1))
     assert found[1, 1] == f"no numbers: {ROWS_REMOVED}"
@@ -452,7 +452,7 @@ def test_answers_say_that_rows_were_removed(tmp_path: Path) -> None:
     # What comes that late is no step of its own.
     node.write_now(rows_of_step(1, 1)[1:5])
     late = assembly.too_late(node.catalogue, 1, 1, "r")
-    assert late == [Put("steps", {"attempt_id": 1, "step": 1, "whole_mark": 2})]
+    assert late == [Put("steps", {"attempt_id": 1, "step": 1, "summary_mark": 2})]
 
 
 def test_a_removal_that_was_interrupted_goes_on(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 from tests.support.chat_services import SECRET, TOKEN, chat_service
 from tests.support.measure import payload
+from tests.support.stores import evidence_of
 from tests.support.triggering import PAGE, RuleBench, hook, rule, rules_of, run, training
 
 from stagescope.wire.errors import Conflict, InvalidPlan, NotFound
 from stagescope_service.api.event_groups import outcomes
-from stagescope_service.api.models.triggers import FiredActions
 from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.core.captures import agreement
 from stagescope_service.core.findings import finding
@@ -29,6 +30,7 @@ from stagescope_service.rules.replay import replay
 from stagescope_service.rules.watch import REACH
 from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import RingEntry
+from stagescope_service.store.tables.findings import FiredActions
 
 PIN = {"finding": {}, "pin": 2}
 
@@ -58,9 +60,9 @@ def test_the_defaults_are_in_force_where_nothing_was_given(bench: RuleBench) -> 
     (finding,) = bench.findings("trigger_non_finite_log_probs")
     assert (finding["severity"], finding["stage"]) == ("error", "actor_compute_log_prob")
     assert (finding["role"], finding["rank"]) == ("actor", 1)
-    assert finding["evidence"]["round"] == 1
-    assert finding["evidence"]["metric"] == "nonfinite/old_nan"
-    token = finding["evidence"]["token"]
+    assert evidence_of(finding)["round"] == 1
+    assert evidence_of(finding)["metric"] == "nonfinite/old_nan"
+    token = evidence_of(finding)["token"]
     assert (token["sample_uid"], token["position"], token["p"]) == ("sample-6", 8, "nan")
     assert "token 8 of sample-6" in finding["message"]
     assert {entry.key.step for entry in pinned(bench)} == {5, 6, 7}
@@ -97,8 +99,8 @@ def test_a_scalar_that_is_not_finite_is_found_where_it_was_logged(bench: RuleBen
     assert finding["message"].endswith(
         "kl is -inf at step 2, stage actor_update, actor rank 1; also not finite: loss"
     )
-    assert finding["evidence"]["ranks"][0] == ["actor", 1]
-    assert [(row["name"], row["value"]) for row in finding["evidence"]["scalars"]] == [
+    assert evidence_of(finding)["ranks"][0] == ["actor", 1]
+    assert [(row["name"], row["value"]) for row in evidence_of(finding)["scalars"]] == [
         ("kl", "-inf"), ("loss", "nan"),
     ]  # fmt: skip
     assert [(link["noun"], link["step"]) for link in finding["see"] or ()] == [("scalars", 2)]
@@ -222,7 +224,7 @@ def test_every_rank_with_something_not_finite_is_named(bench: RuleBench) -> None
         "is up to 1 a rank at step 1, stage actor_compute_log_prob, actor ranks 0-1"
         in (finding["message"])
     )
-    assert finding["evidence"]["affected"] == [["actor", 0], ["actor", 1]]
+    assert evidence_of(finding)["affected"] == [["actor", 0], ["actor", 1]]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -262,16 +264,16 @@ def test_what_begins_on_another_rank_or_in_another_scalar_is_said_at_once(
         "grad_norm is inf at step 7, stage actor_update, actor rank 0; since before: loss on "
         "actor ranks 0-1; grad_norm on actor rank 1",
     ]
-    assert all("named" not in row["evidence"] for row in findings.values())
+    assert all("named" not in evidence_of(row) for row in findings.values())
     # What costs followed of the first alone, and says why it did not of the others.
     (spec,) = bench.orders.specs
     assert (spec["ranks"], spec["stages"]) == ([1], ["actor_update"])
     actions = [bench.actions(number, "non_finite_scalars") for number in fired]
     assert actions[0]["capture"] == {"capture_id": "capture-1"}
     assert actions[1:] == [{"cools_since": 2}] * 3
-    FiredActions.model_validate(actions[1])  # as answers have it
+    TypeAdapter(FiredActions).validate_python(actions[1])  # as answers have it
     assert outcomes([actions[1]]) == ["not taken again: the rule cools down from those of step 2"]
-    refused = {row["evidence"]["rule"] for row in bench.findings("capture_refused")}
+    refused = {evidence_of(row)["rule"] for row in bench.findings("capture_refused")}
     assert refused == {"non_finite_log_probs"}  # while that of the scalars is under way
     # The ranks that log-probs concern are told apart, too.
     found = bench.findings("trigger_non_finite_log_probs")
@@ -615,7 +617,7 @@ def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: RuleBench) ->
         await bench.triggers.put(rules_of(rule(when={">": 0.5, "median_ratio": 2})), by="me")
         for step in range(1, 6):
             await bench.step(step, 0.01)
-        broken = {"attempt_id": 1, "step": 3, "whole": b"of another version"}
+        broken = {"attempt_id": 1, "step": 3, "step_summary": b"of another version"}
         await bench.local.coordinator.parts.runner.write([Put("steps", broken)])
         await bench.restarted().open()
         await bench.step(6, 1.0)

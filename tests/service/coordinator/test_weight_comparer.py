@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from tests.support.stores import evidence_of
 from tests.support.trainings import Delivery, Rank
 
 from stagescope.wire.errors import CatalogueUnavailable, InvalidEvent, StoreError
@@ -143,7 +144,7 @@ def test_a_tensor_that_was_not_synced_is_found_by_name(scales: Scales) -> None:
     assert found["kind"] == "weights_differ"
     assert (found["step"], found["role"], found["rank"]) == (5, "rollout", 0)
     assert "version 4: of 2 weights 1 differ (b)" in found["message"]
-    assert found["evidence"]["differ"] == ["b"]
+    assert evidence_of(found)["differ"] == ["b"]
 
 
 def test_what_is_missing_is_said_once_everybody_has_recorded(scales: Scales) -> None:
@@ -357,7 +358,7 @@ def test_weights_that_cannot_be_compared_are_said_until_they_can(
     (found,) = scales.catalogue.findings()
     assert (found["kind"], found["severity"], found["run"]) == (NOT_COMPARED, "error", "r")
     assert "version 4 could not be compared (3 tries): " in found["message"]
-    assert found["evidence"]["error"] in found["message"]
+    assert evidence_of(found)["error"] in found["message"]
     assert scales.catalogue.weight_verdicts(1) == []
     compare_with(manifest)
     assert scales.catalogue.findings() == []

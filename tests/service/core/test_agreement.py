@@ -16,8 +16,8 @@ from stagescope.wire.plan import CaptureScope, CaptureSpec, SentPlan
 from stagescope_service.core.captures import agreement as agreeing
 from stagescope_service.core.captures.agreement import (
     Agreement,
-    CaptureCost,
     CaptureParticipants,
+    Estimate,
     Member,
     resolve,
     start_step,
@@ -156,9 +156,9 @@ def test_steps_that_have_all_begun_are_too_late_or_moved() -> None:
     ],
 )
 def test_what_costs_too_much_is_refused_unless_forced(
-    estimates: list[CaptureCost], refused: str | None
+    estimates: list[Estimate], refused: str | None
 ) -> None:
-    said: list[CaptureCost] = [
+    said: list[Estimate] = [
         {"role": "actor", "rank": 0, "stage": "update", **each} for each in estimates
     ]
     reason = agreeing.refusal(capture_spec(), said)

@@ -277,7 +277,7 @@ def in_words(snapshot: Snapshot) -> dict[str, list[str]]:
     tables = ("attempts", "processes", "steps", "stages", "payloads", "findings")
     return {
         table: sorted(
-            json.dumps({name: row[name] for name in row if name != "whole"}, sort_keys=True)
+            json.dumps({name: row[name] for name in row if name != "step_summary"}, sort_keys=True)
             for row in getattr(snapshot, table)
         )
         for table in tables

@@ -633,8 +633,6 @@ def test_a_rank_is_judged_by_its_samples(count: int) -> None:
         names = ", ".join(f"s{32 + at}" for at in range(min(count, 5)))
         assert f"in {count} of 16 samples ({names}" in found[2].suspects[0].text
         assert causes_of_ranks(each.summary, each.ranks, "shifted") == ()
-    old = tuple(dataclasses.replace(row, sources=()) for row in step.ranks)
-    assert len(examine_ranks(step.summary, old)) == 4  # of an earlier version: by the cell alone
 
 
 def test_rounds_of_shifted_samples_are_not_called_unrelated() -> None:

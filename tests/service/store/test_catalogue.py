@@ -17,7 +17,7 @@ from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Delete, Put
-from stagescope_service.store.extract import make_empty
+from stagescope_service.store.copying import make_empty
 from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
@@ -34,7 +34,10 @@ def two_runs(store: SqlStore) -> SqlStore:
         Put("runs", {"run": "empty", "created_wall": 0.5}),
         Put("attempts", {"attempt_id": 1, "ended_wall": 19.0}),
         Put("processes", {"incarnation": "incarnation-3-0", "last_wall": 50.0}),
-        *(Put("steps", {"attempt_id": 1, "step": step, "whole": b"w"}) for step in range(1, 6)),
+        *(
+            Put("steps", {"attempt_id": 1, "step": step, "step_summary": b"w"})
+            for step in range(1, 6)
+        ),
         *(Put("steps", {"attempt_id": 2, "step": step}) for step in range(4, 8)),
         stage_row(0, 5, attempt_id=1, begin_wall=100.0, end_wall=101.0),
         stage_row(1, 5, attempt_id=1, begin_wall=99.0, superseded=True),
@@ -192,7 +195,7 @@ def test_steps_page_newest_first(catalogue: Catalogue) -> None:
     ] == [(7, 2, False), (6, 2, False), (5, 2, False), (5, 1, True)]
     step = catalogue.step(1, 5)
     assert step is not None
-    assert step["whole"] == b"w"
+    assert step["step_summary"] == b"w"
     assert catalogue.step(1, 99) is None
 
 

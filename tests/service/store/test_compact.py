@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.stores import DATABASES, database, rows_of, url_of, write
 
 from stagescope.wire.schema import PART_FIELDS
-from stagescope_service.store import connect, migrate
-from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store import connect
 from stagescope_service.store.columns import Flag, StrictJson, split_value
 from stagescope_service.store.compact import COMPACT_VIEWS
 from stagescope_service.store.contract import Delete, Put, RemoveRows, Write
@@ -162,7 +158,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def engine(url: str) -> Iterator[sa.Engine]:
     engine = connect.writer_engine(url)
     with engine.begin() as connection:
-        migrate.upgrade(connection)
+        connect.make_tables(connection)
     yield engine
     engine.dispose()
 
@@ -182,66 +178,6 @@ def test_rows_are_what_upserts_by_key_leave(
         WriteBatch(writes[-size:]).execute(connection, Ids())  # by a writer that knows no ids
         assert _read(connection) == _reference([*writes, *writes[-size:]])
         transaction.rollback()
-
-
-def _old_catalogue(url: str, writes: list[Write]) -> None:
-    """A catalogue of the revision before, with what the writes leave."""
-    engine = connect.writer_engine(url)
-    with engine.begin() as connection:
-        config = Config(attributes={"connection": connection})
-        config.set_main_option("script_location", str(migrate._FOLDER))
-        command.upgrade(config, "0007")
-        for name, table in views.tables.items():
-            old = table.to_metadata(sa.MetaData())
-            puts = [one for one in writes if isinstance(one, Put) and one.table == name]
-            held: dict[object, dict[str, object]] = {}
-            for one in puts:
-                row = {each: _stored(table.c[each], value) for each, value in one.row.items()}
-                if name == "scalars" and "value" in row:
-                    row |= split_value(one.row["value"])
-                key = tuple(row[column.name] for column in table.primary_key)
-                held[key] = {**dict.fromkeys(table.c.keys()), **held.get(key, {}), **row}
-            if held:
-                connection.execute(old.insert(), [*held.values()])
-    engine.dispose()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_an_upgraded_catalogue_has_every_row(seed: int, url: str, tmp_path: Path) -> None:
-    writes: list[Write] = []
-
-    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
-    @given(_PUT)
-    def collect(put: Put) -> None:
-        writes.append(put)
-
-    collect()
-    clock = {"clock_offset": 0.5, "clock_error": 0.25, "attempt_id": 1, "step": 1}
-    for incarnation in "ik":  # the same clock in many rows
-        for revision in range(10):
-            key = {"incarnation": incarnation, "work_key": "3||a|0.0.0.0", "revision": revision}
-            writes.append(Put("stages", {**key, **clock}))
-    random.Random(seed).shuffle(writes)
-    old, more = writes[: len(writes) * 2 // 3], writes[len(writes) // 2 :]
-    is_sqlite = url.startswith("sqlite")
-    own = url_of(tmp_path) if is_sqlite else f"{url}&options=-csearch_path%3Dupgraded_{seed}"
-    _old_catalogue(own, old)
-    store = SqlStore(own)
-    store.open()
-    assert store._reader is not None
-    with store._reader.begin() as connection:
-        assert _read(connection) == _reference(old)
-    write(store, *[one for one in more if isinstance(one, Put)])
-    with store._reader.begin() as connection:
-        assert _read(connection) == _reference([*old, *more])
-    catalogue = Catalogue(own)
-    scalars = [row for row in rows_of(store, "scalars") if row["attempt_id"] == 1]
-    assert set(catalogue.scalar_names([1])) == {row["name"] for row in scalars}
-    assert catalogue.runs() == []
-    catalogue.counts()
-    catalogue.close()
-    store.snapshot()
-    store.close()
 
 
 def test_a_failed_transaction_leaves_no_ids(tmp_path: Path) -> None:

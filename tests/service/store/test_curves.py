@@ -18,7 +18,7 @@ def step(number: int, attempt_id: int = 1, **columns: object) -> Put:
 
 
 def numbers(number: int, attempt_id: int = 1, **columns: object) -> Put:
-    row = {"attempt_id": attempt_id, "step": number, "version": 1, "whole_wall": 1.0}
+    row = {"attempt_id": attempt_id, "step": number, "version": 1, "summary_wall": 1.0}
     return Put("step_metrics", {**row, **columns})
 
 
@@ -31,7 +31,7 @@ def filled(store: SqlStore) -> SqlStore:
         step(1, closed_wall=1.0, completeness="complete"),
         step(2, closed_wall=2.0, superseded_by=2),
         step(2, attempt_id=2),
-        step(3, attempt_id=2, closed_wall=3.0, whole=b"x", whole_wall=3.0),
+        step(3, attempt_id=2, closed_wall=3.0, whole=b"x", summary_wall=3.0),
         numbers(1, metrics={"a/b": 0.5, "c": math.nan}, suspects=["versions"]),
         numbers(2, metrics={"a/b": math.inf, "c": 2}),
         numbers(3, attempt_id=2, version=0, metrics={"a/b": 9.0}),

@@ -139,7 +139,7 @@ def test_a_full_disk_holds_writes_back_until_there_is_space(
     fill(ballast)
     blob = os.urandom(200_000)
     held = [
-        store.submit([Put("steps", {"attempt_id": 1, "step": step, "whole": blob})])
+        store.submit([Put("steps", {"attempt_id": 1, "step": step, "step_summary": blob})])
         for step in range(3)
     ]
     eventually(lambda: not store.health().healthy)
@@ -160,7 +160,9 @@ def test_a_disk_that_stays_full_fails_close_and_acknowledges_nothing(small_disk:
     store.open()
     write(store, Put("runs", {"run": "before"}))
     held = [
-        store.submit([Put("steps", {"attempt_id": 1, "step": step, "whole": bytes(6_000_000)})])
+        store.submit(
+            [Put("steps", {"attempt_id": 1, "step": step, "step_summary": bytes(6_000_000)})]
+        )
         for step in range(2)
     ]
     eventually(lambda: not store.health().healthy)

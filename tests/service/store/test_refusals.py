@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import string
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import sqlalchemy as sa
 from tests.support.stores import eventually, keyed, rows_of, stage_row, training, write
 
+from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store.columns import Int, Real, Text
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
@@ -157,3 +159,42 @@ def test_a_table_that_is_away_for_a_while_gets_every_row(store: SqlStore) -> Non
     assert future.result(60) == ()
     assert len(rows_of(store, "losses")) == 1
     engine.dispose()
+
+
+@contextlib.contextmanager
+def encoded(server: str, encoding: str) -> Iterator[str]:
+    """The URL of a new database with an encoding."""
+    engine = sa.create_engine(server, isolation_level="AUTOCOMMIT")
+    name = f"encoded_{encoding.lower()}"
+    with engine.connect() as admin:
+        locale = "TEMPLATE template0 LC_COLLATE 'C' LC_CTYPE 'C'"
+        admin.exec_driver_sql(f"CREATE DATABASE {name} ENCODING '{encoding}' {locale}")
+        yield server.replace("/postgres?", f"/{name}?")
+        admin.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
+    engine.dispose()
+
+
+@pytest.mark.parametrize("encoding", ["UTF8", "SQL_ASCII"])
+@pytest.mark.parametrize("variable", ["", "LATIN1"])
+def test_texts_of_every_language_are_stored(
+    server: str, encoding: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGCLIENTENCODING", variable)
+    with encoded(server, encoding) as url:
+        store = SqlStore(url)
+        store.open()
+        rows = [*training(), Put("meta", {"key": "\u5b9e\u9a8c", "value": {"a": "\u00e9\u5b9e"}})]
+        assert store.submit(rows, isolate=True).result(30) == ()
+        assert keyed(rows_of(store, "meta"), "key")["\u5b9e\u9a8c",]["value"] == {
+            "a": "\u00e9\u5b9e"
+        }
+        store.close()
+
+
+def test_a_database_that_lacks_characters_is_refused_when_it_is_opened(server: str) -> None:
+    with encoded(server, "LATIN1") as url:
+        store = SqlStore(url)
+        with pytest.raises(CatalogueUnavailable, match="has the encoding LATIN1") as raised:
+            store.open()
+        assert "createdb --encoding=UTF8" in str(raised.value)
+        store.close()

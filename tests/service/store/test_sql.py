@@ -158,7 +158,10 @@ def test_snapshot_holds_what_a_coordinator_goes_on_with(store: SqlStore) -> None
         Put("processes", {"incarnation": "gone-old", "attempt_id": 1, "finished_wall": 1.0}),
         Put("processes", {"incarnation": "gone-new", "attempt_id": 2, "lapsed_wall": 1.0}),
         *(
-            Put("steps", {"attempt_id": attempt, "step": step, "closed_wall": 1.0, "whole": b"x"})
+            Put(
+                "steps",
+                {"attempt_id": attempt, "step": step, "closed_wall": 1.0, "step_summary": b"x"},
+            )
             for attempt in (1, 2)
             for step in range(10)
         ),
@@ -174,8 +177,8 @@ def test_snapshot_holds_what_a_coordinator_goes_on_with(store: SqlStore) -> None
         Put("findings", {"finding_id": "f1", "attempt_id": 1}),
         Put("findings", {"finding_id": "f2", "attempt_id": 2}),
         Put("meta", {"key": "plan", "value": {"revision": 9}}),
-        Put("steps", {"attempt_id": 1, "step": 3, "parts_mark": 5, "whole_mark": 4}),
-        Put("steps", {"attempt_id": 2, "step": 3, "parts_mark": 5, "whole_mark": 5}),
+        Put("steps", {"attempt_id": 1, "step": 3, "parts_mark": 5, "summary_mark": 4}),
+        Put("steps", {"attempt_id": 2, "step": 3, "parts_mark": 5, "summary_mark": 5}),
         Put("steps", {"attempt_id": 2, "step": 4, "parts_mark": 6}),
         Put("steps", {"attempt_id": 2, "step": 10, "parts_mark": 7}),  # not closed
     )
@@ -188,7 +191,7 @@ def test_snapshot_holds_what_a_coordinator_goes_on_with(store: SqlStore) -> None
     assert sorted((row["attempt_id"], row["step"]) for row in snapshot.steps) == [
         (1, 7), (1, 8), (1, 9), (2, 7), (2, 8), (2, 9), (2, 10),
     ]  # fmt: skip
-    assert all("whole" not in row for row in snapshot.steps)
+    assert all("step_summary" not in row for row in snapshot.steps)
     assert sorted((row["rank"], row["step"]) for row in snapshot.stages) == [
         (0, 7), (0, 8), (0, 9), (0, 10), (2, 0), (4, 9),
     ]  # fmt: skip

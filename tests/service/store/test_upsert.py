@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.stores import url_of
 
 from stagescope.wire.errors import StoreError
-from stagescope_service.store import connect, migrate, statements
+from stagescope_service.store import connect, statements
 from stagescope_service.store.contract import Delete, Put, Write
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import WriteBatch
@@ -62,7 +62,7 @@ def _where(write: Write) -> Mapping[str, object]:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sa.Engine]:
     engine = connect.writer_engine(url_of(tmp_path_factory.mktemp("upsert")))
     with engine.begin() as connection:
-        migrate.upgrade(connection)
+        connect.make_tables(connection)
     yield engine
     engine.dispose()
 
@@ -144,6 +144,6 @@ def test_upserts_compile_for_postgresql() -> None:
 def test_a_catalogue_needs_no_parent_directory(tmp_path: Path) -> None:
     engine = connect.writer_engine(url_of(tmp_path / "a" / "b c?#%"))
     with engine.begin() as connection:
-        migrate.upgrade(connection)
+        connect.make_tables(connection)
     engine.dispose()
     assert (tmp_path / "a" / "b c?#%" / "catalogue.db").exists()

@@ -23,7 +23,7 @@ from stagescope_service.api.redaction import SECRET_NAME, Redactor
 from stagescope_service.api.target import Target
 from stagescope_service.api.tokenizers import BUNDLED, tokenizer_path
 from stagescope_service.store.artifacts import confine, file_checksum
-from stagescope_service.store.extract import PlacedFile, copy_run, place_files
+from stagescope_service.store.copying import PlacedFile, copy_run, place_files
 from stagescope_service.store.tensorfile import disk_errors
 
 SCHEMA: Final = 1

@@ -15,7 +15,7 @@ from stagescope_service.api.token_file import TOKEN_BYTES
 from stagescope_service.api.tokens import AccessTokens
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.extract import PlacedFile, make_empty, place_files, schema_of
+from stagescope_service.store.copying import PlacedFile, make_empty, place_files, schema_of
 
 
 class BundleCommands:

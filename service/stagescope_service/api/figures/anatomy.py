@@ -96,13 +96,14 @@ def info(deps: Dependencies, target: Target, by: By) -> AnatomyInfo:
             f"{MAX_ENGINES} in a payload)"
         )
     else:
-        stored = () if summary.profiles is None else summary.profiles.bins(by)
         # The last token of a sample comes before those that precede it.
         found = tuple(
             _of_sums(label(by, each.key), each[1:])
-            for each in sorted(stored, key=lambda b: -1 if _is_last(by, b.key) else b.key)
+            for each in sorted(
+                summary.profiles.bins(by), key=lambda b: -1 if _is_last(by, b.key) else b.key
+            )
         )
-        lacking = "an earlier version of the service stored this step, without these numbers"
+        lacking = "no token counts"
     left_out = total.masked - sum(each.tokens + each.nonfinite for each in found)
     note = None if found else lacking
     if found and left_out:

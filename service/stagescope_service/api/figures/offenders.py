@@ -118,10 +118,10 @@ def _measured(
         if attempt is None and superseded is not None:
             continue
         row = deps.catalogue.step(state.attempt_id, state.step)
-        if row is None or row["whole"] is None:
+        if row is None or row["step_summary"] is None:
             continue
         try:
-            summary = StepSummary.from_bytes(row["whole"])
+            summary = StepSummary.from_bytes(row["step_summary"])
         except InvalidInput:  # of a version that cannot be read
             continue
         prompts = _prompts(deps, state.attempt_id, state.step, summary)

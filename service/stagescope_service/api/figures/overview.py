@@ -39,7 +39,7 @@ from stagescope_service.api.rows import Lineage
 from stagescope_service.api.series import (
     ABSENT,
     NOT_LOGGED,
-    OLD,
+    NOT_STORED,
     OPEN,
     check_known,
     mean_of,
@@ -362,7 +362,7 @@ class _Reader:
         for row in rows:
             key = (row["attempt_id"], row["step"])
             why = why_unmeasured(row, errors.get(key), losses.get(key))
-            reasons[key] = OLD if row["has_summary"] else why
+            reasons[key] = NOT_STORED if row["has_summary"] else why
         return reasons
 
     def weight_syncs(self) -> list[Mark]:

@@ -18,8 +18,9 @@ import plotly.graph_objects as go
 from stagescope.render import counted
 from stagescope.wire.schema import STAGES, Part, RankKey
 from stagescope_service import figure_style as style
-from stagescope_service.api.completeness import ROWS_REMOVED, MissingRank, began
+from stagescope_service.api.completeness import ROWS_REMOVED, began
 from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.models.common import Missing
 from stagescope_service.api.steps import NOT_BEGUN, progress_of
 from stagescope_service.api.target import Target
 from stagescope_service.store.tables import StageRow
@@ -197,7 +198,7 @@ def _last_known(rows: Iterable[StageRow], start: float) -> float:
     return max(times)
 
 
-def _not_begun(missing: Iterable[MissingRank]) -> dict[RankKey, list[str]]:
+def _not_begun(missing: Iterable[Missing]) -> dict[RankKey, list[str]]:
     found: dict[RankKey, list[str]] = defaultdict(list)
     for each in missing:
         if each["status"] == NOT_BEGUN:

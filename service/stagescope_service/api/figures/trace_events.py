@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final, TypedDict
-
-from typing_extensions import NotRequired
+from typing import Final
 
 from stagescope_service.api.figures.timeline import Lane, StageSlice, TimelineInfo
-
-
-class TraceEvent(TypedDict):
-    """An event of the Trace Event Format (Google's document of that name)."""
-
-    name: str
-    ph: str
-    ts: int
-    """Microseconds since the step began."""
-    pid: int
-    tid: int
-    cat: NotRequired[str]
-    dur: NotRequired[int]
-    s: NotRequired[str]
-    cname: NotRequired[str]
-    args: NotRequired[dict[str, str | int | float]]
-
+from stagescope_service.api.models.figures import TraceEvent
 
 _TRACK: Final = 1_000_000
 """Of the track of a rank's slices that overlap others without lying inside them: rank + this."""

@@ -8,34 +8,13 @@ from pydantic import Field
 
 from stagescope.wire.captures import CAPTURE_FIELDS
 from stagescope_service.api.encoding import JsonObject
-from stagescope_service.api.models.common import (
-    ABSENT,
-    Attempt,
-    DumpRow,
-    Model,
-    Page,
-    Rank,
-    Role,
-    RoleRank,
-    Run,
-    Stage,
-    Step,
-)
+from stagescope_service.api.models.common import DumpRow, Model, Page
+from stagescope_service.core.captures.agreement import Agreement, State
+from stagescope_service.fields import Attempt, RoleRank, Row, Run, Step, one_of
 
 
 def _capture_field(name: str) -> Any:  # as pydantic.Field
     return Field(description=CAPTURE_FIELDS[name])
-
-
-State = Annotated[
-    str,
-    Field(
-        description="`asked` (not every rank has acknowledged), `agreed`, `done`, `complete`, "
-        "`partial`, `empty` (no rank did these stages in its steps), `given up`, `too late`, "
-        "`refused` or `withdrawn`.",
-        examples=["agreed"],
-    ),
-]
 
 
 class RequestedFields(Model):
@@ -67,93 +46,6 @@ class RequestedFields(Model):
     """Who requested it: header `X-Stagescope-User`, which token, from where; or which trigger."""
     created: float
     """Unix seconds."""
-
-
-class Gap(RoleRank):
-    """A rank that learned late, or failed."""
-
-    step: Step | None
-    """The trainer's step; null: not known."""
-    stage: Stage | None
-    """The stage's name; null: not known."""
-    state: str
-    """State of its dump: `missed`, `failed` or `truncated`."""
-
-
-class Estimate(Model):
-    """A rank's estimate of a capture's cost; unknown values are absent or null."""
-
-    role: Role | None
-    """The role; null: not known."""
-    rank: Rank | None
-    """The rank in its role, from 0; null: not known."""
-    step: Step | None
-    """Always null: an estimate is of any one step."""
-    stage: Stage | None
-    """The stage that the estimate is of; null: not known."""
-    node_id: str | None
-    """Ray's id of the rank's node; null: unknown."""
-    error: str | None
-    """Why it cannot estimate."""
-    bytes: int | None = ABSENT
-    """Size in bytes of the dump of one step; 0 where `basis` is `unknown`."""
-    seconds: float | None = ABSENT
-    """Seconds that one step takes longer; 0 where `basis` is `unknown`."""
-    basis: str = ABSENT
-    """`measured` (earlier dumps), `model` (its size) or `unknown`."""
-    tokens: int | None = ABSENT
-    """Number of tokens in the stage for which it is estimated; null: not needed."""
-    assumed: bool = ABSENT
-    """Whether the number of tokens is assumed, because the rank did not report it."""
-    free_bytes: int | None = ABSENT
-    """Free bytes on the rank's disk, without the reserve; null: unknown."""
-    reserve_bytes: int | None = ABSENT
-    """Bytes that stay free on that disk."""
-    collective_timeout: float | None = ABSENT
-    """Seconds after which the ranks that wait give up; null: not known."""
-
-
-class Agreement(Model):
-    """The agreement of ranks on a capture."""
-
-    phase: State
-    number: int
-    """Number of times that it was requested: a step that some rank missed may be agreed again."""
-    revision: int
-    """A rank that acknowledges this revision of the plan knows the capture."""
-    attempt_id: int | None
-    """The catalogue's id of the attempt whose ranks were requested; null: not agreed on yet."""
-    asked_wall: float
-    """Unix seconds of the request."""
-    agreed_wall: float | None
-    """Unix seconds of the agreement; null: there is none."""
-    start: Step | None
-    """The trainer's step from which on every rank knows it; null: not fixed."""
-    round_trip: float | None
-    """Seconds from the request to the last acknowledgement."""
-    step_seconds: float | None
-    """Median seconds from the begin of a step to that of the next; null: not known."""
-    steps: Annotated[
-        object,
-        Field(
-            description="The steps that are captured: their numbers, or `{every, start, count}`; "
-            "null: not fixed."
-        ),
-    ]
-    missed_steps: list[int]
-    """Requested steps that had begun already, and are not captured."""
-    members: list[RoleRank]
-    """The requested ranks."""
-    without: list[RoleRank]
-    """Ranks that had not acknowledged when it was agreed on or given up."""
-    missed: list[Gap]
-    """Ranks that learned late, or failed, since."""
-    again_left: int
-    """Number of times that it may still be agreed again."""
-    reason: str | None
-    """Why it ended."""
-    estimates: list[Estimate]
-    """What the ranks estimate that it costs, by rank and stage; 64 at most, the largest."""
 
 
 class RequestedCapture(RequestedFields):
@@ -242,13 +134,13 @@ class RankGap(RoleRank):
     that the rank did not end."""
 
 
-class CapturedStep(Model):
+class CapturedStep(Row):
     """The result of one step of a capture."""
 
     step: Step
     attempt: int | None
     """Number of the attempt; null: not known."""
-    state: Literal["waiting", "partial", "complete", "empty"]
+    state: Annotated[str, one_of("waiting", "partial", "complete", "empty")]
     """`empty`: the step is over, and no rank did these stages in it, or recorded what was to be
     kept."""
     collected: int

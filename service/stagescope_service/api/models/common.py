@@ -5,52 +5,34 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
-from typing_extensions import TypeAliasType
+from typing_extensions import NotRequired
 
 from stagescope_service.api.encoding import JsonObject
-
-
-def _tidy(schema: dict[str, Any]) -> None:
-    """Leave out titles, which repeat names, and defaults, which mean that a field may be absent."""
-    for field in schema.get("properties", {}).values():
-        field.pop("title", None)
-        field.pop("default", None)
+from stagescope_service.fields import (
+    Attempt,
+    NodeId,
+    Part,
+    Rank,
+    Role,
+    Row,
+    Run,
+    Stage,
+    Step,
+    describe,
+)
+from stagescope_service.store.tables import UnfinishedRank
 
 
 class Model(BaseModel):
     """An object of an answer, with no other fields than these."""
 
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, json_schema_extra=_tidy
-    )
+    model_config = ConfigDict(extra="forbid", json_schema_extra=describe)
 
 
 ABSENT: Final[Any] = None
 """Default of a field that may be absent; every other field is always present."""
 
 T = TypeVar("T")
-
-Number = TypeAliasType(
-    "Number",
-    Annotated[
-        float | Literal["nan", "inf", "-inf"],
-        Field(description="A number; one that is not finite is its name, since JSON has none."),
-    ],
-)
-Wall = Annotated[float, Field(description="Unix seconds.", examples=[1_792_000_000.25])]
-"""A time of the service's clock, unless a model says otherwise."""
-
-Run = Annotated[str, Field(description="The run's name.", examples=["qwen3-8b-countdown"])]
-Attempt = Annotated[int, Field(description="The attempt's number in its run, from 1.", ge=1)]
-Step = Annotated[int, Field(description="The trainer's step.", examples=[5])]
-Stage = Annotated[str, Field(description="The stage's name.", examples=["actor_update"])]
-Role = Annotated[str, Field(description="The role.", examples=["actor"])]
-Rank = Annotated[int, Field(description="The rank in its role, from 0.", ge=0)]
-Part = Annotated[
-    str,
-    Field(description="occurrence.epoch.minibatch.microbatch, each from 0.", examples=["0.0.0.0"]),
-]
-NodeId = Annotated[str, Field(description="Ray's id of the node.")]
 
 
 class Link(Model):
@@ -94,7 +76,7 @@ GapText = Annotated[
 ]
 
 
-class BegunAgain(Model):
+class BegunAgain(Row):
     """Ranks that began a step again within its attempt: both passes count in one step."""
 
     role: Role
@@ -152,44 +134,25 @@ class StepHeading(AttemptHeading):
 class Page(BaseModel, Generic[T]):
     """A page of a list; an answer is a `Model` as well."""
 
-    # Without use_attribute_docstrings: for each type of row pydantic would parse the source of
-    # every imported module, 2 of the 7 s of CPU of the API's start.
-    model_config = ConfigDict(extra="forbid", json_schema_extra=_tidy)
+    model_config = ConfigDict(extra="forbid", json_schema_extra=describe)
 
-    rows: Annotated[list[T], Field(description="The rows of this page, in the list's order.")]
-    next: Annotated[
-        str | None,
-        Field(
-            description="Given as `cursor` it answers the next page; null: there is none.",
-            examples=["czEuMTAw"],
-        ),
-    ]
+    rows: list[T]
+    """The rows of this page, in the list's order."""
+    next: Annotated[str | None, Field(examples=["czEuMTAw"])]
+    """Given as `cursor` it answers the next page; null: there is none."""
 
 
-class RoleRank(Model):
-    """A rank."""
-
-    role: Role
-    rank: Rank
-
-
-class Missing(RoleRank):
+class Missing(UnfinishedRank):
     """A rank that has not ended a stage in which it was expected."""
 
-    stage: Stage
-    status: Literal["not begun", "open", "unfinished"]
-    """`unfinished`: it began the stage, and its process is gone."""
     since: float | None
     """Unix seconds: since it began the stage, else since the first rank did; null: unknown."""
 
 
-class ListedMissing(RoleRank):
+class ListedMissing(UnfinishedRank):
     """A rank that had not ended a stage in which it was expected, as lists of steps name it."""
 
-    stage: Stage
-    status: Literal["not begun", "open", "unfinished"]
-    """`unfinished`: it began the stage, and its process is gone."""
-    since: float | None = ABSENT
+    since: NotRequired[float | None]
     """Unix seconds, of a step that is open: since it began the stage, else the first rank did."""
 
 
@@ -258,7 +221,7 @@ class Layout(Model):
     """Version of the training framework."""
 
 
-class DumpRow(Model):
+class DumpRow(Row):
     """The dump of one capture on one rank in one part of a stage."""
 
     part: Part

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from stagescope.wire.nonfinite import Json
-from stagescope_service.api.models.common import Attempt, Model, Page, Run, Step
+from stagescope_service.api.models.common import Model, Page
 from stagescope_service.compare.report import SCHEMA_FILE
+from stagescope_service.fields import Attempt, Run, Step
 
 COMPARISON: Final = "Comparison"
 COMPARISON_RESPONSE: Final[dict[int | str, dict[str, Json]]] = {

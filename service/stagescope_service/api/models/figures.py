@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
+from typing_extensions import NotRequired
 
 from stagescope_service.api.encoding import JsonObject
-from stagescope_service.api.models.common import ABSENT, Model, Number, Run
+from stagescope_service.api.models.common import Model
 from stagescope_service.api.models.numbers import Streams
+from stagescope_service.fields import Number, Row, Run
 
 
 class PlotlyFigure(Model):
@@ -115,7 +117,7 @@ class Anatomy(Streams):
     """Always null: all are in the answer."""
 
 
-class TraceEvent(Model):
+class TraceEvent(Row):
     """An event of the Trace Event Format."""
 
     name: str
@@ -128,15 +130,15 @@ class TraceEvent(Model):
     """Number of the role, from 1."""
     tid: int
     """The rank's number; plus 1 000 000 for each further track of slices that overlap."""
-    cat: str = ABSENT
+    cat: NotRequired[str]
     """The stage's status, `wait`, or `missing`."""
-    dur: int = ABSENT
+    dur: NotRequired[int]
     """Its length in microseconds (a number)."""
-    s: str = ABSENT
+    s: NotRequired[str]
     """`t`: the event is of its thread."""
-    cname: str = ABSENT
+    cname: NotRequired[str]
     """Colour of what failed or waits, as the viewer names it."""
-    args: dict[str, str | int | float] = ABSENT
+    args: NotRequired[dict[str, str | int | float]]
     """Status, part, policy version (a number), error."""
 
 

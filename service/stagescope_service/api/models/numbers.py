@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
+from typing_extensions import NotRequired
 
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
@@ -15,16 +16,13 @@ from stagescope_service.api.models.common import (
     Layout,
     Missing,
     Model,
-    Number,
     Page,
-    Rank,
-    Role,
-    Stage,
     StepHeading,
 )
+from stagescope_service.fields import Number, Rank, Role, Row, Stage
 
 
-class Coverage(Model):
+class Coverage(Row):
     """Coverage of the numbers: tokens + all tokens_left_out = tokens_sent, else a finding."""
 
     payloads_announced: int
@@ -44,13 +42,12 @@ class Coverage(Model):
     masked_tokens: int
     """Number of tokens under the mask of the parts that count, the non-finite ones too."""
     tokens_sent: int | None
-    """Number of tokens under the mask in the stage's payloads that were read; null: aggregated by
-    an earlier release."""
+    """Number of tokens under the mask in the stage's payloads that were read."""
     tokens_left_out: dict[str, int]
     """Reason -> number of tokens that do not count for it."""
     tokens_unaccounted: int | None
     """Number of tokens of tokens_sent that are neither in tokens nor in tokens_left_out: 0 unless
-    the aggregation is wrong; null: aggregated by an earlier release."""
+    the aggregation is wrong."""
     sequences: int
     """Number of sequences: samples, or rows where these have no id."""
     empty_rows: int
@@ -65,13 +62,13 @@ class Coverage(Model):
     """Number of parts that must be read again, because their rows were identified later."""
     fragmented_sequences: int
     """Number of fragments of sequences whose order in their sequence is not known."""
-    ignored_tensors: list[str] = ABSENT
+    ignored_tensors: NotRequired[list[str]]
     """Tensors with more than 4096 distinct rounds, turns or versions. Of `response_mask` the rounds
     from 4096 on count as one, and `per_round/total_rounds` as 4096; the others are not used.
     Absent: none."""
 
 
-class CheckRow(Model):
+class CheckRow(Row):
     """A check of the streams that found a problem."""
 
     code: Annotated[str, Field(examples=["shifted"])]

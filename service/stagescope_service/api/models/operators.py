@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+from typing import Annotated
 
 from pydantic import Field
 
-from stagescope_service.api.models.common import (
-    Attempt,
-    Model,
-    NodeId,
-    Number,
-    Page,
-    Part,
-    Rank,
-    Role,
-    Run,
-    Stage,
-    Step,
-    StepHeading,
+from stagescope_service.api.models.common import Model, Page, StepHeading
+from stagescope_service.compare.operators.divergence import (
+    CallPosition,
+    Name,
+    NonFinite,
+    OperatorDivergence,
+    Section,
+    Source,
 )
-
-Name = Annotated[
-    str,
-    Field(
-        description="msprobe's full name of the call.",
-        examples=["Module.model.layers.0.mlp.down_proj.Linear.forward.0"],
-    ),
-]
-CallPosition = Annotated[int, Field(description="Position of the call in the dump, from 0.")]
-Source = Annotated[
-    str | None, Field(description="The first frame of the call's stack outside torch.")
-]
-NonFinite = Annotated[
-    str | None,
-    Field(
-        description="Which of NaN and infinities it holds: `nan` (alone or beside infinities), "
-        "`+inf`, `-inf` or `inf` (both signs); null: none, or not known.",
-        examples=["nan"],
-    ),
-]
-Section = Annotated[
-    str,
-    Field(
-        description="What of the call it is.",
-        examples=["input_args", "output", "parameters", "grad"],
-    ),
-]
+from stagescope_service.fields import Attempt, NodeId, Number, Part, Rank, Role, Run, Stage, Step
 
 
 class OperatorTableKey(Model):
@@ -260,71 +230,8 @@ class DeviceSide(Side):
     """Kind of the device that the rank ran on; null: unknown."""
 
 
-class SideCall(Model):
-    """An operator call of one side."""
-
-    order: CallPosition
-    name: Name
-    operator: str | None
-    """The module's path, or the function's name."""
-    module_class: str | None
-    """Class of the module; null: it is none."""
-    direction: str | None
-    """Direction in the name: `forward`, `backward`, `parameters_grad` or `debug`; null: the name
-    has none."""
-    source: Source
-    stack_id: str | None
-    """Id of the call's stack, for `/steps/{step}/operators/stack`; null: none was recorded."""
-    parent: str | None
-    """The module that called it; null: not known."""
-
-
-class SideValue(SideCall):
-    """An argument or result of one side."""
-
-    shape: list[int] | None
-    """Shape of the tensor in elements; null: it is none."""
-    type: str | None
-    """Type of the value, such as `torch.Tensor`."""
-    dtype: str | None
-    """Dtype of the tensor; null: it is none."""
-    non_finite: NonFinite
-    checksum: str | None
-    """msprobe's checksum, where it was requested; null: there is none."""
-    value: str | None
-    """Text of the value of what is no tensor; null: it is one."""
-    placements: str | None
-    """Placements of a DTensor; null: it is none."""
-    min: Number | None
-    """Least value of the tensor's elements; null: unknown."""
-    max: Number | None
-    """Largest value of the tensor's elements; null: unknown."""
-    mean: Number | None
-    """Mean value of the tensor's elements; null: unknown."""
-    norm: Number | None
-    """L2 norm of the tensor's elements; null: unknown."""
-
-
-class DivergentRow(Model):
-    """A row that differs."""
-
-    verdict: Literal["missing", "type", "shape", "non_finite", "checksum", "value", "statistics"]
-    """In what it differs, the first that holds; `missing`: one side alone has it."""
-    section: Section | None
-    """What of the call it is; null: unknown."""
-    index: str | None
-    """Which argument or result of the section: position and keys, joined by dots."""
-    relative: Number | None
-    """Relative difference of min, max, mean and norm, a ratio; null: one side alone has the row."""
-    threshold: float
-    """The ratio over which `relative` counts as a difference; 0: values must be equal."""
-    a: SideValue | None
-    """Null: only the other side has it."""
-    b: SideValue | None
-    """Null: only the other side has it."""
-
-
-class Divergence(Model):
+@dataclasses.dataclass(frozen=True)
+class Divergence(OperatorDivergence):
     """The first operator in which two dumps differ."""
 
     a: DeviceSide
@@ -336,57 +243,6 @@ class Divergence(Model):
     `exact`."""
     exact: bool
     """Whether every number had to be equal."""
-    same: bool
-    """Whether no row differs and both sides have the same operators."""
-    first: DivergentRow | None
-    """The first row that differs, in the order of side `a`; null: none does."""
-    first_sections: list[str]
-    """The sections of that call with rows that differ."""
-    first_note: str | None
-    """Where its input differs already: that no recorded call returned it; null: one may have."""
-    first_parameter: DivergentRow | None
-    """The first row of parameters that differs; null: none does."""
-    first_gradient: DivergentRow | None
-    """The first row of parameters' gradients that differs; null: none does."""
-    rows: list[DivergentRow]
-    """The first rows that differ, in execution order."""
-    counts: dict[str, int]
-    """Verdict -> number of rows, of all."""
-    only_a: list[SideCall]
-    """The first operators of side `a` without a partner."""
-    only_b: list[SideCall]
-    """The first operators of side `b` without a partner."""
-    only_a_count: int
-    """Number of operator calls of side `a` without a partner."""
-    only_b_count: int
-    """Number of operator calls of side `b` without a partner."""
-    paired: int
-    """Number of pairs of calls."""
-    moved: int
-    """Number of these pairs whose order differs between the sides."""
-    compared: int
-    """Number of rows that both sides have."""
-    parameters_compared: int
-    """Number of these rows that are parameters; 0 at level L1, which records none."""
-    gradients_compared: int
-    """Number of these rows that are gradients of parameters; 0 at level L1, which records none."""
-    sharded: int
-    """Number of rows left out because each rank holds another shard."""
-    not_read: int
-    """Number of rows whose values differ in memory that no call read: no difference."""
-    zero_gradients: int
-    """Number of rows that differ in gradients that are zero but for rounding: no difference."""
-    identifiers: int
-    """Number of rows that differ in what identifies a process or a call, such as a process group, a
-    peer, or whether the call was recomputed: no difference."""
-    near_counts: int
-    """Number of rows that differ in counts (`histc`, `bincount`) by what rounding moves: no
-    difference, but with `exact`."""
-    other_checksums: int
-    """Number of rows whose statistics agree and whose checksums differ: a difference with `exact`
-    alone."""
-    exact_alignment: bool
-    """False where the two differ so much that calls were paired by counting."""
 
 
 class TensorPair(Model):

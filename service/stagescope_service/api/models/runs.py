@@ -9,26 +9,21 @@ from pydantic import Field
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
-    Attempt,
     BegunAgainIn,
     Complete,
     GapText,
     Link,
     ListedMissing,
     Model,
-    Number,
     Page,
-    Rank,
-    Role,
-    Run,
     RunHeading,
     ScopeHeading,
-    Stage,
-    Step,
 )
+from stagescope_service.fields import Attempt, Number, Rank, Role, Row, Run, Stage, Step
+from stagescope_service.store.tables.findings import FindingColumns, LossColumns
 
 
-class RunRow(Model):
+class RunRow(Row):
     """A run, with its newest attempt."""
 
     run: Run
@@ -54,14 +49,14 @@ class Runs(Model, Page[RunRow]):
     """Runs, the one that was active last first."""
 
 
-class Superseded(Model):
+class Superseded(Row):
     """Steps that a later attempt repeats."""
 
     from_step: Annotated[int, Field(description="From this step of the trainer on.", examples=[5])]
     by: Annotated[int, Field(description="Number of the later attempt, from 1.", ge=1)]
 
 
-class AttemptRow(Model):
+class AttemptRow(Row):
     """An attempt with its fingerprint."""
 
     attempt: Attempt
@@ -117,7 +112,7 @@ class NumberNames(RunHeading, Page[NumberName]):
     """The numbers of a run, published metrics first, in alphabetical order."""
 
 
-class StepRow(Model):
+class StepRow(Row):
     """A step in a list."""
 
     step: Step
@@ -238,7 +233,7 @@ class FirstDifference(Model):
     """Whether no token of the step before it differs; false: one that was not kept may."""
 
 
-class ExactRange(Model):
+class ExactRange(Row):
     """Steps in a row of one verdict."""
 
     from_step: Step
@@ -269,53 +264,22 @@ class Exact(ScopeHeading, Page[ExactRange]):
 
 
 # --- findings and losses ------------------------------------------------------------------
-Severity = Annotated[str | None, Field(examples=["error", "warning", "info"])]
 OnAttempt = Annotated[int | None, Field(description="The attempt; null: it is about none.", ge=1)]
 
 
-class FindingRow(Model):
+class FindingRow(FindingColumns):
     """Something wrong that the service found."""
 
-    finding_id: str
-    """Id of the finding."""
-    run: Run | None
-    """The run's name; null: it is about none."""
     attempt: OnAttempt
-    step: Step | None
-    """The trainer's step; null: it is about none, or about several."""
-    stage: Stage | None
-    """The stage's name; null: it is about none, or about several."""
-    role: Role | None
-    """The role; null: it is about none, or about several."""
-    rank: Rank | None
-    """The rank in its role, from 0; null: it is about none, or about several."""
-    kind: Annotated[str, Field(examples=["stage_stuck"])]
-    """Name of the kind of problem."""
-    severity: Severity
-    """`error`, `warning` or `info`."""
-    message: str | None
-    """What is wrong, and where."""
-    evidence: JsonObject | None
-    """What it rests on, by its kind; non-finite numbers are `nan`, `inf`, `-inf`."""
-    advice: str | None
-    """What to try, and the paths of what to look at."""
     see: list[Link]
     """What to look at, as data."""
-    first_wall: float | None
-    """Unix seconds: when it was seen first."""
-    last_wall: float | None
-    """Unix seconds: when it was seen last."""
-    count: int | None
-    """Number of times that it was seen; null: once."""
-    over_wall: float | None
-    """Unix seconds: since when it is over; null: it persists, or it cannot end."""
 
 
 class Findings(ScopeHeading, Page[FindingRow]):
     """Findings, the last seen first."""
 
 
-class Extent(Model):
+class Extent(Row):
     """The steps and ranks of a group."""
 
     where: Annotated[str, Field(examples=["steps 10-25, rank 3"])]
@@ -339,7 +303,7 @@ class _Grouped(Model):
     """Whether there were more rows than are grouped; the newest are."""
 
 
-class FindingGroup(FindingRow, Extent):
+class FindingGroup(Extent, FindingRow):
     """Findings of one attempt with the same cause: the first of them, and their extent.
 
     `message` is true of all: where they differ, ranks and steps are listed, other numbers are given
@@ -370,33 +334,10 @@ class Finding(FindingRow):
     """The findings of its attempt with the same cause."""
 
 
-class LossRow(Model):
+class LossRow(LossColumns):
     """Something that was announced and never arrived, or was dropped."""
 
-    loss_id: str
-    """Id of the loss."""
-    run: Run | None
-    """The run's name; null: unknown."""
     attempt: OnAttempt
-    role: Role | None
-    """Role of the rank that lost it; null: unknown."""
-    rank: Rank | None
-    """The rank that lost it, in its role, from 0; null: unknown."""
-    step: Step | None
-    """The trainer's step; null: it is of none, or that is not known."""
-    stage: Stage | None
-    """The stage's name; null: it is of none, or that is not known."""
-    kind: Annotated[str, Field(examples=["payload", "event", "stage"])]
-    """What was lost: `payload`, `stage`, `dump`, `event` or `scalar`."""
-    reason: str | None
-    """Why it did not arrive."""
-    count: int | None
-    """Number of payloads, stages, dumps, events or scalars that were lost; null: one."""
-    bytes: int | None
-    """Size in bytes of what was lost; null or 0: unknown."""
-    wall: float | None
-    """Unix seconds: when the service found it, or, by the rank's clock, when the rank reported
-    it."""
 
 
 class Losses(ScopeHeading, Page[LossRow]):

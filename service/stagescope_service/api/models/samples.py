@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stagescope_service.api.models.common import Model, Number, Page, Rank, Role, StepHeading
+from stagescope_service.api.models.common import Model, Page, StepHeading
 from stagescope_service.api.models.numbers import Streams
+from stagescope_service.fields import Number, Rank, Role
 
 FateName = Annotated[
     Literal[
@@ -126,7 +127,7 @@ class Sample(StepHeading, Streams):
     """How columns were derived, and what is missing or disagrees in what is kept."""
 
 
-class LossRow(Model):
+class FateRow(Model):
     """The tokens of one fate."""
 
     fate: FateName
@@ -144,7 +145,7 @@ class LossRow(Model):
     """Share of the sum of |p - q|; NaN where that is 0."""
 
 
-class Loss(StepHeading, Streams, Page[LossRow]):
+class Loss(StepHeading, Streams, Page[FateRow]):
     """How the mismatch of a step is distributed over what the loss did to its tokens."""
 
     tokens: int

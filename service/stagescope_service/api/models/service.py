@@ -5,23 +5,20 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
+from typing_extensions import NotRequired
 
-from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
     AttemptHeading,
     Model,
-    NodeId,
     Page,
-    Rank,
-    Role,
-    RoleRank,
     RowsGap,
-    Run,
-    Step,
     StepHeading,
-    Wall,
 )
+from stagescope_service.coordinator.load import LoadStatus
+from stagescope_service.fields import NodeId, Rank, Role, RoleRank, Row, Run, Step, Wall, one_of
+from stagescope_service.store.tables import AuditEntry, RegisteredEngine
+from stagescope_service.store.tables.measurements import RecordedBy, WeightVersion
 
 
 class Healthy(Model):
@@ -62,39 +59,8 @@ class Whoami(Model):
     """The page's address of the step that the bundle is of; null: this is a service."""
 
 
-class AuditEntry(Model):
-    """Something that somebody did."""
-
-    audit_id: int
-    """Number of the entry, from 1."""
-    wall: float | None
-    """When, in Unix seconds."""
-    by: str | None
-    """Who: the name of the token, what its sender calls itself, and the address it came from."""
-    action: str | None
-    """What, such as `add_capture`, `remove_capture`, `set_triggers`, `pin`, `ask_stacks`."""
-    detail: JsonObject | None
-    """What was requested."""
-
-
 class Audit(Model, Page[AuditEntry]):
     """Who did what, the newest first."""
-
-
-class Load(Model):
-    """How the coordinator keeps up with events."""
-
-    waiting_events: int
-    """Number of events that were received and not committed yet."""
-    pushed_back: int
-    """Number of batches, since the coordinator's start, that senders must send again because the
-    queue was full."""
-    lag_seconds: float | None
-    """Mean age, in seconds, of the newest event of each batch on arrival, over the last 5 seconds;
-    null: none arrived in them."""
-    pause_seconds: float
-    """Seconds between batches that senders are requested to leave; 0 where the coordinator keeps
-    up."""
 
 
 class Keeping(Model):
@@ -127,7 +93,7 @@ class CoordinatorStatus(Model):
     """Why it cannot serve."""
     events_taken: int = ABSENT
     """Number of events that were recorded since its start, raw calls included."""
-    load: Load = ABSENT
+    load: LoadStatus = ABSENT
     """How it keeps up with events."""
     memory_bytes: int | None = ABSENT
     """Resident memory of its process in bytes; null where the system does not report it."""
@@ -166,114 +132,7 @@ class Status(Model):
 
 
 # --- processes without Ray ----------------------------------------------------------------
-class RankPlan(Model):
-    """The plan as a rank receives it."""
-
-    revision: int
-    """Revision of the plan."""
-    captures: list[JsonObject]
-    """The captures that concern the run, with `phase`, `agreement` (its number) and `steps`."""
-    keep: Annotated[
-        object, Field(description="The keep policy of the run, from the settings' file.")
-    ] = ABSENT
-
-
-class Taken(Model):
-    """The result of a batch of events, after its commit."""
-
-    coordinator: str
-    """Its incarnation: to another one, payloads without a receipt are offered again."""
-    wall: Wall
-    received: int
-    """Number of events that were recorded."""
-    refused: dict[str, str]
-    """seq -> why that event was refused; it need not be sent again."""
-    attempt_key: str = ABSENT
-    """Key of the process's attempt, where the process gave none."""
-    refused_in_part: dict[str, str] = ABSENT
-    """seq -> the part of an event that was refused; the rest was recorded."""
-    receipts: dict[str, str]
-    """seq -> the state of its payload: `ingested`, `refused`, `lost` or `dropped`."""
-    revision: int
-    """Revision of the plan in force."""
-    plan: RankPlan = ABSENT
-    """The plan, where the sender has another revision in force."""
-    pause: float = ABSENT
-    """Seconds to wait before the next batch: the service is behind."""
-
-
-class RankRequest(Model):
-    """A request to a process."""
-
-    what: Annotated[str, Field(examples=["stacks"])]
-    """What is requested: `stacks`, or `finish` (send everything, then leave)."""
-    request_id: str
-    """Id of the request, which the answer names."""
-
-
-class News(Model):
-    """Changes for a process."""
-
-    coordinator: str
-    """Its incarnation."""
-    wall: Wall
-    revision: int
-    """Revision of the plan in force."""
-    plan: RankPlan | None
-    """Null where it has not changed."""
-    receipts: dict[str, str]
-    """seq -> the state of the payload, for the requested ones."""
-    requests: list[RankRequest]
-    """Requests that the process must answer."""
-    poll_seconds: float
-    """Seconds after which a poll ends."""
-    attempt_key: str = ABSENT
-    """Key of the process's attempt, where the process gave none."""
-
-
-class Drained(Model):
-    """Whether everything that was announced is read."""
-
-    run: Run | None
-    """Null: any run."""
-    drained: bool
-    """Whether no payload is pending and, with an attempt key, its attempts are known and no rank is
-    missing."""
-    pending: int
-    """Number of payloads that are still to be read."""
-    known: bool
-    """Whether the run, or an attempt of the key, ever reported anything."""
-    missing: list[Annotated[str, Field(examples=["actor rank 3"])]]
-    """Ranks of these attempts that never reported, or did not finish."""
-    lost: list[Annotated[str, Field(examples=["actor rank 3: payloads 2"])]] = ABSENT
-    """Ranks with events or payloads that were dropped, refused or lost, and how many."""
-
-
 # --- engines ------------------------------------------------------------------------------
-class RegisteredEngine(Model):
-    """A long-lived inference engine, as it was registered."""
-
-    name: Annotated[str, Field(examples=["gpu7-8000"])]
-    """Name of the registration; unless given, host and port of the URL."""
-    url: Annotated[str, Field(examples=["http://gpu7:8000"])]
-    """The engine's base URL, without a trailing `/v1`."""
-    kind: Annotated[str | None, Field(examples=["vllm", "sglang", "llama.cpp", "openai"])]
-    """Kind of the engine, as it was registered; null: not given."""
-    model: str | None
-    """What it serves."""
-    version: str | None
-    """Version of the engine, as it was registered; null: not given."""
-    run: Run | None
-    """The run that uses it."""
-    note: str | None
-    """What people should know of it; null: nothing was given."""
-    settings: JsonObject | None
-    """As reported by the engine; null: not given."""
-    by: str
-    """Who registered it."""
-    wall: Wall
-
-
 class UsedEngine(RegisteredEngine):
     """A registered engine and the runs that use it."""
 
@@ -287,15 +146,15 @@ class Engine(UsedEngine):
     state: Literal["up", "refuses", "unreachable", "not asked"]
     """The last health check: `up` (status 200 to 299), `refuses` (another status), `unreachable`
     (no answer); `not asked`: there was none."""
-    status: int | None = ABSENT
+    status: NotRequired[int | None]
     """The HTTP status of its answer; null: it gave none."""
-    reason: str = ABSENT
+    reason: NotRequired[str]
     """Why it is not up; empty where it is."""
-    answered_seconds: float = ABSENT
+    answered_seconds: NotRequired[float]
     """Seconds until its answer, or until the check gave up."""
-    checked_wall: float = ABSENT
+    checked_wall: NotRequired[float]
     """Unix seconds of the check."""
-    age_seconds: float = ABSENT
+    age_seconds: NotRequired[float]
     """Seconds since the check."""
 
 
@@ -305,55 +164,20 @@ class Engines(Model, Page[Engine]):
 
 # --- weights ------------------------------------------------------------------------------
 Verdict = Annotated[
-    Literal["differs", "missing", "not comparable", "not compared", "agrees"],
+    str,
+    one_of("differs", "missing", "not comparable", "not compared", "agrees"),
     Field(
         description="`missing` on one side; `not comparable`: another dtype or shape, fused, cut "
         "up otherwise; `not compared`: one side recorded nothing; `agrees` bit for bit."
     ),
 ]
-RecordedBy = Annotated[
-    dict[str, dict[str, list[int]]],
-    Field(
-        description="Who recorded: side -> role -> ranks.",
-        examples=[{"trainer": {"actor": [0, 1]}, "rollout": {"rollout": [0]}}],
-    ),
-]
-
-
-class WeightVersion(Model):
-    """How many weights of one version have which verdict."""
-
-    version: int
-    """The policy version."""
-    step: Step | None
-    """The trainer's step at which the version was recorded, the highest of several; null:
-    unknown."""
-    records: int
-    """Number of records on which it rests: one for each call of a rank, repeated ones too."""
-    agree: int
-    """Number of weights of verdict `agrees`."""
-    differ: int
-    """Number of weights of verdict `differs`."""
-    missing: int
-    """Number of weights of verdict `missing`."""
-    not_comparable: int
-    """Number of weights of verdict `not comparable`."""
-    replicas_differ: int
-    """Number of weights of which replicas hold something else."""
-    complete: bool
-    """Whether all expected ranks have recorded, or no further one will."""
-    ranks: RecordedBy
-    names: dict[str, list[str]]
-    """`differs`, `missing` and `replicas differ` -> names of the first such weights, 20 at most."""
-    wall: float | None
-    """Unix seconds: when the last of it was recorded."""
 
 
 class WeightVersions(AttemptHeading, Page[WeightVersion]):
     """The versions of an attempt's weights, newest first."""
 
 
-class Weight(Model):
+class Weight(Row):
     """One weight: what was sent against what was received."""
 
     name: str
@@ -403,7 +227,7 @@ class WeightsOfStep(StepHeading, _Weights):
     """The weights that were recorded at a step, the worst first."""
 
 
-class Device(Model):
+class Device(Row):
     """A device whose weights were not its replicas'."""
 
     device: str

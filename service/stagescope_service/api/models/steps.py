@@ -14,23 +14,26 @@ from stagescope_service.api.models.common import (
     GapText,
     Missing,
     Model,
+    Page,
+    RowsGap,
+    StepHeading,
+)
+from stagescope_service.api.models.runs import FindingRow
+from stagescope_service.fields import (
     NodeId,
     Number,
-    Page,
     Part,
     Rank,
     Role,
-    RoleRank,
-    RowsGap,
+    Row,
     Stage,
     Step,
-    StepHeading,
     Wall,
 )
-from stagescope_service.api.models.runs import FindingRow
+from stagescope_service.store.tables import Thread
 
 
-class StageRow(Model):
+class StageRow(Row):
     """One part of a stage on one rank."""
 
     stage: Stage
@@ -101,7 +104,7 @@ class Stages(StepHeading, Page[StageRow | AbsentStage]):
     wall: Wall
 
 
-class ScalarRow(Model):
+class ScalarRow(Row):
     """One number that a rank handed over."""
 
     name: Annotated[str, Field(examples=["loss"])]
@@ -128,10 +131,11 @@ class Dumps(StepHeading, Page[DumpRow]):
     """msprobe's dumps of a step."""
 
 
-class StuckRow(Model):
+class StuckRow(Row):
     """A rank that holds up the others of its role."""
 
-    step: Step
+    step: Step | None
+    """The trainer's step; null: it was in none by its last report."""
     stage: Annotated[str, Field(examples=["actor_update"])]
     """The stage that holds it up; empty where it is in none."""
     role: Role
@@ -181,20 +185,7 @@ class Stuck(StepHeading, Page[StuckRow]):
     """What was found of this step before, also what is over."""
 
 
-class Thread(Model):
-    """The stack of a thread."""
-
-    name: str | None
-    """Name of the thread, as Python has it; null: unknown."""
-    ident: int | None
-    """Python's id of the thread; null: unknown."""
-    is_training: bool | None
-    """Whether it is, or was last, inside a stage."""
-    stack: str | None
-    """The innermost frame last."""
-
-
-class StackRow(Model):
+class StackRow(Row):
     """The stacks of one process."""
 
     part: Part
@@ -236,11 +227,12 @@ class Stacks(AttemptHeading, Page[StackRow]):
     """The stacks that were taken in an attempt, the newest first."""
 
 
-class NoStack(RoleRank):
+class NoStack(Row):
     """A rank that did not answer."""
 
-    role: Role | None  # type: ignore[assignment]
+    role: Role | None
     """Null: there is no such rank."""
+    rank: Rank
     reason: str
     """Why it did not answer."""
 
@@ -257,7 +249,7 @@ class TakenStacks(AttemptHeading):
 
 
 # --- kept files ---------------------------------------------------------------------------
-class KeptFile(Model):
+class KeptFile(Row):
     """A file that is kept of a step."""
 
     stage: Stage | None

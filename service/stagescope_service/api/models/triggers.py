@@ -7,19 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from stagescope_service.api.encoding import JsonObject
-from stagescope_service.api.models.common import (
-    ABSENT,
-    Attempt,
-    LiveRun,
-    Model,
-    Number,
-    Page,
-    Rank,
-    Role,
-    Run,
-    Stage,
-    Step,
-)
+from stagescope_service.api.models.common import ABSENT, LiveRun, Model, Page
+from stagescope_service.fields import Attempt, Number, Rank, Role, Run, Stage, Step
+from stagescope_service.store.tables.findings import FiredActions, FiringFacts
 
 
 class ZScore(Model):
@@ -137,96 +127,13 @@ class _Rules(Model):
     """Name or pattern of a run -> what triggers may spend."""
 
 
-class PinnedOf(Model):
-    """The result of pinning one step."""
-
-    step: Step
-    payloads: int
-    """Number of payloads and kept files that the pin holds."""
-    bytes: int
-    """Size in bytes of what it holds."""
-    gone: int
-    """Number of payloads that had left the rings before."""
-    reasons: list[str]
-    """Why something is not pinned."""
-
-
-class FiredPins(Model):
-    """The results of pins."""
-
-    steps: list[PinnedOf]
-    """What was pinned of each step; steps that the attempt does not have are left out."""
-
-
-class FiredCapture(Model):
-    """The result of a capture; both fields are absent where it does not apply."""
-
-    capture_id: str = ABSENT
-    """Id of the capture that was requested."""
-    refused: str = ABSENT
-    """Why it was not requested."""
-
-
-class FiredWebhook(Model):
-    """The result of a webhook."""
-
-    host: str
-    """Host of the webhook."""
-    delivered: bool
-    """Whether it took the message: it answered with a status from 200 to 299 and, of a chat tool,
-    without an error in the body."""
-    reason: str | None
-    """Why not."""
-
-
-class FiredActions(Model):
-    """The results of a firing's actions; those that its rule does not have are absent."""
-
-    pin: FiredPins = ABSENT
-    """What was pinned."""
-    capture: FiredCapture = ABSENT
-    """Whether a capture was requested."""
-    webhook: FiredWebhook = ABSENT
-    """Whether the webhook was called."""
-    cools_since: Annotated[
-        int,
-        Field(
-            description="No action was taken: the rule cools down since its firing at this step.",
-            examples=[5],
-        ),
-    ] = ABSENT
-
-
-class Firing(Model):
+class Firing(FiringFacts):
     """A rule that fired at a step."""
 
-    run: Run
     attempt: Attempt | None
     """Number of the attempt, from 1; null: an earlier release did not store it."""
-    step: Step
-    rule: str
-    """Name of the rule."""
-    stage: Stage | None
-    """The stage that it is about; null: it is about none."""
-    role: Role | None
-    """Role of the ranks that it concerns; null: none, or several roles."""
-    rank: Rank | None
-    """The rank that it concerns, from 0; null: none, or several of which none is worse."""
-    round: int | None
-    """Index of the round that it concerns, from 0; null: none."""
-    message: str
-    """What fired, where, and the value."""
-    wall: float | None
-    """Unix seconds: when it fired."""
-    revision: int | None
-    """Revision of the rules."""
     actions: FiredActions | None
     """Null: they have not run yet."""
-    withdrawn_wall: float | None
-    """Unix seconds: since when it is withdrawn, because the step was aggregated again with another
-    result; null: it is valid."""
-    evidence: JsonObject
-    """The numbers, what they were held against, the token, the ranks concerned."""
 
 
 class Firings(Model, Page[Firing]):
@@ -309,33 +216,6 @@ class NewTriggers(_Rules):
     """The rules in force."""
     notes: list[str]
     """On names and patterns in `runs` that no known run has: they may be misspelt."""
-
-
-class WebhookTest(Model):
-    """What became of a test message to a rule's webhook."""
-
-    rule: str
-    """Name of the rule."""
-    host: str
-    """Host of the webhook."""
-    format: Literal["json", "slack", "feishu", "dingtalk", "wecom"]
-    """Of the message."""
-    delivered: bool
-    """Whether the other side took it."""
-    answer: Annotated[str, Field(examples=["200, code 0: success", "404 no_service"])]
-    """What the other side answered; empty: nothing."""
-    reason: str
-    """Why the message did not arrive; empty: it did."""
-    run: Run | None
-    """Run of the firing that the message tells; null: it tells a made-up one, since the rule has
-    not fired yet."""
-    attempt: Attempt | None
-    """Its attempt; null: a made-up firing."""
-    step: Step | None
-    """Its step; null: a made-up firing."""
-    link: str | None
-    """The link in the message: to the step's page, or to the page; null: the address of the page
-    is unknown."""
 
 
 class DefaultTriggers(_Rules):

@@ -15,9 +15,10 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, TypedDict
+from typing import Annotated, Final, TypedDict
 
 import numpy as np
+from pydantic import Field
 
 from stagescope.wire.nonfinite import Json
 from stagescope_service.compare.operators.calls import Codes, Floats, OperatorColumns, pair_calls
@@ -28,114 +29,165 @@ from stagescope_service.compare.operators.differences import (
     Verdicts,
     differences,
 )
+from stagescope_service.fields import Described, Number, Row, one_of
 
 MAX_VERDICTS: Final = 100
 """Most rows, and operators of only one side, that an answer lists; all are counted."""
 
 
-class CallFields(TypedDict):
-    """One call of an operator; unknown is None."""
+Name = Annotated[
+    str,
+    Field(
+        description="msprobe's full name of the call.",
+        examples=["Module.model.layers.0.mlp.down_proj.Linear.forward.0"],
+    ),
+]
+CallPosition = Annotated[int, Field(description="Position of the call in the dump, from 0.")]
+Source = Annotated[
+    str | None, Field(description="The first frame of the call's stack outside torch.")
+]
+NonFinite = Annotated[
+    str | None,
+    Field(
+        description="Which of NaN and infinities it holds: `nan` (alone or beside infinities), "
+        "`+inf`, `-inf` or `inf` (both signs); null: none, or not known.",
+        examples=["nan"],
+    ),
+]
+Section = Annotated[
+    str,
+    Field(
+        description="What of the call it is.",
+        examples=["input_args", "output", "parameters", "grad"],
+    ),
+]
 
-    order: int
-    name: str | None
+
+class SideCall(Row):
+    """An operator call of one side."""
+
+    order: CallPosition
+    name: Name
     operator: str | None
+    """The module's path, or the function's name."""
     module_class: str | None
+    """Class of the module; null: it is none."""
     direction: str | None
-    source: str | None
+    """Direction in the name: `forward`, `backward`, `parameters_grad` or `debug`; null: the name
+    has none."""
+    source: Source
     stack_id: str | None
+    """Id of the call's stack, for `/steps/{step}/operators/stack`; null: none was recorded."""
     parent: str | None
+    """The module that called it; null: not known."""
 
 
-class ArgumentFields(CallFields):
-    """One argument or result of a call."""
+class SideValue(SideCall):
+    """An argument or result of one side."""
 
     shape: list[int] | None
+    """Shape of the tensor in elements; null: it is none."""
     type: str | None
+    """Type of the value, such as `torch.Tensor`."""
     dtype: str | None
-    non_finite: str | None
+    """Dtype of the tensor; null: it is none."""
+    non_finite: NonFinite
     checksum: str | None
+    """msprobe's checksum, where it was requested; null: there is none."""
     value: str | None
+    """Text of the value of what is no tensor; null: it is one."""
     placements: str | None
-    min: float | None
-    max: float | None
-    mean: float | None
-    norm: float | None
+    """Placements of a DTensor; null: it is none."""
+    min: Number | None
+    """Least value of the tensor's elements; null: unknown."""
+    max: Number | None
+    """Largest value of the tensor's elements; null: unknown."""
+    mean: Number | None
+    """Mean value of the tensor's elements; null: unknown."""
+    norm: Number | None
+    """L2 norm of the tensor's elements; null: unknown."""
 
 
-class DifferingRow(TypedDict):
-    """A row that differs; a side is None where it lacks the row."""
+class DivergentRow(Row):
+    """A row that differs."""
 
-    verdict: str
-    section: str | None
+    verdict: Annotated[
+        str, one_of("missing", "type", "shape", "non_finite", "checksum", "value", "statistics")
+    ]
+    """In what it differs, the first that holds; `missing`: one side alone has it."""
+    section: Section | None
+    """What of the call it is; null: unknown."""
     index: str | None
-    relative: float | None
+    """Which argument or result of the section: position and keys, joined by dots."""
+    relative: Number | None
+    """Relative difference of min, max, mean and norm, a ratio; null: one side alone has the row."""
     threshold: float
-    a: ArgumentFields | None
-    b: ArgumentFields | None
+    """The ratio over which `relative` counts as a difference; 0: values must be equal."""
+    a: SideValue | None
+    """Null: only the other side has it."""
+    b: SideValue | None
+    """Null: only the other side has it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OperatorDivergence:
-    """The answer; rows are plain values for JSON (except NaN and infinities).
+class OperatorDivergence(Described):
+    """The first operator in which two dumps differ, and how much else does."""
 
-    Attributes:
-        first: the first row that differs, None if none does.
-        first_sections: the sections of that call with rows that differ.
-        first_note: a sentence if no recorded call made the input that differs first; None if one
-            may have.
-        first_parameter, first_gradient: the first of `parameters` and of `parameters_grad`.
-        rows: the first rows that differ, in execution order.
-        counts: verdict -> number of rows.
-        only_a, only_b: the first operators without a partner, as {order, name, source}.
-        only_a_count, only_b_count: their numbers.
-        paired: number of pairs of calls; `moved` of them are in another order.
-        compared: number of rows that both sides have.
-        parameters_compared, gradients_compared: those of parameters and their gradients; 0 at
-            level L1, which records none.
-        sharded: number of rows left out because each rank holds another shard.
-        not_read: number of rows whose values differ in memory that no call read: no difference.
-        zero_gradients: number of rows that differ in gradients that are zero but for rounding: no
-            difference.
-        identifiers: number of rows that differ in what identifies a process or a call (process
-            groups, peers, recomputation): no difference.
-        near_counts: number of rows that differ in counts by what rounding moves: no difference.
-        other_checksums: number of rows whose statistics agree and whose checksums differ: only
-            `exact` makes that a difference.
-        exact_alignment: False if the two differ so much that calls were paired by occurrence.
-    """
-
-    first: DifferingRow | None
+    same: bool
+    """Whether no row differs and both sides have the same operators."""
+    first: DivergentRow | None
+    """The first row that differs, in the order of side `a`; null: none does."""
     first_sections: list[str]
+    """The sections of that call with rows that differ."""
     first_note: str | None
-    first_parameter: DifferingRow | None
-    first_gradient: DifferingRow | None
-    rows: list[DifferingRow]
+    """Where its input differs already: that no recorded call returned it; null: one may have."""
+    first_parameter: DivergentRow | None
+    """The first row of parameters that differs; null: none does."""
+    first_gradient: DivergentRow | None
+    """The first row of parameters' gradients that differs; null: none does."""
+    rows: list[DivergentRow]
+    """The first rows that differ, in execution order."""
     counts: dict[str, int]
-    only_a: list[CallFields]
-    only_b: list[CallFields]
+    """Verdict -> number of rows, of all."""
+    only_a: list[SideCall]
+    """The first operators of side `a` without a partner."""
+    only_b: list[SideCall]
+    """The first operators of side `b` without a partner."""
     only_a_count: int
+    """Number of operator calls of side `a` without a partner."""
     only_b_count: int
+    """Number of operator calls of side `b` without a partner."""
     paired: int
+    """Number of pairs of calls."""
     moved: int
+    """Number of these pairs whose order differs between the sides."""
     compared: int
+    """Number of rows that both sides have."""
     parameters_compared: int
+    """Number of these rows that are parameters; 0 at level L1, which records none."""
     gradients_compared: int
+    """Number of these rows that are gradients of parameters; 0 at level L1, which records none."""
     sharded: int
+    """Number of rows left out because each rank holds another shard."""
     not_read: int
+    """Number of rows whose values differ in memory that no call read: no difference."""
     zero_gradients: int
+    """Number of rows that differ in gradients that are zero but for rounding: no difference."""
     identifiers: int
+    """Number of rows that differ in what identifies a process or a call, such as a process group, a
+    peer, or whether the call was recomputed: no difference."""
     near_counts: int
+    """Number of rows that differ in counts (`histc`, `bincount`) by what rounding moves: no
+    difference, but with `exact`."""
     other_checksums: int
+    """Number of rows whose statistics agree and whose checksums differ: a difference with `exact`
+    alone."""
     exact_alignment: bool
-
-    @property
-    def same(self) -> bool:
-        """Whether no row differs and both sides have the same operators."""
-        return self.first is None and not self.only_a_count and not self.only_b_count
+    """False where the two differ so much that calls were paired by counting."""
 
     def fields(self) -> dict[str, Json]:
         """Return it as a dict."""
-        return {"same": self.same, **dataclasses.asdict(self)}
+        return dataclasses.asdict(self)
 
 
 def first_divergent(
@@ -166,6 +218,7 @@ def first_divergent(
     sections = [listing.section(at) for at in differing]
     rows = [listing.row(at) for at in differing[:limit]]
     return OperatorDivergence(
+        same=not (rows or paired.only_a or paired.only_b),
         first=rows[0] if rows else None,
         first_sections=listing.sections_of_first_call(differing),
         first_note=listing.note(differing[0]) if differing else None,
@@ -274,7 +327,7 @@ class _Listing:
     other: OperatorColumns
     found: RowDifferences
 
-    def row(self, at: int) -> DifferingRow:
+    def row(self, at: int) -> DivergentRow:
         """Return the fields of a row."""
         side, row = self._side_with_row(at)
         relative = float(self.found.relative[at])
@@ -295,7 +348,7 @@ class _Listing:
 
     def first_of(
         self, section: str, differing: list[int], sections: list[str]
-    ) -> DifferingRow | None:
+    ) -> DivergentRow | None:
         """Return the first of the differing rows, which are of `sections`, of one section."""
         rows = zip(differing, sections, strict=True)
         first = next((at for at, each in rows if each == section), None)
@@ -373,7 +426,7 @@ def _may_be_returned(side: OperatorColumns, row: int) -> bool:
     return bool(same.any())
 
 
-def _argument(side: OperatorColumns, row: int) -> ArgumentFields | None:
+def _argument(side: OperatorColumns, row: int) -> SideValue | None:
     if row < 0:
         return None
 
@@ -400,10 +453,10 @@ def _argument(side: OperatorColumns, row: int) -> ArgumentFields | None:
     }
 
 
-def _call(side: OperatorColumns, call: int) -> CallFields:
+def _call(side: OperatorColumns, call: int) -> SideCall:
     return {
         "order": call,
-        "name": side.call_text("name", call),
+        "name": side.call_text("name", call) or "",
         "operator": side.call_text("operator", call),
         "module_class": side.call_text("module_class", call),
         "direction": side.call_text("direction", call),

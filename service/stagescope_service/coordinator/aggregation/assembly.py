@@ -279,9 +279,9 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
         if step_parts.step_summary is None
         else step_parts.step_summary.besides(step_parts.unmatched)
     )
-    aggregated = {**key, "whole_wall": step_parts.wall, "whole_mark": step_parts.mark}
+    aggregated = {**key, "summary_wall": step_parts.wall, "summary_mark": step_parts.mark}
     if step_summary is None:
-        return [Put("steps", {**aggregated, "whole": None})]
+        return [Put("steps", {**aggregated, "step_summary": None})]
     location: FindingLocation = {
         "run": run,
         "attempt_id": step_parts.attempt_id,
@@ -295,11 +295,11 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
         step_summary,
         verdict=found.verdict,
         suspects=suspects,
-        whole_wall=step_parts.wall,
+        summary_wall=step_parts.wall,
         noise=noise_floor(step_parts.parts, step_summary.stage),
     )
     puts: list[Put | Delete] = [
-        Put("steps", {**aggregated, "whole": step_summary.to_bytes()}),
+        Put("steps", {**aggregated, "step_summary": step_summary.to_bytes()}),
         Put("step_metrics", {**key, **columns}),
     ]
     puts += _suspects(found.suspects, step_summary, location)
@@ -386,24 +386,24 @@ def too_late(
     """
     row = catalogue.step(attempt_id, step)
     key = {"attempt_id": attempt_id, "step": step}
-    if row is not None and row["rows_removed"] is not None and row["whole"] is None:
+    if row is not None and row["rows_removed"] is not None and row["step_summary"] is None:
         # What came alone would pass for all of the step.
-        return [Put("steps", {**key, "whole_mark": row["parts_mark"]})]
-    if row is None or row["whole"] is None:
+        return [Put("steps", {**key, "summary_mark": row["parts_mark"]})]
+    if row is None or row["step_summary"] is None:
         # After a failed aggregation the remaining parts would pass for all of the step.
         failed = catalogue.findings(kind=NOT_AGGREGATED, attempt_id=attempt_id, step=step, limit=1)
         return [] if failed else None
     came = catalogue.payloads(attempt_id, step, state="ingested", limit=_ALL)
-    step_summary = StepSummary.from_bytes(row["whole"])
+    step_summary = StepSummary.from_bytes(row["step_summary"])
     known = {*step_summary.counted, *step_summary.left_out}
     # A payload that settled after `wall` was read may be among the parts that were read then.
     late = [
         each
         for each in came
-        if (each["settled_wall"] or 0.0) > (row["whole_wall"] or 0.0)
+        if (each["settled_wall"] or 0.0) > (row["summary_wall"] or 0.0)
         and part_key(each["incarnation"], each["seq"]) not in known
     ]
-    rows: list[Put | Delete] = [Put("steps", {**key, "whole_mark": row["parts_mark"]})]
+    rows: list[Put | Delete] = [Put("steps", {**key, "summary_mark": row["parts_mark"]})]
     for each in late:
         payload = {"incarnation": each["incarnation"], "seq": each["seq"]}
         rows.append(Put("payloads", {**payload, "state": "refused", "reason": TOO_LATE}))

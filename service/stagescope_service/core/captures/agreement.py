@@ -11,13 +11,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple, TypedDict
+from typing import Annotated, Final, NamedTuple
 
-from typing_extensions import Required
+from pydantic import Field
+from typing_extensions import NotRequired
 
 from stagescope.wire.captures import matches_rank
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.plan import CaptureRanks, CaptureSpec, CaptureSteps
+from stagescope_service.fields import (
+    Described,
+    Rank,
+    Role,
+    RoleRank,
+    Row,
+    Stage,
+    Step,
+    described_by,
+)
 
 ASKED: Final = "asked"
 AGREED: Final = "agreed"
@@ -37,34 +48,48 @@ MAX_ROUND_TRIP: Final = 5.0
 _ESTIMATES_STORED: Final = 64
 
 
-class NamedRank(TypedDict):
-    """A rank of a role."""
+class Gap(RoleRank):
+    """A rank that learned late, or failed."""
 
-    role: str
-    rank: int
-
-
-class MissedStep(NamedRank):
-    """A stage of a step that a rank has no dump of, because it learned late or failed."""
-
-    step: int | None
-    stage: str | None
+    step: Step | None
+    """The trainer's step; null: not known."""
+    stage: Stage | None
+    """The stage's name; null: not known."""
     state: str
+    """State of its dump: `missed`, `failed` or `truncated`."""
 
 
-class CaptureCost(TypedDict, total=False):
-    """A rank's estimate of what a capture costs in a stage."""
+class Estimate(Row):
+    """A rank's estimate of a capture's cost; unknown values are absent or null."""
 
-    role: Required[str]
-    rank: Required[int]
-    step: int | None
-    stage: Required[str | None]
+    role: Role | None
+    """The role; null: not known."""
+    rank: Rank | None
+    """The rank in its role, from 0; null: not known."""
+    step: Step | None
+    """Always null: an estimate is of any one step."""
+    stage: Stage | None
+    """The stage that the estimate is of; null: not known."""
     node_id: str | None
+    """Ray's id of the rank's node; null: unknown."""
     error: str | None
-    bytes: int | None
-    seconds: float | None
-    free_bytes: int | None
-    collective_timeout: float | None
+    """Why it cannot estimate."""
+    bytes: NotRequired[int | None]
+    """Size in bytes of the dump of one step; 0 where `basis` is `unknown`."""
+    seconds: NotRequired[float | None]
+    """Seconds that one step takes longer; 0 where `basis` is `unknown`."""
+    basis: NotRequired[str]
+    """`measured` (earlier dumps), `model` (its size) or `unknown`."""
+    tokens: NotRequired[int | None]
+    """Number of tokens in the stage for which it is estimated; null: not needed."""
+    assumed: NotRequired[bool]
+    """Whether the number of tokens is assumed, because the rank did not report it."""
+    free_bytes: NotRequired[int | None]
+    """Free bytes on the rank's disk, without the reserve; null: unknown."""
+    reserve_bytes: NotRequired[int | None]
+    """Bytes that stay free on that disk."""
+    collective_timeout: NotRequired[float | None]
+    """Seconds after which the ranks that wait give up; null: not known."""
 
 
 class Member(NamedTuple):
@@ -78,7 +103,7 @@ class Member(NamedTuple):
     """The revision of the plan that it has applied."""
 
     @property
-    def name(self) -> NamedRank:
+    def name(self) -> RoleRank:
         """Its form in answers."""
         return {"role": self.role, "rank": self.rank}
 
@@ -101,34 +126,54 @@ class CaptureParticipants(NamedTuple):
         return [each for each in self.members if (each.revision or 0) < revision]
 
 
-@dataclasses.dataclass
-class Agreement:
-    """The state of a request's agreement; plain values, stored with it."""
+State = Annotated[
+    str,
+    Field(
+        description="`asked` (not every rank has acknowledged), `agreed`, `done`, `complete`, "
+        "`partial`, `empty` (no rank did these stages in its steps), `given up`, `too late`, "
+        "`refused` or `withdrawn`.",
+        examples=["agreed"],
+    ),
+]
 
-    phase: str = ASKED
+
+@dataclasses.dataclass
+class Agreement(Described):
+    """The agreement of ranks on a capture."""
+
+    phase: State = ASKED
     number: int = 1
-    """Number of times it was asked: after a rank missed the step, the ranks agree again."""
+    """Number of times that it was requested: a step that some rank missed may be agreed again."""
     revision: int = 0
-    """A rank that acknowledges this revision of the plan knows the request."""
+    """A rank that acknowledges this revision of the plan knows the capture."""
     attempt_id: int | None = None
+    """The catalogue's id of the attempt whose ranks were requested; null: not agreed on yet."""
     asked_wall: float = 0.0
+    """Unix seconds of the request."""
     agreed_wall: float | None = None
-    start: int | None = None
+    """Unix seconds of the agreement; null: there is none."""
+    start: Step | None = None
+    """The trainer's step from which on every rank knows it; null: not fixed."""
     round_trip: float | None = None
-    """Seconds until the last acknowledgement, ranks that were away left out."""
+    """Seconds from the request to the last acknowledgement."""
     step_seconds: float | None = None
-    steps: CaptureSteps | None = None
-    """The steps to capture, in the form of a capture's `steps`; None until they are fixed."""
+    """Median seconds from the begin of a step to that of the next; null: not known."""
+    steps: Annotated[CaptureSteps | None, described_by(object)] = None
+    """The steps that are captured: their numbers, or `{every, start, count}`; null: not fixed."""
     missed_steps: list[int] = dataclasses.field(default_factory=list)
-    """Requested steps that had begun already."""
-    members: list[NamedRank] = dataclasses.field(default_factory=list)
-    """The requested ranks; set at the agreement."""
-    without: list[NamedRank] = dataclasses.field(default_factory=list)
-    """Ranks that had not acknowledged at the agreement or the refusal."""
-    missed: list[MissedStep] = dataclasses.field(default_factory=list)
+    """Requested steps that had begun already, and are not captured."""
+    members: list[RoleRank] = dataclasses.field(default_factory=list)
+    """The requested ranks."""
+    without: list[RoleRank] = dataclasses.field(default_factory=list)
+    """Ranks that had not acknowledged when it was agreed on or given up."""
+    missed: list[Gap] = dataclasses.field(default_factory=list)
+    """Ranks that learned late, or failed, since."""
     again_left: int = 0
+    """Number of times that it may still be agreed again."""
     reason: str | None = None
-    estimates: list[CaptureCost] = dataclasses.field(default_factory=list)
+    """Why it ended."""
+    estimates: list[Estimate] = dataclasses.field(default_factory=list)
+    """What the ranks estimate that it costs, by rank and stage; 64 at most, the largest."""
 
     @classmethod
     def from_json(cls, stored: JsonObject) -> Agreement:
@@ -287,13 +332,13 @@ def check(
     return dataclasses.replace(agreed, phase=TOO_LATE, reason=reason)
 
 
-def largest(estimates: Iterable[CaptureCost]) -> list[CaptureCost]:
+def largest(estimates: Iterable[Estimate]) -> list[Estimate]:
     """Return the estimates to store, by rank; of very many ranks only the largest."""
     most = sorted(estimates, key=lambda each: -(each.get("bytes") or 0))[:_ESTIMATES_STORED]
     return sorted(most, key=lambda each: (each["role"], each["rank"], str(each["stage"])))
 
 
-def refusal(request: CaptureSpec, estimates: Iterable[CaptureCost]) -> str | None:
+def refusal(request: CaptureSpec, estimates: Iterable[Estimate]) -> str | None:
     """Return why a request exceeds a limit: a disk's free space, or half of a time limit.
 
     Ranks wait for each other in collectives: a rank that is slower than their timeout ends the

@@ -14,10 +14,11 @@ from stagescope.wire.names import KNOWN, closest_by_words, closest_field, closes
 from stagescope.wire.plan import CaptureSpec
 from stagescope.wire.schema import STAGES
 from stagescope_service.core.captures import agreement as agreement_rules
-from stagescope_service.core.captures.agreement import CaptureParticipants, NamedRank
+from stagescope_service.core.captures.agreement import CaptureParticipants
 from stagescope_service.core.captures.plan import CaptureEntry
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.registry import Registry
+from stagescope_service.fields import RoleRank
 
 _RUNS_NAMED: Final = 20
 _RANKS_NAMED: Final = 20
@@ -273,7 +274,7 @@ def step_seconds(attempt: Attempt) -> float | None:
     return statistics.median(found) if found else None
 
 
-def names(ranks: Iterable[NamedRank]) -> str:
+def names(ranks: Iterable[RoleRank]) -> str:
     """Return ranks as text."""
     return ", ".join(f"{each['role']} rank {each['rank']}" for each in [*ranks][:20])
 

@@ -20,9 +20,9 @@ from stagescope.wire.plan import CaptureSpec
 from stagescope_service.core.captures import agreement as agreement_rules
 from stagescope_service.core.captures.agreement import (
     Agreement,
-    CaptureCost,
     CaptureParticipants,
-    MissedStep,
+    Estimate,
+    Gap,
     start_step,
 )
 from stagescope_service.core.captures.participants import (
@@ -59,7 +59,7 @@ class CaptureRequests:
         self._asked_mono: dict[str, float] = {}
         self._acknowledged: dict[str, dict[str, float]] = {}
         """Capture -> incarnation -> seconds until its acknowledgement."""
-        self._estimates: dict[str, dict[tuple[str, int, str | None], CaptureCost]] = {}
+        self._estimates: dict[str, dict[tuple[str, int, str | None], Estimate]] = {}
         """Capture -> (role, rank, stage) -> its estimate; stored at the agreement."""
         self._interrupted = {
             entry.capture_id for entry in plan.entries.values()
@@ -262,11 +262,11 @@ class CaptureRequests:
                 **{name: dump.get(name) for name in _COST_COLUMNS}, **(dump.get("estimate") or {}),
             }  # fmt: skip
             key = (dump["role"], dump["rank"], dump.get("stage"))
-            self._estimates.setdefault(entry.capture_id, {})[key] = cast("CaptureCost", cost)
+            self._estimates.setdefault(entry.capture_id, {})[key] = cast("Estimate", cost)
             return []
         if state not in _GAPS or phase != agreement_rules.AGREED:
             return []
-        missed: MissedStep = {
+        missed: Gap = {
             "role": dump["role"],
             "rank": dump["rank"],
             "step": dump.get("step"),
@@ -275,7 +275,7 @@ class CaptureRequests:
         }
         return self._missed(entry, missed, mono, wall)
 
-    def _missed(self, entry: CaptureEntry, gap: MissedStep, mono: float, wall: float) -> list[Put]:
+    def _missed(self, entry: CaptureEntry, gap: Gap, mono: float, wall: float) -> list[Put]:
         agreed = entry.agreement
         if gap in agreed.missed or len(agreed.missed) >= _MISSED_LISTED:
             return []
@@ -305,7 +305,7 @@ class CaptureRequests:
 
     def _estimates_of(
         self, entry: CaptureEntry, participants: CaptureParticipants
-    ) -> list[CaptureCost]:
+    ) -> list[Estimate]:
         """Return the estimates of the requested ranks; ranks without a part in it are left out."""
         members = {(each.role, each.rank) for each in participants.members}
         estimates_by_rank = self._estimates.get(entry.capture_id, {})
@@ -317,7 +317,7 @@ class CaptureRequests:
         self,
         pending: Agreement,
         participants: CaptureParticipants,
-        estimates: Iterable[CaptureCost],
+        estimates: Iterable[Estimate],
     ) -> bool:
         """Return whether a rank has acknowledged and not yet sent its estimate."""
         estimates_by_rank = {(each["role"], each["rank"]) for each in estimates}
@@ -347,7 +347,7 @@ class CaptureRequests:
             return [self._finding(entry, "capture_partial", text, wall, step=agreed.start)]
         return []
 
-    def _partial(self, entry: CaptureEntry, gap: MissedStep, wall: float) -> list[Put]:
+    def _partial(self, entry: CaptureEntry, gap: Gap, wall: float) -> list[Put]:
         text = f"{gap['role']} rank {gap['rank']} {gap['state']} {gap['stage']} of it"
         work: FindingWork = {
             "step": gap["step"], "stage": gap["stage"], "role": gap["role"], "rank": gap["rank"],

@@ -204,7 +204,7 @@ def edge_token(
 def _edge_token(history: RunHistory, edge: Edge, factor: float, tokens: int) -> Evidence:
     rows = []
     for step, summary in history.summaries:
-        found = None if summary.profiles is None else summary.profiles.edge_tokens(edge)
+        found = summary.profiles.edge_tokens(edge)
         if found is not None and found[0].tokens >= tokens:
             mean, others = (each.d_abs_sum / each.tokens for each in found)
             rows.append((step.step, found[0].tokens, mean, others, few_carry(found[0])))
@@ -231,7 +231,7 @@ def lattice(history: RunHistory, *, share: float = 0.5, tokens: int = 64) -> Evi
     2000 is by chance.
     """
     for step, summary in history.summaries:
-        bins = () if summary.profiles is None else summary.profiles.bins("lattice")
+        bins = summary.profiles.bins("lattice")
         bins = tuple(each for each in bins if each.key not in (ZERO, NOT_FINITE))
         count = sum(each.tokens for each in bins)
         if count < tokens:

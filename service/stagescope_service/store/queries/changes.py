@@ -38,7 +38,7 @@ class Recent(NamedTuple):
     """Columns of `attempts`, the newest first."""
     steps: list[ChangedRow]
     """`attempt_id`, `step`, `closed_wall`, `completeness`, `parts_mark` (of open steps), and of the
-    step summary `whole_wall` and `verdict`; the newest first."""
+    step summary `summary_wall` and `verdict`; the newest first."""
     findings: list[ChangedRow]
     """Columns of `findings`, the last seen first."""
     captures: list[ChangedRow]
@@ -83,7 +83,7 @@ class ChangeQueries(Reader):
             sa.select(count(step.closed_wall), newest(step.closed_wall), partial).where(
                 step.attempt_id.in_(ids)
             ),
-            sa.select(count(), newest(summary.whole_wall)).where(summary.attempt_id.in_(ids)),
+            sa.select(count(), newest(summary.summary_wall)).where(summary.attempt_id.in_(ids)),
             sa.select(count(), count(finding.over_wall), newest(finding.first_wall)).where(
                 finding.attempt_id.in_(ids)
             ),
@@ -110,13 +110,13 @@ def _attempts(since: float) -> Query:
 
 def _steps(attempt_id: int) -> Query:
     table, summary = steps.c, step_metrics.c
-    # A column after the blob `whole` is read only where there is no blob yet.
+    # A column after the blob `step_summary` is read only where there is no blob yet.
     mark = sa.case((table.closed_wall.is_(None), table.parts_mark)).label("parts_mark")
     same = sa.and_(summary.attempt_id == table.attempt_id, summary.step == table.step)
     return (
         sa.select(
             table.attempt_id, table.step, table.closed_wall, table.completeness, mark,
-            summary.whole_wall, summary.verdict,
+            summary.summary_wall, summary.verdict,
         )
         .outerjoin(step_metrics, same)
         .where(table.attempt_id == attempt_id)

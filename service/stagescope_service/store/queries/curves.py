@@ -149,10 +149,11 @@ class CurveQueries(Reader):
         steps, found = TABLES["steps"], TABLES["step_metrics"].c
         table = steps.c
         own = (found.attempt_id == table.attempt_id) & (found.step == table.step)
-        names = ("attempt_id", "step", "closed_wall", "parts_mark", "whole_mark", "rows_removed")
+        names = ("attempt_id", "step", "closed_wall", "parts_mark", "summary_mark", "rows_removed")
         query = (
             sa.select(
-                *(table[name] for name in names), table.whole.is_not(None).label("has_summary")
+                *(table[name] for name in names),
+                table.step_summary.is_not(None).label("has_summary"),
             )
             .where(
                 table.attempt_id.in_(list(attempts)),

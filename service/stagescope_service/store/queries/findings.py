@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, TypeAlias, TypedDict
+from typing import Final, Literal, TypeAlias
 
 import sqlalchemy as sa
-from typing_extensions import Unpack
+from typing_extensions import ReadOnly, TypedDict, Unpack
 
-from stagescope.wire.nonfinite import Json
 from stagescope_service.store.queries.reader import (
     LIMIT,
     Filter,
@@ -26,7 +25,12 @@ from stagescope_service.store.tables import (
     StackRow,
     TriggerRulesRow,
 )
-from stagescope_service.store.tables.findings import FiredActions
+from stagescope_service.store.tables.findings import (
+    FindingInBrief,
+    FiredActions,
+    FiringInBrief,
+    LossInBrief,
+)
 
 EventsTable = Literal["findings", "losses", "firings"]
 AnyOf: TypeAlias = Mapping[str, Sequence[str]]
@@ -83,49 +87,30 @@ _OUTLINES: Final[dict[str, tuple[str, str]]] = {
 class Outline(TypedDict):
     """What a finding, loss or firing is about."""
 
+    attempt_id: ReadOnly[int | None]
+    step: ReadOnly[int | None]
+    stage: ReadOnly[str | None]
+    role: ReadOnly[str | None]
+    rank: ReadOnly[int | None]
+
+
+class FindingOutline(FindingInBrief):
+    """A finding without its advice; with evidence where it names an operator or a rule's metric."""
+
     attempt_id: int | None
-    step: int | None
-    stage: str | None
-    role: str | None
-    rank: int | None
 
 
-class FindingOutline(Outline):
-    """A finding without its advice."""
-
-    finding_id: str
-    kind: str
-    severity: str
-    message: str
-    count: int | None
-    first_wall: float
-    last_wall: float
-    over_wall: float | None
-    evidence: dict[str, Json] | None
-    """Of a finding that names an operator or a rule's metric."""
-
-
-class LossOutline(Outline):
+class LossOutline(LossInBrief):
     """A loss without its run."""
 
-    loss_id: str
-    kind: str
-    reason: str | None
-    count: int | None
-    bytes: int | None
-    wall: float
+    attempt_id: int | None
 
 
-class FiringOutline(Outline):
+class FiringOutline(FiringInBrief):
     """A firing without its evidence."""
 
-    run: str
-    rule: str
-    round: int | None
-    message: str
-    wall: float
+    attempt_id: int | None
     actions: FiredActions | None
-    withdrawn_wall: float | None
 
 
 class FindingPlace(TypedDict):

@@ -33,8 +33,8 @@ from stagescope_service.store.tables import (
 from stagescope_service.store.tables.compact import scalar_names
 
 _STEP_STATE: Final = (
-    "attempt_id", "step", "closed_wall", "completeness", "superseded_by", "whole_wall",
-    "parts_mark", "whole_mark", "rows_removed",
+    "attempt_id", "step", "closed_wall", "completeness", "superseded_by", "summary_wall",
+    "parts_mark", "summary_mark", "rows_removed",
 )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ class MeasurementQueries(Reader):
         current = sa.and_(
             found.c.attempt_id == steps.c.attempt_id,
             found.c.step == steps.c.step,
-            found.c.whole_wall == steps.c.whole_wall,
+            found.c.summary_wall == steps.c.summary_wall,
             found.c.version == version,
         )
         counts = ("tokens", "masked_tokens", "unequal_tokens")
@@ -209,7 +209,7 @@ class MeasurementQueries(Reader):
         query = (
             sa.select(
                 *(steps.c[name] for name in _STEP_STATE),
-                steps.c.whole.is_not(None).label("has_summary"),
+                steps.c.step_summary.is_not(None).label("has_summary"),
                 *(found.c[name] for name in wanted),
             )
             .outerjoin(found, current)

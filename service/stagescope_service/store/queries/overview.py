@@ -173,7 +173,7 @@ def newest_summary(run: str | None) -> Query:
     table, attempt, other = tables.steps, tables.attempts, tables.steps.alias()
     newest = (
         sa.select(other.c.step)
-        .where(other.c.attempt_id == attempt.c.attempt_id, other.c.whole.is_not(None))
+        .where(other.c.attempt_id == attempt.c.attempt_id, other.c.step_summary.is_not(None))
         .order_by(other.c.step.desc())
         .limit(1)
         .scalar_subquery()
@@ -295,8 +295,8 @@ def steps(attempt_id: int | None, run: str | None, before: int | None) -> Query:
     )
     query = (
         sa.select(
-            *(column for column in tables.steps.columns if column.name != "whole"),
-            tables.steps.c.whole.is_not(None).label("has_summary"),
+            *(column for column in tables.steps.columns if column.name != "step_summary"),
+            tables.steps.c.step_summary.is_not(None).label("has_summary"),
             lost.label("losses"),
             tables.attempts.c.run,
             tables.attempts.c.number.label("attempt"),

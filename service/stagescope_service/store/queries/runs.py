@@ -229,7 +229,7 @@ class RunQueries(Reader):
         return bool(self._values(sa.select(sa.or_(*exists)))[0])
 
     def step(self, attempt_id: int, step: int) -> StepRow | None:
-        """Return one step with its blob `whole`, or None."""
+        """Return one step with its blob `step_summary`, or None."""
         return self._one(StepRow, "steps", attempt_id=attempt_id, step=step)
 
     def newest_summary(self, run: str | None) -> StepRow | None:

@@ -3,7 +3,7 @@
 Keys are natural, so that writing a row twice changes nothing. There are no foreign keys: events
 arrive in any order, and a stage may be known before its process has said hello. Times end in
 `_wall` (Unix seconds of the service's clock where an offset is known) or `_mono` (the process's
-monotonic clock, seconds). Changing anything here needs a migration; a test holds the two equal.
+monotonic clock, seconds). Whoever changes anything here gives `connect.REVISION` a new value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stagescope_service.store.tables.findings import (
     FiringRow,
     LossRow,
     StackRow,
-    StackThread,
+    Thread,
     TriggerRulesRow,
     findings,
     firings,
@@ -51,12 +51,12 @@ from stagescope_service.store.tables.measurements import (
 )
 from stagescope_service.store.tables.service import (
     ArtifactRow,
-    AuditRow,
+    AuditEntry,
     CaptureRow,
     DumpRow,
-    EngineRow,
     MetaRow,
     OperatorTableRow,
+    RegisteredEngine,
     artifacts,
     audit,
     captures,
@@ -90,10 +90,9 @@ __all__ = [
     "ArtifactRow",
     "AttemptColumns",
     "AttemptRow",
-    "AuditRow",
+    "AuditEntry",
     "CaptureRow",
     "DumpRow",
-    "EngineRow",
     "FindingRow",
     "FiringRow",
     "LossRow",
@@ -103,11 +102,11 @@ __all__ = [
     "PayloadRow",
     "ProcessColumns",
     "ProcessRow",
+    "RegisteredEngine",
     "RunRow",
     "SampleRow",
     "ScalarRow",
     "StackRow",
-    "StackThread",
     "StageRow",
     "StepColumns",
     "StepMarks",
@@ -116,6 +115,7 @@ __all__ = [
     "StepState",
     "StreamRow",
     "SummaryRow",
+    "Thread",
     "TriggerRulesRow",
     "UnfinishedRank",
     "WeightManifestRow",

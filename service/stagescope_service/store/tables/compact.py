@@ -205,7 +205,7 @@ VIEWS: Final = {
 
 @event.listens_for(metadata, "after_create")
 def _create_views(target: sa.MetaData, connection: sa.Connection, **options: object) -> None:
-    """Create what alembic does, for tests that make the tables without it."""
+    """Create the views, and the texts that have fixed ids."""
     for name, query in VIEWS.items():
         connection.execute(sa.text(f"CREATE VIEW {name} AS {query}"))
     rows = [{"text_id": at, "text": text} for at, text in enumerate(KNOWN_TEXTS)]

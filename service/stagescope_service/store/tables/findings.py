@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
+from pydantic import Field
 from sqlalchemy import Column, Index
+from typing_extensions import NotRequired
 
 from stagescope.wire.nonfinite import Json
+from stagescope_service.fields import Rank, Role, Row, Run, Stage, Step
 from stagescope_service.store.columns import Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
     RankWork,
@@ -44,25 +47,50 @@ findings = table(
 )
 
 
-class FindingRow(TypedDict):
-    """A row of `findings`."""
+class FindingInBrief(Row):
+    """Something wrong that the service found."""
 
     finding_id: str
-    run: str | None
-    attempt_id: int | None
-    step: int | None
-    stage: str | None
-    role: str | None
-    rank: int | None
-    kind: str
-    severity: str
+    """Id of the finding."""
+    step: Step | None
+    """The trainer's step; null: it is about none, or about several."""
+    stage: Stage | None
+    """The stage's name; null: it is about none, or about several."""
+    role: Role | None
+    """The role; null: it is about none, or about several."""
+    rank: Rank | None
+    """The rank in its role, from 0; null: it is about none, or about several."""
+    kind: Annotated[str, Field(examples=["stage_stuck"])]
+    """Name of the kind of problem."""
+    severity: Annotated[str, Field(examples=["error", "warning", "info"])]
+    """`error`, `warning` or `info`."""
     message: str
-    evidence: dict[str, Json]
-    advice: str
+    """What is wrong, and where."""
+    evidence: dict[str, Json] | None
+    """What it rests on, by its kind; non-finite numbers are `nan`, `inf`, `-inf`."""
     first_wall: float
+    """Unix seconds: when it was seen first."""
     last_wall: float
+    """Unix seconds: when it was seen last."""
     count: int | None
+    """Number of times that it was seen; null: once."""
     over_wall: float | None
+    """Unix seconds: since when it is over; null: it persists, or it cannot end."""
+
+
+class FindingColumns(FindingInBrief):
+    """A finding without its attempt and its links."""
+
+    run: Run | None
+    """The run's name; null: it is about none."""
+    advice: str
+    """What to try, and the paths of what to look at."""
+
+
+class FindingRow(FindingColumns):
+    """A row of `findings`."""
+
+    attempt_id: int | None
     see: list[Json] | None
 
 
@@ -81,21 +109,43 @@ losses = table(
 )
 
 
-class LossRow(TypedDict):
-    """A row of `losses`."""
+class LossInBrief(Row):
+    """Something that was announced and never arrived, or was dropped."""
 
     loss_id: str
-    run: str | None
-    attempt_id: int | None
-    role: str | None
-    rank: int | None
-    step: int | None
-    stage: str | None
-    kind: str
+    """Id of the loss."""
+    role: Role | None
+    """Role of the rank that lost it; null: unknown."""
+    rank: Rank | None
+    """The rank that lost it, in its role, from 0; null: unknown."""
+    step: Step | None
+    """The trainer's step; null: it is of none, or that is not known."""
+    stage: Stage | None
+    """The stage's name; null: it is of none, or that is not known."""
+    kind: Annotated[str, Field(examples=["payload", "event", "stage"])]
+    """What was lost: `payload`, `stage`, `dump`, `event` or `scalar`."""
     reason: str | None
+    """Why it did not arrive."""
     count: int | None
+    """Number of payloads, stages, dumps, events or scalars that were lost; null: one."""
     bytes: int | None
+    """Size in bytes of what was lost; null or 0: unknown."""
     wall: float
+    """Unix seconds: when the service found it, or, by the rank's clock, when the rank reported
+    it."""
+
+
+class LossColumns(LossInBrief):
+    """A loss without its attempt."""
+
+    run: Run | None
+    """The run's name; null: unknown."""
+
+
+class LossRow(LossColumns):
+    """A row of `losses`."""
+
+    attempt_id: int | None
 
 
 stacks = table(
@@ -113,13 +163,17 @@ stacks = table(
 )
 
 
-class StackThread(TypedDict):
-    """The stack of one thread, as `stacks.threads` lists it."""
+class Thread(Row):
+    """The stack of a thread."""
 
     name: str | None
+    """Name of the thread, as Python has it; null: unknown."""
     ident: int | None
-    is_training: bool
+    """Python's id of the thread; null: unknown."""
+    is_training: bool | None
+    """Whether it is, or was last, inside a stage."""
     stack: str
+    """The innermost frame last."""
 
 
 class StackRow(RankWork):
@@ -135,7 +189,7 @@ class StackRow(RankWork):
     wall: float | None
     deadline_wall: float | None
     answered_wall: float | None
-    threads: list[StackThread] | None
+    threads: list[Thread] | None
     truncated: bool | None
 
 
@@ -177,67 +231,102 @@ firings = table(
 )
 
 
-class PinOutcome(TypedDict):
-    """What a firing pinned of a step."""
+class PinnedOf(Row):
+    """The result of pinning one step."""
 
-    step: int
+    step: Step
     payloads: int
+    """Number of payloads and kept files that the pin holds."""
     bytes: int
+    """Size in bytes of what it holds."""
     gone: int
+    """Number of payloads that had left the rings before."""
     reasons: list[str]
+    """Why something is not pinned."""
 
 
-class FiredPins(TypedDict):
+class FiredPins(Row):
     """The results of pins."""
 
-    steps: list[PinOutcome]
+    steps: list[PinnedOf]
+    """What was pinned of each step; steps that the attempt does not have are left out."""
 
 
-class FiredCapture(TypedDict, total=False):
-    """The capture that a firing requested, or why it was refused."""
+class FiredCapture(Row):
+    """The result of a capture; both fields are absent where it does not apply."""
 
-    capture_id: str
-    refused: str
+    capture_id: NotRequired[str]
+    """Id of the capture that was requested."""
+    refused: NotRequired[str]
+    """Why it was not requested."""
 
 
-class FiredWebhook(TypedDict):
+class FiredWebhook(Row):
     """The result of a webhook."""
 
     host: str
+    """Host of the webhook."""
     delivered: bool
-    reason: str
+    """Whether it took the message: it answered with a status from 200 to 299 and, of a chat tool,
+    without an error in the body."""
+    reason: str | None
+    """Why not."""
 
 
-class FiredActions(TypedDict, total=False):
-    """The results of a firing's actions; see `api.models.triggers.FiredActions`."""
+class FiredActions(Row):
+    """The results of a firing's actions; those that its rule does not have are absent."""
 
-    pin: FiredPins
-    capture: FiredCapture
-    webhook: FiredWebhook
-    cools_since: int
+    pin: NotRequired[FiredPins]
+    """What was pinned."""
+    capture: NotRequired[FiredCapture]
+    """Whether a capture was requested."""
+    webhook: NotRequired[FiredWebhook]
+    """Whether the webhook was called."""
+    cools_since: NotRequired[Annotated[int, Field(examples=[5])]]
+    """No action was taken: the rule cools down since its firing at this step."""
 
 
-class FiringColumns(TypedDict):
-    """The columns of `firings` that say what fired, and whether that still holds."""
+class FiringInBrief(Row):
+    """A rule that fired at a step."""
+
+    run: Run
+    step: Step
+    rule: str
+    """Name of the rule."""
+    stage: Stage | None
+    """The stage that it is about; null: it is about none."""
+    role: Role | None
+    """Role of the ranks that it concerns; null: none, or several roles."""
+    rank: Rank | None
+    """The rank that it concerns, from 0; null: none, or several of which none is worse."""
+    round: int | None
+    """Index of the round that it concerns, from 0; null: none."""
+    message: str
+    """What fired, where, and the value."""
+    wall: float
+    """Unix seconds: when it fired."""
+    withdrawn_wall: float | None
+    """Unix seconds: since when it is withdrawn, because the step was aggregated again with another
+    result; null: it is valid."""
+
+
+class FiringFacts(FiringInBrief):
+    """A firing without its attempt and its actions."""
+
+    revision: int | None
+    """Revision of the rules."""
+    evidence: dict[str, Json]
+    """The numbers, what they were held against, the token, the ranks concerned."""
+
+
+class FiringColumns(FiringFacts):
+    """A firing without its actions."""
 
     attempt_id: int
-    step: int
-    rule: str
-    run: str
-    revision: int | None
-    stage: str | None
-    role: str | None
-    rank: int | None
-    round: int | None
-    message: str
-    evidence: dict[str, Json]
-    wall: float
-    withdrawn_wall: float | None
 
 
 class FiringRow(FiringColumns):
     """A row of `firings`."""
 
     actions: FiredActions | None
-    """What came of its actions; None while they are not taken."""
     acted_wall: float | None

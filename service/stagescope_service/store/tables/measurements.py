@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
+from pydantic import Field
 from sqlalchemy import Column, Index
 
 from stagescope.wire.nonfinite import Json
+from stagescope_service.fields import Row, Step
 from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
     RankWork,
@@ -103,12 +105,11 @@ step_metrics = table(
     key("attempt_id", Int),
     key("step", Int),
     Column("version", Int),
-    # Of which aggregation of the step: where `steps.whole_wall` is another, the row is out of date.
-    Column("whole_wall", Real),
+    # Where `steps.summary_wall` differs, the row is of an earlier aggregation of the step.
+    Column("summary_wall", Real),
     *columns(Text, "stage verdict"),
     *columns(StrictJson(), "suspects metrics"),
     Column("slices", Blob),
-    # Null where an earlier release wrote the row: then the step summary says it.
     *columns(Int, "tokens masked_tokens unequal_tokens"),
 )
 
@@ -119,7 +120,7 @@ class StepMetricsRow(TypedDict):
     attempt_id: int
     step: int
     version: int | None
-    whole_wall: float | None
+    summary_wall: float | None
     stage: str | None
     verdict: str | None
     suspects: list[str] | None
@@ -266,22 +267,48 @@ weight_verdicts = table(
 )
 
 
-class WeightVerdictRow(TypedDict):
+RecordedBy = Annotated[
+    dict[str, dict[str, list[int]]],
+    Field(
+        description="Who recorded: side -> role -> ranks.",
+        examples=[{"trainer": {"actor": [0, 1]}, "rollout": {"rollout": [0]}}],
+    ),
+]
+
+
+class WeightVersion(Row):
+    """How many weights of one version have which verdict."""
+
+    version: int
+    """The policy version."""
+    step: Step | None
+    """The trainer's step at which the version was recorded, the highest of several; null:
+    unknown."""
+    records: int
+    """Number of records on which it rests: one for each call of a rank, repeated ones too."""
+    agree: int
+    """Number of weights of verdict `agrees`."""
+    differ: int
+    """Number of weights of verdict `differs`."""
+    missing: int
+    """Number of weights of verdict `missing`."""
+    not_comparable: int
+    """Number of weights of verdict `not comparable`."""
+    replicas_differ: int
+    """Number of weights of which replicas hold something else."""
+    complete: bool
+    """Whether all expected ranks have recorded, or no further one will."""
+    ranks: RecordedBy
+    names: dict[str, list[str]]
+    """`differs`, `missing` and `replicas differ` -> names of the first such weights, 20 at most."""
+    wall: float | None
+    """Unix seconds: when the last of it was recorded."""
+
+
+class WeightVerdictRow(WeightVersion):
     """A row of `weight_verdicts`."""
 
     attempt_id: int
-    version: int
-    step: int | None
-    records: int | None
-    agree: int | None
-    differ: int | None
-    missing: int | None
-    not_comparable: int | None
-    replicas_differ: int | None
-    complete: bool | None
-    ranks: Json
-    names: Json
-    wall: float | None
 
 
 odd_replicas = table(
@@ -312,7 +339,7 @@ class OddReplicaRow(TypedDict):
     side: str
     role: str
     rank: int
-    run: str | None
+    run: str
     step: int | None
     device: str | None
     host: str | None
@@ -322,6 +349,6 @@ class OddReplicaRow(TypedDict):
     device_serial: str | None
     is_outvoted: bool | None
     replicas: int | None
-    tensors: int | None
-    names: Json
+    tensors: int
+    names: list[str]
     wall: float | None

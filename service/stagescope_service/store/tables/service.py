@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
+from pydantic import Field
 from sqlalchemy import Column, Index
 
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.plan import StoredCapture
 from stagescope.wire.schema import PART_FIELDS, PartColumns
+from stagescope_service.fields import Row, Run, Wall
 from stagescope_service.store.columns import Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
     StageWork,
@@ -189,19 +191,28 @@ engines = table(
 )
 
 
-class EngineRow(TypedDict):
-    """A row of `engines`."""
+class RegisteredEngine(Row):
+    """A long-lived inference engine, as it was registered."""
 
-    name: str
-    url: str
-    kind: str | None
+    name: Annotated[str, Field(examples=["gpu7-8000"])]
+    """Name of the registration; unless given, host and port of the URL."""
+    url: Annotated[str, Field(examples=["http://gpu7:8000"])]
+    """The engine's base URL, without a trailing `/v1`."""
+    kind: Annotated[str | None, Field(examples=["vllm", "sglang", "llama.cpp", "openai"])]
+    """Kind of the engine, as it was registered; null: not given."""
     model: str | None
+    """What it serves."""
     version: str | None
-    run: str | None
-    by: str | None
+    """Version of the engine, as it was registered; null: not given."""
+    run: Run | None
+    """The run that uses it."""
     note: str | None
-    wall: float | None
+    """What people should know of it; null: nothing was given."""
     settings: dict[str, Json] | None
+    """As reported by the engine; null: not given."""
+    by: str
+    """Who registered it."""
+    wall: Wall
 
 
 audit = table(
@@ -213,14 +224,19 @@ audit = table(
 )
 
 
-class AuditRow(TypedDict):
-    """A row of `audit`."""
+class AuditEntry(Row):
+    """Something that somebody did."""
 
     audit_id: int
+    """Number of the entry, from 1."""
     wall: float | None
+    """When, in Unix seconds."""
     by: str | None
+    """Who: the name of the token, what its sender calls itself, and the address it came from."""
     action: str | None
+    """What, such as `add_capture`, `remove_capture`, `set_triggers`, `pin`, `ask_stacks`."""
     detail: dict[str, Json] | None
+    """What was requested."""
 
 
 meta = table("meta", key("key", Text), Column("value", StrictJson()))

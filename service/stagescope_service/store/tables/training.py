@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final, TypedDict
+from typing import Annotated, Final, TypedDict
 
 import sqlalchemy as sa
 from sqlalchemy import Column, Index
 
 from stagescope.wire.nonfinite import Json
+from stagescope_service.fields import RoleRank, Stage, one_of
 from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
     LayoutRow,
@@ -139,31 +140,28 @@ steps = table(
     *columns(Text, "close_reason completeness"),
     *columns(StrictJson(), "expected missing"),
     Column("superseded_by", Int),
-    # The step summary: Python calls it `step_summary`, the columns `whole`, `whole_wall` and
-    # `whole_mark` keep the names of the first release.
-    Column("whole", Blob),
-    Column("whole_wall", Real),
+    Column("step_summary", Blob),
+    Column("summary_wall", Real),
     Column("pinned", Flag()),
     # What the summary must hold, and what it was made of: where they differ, it is aggregated.
-    *columns(Int, "parts_mark whole_mark"),
+    *columns(Int, "parts_mark summary_mark"),
     # Of a step whose rows retention removes: false while it does, true afterwards; else null.
     Column("rows_removed", Flag()),
     partial_index("ix_steps_open", "attempt_id", where="closed_wall IS NULL"),
     partial_index("ix_steps_removable", "attempt_id", "step", where=REMOVABLE),
     partial_index("ix_steps_pinned", "attempt_id", where="pinned"),
     partial_index(
-        "ix_steps_unformed", "attempt_id", where="coalesce(whole_mark, -1) <> parts_mark"
+        "ix_steps_unformed", "attempt_id", where="coalesce(summary_mark, -1) <> parts_mark"
     ),
 )
 
 
-class UnfinishedRank(TypedDict):
-    """A rank that has not ended a stage, as `steps.missing` lists it."""
+class UnfinishedRank(RoleRank):
+    """A rank that has not ended a stage in which it was expected."""
 
-    role: str
-    rank: int
-    stage: str
-    status: str
+    stage: Stage
+    status: Annotated[str, one_of("not begun", "open", "unfinished")]
+    """`unfinished`: it began the stage, and its process is gone."""
 
 
 class StepMarks(TypedDict):
@@ -171,7 +169,7 @@ class StepMarks(TypedDict):
 
     closed_wall: float | None
     parts_mark: int | None
-    whole_mark: int | None
+    summary_mark: int | None
     rows_removed: bool | None
 
 
@@ -182,7 +180,7 @@ class StepState(StepMarks):
     step: int
     completeness: str | None
     superseded_by: int | None
-    whole_wall: float | None
+    summary_wall: float | None
 
 
 class StepColumns(StepState):
@@ -199,7 +197,7 @@ class StepColumns(StepState):
 class StepRow(StepColumns):
     """A row of `steps`."""
 
-    whole: bytes | None
+    step_summary: bytes | None
 
 
 stages = view(

@@ -36,7 +36,7 @@ from stagescope_service.api.bundle import contents
 from stagescope_service.api.bundle.archive import unpack
 from stagescope_service.api.bundle.opened import OpenedBundle, open_unpacked
 from stagescope_service.api.redaction import Redactor
-from stagescope_service.store import extract
+from stagescope_service.store import copying
 from stagescope_service.store.contract import Put
 from stagescope_service.store.tables import metadata
 
@@ -261,16 +261,16 @@ def test_it_has_the_tokenizer_that_its_tensors_need(planted: Service, tmp_path: 
 
 
 def test_every_table_is_taken_or_left_out_with_a_reason() -> None:
-    conditions = extract._conditions("r", 1, 1, all_steps=True)
-    assert {*conditions, *extract.LEFT_OUT} == set(metadata.tables)
+    conditions = copying._conditions("r", 1, 1, all_steps=True)
+    assert {*conditions, *copying.LEFT_OUT} == set(metadata.tables)
 
 
 def test_of_a_huge_run_the_step_alone_has_its_rows(
     live: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extract, "MAX_WORKS", 10)
-    monkeypatch.setattr(extract, "MAX_BLOB_BYTES", 10)
-    monkeypatch.setattr(extract, "NEAR", 2)
+    monkeypatch.setattr(copying, "MAX_WORKS", 10)
+    monkeypatch.setattr(copying, "MAX_BLOB_BYTES", 10)
+    monkeypatch.setattr(copying, "NEAR", 2)
     path = saved(live, tmp_path / "b.tar.gz", RUN, BROKEN)
     left_out = {each["what"]: each["reason"] for each in manifest_of(path)["left_out"]}
     assert any("other steps than 33" in what for what in left_out)
@@ -278,7 +278,7 @@ def test_of_a_huge_run_the_step_alone_has_its_rows(
     unpack(path, tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / contents.CATALOGUE)) as found:
         steps = found.execute("SELECT DISTINCT step FROM works WHERE step IS NOT NULL").fetchall()
-        query = "SELECT step FROM steps WHERE whole IS NOT NULL ORDER BY step"
+        query = "SELECT step FROM steps WHERE step_summary IS NOT NULL ORDER BY step"
         assert steps == [(BROKEN,)]
         assert [step for (step,) in found.execute(query)] == [31, 32, 33, 34]
         assert found.execute("SELECT count(*) FROM steps").fetchone()[0] > 30

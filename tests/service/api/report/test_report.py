@@ -21,7 +21,7 @@ from tests.support.shown_run import payload as shown_payload
 
 from stagescope.wire import schema
 from stagescope_service.api.report import routes
-from stagescope_service.api.report.parts import Section
+from stagescope_service.api.report.parts import ReportSection
 from stagescope_service.store.contract import Put
 
 STEPS = 34
@@ -313,13 +313,13 @@ def fill(running: Service, steps: range) -> None:
         wall = 100.0 + step
         puts.append(Put("steps", {
             "attempt_id": 1, "step": step, "opened_wall": wall, "closed_wall": wall + 0.5,
-            "completeness": "complete", "whole_wall": wall, "rows_removed": True,
+            "completeness": "complete", "summary_wall": wall, "rows_removed": True,
         }))  # fmt: skip
         values = random.exponential(0.001, 4).tolist()
         names = ("rollout_corr/k3_kl", "logprob_abs_diff/mean", "logprob_abs_diff/p99",
                  "training/rollout_actor_probs_pearson_corr")  # fmt: skip
         puts.append(Put("step_metrics", {
-            "attempt_id": 1, "step": step, "version": VERSION, "whole_wall": wall,
+            "attempt_id": 1, "step": step, "version": VERSION, "summary_wall": wall,
             "stage": "actor_compute_log_prob", "verdict": "comparable", "suspects": [],
             "metrics": dict(zip(names, values, strict=True)), "slices": None,
             "tokens": 100, "masked_tokens": 100, "unequal_tokens": 100,
@@ -351,7 +351,7 @@ def test_figures_that_do_not_fit_are_named() -> None:
         "figure": {"data": ["x" * 1000]},
     }
     small: dict[str, object] = {**figure, "name": "rounds", "figure": {"data": []}}
-    parts = [Section("a", "A", figures=[figure, small])]
+    parts = [ReportSection("a", "A", figures=[figure, small])]
     (found,) = routes._within(parts, 500)
     assert [each["name"] for each in found.figures] == ["rounds"]
     assert "figure overview has" in found.gaps[0]

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from stagescope_service.compare.operators.differences import EPS, Thresholds
 from stagescope_service.compare.operators.divergence import (
-    ArgumentFields,
     OperatorDivergence,
+    SideValue,
     first_divergent,
 )
 
@@ -52,7 +52,7 @@ def scaled(factor: float) -> SmallDecoder:
     return model
 
 
-def first_argument(found: OperatorDivergence, side: Side = "a") -> ArgumentFields:
+def first_argument(found: OperatorDivergence, side: Side = "a") -> SideValue:
     assert found.first is not None
     argument = found.first[side]
     assert argument is not None

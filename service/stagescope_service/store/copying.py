@@ -1,7 +1,8 @@
-"""A catalogue with the rows of one run, taken out of a larger one."""
+"""Copies of catalogues: all of one in another database, or one run in a file of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 
-from stagescope_service.store import connect, migrate
+from stagescope.wire.errors import CatalogueUnavailable
+from stagescope_service.store import connect
 from stagescope_service.store.tables import metadata
 from stagescope_service.store.tables.compact import KNOWN_TEXTS
 
@@ -38,7 +40,7 @@ _TEXTS: Final[Mapping[str, tuple[str, ...]]] = {
 """Table -> its columns that refer to `texts`."""
 
 _BLOBS: Final[Mapping[str, tuple[str, str]]] = {
-    "steps": ("whole", "summaries"), "step_metrics": ("slices", "numbers by rank and round"),
+    "steps": ("step_summary", "summaries"), "step_metrics": ("slices", "numbers by rank and round"),
 }  # fmt: skip
 """Table -> its large column, and what that holds."""
 
@@ -54,6 +56,106 @@ class Omission:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Copied:
+    """The rows of a table that were copied."""
+
+    table: str
+    rows: int
+
+
+# --- all of a catalogue ---------------------------------------------------------------------
+def copy_catalogue(
+    source: str, target: str, *, on_rows: Callable[[int, int], None] = lambda done, total: None
+) -> list[Copied]:
+    """Copy every row of a catalogue into an empty one, all or nothing.
+
+    Both are read again in the end: each table has as many rows here as there.
+
+    Args:
+        source: its URL. Nobody may write to it meanwhile: of SQLite its lock is held, so that a
+            service that runs keeps its writes; of PostgreSQL the lock of its writer is taken.
+        target: the URL of a catalogue without rows, or of an empty database; its tables are made.
+        on_rows: called with the rows copied so far and those to copy.
+
+    Raises:
+        CatalogueUnavailable: one of them cannot be opened, is in use, is of another revision, or
+            the target holds rows already.
+    """
+    where, there = (connect.url_without_password(url) for url in (source, target))
+    path = connect.sqlite_path(source)
+    if path is not None and not path.exists():
+        raise CatalogueUnavailable(f"there is no catalogue {where}", advice="give its directory")
+    reading, writing = connect.writer_engine(source), connect.writer_engine(target)
+    try:
+        with connect.catalogue_errors(where), reading.begin() as old:
+            _check_revision(old, where)
+            with connect.catalogue_errors(there), writing.begin() as new:
+                connect.make_tables(new)
+                _check_empty(new, there)
+                copied = _copy_all(old, new, on_rows)
+                for each in copied:
+                    found = _count(new, metadata.tables[each.table])
+                    if found != each.rows:
+                        raise CatalogueUnavailable(
+                            f"{there} has {found} rows of {each.table}, {where} has {each.rows}"
+                        )
+        return copied
+    finally:
+        reading.dispose()
+        writing.dispose()
+
+
+def _check_revision(connection: sa.Connection, where: str) -> None:
+    revision = connect.revision_of(connection)
+    if revision != connect.REVISION:
+        raise CatalogueUnavailable(
+            f"catalogue {where} is of revision {revision}",
+            expected=f"revision {connect.REVISION}",
+            advice="use the stagescope that wrote it",
+        )
+
+
+def _check_empty(connection: sa.Connection, where: str) -> None:
+    for name, table in metadata.tables.items():
+        own = len(KNOWN_TEXTS) if name == "texts" else 0
+        if (rows := _count(connection, table)) > own:
+            raise CatalogueUnavailable(
+                f"catalogue {where} has {rows - own} rows of {name} already",
+                expected="an empty one",
+                advice="name another database or schema",
+            )
+
+
+def _copy_all(
+    old: sa.Connection, new: sa.Connection, on_rows: Callable[[int, int], None]
+) -> list[Copied]:
+    counts = {name: _count(old, table) for name, table in metadata.tables.items()}
+    done, total = 0, sum(counts.values())
+    for table in metadata.tables.values():
+        for rows in batches(old, _all_rows(table)):
+            new.execute(table.insert(), rows)
+            done += len(rows)
+            on_rows(done, total)
+        if new.dialect.name == "postgresql":
+            _advance_sequence(new, table)
+    return [Copied(name, counts[name]) for name in counts]
+
+
+def _advance_sequence(connection: sa.Connection, table: sa.Table) -> None:
+    """Let keys that the database generates go on after those that were copied."""
+    for column in table.primary_key:
+        if column.autoincrement is True:
+            last = sa.select(sa.func.max(column)).scalar_subquery()
+            own = sa.func.pg_get_serial_sequence(table.name, column.name)
+            connection.execute(sa.select(sa.func.setval(own, last)).where(last.is_not(None)))
+
+
+def _count(connection: sa.Connection, table: sa.Table) -> int:
+    return connection.scalar(sa.select(sa.func.count()).select_from(table)) or 0
+
+
+# --- one run --------------------------------------------------------------------------------
 def copy_run(
     url: str, target: Path, run: str, *, attempt_id: int, step: int, redact: Redact
 ) -> list[Omission]:
@@ -77,23 +179,29 @@ def copy_run(
     source = connect.reader_engine(url)
     own_url = connect.catalogue_url(target.parent)
     assert connect.sqlite_path(own_url) == target.absolute(), "a catalogue has its usual name"
-    writer = connect.writer_engine(own_url)
     try:
-        with connect.catalogue_errors(where):
-            with writer.begin() as to:
-                migrate.upgrade(to)
-            with source.begin() as reading, writer.begin() as to:
-                found = _copy(reading, to, run, attempt_id, step, redact)
-        with writer.connect() as connection:  # one file, without a log beside it
-            connection.exec_driver_sql("COMMIT")
-            connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
-        return found
+        with connect.catalogue_errors(where), source.begin() as reading, _writing(target) as to:
+            connect.make_tables(to)
+            return _copy_run(reading, to, run, attempt_id, step, redact)
     finally:
-        writer.dispose()
         source.dispose()
 
 
-def _copy(
+@contextlib.contextmanager
+def _writing(catalogue: Path) -> Iterator[sa.Connection]:
+    """Yield a transaction in a SQLite file, which has no log beside it afterwards."""
+    engine = connect.writer_engine(connect.catalogue_url(catalogue.parent))
+    try:
+        with engine.begin() as connection:
+            yield connection
+        with engine.connect() as connection:
+            connection.exec_driver_sql("COMMIT")
+            connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
+    finally:
+        engine.dispose()
+
+
+def _copy_run(
     reading: sa.Connection, to: sa.Connection, run: str, attempt_id: int, step: int, redact: Redact
 ) -> list[Omission]:
     omissions = [Omission(f"table {name}", reason) for name, reason in LEFT_OUT.items()]
@@ -115,7 +223,7 @@ def _copy(
     for name, table in tables.items():
         if name in LEFT_OUT:
             continue
-        query = sa.select(table).where(conditions[name])
+        query = _all_rows(table).where(conditions[name])
         if name in _BLOBS:
             near = (table.c.attempt_id == attempt_id) & table.c.step.between(
                 step - NEAR, step + NEAR
@@ -128,14 +236,11 @@ def _copy(
                 omissions.append(Omission(what, reason))
         for rows in batches(reading, query):
             found = [{key: redact(value, key) for key, value in row.items()} for row in rows]
-            if name == "texts":  # the first are in every catalogue
-                found = [row for row in found if row["text_id"] >= len(KNOWN_TEXTS)]
             if name == "steps" and not all_steps:
                 for row in found:
                     is_own = (row["attempt_id"], row["step"]) == (attempt_id, step)
                     row["rows_removed"] = row["rows_removed"] if is_own else True
-            if found:
-                to.execute(table.insert(), found)
+            to.execute(table.insert(), found)
     return omissions
 
 
@@ -205,6 +310,12 @@ def _conditions(
     return found
 
 
+def _all_rows(table: sa.Table) -> sa.Select[Any]:
+    """Select the rows of a table without the texts that every catalogue has."""
+    query = sa.select(table)
+    return query.where(table.c.text_id >= len(KNOWN_TEXTS)) if table.name == "texts" else query
+
+
 def batches(connection: sa.Connection, query: sa.Select[Any]) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of a query, some at a time."""
     streaming = connection.execution_options(yield_per=_AT_ONCE)
@@ -228,7 +339,6 @@ class PlacedFile:
 
 def place_files(catalogue: Path, files: Sequence[PlacedFile]) -> None:
     """Write where files lie into a catalogue that nobody else has open."""
-    engine = connect.writer_engine(connect.catalogue_url(catalogue.parent))
     artifacts = sa.text(
         "UPDATE artifact_rows SET path = :path, path_id = NULL, bytes = :bytes, "
         "checksum = :checksum WHERE (prefix_id, owner_id, number) = (SELECT prefix_id, owner_id, "
@@ -238,21 +348,13 @@ def place_files(catalogue: Path, files: Sequence[PlacedFile]) -> None:
         "UPDATE operators SET path = :path, bytes = :bytes, checksum = :checksum WHERE "
         "incarnation = :a AND work_key = :b AND capture_id = :c"
     )
-    try:
-        with engine.begin() as connection:
-            for each in files:
-                fields = {"path": each.path, "bytes": each.bytes, "checksum": each.checksum}
-                if each.artifact_id is not None:
-                    connection.execute(artifacts, {**fields, "artifact_id": each.artifact_id})
-                if each.key is not None:
-                    connection.execute(
-                        tables, {**fields, **dict(zip("abc", each.key, strict=True))}
-                    )
-        with engine.connect() as connection:
-            connection.exec_driver_sql("COMMIT")
-            connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
-    finally:
-        engine.dispose()
+    with _writing(catalogue) as connection:
+        for each in files:
+            fields = {"path": each.path, "bytes": each.bytes, "checksum": each.checksum}
+            if each.artifact_id is not None:
+                connection.execute(artifacts, {**fields, "artifact_id": each.artifact_id})
+            if each.key is not None:
+                connection.execute(tables, {**fields, **dict(zip("abc", each.key, strict=True))})
 
 
 def schema_of(catalogue: Path) -> list[tuple[str, str, str]]:
@@ -274,16 +376,8 @@ def schema_of(catalogue: Path) -> list[tuple[str, str, str]]:
 
 def make_empty(directory: Path) -> Path:
     """Create an empty catalogue of this version; return its file."""
-    url = connect.catalogue_url(directory)
-    engine = connect.writer_engine(url)
-    try:
-        with engine.begin() as connection:
-            migrate.upgrade(connection)
-        with engine.connect() as connection:
-            connection.exec_driver_sql("COMMIT")
-            connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
-    finally:
-        engine.dispose()
-    path = connect.sqlite_path(url)
+    path = connect.sqlite_path(connect.catalogue_url(directory))
     assert path is not None
+    with _writing(path) as connection:
+        connect.make_tables(connection)
     return path
