@@ -497,9 +497,8 @@ def _offenders(scope: ReportScope) -> ReportSection:
     )
     if not found.rows:
         return ReportSection("", "", gaps=[found.note or "no prompt"])
-    return ReportSection(
-        "", "", figures=[body_of(routes.FigureAnswer("offenders", offenders.figure(found), found))]
-    )
+    drawn = routes.FigureAnswer("offenders", offenders.figure(found), found)
+    return ReportSection("", "", figures=[body_of(drawn)])
 
 
 def _samples(scope: ReportScope) -> ReportSection:
