@@ -329,7 +329,7 @@ class _FullDiagnosis(Diagnosis):
 
 def _symptom(row: Row) -> str:
     since = "" if row["since_step"] is None else f", since step {row['since_step']}"
-    if row.get("last_step") is not None:  # a service of an earlier release has none
+    if row["last_step"] is not None:
         since += f", last seen in step {row['last_step']}"
     where = f", {row['where']}" if row["where"] else ""
     return f"{row['title']}{since}{where} ({row['sure']:.0%} sure)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import shlex
 import time
@@ -123,10 +124,7 @@ def diagnosis_of(
             for each in rows
             if each.evidence.note
         ],
-        "mismatch": [
-            {"name": part.name, "share": part.share, "text": part.text, "counted": part.counted}
-            for part in mismatch_parts(history)
-        ],
+        "mismatch": list(map(dataclasses.asdict, mismatch_parts(history))),
     }
     return fields, [_row(history, each, attempt) for each in rows]
 

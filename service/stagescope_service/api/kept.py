@@ -19,11 +19,10 @@ from stagescope_service.api.dependencies import (
     RankQueryOf,
     StepTarget,
 )
-from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import steps as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf
-from stagescope_service.api.rows import chosen_columns, matching
+from stagescope_service.api.rows import as_row, matching
 from stagescope_service.api.target import Target
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.queries.rollouts import side_by_side
@@ -33,9 +32,6 @@ from stagescope_service.store.tensorfile import disk_errors
 router = APIRouter(prefix="/steps/{step}")
 
 MAX_FILES: Final = 100_000
-_COLUMNS: Final = (
-    "bytes", "checksum", "tensors", "policy_version", "node_id", "path", "wall", "deleted_wall",
-)  # fmt: skip
 
 Section = Annotated[
     str | None,
@@ -129,16 +125,9 @@ def _sort_key(row: ArtifactRow) -> tuple[str, str, int, str, float]:
     return (*owner, str(Part.of_columns(row)), row["wall"])
 
 
-def _file_row(row: ArtifactRow, state: str) -> JsonObject:
-    return {
-        "stage": row["stage"],
-        "role": row["role"],
-        "rank": row["rank"],
-        "part": str(Part.of_columns(row)),
-        "sections": [*(row["sections"] or {})],
-        "state": state,
-        **chosen_columns(row, _COLUMNS),
-    }
+def _file_row(row: ArtifactRow, state: str) -> models.KeptFile:
+    part, sections = str(Part.of_columns(row)), [*(row["sections"] or {})]
+    return as_row(models.KeptFile, row, part=part, sections=sections, state=state)
 
 
 def _states(deps: Dependencies, rows: Sequence[ArtifactRow]) -> list[str]:

@@ -11,7 +11,10 @@ from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import LAYOUT_COLUMNS, Part
 from stagescope_service.api.completeness import StepProgress, began, ended
 from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.models import runs as models
+from stagescope_service.api.models import steps as step_models
 from stagescope_service.api.models.common import BegunAgain, Missing
+from stagescope_service.api.models.common import DumpRow as AnsweredDump
 from stagescope_service.api.models.runs import Superseded
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import (
@@ -30,41 +33,22 @@ from stagescope_service.store.tables import (
 )
 
 M = TypeVar("M", bound=Mapping[str, object])
+R = TypeVar("R", bound=Mapping[str, object])
 
 
-def run_row(row: ListedRun) -> JsonObject:
+def run_row(row: ListedRun) -> models.RunRow:
     """Return a run, with its newest attempt."""
-    return {
-        "run": row["run"],
-        "live": row["live"],
-        "attempt": row["attempt"],
-        "attempt_key": row["attempt_key"],
-        "attempts": row["attempts"],
-        "last_closed_step": row["last_closed_step"],
-        "created_wall": row["created_wall"],
-        "last_wall": row["last_wall"],
-        "settings": row["settings"],
-    }
+    return as_row(models.RunRow, row)
 
 
-def attempt_row(row: DescribedAttempt) -> JsonObject:
+def attempt_row(row: DescribedAttempt, superseded: list[Superseded]) -> models.AttemptRow:
     """Return an attempt with its fingerprint."""
     state = "ended" if row["ended_wall"] is not None else "live" if row["live"] else "silent"
-    return {
-        "attempt": row["number"],
-        "state": state,
-        "begun": row["opened_wall"],
-        "ended": row["ended_wall"],
-        "end_reason": row["end_reason"],
-        "attempt_key": row["key"],
-        "resumed_from_step": row["resumed_from_step"],
-        "first_step": row["first_step"],
-        "last_closed_step": row["last_closed_step"],
-        "unkeyed": row["unkeyed"],
-        "processes": row["processes"],
-        "last_wall": row["last_wall"],
-        "fingerprint": row["fingerprint"],
-    }
+    return as_row(
+        models.AttemptRow, row,
+        attempt=row["number"], state=state, begun=row["opened_wall"], ended=row["ended_wall"],
+        attempt_key=row["key"], superseded=superseded,
+    )  # fmt: skip
 
 
 def superseded_steps(attempts: Sequence[ListedAttempt]) -> dict[int, list[Superseded]]:
@@ -90,7 +74,7 @@ def step_row(
     progress: StepProgress | None,
     gap: str | None,
     begun_again: Sequence[BegunAgain],
-) -> JsonObject:
+) -> models.StepRow:
     """Return a step of a list.
 
     Args:
@@ -107,25 +91,14 @@ def step_row(
         missing = row["missing"] or []
     else:
         complete, missing = progress.complete, progress.missing
-    return {
-        "step": row["step"],
-        "run": row["run"],
-        "attempt": row["attempt"],
-        "complete": complete,
-        "missing": missing,
-        "superseded_by": superseded_by,
-        "opened_wall": row["opened_wall"],
-        "closed_wall": row["closed_wall"],
-        "close_reason": row["close_reason"],
-        "measured": row["has_summary"],
-        "gap": gap,
-        "begun_again": begun_again,
-        "losses": row["losses"],
-        "pinned": bool(row["pinned"]),
-    }
+    return as_row(
+        models.StepRow, row,
+        complete=complete, missing=missing, superseded_by=superseded_by, gap=gap,
+        measured=row["has_summary"], begun_again=begun_again, pinned=bool(row["pinned"]),
+    )  # fmt: skip
 
 
-def stage_row(row: StageRow, now: float) -> JsonObject:
+def stage_row(row: StageRow, now: float) -> step_models.StageRow:
     """Return one part of a stage on one rank; `seconds` is monotonic, None while it is open."""
     begin, end = began(row), ended(row)
     seconds = None
@@ -133,25 +106,12 @@ def stage_row(row: StageRow, now: float) -> JsonObject:
         # Raw calls are timed when they arrive, and the end may arrive before the begin.
         seconds = max(row["end_mono"] - row["begin_mono"], 0.0)
     is_open = (row["status"] or "open") == "open"
-    return {
-        "stage": row["stage"],
-        "role": row["role"],
-        "rank": row["rank"],
-        "part": str(Part.of_columns(row)),
-        "status": row["status"] or "open",
-        "seconds": seconds,
-        "begin_wall": begin,
-        "end_wall": end,
-        "open_seconds": max(now - begin, 0.0) if is_open and begin is not None else None,
-        "device_seconds": row["device_seconds"],
-        "clock_error": row["clock_error"],
-        "policy_version": row["policy_version"],
-        "error_type": row["error_type"],
-        "error_message": row["error_message"],
-        "incarnation": row["incarnation"],
-        "revision": row["revision"],
-        "superseded": bool(row["superseded"]),
-    }
+    return as_row(
+        step_models.StageRow, row,
+        part=str(Part.of_columns(row)), status=row["status"] or "open", seconds=seconds,
+        begin_wall=begin, end_wall=end, superseded=bool(row["superseded"]),
+        open_seconds=max(now - begin, 0.0) if is_open and begin is not None else None,
+    )  # fmt: skip
 
 
 def absent_row(missing: Missing, now: float) -> JsonObject:
@@ -171,28 +131,24 @@ def absent_row(missing: Missing, now: float) -> JsonObject:
     }
 
 
-def scalar_row(row: ScalarRow) -> JsonObject:
+def scalar_row(row: ScalarRow) -> step_models.ScalarRow:
     """Return one named number of one rank."""
-    return {
-        "name": row["name"],
-        "value": row["value"],
-        "stage": row["stage"],
-        "role": row["role"],
-        "rank": row["rank"],
-        "part": str(Part.of_columns(row)),
-        "wall": row["wall"],
-    }
+    return as_row(step_models.ScalarRow, row, part=str(Part.of_columns(row)))
 
 
-_DUMP_COLUMNS: Final = (
-    "stage", "role", "rank", "state", "bytes", "files", "path", "node_id", "capture_id", "task",
-    "level", "seconds", "error", "overrides", "estimate", "wall",
-)  # fmt: skip
-
-
-def dump_row(row: DumpRow) -> JsonObject:
+def dump_row(row: DumpRow) -> AnsweredDump:
     """Return one dump of one rank."""
-    return {"part": str(Part.of_columns(row)), **chosen_columns(row, _DUMP_COLUMNS)}
+    return as_row(AnsweredDump, row, part=str(Part.of_columns(row)))
+
+
+def as_row(kind: type[R], row: Mapping[str, object], **own: object) -> R:
+    """Return a row of an answer: its fields of `own`, the others from a row of the catalogue."""
+    fields = {
+        name: own[name] if name in own else row[name]
+        for name in kind.__annotations__
+        if name in own or name in row
+    }
+    return cast("R", fields)
 
 
 def chosen_columns(row: Mapping[str, object], names: Iterable[str]) -> JsonObject:

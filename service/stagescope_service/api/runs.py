@@ -58,7 +58,7 @@ def attempts(
     target = deps.finder.attempt(run)
     rows = deps.catalogue.described_attempts(target.run)
     repeated = superseded_steps(rows)
-    listed = [{**attempt_row(row), "superseded": repeated[row["number"]]} for row in rows]
+    listed = [attempt_row(row, repeated[row["number"]]) for row in rows]
     note = unreported_steps(deps.catalogue, rows)
     heading = {"run": target.run, "also_live": target.also_live, "note": note}
     return Answer({**heading, **page.cut(listed)})

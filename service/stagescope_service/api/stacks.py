@@ -18,12 +18,11 @@ from stagescope_service.api.dependencies import (
     Stage,
     StepTarget,
 )
-from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import steps as models
 from stagescope_service.api.models.bodies import StacksRequest
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_body
-from stagescope_service.api.rows import chosen_columns
+from stagescope_service.api.rows import as_row
 from stagescope_service.core.stack_requests import ANSWERED, ASKED
 from stagescope_service.store.tables import StackRow
 
@@ -33,10 +32,6 @@ _POLL_SECONDS: Final = 0.1
 _NO_ANSWER: Final = (
     "no answer in time; where a call holds the interpreter lock its watchdog writes instead"
 )
-_STACK_COLUMNS: Final = (
-    "step", "stage", "role", "rank", "state", "source", "reason", "request_id", "wall",
-    "answered_wall", "truncated", "threads", "incarnation",
-)  # fmt: skip
 
 
 class StackQuery(TypedDict):
@@ -146,5 +141,5 @@ async def _wait_for_answers(deps: Dependencies, request_id: str, deadline: float
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def _stack_row(row: StackRow) -> JsonObject:
-    return {"part": str(Part.of_columns(row)), **chosen_columns(row, _STACK_COLUMNS)}
+def _stack_row(row: StackRow) -> models.StackRow:
+    return as_row(models.StackRow, row, part=str(Part.of_columns(row)))

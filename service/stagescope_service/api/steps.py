@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query
@@ -147,7 +148,7 @@ def stages(
         rows = deps.catalogue.stages(
             target.attempt_id, target.step_number, superseded=None, limit=ALL_ROWS
         )
-    listed = [stage_row(row, now) for row in rows]
+    listed: list[Mapping[str, object]] = [stage_row(row, now) for row in rows]
     listed += [absent_row(each, now) for each in progress.missing if each["status"] == NOT_BEGUN]
     filtered = matching(listed, f"step {target.step_number}", **ranks)
     return Answer(

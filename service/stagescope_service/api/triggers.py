@@ -18,7 +18,7 @@ from stagescope_service.api.models import triggers as models
 from stagescope_service.api.models.bodies import REPLAYED_STEPS, DryRunRequest, RulesRequest
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_body
-from stagescope_service.api.rows import chosen_columns
+from stagescope_service.api.rows import as_row, chosen_columns
 from stagescope_service.coordinator.trigger_actions import WebhookTest
 from stagescope_service.rules.budget import spent
 from stagescope_service.rules.document import Rules, defaults, defaults_text, read_yaml
@@ -31,10 +31,6 @@ router = APIRouter(tags=["triggers"])
 
 _MAX_RUNS: Final = 200
 _MAX_FIRINGS: Final = 10_000
-_FIRING_COLUMNS: Final = (
-    "step", "rule", "stage", "role", "rank", "round", "message", "wall", "revision", "actions",
-    "withdrawn_wall",
-)  # fmt: skip
 
 
 @router.get("/triggers", response_model=models.Triggers)
@@ -255,11 +251,6 @@ def _would_fire_row(fired: Fired, live: set[tuple[int, int, str]]) -> JsonObject
     }
 
 
-def _firing_row(row: FiringRow) -> JsonObject:
+def _firing_row(row: FiringRow) -> models.Firing:
     evidence = shown(row["evidence"])
-    return {
-        "run": row["run"],
-        "attempt": evidence.get("attempt"),
-        **chosen_columns(row, _FIRING_COLUMNS),
-        "evidence": evidence,
-    }
+    return as_row(models.Firing, row, attempt=evidence.get("attempt"), evidence=evidence)

@@ -15,6 +15,7 @@ import numpy as np
 
 from stagescope.render import counted
 from stagescope.wire.errors import StagescopeError
+from stagescope_service.fields import Described, Number
 from stagescope_service.rules.evidence import ABS_DIFF, short
 from stagescope_service.rules.history import MeasuredStep, RunHistory
 from stagescope_service.statistics.cell import Cell, Field
@@ -32,22 +33,19 @@ _REJECTED: Final = {Fate.REJECTED: "in_loss", Fate.ZERO_WEIGHT: "weight"}
 
 
 @dataclasses.dataclass(frozen=True)
-class MismatchPart:
-    """A part of the newest measured step's mismatch.
-
-    Attributes:
-        name: 'stale tokens', 'temperature or truncation', 'noise floor', 'rounding', 'rejected
-            tokens', 'worst tokens' or 'unexplained'.
-        share: its share, 0 to 1: of the sum of |d|, but of 'temperature or truncation', which is of
-            the sum of squares of d; None: not measured.
-        text: what it is a share of and rests on, or why it is not measured.
-        counted: whether `unexplained` is without it; parts that are not counted overlap others.
-    """
+class MismatchPart(Described):
+    """A part of the newest measured step's mismatch."""
 
     name: str
-    share: float | None
+    """`stale tokens`, `temperature or truncation`, `noise floor`, `rounding`, `rejected tokens`,
+    `worst tokens` or `unexplained`."""
+    share: Number | None
+    """Its share, 0 to 1, of the sum of |p - q|; that of `temperature or truncation` is one of the
+    sum of squares of p - q over the fresh tokens. null: not measured."""
     text: str
+    """What it is a share of and rests on, or why it is not measured."""
     counted: bool = True
+    """Whether `unexplained` is without it; parts that are not counted overlap others."""
 
 
 def mismatch_parts(history: RunHistory) -> list[MismatchPart]:

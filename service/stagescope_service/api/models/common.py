@@ -221,7 +221,7 @@ class Layout(Model):
     """Version of the training framework."""
 
 
-class DumpRow(Model):
+class DumpRow(Row):
     """The dump of one capture on one rank in one part of a stage."""
 
     part: Part

@@ -8,21 +8,7 @@ from pydantic import ConfigDict, Field
 
 from stagescope_service.api.models.common import Model, Page, RunHeading
 from stagescope_service.fields import Number, Step
-
-
-class MismatchPart(Model):
-    """A part of the newest measured step's mismatch."""
-
-    name: Annotated[str, Field(examples=["noise floor"])]
-    """`stale tokens`, `temperature or truncation`, `noise floor`, `rounding`, `rejected tokens`,
-    `worst tokens` or `unexplained`."""
-    share: Number | None
-    """Its share, 0 to 1, of the sum of |p - q|; that of `temperature or truncation` is one of the
-    sum of squares of p - q over the fresh tokens. null: not measured."""
-    text: str
-    """What it is a share of and rests on, or why it is not measured."""
-    counted: bool
-    """Whether `unexplained` is without it; parts that are not counted overlap others."""
+from stagescope_service.rules.parts import MismatchPart
 
 
 class Symptom(Model):

@@ -23,7 +23,7 @@ from stagescope_service.fields import Attempt, Number, Rank, Role, Row, Run, Sta
 from stagescope_service.store.tables.findings import FindingColumns, LossColumns
 
 
-class RunRow(Model):
+class RunRow(Row):
     """A run, with its newest attempt."""
 
     run: Run
@@ -56,7 +56,7 @@ class Superseded(Row):
     by: Annotated[int, Field(description="Number of the later attempt, from 1.", ge=1)]
 
 
-class AttemptRow(Model):
+class AttemptRow(Row):
     """An attempt with its fingerprint."""
 
     attempt: Attempt
@@ -112,7 +112,7 @@ class NumberNames(RunHeading, Page[NumberName]):
     """The numbers of a run, published metrics first, in alphabetical order."""
 
 
-class StepRow(Model):
+class StepRow(Row):
     """A step in a list."""
 
     step: Step

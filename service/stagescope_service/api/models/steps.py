@@ -33,7 +33,7 @@ from stagescope_service.fields import (
 from stagescope_service.store.tables import Thread
 
 
-class StageRow(Model):
+class StageRow(Row):
     """One part of a stage on one rank."""
 
     stage: Stage
@@ -104,7 +104,7 @@ class Stages(StepHeading, Page[StageRow | AbsentStage]):
     wall: Wall
 
 
-class ScalarRow(Model):
+class ScalarRow(Row):
     """One number that a rank handed over."""
 
     name: Annotated[str, Field(examples=["loss"])]
@@ -185,7 +185,7 @@ class Stuck(StepHeading, Page[StuckRow]):
     """What was found of this step before, also what is over."""
 
 
-class StackRow(Model):
+class StackRow(Row):
     """The stacks of one process."""
 
     part: Part
@@ -249,7 +249,7 @@ class TakenStacks(AttemptHeading):
 
 
 # --- kept files ---------------------------------------------------------------------------
-class KeptFile(Model):
+class KeptFile(Row):
     """A file that is kept of a step."""
 
     stage: Stage | None

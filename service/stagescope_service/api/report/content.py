@@ -34,10 +34,10 @@ from stagescope_service.api.figures import operators as operator_figures
 from stagescope_service.api.report.parts import (
     MAX_ROWS,
     NEWEST_STEPS,
-    Item,
+    ReportItem,
     ReportScope,
+    ReportSection,
     ReportTable,
-    Section,
     body_of,
     rows_of,
     short,
@@ -75,7 +75,7 @@ _RANK_COLUMNS: Final = (
 
 
 # --- what every report says -----------------------------------------------------------------
-def _doctor(scope: ReportScope) -> Section:
+def _doctor(scope: ReportScope) -> ReportSection:
     fields, rows = diagnosis_of(scope.deps, scope.run, scope.attempt, scope.step)
     items, unknown = [], []
     found = [row for row in rows if row["verdict"] == "found"]
@@ -88,7 +88,7 @@ def _doctor(scope: ReportScope) -> Section:
         lines += [str(row["meaning"])]
         lines += [f"-> {text}" for text in cast("list[str]", row["next"])]
         sure = f"{float(cast('float', row['sure'])):.0%} sure"
-        items.append(Item(f"{row['title']}{since}{where} ({sure})", lines))
+        items.append(ReportItem(f"{row['title']}{since}{where} ({sure})", lines))
     for row in rows:
         if row["verdict"] == "not measured":
             reasons = "; ".join(cast("list[str]", row["against"]))
@@ -108,10 +108,10 @@ def _doctor(scope: ReportScope) -> Section:
     scope.say(
         "doctor", f"{len(found)} found", titles + more or str(fields["text"]), bad=bool(found)
     )
-    return Section("", "", texts=texts, items=items[:MAX_ITEMS], table=table, gaps=unknown)
+    return ReportSection("", "", texts=texts, items=items[:MAX_ITEMS], table=table, gaps=unknown)
 
 
-def _findings(scope: ReportScope) -> Section:
+def _findings(scope: ReportScope) -> ReportSection:
     deps, step = scope.deps, scope.step
     if step is None:
         answer = body_of(findings.finding_groups(deps, Page(MAX_ROWS), scope.query))
@@ -127,7 +127,9 @@ def _findings(scope: ReportScope) -> Section:
         title = f"{row['severity']}: {row['message']}" + (f" ({where})" if where else "")
         over = "" if row.get("over_wall") is None else "; over"
         advice = [f"-> {row['advice']}"] if row.get("advice") else []
-        items.append(Item(shortened(title), [f"{row['kind']}, {row['finding_id']}{over}", *advice]))
+        items.append(
+            ReportItem(shortened(title), [f"{row['kind']}, {row['finding_id']}{over}", *advice])
+        )
     errors = sum(row["severity"] == "error" for row in rows)
     where = "" if step is None else " of this step"
     text = counted(total, "kind of problem", "kinds of problems") if step is None else (
@@ -138,10 +140,10 @@ def _findings(scope: ReportScope) -> Section:
     scope.say("findings", str(total), text if total else texts[0], bad=bool(errors))
     if total > len(items):
         texts.append(f"{total - len(items)} more are not listed: stagescope findings")
-    return Section("", "", texts=texts, items=items)
+    return ReportSection("", "", texts=texts, items=items)
 
 
-def _losses(scope: ReportScope) -> Section:
+def _losses(scope: ReportScope) -> ReportSection:
     deps, step = scope.deps, scope.step
     if step is None:
         answer = body_of(findings.loss_groups(deps, _ALL, scope.query))
@@ -155,10 +157,10 @@ def _losses(scope: ReportScope) -> Section:
     if total:
         text = f"{counted(count, 'announced item')} lost or dropped"
     scope.say("losses", str(count), text, bad=count > 0)
-    return Section("", "", texts=[text], table=table_of(answer, columns, total))
+    return ReportSection("", "", texts=[text], table=table_of(answer, columns, total))
 
 
-def _metrics(scope: ReportScope) -> Section:
+def _metrics(scope: ReportScope) -> ReportSection:
     answer = numbers.metrics_of(scope.deps, scope.measured_step)
     answer = cast("JsonObject", decode(encode(answer)))
     comparable, cause = str(answer["comparable"]), answer["cause"]
@@ -193,7 +195,9 @@ def _metrics(scope: ReportScope) -> Section:
         value = cast("float", parse_nonfinite(published.get("per_round/max_diff_value", "nan")))
         text = f"mean |d| {short(value)} nat{_few_tokens(scope, published)}"
         scope.say("worst round", f"round {format_value(worst)}", text, bad=None)
-    return Section("", "", texts=texts, table=ReportTable(("metric", "value"), rows), gaps=gaps)
+    return ReportSection(
+        "", "", texts=texts, table=ReportTable(("metric", "value"), rows), gaps=gaps
+    )
 
 
 def _few_tokens(scope: ReportScope, published: JsonObject) -> str:
@@ -219,7 +223,7 @@ def _names(missing: Sequence[Mapping[str, object]]) -> str:
     )
 
 
-def _rounds(scope: ReportScope) -> Section:
+def _rounds(scope: ReportScope) -> ReportSection:
     deps, target = scope.deps, scope.measured_step
     answer = body_of(numbers.rounds(deps, target, Page(MAX_ROWS), ALL_RANKS))
     drawn = [
@@ -227,10 +231,12 @@ def _rounds(scope: ReportScope) -> Section:
         body_of(routes.distribution_figure(deps, target)),
     ]
     total = MAX_ROWS + 1 if answer["next"] else None
-    return Section("", "", table=table_of(answer, " ".join(_ROUND_COLUMNS), total), figures=drawn)
+    return ReportSection(
+        "", "", table=table_of(answer, " ".join(_ROUND_COLUMNS), total), figures=drawn
+    )
 
 
-def _ranks(scope: ReportScope) -> Section:
+def _ranks(scope: ReportScope) -> ReportSection:
     deps, target = scope.deps, scope.measured_step
     measured, step = numbers.measure(deps, target, Slice())
     rows = numbers.rank_rows(measured, step, deps.catalogue.processes(target.attempt_id))
@@ -239,7 +245,7 @@ def _ranks(scope: ReportScope) -> Section:
     texts = [f"{len(rows)} ranks, the largest mean |d| first"] if rows else []
     drawn = [body_of(routes.rank_rounds_figure(deps, target))]
     table = table_of({"rows": rows}, " ".join(_RANK_COLUMNS))
-    return Section("", "", texts=texts, table=table, figures=drawn)
+    return ReportSection("", "", texts=texts, table=table, figures=drawn)
 
 
 def _size(value: object) -> float:
@@ -248,7 +254,7 @@ def _size(value: object) -> float:
     return number if isinstance(number, int | float) and number == number else float("inf")
 
 
-def _tokens(scope: ReportScope) -> Section:
+def _tokens(scope: ReportScope) -> ReportSection:
     answer = body_of(numbers.tokens(scope.deps, scope.measured_step, Page(200), ALL_RANKS))
     rows = rows_of(answer)
     for row in rows:  # as a literal: most texts begin with a space
@@ -256,14 +262,14 @@ def _tokens(scope: ReportScope) -> Section:
     columns = "token_id kind abs_diff p q round position sample_uid role rank"
     has_texts = any(row["text"] is not None for row in rows)
     table = table_of(answer, f"text {columns}" if has_texts else columns)
-    return Section("", "", table=table)
+    return ReportSection("", "", table=table)
 
 
-def _loss(scope: ReportScope) -> Section:
+def _loss(scope: ReportScope) -> ReportSection:
     found = samples.loss_of(scope.deps, scope.measured_step)
     rows = cast("list[JsonObject]", decode(encode(found.rows)))
     columns = "fate tokens share_of_tokens sum_abs share_of_mismatch"
-    return Section(
+    return ReportSection(
         "", "", texts=[str(found.fields["note"]), *found.derived],
         table=table_of({"rows": rows}, columns),
         gaps=[shortened(text) for text in found.gaps[:MAX_ROWS]],
@@ -271,7 +277,7 @@ def _loss(scope: ReportScope) -> Section:
 
 
 # --- what is said of a run ------------------------------------------------------------------
-def _attempts(scope: ReportScope) -> Section:
+def _attempts(scope: ReportScope) -> ReportSection:
     deps = scope.deps
     answer = body_of(runs.attempts(deps, Page(1000), scope.run))
     rows = rows_of(answer)
@@ -300,10 +306,12 @@ def _attempts(scope: ReportScope) -> Section:
         ]  # fmt: skip
         title = f"what may change numbers, attempt {a.number} against {b.number}"
         items.append(
-            Item(title, [shortened(line) for line in lines[:MAX_ROWS]] or ["nothing known"])
+            ReportItem(title, [shortened(line) for line in lines[:MAX_ROWS]] or ["nothing known"])
         )
-    items.append(Item("fingerprint of the newest attempt", _fingerprint(newest["fingerprint"])))
-    return Section("", "", texts=texts, items=items, table=table_of(answer, columns))
+    items.append(
+        ReportItem("fingerprint of the newest attempt", _fingerprint(newest["fingerprint"]))
+    )
+    return ReportSection("", "", texts=texts, items=items, table=table_of(answer, columns))
 
 
 def _fingerprint(found: object) -> list[str]:
@@ -321,7 +329,7 @@ def _fingerprint(found: object) -> list[str]:
     return [shortened(line) for line in lines]
 
 
-def _course(scope: ReportScope) -> Section:
+def _course(scope: ReportScope) -> ReportSection:
     """Return the numbers over the steps."""
     deps = scope.deps
     drawn = [
@@ -343,7 +351,7 @@ def _course(scope: ReportScope) -> Section:
         "a bar is a step; where there are more steps than bars, two bars are a stretch of steps: "
         "its smallest and its largest value; a space is a gap, ! is not finite"
     )
-    return Section("", "", texts=[text], table=ReportTable(columns, rows), figures=drawn)
+    return ReportSection("", "", texts=[text], table=ReportTable(columns, rows), figures=drawn)
 
 
 def _trends(metric: str, answer: Mapping[str, object]) -> Iterator[JsonObject]:
@@ -368,7 +376,7 @@ def _trends(metric: str, answer: Mapping[str, object]) -> Iterator[JsonObject]:
         }
 
 
-def _steps(scope: ReportScope) -> Section:
+def _steps(scope: ReportScope) -> ReportSection:
     answer = body_of(steps.steps(scope.deps, Page(NEWEST_STEPS), scope.run, scope.attempt))
     rows = rows_of(answer)
     counts: dict[str, int] = {}
@@ -383,10 +391,12 @@ def _steps(scope: ReportScope) -> Section:
         {**row, "missing": _names(cast("list[JsonObject]", row["missing"])) or None} for row in bad
     ]
     columns = "step attempt complete missing gap losses superseded_by"
-    return Section("", "", texts=[f"{newest}: {text}"], table=table_of({"rows": listed}, columns))
+    return ReportSection(
+        "", "", texts=[f"{newest}: {text}"], table=table_of({"rows": listed}, columns)
+    )
 
 
-def _captures(scope: ReportScope) -> Section | None:
+def _captures(scope: ReportScope) -> ReportSection | None:
     deps, step = scope.deps, scope.step
     answer = body_of(captures.captures(deps, Page(MAX_ROWS), scope.run))
     rows: list[JsonObject] = []
@@ -414,11 +424,11 @@ def _captures(scope: ReportScope) -> Section | None:
         )
     text = [] if rows else ["no capture was requested" + ("" if step is None else " of this step")]
     columns = "capture_id state stages steps dumps created_wall by"
-    return Section("", "", texts=text, table=table_of({"rows": rows}, columns))
+    return ReportSection("", "", texts=text, table=table_of({"rows": rows}, columns))
 
 
 # --- what is said of a step -----------------------------------------------------------------
-def _step(scope: ReportScope) -> Section:
+def _step(scope: ReportScope) -> ReportSection:
     deps, target = scope.deps, scope.target
     rows, found = steps.progress_of(deps, target)
     missing = cast("list[JsonObject]", found.missing)
@@ -445,20 +455,20 @@ def _step(scope: ReportScope) -> Section:
     ]
     columns = "stage role parts mean_seconds slowest_seconds slowest_rank"
     gaps = [text for text in (gap, f"missing: {_names(missing)}" if missing else None) if text]
-    return Section(
+    return ReportSection(
         "", "", texts=texts, table=table_of({"rows": table}, columns), gaps=gaps,
         figures=[body_of(routes.timeline_figure(deps, target))],
     )  # fmt: skip
 
 
-def _spread(scope: ReportScope) -> Section:
+def _spread(scope: ReportScope) -> ReportSection:
     deps, target = scope.deps, scope.measured_step
     found = density.info(deps, target)
-    return Section(
+    return ReportSection(
         "", "",
         figures=[
             body_of(routes.distribution_figure(deps, target, "ratio")),
-            body_of(routes.of_step("density", density.figure(found), found)),
+            body_of(routes.FigureAnswer("density", density.figure(found), found)),
         ],
     )  # fmt: skip
 
@@ -469,34 +479,36 @@ _PROPERTIES: Final = (
 """Properties of tokens by which a report draws the mismatch, where they are known."""
 
 
-def _anatomy(scope: ReportScope) -> Section:
+def _anatomy(scope: ReportScope) -> ReportSection:
     deps, target = scope.deps, scope.measured_step
     drawn, gaps = [], []
     for by in _PROPERTIES:
         found = anatomy.info(deps, target, by)
         if found.bins:
-            drawn.append(body_of(routes.of_step("anatomy", anatomy.figure(found), found)))
+            drawn.append(body_of(routes.FigureAnswer("anatomy", anatomy.figure(found), found)))
         else:
             gaps.append(f"by {by}: {found.note}")
-    return Section("", "", figures=drawn, gaps=gaps)
+    return ReportSection("", "", figures=drawn, gaps=gaps)
 
 
-def _offenders(scope: ReportScope) -> Section:
+def _offenders(scope: ReportScope) -> ReportSection:
     found = offenders.info(
         scope.deps, scope.run, scope.attempt, {"first": None, "last": scope.step}
     )
     if not found.rows:
-        return Section("", "", gaps=[found.note or "no prompt"])
-    return Section("", "", figures=[body_of(routes.offenders_answer(found))])
+        return ReportSection("", "", gaps=[found.note or "no prompt"])
+    return ReportSection(
+        "", "", figures=[body_of(routes.FigureAnswer("offenders", offenders.figure(found), found))]
+    )
 
 
-def _samples(scope: ReportScope) -> Section:
+def _samples(scope: ReportScope) -> ReportSection:
     answer = body_of(samples.samples(scope.deps, scope.measured_step, Page(MAX_ROWS + 1)))
     columns = "sample_uid group_id role rank rounds tokens mean_abs max_abs nonfinite reward"
-    return Section("", "", table=table_of(answer, columns))
+    return ReportSection("", "", table=table_of(answer, columns))
 
 
-def _scalars(scope: ReportScope) -> Section | None:
+def _scalars(scope: ReportScope) -> ReportSection | None:
     found: dict[tuple[str | None, str, str], list[float]] = {}
     target = scope.target
     rows = scope.deps.catalogue.scalars(target.attempt_id, target.step_number, limit=1_000_000)
@@ -511,10 +523,10 @@ def _scalars(scope: ReportScope) -> Section | None:
     ]  # fmt: skip
     table = cast("list[JsonObject]", decode(encode(table)))
     columns = "name stage role ranks_and_parts mean min max"
-    return Section("", "", table=table_of({"rows": table}, columns))
+    return ReportSection("", "", table=table_of({"rows": table}, columns))
 
 
-def _operators(scope: ReportScope) -> Section:
+def _operators(scope: ReportScope) -> ReportSection:
     deps, target = scope.deps, scope.target
     rows, earliest = operators.first_non_finite(deps, target, {})
     columns = "stage role rank part name index certain"
@@ -529,13 +541,13 @@ def _operators(scope: ReportScope) -> Section:
                  f"{earliest['role']} {earliest['rank']} in {earliest['stage']}"]  # fmt: skip
     listed = [row for row in rows if row.get("name") is not None]
     found = operator_figures.info(deps, target, {})
-    return Section(
+    return ReportSection(
         "", "", texts=texts, table=table_of({"rows": listed}, columns),
-        figures=[body_of(routes.of_step("operators", operator_figures.figure(found), found))],
+        figures=[body_of(routes.FigureAnswer("operators", operator_figures.figure(found), found))],
     )  # fmt: skip
 
 
-_Makers = Mapping[str, tuple[str, Callable[[ReportScope], Section | None]]]
+_Makers = Mapping[str, tuple[str, Callable[[ReportScope], ReportSection | None]]]
 
 OF_RUN: Final[_Makers] = {
     "doctor": ("What the doctor finds", _doctor),

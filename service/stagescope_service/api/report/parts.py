@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeVar, cast
+from typing import Annotated, Final, Literal, TypeVar, cast
 
 from fastapi.responses import Response
+from pydantic import Field
 
 from stagescope.wire.errors import NotFound
 from stagescope.wire.names import safe_name
 from stagescope_service.api import steps
 from stagescope_service.api.dependencies import AttemptQuery, Dependencies
 from stagescope_service.api.encoding import JsonObject, decode
+from stagescope_service.api.models.figures import Figure
 from stagescope_service.api.redaction import Redactor
 from stagescope_service.api.requests import Page
 from stagescope_service.api.target import Target
+from stagescope_service.fields import Described, Run, Wall, described_by
 
 T = TypeVar("T")
 
@@ -28,11 +31,13 @@ NEWEST_STEPS: Final = 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
-    """Something with a title and lines below it."""
+class ReportItem(Described):
+    """Something with details: a symptom, a finding."""
 
     title: str
+    """What it is, as a sentence."""
     lines: Sequence[str] = ()
+    """Its details: `+` for it, `-` against it, `->` what to do."""
 
     @property
     def facts(self) -> Sequence[str]:
@@ -46,72 +51,73 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReportTable:
-    """Rows as the API answers them; `more` are not listed."""
+class ReportTable(Described):
+    """Rows as the API answers them, some of their columns."""
 
     columns: Sequence[str]
+    """The columns, in their order."""
     rows: Sequence[JsonObject]
+    """The first rows: column -> value. A number that is not finite is "nan", "inf" or "-inf"."""
     more: int = 0
+    """How many rows are not listed."""
     title: str = ""
+    """Its title; empty: that of the section."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Section:
-    """A part of a report.
+class ReportSection(Described):
+    """A part of a report."""
 
-    Attributes:
-        name: its identifier.
-        title: plain text.
-        texts: sentences.
-        items: with details.
-        table: rows.
-        figures: as `/figures/{name}` answers them.
-        gaps: what is missing, and why.
-    """
-
-    name: str
+    name: Annotated[str, Field(examples=["doctor"])]
+    """Its identifier."""
     title: str
+    """Its title, plain text."""
     texts: Sequence[str] = ()
-    items: Sequence[Item] = ()
+    """What it says, as sentences."""
+    items: Sequence[ReportItem] = ()
+    """With details."""
     table: ReportTable | None = None
-    figures: Sequence[JsonObject] = ()
+    """Rows; null: there are none."""
+    figures: Sequence[Annotated[JsonObject, described_by(Figure)]] = ()
+    """As `/figures/{name}` answers them."""
     gaps: Sequence[str] = ()
+    """What is missing, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
-class ReportVerdict:
-    """A question, its answer in a word, and in a sentence; `bad` None means unknown."""
+class ReportVerdict(Described):
+    """A question, and its answer."""
 
-    name: str
+    name: Annotated[str, Field(examples=["streams"])]
+    """What was looked at."""
     verdict: str
+    """The answer, in a word or two."""
     text: str
+    """The answer, as a sentence."""
     bad: bool | None
+    """Whether something is wrong; null: that is no matter of right and wrong, or unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(Described):
     """What is known of a run, or of a step of it."""
 
-    run: str
-    attempt: int | None
-    """The requested attempt, or that of the step; None: the attempts in force."""
+    title: str
+    """What it is of, plain text."""
+    run: Run
+    attempt: Annotated[int | None, Field(ge=1)]
+    """The attempt's number in its run, from 1; null: the attempts in force."""
     step: int | None
-    made_wall: float
+    """The trainer's step; null: the whole run."""
+    made_wall: Wall
     version: str
+    """Version of the service that made it."""
     verdicts: Sequence[ReportVerdict]
-    sections: Sequence[Section]
-
-    @property
-    def title(self) -> str:
-        """What it is of."""
-        attempt = "" if self.attempt is None else f", attempt {self.attempt}"
-        step = "" if self.step is None else f", step {self.step}"
-        return f"{self.run}{attempt}{step}"
-
-    def to_json(self) -> JsonObject:
-        """Return the answer of the API."""
-        fields = cast("JsonObject", dataclasses.asdict(self))
-        return {"schema": 1, "title": self.title, **fields}
+    """The answers in short."""
+    sections: Sequence[ReportSection]
+    """The parts, in their order."""
+    schema: Literal[1] = 1
+    """Version of this format."""
 
 
 def file_name(report: Report, ending: str) -> str:

@@ -20,14 +20,13 @@ from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.dependencies import AttemptNumber, Dependencies, Deps, RunPath
 from stagescope_service.api.encoding import encode, parse_nonfinite
-from stagescope_service.api.models import report as models
 from stagescope_service.api.redaction import Redactor
 from stagescope_service.api.report.content import OF_RUN, OF_STEP
 from stagescope_service.api.report.parts import (
     Report,
     ReportScope,
+    ReportSection,
     ReportTable,
-    Section,
     file_name,
     redacted,
     short,
@@ -137,7 +136,7 @@ _MEDIA_TYPES: dict[Format, str] = {
 
 @router.get(
     "/runs/{run}/report",
-    response_model=models.Report,
+    response_model=Report,
     responses={200: {"content": {
         "text/html": {"schema": {"type": "string", "description": "One self-contained page."}},
         "text/markdown": {"schema": {"type": "string", "description": "For a pull request."}},
@@ -177,7 +176,7 @@ def _report_of(
         return as_html(found).encode(), name
     if format == "md":
         return as_markdown(found).encode(), name
-    return encode(found.to_json()), name
+    return encode(dataclasses.asdict(found)), name
 
 
 def make_report(
@@ -202,19 +201,22 @@ def make_report(
     """
     scope = ReportScope.find(deps, run, attempt, step)
     makers = OF_RUN if step is None else OF_STEP
-    sections: list[Section] = []
+    sections: list[ReportSection] = []
     for name, (title, make) in makers.items():
         at_step(name)
         try:
             section = make(scope)
         except StagescopeError as error:
-            section = Section(name, title, gaps=[shortened(str(error))])
+            section = ReportSection(name, title, gaps=[shortened(str(error))])
         if section is not None:
             sections.append(dataclasses.replace(section, name=name, title=section.title or title))
     redactor = Redactor()
+    number = scope.target.number if step is not None else attempt
+    parts = {"": scope.run, "attempt ": number, "step ": step}
     return Report(
+        title=", ".join(f"{what}{each}" for what, each in parts.items() if each is not None),
         run=scope.run,
-        attempt=scope.target.number if step is not None else attempt,
+        attempt=number,
         step=step,
         made_wall=deps.clock(),
         version=stagescope.__version__,
@@ -223,7 +225,7 @@ def make_report(
     )
 
 
-def _within(sections: Iterable[Section], most: int) -> list[Section]:
+def _within(sections: Iterable[ReportSection], most: int) -> list[ReportSection]:
     """Return sections without the figures that do not fit into `most` bytes; they are named."""
     kept, used = [], 0
     for section in sections:

@@ -21,7 +21,7 @@ from tests.support.shown_run import payload as shown_payload
 
 from stagescope.wire import schema
 from stagescope_service.api.report import routes
-from stagescope_service.api.report.parts import Section
+from stagescope_service.api.report.parts import ReportSection
 from stagescope_service.store.contract import Put
 
 STEPS = 34
@@ -351,7 +351,7 @@ def test_figures_that_do_not_fit_are_named() -> None:
         "figure": {"data": ["x" * 1000]},
     }
     small: dict[str, object] = {**figure, "name": "rounds", "figure": {"data": []}}
-    parts = [Section("a", "A", figures=[figure, small])]
+    parts = [ReportSection("a", "A", figures=[figure, small])]
     (found,) = routes._within(parts, 500)
     assert [each["name"] for each in found.figures] == ["rounds"]
     assert "figure overview has" in found.gaps[0]
