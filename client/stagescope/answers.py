@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -266,7 +265,7 @@ class Metrics(Mapping[str, float]):
     def _repr_html_(self) -> str:
         first = self.head()
         rest = Metrics({n: v for n, v in self._values.items() if n not in first}, self._about)
-        notes = "".join(f"<div>{_escaped(note)}</div>" for note in self.notes())
+        notes = "".join(f"<div>{render.escaped(note)}</div>" for note in self.notes())
         shown = self._picture()
         shown += render.html_table(first._with_units(), units={}, caption=self.heading)
         if not len(rest):
@@ -358,10 +357,6 @@ _HTML_WIDTH: Final = 110
 def _with_unit(value: object, unit: str) -> str:
     text = render.format_value(value, unit)
     return f"{text} s" if unit == "s" and isinstance(value, int | float) else text
-
-
-def _escaped(text: str) -> str:
-    return html.escape(render.printable(text))
 
 
 class Status(Record):

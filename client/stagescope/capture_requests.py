@@ -227,16 +227,10 @@ class CaptureRequests(Connection):
                 misspelling of a known one.
             Forbidden: the token allows only reading, or a path is outside the allowed roots.
         """
-        is_single = isinstance(steps, int) and not isinstance(steps, bool)
-        fields = {
-            "stages": stages, "steps": [steps] if is_single else steps, "run": run, "roles": roles,
-            "ranks": ranks, "task": task, "level": level, "scope": scope, "list": list,
-            "data_mode": data_mode, "config": config, "config_path": config_path, "bench": bench,
-            "data_dir": data_dir, "keep": keep, "parameters": parameters, "gradients": gradients,
-            "limits": limits, "force": force, "strict": strict, "timeout": timeout, "late": late,
-            "again": again,
-        }  # fmt: skip
-        spec = {name: value for name, value in fields.items() if value is not None}
+        given = {name: value for name, value in locals().items() if name != "self"}
+        if isinstance(steps, int) and not isinstance(steps, bool):
+            given["steps"] = [steps]
+        spec = {name: value for name, value in given.items() if value is not None}
         return RequestedCapture(self._transport.change("POST", "/captures", spec) or {})
 
     def progress(self, capture_id: str) -> CaptureProgress:

@@ -118,7 +118,7 @@ class FindingRows(Table):
     def _repr_html_(self) -> str:
         body = "".join(self._html_group(group) for group in self._groups[:_SHOWN])
         lines = self._notes(None) if len(self._groups) else []
-        notes = "".join(f"<div>{_escaped(note)}</div>" for note in lines)
+        notes = "".join(f"<div>{render.escaped(note)}</div>" for note in lines)
         empty = "" if len(self._groups) else "<div>(none)</div>"
         return render.html_block(self.heading, f"{body}{empty}{notes}")
 
@@ -126,12 +126,12 @@ class FindingRows(Table):
         colour = _COLOURS.get(str(group.get("severity")), "inherit")
         lines = [str(group.get("message") or group.get("reason") or "")]
         lines += [str(outcome) for outcome in group.get("outcomes") or ()]
-        text = "".join(f"<div>{_escaped(line)}</div>" for line in lines)
+        text = "".join(f"<div>{render.escaped(line)}</div>" for line in lines)
         advice = _advice(group, self._link_text) if group.get("advice") else ""
-        text += f"<div><i>{_escaped(advice)}</i></div>" if advice else ""
+        text += f"<div><i>{render.escaped(advice)}</i></div>" if advice else ""
         return (
             f'<div style="border-left:3px solid {colour};padding-left:.6em;margin:.4em 0">'
-            f"<b>{_escaped(self._titled(group))}</b>{text}</div>"
+            f"<b>{render.escaped(self._titled(group))}</b>{text}</div>"
         )
 
 
@@ -216,10 +216,6 @@ def _title(group: JsonObject, run: str) -> str:
 
 
 _COLOURS: Final = {"error": "#d13438", "warning": "#b8860b"}
-
-
-def _escaped(text: str) -> str:
-    return html.escape(render.printable(text))
 
 
 _OF_VERDICT: Final = {"found": "#b3372b", "not measured": "#6e7278", "not found": "#2a8048"}

@@ -138,6 +138,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def escaped(text: str) -> str:
+    """Return `text` as HTML, with control characters escaped."""
+    return html.escape(printable(text))
+
+
 def width_of(text: str) -> int:
     """Return the width of `text` in terminal columns (wide characters take two)."""
     if text.isascii():
@@ -320,7 +325,7 @@ def html_table(
         + "</tr>"
         for row in range(count)
     )
-    notes = "".join(f"<div>{html.escape(printable(line))}</div>" for line in foot)
+    notes = "".join(f"<div>{escaped(line)}</div>" for line in foot)
     return (
         '<div style="overflow-x:auto;color:inherit">'
         f"{_html_heading(caption)}"
@@ -349,7 +354,7 @@ def html_bars(names: Sequence[str], values: Sequence[Json], what: str) -> str:
     bars = "".join(
         f'<rect x="{at * width:.1f}" y="{_PICTURE_HEIGHT * (1 - (number or 0.0) / most):.1f}" '
         f'width="{width * 0.85:.1f}" height="{_PICTURE_HEIGHT * (number or 0.0) / most:.1f}" '
-        f'fill="currentColor" fill-opacity="0.6"><title>{html.escape(printable(name))}: '
+        f'fill="currentColor" fill-opacity="0.6"><title>{escaped(name)}: '
         f"{html.escape(format_value(value))}</title></rect>"
         for at, (name, value, number) in enumerate(zip(names, values, numbers, strict=True))
     )
@@ -423,7 +428,7 @@ def html_line(
         'stroke="none"/>'
         for at in marks
     ]
-    label = html.escape(printable(what))
+    label = escaped(what)
     return (
         f'<svg width="{_PICTURE_WIDTH}" height="{_PICTURE_HEIGHT}" role="img" '
         f'aria-label="{label}" style="display:block;color:inherit" fill="none" '
@@ -444,7 +449,7 @@ def html_block(heading: str, body: str) -> str:
 
 
 def _html_heading(text: str) -> str:
-    return f"<div><b>{html.escape(printable(text))}</b></div>" if text else ""
+    return f"<div><b>{escaped(text)}</b></div>" if text else ""
 
 
 def _no_break(unit: str) -> str:

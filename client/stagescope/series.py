@@ -175,13 +175,13 @@ class Series(Table):
             facts = _summary(self["step"], self[name])
             what = f"{self.heading}, {name}: {facts}"
             line = render.html_line(self[name], what=what, rules=rules, marks=marks)
-            label = "" if name == "value" else html.escape(render.printable(name))
+            label = "" if name == "value" else render.escaped(name)
             rows.append(f"<tr><td>{label}</td><td>{line}</td><td>{html.escape(facts)}</td></tr>")
         hidden = len(self.series) - _SHOWN
         notes = [f"... {hidden} more series"] if hidden > 0 else []
         notes += ["a dashed line: another attempt"] if rows and rules else []
         notes += self.notes() if len(self) else self._empty_notes()
-        foot = "".join(f"<div>{html.escape(render.printable(note))}</div>" for note in notes)
+        foot = "".join(f"<div>{render.escaped(note)}</div>" for note in notes)
         return render.html_block(self.heading, f"<table>{''.join(rows)}</table>{foot}")
 
 

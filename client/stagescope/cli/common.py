@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypedDict
+from typing import Any, Final, TypeAlias
 
 import click
 
@@ -140,15 +140,6 @@ Option: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 """A click decorator that adds an option or argument to a command."""
 OptionValue: TypeAlias = Any
 """The value of an option as click parsed it: its type is that of the option."""
-
-
-class RankFilters(TypedDict):
-    """The values of STAGE, ROLE, RANK and LIMIT."""
-
-    stage: str | None
-    role: str | None
-    rank: int | None
-    limit: int
 
 
 _EPILOG: Final = "\b\nExit codes:\n" + "\n".join(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import click
 
@@ -19,7 +19,6 @@ from stagescope.cli.common import (
     STAGE,
     STEP,
     OptionValue,
-    RankFilters,
     optional_step,
     question,
     step_question,
@@ -31,12 +30,9 @@ from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
 from stagescope.wire.captures import read_ranks
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 @step_question(STEP, STAGE, ROLE, RANK, LIMIT)
-def dumps(step: Step, **filters: Unpack[RankFilters]) -> Table:
+def dumps(step: Step, **filters: OptionValue) -> Table:
     """msprobe's dumps of a step: path, size and state."""
     return step.dumps(**filters)
 
@@ -114,7 +110,7 @@ def tensors(session: Session, a: _Side, b: _Side, run: str | None, **options: Op
 
 
 @step_question(STEP, STAGE, ROLE, RANK, LIMIT)
-def stuck(step: Step, **filters: Unpack[RankFilters]) -> Table:
+def stuck(step: Step, **filters: OptionValue) -> Table:
     """Which ranks hold up the others, and since when."""
     return step.stuck(**filters)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -24,7 +23,6 @@ from stagescope.cli.common import (
     STEP,
     Option,
     OptionValue,
-    RankFilters,
     comma_list,
     question,
     read_names,
@@ -38,9 +36,6 @@ from stagescope.table import Table, unknown_name
 from stagescope.wire.errors import NotFound
 from stagescope.wire.keep import SECTIONS
 from stagescope.wire.nonfinite import Json
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @question()
@@ -132,7 +127,7 @@ def anatomy(step: Step, **filters: OptionValue) -> Table:
 
 
 @step_question(MEASURED, STAGE, ROLE, RANK, LIMIT)
-def ranks(step: Step, **filters: Unpack[RankFilters]) -> Table:
+def ranks(step: Step, **filters: OptionValue) -> Table:
     """A step's mismatch rank by rank."""
     return step.ranks(**filters)
 
@@ -184,13 +179,13 @@ def loss(step: Step, limit: int) -> Table:
 
 
 @step_question(STEP, STAGE, ROLE, RANK, LIMIT)
-def stages(step: Step, **filters: Unpack[RankFilters]) -> Table:
+def stages(step: Step, **filters: OptionValue) -> Table:
     """Which ranks were in which stage of a step, and which have not arrived."""
     return step.stages(**filters)
 
 
 @step_question(STEP, STAGE, ROLE, RANK, LIMIT)
-def scalars(step: Step, **filters: Unpack[RankFilters]) -> Table:
+def scalars(step: Step, **filters: OptionValue) -> Table:
     """The scalars that ranks logged in a step."""
     return step.scalars(**filters)
 

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypedDict, cast
+from typing import Any, Final
 
 import click
 
@@ -188,7 +188,7 @@ def consistency(
     timeout: float,
     as_json: bool,
     limit: int | None,
-    **sampling: object,  # the other options, see `_SamplingOptions`
+    **sampling: Any,  # the other options, see `_options`
 ) -> None:
     """Hold an inference engine against transformers: same prompts, same tokens.
 
@@ -216,7 +216,7 @@ def consistency(
             found = _rescore(stored, opened, engine, against, model, limit)
         else:
             items = _items(prompts or dataset, limit)
-            options = _options(cast("_SamplingOptions", sampling), answers=dataset is not None)
+            options = _options(answers=dataset is not None, **sampling)
             found = _compare(items, opened, engine, against, model, options)
     name = run or _run_name(model)
     recorded = "not recorded" if no_record else _record(found, name, step, url)
@@ -281,36 +281,18 @@ def _items(file: Path | None, limit: int | None) -> list[Item]:
     return built_in()[:limit] if file is None else read_items(file, limit)
 
 
-class _SamplingOptions(TypedDict):
-    """The command's options of sampling, prompts and marking."""
-
-    max_tokens: int
-    temperature: float | None
-    top_p: float
-    top_k: int
-    seed: int
-    chat: bool
-    as_text: bool
-    match: str
-    pattern: str | None
-
-
-def _options(given: _SamplingOptions, *, answers: bool) -> Options:
-    temperature = given["temperature"]
+def _options(
+    *, answers: bool, temperature: float | None, match: str, pattern: str | None,
+    chat: bool, as_text: bool, **sampling: Any,
+) -> Options:  # fmt: skip
     if temperature is None:
         temperature = 0.0 if answers else 1.0
     return Options(
-        sampling=Sampling(
-            max_tokens=given["max_tokens"],
-            temperature=temperature,
-            top_p=given["top_p"],
-            top_k=given["top_k"],
-            seed=given["seed"],
-        ),
-        chat=given["chat"],
-        as_text=given["as_text"],
+        sampling=Sampling(temperature=temperature, **sampling),
+        chat=chat,
+        as_text=as_text,
         answers=answers,
-        marking=Marking(given["match"], given["pattern"]),
+        marking=Marking(match, pattern),
     )
 
 

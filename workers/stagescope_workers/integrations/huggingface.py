@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
-from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.patches import guarded
 from stagescope_workers.integrations.training import close_probe, scalars
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe

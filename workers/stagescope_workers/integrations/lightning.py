@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 
-from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.patches import guarded
 from stagescope_workers.integrations.training import close_probe, scalars
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe

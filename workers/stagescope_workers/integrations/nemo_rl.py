@@ -30,8 +30,7 @@ from stagescope_workers.integrations.configuration import (
     sampling,
     visible_leaves,
 )
-from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import Function, Patch, Wrap, staged, wrapper
+from stagescope_workers.integrations.patches import Function, Patch, Wrap, guarded, staged, wrapper
 from stagescope_workers.integrations.training import (
     close_probe,
     closed_at_end,

@@ -25,8 +25,16 @@ from stagescope_workers.integrations.configuration import (
     sampling,
     visible_leaves,
 )
-from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch, Wrap, after, staged, wrapper
+from stagescope_workers.integrations.patches import (
+    Function,
+    Patch,
+    Wrap,
+    after,
+    guarded,
+    running,
+    staged,
+    wrapper,
+)
 from stagescope_workers.integrations.training import (
     COLUMNS,
     FINISH_SECONDS,

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope import proxies
-from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import Function, Patch, wrapper
+from stagescope_workers.integrations.patches import Function, Patch, guarded, wrapper
 from stagescope_workers.integrations.registry import VARIABLE, environment
 
 _PATHS: Final = ("STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE", "STAGESCOPE_DATA_DIR")

@@ -29,8 +29,15 @@ from stagescope_workers.integrations.configuration import (
     sampling,
     visible_leaves,
 )
-from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch, Wrap, staged, wrapper
+from stagescope_workers.integrations.patches import (
+    Function,
+    Patch,
+    Wrap,
+    guarded,
+    running,
+    staged,
+    wrapper,
+)
 from stagescope_workers.integrations.training import (
     COLUMNS,
     ReportedTraining,

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope_workers.integrations import registry, slime_modules, training
 from stagescope_workers.integrations.configuration import named_run, plain_leaves, sampling
-from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import (
     Function,
     Patch,
@@ -36,6 +35,7 @@ from stagescope_workers.integrations.patches import (
     Wrap,
     after,
     before,
+    guarded,
     wrapper,
 )
 from stagescope_workers.integrations.slime_modules import MILES, SLIME, Modules

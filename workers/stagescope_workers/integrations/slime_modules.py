@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stagescope_workers.integrations import training, weights
 from stagescope_workers.integrations.configuration import lookup
-from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.patches import guarded
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from stagescope.wire.nonfinite import Json
-from stagescope_workers.integrations.guard import ending
+from stagescope_workers.integrations.patches import ending
 from stagescope_workers.metrics_feed import MetricsFeed
 from stagescope_workers.probe.lifecycle import finish
 from stagescope_workers.probe.probe import Probe

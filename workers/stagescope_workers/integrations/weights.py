@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Literal
 
-from stagescope_workers.integrations.guard import log_once
+from stagescope_workers.integrations.patches import log_once
 
 Level = Literal["token", "sequence"]
 Outside = Literal["cut", "zero"]

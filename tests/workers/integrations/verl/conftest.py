@@ -9,7 +9,7 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from tests.support.verl_fakes import Seen, fake_modules
 
 from stagescope.wire.schema import END, Event
-from stagescope_workers.integrations import guard
+from stagescope_workers.integrations import patches
 from stagescope_workers.integrations.patches import APPLIED
 from stagescope_workers.integrations.verl import (
     driver,
@@ -45,7 +45,7 @@ class Ended(NamedTuple):
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin each test as a process begins."""
-    monkeypatch.setattr(guard, "_logged", set())
+    monkeypatch.setattr(patches, "_logged", set())
     monkeypatch.setattr(trainer_calls, "_driver", None)
     monkeypatch.setattr(trainer_calls, "_awaiting_tensors", None)
     monkeypatch.setattr(ranks, "_latest_context", None)

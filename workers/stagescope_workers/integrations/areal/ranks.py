@@ -19,8 +19,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from stagescope_workers.integrations import training, weights
 from stagescope_workers.integrations.areal import rows
 from stagescope_workers.integrations.configuration import lookup, named_run
-from stagescope_workers.integrations.guard import ending, guarded, running
-from stagescope_workers.integrations.patches import Function, Wrap, after, wrapper
+from stagescope_workers.integrations.patches import (
+    Function,
+    Wrap,
+    after,
+    ending,
+    guarded,
+    running,
+    wrapper,
+)
 from stagescope_workers.integrations.training import ClipBounds, MicrobatchBuffer, alive, clipped
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe

@@ -20,8 +20,7 @@ from stagescope.wire.errors import StagescopeError
 from stagescope.wire.nonfinite import Json
 from stagescope_workers.integrations.areal import ranks, rows
 from stagescope_workers.integrations.configuration import lookup, plain_leaves
-from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import Function, before, wrapper
+from stagescope_workers.integrations.patches import Function, before, guarded, wrapper
 from stagescope_workers.integrations.training import (
     ReportedTraining,
     closed_at_end,

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from stagescope_workers.integrations.guard import ending, guarded
 from stagescope_workers.integrations.nexrl import ranks, replay
 from stagescope_workers.integrations.nexrl.rows import Trajectory
 from stagescope_workers.integrations.nexrl.training import (
@@ -27,7 +26,15 @@ from stagescope_workers.integrations.nexrl.training import (
     training,
 )
 from stagescope_workers.integrations.nexrl.training import current as current_training
-from stagescope_workers.integrations.patches import Function, Patch, Wrap, after, wrapper
+from stagescope_workers.integrations.patches import (
+    Function,
+    Patch,
+    Wrap,
+    after,
+    ending,
+    guarded,
+    wrapper,
+)
 from stagescope_workers.integrations.training import alive, closed_at_end
 
 _in_original: Final[contextvars.ContextVar[bool]] = contextvars.ContextVar(

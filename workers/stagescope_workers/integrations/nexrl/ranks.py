@@ -15,9 +15,16 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from stagescope_workers.integrations.guard import ending, guarded
 from stagescope_workers.integrations.nexrl.training import CONTEXT
-from stagescope_workers.integrations.patches import Function, after, before, staged, wrapper
+from stagescope_workers.integrations.patches import (
+    Function,
+    after,
+    before,
+    ending,
+    guarded,
+    staged,
+    wrapper,
+)
 from stagescope_workers.integrations.training import scalars
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe

@@ -22,7 +22,6 @@ from stagescope_workers.integrations.configuration import (
     to_container,
     visible_leaves,
 )
-from stagescope_workers.integrations.guard import guarded, log_once
 from stagescope_workers.integrations.nexrl import debug_block
 from stagescope_workers.integrations.nexrl.rows import (
     Columns,
@@ -32,6 +31,7 @@ from stagescope_workers.integrations.nexrl.rows import (
     read_batch,
     read_trajectories,
 )
+from stagescope_workers.integrations.patches import guarded, log_once
 from stagescope_workers.integrations.training import ReportedTraining, one_a_trainer, scalars
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe

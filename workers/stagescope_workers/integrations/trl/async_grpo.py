@@ -19,8 +19,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope_workers.integrations.configuration import sampling
-from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import Function, Patch, Wrap, after, staged, wrapper
+from stagescope_workers.integrations.patches import (
+    Function,
+    Patch,
+    Wrap,
+    after,
+    guarded,
+    staged,
+    wrapper,
+)
 from stagescope_workers.integrations.training import one_a_trainer
 from stagescope_workers.integrations.trl.training import TrlTraining, attaching_patches, cut
 from stagescope_workers.probe.stage import Stage

@@ -20,8 +20,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope_workers.integrations import weights
 from stagescope_workers.integrations.configuration import sampling
-from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch, Wrap, after, staged, wrapper
+from stagescope_workers.integrations.patches import (
+    Function,
+    Patch,
+    Wrap,
+    after,
+    guarded,
+    running,
+    staged,
+    wrapper,
+)
 from stagescope_workers.integrations.training import one_a_trainer
 from stagescope_workers.integrations.trl.training import TrlTraining, attaching_patches, cut
 from stagescope_workers.probe.stage import Stage

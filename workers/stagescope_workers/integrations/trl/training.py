@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
-from stagescope_workers.integrations.guard import ending, guarded
-from stagescope_workers.integrations.patches import Function, Patch, wrapper
+from stagescope_workers.integrations.patches import Function, Patch, ending, guarded, wrapper
 from stagescope_workers.integrations.training import (
     ClipBounds,
     ReportedTraining,

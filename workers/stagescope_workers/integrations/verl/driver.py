@@ -13,7 +13,7 @@ from stagescope import versions
 from stagescope.wire.nonfinite import Json
 from stagescope_workers.capture.verl_blocks import otherwise_in_verl
 from stagescope_workers.integrations.configuration import attempt_key, lookup
-from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.patches import guarded
 from stagescope_workers.integrations.verl import batches, configuration, processes, ranks
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl.context import Context

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from stagescope_workers.capture.verl_blocks import VERL_STAGES
-from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import Function, Patch, Wrap, before, wrapper
+from stagescope_workers.integrations.patches import Function, Patch, Wrap, before, guarded, wrapper
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl import minibatches, modes, ranks, rollout, trainer_calls
 from stagescope_workers.integrations.verl.modes import ALL, METRICS, OFF, STAGES, Mode

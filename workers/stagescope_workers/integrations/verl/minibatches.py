@@ -13,8 +13,7 @@ import torch
 
 from stagescope.wire.errors import StagescopeError
 from stagescope_workers.integrations.configuration import lookup
-from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import after
+from stagescope_workers.integrations.patches import after, guarded
 from stagescope_workers.integrations.training import ClipBounds, MicrobatchBuffer, clipped
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl import context as contexts

@@ -14,8 +14,14 @@ from typing import Any, Final
 from stagescope.wire.errors import StagescopeError
 from stagescope_workers.integrations import training
 from stagescope_workers.integrations.configuration import present
-from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Wrap, staged, wrapper
+from stagescope_workers.integrations.patches import (
+    Function,
+    Wrap,
+    guarded,
+    running,
+    staged,
+    wrapper,
+)
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl import minibatches
 from stagescope_workers.integrations.verl.context import Context

@@ -19,8 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from stagescope_workers.integrations.configuration import lookup
-from stagescope_workers.integrations.guard import ending, guarded
-from stagescope_workers.integrations.patches import Function, after, staged
+from stagescope_workers.integrations.patches import Function, after, ending, guarded, staged
 from stagescope_workers.integrations.verl import batches, configuration
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.processes import call_actors, get_probe, has_service

@@ -8,8 +8,16 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stagescope_workers.integrations.guard import ending, guarded, running
-from stagescope_workers.integrations.patches import Function, after, before, staged, wrapper
+from stagescope_workers.integrations.patches import (
+    Function,
+    after,
+    before,
+    ending,
+    guarded,
+    running,
+    staged,
+    wrapper,
+)
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl.driver import Driver
 from stagescope_workers.integrations.verl.modes import current_mode, wants_float32
