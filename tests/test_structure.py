@@ -301,3 +301,13 @@ def test_a_payload_can_be_followed_in_under_47_files() -> None:
     everywhere = {"wire/schema.py", "core/instructions.py", "core/entities.py"}
     assert all(f"`{name}`" in way for name in everywhere)
     assert len(named) - 1 + len(everywhere) < 47
+
+
+ROWS_ALIKE: Final = {
+    ("CaptureRequest", "Capture"): "a request may leave out what the plan's capture has",
+    ("Link", "Link"): "the wire's class makes paths; the API's describes the object that it sends",
+    ("Layout", "LayoutRow"): "what a process did not report is absent in answers, null in columns",
+    ("EngineRequest", "RegisteredEngine"): "a request may leave out what the registry has",
+    ("Rule", "Rule"): "the document's `for` is no name of Python",
+    ("When", "When"): "the document's `>` is no name of Python",
+}
