@@ -375,10 +375,9 @@ def _requested_fields(spec: Mapping[str, Json] | None) -> Mapping[str, Json]:
 
 
 def _state_and_start(capture: JsonObject) -> dict[str, Json]:
-    """Return the state and the start step of a capture; an older service reports its phase only."""
+    """Return the state and the start step of a capture."""
     agreement = capture.get("agreement") or {}
-    state = capture.get("state") or agreement.get("phase")
-    return {"state": state, "start": agreement.get("start")}
+    return {"state": capture["state"], "start": agreement.get("start")}
 
 
 def _pin_path(step: int, run: str | None, attempt: int | None) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from stagescope import render
-from stagescope.changes import Changes
-from stagescope.comparison_report import ComparisonReport
+from stagescope.comparison_report import Changes, ComparisonReport
 from stagescope.connection import LIMIT, Connection
 from stagescope.operators import Divergence
 from stagescope.render import wrapped

@@ -14,7 +14,7 @@ import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Final
+from typing import Final, NamedTuple
 
 from stagescope.wire.nonfinite import Json, JsonObject
 
@@ -122,6 +122,13 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {prefix}"
         count /= 1000
     raise AssertionError("unreachable")
+
+
+class Line(NamedTuple):
+    """A line of text, and how it is meant: title, good, bad, dim or plain ('')."""
+
+    text: str
+    tone: str = ""
 
 
 def printable(text: str) -> str:

@@ -22,10 +22,9 @@ from stagescope.answers import Record, Status
 from stagescope.capture_requests import CaptureRequests
 from stagescope.comparison_requests import ComparisonRequests
 from stagescope.connection import LIMIT, segment, step_segment
-from stagescope.doctor import Diagnosis
 from stagescope.engines.http import engine_url
 from stagescope.figures import FigureRequests
-from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, FindingRows
+from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Diagnosis, Finding, FindingRows
 from stagescope.forwarding import forwarder
 from stagescope.link_text import session_call
 from stagescope.saving import FileRequests, is_bundle, open_bundle

@@ -9,7 +9,7 @@ from typing import Final
 
 from stagescope import render
 from stagescope.connection import segment
-from stagescope.render import clip, printable, stretches
+from stagescope.render import Line, clip, printable, stretches
 from stagescope.session import Session
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import NotFound, StagescopeError
@@ -33,14 +33,6 @@ _WORST: Final = (_GONE, _ABSENT, _INSIDE, _DONE)
 _LEGEND: Final = f"{_DONE} done  {_INSIDE} inside  {_ABSENT} not begun  {_GONE} gone"
 _GOOD: Final = ("comparable", "exact")
 _UNDECIDED: Final = ("", "no numbers", "unknown")
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A line of the screen, and how it is meant: title, good, bad, dim or plain."""
-
-    text: str
-    tone: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,7 @@ from tests.support.shown_run import HOT_RANK, NAN_RANK, RUN, ShownRun, keep_tens
 
 import stagescope
 from stagescope import Metrics, Session, Step, Table
-from stagescope.doctor import Diagnosis
-from stagescope.findings import FindingRows
+from stagescope.findings import Diagnosis, FindingRows
 from stagescope.operators import NonFiniteOperators, Operators
 from stagescope.plotting import BarTable
 from stagescope.series import Series

@@ -9,7 +9,7 @@ import pytest
 
 from stagescope import Metrics, Table, render
 from stagescope.answers import Status
-from stagescope.changes import Changes
+from stagescope.comparison_report import Changes
 from stagescope.connection import ORDERS, segment, step_segment
 from stagescope.findings import Finding
 from stagescope.series import Series, sparkline

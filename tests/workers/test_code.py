@@ -14,7 +14,7 @@ from stagescope_service.compare.fingerprints import MOST_MODULES
 from stagescope_workers.probe import identity
 from stagescope_workers.probe.handshake import Handshake
 from stagescope_workers.probe.options import ProbeOptions
-from stagescope_workers.probe.stage_tracker import StageTracker
+from stagescope_workers.probe.watchdog import StageTracker
 from stagescope_workers.transport.outbox import Outbox
 
 MAIN = """

@@ -124,7 +124,7 @@ def test_stacks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stages_that_never_end_do_not_pile_up(
     make_probe: MakeProbe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagescope_workers.probe.stage_tracker._MAX_OPEN", 4)
+    monkeypatch.setattr("stagescope_workers.probe.watchdog._MAX_OPEN", 4)
     probe = make_probe()
     for step in range(20):
         probe.begin("s", step=step)

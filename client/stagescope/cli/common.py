@@ -194,7 +194,7 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--url", help="The service, such as http://head:8700."),
         click.option("--wide", is_flag=True, help="Show every column, at any width."),
         click.option(
-            "--columns", callback=_names, metavar="A,B", help="Only these columns of a table."
+            "--columns", callback=read_names, metavar="A,B", help="Only these columns of a table."
         ),
         click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout."),
     ):  # fmt: skip
@@ -202,7 +202,8 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
+def read_names(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
+    """Parse `a,b,c`; None if the option is not given."""
     return None if value is None else comma_list(value)
 
 
@@ -233,6 +234,8 @@ STEP: Final = _step_argument("latest")
 MEASURED: Final = _step_argument("measured")
 CAPTURED: Final = _step_argument("captured")
 RUN: Final = click.option("--run", help="Name of the run (default: the last that began a stage).")
+NAMED_RUN: Final = click.argument("named_run", required=False, metavar="[RUN]")
+"""The same as --run, which stands beside it."""
 ATTEMPT: Final = click.option("--attempt", type=click.IntRange(min=1), help="Attempt's number.")
 STAGE: Final = click.option("--stage", help="Only this stage.")
 ROLE: Final = click.option("--role", help="Only this role.")
@@ -280,6 +283,12 @@ def question(*options: Option) -> Callable[[Callable[..., Answer]], click.Comman
             **own: OptionValue,
         ) -> None:
             click.get_current_context().meta[terminal.IS_JSON] = as_json
+            if (name := own.pop("named_run", None)) is not None:
+                if own["run"] not in (None, name):
+                    raise InvalidInput(
+                        f"two runs are named: {name} and {own['run']}", expected="one of them"
+                    )
+                own["run"] = name
             token = None if token_file is None else discovery.read_token(token_file)
             with attach(
                 url, token=token, timeout=timeout, link_text=terminal.command_of

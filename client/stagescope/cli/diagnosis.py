@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
@@ -41,11 +41,14 @@ def dumps(step: Step, **filters: Unpack[RankFilters]) -> Table:
     return step.dumps(**filters)
 
 
-def _read_side(_: click.Context, __: click.Parameter, value: str) -> dict[str, str | int]:
+_Side: TypeAlias = dict[str, str | int]
+
+
+def _read_side(_: click.Context, __: click.Parameter, value: str) -> _Side:
     return read_side(value)
 
 
-def _of_run(side: dict[str, str | int], run: str | None) -> dict[str, str | int]:
+def _of_run(side: _Side, run: str | None) -> _Side:
     """Return a side with the run of --run, unless it names one."""
     return side if run is None else {"run": run, **side}
 
@@ -86,22 +89,14 @@ def stack(step: Step, stack_id: str, **filters: OptionValue) -> Record:
     click.option("--skip-sharded", is_flag=True, help="Skip shards."),
 )
 def divergence(
-    session: Session,
-    a: dict[str, str | int],
-    b: dict[str, str | int],
-    run: str | None,
-    factor: float | None,
-    exact: bool,
-    skip_sharded: bool,
+    session: Session, a: _Side, b: _Side, run: str | None, **options: OptionValue
 ) -> Record:
     """The first operator in which two dumps differ.
 
     A side is named by run, attempt, step, stage, role, rank, part and capture; fields that the
     second side lacks are those of the first: `stagescope divergence step=5,rank=0 rank=1`.
     """
-    return session.divergence(
-        _of_run(a, run), b, factor=factor, exact=exact, skip_sharded=skip_sharded
-    )
+    return session.divergence(_of_run(a, run), b, **options)
 
 
 @question(
@@ -113,16 +108,9 @@ def divergence(
     RUN,
     LIMIT,
 )
-def tensors(
-    session: Session,
-    a: dict[str, str | int],
-    b: dict[str, str | int],
-    wait: float,
-    run: str | None,
-    limit: int,
-) -> Table:
+def tensors(session: Session, a: _Side, b: _Side, run: str | None, **options: OptionValue) -> Table:
     """How the full tensors of two dumps differ, compared by msprobe (task tensor)."""
-    return session.tensors(_of_run(a, run), b, limit=limit, wait=wait)
+    return session.tensors(_of_run(a, run), b, **options)
 
 
 @step_question(STEP, STAGE, ROLE, RANK, LIMIT)

@@ -13,13 +13,12 @@ import click
 
 from stagescope import terminal
 from stagescope.answers import Record
-from stagescope.cli.common import ATTEMPT, RUN, question, read_step
+from stagescope.cli.common import ATTEMPT, NAMED_RUN, RUN, question, read_step
 from stagescope.forwarding import forwarder
 from stagescope.saving import ReportFormat
 from stagescope.session import Session, StepName
 from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
-from stagescope.wire.errors import InvalidInput
 from stagescope.wire.names import safe_name
 
 _WAIT = click.option(
@@ -29,7 +28,7 @@ _WAIT = click.option(
 
 
 @question(
-    click.argument("name", required=False, metavar="[RUN]"),
+    NAMED_RUN,
     RUN,
     click.option("--step", type=click.IntRange(min=0), help="That step in detail."),
     ATTEMPT,
@@ -45,7 +44,6 @@ _WAIT = click.option(
 )  # fmt: skip
 def report(
     session: Session,
-    name: str | None,
     run: str | None,
     step: int | None,
     attempt: int | None,
@@ -54,7 +52,7 @@ def report(
     wait: float,
 ) -> Record:
     """Save what is known of a run, or of a step, as one file: verdicts, tables, figures, advice."""
-    named = _run(session, name, run)
+    named = run or str(session.step("latest").run)
 
     def save(path: Path, kind: ReportFormat | None) -> Record:
         with terminal.progress("report") as update:
@@ -118,15 +116,8 @@ def bundle(
         )  # fmt: skip
 
 
-def _run(session: Session, name: str | None, run: str | None) -> str:
-    """Return the run that is named, else the one whose training stage began last."""
-    if name and run and name != run:
-        raise InvalidInput(f"two runs are named: {name} and {run}", expected="one of them")
-    return name or run or str(session.step("latest").run)
-
-
 @question(
-    click.argument("name", required=False, metavar="[RUN]"),
+    NAMED_RUN,
     RUN,
     click.option(
         "--to", "targets", multiple=True, required=True, metavar="KIND:ADDRESS",
@@ -151,7 +142,6 @@ def _run(session: Session, name: str | None, run: str | None) -> str:
 )  # fmt: skip
 def forward(
     session: Session,
-    name: str | None,
     run: str | None,
     targets: tuple[str, ...],
     follow: bool,
@@ -176,7 +166,8 @@ def forward(
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
         outcome = forwarder.forward(
-            session, _run(session, name, run), targets, prefix=prefix, from_step=from_step,
+            session, run or str(session.step("latest").run), targets, prefix=prefix,
+            from_step=from_step,
             anew=anew, page_url=page_url, every=every if follow else None, stopped=stopped,
             report=lambda line: click.echo(line, err=True),
         )  # fmt: skip

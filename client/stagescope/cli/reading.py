@@ -11,11 +11,11 @@ import click
 from stagescope import terminal
 from stagescope.answers import Metrics, Record
 from stagescope.batch import Batch
-from stagescope.changes import Changes
 from stagescope.cli.common import (
     ATTEMPT,
     LIMIT,
     MEASURED,
+    NAMED_RUN,
     RANK,
     ROLE,
     ROUND,
@@ -27,13 +27,15 @@ from stagescope.cli.common import (
     RankFilters,
     comma_list,
     question,
+    read_names,
     read_step,
     step_question,
 )
+from stagescope.comparison_report import Changes
 from stagescope.session import Session, StepName
 from stagescope.step import Step
 from stagescope.table import Table, unknown_name
-from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.errors import NotFound
 from stagescope.wire.keep import SECTIONS
 from stagescope.wire.nonfinite import Json
 
@@ -56,34 +58,22 @@ def runs(session: Session, limit: int) -> Table:
     return session.runs(limit=limit)
 
 
-_NAMED_RUN = click.argument("name", required=False, metavar="[RUN]")
-
-
-def _one_run(name: str | None, run: str | None) -> str | None:
-    """Return the run that is named by argument or by --run."""
-    if name and run and name != run:
-        raise InvalidInput(f"two runs are named: {name} and {run}", expected="one of them")
-    return name or run
-
-
-@question(_NAMED_RUN, RUN, LIMIT)
-def attempts(session: Session, name: str | None, run: str | None, limit: int) -> Table:
+@question(NAMED_RUN, RUN, LIMIT)
+def attempts(session: Session, **options: OptionValue) -> Table:
     """A run's attempts; with --json their fingerprints."""
-    return session.attempts(_one_run(name, run), limit=limit)
+    return session.attempts(**options)
 
 
-@question(_NAMED_RUN, RUN, ATTEMPT, LIMIT)
-def steps(
-    session: Session, name: str | None, run: str | None, attempt: int | None, limit: int
-) -> Table:
+@question(NAMED_RUN, RUN, ATTEMPT, LIMIT)
+def steps(session: Session, **options: OptionValue) -> Table:
     """The steps, and how complete each is."""
-    return session.steps(_one_run(name, run), attempt, limit=limit)
+    return session.steps(**options)
 
 
-@question(_NAMED_RUN, RUN, ATTEMPT)
-def exact(session: Session, name: str | None, run: str | None, attempt: int | None) -> Record:
+@question(NAMED_RUN, RUN, ATTEMPT)
+def exact(session: Session, **options: OptionValue) -> Record:
     """In which steps trainer and rollout are equal in every token, and where they first are not."""
-    return session.exact(_one_run(name, run), attempt)
+    return session.exact(**options)
 
 
 @step_question(
@@ -240,39 +230,28 @@ def _only(what: str) -> Option:
 
 
 @question(RUN, ATTEMPT, _only("kinds: 'payload*'"), LIMIT)
-def losses(
-    session: Session, run: str | None, attempt: int | None, only: str | None, limit: int
-) -> Table:
+def losses(session: Session, **options: OptionValue) -> Table:
     """What was announced and never arrived, with the reasons."""
-    return session.losses(run, attempt, only=only, limit=limit)
+    return session.losses(**options)
 
 
 @question(RUN, ATTEMPT, _only("severities or kinds: error, 'streams_*'"), LIMIT)
-def findings(
-    session: Session, run: str | None, attempt: int | None, only: str | None, limit: int
-) -> Table:
+def findings(session: Session, **options: OptionValue) -> Table:
     """The problems that the service found, the most severe first; repeated ones are grouped."""
-    return session.findings(run, attempt, only=only, limit=limit)
+    return session.findings(**options)
 
 
 @question(
-    _NAMED_RUN,
+    NAMED_RUN,
     RUN,
     ATTEMPT,
     click.option("--step", type=int, help="Look at the steps up to this one alone."),
     click.option("--all", "everything", is_flag=True, help="Say what was not measured, and why."),
 )
-def doctor(
-    session: Session,
-    name: str | None,
-    run: str | None,
-    attempt: int | None,
-    step: int | None,
-    everything: bool,
-) -> Table:
+def doctor(session: Session, everything: bool, **options: OptionValue) -> Table:
     """What is sick in a run, since when, how sure that is, and what to do next."""
     with terminal.progress("doctor"):
-        found = session.doctor(_one_run(name, run), attempt, step=step)
+        found = session.doctor(**options)
     return found.all() if everything else found
 
 
@@ -308,34 +287,25 @@ class _BatchSummary(Record):
         return [*self._batch.lines(width=width), *written]
 
 
-def _comma_list(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
-    return None if value is None else comma_list(value)
-
-
 @question(
     MEASURED,
     RUN,
     ATTEMPT,
     click.option("--output", "-o", type=click.Path(path_type=Path), help="Write it to this file."),
-    click.option("--names", callback=_comma_list, metavar="A,B", help="Only these tensors."),
-    click.option("--stages", callback=_comma_list, metavar="A,B", help="Only these stages."),
+    click.option("--names", callback=read_names, metavar="A,B", help="Only these tensors."),
+    click.option("--stages", callback=read_names, metavar="A,B", help="Only these stages."),
 )
 def batch(
-    session: Session,
-    step: StepName,
-    run: str | None,
-    attempt: int | None,
-    output: Path | None,
-    names: list[str] | None,
-    stages: list[str] | None,
-) -> Record:
+    session: Session, step: StepName, output: Path | None, names: OptionValue, stages: OptionValue,
+    **options: OptionValue,
+) -> Record:  # fmt: skip
     """A step's exact data, as one safetensors file (`stagescope.Batch.load` reads it)."""
     try:
-        chosen = session.step(step, run=run, attempt=attempt)
+        chosen = session.step(step, **options)
     except NotFound:
         if step != "measured":
             raise
-        chosen = session.step("latest", run=run, attempt=attempt)  # it has tensors, no numbers
+        chosen = session.step("latest", **options)  # it has tensors, no numbers
     if output is None:
         with terminal.progress("batch"):
             return _BatchSummary(chosen.batch(names=names, stages=stages), None)
@@ -358,15 +328,15 @@ def kept(step: Step, **filters: OptionValue) -> Table:
 
 
 @question(click.argument("step", type=int), RUN, ATTEMPT)
-def pin(session: Session, step: int, run: str | None, attempt: int | None) -> Record:
+def pin(session: Session, **options: OptionValue) -> Record:
     """Exempt the kept files of a step from deletion (needs the operate token)."""
-    return session.pin(step, run=run, attempt=attempt)
+    return session.pin(**options)
 
 
 @question(click.argument("step", type=int), RUN, ATTEMPT)
-def unpin(session: Session, step: int, run: str | None, attempt: int | None) -> Record:
+def unpin(session: Session, **options: OptionValue) -> Record:
     """Allow the files of a pinned step to be deleted again (needs the operate token)."""
-    return session.unpin(step, run=run, attempt=attempt)
+    return session.unpin(**options)
 
 
 @question(

@@ -20,9 +20,10 @@ import click
 
 from stagescope import discovery, terminal
 from stagescope.cli.common import main
+from stagescope.render import Line
 from stagescope.session import attach
 from stagescope.terminal import FiniteFloat
-from stagescope.top import Line, RunReader, RunSnapshot, screen
+from stagescope.top import RunReader, RunSnapshot, screen
 from stagescope.wire.errors import StagescopeError
 
 _TONES: Final = {"title": {"bold": True}, "good": {"fg": "green"}, "bad": {"fg": "red"},

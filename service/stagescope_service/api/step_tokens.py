@@ -20,6 +20,7 @@ from stagescope_service.store.catalogue import Catalogue
 
 N = TypeVar("N", np.int8, np.float64)
 
+_MAX_ADVICE: Final = 1000
 _UPDATE: Final = "actor_update"
 _LOSS_STAGES: Final = (_UPDATE, "compute_advantage")
 """Stages whose mask is that of the update, the decisive one first."""
@@ -89,9 +90,10 @@ class StepTokens:
         p_name = next((name for name in _P_STREAMS if name in batch), None)
         if p_name is None or "rollout_log_probs" not in batch or "response_mask" not in batch:
             raise NotFound(
-                f"what is kept of step {batch.step} has no two streams: "
-                f"{', '.join(batch.tensors) or 'nothing'}",
+                f"what is kept of step {batch.step} and could be joined has no two streams: "
+                f"{', '.join(batch.tensors) or 'no tensor'}",
                 expected="rollout_log_probs, old_log_probs (or log_probs) and response_mask",
+                advice="; ".join(gap.message for gap in batch.gaps)[:_MAX_ADVICE],
             )
         mask = batch["response_mask"] != 0
         width = mask.shape[1]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from stagescope.wire.errors import NotReady
 from stagescope_service.core.instructions import PayloadKey
@@ -24,6 +25,8 @@ class Commits:
         self._unwritten: set[PayloadKey] = set()
         """Payloads settled in memory whose end the last try did not write."""
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._turns: dict[str, asyncio.Future[bool]] = {}
+        """Name -> whether its newest turn, and each before it, was written."""
 
     def check_ready(self) -> None:
         """Raise `NotReady` while the catalogue cannot be written."""
@@ -57,6 +60,30 @@ class Commits:
         # The write goes on if this call is cancelled: its outcome must be noted all the same.
         written.add_done_callback(functools.partial(self._note_written, rows, settled))
         return await asyncio.shield(written)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, name: str) -> AsyncIterator[None]:
+        """Wait, once the block has written its rows, until each earlier turn of the name has.
+
+        An event that is sent again makes no rows: those of its first time may still be on their
+        way to the disk.
+
+        Raises:
+            NotReady: an earlier turn was not written.
+        """
+        before = self._turns.get(name)
+        written = asyncio.get_running_loop().create_future()
+        self._turns[name] = written
+        is_written = False
+        try:
+            yield
+            if before is not None and not await before:
+                raise NotReady("an earlier call was not written; make this one again")
+            is_written = True
+        finally:
+            written.set_result(is_written)
+            if self._turns.get(name) is written:
+                del self._turns[name]
 
     def _note_written(
         self,

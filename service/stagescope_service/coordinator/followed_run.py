@@ -160,9 +160,7 @@ class FollowedRun:
 def series_state(row: FiringRow) -> FiringRecord:
     """Return which series a stored firing named, and whether its rule's actions followed."""
     evidence = row["evidence"]
-    named = evidence.get(NAMED)  # None in rows of an earlier version
-    series = None if named is None else unpack(named)
-    return FiringRecord(series, acts=evidence.get("cools_since") is None)
+    return FiringRecord(unpack(evidence[NAMED]), acts=evidence.get("cools_since") is None)
 
 
 def _acted(row: FiringRow) -> bool:

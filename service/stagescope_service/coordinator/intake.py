@@ -138,8 +138,6 @@ class Intake:
         self._lost_nodes = lost_nodes
         self._wall, self._mono = clock
         self._starts = Starts(self._state)
-        self._writing: dict[str, asyncio.Future[bool]] = {}
-        """Incarnation -> whether its newest batch, and each before it, was written."""
         self._last_expiry = self._mono()
         self._tasks = BackgroundTasks()
         self._check: asyncio.Task[None] | None = None
@@ -186,22 +184,9 @@ class Intake:
     ) -> BatchAnswer:
         async with self._load.admit(len(events)):
             stored = await self._stored_payloads(sender, events)
-            before = self._writing.get(sender.incarnation)
-            written = asyncio.get_running_loop().create_future()
-            self._writing[sender.incarnation] = written
-            is_written = False
-            try:
+            async with self._commits.turn(sender.incarnation):
                 taken = self._take(_ReadBatch(sender, events, payloads or {}), stored)
                 taken.note_refused(await self._carry_out(taken.instructions))
-                # An event that is sent again makes no rows: those of its first time may still be
-                # on their way to the disk.
-                if before is not None and not await before:
-                    raise NotReady("an earlier batch was not written; send this one again")
-                is_written = True
-            finally:
-                written.set_result(is_written)
-                if self._writing.get(sender.incarnation) is written:
-                    del self._writing[sender.incarnation]
         return self._batch_answer(taken)
 
     async def _stored_payloads(

@@ -134,7 +134,8 @@ class RawCalls:
             raise
         if kind == FINISH:
             bare = dataclasses.replace(event, fields={})
-            return await self._finish(run, bare, body, unknown)
+            async with self._commits.turn(delivery):
+                return await self._finish(run, bare, body, unknown)
         stored = None
         if payload is not None and self._state.forgotten_payloads(sender, [seq]):
             stored = await self._payloads.stored(sender.incarnation, [seq])
@@ -145,7 +146,8 @@ class RawCalls:
             name = call_name(kind)
             out.append(reports.unknown_fields(attempt, process.role, name, unknown, event.wall))
         self.recorded += 1
-        await self._runner.carry_out(out)
+        async with self._commits.turn(delivery):
+            await self._runner.carry_out(out)
         answer = {
             "run": run,
             "attempt": attempt.number,

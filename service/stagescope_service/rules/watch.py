@@ -72,11 +72,11 @@ class FiringRecord:
     """The record of a firing for later steps.
 
     Attributes:
-        series: the series that it named; None means all (an earlier release did not store them).
+        series: the series that it named.
         acts: whether its actions followed.
     """
 
-    series: frozenset[SeriesKey] | None = None
+    series: frozenset[SeriesKey]
     acts: bool = True
 
 
@@ -277,7 +277,7 @@ class RuleWatch:
                 break
             if 0 < at.step - earlier.step < rule.cooldown and self._precedes(earlier, at):
                 record = self._records[rule.name, earlier]
-                named -= named if record.series is None else record.series
+                named -= record.series
                 if since is None and record.acts:
                     since = earlier
         return named, since
@@ -290,9 +290,7 @@ class RuleWatch:
 
 def _must_report_again(before: FiringRecord, now: FiringRecord) -> bool:
     """Return whether to report a firing again: its series changed, or its actions now follow."""
-    return (before.series is not None and before.series != now.series) or (
-        now.acts and not before.acts
-    )
+    return before.series != now.series or (now.acts and not before.acts)
 
 
 def _equal_values(before: Mapping[str, Values], values: Mapping[str, Values]) -> bool:

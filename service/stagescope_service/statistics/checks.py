@@ -219,7 +219,7 @@ def shifted(cell: Cell, p: str, q: str, *, filled: float = 0.0) -> Check:
     own, others = lag_means(cell)
     values = {"lag_0": own, **{where: mean for mean, where in others}}
     if cell.tokens < ENOUGH or not others:
-        return Check("shifted", "unknown", "too few tokens, or an older record", values)
+        return Check("shifted", "unknown", "too few tokens", values)
     smallest, where = min(others)
     if smallest < SHIFTED_RATIO * (own - filled / cell.tokens):
         text = (

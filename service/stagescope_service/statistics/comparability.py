@@ -39,7 +39,7 @@ from stagescope_service.statistics.filled import Filling
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.profiles import Edge
 from stagescope_service.statistics.sample_checks import check_samples
-from stagescope_service.statistics.staleness import Drift, slope_in_fresh, versions
+from stagescope_service.statistics.staleness import Drift, differ_alike, slope_in_fresh, versions
 from stagescope_service.statistics.summary import Produced, Sequences, Summary
 from stagescope_service.statistics.sure_tokens import SureTokens, is_temperature
 
@@ -137,16 +137,19 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     drift = _drift(summary)
     found = _check_fresh(summary) if drift and summary.is_staleness_known else []
     found += [bitwise_equal(total, pair, summary.produced, ranks)]
-    sure = SureTokens.of(summary.profiles)
-    if drift and sure and not sure.fit_a_temperature:
-        sure = None  # policy drift moves sure tokens as another model does
+    sure = SureTokens.of(summary)
+    if drift and sure and not (sure.fit_a_temperature and differ_alike(total, summary.fresh)):
+        sure = None  # policy drift moves sure tokens as another model or a temperature does
     filled = Filling.of(summary)
     of_total = _check_cell(
         total, pair, summary.sequences, drift=drift, filled=filled.of_sources(None)
     )
     if sure is not None and not (drift and drift.scales):
         *of_total, scaling, ratio = of_total
-        of_total += sure.judged(scaling, ratio, *pair)
+        shown, ratio = sure.judged(scaling, ratio, *pair)
+        if drift and shown is not scaling:
+            shown = drift.judged(shown)
+        of_total += [shown, ratio]
     found += [*of_total, missing_values(summary, ranks), versions(summary)]
     scopes = [Scope(check, total.tokens, 0) for check in found]
     if len(ranks) > 1:

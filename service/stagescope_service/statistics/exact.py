@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Final, TypedDict
+from typing import Final
 
+from stagescope.wire.nonfinite import Json
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import Check
 from stagescope_service.statistics.part import RankRow
@@ -104,25 +105,12 @@ def _by_origin(produced: Produced) -> dict[str, Produced]:
     return {origin: each for origin, each in found.items() if each}
 
 
-class DifferenceJson(TypedDict):
-    """A `Difference` in an API answer, without its payload."""
-
-    row: int
-    round: int
-    position: int
-    token_id: int | None
-    p: float
-    q: float
-    is_first: bool
-    sample_uid: str | None
-
-
 @dataclasses.dataclass(frozen=True)
 class Difference:
     """The first known token, by sample and position, in which two streams differ.
 
     Attributes:
-        sample: sample_uid, or None where the payload has none.
+        sample_uid: None where the payload has none.
         source: the payload (`Summary.sources`); `row` is the row in it.
         round, position: in the sample; position is the token's index in the row, or its value in
             `positions`.
@@ -131,7 +119,7 @@ class Difference:
         is_first: whether no earlier token differs; False if one that was not kept may.
     """
 
-    sample: str | None
+    sample_uid: str | None
     source: str
     row: int
     round: int
@@ -149,24 +137,15 @@ class Difference:
             role, rank: of the rank, where it is known.
         """
         p, q = pair
-        where = f"sample {self.sample}" if self.sample else f"row {self.row}"
+        where = f"sample {self.sample_uid}" if self.sample_uid else f"row {self.row}"
         of = "" if role is None else f" of {role} rank {rank}"
         token = f"token {self.position}"
         text = f"{where}{of}, round {self.round}, {token}: {p} {self.p!r}, {q} {self.q!r}"
         return text if self.is_first else f"{text} (one before it may differ that was not kept)"
 
-    def to_json(self) -> DifferenceJson:
-        """Return built-in types, without the payload."""
-        return {
-            "row": self.row,
-            "round": self.round,
-            "position": self.position,
-            "token_id": self.token_id,
-            "p": self.p,
-            "q": self.q,
-            "is_first": self.is_first,
-            "sample_uid": self.sample,
-        }
+    def to_json(self) -> dict[str, Json]:
+        """Return the fields, without the payload."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "source"}
 
 
 def unequal_tokens(cell: Cell) -> int:
@@ -181,8 +160,8 @@ def first_difference(summary: Summary) -> Difference | None:
     """Return the first known token in which the two streams differ.
 
     None if they are equal, and if no differing token was kept: a summary keeps only the first
-    non-finite tokens, including those that are finite in neither stream, and older records
-    contain no finite unequal token. `unequal_tokens` distinguishes the two cases.
+    non-finite tokens, including those that are finite in neither stream. `unequal_tokens`
+    distinguishes the two cases.
     """
     non_finite, sequences, keys = summary.non_finite, summary.sequences, summary.sequences.keys()
 
@@ -202,7 +181,7 @@ def first_difference(summary: Summary) -> Difference | None:
     before_others = last_kept is not None and sort_key(tokens, at) <= last_kept
     sequence, token_id = int(tokens.sequence[at]), int(tokens.token_id[at])
     return Difference(
-        sample=sequences.samples[sequence] or None,
+        sample_uid=sequences.samples[sequence] or None,
         source=summary.sources[int(sequences.source[sequence])],
         row=int(sequences.row[sequence]),
         round=int(tokens.round[at]),

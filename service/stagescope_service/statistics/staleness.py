@@ -13,13 +13,15 @@ import math
 from typing import Final, Literal
 
 from stagescope_service.statistics.cell import Cell, Field
-from stagescope_service.statistics.checks import SCALED_Z, Check
+from stagescope_service.statistics.checks import MANY, SCALED_Z, Check
 from stagescope_service.statistics.summary import Summary
 
 DRIFTED_SLOPE: Final = 0.115
 """Maximum distance of a slope from 1 that policy drift may have made: an update that sharpens the
 policy as a temperature of 0.9 does, which is a lot for one, gives up to 1 / 0.9 - 1 = 0.111, while
 a wrong temperature of 0.8 gives 0.12 to 0.25."""
+
+_ALIKE: Final = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,16 @@ class Drift:
         else:
             return check
         return dataclasses.replace(check, text=f"{check.text}; {self.text}: {text}")
+
+
+def differ_alike(all_tokens: Cell, fresh: Cell) -> bool:
+    """Return whether fresh tokens differ half as much as all or more; True of too few to tell.
+
+    A temperature moves fresh and stale tokens alike, an update the stale ones alone.
+    """
+    if fresh.tokens < MANY:
+        return True
+    return fresh.mean(Field.D_ABS_SUM) >= _ALIKE * all_tokens.mean(Field.D_ABS_SUM)
 
 
 def slope_in_fresh(

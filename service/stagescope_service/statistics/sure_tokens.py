@@ -18,22 +18,35 @@ from stagescope_service.statistics.checks import (
     CUT_ONE_SIDED,
     SCALED_ONE_SIDED,
     SCALED_SIZE,
-    SCALED_SLOPE,
     Check,
 )
-from stagescope_service.statistics.profiles import CHANCES, Bin, Profiles
+from stagescope_service.statistics.profiles import CHANCES, Bin
+from stagescope_service.statistics.summary import Summary
 
 FEW: Final = 8
-"""Minimum sure tokens."""
+"""Minimum sure tokens, and unlikely ones that are looked at where there are as many."""
+ENOUGH: Final = 32
+"""Minimum sure tokens to show a temperature where no other check fails: noise moves as many in one
+direction with a probability of 2^-31."""
 SPREAD: Final = 0.045
 """Nats by which sure tokens differ from the move of a temperature. An engine of int8 makes up to
 0.04, another model, of logits that are 0.3 nats off, 0.055 and more."""
+CLEAR: Final = (0.97, 0.5)
+"""Minimum share of |d| of sure tokens, less that of the other sign, and minimum share of them that
+carry it, of a temperature beside which the spread is small, however many nats it is: a temperature
+of 0.4 makes 2.5 times the noise of one of 1."""
 ONE_SIDED: Final = 0.9
 """Minimum share of |d| of sure tokens, less that of the other sign, of a temperature that no
 straight line shows."""
-OPPOSITE: Final = (0.2, 0.6)
-"""The same of the other sign in unlikely tokens, where p is the surer stream and where it is not:
-p of another token is always less sure."""
+CARRYING: Final = 0.2
+"""Minimum share of the sure tokens that carry the sum of their |d|: a temperature moves all of
+them, and tokens that are scored as others are a few, all of which p finds unlikely."""
+ONE_WAY: Final = 0.8
+"""Share of |d| of unlikely tokens, less that of the other sign, above which they moved in the
+direction of the sure ones. A cut leaves 0.9 or more, but for noise."""
+BEYOND_NOISE: Final = 2.0
+"""Minimum ratio of what unlikely tokens moved against the sure ones, on average, to `spread`: noise
+of an engine of int8 moves some against a shallow cut, by as much as the spread."""
 _SURE: Final = CHANCES.index(0.5) + 1
 """The bin of 0.5 to 0.9; those above it hardly move."""
 _HALF: Final = _SURE - 1
@@ -48,31 +61,60 @@ class SureTokens:
         tokens: how many sure ones.
         side: sum of d over the sum of |d| of the sure ones: 1 where p lies above q in all.
         spread: by how much they differ from the move of a temperature, in nats.
-        unlikely: sum of d over the sum of |d| of the unlikely ones; 0 where there are none.
+        unlikely: sum of d over the sum of |d| of the unlikely ones; NaN where there are none.
+        against: mean of |d| of the unlikely ones, those that moved as the sure ones counted as 0.
+        carrying: share of the sure ones that carry the sum of |d|.
+        different: how many of them are not copies, which the same response in a group has.
     """
 
     tokens: int
     side: float
     spread: float
     unlikely: float
+    against: float
+    carrying: float
+    different: float
 
     @classmethod
-    def of(cls, profiles: Profiles) -> SureTokens | None:
+    def of(cls, summary: Summary) -> SureTokens | None:
         """Return what the profiles of a step tell; None: too few sure tokens differ."""
-        bins = profiles.bins("probability")
+        bins = summary.profiles.bins("probability")
         sure = [each for each in bins if each.key == _SURE]
         tokens, side = sum(each.tokens for each in sure), _side(sure)
         if tokens < FEW or math.isnan(side):
             return None
         size = sum(each.d_abs_sum for each in sure) / tokens
-        unlikely = _side(_least(bins))
         spread = size * math.sqrt(max(1.0 - side * side, 0.0))
-        return cls(tokens, side, spread, 0.0 if math.isnan(unlikely) else unlikely)
+        least = _least(bins)
+        unlikely, count = _side(least), sum(each.tokens for each in least)
+        against = (1.0 - math.copysign(unlikely, side * unlikely)) / 2.0
+        return cls(
+            tokens,
+            side,
+            spread,
+            unlikely,
+            against * sum(each.d_abs_sum for each in least) / count if count else math.nan,
+            sum(each.carrying for each in sure) / tokens,
+            tokens * summary.sequences.different_share,
+        )
 
     @property
     def fit_a_temperature(self) -> bool:
         """Whether they moved as a temperature moves them."""
-        return self.spread <= SPREAD and self.side * self.unlikely <= 0.0
+        return self.is_narrow and (self.crosses or not self.side * self.unlikely > 0.0)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether they all moved as far as one temperature moves them, but for noise."""
+        side, carrying = CLEAR
+        is_clear = abs(self.side) >= side and self.carrying >= carrying
+        return self.spread <= SPREAD or is_clear
+
+    @property
+    def crosses(self) -> bool:
+        """Whether unlikely tokens moved against the sure ones: False where there are none."""
+        is_noise = self.against < BEYOND_NOISE * self.spread
+        return self.side * self.unlikely <= ONE_WAY and not is_noise
 
     def judged(self, scaling: Check, ratio: Check, p: str, q: str) -> tuple[Check, Check]:
         """Return the checks of the slope and of the mean ratio, with what the sure tokens tell.
@@ -84,7 +126,7 @@ class SureTokens:
             ratio: the check `calibration` or `renormalised` of all tokens.
             p, q: the names of the streams.
         """
-        if scaling.status == "suspect" and ratio.status != "suspect" and self.spread > SPREAD:
+        if scaling.status == "suspect" and ratio.status != "suspect" and not self.is_narrow:
             text = (
                 f"{scaling.text.partition(': ')[0]}, but no temperature moves the {self.tokens} "
                 f"tokens of a probability of 0.5 to 0.9 as they moved: in both directions, "
@@ -93,7 +135,8 @@ class SureTokens:
             )
             moved = dataclasses.replace(scaling, status="ok", text=text)
             return moved, Check("calibration", "suspect", text, ratio.values)
-        if scaling.status == "ok" and ratio.status == "suspect" and self._show(scaling):
+        is_doubted = ratio.status == "suspect" or self.different >= ENOUGH
+        if scaling.status == "ok" and is_doubted and self._show(scaling):
             surer, other = (p, q) if self.side > 0.0 else (q, p)
             share = (1.0 + abs(self.side)) / 2.0
             text = (
@@ -106,24 +149,20 @@ class SureTokens:
         return scaling, ratio
 
     def _show(self, scaling: Check) -> bool:
-        """Return whether they show a temperature by themselves, of a slope that matters."""
-        if math.isnan(slope := scaling.values.get("slope", math.nan) - 1.0):
-            return False
-        opposite = OPPOSITE[self.side < 0.0]
+        """Return whether they show a temperature by themselves, of a size that matters."""
         return (
-            abs(slope) >= SCALED_SLOPE
-            and (slope > 0.0) == (self.side > 0.0)
-            and scaling.values["abs_diff"] >= SCALED_SIZE
+            scaling.values.get("abs_diff", 0.0) >= SCALED_SIZE
             and abs(self.side) >= ONE_SIDED
-            and self.spread <= SPREAD
-            and -math.copysign(self.unlikely, self.side * self.unlikely) >= opposite
+            and self.is_narrow
+            and not self.carrying < CARRYING
+            and self.crosses
         )
 
 
 def is_temperature(scaling: Check, ratio: Check, sure: SureTokens | None) -> bool:
     """Return whether a slope explains a mean ratio other than 1.
 
-    The sure tokens tell, where they are known.
+    The sure tokens tell, where they are known; of a cut where unlikely ones moved against them.
 
     Truncation has the opposite slope: the mass that q loses is larger in less certain contexts,
     so d rises with q as it does for a flatter q. With a colder q, which lacks rare tokens on
@@ -138,7 +177,7 @@ def is_temperature(scaling: Check, ratio: Check, sure: SureTokens | None) -> boo
         return True
     if ratio.values["one_sided"] >= CUT_ONE_SIDED:
         return abs(correlation) > SCALED_ONE_SIDED
-    if sure is not None and ratio.name == "calibration":
+    if sure is not None and (ratio.name == "calibration" or sure.crosses):
         return sure.fit_a_temperature
     return (ratio.values["mean"] < 1.0) == (correlation < 0.0)
 

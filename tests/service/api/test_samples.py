@@ -16,7 +16,10 @@ from tests.support.measure import payload
 from tokenizers import Tokenizer, decoders, models
 
 import stagescope
+from stagescope.batch import Batch
+from stagescope.batch.data import Gap
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope_service.api.step_tokens import StepTokens, Update
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
 
@@ -356,3 +359,11 @@ def test_samples_of_ids_that_name_several_are_shown_one_by_one(live: Service) ->
     problem = live.problem(404, "/steps/5/samples/sample-0")
     assert problem["wrong"] == "'sample-0' names 2 samples of step 5"
     assert problem["expected"] == "one of 'sample-0 [actor 0]', 'sample-0 [actor 1]'"
+
+
+def test_a_step_of_which_nothing_could_be_joined_says_why() -> None:
+    why = "1 parts hold pieces of samples without the positions of their tokens"
+    batch = Batch(1, {}, source={"step": 3}, gaps=(Gap("joined", why),))
+    with pytest.raises(NotFound, match="could be joined has no two streams: no tensor") as raised:
+        StepTokens.from_batch(batch, None, [], Update(frozenset()))
+    assert why in str(raised.value)

@@ -598,6 +598,32 @@ def test_an_event_that_is_sent_again_is_acknowledged_after_its_first_commit(made
     assert made.statuses() == [(0, "open")]
 
 
+@pytest.mark.parametrize("kind", ["begin", "finish"])
+def test_a_raw_call_that_ray_repeats_is_answered_after_its_first_commit(
+    made: Clocked, kind: str
+) -> None:
+    made.raw("begin", "before")
+    store = HeldStore(made.store)
+    made.coordinator.parts.commits.store = cast(Store, store)
+    fields = {"run": "r", "step": 1}
+    fields |= {"stage": "s"} if kind == "begin" else {}
+
+    async def call_twice() -> None:
+        store.slow = True
+        call = made.coordinator.raw_calls.record
+        calls = [asyncio.create_task(call(kind, "d", fields))]
+        await asyncio.sleep(0)  # it has changed the state and waits for the disk
+        calls.append(asyncio.create_task(call(kind, "d", fields)))
+        done, _ = await asyncio.wait(calls, timeout=0.2)
+        assert not done
+        store.release()
+        first, again = await asyncio.gather(*calls)
+        assert first["attempt"] == again["attempt"]
+        assert first.get("occurrence") == again.get("occurrence")
+
+    made.run(call_twice())
+
+
 def test_a_step_is_due_while_its_last_payload_is_written(made: Clocked) -> None:
     """Else a later step, aggregated meanwhile, is held against the rules before it."""
     store = HeldStore(made.store)

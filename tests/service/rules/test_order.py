@@ -300,6 +300,34 @@ def test_a_lost_weight_sync_is_found_in_few_steps(last: int, live: Service) -> N
     assert fired["explained_by"] == ["mismatch_grows"]
 
 
+@pytest.mark.parametrize(("by", "last"), [(2.0, 5), (2.0, 6), (1.5, 8), (1.3, 10)])
+def test_a_mismatch_that_grows_steadily_is_found_in_few_steps(
+    by: float, last: int, live: Service
+) -> None:
+    """The two sides differ by a bfloat16 engine's noise before the engine's weights freeze."""
+
+    def change(batch: Batch) -> None:
+        if batch.step > 2:
+            batch.add(0.01 * by ** (batch.step - 2))
+
+    run = f"steady-{by}-{last}"
+    train(live, run, change, steps=range(1, last + 1), syncs=True)
+    row = answer_of(live, run)[0]
+    assert (row["rule"], row["verdict"]) == ("mismatch_grows", "found"), row
+
+
+def test_a_mismatch_that_varies_does_not_grow_in_few_steps(live: Service) -> None:
+    for seed in range(8):
+        sizes = 0.01 * np.exp(0.5 * np.random.default_rng(seed).standard_normal(8))
+
+        def change(batch: Batch, sizes: Any = sizes) -> None:
+            batch.add(sizes[batch.step])
+
+        run = f"varies-{seed}"
+        train(live, run, change, steps=range(1, 7), seed=seed)
+        assert rows_of(live, run)["mismatch_grows"]["verdict"] == "not measured"
+
+
 @pytest.mark.parametrize("steps", [5, 6, 9])
 def test_a_clear_jump_is_found_in_few_steps(steps: int, live: Service) -> None:
     def change(batch: Batch) -> None:

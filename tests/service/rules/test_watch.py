@@ -162,10 +162,6 @@ def test_a_new_watch_neither_repeats_a_series_nor_silences_another() -> None:
     assert not again.evaluate(At(1, 2), {"rule-0": values(2, 0)}).fired
     (fired,) = again.evaluate(At(1, 3), {"rule-0": values(2, 2)}).fired
     assert ([hit.series.round for hit in fired.hits], fired.cools_since) == ([1], At(1, 1))
-    # Of an earlier release nobody knows what a firing named: all of it, as it was then.
-    old = RuleWatch(watched.rules.rules, fired={("rule-0", At(1, 1)): FiringRecord()})
-    assert not old.evaluate(At(1, 3), {"rule-0": values(2, 2)}).fired
-    assert old.evaluate(At(1, 10), {"rule-0": values(2, 2)}).fired
 
 
 def test_what_a_late_step_takes_away_or_adds_is_acted_on() -> None:

@@ -51,12 +51,15 @@ CASES: dict[str, Case] = {
     **{f"top-k {k}": (CUT, {"sampled": top_k(k)}) for k in (2, 4, 10, 20, 50)},
     **{f"top-p {share}": (CUT, {"sampled": top_p(share)}) for share in (0.5, 0.8, 0.9, 0.95)},
     **{f"min-p {share}": (CUT, {"sampled": min_p(share)}) for share in (0.05, 0.1)},
-    **{f"temperature {by}": (SCALED, {"sampled": temperature(by)}) for by in (0.6, 0.8, 0.9, 1.1)},
+    **{
+        f"temperature {by}": (SCALED, {"sampled": temperature(by)})
+        for by in (0.4, 0.6, 0.8, 0.9, 1.1)
+    },
     **{
         f"raw beside processed {by}": (
             SCALED, {"sampled": temperature(by), "reported": as_is, "trained": temperature(by)}
         )
-        for by in (0.6, 0.8, 1.2, 1.5)
+        for by in (0.4, 0.5, 0.6, 0.8, 1.2, 1.5)
     },
     **{
         f"trainer of another model, sharpness {by}": (
@@ -91,6 +94,25 @@ def assert_first(right: set[str], found: Counter[str | None]) -> None:
     detected = found.total() - found[None]
     assert sum(found[cause] for cause in right) >= 0.95 * detected, found
     assert detected, found
+
+
+@pytest.mark.parametrize("by", [0.4, 0.5, 0.6, 0.8])
+def test_a_temperature_is_found_where_contexts_hide_its_slope(by: float) -> None:
+    """The mean ratio is 1, as the tokens were drawn from what is reported."""
+    for number, (model, engine, shape) in enumerate(KINDS):
+        rng = np.random.default_rng(100 + number)
+        how: dict[str, Any] = {"model": model, "engine": engine, "sampled": temperature(by)}
+        found = judged(draw(rng, *shape, **how))
+        assert (found.verdict, found.cause) == ("suspect", "temperature"), (model, engine)
+
+
+@pytest.mark.parametrize("engine", NOISE)
+def test_tokens_of_which_a_few_are_scored_as_others_show_no_temperature(engine: str) -> None:
+    """Of foreign ids all sure tokens move in one direction, and unlikely ones in the other."""
+    for number, (model, shape) in enumerate(itertools.product(SHARPNESS, SHAPES)):
+        rng = np.random.default_rng(number)
+        drawn = draw(rng, *shape, model=model, engine=engine, foreign=0.02)
+        assert judged(drawn).cause != "temperature", (model, shape)
 
 
 def coarse(stream: Array, step: float) -> Array:

@@ -104,6 +104,20 @@ def test_one_rank_of_stale_tokens_is_named() -> None:
     ] == verdicts
 
 
+@pytest.mark.parametrize("model", ["sure", "usual", "unsure"])
+@pytest.mark.parametrize("side", ["sampled", "trained"])
+def test_sure_tokens_that_are_stale_alone_show_no_temperature(model: str, side: str) -> None:
+    """No line shows so large an update, and fresh tokens, a half of all, show none of it."""
+    how: dict[str, Any] = {side: temperature(0.4)}
+    fresh = draw(np.random.default_rng(7), 64, 100, model=model)
+    stale = draw(np.random.default_rng(8), 64, 100, model=model, **how)
+    batch = Batch(*(np.concatenate(pair) for pair in zip(
+        (fresh.p, fresh.q, fresh.entropy), (stale.p, stale.q, stale.entropy), strict=True
+    )))  # fmt: skip
+    found = aged(batch, *[5] * 64, *[4] * 64)
+    assert "temperature" not in {check.name for check in found.suspects}
+
+
 def test_policy_drift_that_sharpens_the_policy_is_no_temperature() -> None:
     """Half of the rows are fresh, and show no slope."""
     fresh = draw(np.random.default_rng(7), 64, 100)

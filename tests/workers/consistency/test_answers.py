@@ -4,8 +4,7 @@ import pytest
 
 from stagescope.engines import Generation
 from stagescope.wire.errors import InvalidInput
-from stagescope_workers.consistency.answers import Marking, compare_answers
-from stagescope_workers.consistency.prompts import Item
+from stagescope_workers.consistency.prompts import Item, Marking, compare_answers
 
 
 @pytest.mark.parametrize(

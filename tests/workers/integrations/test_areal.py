@@ -248,6 +248,5 @@ def test_a_column_of_the_next_token_is_moved_within_its_row() -> None:
 
 
 def test_a_micro_batch_whose_rows_cannot_be_told_is_refused() -> None:
-    buffer = rows.MicrobatchBuffer()
     with pytest.raises(ValueError, match="cannot be told"):
-        buffer.add({}, {"response_mask": torch.ones(3, dtype=torch.bool)})
+        rows.of_loss({}, {"response_mask": torch.ones(3, dtype=torch.bool)})

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from tests.support import contracts, nexrl_fakes
 from tests.support.api import Service
 
-from stagescope_workers.integrations import registry
+from stagescope_workers.integrations import guard, registry
 from stagescope_workers.integrations.nexrl import debug_block, ranks
 from stagescope_workers.integrations.patches import Patches
 from stagescope_workers.probe.lifecycle import finish
@@ -255,7 +255,7 @@ def test_the_mismatch_is_not_measured_without_the_rollouts_log_probs(
     nexrl: NexRL, live: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = "test_the_mismatch_is_not_measured_without_the_rollouts_log_probs"
-    debug_block._logged.clear()
+    guard._logged.clear()
     train(nexrl, [trajectories(nexrl, 6, logprobs=False)], {})
     assert live.read.get("/steps/0/metrics", params={"run": run}).status_code == 404
     assert "the mismatch is not measured" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stagescope_service.statistics.settings import StatisticsSettings
-from stagescope_workers.integrations import nemo_rl, openrlhf, skyrl, slime_modules, weights
+from stagescope_workers.integrations import guard, nemo_rl, openrlhf, skyrl, slime_modules
 from stagescope_workers.integrations.areal import ranks as areal
 from stagescope_workers.integrations.trl import grpo
 
@@ -20,7 +20,7 @@ Settings = Callable[[object], dict[str, object]]
 
 @pytest.fixture(autouse=True)
 def nothing_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_logged", set())
+    monkeypatch.setattr(guard, "_logged", set())
 
 
 def nested(path: str, **fields: object) -> Any:

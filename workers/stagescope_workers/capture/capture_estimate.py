@@ -34,7 +34,6 @@ ASSUMED_TOKENS: Final = 4096
 """Tokens of one forward pass, where neither the request nor an earlier stage gives a number."""
 
 _FORWARD_ONLY: Final = ("_log_prob", "compute_values", "compute_rm_score", "generate")
-_UPDATES: Final = ("_update",)
 _ENTRY_SECONDS: Final = 5e-4
 _WRITE_BYTES_PER_SECOND: Final = 2e8
 _DISK_RESERVE: Final = 256 << 20

@@ -23,9 +23,15 @@ from stagescope.wire.errors import (
     StagescopeError,
     Unreachable,
 )
-from stagescope_workers.consistency.answers import MATCHES, Marking
 from stagescope_workers.consistency.comparison import EngineComparison, Options, compare
-from stagescope_workers.consistency.prompts import Item, Tokenizer, built_in, read_items
+from stagescope_workers.consistency.prompts import (
+    MATCHES,
+    Item,
+    Marking,
+    Tokenizer,
+    built_in,
+    read_items,
+)
 from stagescope_workers.consistency.report import Report
 from stagescope_workers.consistency.stored import STORED, read_batch, rescore
 

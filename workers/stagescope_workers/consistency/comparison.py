@@ -12,8 +12,15 @@ from stagescope.engines import Engine, EngineInfo, Generation, Sampling, multimo
 from stagescope.engines.base import Prompt
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
-from stagescope_workers.consistency.answers import AnswerAgreement, Marking, compare_answers
-from stagescope_workers.consistency.prompts import Item, Tokenizer, data_url, token_ids
+from stagescope_workers.consistency.prompts import (
+    AnswerAgreement,
+    Item,
+    Marking,
+    Tokenizer,
+    compare_answers,
+    data_url,
+    token_ids,
+)
 from stagescope_workers.consistency.scored import (
     Check,
     Scored,

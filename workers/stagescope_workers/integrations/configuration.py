@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from stagescope.wire.names import run_name
 from stagescope.wire.nonfinite import Json
 from stagescope_workers.probe.identity import has_password, hide, is_secret, visible_arguments
 
+T = TypeVar("T")
 _MIN_SECRET_LENGTH: Final = 8
 MAX_LEAVES: Final = 990
 
@@ -30,6 +31,29 @@ def lookup(node: Any, *path: str) -> Any:
         except Exception:  # OmegaConf raises its own errors for failed interpolations
             return None
     return node
+
+
+def present(fields: Mapping[str, T | None]) -> dict[str, T]:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def sampling(node: object, prefix: str = "") -> dict[str, object]:
+    """Return how tokens are sampled, as far as a configuration, or a trainer, says."""
+    names = ("temperature", "top_p", "top_k")
+    return present({name: lookup(node, f"{prefix}{name}") for name in names})
+
+
+def attempt_key() -> str | None:
+    """Return STAGESCOPE_ATTEMPT; None means Ray's session and job."""
+    return os.environ.get("STAGESCOPE_ATTEMPT") or None
+
+
+def plain_leaves(tree: Mapping[object, object]) -> dict[str, object]:
+    """Return `visible_leaves` in which everything but numbers, texts and lists is a text."""
+    kept = (str, int, float, list, type(None))
+    leaves = visible_leaves(tree).items()
+    return {name: value if isinstance(value, kept) else str(value) for name, value in leaves}
 
 
 def to_container(node: object) -> Json:

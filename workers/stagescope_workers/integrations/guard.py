@@ -16,6 +16,14 @@ _log = logging.getLogger("stagescope.integrations")
 _logged: Final[set[str]] = set()
 
 
+def log_once(*lines: str) -> None:
+    """Log each of these warnings the first time."""
+    for line in lines:
+        if line not in _logged:
+            _logged.add(line)
+            _log.warning("%s", line)
+
+
 @contextlib.contextmanager
 def guarded(activity: str, *, reraise: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Catch any exception except `reraise`; log a warning the first time for each `activity`."""

@@ -24,7 +24,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from stagescope_workers.integrations import weights
-from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
+from stagescope_workers.integrations.configuration import (
+    lookup,
+    named_run,
+    sampling,
+    visible_leaves,
+)
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import Function, Patch, Wrap, staged, wrapper
 from stagescope_workers.integrations.training import (
@@ -236,12 +241,8 @@ def record(data: Mapping[str, torch.Tensor], rewards: torch.Tensor | None = None
     if rewards is not None and rewards.numel() == mask.shape[0]:
         found["rewards"] = rewards.reshape(-1)
     engine = str(lookup(_training.settings, "backend") or "generation")
-    sampled = {
-        name: value
-        for name in ("temperature", "top_p", "top_k")
-        if isinstance(value := lookup(_training.settings, name), int | float)
-    }
-    streams: dict[str, object] = {"rollout": {"producer": engine, "engine": engine, **sampled}}
+    rollout = {"producer": engine, "engine": engine, **sampling(_training.settings)}
+    streams: dict[str, object] = {"rollout": rollout}
     if "old_log_probs" in found:
         streams["old"] = {"producer": "policy"}
     found["streams"] = streams

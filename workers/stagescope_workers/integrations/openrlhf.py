@@ -13,13 +13,18 @@ are recorded as they are, and the service names them where the trainer's are far
 from __future__ import annotations
 
 import dataclasses
-import logging
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from stagescope_workers.integrations import weights
-from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
+from stagescope_workers.integrations.configuration import (
+    lookup,
+    named_run,
+    present,
+    sampling,
+    visible_leaves,
+)
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch, Wrap, after, staged, wrapper
 from stagescope_workers.integrations.training import (
@@ -35,7 +40,6 @@ from stagescope_workers.probe.stage import Stage
 if TYPE_CHECKING:
     import torch
 
-_log = logging.getLogger("stagescope.integrations")
 
 _ACTOR: Final = "openrlhf.trainer.ray.ppo_actor"
 _STRATEGY: Final = "openrlhf.utils.deepspeed.deepspeed"
@@ -57,31 +61,11 @@ def patches() -> list[Patch]:
     return [Patch(*hook, since="0.6") for hook in hooks]
 
 
-class _Strategy(Protocol):
-    @property
-    def args(self) -> object: ...
-
-
-class Trainer(Protocol):
-    """What is read of OpenRLHF's `ActorPPOTrainer`."""
-
-    @property
-    def args(self) -> object: ...  # noqa: D102
-    @property
-    def actor(self) -> object: ...  # noqa: D102
-    @property
-    def strategy(self) -> _Strategy: ...  # noqa: D102
-
-
-class Experience(Protocol):
-    """What is read of OpenRLHF's `Experience`: a micro-batch, [rows, tokens]."""
-
-    action_mask: torch.Tensor
-    """[rows, response tokens]."""
-    action_log_probs: torch.Tensor | None
-    rollout_log_probs: torch.Tensor
-    sequences: torch.Tensor
-    """Prompts and responses."""
+Trainer: TypeAlias = Any
+"""What is read of OpenRLHF's `ActorPPOTrainer`: args, actor, strategy."""
+Experience: TypeAlias = Any
+"""What is read of OpenRLHF's `Experience`: action_mask, action_log_probs (or None) and
+rollout_log_probs are [rows, response tokens], sequences are prompts and responses."""
 
 
 @dataclasses.dataclass
@@ -280,7 +264,7 @@ def wrap_load(
 @after("the end of a training")
 def wrap_save(
     result: object,
-    strategy: _Strategy,
+    strategy: Any,
     model: object,
     tokenizer: object,
     output_dir: object,
@@ -352,9 +336,7 @@ def wrap_training_step(
 def recorded(experience: Experience, arguments: object) -> dict[str, object]:
     """Return what a micro-batch of experience has, by the names of `Stage.record`."""
     columns = {name: getattr(experience, name, None) for name in COLUMNS["openrlhf"]}
-    found = read_batch(
-        {name: value for name, value in columns.items() if value is not None}, "openrlhf"
-    )
+    found = read_batch(present(columns), "openrlhf")
     mask = experience.action_mask
     found["responses"] = experience.sequences[:, -mask.shape[1] :]
     if "rollout_log_probs" in found and experience.action_log_probs is not None:
@@ -371,14 +353,14 @@ def recorded(experience: Experience, arguments: object) -> dict[str, object]:
     prompts = getattr(experience, "prompts", None)
     if prompts and len(prompts) == mask.shape[0]:
         found["group_ids"] = found["prompt_hashes"] = [_prompt_id(prompt) for prompt in prompts]
-    sampling = {
-        name: lookup(arguments, "rollout", name) for name in ("temperature", "top_p", "top_k")
-    }
-    sampled = {name: value for name, value in sampling.items() if value is not None}
     own = {"producer": "trainer", "engine": "deepspeed"}
     streams: dict[str, object] = {"old": own}
     if "rollout_log_probs" in found:
-        streams["rollout"] = {"producer": "vllm", "engine": "vllm", **sampled}
+        streams["rollout"] = {
+            "producer": "vllm",
+            "engine": "vllm",
+            **sampling(lookup(arguments, "rollout")),
+        }
     found["streams"] = streams
     return found
 

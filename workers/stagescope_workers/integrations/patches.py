@@ -8,13 +8,14 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from stagescope_workers.integrations.guard import guarded, running
+from stagescope_workers.probe.decorator import within
 
 if TYPE_CHECKING:
     from stagescope_workers.probe.stage import Stage
@@ -90,28 +91,15 @@ def staged(activity: str) -> Callable[[Callable[..., Stage | None]], Wrap]:
     """Return a decorator of `make(*args, **kwargs)`: the function runs as the stage it returns."""
 
     def decorate(make: Callable[..., Stage | None]) -> Wrap:
-        def made(*args: object, **kwargs: object) -> Stage | None:
+        def enter(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
             stage: Stage | None = None
             with guarded(activity):
                 stage = make(*args, **kwargs)
-            return stage
+            return running(stage)
 
         @functools.wraps(make)
         def wrap(function: Function) -> Function:
-            async def run_async(*args: object, **kwargs: object) -> object:
-                with running(made(*args, **kwargs)):
-                    return await function(*args, **kwargs)
-
-            def run(*args: object, **kwargs: object) -> object:
-                if is_coroutine:
-                    return run_async(*args, **kwargs)
-                with running(made(*args, **kwargs)):
-                    return function(*args, **kwargs)
-
-            # `torch.no_grad` makes a coroutine function look like a plain one.
-            is_coroutine = inspect.iscoroutinefunction(inspect.unwrap(function))
-            is_async = inspect.iscoroutinefunction(function)
-            return functools.wraps(function)(run_async if is_async else run)
+            return within(function, enter)
 
         return wrap
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,14 +53,15 @@ def with_variables(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
     job = _job_variables()
     # A worker gets the job's PYTHONPATH only where the driver's runtime environment names none.
     base = own.get("PYTHONPATH", job.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
-    ours = {"PYTHONPATH": environment({"PYTHONPATH": base})["PYTHONPATH"], **_passed()}
+    ours = {"PYTHONPATH": environment({"PYTHONPATH": base})["PYTHONPATH"], **passed()}
     merged["env_vars"] = {**ours, **own, "PYTHONPATH": ours["PYTHONPATH"]}
     _rename_in_job(merged["env_vars"])
     return merged
 
 
-def _passed() -> dict[str, str]:
-    found = {name: os.environ[name] for name in PASSED_VARIABLES if os.environ.get(name)}
+def passed(names: Iterable[str] = PASSED_VARIABLES) -> dict[str, str]:
+    """Return those of these variables that are set, and may be shown, with absolute paths."""
+    found = {name: os.environ[name] for name in names if os.environ.get(name)}
     if "@" in found.get(proxies.VARIABLE, ""):
         del found[proxies.VARIABLE]
     for name in _PATHS:

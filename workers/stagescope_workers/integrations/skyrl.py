@@ -16,14 +16,19 @@ import dataclasses
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from stagescope_workers.integrations import weights
-from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
+from stagescope_workers.integrations.configuration import (
+    lookup,
+    named_run,
+    sampling,
+    visible_leaves,
+)
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch, Wrap, staged, wrapper
 from stagescope_workers.integrations.training import (
@@ -79,37 +84,17 @@ def patches() -> list[Patch]:
     ]  # fmt: skip
 
 
-class Batch(Protocol):
-    """What is read of SkyRL's `TrainingInputBatch`."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any] | None: ...  # noqa: D102
-
-    def __getitem__(self, name: str, /) -> torch.Tensor: ...
-
-    def get(self, name: str, default: None, /) -> torch.Tensor | None: ...  # noqa: D102
+Batch: TypeAlias = Any
+"""What is read of SkyRL's `TrainingInputBatch`: metadata, __getitem__, get."""
+Trainer: TypeAlias = Any
+"""What is read of SkyRL's `RayPPOTrainer`: cfg, global_step, dispatch, add_callback."""
 
 
-class Trainer(Protocol):
-    """What is read of SkyRL's `RayPPOTrainer`."""
-
-    cfg: object
-    global_step: int
-    dispatch: object
-    """Sends the work to the models' workers."""
-
-    def add_callback(self, callback: object, /) -> None: ...  # noqa: D102
+_CallbackInput: TypeAlias = Any
+"""What SkyRL hands to a callback: global_step, batch, logs."""
 
 
-class _CallbackInput(Protocol):
-    """What SkyRL hands to a callback."""
-
-    global_step: int
-    batch: Batch | None
-    logs: dict[str, object] | None
-
-
-class Training(ReportedTraining[Trainer]):
+class Training(ReportedTraining):
     """What one trainer reports."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -193,19 +178,16 @@ def statistics_settings(config: object) -> dict[str, object]:
 def streams(config: object, names: Sequence[str]) -> dict[str, object]:
     """Return who produced the streams among `names`, and how the tokens were sampled."""
     engine = str(lookup(config, "generator", "inference_engine", "backend") or "vllm")
-    sampling = lookup(config, "generator", "sampling_params")
-    sampled = {name: lookup(sampling, name) for name in ("temperature", "top_p", "top_k")}
+    sampled = sampling(lookup(config, "generator", "sampling_params"))
     own = {"producer": "trainer", "engine": str(lookup(config, "trainer", "strategy") or "fsdp")}
-    rollout = {"producer": engine, "engine": engine} | {
-        name: value for name, value in sampled.items() if isinstance(value, int | float)
-    }
+    rollout = {"producer": engine, "engine": engine, **sampled}
     found: dict[str, object] = {"old": own} if "old_log_probs" in names else {}
     return {**found, **({"rollout": rollout} if "rollout_log_probs" in names else {})}
 
 
 def responses(batch: Batch) -> dict[str, list[torch.Tensor]]:
     """Return the columns of a batch by the names of `Stage.record`, as rows without padding."""
-    columns = {name: _value(batch, name) for name in _RESPONSES}
+    columns = {name: batch.get(name, None) for name in _RESPONSES}
     mask = batch["response_mask"]
     count = _count(batch)
     width = int(mask.shape[1])
@@ -228,17 +210,14 @@ def _count(batch: Batch) -> int:
     return int(batch["sequences"].shape[0]) - padding
 
 
-def _value(batch: Batch, name: str) -> torch.Tensor | None:
-    return batch.get(name, None)
-
-
 def rewards(batch: Batch) -> torch.Tensor | None:
     """Return the reward of each row, [rows]; None once SkyRL has taken them out of the batch."""
-    found = _value(batch, "rewards")
+    found = batch.get("rewards", None)
     if found is None:
         return None
     found = found[: _count(batch)]
-    return found.sum(-1) if found.dim() == 2 else found
+    rows: torch.Tensor = found.sum(-1) if found.dim() == 2 else found
+    return rows
 
 
 def samples(batch: Batch) -> dict[str, Any]:

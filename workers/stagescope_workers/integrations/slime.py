@@ -24,10 +24,10 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope_workers.integrations import registry, slime_modules, training
-from stagescope_workers.integrations.configuration import named_run, visible_leaves
+from stagescope_workers.integrations.configuration import named_run, plain_leaves, sampling
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import (
     Function,
@@ -63,10 +63,8 @@ _BY_TOKEN: Final = ("rollout_log_probs", "ref_log_probs", "advantages", "returns
 """Columns that have our names, too."""
 
 
-class _Actor(Protocol):
-    """What is read of a `MegatronTrainRayActor`."""
-
-    args: Namespace
+_Actor: TypeAlias = Any
+"""What is read of a `MegatronTrainRayActor`: args."""
 
 
 class Rank:
@@ -178,12 +176,7 @@ def run_name(args: object, package: str) -> str:
 
 def settings(modules: Modules, args: object) -> dict[str, object]:
     """Return slime's arguments, without what may be secret."""
-    plain = (str, int, float, bool, list, type(None))
-    leaves = visible_leaves(dict(vars(args).items()))
-    found = {
-        name: value if isinstance(value, plain) else str(value) for name, value in leaves.items()
-    }
-    return {modules.package: found}
+    return {modules.package: plain_leaves(dict(vars(args).items()))}
 
 
 def payload(
@@ -228,13 +221,7 @@ def payload(
         if rows is not None:
             found["sample_ids"] = [f"{rows}-{number}" for number in range(len(responses))]
     own = {"producer": "trainer", "engine": "megatron"}
-    rollout = {"producer": "rollout", "engine": "sglang"}
-    for ours, theirs in (
-        ("temperature", "rollout_temperature"), ("top_p", "rollout_top_p"),
-        ("top_k", "rollout_top_k"),
-    ):  # fmt: skip
-        if getattr(args, theirs, None) is not None:
-            rollout[ours] = getattr(args, theirs)
+    rollout = {"producer": "rollout", "engine": "sglang", **sampling(args, "rollout_")}
     return {**found, "streams": {"rollout": rollout, "old": own, "current": own}}
 
 

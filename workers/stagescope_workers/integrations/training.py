@@ -7,9 +7,9 @@ import contextlib
 import numbers
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from stagescope.wire.nonfinite import Json
 from stagescope_workers.integrations.guard import ending
@@ -29,18 +29,17 @@ PREFIX: Final = "stagescope/"
 _NOT_SCALARS: Final = ("step", "policy_version", "stage")
 """Arguments of `log` of their own."""
 
-_Trainer = TypeVar("_Trainer")
 _Training = TypeVar("_Training")
 
 
-class ReportedTraining(abc.ABC, Generic[_Trainer]):
+class ReportedTraining(abc.ABC):
     """What one trainer reports; its loop runs in one thread.
 
     The probe is made at the first use, and closed when the training ends: a trainer that trains
     again gets another one.
     """
 
-    def __init__(self, trainer: _Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)
         self._probe: Probe | None = None
         self._feed: MetricsFeed | None = None
@@ -60,7 +59,7 @@ class ReportedTraining(abc.ABC, Generic[_Trainer]):
         return True
 
     @property
-    def trainer(self) -> _Trainer:
+    def trainer(self) -> Any:
         """The trainer."""
         return alive(self._trainer)
 
@@ -119,7 +118,7 @@ def closed_at_end(
     return ending("closing the probe", close)
 
 
-def alive(reference: weakref.ref[_Trainer]) -> _Trainer:
+def alive(reference: weakref.ref[Any]) -> Any:
     """Return the trainer that `reference` refers to.
 
     Raises:
@@ -131,11 +130,11 @@ def alive(reference: weakref.ref[_Trainer]) -> _Trainer:
     return trainer
 
 
-def one_a_trainer(make: Callable[[_Trainer], _Training]) -> Callable[[_Trainer], _Training]:
+def one_a_trainer(make: Callable[[Any], _Training]) -> Callable[[Any], _Training]:
     """Return a function from a trainer to what `make` made of it; it keeps no trainer alive."""
-    known: weakref.WeakKeyDictionary[_Trainer, _Training] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[object, _Training] = weakref.WeakKeyDictionary()
 
-    def find(trainer: _Trainer) -> _Training:
+    def find(trainer: Any) -> _Training:
         found = known.get(trainer)
         if found is None:
             found = known[trainer] = make(trainer)
@@ -164,6 +163,60 @@ def _is_number(value: object) -> bool:
     if isinstance(value, numbers.Real):
         return not isinstance(value, bool)
     return getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+
+
+class ClipBounds(NamedTuple):
+    """Bounds on the ratio exp(log_prob - old_log_prob) beyond which a token has no gradient."""
+
+    low: float
+    """With a negative advantage."""
+    high: float
+    """With a positive advantage."""
+    dual: float | None = None
+    """The upper one with a negative advantage (dual clipping, arXiv 1912.09729)."""
+
+
+def clipped(log_ratio: Any, advantages: Any, bounds: ClipBounds) -> Any:
+    """Return -1 or 1 (int8) where the clipped loss is constant in a token's ratio, else 0."""
+    ratio = log_ratio.clamp(-20.0, 20.0).exp()
+    low = (ratio < bounds.low) & (advantages < 0)
+    high = (ratio > bounds.high) & (advantages > 0)
+    if bounds.dual is not None:
+        high = high | ((ratio > bounds.dual) & (advantages < 0))
+    return high.char() - low.char()
+
+
+class MicrobatchBuffer:
+    """What the loss saw in the micro-batches of one mini-batch, packed into one payload.
+
+    Packed, since it takes one copy to the host for a name, instead of one for each micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Mapping[str, Any]] = []
+        self._lengths: list[int] = []
+        self._ids: list[str] | None = []
+
+    def add(
+        self, tensors: Mapping[str, Any], lengths: Sequence[int], ids: Sequence[str] | None = None
+    ) -> None:
+        """Add a micro-batch: flat tensors on the model's device, lengths and ids of its rows."""
+        self._parts.append(tensors)
+        self._lengths += lengths
+        self._ids = None if ids is None or self._ids is None else [*self._ids, *ids]
+
+    def pop_all(self) -> dict[str, Any]:
+        """Return the micro-batches as one packed payload, and empty the buffer."""
+        import torch
+
+        parts, lengths, ids = self._parts, self._lengths, self._ids
+        self._parts, self._lengths, self._ids = [], [], []
+        if not parts:
+            return {}
+        names = set.intersection(*(set(part) for part in parts))
+        packed = {name: torch.cat([part[name] for part in parts]) for name in sorted(names)}
+        ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+        return {**packed, "cu_seqlens": ends, **({"sample_ids": ids} if ids else {})}
 
 
 _RESULTS: Final = {"advantages": "advantages", "returns": "returns", "values": "values"}

@@ -8,13 +8,11 @@ process that hands over streams gives the same settings.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Literal
 
-_log = logging.getLogger("stagescope.integrations")
-_logged: Final[set[str]] = set()
+from stagescope_workers.integrations.guard import log_once
 
 Level = Literal["token", "sequence"]
 Outside = Literal["cut", "zero"]
@@ -51,9 +49,8 @@ def not_computed(trainer: str, why: str) -> dict[str, object]:
         "are not those that the loss applies"
     )
     # Every rank finds the same: rank 0 logs it.
-    if line not in _logged and os.environ.get("RANK", "0") == "0":
-        _logged.add(line)
-        _log.warning("%s", line)
+    if os.environ.get("RANK", "0") == "0":
+        log_once(line)
     return {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -48,29 +49,33 @@ def as_stage(
             found = find_step(args, kwargs) if step is None else step
             return maker.stage(name, step=found, model=_find_model(model, args))
 
-        if inspect.iscoroutinefunction(function):
+        def enter(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
+            return stage(args, kwargs) or contextlib.nullcontext()
 
-            @functools.wraps(function)
-            async def call_async(*args: object, **kwargs: object) -> object:
-                entered = stage(args, kwargs)
-                if entered is None:
-                    return await function(*args, **kwargs)
-                with entered:
-                    return await function(*args, **kwargs)
-
-            return cast("_Function", call_async)
-
-        @functools.wraps(function)
-        def call(*args: object, **kwargs: object) -> object:
-            entered = stage(args, kwargs)
-            if entered is None:
-                return function(*args, **kwargs)
-            with entered:
-                return function(*args, **kwargs)
-
-        return cast("_Function", call)
+        return cast("_Function", within(function, enter))
 
     return decorate
+
+
+def within(
+    function: Callable[..., Any], enter: Callable[[tuple[object, ...], Mapping[str, object]], Any]
+) -> Callable[..., Any]:
+    """Return a function, sync or async, that runs in the context `enter(args, kwargs)` returns."""
+
+    async def call_async(*args: object, **kwargs: object) -> object:
+        with enter(args, kwargs):
+            return await function(*args, **kwargs)
+
+    def call(*args: object, **kwargs: object) -> object:
+        if is_coroutine:
+            return call_async(*args, **kwargs)
+        with enter(args, kwargs):
+            return function(*args, **kwargs)
+
+    # `torch.no_grad` makes a coroutine function look like a plain one.
+    is_coroutine = inspect.iscoroutinefunction(inspect.unwrap(function))
+    is_async = inspect.iscoroutinefunction(function)
+    return functools.wraps(function)(call_async if is_async else call)
 
 
 def find_step(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:

@@ -17,7 +17,7 @@ from stagescope_workers.probe import identity
 from stagescope_workers.probe.draft import plain
 from stagescope_workers.probe.identity import script_of
 from stagescope_workers.probe.options import ProbeOptions
-from stagescope_workers.probe.stage_tracker import StageTracker
+from stagescope_workers.probe.watchdog import StageTracker
 from stagescope_workers.transport.calls import Clock, ServiceLink
 from stagescope_workers.transport.link import (
     RayLink,

@@ -11,7 +11,7 @@ from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import PART_FIELDS, Part, Work
 from stagescope_workers.probe.handshake import Handshake
 from stagescope_workers.probe.options import index, step_index
-from stagescope_workers.probe.stage_tracker import StageTracker
+from stagescope_workers.probe.watchdog import StageTracker
 from stagescope_workers.transport.outbox import Outbox
 from stagescope_workers.transport.sender import EventSender
 

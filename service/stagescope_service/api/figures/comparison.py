@@ -47,6 +47,8 @@ class ComparisonInfo:
     attempt: int | None
     panels: tuple[SidePanel, ...]
     note: str | None
+    step: int | None = None
+    """The step whose tensors are compared; None: metrics are."""
 
 
 def info(

@@ -75,6 +75,7 @@ class OffendersInfo:
     rows: tuple[Prompt, ...]
     """Those that stand out in the most steps first, then the largest ratio."""
     note: str | None
+    step: None = None
 
 
 def info(deps: Dependencies, run: str | None, attempt: int | None, window: Window) -> OffendersInfo:

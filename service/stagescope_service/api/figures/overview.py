@@ -113,6 +113,7 @@ class OverviewInfo:
     note: str | None
     smooth: float | None = None
     """Steps of the moving average that is drawn over the values; None: none is."""
+    step: None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,25 +94,40 @@ FigureTarget = Annotated[Target, Depends(figure_target)]
 DumpedTarget = Annotated[Target, Depends(dumped_target)]
 
 
+class Shown(typing.Protocol):
+    """What the data of all figures have in common."""
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        ...
+
+    @property
+    def attempt(self) -> int | None:
+        """The attempt's number; None: the attempts in force."""
+        ...
+
+    @property
+    def step(self) -> int | None:
+        """The trainer's step; None: several."""
+        ...
+
+    @property
+    def note(self) -> str | None:
+        """Why there is nothing to see, or what is left out."""
+        ...
+
+
 class FigureAnswer(Response):
-    """A figure as JSON in which every number that is not finite is null."""
+    """The figure `name` as JSON in which every number that is not finite is null."""
 
     media_type = "application/json"
 
-    def __init__(
-        self,
-        name: str,
-        figure: go.Figure,
-        *,
-        run: str,
-        attempt: int | None,
-        step: int | None,
-        note: str | None,
-    ) -> None:
+    def __init__(self, name: str, figure: go.Figure, found: Shown) -> None:
         title, drawing = as_json(figure)
         body = {
-            "run": run, "attempt": attempt, "step": step, "name": name, "title": title,
-            "note": note, "figure": drawing,
+            "run": found.run, "attempt": found.attempt, "step": found.step, "name": name,
+            "title": title, "note": found.note, "figure": drawing,
         }  # fmt: skip
         super().__init__(orjson.dumps(body, option=_OPTIONS))
 
@@ -212,10 +227,7 @@ def overview_figure(
     check_window(window)
     request = overview.Request(tuple(metric or ()), chosen.attempt, window, superseded, smooth)
     found = overview.info(deps, chosen.run, request)
-    return FigureAnswer(
-        "overview", overview.figure(found),
-        run=found.run, attempt=found.attempt, step=None, note=found.note,
-    )  # fmt: skip
+    return FigureAnswer("overview", overview.figure(found), found)
 
 
 @router.get("/figures/rounds", response_model=models.Figure)
@@ -229,7 +241,7 @@ def rounds_figure(
 ) -> FigureAnswer:
     """Draw |d| by round of a step with its quantiles, and the number of tokens."""
     found = rounds.info(deps, target, compare=compare)
-    return of_step("rounds", rounds.figure(found), found)
+    return FigureAnswer("rounds", rounds.figure(found), found)
 
 
 @router.get("/figures/rank-rounds", response_model=models.Figure)
@@ -242,7 +254,7 @@ def rank_rounds_figure(
 ) -> FigureAnswer:
     """Draw a number by rank and round of a step; many ranks are folded, the odd one out on top."""
     found = heatmaps.rounds_info(deps, target, metric)
-    return of_step("rank-rounds", heatmaps.figure(found), found)
+    return FigureAnswer("rank-rounds", heatmaps.figure(found), found)
 
 
 @router.get("/figures/rank-steps", response_model=models.Figure)
@@ -257,7 +269,7 @@ def rank_steps_figure(
     """Draw a number by rank and step, by default of the newest 200 steps."""
     check_window(window)
     found = heatmaps.steps_info(deps, *chosen, window, metric)
-    return of_step("rank-steps", heatmaps.figure(found), found)
+    return FigureAnswer("rank-steps", heatmaps.figure(found), found)
 
 
 @router.get("/figures/distribution", response_model=models.Figure)
@@ -274,7 +286,7 @@ def distribution_figure(
 ) -> FigureAnswer:
     """Draw how many tokens of a step have which |d|, or which ratio of probabilities."""
     found = distribution.info(deps, target, of=of, round=round)
-    return of_step("distribution", distribution.figure(found), found)
+    return FigureAnswer("distribution", distribution.figure(found), found)
 
 
 @router.get("/figures/density", response_model=models.Figure)
@@ -285,7 +297,7 @@ async def density_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
     of regression and the worst tokens are drawn, which are stored of every step.
     """
     found = await deps.computations.run(density.info, deps, target)
-    return of_step("density", density.figure(found), found)
+    return FigureAnswer("density", density.figure(found), found)
 
 
 @router.get("/figures/anatomy", response_model=models.Figure)
@@ -299,7 +311,7 @@ def anatomy_figure(
     doubted = None if found.comparability is None else doubt(found.comparability)
     notes = (found.note, doubted)
     shown = dataclasses.replace(found, note="; ".join(filter(None, notes)) or None)
-    return of_step("anatomy", anatomy.figure(found), shown)
+    return FigureAnswer("anatomy", anatomy.figure(found), shown)
 
 
 @router.get("/figures/offenders", response_model=models.Figure)
@@ -310,14 +322,14 @@ async def offenders_figure(deps: Deps, chosen: AttemptQueryOf, window: WindowOf)
     """
     check_window(window)
     found = await deps.computations.run(offenders.info, deps, *chosen, window)
-    return offenders_answer(found)
+    return FigureAnswer("offenders", offenders.figure(found), found)
 
 
 @router.get("/figures/timeline", response_model=models.Figure)
 def timeline_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
     """Draw the stages of a step: a lane a rank, who waits for whom, what failed or did not end."""
     found = timeline.info(deps, target)
-    return of_step("timeline", timeline.figure(found), found)
+    return FigureAnswer("timeline", timeline.figure(found), found)
 
 
 @router.get("/figures/operators", response_model=models.Figure)
@@ -332,7 +344,7 @@ async def operators_figure(deps: Deps, target: DumpedTarget, ranks: RankQueryOf)
         target,
         {"stage": ranks["stage"], "role": ranks["role"], "rank": ranks["rank"]},
     )
-    return of_step("operators", operators.figure(found), found)
+    return FigureAnswer("operators", operators.figure(found), found)
 
 
 async def dump_query(
@@ -369,7 +381,7 @@ async def operator_divergence_figure(
     rank. The threshold is that of `/operators/divergence`.
     """
     found = await deps.computations.run(operators.divergence_info, deps, a, b)
-    return of_step("operator-divergence", operators.divergence_figure(found), found)
+    return FigureAnswer("operator-divergence", operators.divergence_figure(found), found)
 
 
 class SidesQuery(NamedTuple):
@@ -422,16 +434,12 @@ async def comparison_figure(
         found = await deps.computations.run(
             comparison.info, deps, one, other, tuple(metric or ()), window
         )
-        return FigureAnswer(
-            "comparison", comparison.figure(found),
-            run=found.run, attempt=found.attempt, step=None, note=found.note,
-        )  # fmt: skip
+        return FigureAnswer("comparison", comparison.figure(found), found)
     compared = await compare_sides(deps, ComparisonRequest(a=one, b=other))
     drawn, note = comparison.tensors_figure(compared.to_json(), at)
     side = read_target(one)
-    return FigureAnswer(
-        "comparison", drawn, run=side.run, attempt=side.attempt, step=side.step, note=note
-    )
+    shown = comparison.ComparisonInfo(one, other, side.run, side.attempt, (), note, side.step)
+    return FigureAnswer("comparison", drawn, shown)
 
 
 def _sides(deps: Dependencies, sides: SidesQuery) -> tuple[str, str]:
@@ -476,43 +484,4 @@ def trace(deps: Deps, target: StepTarget) -> Answer:
             "otherData": other,
         },
         headers={"content-disposition": f'attachment; filename="{name}"'},
-    )
-
-
-class OfStep(typing.Protocol):
-    """What the figures of a step have in common."""
-
-    @property
-    def run(self) -> str:
-        """The run's name."""
-        ...
-
-    @property
-    def attempt(self) -> int | None:
-        """The attempt's number; None: the attempts in force."""
-        ...
-
-    @property
-    def step(self) -> int | None:
-        """The trainer's step; None: several."""
-        ...
-
-    @property
-    def note(self) -> str | None:
-        """Why there is nothing to see, or what is left out."""
-        ...
-
-
-def offenders_answer(found: offenders.OffendersInfo) -> FigureAnswer:
-    """Return the answer of the figure of prompts."""
-    return FigureAnswer(
-        "offenders", offenders.figure(found),
-        run=found.run, attempt=found.attempt, step=None, note=found.note,
-    )  # fmt: skip
-
-
-def of_step(name: str, figure: go.Figure, found: OfStep) -> FigureAnswer:
-    """Return the answer of the figure `name`."""
-    return FigureAnswer(
-        name, figure, run=found.run, attempt=found.attempt, step=found.step, note=found.note
     )

@@ -468,7 +468,7 @@ def _spread(scope: ReportScope) -> ReportSection:
         "", "",
         figures=[
             body_of(routes.distribution_figure(deps, target, "ratio")),
-            body_of(routes.of_step("density", density.figure(found), found)),
+            body_of(routes.FigureAnswer("density", density.figure(found), found)),
         ],
     )  # fmt: skip
 
@@ -485,7 +485,7 @@ def _anatomy(scope: ReportScope) -> ReportSection:
     for by in _PROPERTIES:
         found = anatomy.info(deps, target, by)
         if found.bins:
-            drawn.append(body_of(routes.of_step("anatomy", anatomy.figure(found), found)))
+            drawn.append(body_of(routes.FigureAnswer("anatomy", anatomy.figure(found), found)))
         else:
             gaps.append(f"by {by}: {found.note}")
     return ReportSection("", "", figures=drawn, gaps=gaps)
@@ -497,7 +497,9 @@ def _offenders(scope: ReportScope) -> ReportSection:
     )
     if not found.rows:
         return ReportSection("", "", gaps=[found.note or "no prompt"])
-    return ReportSection("", "", figures=[body_of(routes.offenders_answer(found))])
+    return ReportSection(
+        "", "", figures=[body_of(routes.FigureAnswer("offenders", offenders.figure(found), found))]
+    )
 
 
 def _samples(scope: ReportScope) -> ReportSection:
@@ -541,7 +543,7 @@ def _operators(scope: ReportScope) -> ReportSection:
     found = operator_figures.info(deps, target, {})
     return ReportSection(
         "", "", texts=texts, table=table_of({"rows": listed}, columns),
-        figures=[body_of(routes.of_step("operators", operator_figures.figure(found), found))],
+        figures=[body_of(routes.FigureAnswer("operators", operator_figures.figure(found), found))],
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ Non-finite numbers are floats here; `stagescope.wire.nonfinite` spells them wher
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -12,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypedDict
 
-from stagescope.wire.nonfinite import Json
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.compare.pairing.token_alignment import COMPARED, ValueLocation
 from stagescope_service.compare.results import (
+    Cause,
     ComparisonFinding,
     DumpComparison,
     FirstDifference,
@@ -22,8 +24,9 @@ from stagescope_service.compare.results import (
     ShardResult,
     SideResult,
     TensorResult,
+    Verdict,
 )
-from stagescope_service.compare.tolerances import severity
+from stagescope_service.compare.tolerances import NoiseFloor, severity
 from stagescope_service.dumps.records import SECTIONS, Location
 from stagescope_service.statistics.pairwise import Number, Pairwise
 
@@ -107,15 +110,6 @@ class ShardReport(TypedDict):
     statistics: StatisticsReport
 
 
-class ToleranceReport(TypedDict):
-    """The tolerance that was applied to a tensor."""
-
-    atol: float
-    rtol: float
-    relative: float | None
-    reason: str
-
-
 class SampleReport(TypedDict):
     """A sample that differs."""
 
@@ -137,7 +131,7 @@ class TensorReport(TypedDict):
     verdict: str
     reason: str
     dtypes: list[list[str]]
-    tolerance: ToleranceReport
+    tolerance: JsonObject
     statistics: StatisticsReport
     samples: dict[str, int]
     first: LocationReport | None
@@ -174,71 +168,20 @@ class TrajectoriesReport(TypedDict):
     rows: list[TrajectoryReport]
 
 
-class FirstReport(TypedDict):
-    """The first difference in the order of the data flow."""
-
-    station: str
-    section: str
-    name: str
-    reason: str
-    location: LocationReport | None
-
-
-class CauseReport(TypedDict):
-    """A likely cause, and what to check."""
-
-    title: str
-    evidence: str
-    checks: list[str]
-
-
-class FindingReport(TypedDict):
-    """Something that a user must know beside the numbers."""
-
-    kind: str
-    message: str
-    side: int | None
-    section: str | None
-    items: list[str]
-    verdict: str
-
-
-class NoiseFloorReport(TypedDict):
-    """The noise floor that log-probs were compared with."""
-
-    mean: float
-    max: float
-    source: str
-
-
 class PairReport(TypedDict):
     """The comparison of two sides."""
 
     sides: list[int]
     verdict: str
     reason: str
-    first: FirstReport | None
-    causes: list[CauseReport]
+    first: JsonObject | None
+    causes: list[JsonObject]
     excluded: list[str]
-    findings: list[FindingReport]
-    noise_floor: NoiseFloorReport | None
+    findings: list[JsonObject]
+    noise_floor: JsonObject | None
     trajectories: TrajectoriesReport
     keys: dict[str, list[str]]
     sections: list[SectionReport]
-
-
-class SideReport(TypedDict):
-    """Contents of one side."""
-
-    name: str
-    kind: str
-    entries: int
-    bytes: int
-    steps: list[int]
-    ranks: list[int]
-    parts: list[str]
-    sections: list[str]
-    about: object
 
 
 class ComparisonReport(TypedDict):
@@ -250,7 +193,7 @@ class ComparisonReport(TypedDict):
     exit_status: int
     seconds: float
     bytes: int
-    sides: list[SideReport]
+    sides: list[JsonObject]
     pairs: list[PairReport]
 
 
@@ -268,17 +211,14 @@ def comparison_report(comparison: DumpComparison) -> ComparisonReport:
         "exit_status": comparison.exit_status,
         "seconds": comparison.seconds,
         "bytes": comparison.bytes,
-        "sides": [_side(side) for side in comparison.sides],
+        "sides": [_fields(side) for side in comparison.sides],
         "pairs": [_pair(pair) for pair in comparison.pairs],
     }
 
 
-def _side(side: SideResult) -> SideReport:
-    return {
-        "name": side.name, "kind": side.kind, "entries": side.entries, "bytes": side.bytes,
-        "steps": list(side.steps), "ranks": list(side.ranks), "parts": list(side.parts),
-        "sections": list(side.sections), "about": _plain(side.about),
-    }  # fmt: skip
+def _fields(result: SideResult | Cause | ComparisonFinding | FirstDifference | NoiseFloor) -> Json:
+    """Return the fields of a result, which has the same ones in the report."""
+    return {each.name: _plain(getattr(result, each.name)) for each in dataclasses.fields(result)}
 
 
 def _pair(pair: PairResult) -> PairReport:
@@ -291,16 +231,13 @@ def _pair(pair: PairResult) -> PairReport:
         "sides": list(pair.sides),
         "verdict": str(pair.verdict),
         "reason": pair.reason,
-        "first": None if pair.first is None else _first(pair.first),
-        "causes": [
-            {"title": cause.title, "evidence": cause.evidence, "checks": list(cause.checks)}
-            for cause in pair.causes
-        ],
-        "excluded": list(pair.excluded),
-        "findings": [_finding(finding) for finding in pair.findings],
-        "noise_floor": None if noise_floor is None else {
-            "mean": noise_floor.mean, "max": noise_floor.max, "source": noise_floor.source,
+        "first": None if pair.first is None else {
+            **_fields(pair.first), "location": _location(pair.first.location),
         },
+        "causes": [_fields(cause) for cause in pair.causes],
+        "excluded": list(pair.excluded),
+        "findings": [_fields(finding) for finding in pair.findings],
+        "noise_floor": None if noise_floor is None else _fields(noise_floor),
         "trajectories": _trajectories(pair.tensors),
         "keys": {section: list(keys) for section, keys in pair.keys.items()},
         "sections": [
@@ -338,13 +275,6 @@ def _trajectories(tensors: Sequence[TensorResult]) -> TrajectoriesReport:
     return {"count": len(rows), "rows": list(rows.values())[:MAX_TRAJECTORIES]}
 
 
-def _first(first: FirstDifference) -> FirstReport:
-    return {
-        "station": first.station, "section": first.section, "name": first.name,
-        "reason": first.reason, "location": _location(first.location),
-    }  # fmt: skip
-
-
 def _location(location: ValueLocation | None) -> LocationReport | None:
     if location is None:
         return None
@@ -367,13 +297,6 @@ def _cached_shard_location(location: Location) -> ShardLocationReport:
         "step": location.step, "stage": location.stage, "role": location.role,
         "rank": location.rank, "occurrence": part.occurrence, "epoch": part.epoch,
         "minibatch": part.minibatch, "microbatch": part.microbatch, "text": str(location),
-    }  # fmt: skip
-
-
-def _finding(finding: ComparisonFinding) -> FindingReport:
-    return {
-        "kind": finding.kind, "message": finding.message, "side": finding.side,
-        "section": finding.section, "items": list(finding.items), "verdict": str(finding.verdict),
     }  # fmt: skip
 
 
@@ -446,9 +369,10 @@ def _statistics(found: Pairwise) -> StatisticsReport:
 
 
 def _plain(value: object) -> object:
-    """Return the metadata of a dump as JSON values; other objects become their text."""
+    """Return a value as one of JSON; other objects become their text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+    is_plain = isinstance(value, str | int | float | bool) and not isinstance(value, Verdict)
+    return value if is_plain or value is None else str(value)

@@ -17,11 +17,11 @@ import jinja2
 import plotly.graph_objects as go
 from markupsafe import Markup, escape
 
-from stagescope.changes import change_lines
 from stagescope.comparison_report import (
     SIDES,
     TITLES,
     ComparisonReport,
+    change_lines,
     deciding_changes,
     findings_of,
     largest_text,

@@ -196,6 +196,10 @@ def _change_in(
 
 _CLEAR: Final = 100.0
 """Noise widths of a rise that few steps show: chance makes none as large."""
+_STEADY: Final = 30.0
+_ORDERED: Final = 0.8
+"""Noise widths and Kendall's tau of a growth that few steps show: chance orders four values so in 1
+of 6 runs, and does not make two of them four times as large as the first as well."""
 _NOISE: Final = 0.1
 """Least noise width of healthy steps, over their median: their samples differ."""
 _FEWEST: Final = 4
@@ -204,10 +208,10 @@ _AT_ONCE: Final = 0.8
 """Share of a rise between two steps, from which it comes at once."""
 
 
-def _is_clear(before: Float64, lowest: float) -> bool:
-    """Return whether a value lies over `_CLEAR` noise widths above those before."""
+def _is_clear(before: Float64, lowest: float, widths: float = _CLEAR) -> bool:
+    """Return whether a value lies over so many noise widths above those before."""
     low = float(np.median(before))
-    return lowest - low > _CLEAR * max(spread(before), _NOISE * abs(low))
+    return lowest - low > widths * max(spread(before), _NOISE * abs(low))
 
 
 def _clear_change_in(
@@ -278,8 +282,8 @@ def growth(
 
     Kendall's tau of value and step is at least 0.5, and the median of the last quarter of the steps
     at least `factor` times that of the first (and at least `least`). A growth of over `_CLEAR`
-    noise widths needs `_FEWEST` steps. Where the tokens grow older, those of staleness 0 have to
-    grow so.
+    noise widths, or a steady one of over `_STEADY`, needs `_FEWEST` steps. Where the tokens grow
+    older, those of staleness 0 have to grow so.
     """
     series = history.metric(metric).finite
     if not len(series):
@@ -320,7 +324,10 @@ _OLDER: Final = 0.5
 
 def _grows_clearly(values: Float64) -> bool:
     """Return whether few values grow by many noise widths, and not at once."""
-    if len(values) < _FEWEST or not _is_clear(values[:1], float(values[-2:].min())):
+    if len(values) < _FEWEST:
+        return False
+    widths = _STEADY if kendall(values) >= _ORDERED else _CLEAR
+    if not _is_clear(values[:1], float(values[-2:].min()), widths):
         return False
     return float(np.diff(values).max()) < _AT_ONCE * float(values[-1] - values[0])
 

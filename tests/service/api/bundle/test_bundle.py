@@ -278,7 +278,7 @@ def test_of_a_huge_run_the_step_alone_has_its_rows(
     unpack(path, tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / contents.CATALOGUE)) as found:
         steps = found.execute("SELECT DISTINCT step FROM works WHERE step IS NOT NULL").fetchall()
-        query = "SELECT step FROM steps WHERE whole IS NOT NULL ORDER BY step"
+        query = "SELECT step FROM steps WHERE step_summary IS NOT NULL ORDER BY step"
         assert steps == [(BROKEN,)]
         assert [step for (step,) in found.execute(query)] == [31, 32, 33, 34]
         assert found.execute("SELECT count(*) FROM steps").fetchone()[0] > 30

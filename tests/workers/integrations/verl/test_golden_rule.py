@@ -16,6 +16,7 @@ import torch
 from tests.support import verl_fakes
 from tests.support.verl_fakes import Seen, fake_modules
 
+from stagescope_workers.integrations.training import MicrobatchBuffer
 from stagescope_workers.integrations.verl import (
     batches,
     configuration,
@@ -82,7 +83,7 @@ PARTS: list[tuple[Any, str]] = [
     ),
     *((configuration, name) for name in ("streams", "profiler", "names", "with_names", "lookup")),
     (ranks, "describe"),
-    *((minibatches.MicrobatchBuffer, name) for name in ("__init__", "add", "pop_all")),
+    *((MicrobatchBuffer, name) for name in ("__init__", "add", "pop_all")),
     *((minibatches.Minibatches, name) for name in ("advance", "_versions")),
 ]
 """What is broken in turn; parts that a wrapper must reach are broken where it finds them."""

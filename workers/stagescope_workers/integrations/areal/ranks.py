@@ -14,14 +14,14 @@ import functools
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope_workers.integrations import training, weights
 from stagescope_workers.integrations.areal import rows
 from stagescope_workers.integrations.configuration import lookup, named_run
 from stagescope_workers.integrations.guard import ending, guarded, running
 from stagescope_workers.integrations.patches import Function, Wrap, after, wrapper
-from stagescope_workers.integrations.training import alive
+from stagescope_workers.integrations.training import ClipBounds, MicrobatchBuffer, alive, clipped
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
@@ -34,24 +34,9 @@ _DYNAMIC: Final = ("loglinear",)
 _OTHER_LOSSES: Final = ("use_sapo_loss", "use_cispo_loss")
 
 
-class Engine(Protocol):
-    """What is read of an engine, of FSDP or Megatron."""
-
-    def get_version(self) -> int: ...  # noqa: D102
-
-
-class Config(Protocol):
-    """What is read of a `PPOActorConfig`."""
-
-    use_decoupled_loss: bool
-    recompute_logprob: bool
-
-
-class Owner(Protocol):
-    """What is read of a `PPOActor` or a `PPOCritic`."""
-
-    engine: Engine
-    config: Config
+Owner: TypeAlias = Any
+"""What is read of a `PPOActor` or a `PPOCritic`: its engine (get_version), and of its config
+use_decoupled_loss and recompute_logprob."""
 
 
 class Rank:
@@ -301,7 +286,7 @@ class Update:
     def __init__(self, rank: Rank, *, records_streams: bool) -> None:
         self._rank = rank
         self._records_streams = records_streams
-        self._buffer = rows.MicrobatchBuffer()
+        self._buffer = MicrobatchBuffer()
         self._stage: Stage | None = None
         self._done = 0
         self.begin()
@@ -340,14 +325,14 @@ class Update:
             "entropy": entropy,
             **({"rollout_log_probs": data["logprobs"]} if self._records_streams else {}),
         }
-        cut = clipped(logprobs.detach(), data, options)
+        cut = _clipped(logprobs.detach(), data, options)
         if cut is not None:
             shifted["clipped"] = cut
         present = {name: each for name, each in shifted.items() if each is not None}
-        self._buffer.add(data, present)
+        self._buffer.add(*rows.of_loss(data, present))
 
 
-def clipped(
+def _clipped(
     logprobs: Tensor, data: Mapping[str, Tensor], options: Mapping[str, Any]
 ) -> Tensor | None:
     """Return -1 or 1 where the loss is constant in a token's ratio, else 0; None: not known here.
@@ -363,13 +348,9 @@ def clipped(
     if options.get("importance_sampling_level", "token") != "token" or method in _DYNAMIC:
         return None
     higher, dual = options.get("eps_clip_higher"), options.get("c_clip")
-    advantages = data["advantages"]
-    ratio = (logprobs - proximal).exp()
-    is_low: Tensor = (ratio < 1 - low) & (advantages < 0)
-    is_high: Tensor = (ratio > 1 + (low if higher is None else higher)) & (advantages > 0)
-    if dual is not None:
-        is_high = is_high | ((ratio > dual) & (advantages < 0))
-    return is_high.int() - is_low.int()
+    bounds = ClipBounds(1 - low, 1 + (low if higher is None else higher), dual)
+    found: Tensor = clipped(logprobs - proximal, data["advantages"], bounds)
+    return found
 
 
 @wrapper

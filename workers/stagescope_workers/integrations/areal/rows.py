@@ -90,49 +90,30 @@ def after_advantages(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**found, "response_mask": of_tokens(mask).bool(), **staying(data, mask)}
 
 
-class MicrobatchBuffer:
-    """What the loss saw in the micro-batches of one mini-batch, packed into one payload."""
+def of_loss(
+    data: Mapping[str, Tensor], shifted: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Return a micro-batch of the loss as flat tensors, and the lengths of its rows.
 
-    def __init__(self) -> None:
-        self._parts: list[dict[str, Tensor]] = []
-        self._lengths: list[int] = []
+    Args:
+        data: The loss's `input_data`: packed [tokens] with `cu_seqlens`, or [rows, tokens].
+        shifted: By our names, as wide as its `loss_mask`, index t of token t + 1; `response_mask`
+            is one of them.
 
-    def add(self, data: Mapping[str, Tensor], shifted: Mapping[str, Tensor]) -> None:
-        """Add a micro-batch.
-
-        Args:
-            data: The loss's `input_data`: packed [tokens] with `cu_seqlens`, or [rows, tokens].
-            shifted: By our names, as wide as its `loss_mask`, index t of token t + 1;
-                `response_mask` is one of them.
-
-        Raises:
-            ValueError: a part of the sequence (tree attention), of which rows cannot be told.
-        """
-        mask = shifted["response_mask"]
-        ends = data.get("cu_seqlens") if mask.dim() == 1 else None
-        if any(not _same_shape(each, mask) for each in shifted.values()) or (
-            mask.dim() == 1 and ends is None
-        ):
-            raise ValueError(f"a micro-batch of {_shape(mask)} whose rows cannot be told")
-        part = {name: of_tokens(each, ends).reshape(-1) for name, each in shifted.items()}
-        part |= {name: each.detach().reshape(-1) for name, each in staying(data, mask).items()}
-        self._parts.append(part)
-        if ends is None:
-            self._lengths += [int(mask.shape[-1])] * (mask.numel() // max(1, mask.shape[-1]))
-        else:
-            self._lengths += (ends[1:] - ends[:-1]).tolist()
-
-    def pop_all(self) -> dict[str, Tensor]:
-        """Return the micro-batches as one packed payload, and empty the buffer."""
-        import torch
-
-        parts, self._parts = self._parts, []
-        lengths, self._lengths = self._lengths, []
-        if not parts:
-            return {}
-        names = set.intersection(*(set(part) for part in parts))
-        packed = {name: torch.cat([part[name] for part in parts]) for name in sorted(names)}
-        return {**packed, "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
+    Raises:
+        ValueError: a part of the sequence (tree attention), of which rows cannot be told.
+    """
+    mask = shifted["response_mask"]
+    ends = data.get("cu_seqlens") if mask.dim() == 1 else None
+    if any(not _same_shape(each, mask) for each in shifted.values()) or (
+        mask.dim() == 1 and ends is None
+    ):
+        raise ValueError(f"a micro-batch of {_shape(mask)} whose rows cannot be told")
+    part = {name: of_tokens(each, ends).reshape(-1) for name, each in shifted.items()}
+    part |= {name: each.detach().reshape(-1) for name, each in staying(data, mask).items()}
+    if ends is not None:
+        return part, (ends[1:] - ends[:-1]).tolist()
+    return part, [int(mask.shape[-1])] * (mask.numel() // max(1, mask.shape[-1]))
 
 
 def count_rows(batch: Iterable[Mapping[str, Tensor]]) -> int:

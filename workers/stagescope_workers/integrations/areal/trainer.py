@@ -14,12 +14,12 @@ import inspect
 import os
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.nonfinite import Json
 from stagescope_workers.integrations.areal import ranks, rows
-from stagescope_workers.integrations.configuration import lookup, visible_leaves
+from stagescope_workers.integrations.configuration import lookup, plain_leaves
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import Function, before, wrapper
 from stagescope_workers.integrations.training import (
@@ -61,13 +61,11 @@ def is_rank() -> bool:
     return os.environ.get(_SPMD, "").lower() in ("1", "true")
 
 
-class Trainer(Protocol):
-    """What is read of AReaL's `PPOTrainer`."""
-
-    config: object
+Trainer: TypeAlias = Any
+"""What is read of AReaL's `PPOTrainer`: config."""
 
 
-class Training(ReportedTraining[Trainer]):
+class Training(ReportedTraining):
     """What one `PPOTrainer` reports."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -124,15 +122,8 @@ def settings(config: object) -> dict[str, object]:
     """Return AReaL's configuration, without what may be secret."""
     with guarded("AReaL's configuration"):
         tree: Any = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else {}  # type: ignore[arg-type]
-        leaves = visible_leaves(tree)
-        plain = (str, int, float, list, type(None))
-        return {
-            **ranks.statistics_settings(lookup(config, "actor")),
-            "areal": {
-                name: value if isinstance(value, plain) else str(value)
-                for name, value in leaves.items()
-            },
-        }
+        applied = ranks.statistics_settings(lookup(config, "actor"))
+        return {**applied, "areal": plain_leaves(tree)}
     return {}
 
 

@@ -8,12 +8,9 @@ behind an API: it writes its files itself, and `stagescope import` reads them.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any, Final
-
-_log = logging.getLogger("stagescope.integrations")
 
 SELF_HOSTED: Final = ("trajectory", "old_log_probs", "forward_data", "loss", "param", "gradient")
 """NexRL's `dump_options`."""
@@ -155,14 +152,3 @@ def read_weaver(environ: Mapping[str, str]) -> WeaverDump | None:
         options=tuple(word for word in given if word in WEAVER),
         problems=tuple(problems),
     )
-
-
-def log_lines(lines: list[str]) -> None:
-    """Log each line once in this process."""
-    for line in lines:
-        if line not in _logged:
-            _logged.add(line)
-            _log.warning("%s", line)
-
-
-_logged: Final[set[str]] = set()

@@ -13,7 +13,7 @@ import contextvars
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope_workers.integrations.guard import ending, guarded
 from stagescope_workers.integrations.nexrl.training import CONTEXT
@@ -25,24 +25,15 @@ from stagescope_workers.probe.stage import Stage
 
 if TYPE_CHECKING:
     import torch
-    from tensordict import TensorDict
 
 _probes: Final[dict[tuple[int, str, str | None], Probe]] = {}
 _LOSSES: Final = ("loss", "pg_loss", "entropy_loss")
 
 
-class Actor(Protocol):
-    """What is read of NexRL's `DataParallelPPOActor`."""
-
-    actor_module: torch.nn.Module
-    config: Mapping[str, Any]
-    _rank: int
-
-
-class Batch(Protocol):
-    """What is read of the batch that a rank is sent."""
-
-    batch: TensorDict
+Actor: TypeAlias = Any
+"""What is read of NexRL's `DataParallelPPOActor`: actor_module, config, _rank."""
+Batch: TypeAlias = Any
+"""What is read of the batch that a rank is sent: batch."""
 
 
 class Update:

@@ -21,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from stagescope_workers.integrations.configuration import lookup
 from stagescope_workers.integrations.patches import Function, wrapper
@@ -179,13 +179,9 @@ _log = logging.getLogger("stagescope.integrations")
 _MODULE: Final = "nexrl.mock.mock_rollout_worker"
 
 
-class Worker(Protocol):
-    """What is read of NexRL's `MockRolloutWorker`."""
-
-    _max_sequence_length: int
-    _processed_count: int
-
-    def _put_trajectory(self, trajectory: object, /) -> str: ...
+Worker: TypeAlias = Any
+"""What is read of NexRL's `MockRolloutWorker`: _max_sequence_length, _processed_count,
+_put_trajectory."""
 
 
 class TaskReplay:

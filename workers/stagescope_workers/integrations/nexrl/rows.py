@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,8 @@ ROLLOUT: Final = "logprobs"
 """The column of the rollout's log-probs, one for each token of a trajectory, 0.0 in the prompt."""
 
 
-class Trajectory(Protocol):
-    """What is always there of NexRL's `Trajectory`."""
-
-    tokens: Sequence[int]
-    loss_mask: Sequence[int]
-    reward: float
+Trajectory: TypeAlias = Any
+"""What is always there of NexRL's `Trajectory`: tokens, loss_mask, reward."""
 
 
 @dataclasses.dataclass

@@ -13,15 +13,16 @@ import contextlib
 import contextvars
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from stagescope_workers.integrations.configuration import (
+    attempt_key,
     lookup,
     named_run,
     to_container,
     visible_leaves,
 )
-from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.guard import guarded, log_once
 from stagescope_workers.integrations.nexrl import debug_block
 from stagescope_workers.integrations.nexrl.rows import (
     Columns,
@@ -31,7 +32,6 @@ from stagescope_workers.integrations.nexrl.rows import (
     read_batch,
     read_trajectories,
 )
-from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.training import ReportedTraining, one_a_trainer, scalars
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
@@ -43,29 +43,14 @@ _ROLE: Final = "driver"
 _MOCK: Final = "mock"
 
 
-class TrainService(Protocol):
-    """What is called of the client of NexRL's train service; each kind has more."""
-
-    compute_log_prob: Function
-    save_checkpoint: Function
-
-
-class Batch(Protocol):
-    """What is read of NexRL's `Batch`."""
-
-    values: Mapping[str, object]
+Batch: TypeAlias = Any
+"""What is read of NexRL's `Batch`: values."""
+Trainer: TypeAlias = Any
+"""What is read of NexRL's `BaseTrainer`, and of `SelfHostedTrainer`: _train_step, _config,
+_train_service_client (compute_log_prob, save_checkpoint), train."""
 
 
-class Trainer(Protocol):
-    """What is read of NexRL's `BaseTrainer`, and of `SelfHostedTrainer`."""
-
-    _train_step: int
-    _config: object
-    _train_service_client: TrainService
-    train: Function
-
-
-class Training(ReportedTraining[Trainer]):
+class Training(ReportedTraining):
     """What one trainer reports."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -97,9 +82,7 @@ class Training(ReportedTraining[Trainer]):
         run = _run_name(self.config)
         block = debug_block.read_dumper(getattr(self.trainer, "_data_dumper", None))
         weaver = debug_block.read_weaver(os.environ)
-        debug_block.log_lines(
-            [*(block.lines() if block else ()), *(weaver.lines(run) if weaver else ())]
-        )
+        log_once(*(block.lines() if block else ()), *(weaver.lines(run) if weaver else ()))
         settings: dict[str, object] = {"nexrl": _settings(self.config)}
         if block is not None:
             settings["nexrl_debug"] = block.settings()
@@ -110,7 +93,7 @@ class Training(ReportedTraining[Trainer]):
             role=_ROLE,
             rank=0,
             world_size=1,
-            attempt_key=_attempt_key(),
+            attempt_key=attempt_key(),
             layout={"framework": "nexrl"},
             settings=settings,
             keep=self._keep(),
@@ -131,7 +114,7 @@ class Training(ReportedTraining[Trainer]):
         """Return what the ranks are told with a batch: built-in types, sent as JSON."""
         return {
             "run": self.probe.run,
-            "attempt_key": _attempt_key(),
+            "attempt_key": attempt_key(),
             "step": self.step,
             "keep": self._keep(),
         }
@@ -190,7 +173,7 @@ class Training(ReportedTraining[Trainer]):
                 "the trajectories have no group_id and run_id: their rows have no names, and are "
                 "not joined with the trainer's"
             )
-        debug_block.log_lines(lines)
+        log_once(*lines)
 
     def _streams(self, has_rollout: bool, temperature: float | None = None) -> dict[str, object]:
         return _streams(self.config, has_rollout=has_rollout, temperature=temperature)
@@ -206,12 +189,10 @@ class Training(ReportedTraining[Trainer]):
         own = columns.column(old)
         rollout, _ = columns.rollout(values)
         if own is None:
-            debug_block.log_lines(
-                [
-                    f"old_log_probs of shape {list(getattr(old, 'shape', ()))} is not as wide as "
-                    f"the responses {[columns.total, columns.width]}: the trainer's log-probs are "
-                    "not reported (NexRL's mock train service answers such a placeholder)"
-                ]
+            log_once(
+                f"old_log_probs of shape {list(getattr(old, 'shape', ()))} is not as wide as "
+                f"the responses {[columns.total, columns.width]}: the trainer's log-probs are "
+                "not reported (NexRL's mock train service answers such a placeholder)"
             )
         temperature = getattr(batch, "metadata", {}).get("temperature")
         self.begin("actor_compute_log_prob").record(
@@ -340,11 +321,6 @@ def _run_name(config: object) -> str:
     whole = _root(config)
     name = lookup(whole, "experiment_name") or lookup(whole, "project_name") or ""
     return named_run(str(name), fallback="nexrl")
-
-
-def _attempt_key() -> str | None:
-    """Return STAGESCOPE_ATTEMPT; None means Ray's session and job."""
-    return os.environ.get("STAGESCOPE_ATTEMPT") or None
 
 
 def _settings(config: object) -> dict[str, object]:

@@ -15,14 +15,14 @@ training began with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from stagescope_workers.integrations.configuration import sampling
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import Function, Patch, Wrap, after, staged, wrapper
 from stagescope_workers.integrations.training import one_a_trainer
-from stagescope_workers.integrations.trl import training as trl
-from stagescope_workers.integrations.trl.training import TrlTraining, attaching_patches, clipped
+from stagescope_workers.integrations.trl.training import TrlTraining, attaching_patches, cut
 from stagescope_workers.probe.stage import Stage
 
 if TYPE_CHECKING:
@@ -60,34 +60,14 @@ def patches() -> list[Patch]:
     ]
 
 
-class Sample(Protocol):
-    """What is read of a sample of the rollout queue."""
-
-    model_version: int
-
-
-class Queue(Protocol):
-    """What is called of the rollout queue."""
-
-    def get(self, *args: object, **kwargs: Any) -> Sample: ...  # noqa: D102
+Dataset: TypeAlias = Any
+"""What is read of `RolloutQueueDataset`, and added to it: queue (get), model_version_fn,
+stagescope_syncs."""
+Trainer: TypeAlias = Any
+"""What is read of `AsyncGRPOTrainer`: rollout_worker, _rollout_dataset."""
 
 
-class Dataset(Protocol):
-    """What is read of `RolloutQueueDataset`, and added to it."""
-
-    queue: Queue
-    model_version_fn: Callable[[], int]
-    stagescope_syncs: Callable[[], int]
-
-
-class Trainer(trl.Trainer, Protocol):
-    """What is read of `AsyncGRPOTrainer`."""
-
-    rollout_worker: object
-    _rollout_dataset: Dataset | None
-
-
-class Training(TrlTraining[Trainer]):
+class Training(TrlTraining):
     """What one `AsyncGRPOTrainer` reports."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -118,14 +98,14 @@ training: Final = one_a_trainer(Training)
 class _Tap:
     """A rollout queue that remembers which sample was taken last."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: Any) -> None:
         self._queue = queue
-        self.last: Sample | None = None
+        self.last: Any = None
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._queue, name)
 
-    def get(self, *args: object, **kwargs: object) -> Sample:
+    def get(self, *args: object, **kwargs: object) -> Any:
         self.last = self._queue.get(*args, **kwargs)
         return self.last
 
@@ -261,7 +241,7 @@ def recorded(
         "rollout_log_probs": old,
         "log_probs": current,
         "advantages": advantages,
-        "clipped": clipped(trainer, current - old, advantages),
+        "clipped": cut(trainer, current - old, advantages),
         "positions": positions,
         "round_ids": _rounds(segment, positions),
         "versions": torch.tensor([version for _, _, version, _ in named]),
@@ -291,10 +271,4 @@ def _rollout(trainer: Trainer) -> dict[str, object]:
     worker = type(trainer.rollout_worker).__name__
     is_own = worker in ("AsyncRolloutWorker", "NoneType")
     engine = "vllm" if is_own else worker
-    names = ("temperature", "top_p", "top_k")
-    sampling = {name: getattr(trainer.args, name, None) for name in names}
-    return {
-        "producer": engine,
-        "engine": engine,
-        **{name: value for name, value in sampling.items() if value is not None},
-    }
+    return {"producer": engine, "engine": engine, **sampling(trainer.args)}

@@ -16,14 +16,14 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope_workers.integrations import weights
+from stagescope_workers.integrations.configuration import sampling
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch, Wrap, after, staged, wrapper
 from stagescope_workers.integrations.training import one_a_trainer
-from stagescope_workers.integrations.trl import training as trl
-from stagescope_workers.integrations.trl.training import TrlTraining, attaching_patches, clipped
+from stagescope_workers.integrations.trl.training import TrlTraining, attaching_patches, cut
 from stagescope_workers.probe.stage import Stage
 
 if TYPE_CHECKING:
@@ -58,33 +58,10 @@ def patches() -> list[Patch]:
     ]
 
 
-class Arguments(trl.Arguments, Protocol):
-    """What is read of `GRPOConfig`."""
-
-    generation_batch_size: int
-    steps_per_generation: int
-    gradient_accumulation_steps: int
-    vllm_importance_sampling_mode: str
-    vllm_importance_sampling_clip_max: float | None
-
-
-class Trainer(trl.Trainer, Protocol):
-    """What is read of `GRPOTrainer`."""
-
-    ref_model: torch.nn.Module | None
-    rollout_func: object
-    use_vllm: bool
-    vllm_importance_sampling_correction: bool
-    num_generations: int
-    num_iterations: int
-    beta: float
-    loss_type: str
-    importance_sampling_level: str
-    reward_weights: torch.Tensor
-    """[functions]."""
-
-    @property
-    def args(self) -> Arguments: ...  # noqa: D102
+Trainer: TypeAlias = Any
+"""What is read of `GRPOTrainer`: ref_model, rollout_func, use_vllm,
+vllm_importance_sampling_correction, num_generations, num_iterations, beta, loss_type,
+importance_sampling_level, reward_weights, args."""
 
 
 @dataclasses.dataclass
@@ -104,7 +81,7 @@ class _GenerationBatch:
     stage: Stage | None = None
 
 
-class Training(TrlTraining[Trainer]):
+class Training(TrlTraining):
     """What one `GRPOTrainer` reports."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -164,16 +141,9 @@ def streams(trainer: Trainer, *, has_rollout: bool) -> dict[str, object]:
     else:
         engine = "vllm" if trainer.use_vllm else "transformers"
     own = {"producer": "trainer", "engine": "transformers"}
-    sampling = {name: getattr(trainer, name, None) for name in ("temperature", "top_p", "top_k")}
-    rollout = {"producer": engine, "engine": engine, **sampling} if has_rollout else None
-    found = {"rollout": rollout, "old": own, "current": own}
-    return {
-        "streams": {
-            stream: {name: value for name, value in fields.items() if value is not None}
-            for stream, fields in found.items()
-            if fields is not None
-        }
-    }
+    rollout = {"producer": engine, "engine": engine, **sampling(trainer)}
+    found: dict[str, object] = {"rollout": rollout} if has_rollout else {}
+    return {"streams": {**found, "old": own, "current": own}}
 
 
 def samples(trainer: Trainer, rows: torch.Tensor) -> dict[str, list[str]]:
@@ -404,5 +374,5 @@ def _update(
                 min=1.0
             )
             log_ratio = mean.expand(log_ratio.shape)
-        recorded["clipped"] = clipped(trainer, log_ratio, recorded["advantages"])
+        recorded["clipped"] = cut(trainer, log_ratio, recorded["advantages"])
     return recorded

@@ -9,19 +9,26 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.guard import ending, guarded
 from stagescope_workers.integrations.patches import Function, Patch, wrapper
-from stagescope_workers.integrations.training import ReportedTraining, alive, closed_at_end, scalars
+from stagescope_workers.integrations.training import (
+    ClipBounds,
+    ReportedTraining,
+    alive,
+    clipped,
+    closed_at_end,
+    scalars,
+)
 from stagescope_workers.metrics_feed import KEPT_STEPS
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 _LAST_LINE: Final = "train_runtime"
 """Stands in what Hugging Face's trainer logs once, when the training is over."""
@@ -33,56 +40,15 @@ _MAY_BE_NAN: Final = "rewards/"
 """A reward function that returns None for every completion of a batch has the mean nan."""
 
 
-class Arguments(Protocol):
-    """What is read of every configuration of TRL."""
-
-    output_dir: str | None
-
-    def to_dict(self) -> dict[str, object]: ...  # noqa: D102
+Trainer: TypeAlias = Any
+"""What is read of both of TRL's GRPO trainers: state, control, callback_handler, accelerator,
+model, train, epsilon_low, epsilon_high, _metrics, args (output_dir, to_dict)."""
 
 
-class _State(Protocol):
-    global_step: int
-
-
-class _Accelerator(Protocol):
-    process_index: int
-    num_processes: int
-    is_main_process: bool
-
-
-class _Callback(Protocol):
-    on_log: Function
-
-
-class _CallbackHandler(Protocol):
-    callbacks: list[_Callback]
-
-
-class Trainer(Protocol):
-    """What is read of both of TRL's GRPO trainers."""
-
-    state: _State
-    control: object
-    callback_handler: _CallbackHandler
-    accelerator: _Accelerator
-    model: nn.Module
-    train: Function
-    epsilon_low: float
-    epsilon_high: float
-    _metrics: Mapping[str, Mapping[str, list[object]]]
-
-    @property
-    def args(self) -> Arguments: ...  # noqa: D102
-
-
-_Trainer = TypeVar("_Trainer", bound=Trainer)
-
-
-class TrlTraining(ReportedTraining[_Trainer]):
+class TrlTraining(ReportedTraining):
     """What one of TRL's trainers reports. Steps are numbered as TRL logs them: the first is 1."""
 
-    def __init__(self, trainer: _Trainer) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._microbatches: tuple[int, int] = (-1, 0)
         self._unlogged: dict[int, None] = {}  # an ordered set: steps whose numbers may still come
@@ -213,11 +179,11 @@ class TrlTraining(ReportedTraining[_Trainer]):
                     )
 
 
-Find = Callable[[_Trainer], TrlTraining[_Trainer]]
+Find = Callable[[Trainer], TrlTraining]
 """Returns what a trainer reports."""
 
 
-def attaching_patches(module: str, name: str, find: Find[_Trainer], since: str) -> list[Patch]:
+def attaching_patches(module: str, name: str, find: Find, since: str) -> list[Patch]:
     """Return the patches of a trainer's beginning and end, its update's end and its log.
 
     Args:
@@ -238,16 +204,15 @@ def attaching_patches(module: str, name: str, find: Find[_Trainer], since: str) 
     ]
 
 
-def clipped(trainer: Trainer, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+def cut(trainer: Trainer, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """Return -1 or 1 where a token's ratio is cut at its lower or upper bound, else 0."""
-    ratio = log_ratio.exp()
-    low = (ratio < 1 - trainer.epsilon_low) & (advantages < 0)
-    high = (ratio > 1 + trainer.epsilon_high) & (advantages > 0)
-    return high.int() - low.int()
+    bounds = ClipBounds(1 - trainer.epsilon_low, 1 + trainer.epsilon_high)
+    found: Tensor = clipped(log_ratio, advantages, bounds)
+    return found
 
 
 def _init(
-    find: Find[_Trainer], function: Function, trainer: _Trainer, *args: object, **kwargs: object
+    find: Find, function: Function, trainer: Trainer, *args: object, **kwargs: object
 ) -> None:
     """Run `__init__`: when `train` ends, everything that waits is sent."""
     function(trainer, *args, **kwargs)
@@ -255,7 +220,7 @@ def _init(
         trainer.train = _wrap_train(find, trainer)
 
 
-def _wrap_train(find: Find[_Trainer], trainer: _Trainer) -> Function:
+def _wrap_train(find: Find, trainer: Trainer) -> Function:
     held, train = weakref.ref(trainer), trainer.train
 
     @functools.wraps(train)
@@ -267,7 +232,7 @@ def _wrap_train(find: Find[_Trainer], trainer: _Trainer) -> Function:
 
 
 def _training_step(
-    find: Find[_Trainer], function: Function, trainer: _Trainer, *args: object, **kwargs: object
+    find: Find, function: Function, trainer: Trainer, *args: object, **kwargs: object
 ) -> object:
     """Run `training_step`: `actor_update` ends after the backward pass."""
     with ending("the end of actor_update", lambda error: find(trainer).end_update(error)):
@@ -275,9 +240,9 @@ def _training_step(
 
 
 def _log(
-    find: Find[_Trainer],
+    find: Find,
     function: Function,
-    trainer: _Trainer,
+    trainer: Trainer,
     logs: Any,
     *args: Any,
     **kwargs: Any,
@@ -304,7 +269,7 @@ def _log(
 
 
 def _report(
-    found: TrlTraining[_Trainer],
+    found: TrlTraining,
     step: int,
     logs: Mapping[str, float],
     held: Mapping[str, list[object]],

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
 from stagescope.wire.nonfinite import Json
 from stagescope_workers.integrations.configuration import (
     absolute,
+    attempt_key,
     lookup,
     named_run,
+    present,
+    sampling,
     to_container,
     visible_leaves,
 )
@@ -35,11 +37,6 @@ def names(config: object) -> tuple[str, str | None]:
     if driver is not None:
         return str(lookup(driver, "run")), lookup(driver, "attempt_key")
     return run_name(config), attempt_key()
-
-
-def attempt_key() -> str | None:
-    """Return STAGESCOPE_ATTEMPT; None means Ray's session and job."""
-    return os.environ.get("STAGESCOPE_ATTEMPT") or None
 
 
 def with_names(config: object) -> object:
@@ -84,34 +81,33 @@ def statistics_settings(config: object) -> dict[str, object]:
     """Return the settings that influence the statistics: verl's rollout_correction."""
     correction = lookup(config, "algorithm", "rollout_correction")
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
-    found = {name: lookup(correction, name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    return present({name: lookup(correction, name) for name in names})
 
 
 def streams(config: object) -> dict[str, Json]:
     """Return the metadata of a batch: the producers of its streams, and how tokens were sampled."""
     rollout = lookup(config, "actor_rollout_ref", "rollout")
-    sampling = {name: lookup(rollout, name) for name in ("temperature", "top_p", "top_k")}
+    sampled = sampling(rollout)
     mode = lookup(rollout, "logprobs_mode")
     engine = {
         "producer": "rollout",
         "engine": lookup(rollout, "name"),
         "quantisation": lookup(rollout, "quantization"),
         "processed": None if mode is None else str(mode).startswith("processed"),
-        **sampling,
+        **sampled,
     }
     trainer = {
         "producer": "trainer",
         "engine": lookup(config, "actor_rollout_ref", "actor", "strategy"),
-        "temperature": sampling["temperature"],
+        "temperature": sampled.get("temperature"),
     }
     # In bypass mode the trainer's old log-probs are the rollout's.
     old = {**trainer, "producer": "rollout"} if is_bypass(config) else trainer
     return {
         "streams": {
-            "rollout": {name: value for name, value in engine.items() if value is not None},
-            "old": {name: value for name, value in old.items() if value is not None},
-            "current": {name: value for name, value in trainer.items() if value is not None},
+            "rollout": present(engine),
+            "old": present(old),
+            "current": present(trainer),
         }
     }
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from stagescope import versions
 from stagescope.wire.nonfinite import Json
 from stagescope_workers.capture.verl_blocks import otherwise_in_verl
-from stagescope_workers.integrations.configuration import lookup
+from stagescope_workers.integrations.configuration import attempt_key, lookup
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.verl import batches, configuration, processes, ranks
 from stagescope_workers.integrations.verl import context as contexts
@@ -68,7 +68,7 @@ class Driver:
         _log_otherwise(profiler)
         return Context(
             run=configuration.run_name(config),
-            attempt_key=configuration.attempt_key(),
+            attempt_key=attempt_key(),
             step=0,
             stages=self.mode.stages,
             synchronous=batches.is_synchronous(self.trainer),

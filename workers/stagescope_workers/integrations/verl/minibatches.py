@@ -15,48 +15,12 @@ from stagescope.wire.errors import StagescopeError
 from stagescope_workers.integrations.configuration import lookup
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import after
+from stagescope_workers.integrations.training import ClipBounds, MicrobatchBuffer, clipped
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
-
-
-class MicrobatchBuffer:
-    """What the loss did in the micro-batches of one mini-batch: log-probs, clipped tokens."""
-
-    def __init__(self) -> None:
-        self._tensors: list[dict[str, torch.Tensor]] = []
-        self._ids: list[str] | None = []
-
-    def add(self, tensors: dict[str, torch.Tensor], ids: list[str] | None) -> None:
-        """Add a micro-batch: tensors [rows, tokens] on the model's device, ids of the rows."""
-        self._tensors.append(tensors)
-        if ids is None or self._ids is None:
-            self._ids = None
-        else:
-            self._ids += ids
-
-    def pop_all(self) -> dict[str, object]:
-        """Return the micro-batches as one packed payload, and empty the buffer."""
-        tensors, self._tensors = self._tensors, []
-        ids, self._ids = self._ids, []
-        if not tensors:
-            return {}
-        # Packed: one copy to the host per name, instead of one per row or micro-batch.
-        lengths = [width for item in tensors for width in _widths(item["response_mask"])]
-        ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-        names = set.intersection(*(set(item) for item in tensors))
-        packed: dict[str, object] = {
-            name: torch.cat([item[name].reshape(-1) for item in tensors]) for name in sorted(names)
-        }
-        return {**packed, "cu_seqlens": ends, "sample_ids": ids or None}
-
-
-def _widths(tensor: torch.Tensor) -> list[int]:
-    rows, width = tensor.shape
-    return [int(width)] * int(rows)
-
 
 STREAMS: Final = "streams"
 CLIPPED: Final = "clipped"
@@ -229,20 +193,12 @@ def wrap_ppo_loss(
             if "responses" in optional and padded["responses"].shape == mask.shape:
                 tensors["responses"] = padded["responses"]
         if bounds is not None and "advantages" in optional:
-            tensors["clipped"] = clipped(log_probs, old, padded["advantages"], bounds)
+            tensors["clipped"] = clipped(log_probs - old, padded["advantages"], bounds)
     if len(tensors) > 1:
-        update.buffer.add(tensors, contexts.row_strings(data, contexts.SAMPLES))
-
-
-class ClipBounds(NamedTuple):
-    """Bounds on the ratio exp(log_prob - old_log_prob) beyond which a token has no gradient."""
-
-    low: float
-    """With a negative advantage."""
-    high: float
-    """With a positive advantage."""
-    dual: float
-    """The upper one with a negative advantage (dual clipping, arXiv 1912.09729)."""
+        count, width = mask.shape
+        flat = {name: values.reshape(-1) for name, values in tensors.items()}
+        ids = contexts.row_strings(data, contexts.SAMPLES)
+        update.buffer.add(flat, [int(width)] * int(count), ids)
 
 
 def _clip_bounds(config: object) -> ClipBounds | None:
@@ -257,23 +213,3 @@ def _clip_bounds(config: object) -> ClipBounds | None:
     if low is None or high is None:
         return None
     return ClipBounds(1.0 - float(low), 1.0 + float(high), 3.0 if dual is None else float(dual))
-
-
-def clipped(
-    log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, bounds: ClipBounds
-) -> torch.Tensor:
-    """Return which tokens the clipped policy loss leaves without a gradient.
-
-    Args:
-        log_probs, old, advantages: [rows, tokens].
-        bounds: on the ratio.
-
-    Returns:
-        int8 [rows, tokens]: -1 where the ratio is cut at the lower bound, 1 at an upper one.
-    """
-    # As verl's compute_policy_loss_vanilla: the loss is constant in the ratio beyond the bound.
-    ratio = torch.exp(torch.clamp(log_probs - old, -20.0, 20.0))
-    is_negative = advantages < 0
-    low = is_negative & (ratio < bounds.low)
-    high = (advantages > 0) & (ratio > bounds.high) | is_negative & (ratio > bounds.dual)
-    return high.to(torch.int8) - low.to(torch.int8)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from pathlib import Path
 from typing import Any, Final
 
 from stagescope import proxies
 from stagescope_workers.integrations.patches import after
+from stagescope_workers.integrations.ray_jobs import passed
 
 _log = logging.getLogger("stagescope.verl")
 
@@ -58,21 +58,15 @@ def wants_float32() -> bool:
     return os.environ.get(FLOAT32, "").strip().lower() in ("1", "true", "yes", "on")
 
 
-_PATHS: Final = ("STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE")
-# No token, and no proxy with a password: Ray shows a job's variables to everybody with access to
-# the job. The path of a token file is not a secret, and each process reads the file.
 PASSED_VARIABLES: Final = (
     VARIABLE, FLOAT32, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", proxies.VARIABLE,
-    *_PATHS,
+    "STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE",
 )  # fmt: skip
+"""No token; see `ray_jobs`."""
 
 
 @after("the variables of the job's processes")
 def wrap_runtime_env(environment: Any, *args: object, **kwargs: object) -> None:
     """Wrap `get_ppo_ray_runtime_env`: it adds the plugin's variables to verl's."""
     variables = environment["env_vars"]
-    for name in PASSED_VARIABLES:
-        value = os.environ.get(name)
-        if value is not None and not (name == proxies.VARIABLE and "@" in value):
-            absolute = str(Path(value).expanduser().absolute())
-            variables.setdefault(name, absolute if value and name in _PATHS else value)
+    variables |= {**passed(PASSED_VARIABLES), **variables}

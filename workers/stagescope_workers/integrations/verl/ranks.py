@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from stagescope.wire.errors import StagescopeError
 from stagescope_workers.integrations import training
+from stagescope_workers.integrations.configuration import present
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Wrap, staged, wrapper
 from stagescope_workers.integrations.verl import context as contexts
@@ -47,9 +48,7 @@ def describe(worker: Any, engine: object) -> dict[str, object]:
     if isinstance(sequence, int) and sequence > 1:
         layout |= {"sp_size": sequence, "sp_rank": int(worker.rank) % sequence}
     layout |= training.megatron_layout()
-    described: dict[str, object] = {
-        "layout": {name: value for name, value in layout.items() if value is not None}
-    }
+    described: dict[str, object] = {"layout": present(layout)}
     if "dp_rank" in layout:
         described["data_rank"] = layout["dp_rank"]
     return described
