@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -301,3 +302,37 @@ def test_a_payload_can_be_followed_in_under_47_files() -> None:
     everywhere = {"wire/schema.py", "core/instructions.py", "core/entities.py"}
     assert all(f"`{name}`" in way for name in everywhere)
     assert len(named) - 1 + len(everywhere) < 47
+
+
+ALIKE: Final = {
+    ("EngineRequest", "RegisteredEngine"): "a request leaves out what the registry adds",
+    ("FindingReport", "ComparisonFinding"): "the report's JSON has texts for enumerations",
+    ("Layout", "LayoutRow"): "what is not reported is absent in an answer, and null in a column",
+    ("Link", "Link"): "the wire's class makes paths, the other is the object that is sent",
+    ("PairReport", "PairResult"): "the report's JSON has texts for enumerations",
+    ("Rule", "Rule"): "`for` is no name in Python",
+    ("SideReport", "SideResult"): "the report's JSON has lists for tuples",
+    ("When", "When"): "`>` is no name in Python",
+}
+"""Pairs of classes that declare the same fields -> why."""
+
+
+def test_no_two_classes_declare_the_same_fields() -> None:
+    """Of six fields or more not four fifths, inherited ones aside."""
+    declared: dict[tuple[str, str], set[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(_parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                fields = {
+                    each.target.id
+                    for each in node.body
+                    if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+                }
+                if len(fields) >= 5:
+                    declared[name(path), node.name] = fields
+    alike = {
+        tuple(sorted((one[1], other[1])))
+        for (one, a), (other, b) in itertools.combinations(declared.items(), 2)
+        if max(len(a), len(b)) >= 6 and len(a & b) >= 0.8 * max(len(a), len(b))
+    }
+    assert alike == {tuple(sorted(pair)) for pair in ALIKE}

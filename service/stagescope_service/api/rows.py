@@ -22,6 +22,7 @@ from stagescope_service.store.queries.overview import (
     ListedAttempt,
     ListedRun,
     ListedStep,
+    RunRow,
 )
 from stagescope_service.store.tables import (
     DumpRow,
@@ -36,9 +37,9 @@ M = TypeVar("M", bound=Mapping[str, object])
 R = TypeVar("R", bound=Mapping[str, object])
 
 
-def run_row(row: ListedRun) -> models.RunRow:
+def run_row(row: ListedRun) -> RunRow:
     """Return a run, with its newest attempt."""
-    return as_row(models.RunRow, row)
+    return as_row(RunRow, row)
 
 
 def attempt_row(row: DescribedAttempt, superseded: list[Superseded]) -> models.AttemptRow:

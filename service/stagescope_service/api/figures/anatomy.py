@@ -16,6 +16,7 @@ from stagescope.render import counted
 from stagescope.wire.errors import NotFound
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.models.figures import AnatomyBin
 from stagescope_service.api.target import Target
 from stagescope_service.statistics import profiles
 from stagescope_service.statistics.cell import Cell, Field
@@ -41,17 +42,6 @@ UNIT: Final = "nat"
 
 
 @dataclasses.dataclass(frozen=True)
-class Bin:
-    """The tokens of one bin; means are over those with both values finite, in nats."""
-
-    label: str
-    tokens: int
-    nonfinite: int
-    mean_abs: float | None
-    mean: float | None
-
-
-@dataclasses.dataclass(frozen=True)
 class AnatomyInfo:
     """What the figure shows."""
 
@@ -59,7 +49,7 @@ class AnatomyInfo:
     attempt: int
     step: int
     by: By
-    bins: tuple[Bin, ...]
+    bins: tuple[AnatomyBin, ...]
     """In the order of the axis."""
     mean_abs: float | None
     """Of all tokens of the step, nats."""
@@ -116,19 +106,19 @@ def _is_last(by: By, key: int) -> bool:
     return by == "end" and key == profiles.LAST
 
 
-def _of_cell(staleness: int, cell: Cell) -> Bin:
+def _of_cell(staleness: int, cell: Cell) -> AnatomyBin:
     has = bool(cell.tokens)
-    return Bin(
+    return AnatomyBin(
         str(staleness), cell.tokens, cell.masked - cell.tokens,
         cell.mean(Field.D_ABS_SUM) if has else None, cell.mean(Field.D_SUM) if has else None,
     )  # fmt: skip
 
 
-def _of_sums(label: str, sums: Sequence[float]) -> Bin:
+def _of_sums(label: str, sums: Sequence[float]) -> AnatomyBin:
     """Return the bin of `profiles.COLUMNS`."""
     tokens, nonfinite, total, size, _ = sums
     means = (size / tokens, total / tokens) if tokens else (None, None)
-    return Bin(label, int(tokens), int(nonfinite), *means)
+    return AnatomyBin(label, int(tokens), int(nonfinite), *means)
 
 
 def label(by: By, key: int) -> str:
@@ -192,7 +182,7 @@ def figure(found: AnatomyInfo) -> go.Figure:
     return style.legend_below(style.finished(drawn, title, 380))
 
 
-def _hover(each: Bin) -> str:
+def _hover(each: AnatomyBin) -> str:
     lines = [f"{each.label}: {counted(each.tokens, 'token')}"]
     lines.append(f"mean |d| {style.number(each.mean_abs, UNIT)}")
     lines.append(f"mean d {style.number(each.mean, UNIT)}")

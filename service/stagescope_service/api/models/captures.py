@@ -9,8 +9,9 @@ from pydantic import Field
 from stagescope.wire.captures import CAPTURE_FIELDS
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import DumpRow, Model, Page
-from stagescope_service.core.captures.agreement import Agreement, State
+from stagescope_service.core.captures.agreement import Agreement
 from stagescope_service.fields import Attempt, RoleRank, Row, Run, Step, one_of
+from stagescope_service.store.tables.service import CaptureColumns, CaptureState
 
 
 def _capture_field(name: str) -> Any:  # as pydantic.Field
@@ -58,7 +59,7 @@ class RequestedCapture(RequestedFields):
 class PlannedCapture(RequestedCapture):
     """A capture of the plan."""
 
-    state: State | None
+    state: CaptureState | None
     """As of `GET /captures/{capture_id}`."""
 
 
@@ -78,26 +79,11 @@ class NewCapture(RequestedCapture):
     """Hints for the user, such as which ranks have not acknowledged."""
 
 
-class CaptureRow(Model):
+class CaptureRow(CaptureColumns):
     """A capture as the catalogue holds it."""
 
-    capture_id: str
-    """Id of the capture."""
-    run: Run | None
-    """Null: every run."""
     spec: RequestedCapture
     """What was requested, and the agreement on it."""
-    state: State
-    by: str
-    """Who requested it, as in `spec`."""
-    created_wall: float
-    """Unix seconds."""
-    removed_wall: float | None
-    """Unix seconds: when it was withdrawn or ended; null: it is in force."""
-    removed_by: str | None
-    """Who withdrew it; `service` where it ended; null: it is in force."""
-    revision: int
-    """Revision of the plan from which on ranks know its present state."""
 
 
 class Captures(Model, Page[CaptureRow]):
@@ -172,7 +158,7 @@ class Capture(Model):
     """Null: every run."""
     attempt: Attempt | None
     """Number of the run's newest attempt; null: it has none."""
-    state: State
+    state: CaptureState
     reason: str | None
     """Why it ended."""
     order: RequestedFields

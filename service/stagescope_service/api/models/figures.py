@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from typing_extensions import NotRequired
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import Model
 from stagescope_service.api.models.numbers import Streams
-from stagescope_service.fields import Number, Row, Run
+from stagescope_service.fields import Described, Number, Row, Run
 
 
 class PlotlyFigure(Model):
@@ -78,10 +79,11 @@ class Figures(Model):
     """Always null: all are in the answer."""
 
 
-class AnatomyBin(Model):
+@dataclasses.dataclass(frozen=True)
+class AnatomyBin(Described):
     """The tokens of a step in one bin; means are over those with both log-probs finite."""
 
-    label: Annotated[str, Field(examples=["0", "2-3", "unknown"])]
+    label: str
     """What the tokens have in common. Places, ends and positions count tokens from 0; `unknown`:
     their round begins or ends in another piece of the sample. A lattice is the largest power of two
     that d is a multiple of."""

@@ -20,29 +20,8 @@ from stagescope_service.api.models.common import (
     ScopeHeading,
 )
 from stagescope_service.fields import Attempt, Number, Rank, Role, Row, Run, Stage, Step
+from stagescope_service.store.queries.overview import RunRow
 from stagescope_service.store.tables.findings import FindingColumns, LossColumns
-
-
-class RunRow(Row):
-    """A run, with its newest attempt."""
-
-    run: Run
-    live: bool
-    """Whether one of its attempts has a live process."""
-    attempt: Attempt | None
-    """Number of the newest attempt; null: it has none."""
-    attempt_key: str | None
-    """Key of the newest attempt; null: it has none."""
-    attempts: int
-    """Number of its attempts."""
-    last_closed_step: Step | None
-    """The trainer's highest closed step in the newest attempt; null: none."""
-    created_wall: float | None
-    """Unix seconds: when the run was first reported."""
-    last_wall: float | None
-    """Unix seconds: when one of its processes last reported."""
-    settings: JsonObject | None
-    """The run's settings, as its processes reported them."""
 
 
 class Runs(Model, Page[RunRow]):

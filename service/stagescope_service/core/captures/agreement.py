@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Final, NamedTuple
 
-from pydantic import Field
 from typing_extensions import NotRequired
 
 from stagescope.wire.captures import matches_rank
@@ -29,6 +28,7 @@ from stagescope_service.fields import (
     Step,
     described_by,
 )
+from stagescope_service.store.tables.service import CaptureState
 
 ASKED: Final = "asked"
 AGREED: Final = "agreed"
@@ -126,22 +126,11 @@ class CaptureParticipants(NamedTuple):
         return [each for each in self.members if (each.revision or 0) < revision]
 
 
-State = Annotated[
-    str,
-    Field(
-        description="`asked` (not every rank has acknowledged), `agreed`, `done`, `complete`, "
-        "`partial`, `empty` (no rank did these stages in its steps), `given up`, `too late`, "
-        "`refused` or `withdrawn`.",
-        examples=["agreed"],
-    ),
-]
-
-
 @dataclasses.dataclass
 class Agreement(Described):
     """The agreement of ranks on a capture."""
 
-    phase: State = ASKED
+    phase: CaptureState = ASKED
     number: int = 1
     """Number of times that it was requested: a step that some rank missed may be agreed again."""
     revision: int = 0

@@ -9,11 +9,11 @@ import sqlalchemy as sa
 from typing_extensions import Required
 
 from stagescope.wire.nonfinite import Json
+from stagescope_service.fields import Attempt, Row, Run, Step
 from stagescope_service.store import tables
 from stagescope_service.store.snapshot import ANNOUNCED, Query
 from stagescope_service.store.tables import (
     AttemptColumns,
-    RunRow,
     StepColumns,
     StepState,
     artifacts,
@@ -27,20 +27,33 @@ from stagescope_service.store.tables import (
 from stagescope_service.store.tables.compact import training_begins
 
 
-class ListedRun(RunRow):
-    """A run with its newest attempt."""
+class RunRow(Row):
+    """A run, with its newest attempt."""
 
-    attempts: int
-    """Their number."""
-    attempt_id: int | None
-    """Of the newest; as the following it is null if the run has no attempt."""
-    attempt: int | None
-    """Its number."""
-    attempt_key: str | None
-    last_closed_step: int | None
-    last_wall: float | None
-    """The last contact with any of the run's processes."""
+    run: Run
     live: bool
+    """Whether one of its attempts has a live process."""
+    attempt: Attempt | None
+    """Number of the newest attempt; null: it has none."""
+    attempt_key: str | None
+    """Key of the newest attempt; null: it has none."""
+    attempts: int
+    """Number of its attempts."""
+    last_closed_step: Step | None
+    """The trainer's highest closed step in the newest attempt; null: none."""
+    created_wall: float | None
+    """Unix seconds: when the run was first reported."""
+    last_wall: float | None
+    """Unix seconds: when one of its processes last reported."""
+    settings: dict[str, Json] | None
+    """The run's settings, as its processes reported them."""
+
+
+class ListedRun(RunRow):
+    """A run as its query returns it."""
+
+    attempt_id: int | None
+    """Of the newest attempt; null: the run has none."""
 
 
 class ListedAttempt(AttemptColumns):

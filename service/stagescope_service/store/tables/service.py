@@ -34,18 +34,41 @@ captures = table(
 )
 
 
-class CaptureRow(TypedDict):
-    """A row of `captures`."""
+CaptureState = Annotated[
+    str,
+    Field(
+        description="`asked` (not every rank has acknowledged), `agreed`, `done`, `complete`, "
+        "`partial`, `empty` (no rank did these stages in its steps), `given up`, `too late`, "
+        "`refused` or `withdrawn`.",
+        examples=["agreed"],
+    ),
+]
+
+
+class CaptureColumns(Row):
+    """A capture as the catalogue holds it."""
 
     capture_id: str
-    run: str | None
-    spec: StoredCapture
-    state: str
-    by: str | None
-    created_wall: float | None
+    """Id of the capture."""
+    run: Run | None
+    """Null: every run."""
+    state: CaptureState
+    by: str
+    """Who requested it, as in `spec`."""
+    created_wall: float
+    """Unix seconds."""
     removed_wall: float | None
+    """Unix seconds: when it was withdrawn or ended; null: it is in force."""
     removed_by: str | None
-    revision: int | None
+    """Who withdrew it; `service` where it ended; null: it is in force."""
+    revision: int
+    """Revision of the plan from which on ranks know its present state."""
+
+
+class CaptureRow(CaptureColumns):
+    """A row of `captures`."""
+
+    spec: StoredCapture
 
 
 dumps = table(
