@@ -306,12 +306,10 @@ def test_a_payload_can_be_followed_in_under_47_files() -> None:
 
 ALIKE: Final = {
     ("EngineRequest", "RegisteredEngine"): "a request leaves out what the registry adds",
-    ("FindingReport", "ComparisonFinding"): "the report's JSON has texts for enumerations",
     ("Layout", "LayoutRow"): "what is not reported is absent in an answer, and null in a column",
     ("Link", "Link"): "the wire's class makes paths, the other is the object that is sent",
     ("PairReport", "PairResult"): "the report's JSON has texts for enumerations",
     ("Rule", "Rule"): "`for` is no name in Python",
-    ("SideReport", "SideResult"): "the report's JSON has lists for tuples",
     ("When", "When"): "`>` is no name in Python",
 }
 """Pairs of classes that declare the same fields -> why."""
