@@ -23,8 +23,8 @@ from stagescope.cli.common import EXTRAS
 pytest.importorskip("hatchling", reason="the backend that builds the archives")
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PACKAGES: Final = {"stagescope": "client", "stagescope_workers": "workers",
-                   "stagescope_service": "service"}  # fmt: skip
+PACKAGES: Final = {"stagescope_wire": "client", "stagescope": "client",
+                   "stagescope_workers": "workers", "stagescope_service": "service"}  # fmt: skip
 SUFFIXES: Final = {".py", ".typed", ".js", ".css", ".html", ".svg", ".json", ".yaml", ".mako",
                    ".md"}  # fmt: skip
 """Of code and of data that it reads: no catalogue, no token, nothing that a run left behind."""

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+WIRE: Final = ROOT / "client/stagescope_wire"
 CLIENT: Final = ROOT / "client/stagescope"
 WORKERS: Final = ROOT / "workers/stagescope_workers"
 SERVICE: Final = ROOT / "service/stagescope_service"
-ROOTS: Final = (CLIENT, WORKERS, SERVICE)
+ROOTS: Final = (WIRE, CLIENT, WORKERS, SERVICE)
 
 LAYERS: Final = (
     "background", "priority", "settings", "service_file", "figure_style", "fields", "statistics",
@@ -24,6 +25,12 @@ LAYERS: Final = (
 TOP: Final = (
     "serve", "clusters", "api_actor", "commands", "embedded", "ray_mapper",
 )  # fmt: skip
+
+COMMANDS: Final = (
+    "service/stagescope_service/commands/", "workers/stagescope_workers/consistency/",
+    "service/stagescope_service/compare/",
+)  # fmt: skip
+"""These show tables and comparisons as the client does."""
 
 ONLY_IN: Final = {
     "ray": ("service/stagescope_service/coordinator/actor.py",
@@ -36,7 +43,7 @@ ONLY_IN: Final = {
             "service/stagescope_service/ray_mapper.py",
             "workers/stagescope_workers/transport/link.py"),
     "torch": ("service/stagescope_service/dumps/pickles/torch_file.py",
-              "client/stagescope/batch/",
+              "client/stagescope_wire/batch/",
               "workers/stagescope_workers/payload.py",
               "workers/stagescope_workers/device.py",
               "workers/stagescope_workers/capture/msprobe_",
@@ -45,9 +52,9 @@ ONLY_IN: Final = {
     "transformers": ("workers/stagescope_workers/consistency/transformers_",
                      "workers/stagescope_workers/integrations/"),
     "ctranslate2": ("workers/stagescope_workers/consistency/ctranslate2_",),
-    "tensordict": ("client/stagescope/batch/",
+    "tensordict": ("client/stagescope_wire/batch/",
                    "workers/stagescope_workers/integrations/"),
-    "verl": ("client/stagescope/batch/",
+    "verl": ("client/stagescope_wire/batch/",
              "workers/stagescope_workers/integrations/"),
     "msprobe": ("workers/stagescope_workers/capture/msprobe_",
                 "service/stagescope_service/compare/operators/msprobe_"),
@@ -125,7 +132,7 @@ def _module(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-SOURCES: Final = [*files(CLIENT), *files(WORKERS), *files(SERVICE)]
+SOURCES: Final = [*files(WIRE), *files(CLIENT), *files(WORKERS), *files(SERVICE)]
 MODULES: Final = {_module(path, root.parent): path for root in ROOTS for path in files(root)}
 
 
@@ -140,19 +147,24 @@ def test_heavy_libraries_stay_in_their_packages() -> None:
 
 
 def test_the_three_packages_import_what_they_may() -> None:
-    """The client neither of the others, workers only the service's statistics."""
+    """All import the vocabulary. Workers import the service's statistics.
+
+    Commands of the service and of workers are commands of the client, too.
+    """
     others = {
+        WIRE: ("stagescope.", "stagescope_service", "stagescope_workers"),
         CLIENT: ("stagescope_service", "stagescope_workers"),
-        WORKERS: ("stagescope_service",),
-        SERVICE: ("stagescope_workers",),
+        WORKERS: ("stagescope.", "stagescope_service"),
+        SERVICE: ("stagescope.", "stagescope_workers"),
     }
     assert not [
         f"{name(path)} imports {module}"
         for root, refused in others.items()
         for path in files(root)
         for module in imports(path)
-        if module.startswith(refused)
+        if f"{module}.".startswith(refused)
         if root != WORKERS or not module.startswith("stagescope_service.statistics")
+        if not name(path).startswith(COMMANDS)
     ]
 
 
@@ -299,7 +311,7 @@ def test_a_payload_can_be_followed_in_under_47_files() -> None:
         named |= {(part, name) for name in re.findall(r"`([\w/]+(?:\.py|/))`", row)}
     assert ("service", "store/queries/") in named
     assert ("workers", "transport/http_link.py") in named
-    everywhere = {"wire/schema.py", "core/instructions.py", "core/entities.py"}
+    everywhere = {"stagescope_wire/schema.py", "core/instructions.py", "core/entities.py"}
     assert all(f"`{name}`" in way for name in everywhere)
     assert len(named) - 1 + len(everywhere) < 47
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 from packaging.version import Version
 
-from stagescope.versions import SUPPORTED, Supported
+from stagescope_wire.versions import SUPPORTED, Supported
 from stagescope_workers.integrations.registry import INTEGRATIONS
 
 if sys.version_info >= (3, 11):

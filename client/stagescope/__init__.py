@@ -8,7 +8,7 @@ Usage::
     session.step("latest").metrics()        # exact mismatch of the last step
     session.step(5).rounds().to_pandas()    # which round went wrong
 
-Training processes import this package for `stagescope.wire`, so the client and its HTTP library are
+Training processes import this package for `stagescope_wire`, so the client and its HTTP library are
 imported on first use.
 """
 
@@ -17,7 +17,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from stagescope.wire.errors import (
+from stagescope_wire import __version__ as __version__
+from stagescope_wire.errors import (
     CaptureError,
     CatalogueUnavailable,
     ComparisonFailed,
@@ -42,14 +43,13 @@ from stagescope.wire.errors import (
 
 if TYPE_CHECKING:
     from stagescope.answers import Metrics, Record
-    from stagescope.batch import Batch
     from stagescope.replaying import replay
     from stagescope.rollouts import ReplayRollouts
     from stagescope.session import Session, attach, engine
     from stagescope.step import Step
     from stagescope.table import Table
+    from stagescope_wire.batch import Batch
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Batch",
@@ -85,7 +85,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Batch": "stagescope.batch",
+    "Batch": "stagescope_wire.batch",
     "Metrics": "stagescope.answers",
     "Record": "stagescope.answers",
     "ReplayRollouts": "stagescope.rollouts",

@@ -8,19 +8,18 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from stagescope import render
 from stagescope.table import (
     Row,
     Table,
     begun_again,
-    context,
     coverage_notes,
     step_verdict_notes,
     token_accounting,
-    unknown_name,
 )
-from stagescope.wire import nonfinite
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope_wire import nonfinite, render
+from stagescope_wire.names import unit_of_metric, unknown_name
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.render import context
 
 if TYPE_CHECKING:
     import pandas
@@ -43,23 +42,6 @@ KEY_METRICS: Final[tuple[str, ...]] = (
 """The most important metrics; they are displayed first."""
 
 _ROUND_MEAN: Final = re.compile(r"per_round/round_\d+_abs_diff_mean")
-_NATS: Final = (
-    "rollout_corr/kl", "rollout_corr/k3_kl", "logprob", "per_round/max_diff_value",
-    "rounding/abs_diff_floor",
-)  # fmt: skip
-_TOKENS: Final = ("counts/tokens", "counts/masked_tokens", "nonfinite/", "calibration/tokens")
-_COUNTS: Final = {"counts/sequences": "sequences", "counts/empty_rows": "rows"}
-
-
-def unit_of_metric(name: str) -> str:
-    """Return a metric's unit: `nat`, `tokens`, `sequences`, `rows`, or "" for a pure number."""
-    if name.startswith(_TOKENS) or name.endswith(("_count", "token_count")):
-        return "tokens"
-    if name in _COUNTS:
-        return _COUNTS[name]
-    if name.startswith(_NATS) or "log_ppl" in name or name.endswith("_abs_diff_mean"):
-        return "nat"
-    return "nat" if name == "train_rollout_logprob_abs_diff" else ""
 
 
 _Columns: TypeAlias = dict[str, tuple[str | float, ...]]

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 from urllib.parse import urlencode
 
-from stagescope import render
 from stagescope.answers import Record
 from stagescope.connection import LIMIT, Connection, segment, step_segment
 from stagescope.findings import FIRING_ORDER, FindingRows
 from stagescope.progress import CaptureProgress, RequestedCapture
 from stagescope.table import Row, Table
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope_wire import render
+from stagescope_wire.nonfinite import Json, JsonObject
 
 _RULE_ORDER: Final = ("name", "metric", "when", "fired", "last_step", "last_value", "actions")
 _TEST_ORDER: Final = (

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope import render
 from stagescope.answers import Record
-from stagescope.render import Line, counted, format_bytes, printable, wrapped
 from stagescope.table import Table
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import Target
+from stagescope_wire import nonfinite, render
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.render import Line, counted, format_bytes, printable, wrapped
+from stagescope_wire.schema import Target
 
 _HEADINGS: Final[Mapping[str, str]] = {
     "numbers": "may change numbers",

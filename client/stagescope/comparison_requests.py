@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from stagescope import render
 from stagescope.comparison_report import Changes, ComparisonReport
 from stagescope.connection import LIMIT, Connection
 from stagescope.operators import Divergence
-from stagescope.render import wrapped
 from stagescope.table import Table
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire import render
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render import wrapped
 
 DumpSide: TypeAlias = Mapping[str, str | int]
 """One side of a comparison of dumps, with the fields of `stagescope.operators.SIDE_FIELDS`."""

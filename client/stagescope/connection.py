@@ -11,24 +11,23 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
-from stagescope import discovery
 from stagescope.columns import COLUMNS, Kinds
 from stagescope.findings import GROUP_ORDER, FindingRows
 from stagescope.link_text import session_call
 from stagescope.plotting import figure_of, graph_objects
 from stagescope.table import Table
 from stagescope.transport import Params, QueryValue, Transport
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import (
+from stagescope_wire import discovery, nonfinite
+from stagescope_wire.errors import (
     CatalogueUnavailable,
     InvalidInput,
     NotReady,
     StagescopeError,
     Unreachable,
 )
-from stagescope.wire.links import LinkText
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import STEP_BOUND
+from stagescope_wire.links import LinkText
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import STEP_BOUND
 
 if TYPE_CHECKING:
     import plotly.graph_objects

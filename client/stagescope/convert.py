@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope.columns import RECORDS, Kinds
-from stagescope.render import Columns
-from stagescope.versions import install_command
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import MissingExtra
-from stagescope.wire.nonfinite import Json
+from stagescope_wire import nonfinite
+from stagescope_wire.errors import MissingExtra
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.render import Columns
+from stagescope_wire.versions import install_command
 
 if TYPE_CHECKING:
     import pandas

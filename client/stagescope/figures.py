@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from stagescope.connection import Connection
 from stagescope.plotting import figure_of, graph_objects
 from stagescope.table import Table
-from stagescope.wire.errors import InvalidInput, MissingExtra, StagescopeError
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire.errors import InvalidInput, MissingExtra, StagescopeError
+from stagescope_wire.nonfinite import JsonObject
 
 if TYPE_CHECKING:
     import plotly.graph_objects

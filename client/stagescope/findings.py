@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from stagescope import render
 from stagescope.answers import Record
 from stagescope.link_text import session_call
-from stagescope.render import printable, wrapped
 from stagescope.table import Row, Table
-from stagescope.wire.links import Link, LinkText, links_from_json, reworded
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire import render
+from stagescope_wire.links import Link, LinkText, links_from_json, reworded
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render import printable, wrapped
 
 FINDING_ORDER: Final = ("kind", "step", "rank", "message", "stage", "severity", "role", "count")
 FIRING_ORDER: Final = (

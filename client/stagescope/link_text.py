@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final
 
-from stagescope.wire.links import STEP_NOUNS, Link
+from stagescope_wire.links import STEP_NOUNS, Link
 
 
 def command(link: Link, commands: Container[str]) -> str:

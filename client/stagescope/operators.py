@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
-from stagescope import render
 from stagescope.answers import Record
-from stagescope.render import wrapped
 from stagescope.table import Row, Table
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire import nonfinite, render
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render import wrapped
 
 SIDE_FIELDS: Final = ("run", "attempt", "step", "stage", "role", "rank", "part", "capture_id")
 """The fields that identify one side of a comparison."""

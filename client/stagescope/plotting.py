@@ -11,11 +11,11 @@ import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from stagescope import render
 from stagescope.table import Table
-from stagescope.versions import install_command
-from stagescope.wire.errors import InvalidInput, MissingExtra
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire import render
+from stagescope_wire.errors import InvalidInput, MissingExtra
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.versions import install_command
 
 if TYPE_CHECKING:
     import plotly.graph_objects

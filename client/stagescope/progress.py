@@ -7,8 +7,8 @@ from typing import Final
 
 from stagescope.answers import Record
 from stagescope.table import Table
-from stagescope.wire.captures import needs_ranks
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire.captures import needs_ranks
+from stagescope_wire.nonfinite import JsonObject
 
 ENDED: Final = frozenset(
     {"complete", "partial", "empty", "given up", "too late", "refused", "withdrawn"}

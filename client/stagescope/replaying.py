@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from stagescope import render
-from stagescope.batch import Batch, Tensor, check_rows, widened
-from stagescope.batch.data import flow_index
 from stagescope.rollouts import batch_of
 from stagescope.table import Row, Table
-from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.tensorfile import Array
+from stagescope_wire import render
+from stagescope_wire.batch import Batch, Tensor, check_rows, widened
+from stagescope_wire.batch.data import flow_index
+from stagescope_wire.errors import InvalidInput, NotFound
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.tensorfile import Array
 
 if TYPE_CHECKING:
     from stagescope.step import Step

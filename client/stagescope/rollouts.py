@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from stagescope.batch import Batch
-from stagescope.batch.converters import Trajectory, trajectories
-from stagescope.wire.errors import Conflict, InvalidInput, NotFound
+from stagescope_wire.batch import Batch
+from stagescope_wire.batch.converters import Trajectory, trajectories
+from stagescope_wire.errors import Conflict, InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from stagescope.step import Step

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 from stagescope.answers import Record
-from stagescope.batch.file import atomic_file
 from stagescope.connection import Connection, segment
-from stagescope.discovery import ServiceLocation
 from stagescope.transport import Params
-from stagescope.versions import install_command
-from stagescope.wire.errors import InvalidInput, MissingExtra
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.batch.file import atomic_file
+from stagescope_wire.discovery import ServiceLocation
+from stagescope_wire.errors import InvalidInput, MissingExtra
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.versions import install_command
 
 ARCHIVES: Final = (".tar.gz", ".tgz")
 """Endings of the file of a bundle."""

@@ -17,12 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from stagescope import discovery, render
 from stagescope.answers import Record, Status
 from stagescope.capture_requests import CaptureRequests
 from stagescope.comparison_requests import ComparisonRequests
 from stagescope.connection import LIMIT, segment, step_segment
-from stagescope.engines.http import engine_url
 from stagescope.figures import FigureRequests
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Diagnosis, Finding, FindingRows
 from stagescope.forwarding import forwarder
@@ -32,13 +30,15 @@ from stagescope.series import Exact, Series
 from stagescope.step import Step, Steps
 from stagescope.step_answers import Stacks, Weights
 from stagescope.table import Table
-from stagescope.wire.errors import NotFound, StagescopeError
-from stagescope.wire.framing import MEDIA_TYPE, SendResult, WirePayload, pack_batch
-from stagescope.wire.links import LinkText
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope_wire import discovery, render
+from stagescope_wire.engines.http import engine_url
+from stagescope_wire.errors import NotFound, StagescopeError
+from stagescope_wire.framing import MEDIA_TYPE, SendResult, WirePayload, pack_batch
+from stagescope_wire.links import LinkText
+from stagescope_wire.nonfinite import Json, JsonObject
 
 if TYPE_CHECKING:
-    from stagescope.engines import HttpEngine
+    from stagescope_wire.engines import HttpEngine
 
 StepName = int | Literal["latest", "measured", "captured"]
 """A step's number, or a name for a step; see `Session.step`."""
@@ -407,7 +407,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         """Send events on behalf of another process; return the refused ones with the reasons.
 
         An event may be refused in part, such as a scalar that is not a number. The format is
-        described in `stagescope.wire.schema`. An event that is sent twice counts once.
+        described in `stagescope_wire.schema`. An event that is sent twice counts once.
 
         Raises:
             Unauthorized: it needs the operate token.
@@ -415,7 +415,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         return self.send_packed(pack_batch(sender, events, payloads or {}))
 
     def send_packed(self, body: bytes) -> SendResult:
-        """Send a batch that another process packed; see `send` and `stagescope.wire.framing`."""
+        """Send a batch that another process packed; see `send` and `stagescope_wire.framing`."""
         answer = self._transport.post_events("/events", body, MEDIA_TYPE)
         return SendResult.from_answer(answer)
 
@@ -444,17 +444,17 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
     def engine(
         self, name: str, *, key_file: str | Path | None = None, timeout: float = 120.0
     ) -> HttpEngine:
-        """Connect to a registered engine; see `stagescope.engines`.
+        """Connect to a registered engine; see `stagescope_wire.engines`.
 
         Args:
             name: the name under which it is registered.
-            key_file, timeout: as `stagescope.engines.connect`.
+            key_file, timeout: as `stagescope_wire.engines.connect`.
 
         Raises:
             NotFound: no engine has this name.
             EngineError: it does not answer, or is no longer an inference engine.
         """
-        from stagescope.engines import connect
+        from stagescope_wire.engines import connect
 
         row = self.get(f"/engines/{segment(name)}")
         return connect(str(row["url"]), key_file=key_file, timeout=timeout)

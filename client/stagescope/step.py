@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from stagescope import render
 from stagescope.answers import Metrics, Record
-from stagescope.batch import Batch
-from stagescope.batch.file import DownloadBuffer, atomic_file, load, parse
 from stagescope.connection import LIMIT, segment
 from stagescope.operators import NonFiniteOperators, Operators, Stack
 from stagescope.plotting import BarTable, PlottedTable
 from stagescope.step_answers import SampleTokens, Stacks, Stuck, Weights
 from stagescope.table import Table
 from stagescope.transport import QueryValue
-from stagescope.wire.errors import InvalidInput, StagescopeError
-from stagescope.wire.names import storable_id
+from stagescope_wire import render
+from stagescope_wire.batch import Batch
+from stagescope_wire.batch.file import DownloadBuffer, atomic_file, load, parse
+from stagescope_wire.errors import InvalidInput, StagescopeError
+from stagescope_wire.names import storable_id
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -396,7 +396,7 @@ class Step:
 
         Args:
             stage, role, rank: only these.
-            section: only files with data of this section (`stagescope.wire.keep.SECTIONS`).
+            section: only files with data of this section (`stagescope_wire.keep.SECTIONS`).
             limit: most rows.
         """
         filters = {"stage": stage, "role": role, "rank": rank, "section": section}

@@ -8,13 +8,13 @@ import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
-from stagescope import render
 from stagescope.answers import Record
 from stagescope.columns import Kinds
-from stagescope.table import Row, Table, context
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import StagescopeError
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.table import Row, Table
+from stagescope_wire import nonfinite, render
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.render import context
 
 _PROCESS_COLUMNS: Final = ("process", "host", "pid", "role")
 

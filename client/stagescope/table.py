@@ -5,17 +5,18 @@ pandas, polars and pyarrow are imported on demand (extra `notebook`).
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, overload
 
-from stagescope import convert, render
+from stagescope import convert
 from stagescope.columns import Kinds
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import InvalidInput, UnknownName
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope_wire import nonfinite, render
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.names import unknown_name
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.render import context
 
 if TYPE_CHECKING:
     import pandas
@@ -28,8 +29,6 @@ Row: TypeAlias = dict[str, Json]
 """Column -> value of one row."""
 
 SHOWN_ROWS: Final = 20
-_NAMES_LISTED: Final = 8
-"""Rows in the text representation; HTML shows five times as many."""
 
 
 class Table:
@@ -308,47 +307,6 @@ class Table:
             about=self._about,
             truncated=self._truncated,
         )
-
-
-def unknown_name(name: str, names: Sequence[str], *, what: str = "column") -> UnknownName:
-    """Return the error of a name that does not exist; it suggests similar names."""
-    similar = similar_names(name, names)
-    return UnknownName(
-        f"there is no {what} {name!r}",
-        expected="" if similar else f"one of {_first(names)}",
-        advice=f"did you mean {' or '.join(similar)}?" if similar else "",
-    )
-
-
-def _first(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_LISTED
-    listed = ", ".join(names[:_NAMES_LISTED])
-    return f"{listed} and {more} more" if more > 0 else listed
-
-
-def similar_names(name: str, names: Sequence[str], most: int = 3) -> list[str]:
-    """Return up to `most` of `names` that are similar to `name`.
-
-    Names with the same last segment come first, then names that contain it, then close matches.
-    """
-    lowered = str(name).lower()
-    last = lowered.rpartition("/")[2]
-    parts = [other for other in names if other.lower().rpartition("/")[2] == last]
-    parts += [other for other in names if lowered in other.lower() and other not in parts]
-    matches = difflib.get_close_matches(lowered, names, n=most)
-    by_last = {other.rpartition("/")[2]: other for other in reversed(names)}
-    last_matches = [by_last[end] for end in difflib.get_close_matches(last, [*by_last], n=most)]
-    return [*dict.fromkeys([*parts[:most], *matches, *last_matches])][:most]
-
-
-def context(about: JsonObject) -> str:
-    """Return run, attempt and step as text."""
-    parts = [
-        f"{name} {about[name]}"
-        for name in ("run", "attempt", "step")
-        if about.get(name) is not None
-    ]
-    return ", ".join(map(render.printable, parts))
 
 
 MARK: Final = "*"

@@ -14,10 +14,9 @@ from typing import Any, Final, Protocol
 
 import click
 
-from stagescope import link_text, render
-from stagescope.versions import install_command
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import (
+from stagescope import link_text
+from stagescope_wire import nonfinite, render
+from stagescope_wire.errors import (
     Forbidden,
     InvalidInput,
     MissingExtra,
@@ -27,7 +26,8 @@ from stagescope.wire.errors import (
     Unauthorized,
     Unreachable,
 )
-from stagescope.wire.links import Link, with_links
+from stagescope_wire.links import Link, with_links
+from stagescope_wire.versions import install_command
 
 EXIT_CODES: Final[Mapping[int, str]] = {
     0: "an answer was given",

@@ -7,14 +7,13 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from stagescope import render
 from stagescope.connection import segment
-from stagescope.render import Line, clip, printable, stretches
 from stagescope.session import Session
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import NotFound, StagescopeError
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import STAGES, RankKey
+from stagescope_wire import nonfinite, render
+from stagescope_wire.errors import NotFound, StagescopeError
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.render import Line, clip, printable, stretches
+from stagescope_wire.schema import STAGES, RankKey
 
 MIN_WIDTH: Final = 40
 MIN_HEIGHT: Final = 8

@@ -16,10 +16,10 @@ from typing import Final, TypeAlias
 
 import httpx
 
-from stagescope import proxies
-from stagescope.discovery import ServiceLocation
 from stagescope.link_text import session_call
-from stagescope.wire.errors import (
+from stagescope_wire import proxies
+from stagescope_wire.discovery import ServiceLocation
+from stagescope_wire.errors import (
     Conflict,
     Forbidden,
     InvalidInput,
@@ -31,8 +31,8 @@ from stagescope.wire.errors import (
     Unreachable,
     error_of_code,
 )
-from stagescope.wire.links import LinkText, links_from_json, without_links
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope_wire.links import LinkText, links_from_json, without_links
+from stagescope_wire.nonfinite import Json, JsonObject
 
 QueryValue: TypeAlias = str | int | float | bool | Sequence[str] | None
 Params: TypeAlias = Mapping[str, QueryValue]

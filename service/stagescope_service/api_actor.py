@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 import ray
 from ray import exceptions
 
-from stagescope.discovery import COORDINATOR_NAME, NAMESPACE
-from stagescope.wire.errors import NotReady, StagescopeError, Unreachable
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.coordinator import control_socket
 from stagescope_service.coordinator.actor import COMMANDS
+from stagescope_wire.discovery import COORDINATOR_NAME, NAMESPACE
+from stagescope_wire.errors import NotReady, StagescopeError, Unreachable
+from stagescope_wire.nonfinite import JsonObject
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stagescope.wire.framing import WirePayload
     from stagescope_service.api.dependencies import Commands, Dependencies, Reply
     from stagescope_service.api.server import ApiServer
     from stagescope_service.api.tokens import AccessTokens
     from stagescope_service.ingest.actor import Ingestors
     from stagescope_service.settings import Settings
     from stagescope_service.store.queries.runs import DiedAttempt
+    from stagescope_wire.framing import WirePayload
 
 logger = logging.getLogger(__name__)
 

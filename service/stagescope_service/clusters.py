@@ -14,10 +14,10 @@ from typing import Any, Final, Literal
 import ray
 from ray._private import services, utils
 
-from stagescope.discovery import NAMESPACE
-from stagescope.wire.errors import InvalidInput, Unreachable
 from stagescope_service import embedded, service_file
 from stagescope_service.settings import Settings
+from stagescope_wire.discovery import NAMESPACE
+from stagescope_wire.errors import InvalidInput, Unreachable
 
 LOCAL: Final = "local"
 """As an address: start a cluster for the service, whatever else runs on the machine."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from stagescope.wire.errors import NotReady
+from stagescope_wire.errors import NotReady
 
 _START_SECONDS: Final = 90.0
 _STOP_SECONDS: Final = 20.0

@@ -10,9 +10,9 @@ from typing import Any, Final, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from stagescope.wire.errors import ComparisonFailed, Unreachable
 from stagescope_service.clusters import AUTO, head_of
 from stagescope_service.compare.task_runner import Mapper
+from stagescope_wire.errors import ComparisonFailed, Unreachable
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -18,26 +18,26 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import ray
 from ray import exceptions
 
-from stagescope.discovery import (
-    API_NAME,
-    COORDINATOR_NAME,
-    NAMESPACE,
-    ingestor_name,
-    relay_name,
-)
-from stagescope.wire.errors import (
-    Conflict,
-    InvalidInput,
-    NotReady,
-    StagescopeError,
-    Unreachable,
-)
 from stagescope_service import clusters, embedded, service_file
 from stagescope_service.api.auth import check_bind
 from stagescope_service.api.server import bind
 from stagescope_service.api.tokens import AccessTokens, token_path
 from stagescope_service.coordinator import control_socket
 from stagescope_service.settings import Settings
+from stagescope_wire.discovery import (
+    API_NAME,
+    COORDINATOR_NAME,
+    NAMESPACE,
+    ingestor_name,
+    relay_name,
+)
+from stagescope_wire.errors import (
+    Conflict,
+    InvalidInput,
+    NotReady,
+    StagescopeError,
+    Unreachable,
+)
 
 if TYPE_CHECKING:
     from stagescope_service.api_actor import ApiLocation

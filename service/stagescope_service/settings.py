@@ -186,7 +186,7 @@ class Settings(BaseSettings):
     )
     keep: Path | None = Field(
         default=None,
-        description="YAML file of what is kept of which runs (stagescope.wire.keep): fields of one "
+        description="YAML file of what is kept of which runs (stagescope_wire.keep): fields of one "
         "configuration for every run, or runs: {pattern: fields}. Read at the start.",
     )
     kept_bytes: int = Field(

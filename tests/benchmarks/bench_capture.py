@@ -24,7 +24,7 @@ import torch
 from tests.support.dumps import capture_request
 from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
 
-from stagescope.wire.schema import Part
+from stagescope_wire.schema import Part
 from stagescope_workers.capture.msprobe_capture import Capturer
 from stagescope_workers.capture.msprobe_patches import load_debugger_class
 

@@ -25,7 +25,6 @@ from typing import Final
 import numpy as np
 from tests.support.batches import batch_of, random_streams
 
-from stagescope.wire.schema import BEGIN, END, HELLO, Event, Sender
 from stagescope_service.core.instructions import Delete, Ingest, Put
 from stagescope_service.core.state import Arrival, State
 from stagescope_service.ingest.kept_files import artifact_row
@@ -34,6 +33,7 @@ from stagescope_service.statistics import summarise
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.connect import catalogue_url
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire.schema import BEGIN, END, HELLO, Event, Sender
 
 STAGES: Final = (
     "rollout_generate",

@@ -27,7 +27,6 @@ from tests.support.api import Rank, Report, Service, service
 from tests.support.ingestors import LocalIngestors
 from tests.support.long_run import RUN, SCALARS, LongRun, train_long
 
-from stagescope.wire import schema
 from stagescope_service.api.app import make_app
 from stagescope_service.api.dependencies import Commands
 from stagescope_service.api.server import ApiServer
@@ -38,6 +37,7 @@ from stagescope_service.settings import Settings
 from stagescope_service.statistics.summarise import warm
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire import schema
 
 SHORT: Final = 100
 """Steps of the run that the long one is compared with."""

@@ -26,7 +26,7 @@ import psutil
 import ray
 from tests.support.cluster import Service, ray_cluster
 
-from stagescope.wire.schema import BEGIN, END, HELLO, SCHEMA, Sender
+from stagescope_wire.schema import BEGIN, END, HELLO, SCHEMA, Sender
 
 SENDERS = 32
 SIZES = (256, 2)

@@ -33,9 +33,9 @@ import ray
 from tests.support.cluster import Service, ray_cluster
 
 import stagescope
-from stagescope.wire import schema
 from stagescope_service.ingest.relay import Answer, Relay
 from stagescope_service.ingest.relay_actor import CoordinatorActor
+from stagescope_wire import schema
 
 STAGES = schema.STAGES[:6]
 POLL_SECONDS = 20.0

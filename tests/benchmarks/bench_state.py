@@ -13,8 +13,8 @@ import hashlib
 import sys
 import time
 
-from stagescope.wire.schema import BEGIN, END, HELLO, SCHEMA, Event, Sender
 from stagescope_service.core.state import State
+from stagescope_wire.schema import BEGIN, END, HELLO, SCHEMA, Event, Sender
 
 STAGES = ("rollout_generate", "actor_compute_log_prob", "actor_update")
 Wire = tuple[Sender, tuple[object, ...]]

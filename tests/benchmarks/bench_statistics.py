@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from stagescope.wire.tensorfile import Array
 from stagescope_service.statistics import TokenBatch, summarise, warm
+from stagescope_wire.tensorfile import Array
 from stagescope_workers.debug_metrics import calculate_debug_metrics
 
 REPEATS = 7

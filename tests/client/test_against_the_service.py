@@ -18,8 +18,8 @@ from tests.support.stores import eventually
 
 import stagescope
 from stagescope import Session, Table
-from stagescope.wire.errors import Forbidden, InvalidPlan, NotFound
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.errors import Forbidden, InvalidPlan, NotFound
+from stagescope_wire.nonfinite import Json
 
 STAGE = "actor_compute_log_prob"
 NOUNS = ("rounds", "ranks", "tokens", "stages", "scalars", "dumps")

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from tests.support.mutated import mutated
 from tests.support.step_batches import step_batch
 
-from stagescope.batch import Batch, Tensor
-from stagescope.batch.converters import keys_of, trajectories
-from stagescope.batch.file import describe
-from stagescope.wire.errors import InvalidTensor, MissingExtra, NotFound, UnknownName
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.batch import Batch, Tensor
+from stagescope_wire.batch.converters import keys_of, trajectories
+from stagescope_wire.batch.file import describe
+from stagescope_wire.errors import InvalidTensor, MissingExtra, NotFound, UnknownName
+from stagescope_wire.nonfinite import Json
 
 
 def bits(batch: Batch) -> dict[str, Json]:
@@ -64,7 +64,7 @@ def test_a_file_that_is_no_batch_is_refused(
 ) -> None:
     batch = step_batch()
     metadata = {**describe(batch), **change}
-    monkeypatch.setattr("stagescope.batch.file.describe", lambda _: metadata)
+    monkeypatch.setattr("stagescope_wire.batch.file.describe", lambda _: metadata)
     path = batch.save(tmp_path / "batch.safetensors")
     with pytest.raises(InvalidTensor, match=message):
         Batch.load(path)
@@ -75,7 +75,7 @@ def test_a_file_that_is_no_batch_is_refused(
 def test_any_metadata_give_a_batch_or_an_error(metadata: Json) -> None:
     batch = step_batch()
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as directory:
-        patched.setattr("stagescope.batch.file.describe", lambda _: metadata)
+        patched.setattr("stagescope_wire.batch.file.describe", lambda _: metadata)
         path = batch.save(Path(directory) / "batch.safetensors")
         try:
             found = Batch.load(path)
@@ -247,7 +247,7 @@ def test_reading_a_batch_needs_neither_torch_nor_safetensors(tmp_path: Path) -> 
     text = (
         "import sys\n"
         "for name in ('torch', 'safetensors', 'tensordict'): sys.modules[name] = None\n"
-        "from stagescope.batch import Batch\n"
+        "from stagescope_wire.batch import Batch\n"
         f"batch = Batch.load({str(path)!r})\n"
         "print(batch.rows, len(batch.as_nexrl_trajectories()))\n"
         "try: batch.as_tensors()\n"

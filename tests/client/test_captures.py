@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.wire.captures import CAPTURE_FIELDS, matches, validate_capture
-from stagescope.wire.errors import Forbidden, InvalidPlan, StagescopeError
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.plan import CaptureSpec
+from stagescope_wire.captures import CAPTURE_FIELDS, matches, validate_capture
+from stagescope_wire.errors import Forbidden, InvalidPlan, StagescopeError
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.plan import CaptureSpec
 
 SPEC: dict[str, Json] = {"stages": ["actor_update"], "steps": [5], "keep": ["old_log_probs"]}
 

@@ -14,8 +14,8 @@ from tests.support.command_line import invoke
 
 from stagescope import terminal
 from stagescope.cli import common
-from stagescope.versions import install_command
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.versions import install_command
 
 ASKING = [
     ["status"],

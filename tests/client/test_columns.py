@@ -11,7 +11,7 @@ from tests.support import columns
 
 from stagescope import Table
 from stagescope.columns import COLUMNS, RECORDS
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.nonfinite import Json
 
 
 def test_the_columns_are_those_of_the_answers() -> None:

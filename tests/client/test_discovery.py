@@ -9,8 +9,8 @@ import pytest
 from tests.support.answering import READ, Answering, unused_port
 
 import stagescope
-from stagescope import discovery
-from stagescope.wire.errors import InvalidInput, Unauthorized, Unreachable
+from stagescope_wire import discovery
+from stagescope_wire.errors import InvalidInput, Unauthorized, Unreachable
 
 
 def write_service_file(url: str, **extra: object) -> Path:

@@ -9,9 +9,9 @@ import re
 import pytest
 
 from stagescope.link_text import session_call
-from stagescope.wire import errors
-from stagescope.wire.errors import MissingExtra, StagescopeError
-from stagescope.wire.links import Link
+from stagescope_wire import errors
+from stagescope_wire.errors import MissingExtra, StagescopeError
+from stagescope_wire.links import Link
 
 CLASSES = [
     value

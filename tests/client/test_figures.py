@@ -22,11 +22,12 @@ from tests.support.figures import LOG_PROB, rounds_payload
 from tests.support.stores import eventually
 
 import stagescope
-from stagescope import Session, Step, figures, plotting, render
+from stagescope import Session, Step, figures, plotting
 from stagescope import step as step_module
 from stagescope.connection import Connection
-from stagescope.wire.errors import InvalidInput, MissingExtra, NotFound
 from stagescope_service.figure_style import traces
+from stagescope_wire import render
+from stagescope_wire.errors import InvalidInput, MissingExtra, NotFound
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
 
 import stagescope
-from stagescope.wire.errors import NotFound
-from stagescope.wire.links import Link
 from stagescope_service.core.findings import finding
 from stagescope_service.store.contract import Put
+from stagescope_wire.errors import NotFound
+from stagescope_wire.links import Link
 
 STAGE = "actor_update"
 OPERATOR = "Module.model.layers.11.mlp.down_proj.Linear.forward.0"

@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 
 from stagescope import InvalidInput, Metrics, MissingExtra, NotFound, Record, Table
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.nonfinite import Json
 
 ROWS: list[dict[str, Json]] = [
     {"rank": 0, "value": 0.5, "stage": "nan", "ok": True, "ranks": [1, 2], "more": {"a": math.inf}},

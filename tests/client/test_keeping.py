@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from stagescope.wire.captures import validate_capture
-from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.keep import (
+from stagescope_service.dumps import records
+from stagescope_wire.captures import validate_capture
+from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.keep import (
     SECTIONS,
     capture_selectors,
     is_selected,
@@ -17,8 +18,7 @@ from stagescope.wire.keep import (
     shard_capture,
     validate_keep,
 )
-from stagescope.wire.nonfinite import Json
-from stagescope_service.dumps import records
+from stagescope_wire.nonfinite import Json
 
 WHERE: dict[str, Json] = {"stage": "actor_update", "role": "actor", "rank": 0}
 UPDATE = ["log_probs", "old_log_probs", "advantages", "prob_ratio", "response_mask"]

@@ -13,7 +13,8 @@ from stagescope import cli
 from stagescope.link_text import _OF_SESSION, command, session_call
 from stagescope.session import Session
 from stagescope.step import Step
-from stagescope.wire.links import (
+from stagescope_service.rules.document import defaults
+from stagescope_wire.links import (
     _OF_RUN,
     STEP_NOUNS,
     Link,
@@ -22,7 +23,6 @@ from stagescope.wire.links import (
     with_links,
     without_links,
 )
-from stagescope_service.rules.document import defaults
 
 COMMANDS = cli.main.list_commands(Context(cli.main))
 SERVICE = Path(__file__).parents[2] / "service" / "stagescope_service"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.wire.names import (
+from stagescope_wire.names import (
     KNOWN,
     MAX_ID,
     closest,
@@ -18,7 +18,7 @@ from stagescope.wire.names import (
     storable_id,
     storable_text,
 )
-from stagescope.wire.schema import STAGES
+from stagescope_wire.schema import STAGES
 
 
 @pytest.mark.parametrize(

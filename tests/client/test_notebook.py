@@ -14,7 +14,7 @@ from stagescope.operators import Stack
 from stagescope.progress import CaptureProgress
 from stagescope.step import Step
 from stagescope.table import Table
-from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS
+from stagescope_wire.captures import CAPTURE_FIELDS, SHORTHANDS
 
 WALL = 1_795_320_000.0
 

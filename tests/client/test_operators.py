@@ -19,7 +19,7 @@ import stagescope
 from stagescope import Session
 from stagescope.operators import Divergence, NonFiniteOperators, Operators, read_side
 from stagescope.table import Table
-from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope_wire.errors import InvalidInput, NotFound
 
 BROKEN = "Module.blocks.1.down.Linear.forward.0"
 CHANGED = "Module.blocks.0.up.Linear.forward.0"

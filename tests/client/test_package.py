@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import stagescope
-from stagescope.wire import errors
+from stagescope_wire import errors
 
 HEAVY = ("pandas", "polars", "pyarrow", "narwhals", "ray", "torch", "fastapi", "pydantic", "numba")
 OTHERS = ("stagescope_service", "stagescope_workers")
@@ -25,7 +25,7 @@ def loaded_by(program: str) -> set[str]:
 
 
 def test_importing_the_package_is_light() -> None:
-    loaded = loaded_by("import stagescope, stagescope.wire.schema, stagescope.wire.captures")
+    loaded = loaded_by("import stagescope, stagescope_wire.schema, stagescope_wire.captures")
     assert loaded.isdisjoint({*HEAVY, *OTHERS, "httpx", "click", "numpy"})
 
 

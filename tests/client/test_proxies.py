@@ -11,9 +11,9 @@ from tests.support.engine_servers import EngineServer
 from tests.support.proxy import Proxy, running_proxy, set_proxy
 
 import stagescope
-from stagescope import proxies
-from stagescope.engines.http import EngineHttp
-from stagescope.wire.errors import EngineError, InvalidInput, Unreachable
+from stagescope_wire import proxies
+from stagescope_wire.engines.http import EngineHttp
+from stagescope_wire.errors import EngineError, InvalidInput, Unreachable
 
 BEYOND = "127.0.0.2"
 """Of this machine, and not one of the names that are known as loopback."""

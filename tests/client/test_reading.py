@@ -9,8 +9,8 @@ from tests.support.command_line import invoke
 from stagescope.answers import Metrics, Record
 from stagescope.comparison_report import as_lines
 from stagescope.table import Table
-from stagescope.wire.errors import NotFound
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.errors import NotFound
+from stagescope_wire.nonfinite import Json
 
 PATH = "/data/stagescope/qwen3-8b-countdown/key-1/step_120/actor_update/0.0.1.0/rank3/dump.json"
 

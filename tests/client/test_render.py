@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stagescope import render
+from stagescope_wire import render
 
 
 @pytest.mark.parametrize(

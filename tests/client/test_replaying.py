@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stagescope
-from stagescope.batch import Batch, BatchPart, Tensor
 from stagescope.replaying import BITWISE, DIFFERENT, EQUAL, WITHIN, compare
-from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope.wire.schema import Part
+from stagescope_wire.batch import Batch, BatchPart, Tensor
+from stagescope_wire.errors import InvalidInput, NotFound
+from stagescope_wire.schema import Part
 
 Loss = Callable[[Batch], dict[str, Any]]
 

@@ -12,7 +12,7 @@ from tests.support.step_batches import step_batch
 
 from stagescope import ReplayRollouts
 from stagescope.rollouts import Key
-from stagescope.wire.errors import Conflict, InvalidInput, NotFound
+from stagescope_wire.errors import Conflict, InvalidInput, NotFound
 
 
 def test_a_trajectory_is_found_by_group_and_run(tmp_path: Path) -> None:

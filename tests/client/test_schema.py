@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.wire.errors import InvalidEvent, InvalidInput, StagescopeError
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.schema import (
+from stagescope_wire.errors import InvalidEvent, InvalidInput, StagescopeError
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.schema import (
     BEGIN,
     KINDS,
     LAYOUT_COLUMNS,

@@ -7,9 +7,9 @@ from tests.support.answering import READ, RUN, Answering
 
 import stagescope
 from stagescope import Forbidden, InvalidInput, InvalidPlan, NotFound, Session
-from stagescope.discovery import ServiceLocation
-from stagescope.wire.captures import CAPTURE_FIELDS
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.captures import CAPTURE_FIELDS
+from stagescope_wire.discovery import ServiceLocation
+from stagescope_wire.nonfinite import Json
 
 
 def test_runs_and_attempts_with_their_fingerprints(session: Session) -> None:

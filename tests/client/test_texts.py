@@ -7,19 +7,21 @@ import re
 
 import pytest
 
-from stagescope import Metrics, Table, render
+from stagescope import Metrics, Table
 from stagescope.answers import Status
 from stagescope.comparison_report import Changes
 from stagescope.connection import ORDERS, segment, step_segment
 from stagescope.findings import Finding
-from stagescope.series import Series, sparkline
+from stagescope.series import Series
 from stagescope.step import Steps
 from stagescope.step_answers import Stuck
-from stagescope.wire.errors import InvalidInput, StagescopeError
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.schema import STAGES
 from stagescope_service.api.requests import step_number
 from stagescope_service.core.captures.plan import Plan
+from stagescope_wire import render
+from stagescope_wire.errors import InvalidInput, StagescopeError
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.schema import STAGES
+from stagescope_wire.sparkline import sparkline
 
 
 def test_names_and_values_of_the_status_stand_apart() -> None:
@@ -157,7 +159,7 @@ def series(metric: str, kind: str, values: list[float]) -> Series:
 def test_a_sparkline_has_the_width_that_there_is(
     steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagescope.series._can_encode", lambda text: True)
+    monkeypatch.setattr("stagescope_wire.sparkline._can_encode", lambda text: True)
     shown = series("rollout_corr/k3_kl", "metric", [1e-4 * at for at in range(steps)])
     lines = shown.lines(width=80)
     drawn = sum(character in "▁▂▃▄▅▆▇█" for character in lines[0])

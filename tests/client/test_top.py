@@ -28,7 +28,7 @@ from tests.support.stores import eventually
 
 from stagescope.session import Session
 from stagescope.top import RunReader, RunSnapshot, screen
-from stagescope.wire.schema import BEGIN
+from stagescope_wire.schema import BEGIN
 
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 STYLE = re.compile(r"\x1b\[[0-9;]*m")

@@ -13,10 +13,10 @@ from tests.support.step_batches import step_batch
 
 import stagescope
 from stagescope import Session
-from stagescope.discovery import ServiceLocation
 from stagescope.transport import Transport
-from stagescope.wire import errors
-from stagescope.wire.links import Link
+from stagescope_wire import errors
+from stagescope_wire.discovery import ServiceLocation
+from stagescope_wire.links import Link
 
 NOT_READY = (503, {"code": "not_ready", "wrong": "the catalogue is being opened"})
 TOO_MANY = (429, {"code": "too_many_requests", "wrong": "more than the 2 requests"})

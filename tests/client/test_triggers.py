@@ -17,9 +17,9 @@ from tests.support.stores import rows_of
 
 import stagescope
 from stagescope import Session
-from stagescope.wire.errors import Forbidden, InvalidInput, InvalidPlan, NotFound
-from stagescope.wire.nonfinite import Json
 from stagescope_service.store.contract import Put
+from stagescope_wire.errors import Forbidden, InvalidInput, InvalidPlan, NotFound
+from stagescope_wire.nonfinite import Json
 
 STAGE = "actor_compute_log_prob"
 RULES = """

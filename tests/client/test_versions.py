@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
-from stagescope import versions
+from stagescope_wire import versions
 
 
 def have(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:

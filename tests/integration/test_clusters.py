@@ -24,8 +24,8 @@ ray = pytest.importorskip("ray")
 from tests.support.answering import serving, unused_port  # noqa: E402
 from tests.support.cluster import eventually  # noqa: E402
 
-from stagescope.wire.errors import InvalidInput, Unreachable  # noqa: E402
 from stagescope_service import clusters  # noqa: E402
+from stagescope_wire.errors import InvalidInput, Unreachable  # noqa: E402
 
 pytestmark = pytest.mark.ray
 

@@ -12,13 +12,13 @@ import pytest
 from tests.support.dump_files import nexrl_directory
 from tests.support.memory_dumps import MemoryDump, batch, split
 
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import ComparisonFailed
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import as_json
 from stagescope_service.compare.task_runner import thread_mapper
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import DumpContents, DumpEntry
+from stagescope_wire import nonfinite
+from stagescope_wire.errors import ComparisonFailed
 
 pytestmark = pytest.mark.ray
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stagescope.engines import EngineInfo, Generation, Prompt, Sampling
-from stagescope.wire.errors import NotFound
+from stagescope_wire.engines import EngineInfo, Generation, Prompt, Sampling
+from stagescope_wire.errors import NotFound
 from stagescope_workers.consistency.comparison import EngineComparison
 from stagescope_workers.consistency.report import record
 from stagescope_workers.consistency.scored import Scored, numbers

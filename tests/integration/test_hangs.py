@@ -16,8 +16,8 @@ from tests.support.hanging import Trainer
 
 import stagescope
 from stagescope.step_answers import Stacks
-from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_wire.errors import NotReady, StagescopeError
 
 pytestmark = pytest.mark.ray
 

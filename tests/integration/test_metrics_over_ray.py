@@ -11,7 +11,7 @@ import pytest
 from tests.support.measure import payload
 
 import stagescope
-from stagescope.wire.errors import NotFound, Unreachable
+from stagescope_wire.errors import NotFound, Unreachable
 from stagescope_workers import init
 from stagescope_workers.metrics_feed import MetricsFeed
 from stagescope_workers.probe.probe import Probe

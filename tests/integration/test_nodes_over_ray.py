@@ -23,8 +23,8 @@ from tests.support.cluster import Service, answer, eventually, expect  # noqa: E
 from tests.support.ranks import Rank  # noqa: E402
 from tests.support.ray_nodes import RayNodes, short_directory  # noqa: E402
 
-from stagescope.discovery import NAMESPACE, ingestor_name  # noqa: E402
 from stagescope_service import clusters as joining  # noqa: E402
+from stagescope_wire.discovery import NAMESPACE, ingestor_name  # noqa: E402
 
 pytestmark = pytest.mark.ray
 

@@ -13,8 +13,8 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("msprobe")
 from tests.support.cluster import SECONDS, Service, answer, eventually, kill  # noqa: E402
 
-from stagescope.discovery import NAMESPACE, ingestor_name  # noqa: E402
-from stagescope.wire.errors import NotFound  # noqa: E402
+from stagescope_wire.discovery import NAMESPACE, ingestor_name  # noqa: E402
+from stagescope_wire.errors import NotFound  # noqa: E402
 
 pytestmark = pytest.mark.ray
 

@@ -16,7 +16,7 @@ import pytest
 from ray.actor import ActorHandle
 from tests.support.coordinators import wait_for
 
-from stagescope.wire.schema import Event, Sender
+from stagescope_wire.schema import Event, Sender
 from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.transport.link import RayLink, ray_process

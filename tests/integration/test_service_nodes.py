@@ -11,15 +11,15 @@ import pytest
 from tests.support.measure import payload
 from tests.support.stores import postgresql
 
-from stagescope.wire.errors import InvalidInput
+from stagescope_wire.errors import InvalidInput
 
 ray = pytest.importorskip("ray")
 from tests.support.cluster import Service, answer, eventually, expect  # noqa: E402
 from tests.support.ranks import Rank  # noqa: E402
 from tests.support.ray_nodes import RayNodes, short_directory  # noqa: E402
 
-from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE  # noqa: E402
 from stagescope_service import clusters as joining  # noqa: E402
+from stagescope_wire.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE  # noqa: E402
 
 pytestmark = pytest.mark.ray
 

@@ -16,8 +16,8 @@ ray = pytest.importorskip("ray")
 from tests.support.cluster import Service, eventually  # noqa: E402
 from tests.support.ranks import Rank  # noqa: E402
 
-from stagescope.wire.errors import InvalidInput  # noqa: E402
 from stagescope_service.serve import start_service  # noqa: E402
+from stagescope_wire.errors import InvalidInput  # noqa: E402
 
 pytestmark = pytest.mark.ray
 

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.support.command_line import invoke
 
-from stagescope.wire.errors import InvalidPlan
 from stagescope_service import serve
 from stagescope_service.commands import tokens
 from stagescope_service.settings import Settings
+from stagescope_wire.errors import InvalidPlan
 
 
 @pytest.mark.parametrize("command", ["serve", "stop"])

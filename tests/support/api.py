@@ -16,8 +16,6 @@ from tests.support import documented
 from tests.support.ingestors import LocalIngestors
 from tests.support.stores import rows_of
 
-from stagescope.wire import schema
-from stagescope.wire.errors import Unreachable
 from stagescope_service.api.app import make_app
 from stagescope_service.api.dependencies import Commands
 from stagescope_service.api.server import ApiServer
@@ -33,6 +31,8 @@ from stagescope_service.settings import Settings
 from stagescope_service.store.artifacts import read_piece
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire import schema
+from stagescope_wire.errors import Unreachable
 
 T = TypeVar("T")
 

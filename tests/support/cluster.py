@@ -19,17 +19,17 @@ import ray
 from ray import exceptions
 
 import stagescope
-from stagescope.discovery import (
+from stagescope.session import Session
+from stagescope_service.serve import ServiceInfo, start_service, stop_service
+from stagescope_service.settings import Settings
+from stagescope_wire.discovery import (
     API_NAME,
     COORDINATOR_NAME,
     NAMESPACE,
     ingestor_name,
     relay_name,
 )
-from stagescope.session import Session
-from stagescope.wire.errors import NotReady, StagescopeError
-from stagescope_service.serve import ServiceInfo, start_service, stop_service
-from stagescope_service.settings import Settings
+from stagescope_wire.errors import NotReady, StagescopeError
 
 T = TypeVar("T")
 SECONDS = 45.0

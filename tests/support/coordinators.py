@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from stagescope.wire.errors import NotFound
-from stagescope.wire.framing import WirePayload
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import Event, Sender
+from stagescope_wire.errors import NotFound
+from stagescope_wire.framing import WirePayload
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.schema import Event, Sender
 from stagescope_workers.transport.calls import Reply
 
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from tests.support.batches import wire
 
-from stagescope.wire.keep import sections_of
-from stagescope.wire.schema import Part
-from stagescope.wire.tensorfile import Array
 from stagescope_service.store.artifacts import kept_path, step_directory
 from stagescope_service.store.kept import Kept, write_kept
+from stagescope_wire.keep import sections_of
+from stagescope_wire.schema import Part
+from stagescope_wire.tensorfile import Array
 
 Number = TypeVar("Number", int, float)
 Edit = Callable[[str, str, dict[str, object]], None]

@@ -13,9 +13,9 @@ from tests.support.small_decoder import SmallDecoder, forward_backward, small_de
 from torch import nn
 from torch.nn import functional
 
-from stagescope.wire.plan import CaptureRequest
-from stagescope.wire.schema import Part
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
+from stagescope_wire.plan import CaptureRequest
+from stagescope_wire.schema import Part
 from stagescope_workers.capture.msprobe_capture import Capturer
 
 

@@ -15,8 +15,8 @@ from markupsafe import Markup
 from tests.support.api import Rank, Service
 from tests.support.measure import Handed
 
-from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.compare.report.html import PageFigures, as_page
+from stagescope_wire.tensorfile import WireTensor
 
 LOG_PROB = "actor_compute_log_prob"
 UPDATE = "actor_update"

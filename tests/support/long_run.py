@@ -18,10 +18,10 @@ from tests.support.measure import payload
 from tests.support.shown_run import keep_tensors
 from tests.support.stores import rows_of
 
-from stagescope.wire.schema import BEGIN
 from stagescope_service.store.contract import Put, Store, Submitted
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
+from stagescope_wire.schema import BEGIN
 
 RUN: Final = "r"
 LOG_PROB: Final = "actor_compute_log_prob"

@@ -6,8 +6,8 @@ from typing import TypedDict, cast
 
 import numpy as np
 
-from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.core.instructions import IngestJob
+from stagescope_wire.tensorfile import WireTensor
 
 
 class Handed(TypedDict):

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.schema import Part
-from stagescope.wire.tensorfile import Array, WireTensor
 from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.schema import Part
+from stagescope_wire.tensorfile import Array, WireTensor
 
 
 @dataclasses.dataclass

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from tests.support.measure import Handed
 
-from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
-from stagescope.wire.tensorfile import Array
 from stagescope_service.statistics import TokenBatch, WireTensor
+from stagescope_wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
+from stagescope_wire.tensorfile import Array
 
 TP, PP, CP, DP = 2, 2, 2, 2
 ROWS_OF_A_MICROBATCH = 3

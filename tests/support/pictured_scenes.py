@@ -15,7 +15,7 @@ from tests.support.shown_run import ShownRun
 from tests.support.stores import eventually
 
 from stagescope import cli
-from stagescope.wire.schema import STACKS
+from stagescope_wire.schema import STACKS
 
 HANGING: Final = "qwen3-8b-math"
 SYNCED: Final = "qwen3-8b-search"

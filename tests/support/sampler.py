@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.wire.tensorfile import Array
+from stagescope_wire.tensorfile import Array
 
 Scores = Callable[[Array], Array]
 """Log-probs [contexts, vocabulary] to others of the same shape."""

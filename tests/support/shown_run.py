@@ -15,9 +15,9 @@ import numpy as np
 from tests.support.api import Rank, Service
 from tests.support.measure import Handed
 
-from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
+from stagescope_wire.tensorfile import WireTensor
 
 LOG_PROB: Final = "actor_compute_log_prob"
 RUN: Final = "qwen3-8b-countdown"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stagescope.batch import Batch, BatchPart, Gap, Padding, Tensor
-from stagescope.wire.schema import Part
+from stagescope_wire.batch import Batch, BatchPart, Gap, Padding, Tensor
+from stagescope_wire.schema import Part
 
 
 def step_batch(step: int = 5) -> Batch:

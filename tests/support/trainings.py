@@ -8,19 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stagescope.wire.schema import (
-    BEGIN,
-    DROPPED,
-    DUMP,
-    END,
-    END_STEP,
-    FINISH,
-    HELLO,
-    LOG,
-    REFUSED,
-    Event,
-    Sender,
-)
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.entities import Attempt, Span, Step
 from stagescope_service.core.instructions import (
@@ -35,6 +22,19 @@ from stagescope_service.core.instructions import (
 from stagescope_service.core.state import Arrival, State
 from stagescope_service.store.contract import Snapshot
 from stagescope_service.store.tables import TABLES
+from stagescope_wire.schema import (
+    BEGIN,
+    DROPPED,
+    DUMP,
+    END,
+    END_STEP,
+    FINISH,
+    HELLO,
+    LOG,
+    REFUSED,
+    Event,
+    Sender,
+)
 
 KEYS = {name: [column.name for column in table.primary_key] for name, table in TABLES.items()}
 COLUMNS = {name: [column.name for column in table.columns] for name, table in TABLES.items()}

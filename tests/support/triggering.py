@@ -17,9 +17,6 @@ from tests.support.measure import Handed, payload
 from tests.support.parallel import Reported
 from tests.support.stores import opened
 
-from stagescope.wire.errors import StagescopeError
-from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
-from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, gone_of
 from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.coordinator.webhooks import Webhooks
@@ -30,6 +27,9 @@ from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import FindingRow, FiringRow
 from stagescope_service.store.tables.findings import FiredActions
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
+from stagescope_wire.tensorfile import WireTensor
 
 STAGE = "actor_compute_log_prob"
 PAGE = "https://head.example.com"

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.support.cluster import Service, eventually, ray_cluster
 from tests.support.verl_runs import SECONDS, VerlRun, untimed
 
-from stagescope.wire.schema import PART_FIELDS
+from stagescope_wire.schema import PART_FIELDS
 
 pytestmark = [pytest.mark.verl, pytest.mark.ray, pytest.mark.timeout(1200)]
 

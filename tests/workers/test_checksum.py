@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from stagescope.wire.errors import InvalidTensor
+from stagescope_wire.errors import InvalidTensor
 from stagescope_workers import checksum as module
 from stagescope_workers.checksum import CHUNK_BYTES, checksum, device_sum, unsigned
 

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from tests.support.batches import batch_of, random_streams
 
 import stagescope_workers
-from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics import publish, summarise
+from stagescope_wire.errors import InvalidTensor
 from stagescope_workers import calculate_debug_metrics
 from stagescope_workers.debug_metrics import (
     _calculate_per_round_metrics,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
-from stagescope.wire.errors import InvalidEvent
+from stagescope_wire.errors import InvalidEvent
 from stagescope_workers import steady_clock
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.transport import sender as sender_module

@@ -23,14 +23,13 @@ import torch
 from tests.support.coordinators import FakeCoordinator, wait_for
 from tests.support.proxy import running_proxy, set_proxy
 
-from stagescope import discovery
-from stagescope.wire import framing
-from stagescope.wire.errors import InvalidEvent, StagescopeError, Unauthorized, Unreachable
-from stagescope.wire.framing import WirePayload
-from stagescope.wire.names import storable_id
-from stagescope.wire.schema import DTYPE_BYTES, Event
 from stagescope_service.api import framing as api_framing
 from stagescope_service.statistics.payload import read_value
+from stagescope_wire import discovery, framing
+from stagescope_wire.errors import InvalidEvent, StagescopeError, Unauthorized, Unreachable
+from stagescope_wire.framing import WirePayload
+from stagescope_wire.names import storable_id
+from stagescope_wire.schema import DTYPE_BYTES, Event
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.payload import owned_tensor
 from stagescope_workers.probe import lifecycle

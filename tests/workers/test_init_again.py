@@ -12,10 +12,10 @@ import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
-from stagescope.wire.errors import InvalidInput, InvalidPlan
-from stagescope.wire.schema import BEGIN, END, FINISH, HELLO
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State
+from stagescope_wire.errors import InvalidInput, InvalidPlan
+from stagescope_wire.schema import BEGIN, END, FINISH, HELLO
 from stagescope_workers.probe import handshake, lifecycle
 from stagescope_workers.probe.probe import Probe
 

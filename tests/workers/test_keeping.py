@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, wait_for
 
-from stagescope.wire.errors import InvalidPlan, InvalidTensor
+from stagescope_wire.errors import InvalidPlan, InvalidTensor
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.payload import datum_columns
 from stagescope_workers.probe.draft import Draft

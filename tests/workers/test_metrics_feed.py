@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.support.coordinators import FakeApi, FakeCoordinator, FakeService, wait_for
 
-from stagescope.wire.errors import Unreachable
+from stagescope_wire.errors import Unreachable
 from stagescope_workers import metrics_feed
 from stagescope_workers.metrics_feed import KEPT_STEPS, MetricsFeed
 from stagescope_workers.probe.probe import Probe

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from stagescope.wire.framing import WirePayload
-from stagescope.wire.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG
+from stagescope_wire.framing import WirePayload
+from stagescope_wire.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.draft import Draft
 from stagescope_workers.transport.outbox import LINGER, Entry, Outbox

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.policy_versions import (
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.policy_versions import (
     encode_versions,
     is_numbered,
     names_of,

@@ -11,8 +11,8 @@ import yaml
 from tests.support.coordinators import FakeCoordinator, wait_for
 from tests.support.dumps import capture_request
 
-from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.plan import CaptureRequest
+from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.plan import CaptureRequest
 from stagescope_workers.probe.options import ProbeOptions
 from stagescope_workers.probe.plan import PlanWatch, read_plan
 from stagescope_workers.probe.probe import Probe

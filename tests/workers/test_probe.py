@@ -18,8 +18,8 @@ import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
-from stagescope.wire import names
-from stagescope.wire.errors import InvalidInput, InvalidTensor
+from stagescope_wire import names
+from stagescope_wire.errors import InvalidInput, InvalidTensor
 from stagescope_workers.integrations import configuration, registry
 from stagescope_workers.probe import handshake, identity, lifecycle
 from stagescope_workers.probe.probe import Probe

@@ -21,9 +21,9 @@ from tests.support.shown_run import keep_tensors
 from tests.support.stores import eventually
 
 import stagescope
-from stagescope.wire import framing, spool
-from stagescope.wire.errors import InvalidInput, Unreachable
-from stagescope.wire.schema import Sender
+from stagescope_wire import framing, spool
+from stagescope_wire.errors import InvalidInput, Unreachable
+from stagescope_wire.schema import Sender
 from stagescope_workers.transport.spool_link import SpoolLink
 
 TRAINING = """

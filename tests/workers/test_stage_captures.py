@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
-from stagescope.wire.errors import StagescopeError
+from stagescope_wire.errors import StagescopeError
 from stagescope_workers.probe.probe import Probe
 
 MakeProbe = Callable[..., Probe]

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from tests.support.coordinators import FakeCoordinator, wait_for
 
-from stagescope.wire.errors import Forbidden, InvalidInput
-from stagescope.wire.schema import STACKS
-from stagescope.wire.stacks import (
+from stagescope_wire.errors import Forbidden, InvalidInput
+from stagescope_wire.schema import STACKS
+from stagescope_wire.stacks import (
     MAX_CHARACTERS,
     MAX_FRAMES,
     parse_watchdog,

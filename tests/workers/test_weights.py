@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.support.coordinators import FakeCoordinator, wait_for
 from torch.distributed.device_mesh import init_device_mesh
 
-from stagescope.wire.errors import InvalidInput
+from stagescope_wire.errors import InvalidInput
 from stagescope_workers.checksum import checksum
 from stagescope_workers.probe import weights as module
 from stagescope_workers.probe.probe import Probe

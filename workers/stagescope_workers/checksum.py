@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import InvalidTensor
+from stagescope_wire.errors import InvalidTensor
 from stagescope_workers.payload import Array, IntArray, describe, is_torch
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import InvalidTensor
+from stagescope_wire.errors import InvalidTensor
 from stagescope_workers.payload import Array, IntArray, host_tensor
 
 _logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.schema import DTYPE_BYTES
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.schema import DTYPE_BYTES
 from stagescope_workers.payload import (
     Array,
     IntArray,

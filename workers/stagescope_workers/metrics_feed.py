@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from stagescope.wire.errors import NotFound
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire.errors import NotFound
+from stagescope_wire.nonfinite import JsonObject
 from stagescope_workers.probe.options import index
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.transport.calls import Backoff, ServiceLink

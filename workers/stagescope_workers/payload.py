@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.schema import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN
-from stagescope.wire.tensorfile import WireTensor as WireTensor
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.schema import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN
+from stagescope_wire.tensorfile import WireTensor as WireTensor
 
 if TYPE_CHECKING:
     import torch

@@ -19,12 +19,12 @@ from stagescope.cli.common import (
     text_file,
 )
 from stagescope.progress import CaptureProgress
-from stagescope.render import printable
 from stagescope.session import Session
 from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
-from stagescope.wire.captures import LATE, read_ranks, read_steps
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.captures import LATE, read_ranks, read_steps
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.render import printable
 
 
 @question(RUN)

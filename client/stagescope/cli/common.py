@@ -12,16 +12,17 @@ from typing import Any, Final, TypeAlias
 
 import click
 
-from stagescope import __version__, discovery, terminal
+from stagescope import __version__, terminal
 from stagescope.answers import Metrics, Record
 from stagescope.findings import FindingRows
 from stagescope.session import Session, StepName, attach
 from stagescope.step import Step
 from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
-from stagescope.versions import install_command
-from stagescope.wire.errors import InvalidInput, StagescopeError
-from stagescope.wire.nonfinite import Json
+from stagescope_wire import discovery
+from stagescope_wire.errors import InvalidInput, StagescopeError
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.versions import install_command
 
 GROUP: Final = "stagescope.commands"
 SERVICE_COMMANDS: Final = ("serve", "stop")

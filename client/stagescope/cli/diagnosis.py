@@ -28,7 +28,7 @@ from stagescope.session import Session
 from stagescope.step import Step
 from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
-from stagescope.wire.captures import read_ranks
+from stagescope_wire.captures import read_ranks
 
 
 @step_question(STEP, STAGE, ROLE, RANK, LIMIT)

@@ -9,15 +9,15 @@ import click
 
 from stagescope.answers import Record
 from stagescope.cli.common import LIMIT, question
-from stagescope.engines import connect
-from stagescope.engines.registry import (
+from stagescope.session import Session
+from stagescope.table import Row, Table
+from stagescope_wire.engines import connect
+from stagescope_wire.engines.registry import (
     addresses_in_environment,
     addresses_in_log,
     registration,
 )
-from stagescope.session import Session
-from stagescope.table import Row, Table
-from stagescope.wire.errors import EngineError
+from stagescope_wire.errors import EngineError
 
 
 @question(

@@ -19,7 +19,7 @@ from stagescope.saving import ReportFormat
 from stagescope.session import Session, StepName
 from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
-from stagescope.wire.names import safe_name
+from stagescope_wire.names import safe_name
 
 _WAIT = click.option(
     "--wait", type=FiniteFloat(min=1), default=300.0, show_default=True, metavar="SECONDS",

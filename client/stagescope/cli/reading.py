@@ -9,7 +9,6 @@ import click
 
 from stagescope import terminal
 from stagescope.answers import Metrics, Record
-from stagescope.batch import Batch
 from stagescope.cli.common import (
     ATTEMPT,
     LIMIT,
@@ -32,10 +31,12 @@ from stagescope.cli.common import (
 from stagescope.comparison_report import Changes
 from stagescope.session import Session, StepName
 from stagescope.step import Step
-from stagescope.table import Table, unknown_name
-from stagescope.wire.errors import NotFound
-from stagescope.wire.keep import SECTIONS
-from stagescope.wire.nonfinite import Json
+from stagescope.table import Table
+from stagescope_wire.batch import Batch
+from stagescope_wire.errors import NotFound
+from stagescope_wire.keep import SECTIONS
+from stagescope_wire.names import unknown_name
+from stagescope_wire.nonfinite import Json
 
 
 @question()

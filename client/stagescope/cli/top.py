@@ -18,13 +18,14 @@ from typing import Final
 
 import click
 
-from stagescope import discovery, terminal
+from stagescope import terminal
 from stagescope.cli.common import main
-from stagescope.render import Line
 from stagescope.session import attach
 from stagescope.terminal import FiniteFloat
 from stagescope.top import RunReader, RunSnapshot, screen
-from stagescope.wire.errors import StagescopeError
+from stagescope_wire import discovery
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.render import Line
 
 _TONES: Final = {"title": {"bold": True}, "good": {"fg": "green"}, "bad": {"fg": "red"},
                  "dim": {"dim": True}}  # fmt: skip

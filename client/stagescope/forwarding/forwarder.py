@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope import discovery
-from stagescope.batch.file import atomic_file
 from stagescope.connection import Connection
 from stagescope.forwarding.records import ALL_STEPS, ClosedStep, RunRecords, StepRecord
 from stagescope.forwarding.traces import Otlp
 from stagescope.forwarding.trackers import MLflow, SwanLab, TensorBoard, Tracker, Trackio, Wandb
-from stagescope.render import printable, stretches
 from stagescope.table import Table
-from stagescope.wire.errors import Conflict, InvalidInput, StagescopeError, Unauthorized
-from stagescope.wire.nonfinite import Json
+from stagescope_wire import discovery
+from stagescope_wire.batch.file import atomic_file
+from stagescope_wire.errors import Conflict, InvalidInput, StagescopeError, Unauthorized
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.render import printable, stretches
 
 PREFIX: Final = "stagescope/service/"
 """In the section of the numbers that integrations add to a trainer's log, under `stagescope/`, with

@@ -14,10 +14,10 @@ from stagescope.answers import Metrics
 from stagescope.connection import Connection
 from stagescope.table import Row
 from stagescope.transport import Params
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import NotFound
-from stagescope.wire.links import STEP_NOUNS, Link, links_from_json, reworded
-from stagescope.wire.nonfinite import Json
+from stagescope_wire import nonfinite
+from stagescope_wire.errors import NotFound
+from stagescope_wire.links import STEP_NOUNS, Link, links_from_json, reworded
+from stagescope_wire.nonfinite import Json
 
 ALL_STEPS: Final = 1_000_000
 _STAGE_ROWS: Final = 1_000_000

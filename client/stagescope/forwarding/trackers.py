@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from stagescope.forwarding.records import FindingRecord, StepRecord
-from stagescope.versions import install_command
-from stagescope.wire.errors import InvalidInput, MissingExtra
+from stagescope_wire.errors import InvalidInput, MissingExtra
+from stagescope_wire.versions import install_command
 
 _OWN_FILE: Final = ".stagescope"
 """Ending of our event files."""

@@ -13,7 +13,6 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
-from stagescope.wire.nonfinite import Json
 from stagescope_service.api import (
     batches,
     captures,
@@ -50,6 +49,7 @@ from stagescope_service.api.token_file import TokenFile
 from stagescope_service.api.tokens import Access, AccessTokens
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_wire.nonfinite import Json
 
 DESCRIPTION: Final = """\
 Which round, which token, which rank, which operator went wrong.

@@ -22,7 +22,11 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stagescope.wire.errors import (
+from stagescope_service.api.problems import error_response
+from stagescope_service.api.token_file import PERSON, RateLimits, Role, Token
+from stagescope_service.api.tokens import Access, AccessTokens
+from stagescope_service.settings import Settings
+from stagescope_wire.errors import (
     Forbidden,
     InvalidInput,
     StagescopeError,
@@ -30,10 +34,6 @@ from stagescope.wire.errors import (
     TooManyRequests,
     Unauthorized,
 )
-from stagescope_service.api.problems import error_response
-from stagescope_service.api.token_file import PERSON, RateLimits, Role, Token
-from stagescope_service.api.tokens import Access, AccessTokens
-from stagescope_service.settings import Settings
 
 PREFIX: Final = "/v1"
 """The version of the API: below it every path is the one without it, see docs/api.md."""

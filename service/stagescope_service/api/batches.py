@@ -15,12 +15,6 @@ import numpy.typing as npt
 from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
 
-from stagescope.batch import Batch, Gap
-from stagescope.batch.file import pieces
-from stagescope.render import counted
-from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
-from stagescope.wire.links import Link
-from stagescope.wire.schema import RECENT_TENSORS, Part
 from stagescope_service.api.completeness import ALL_ROWS, rows_removed
 from stagescope_service.api.dependencies import Dependencies, Deps, StepTarget
 from stagescope_service.api.kept import KEEP_ADVICE, local_file, payload_artifacts
@@ -32,6 +26,12 @@ from stagescope_service.dumps.formats.own_file import PayloadFile, PayloadFiles,
 from stagescope_service.dumps.joining.join import Selection, join
 from stagescope_service.store.tables import ArtifactRow, PayloadRow, ScalarRow
 from stagescope_service.store.tensorfile import disk_errors
+from stagescope_wire.batch import Batch, Gap
+from stagescope_wire.batch.file import pieces
+from stagescope_wire.errors import InvalidInput, NotFound, StagescopeError
+from stagescope_wire.links import Link
+from stagescope_wire.render import counted
+from stagescope_wire.schema import RECENT_TENSORS, Part
 
 
 class Scratch:

@@ -12,9 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from stagescope.wire.captures import matches, matches_rank, needs_ranks, unmatched_ranks
-from stagescope.wire.plan import CaptureScope, CaptureSteps, StoredCapture
-from stagescope.wire.schema import RankKey
 from stagescope_service.api.captured_step import (
     COLLECTED,
     NO_REPORT,
@@ -38,6 +35,9 @@ from stagescope_service.core.captures.agreement import (
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.store.tables import CaptureRow, DumpRow, ProcessRow
+from stagescope_wire.captures import matches, matches_rank, needs_ranks, unmatched_ranks
+from stagescope_wire.plan import CaptureScope, CaptureSteps, StoredCapture
+from stagescope_wire.schema import RankKey
 
 _NOT_ASKED: Final = "not asked"
 _NO_STEP: Final = "without a step"

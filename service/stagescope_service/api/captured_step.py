@@ -10,10 +10,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from stagescope.wire.captures import matches_rank
-from stagescope.wire.keep import capture_selectors, kept_sections
-from stagescope.wire.plan import StoredCapture
-from stagescope.wire.schema import Part, RankKey
 from stagescope_service.api.completeness import ALL_ROWS, rows_removed
 from stagescope_service.core.entities import ANNOUNCED, INGESTED
 from stagescope_service.store.catalogue import Catalogue
@@ -24,6 +20,10 @@ from stagescope_service.store.tables import (
     StageRow,
     UnfinishedRank,
 )
+from stagescope_wire.captures import matches_rank
+from stagescope_wire.keep import capture_selectors, kept_sections
+from stagescope_wire.plan import StoredCapture
+from stagescope_wire.schema import Part, RankKey
 
 PartKey = tuple[str, Part]
 """A stage and its part."""

@@ -8,8 +8,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 
-from stagescope.wire.errors import NotFound
-from stagescope.wire.links import Link
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.capture_progress import progress
 from stagescope_service.api.dependencies import RUN_PATTERN, Dependencies, Deps
@@ -20,6 +18,8 @@ from stagescope_service.api.requests import Answer, PageOf, pattern, read_json
 from stagescope_service.api.target import LiveRun
 from stagescope_service.core.captures.agreement import AGREED, DONE
 from stagescope_service.store.tables import CaptureRow
+from stagescope_wire.errors import NotFound
+from stagescope_wire.links import Link
 
 router = APIRouter(tags=["captures"])
 

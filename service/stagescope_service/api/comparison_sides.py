@@ -9,11 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.render import counted
-from stagescope.wire import schema
-from stagescope.wire.errors import Forbidden, InvalidInput, NotFound, StagescopeError
-from stagescope.wire.keep import sections_of
-from stagescope.wire.schema import Part
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.encoding import JsonObject
@@ -30,6 +25,11 @@ from stagescope_service.dumps.importing import KEY_PREFIX
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, DumpProblem, Location
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.tables import ArtifactRow
+from stagescope_wire import schema
+from stagescope_wire.errors import Forbidden, InvalidInput, NotFound, StagescopeError
+from stagescope_wire.keep import sections_of
+from stagescope_wire.render import counted
+from stagescope_wire.schema import Part
 
 MAX_STEPS: Final = 50
 """Steps that are compared where a comparison names none: the newest that all of its runs hold."""

@@ -14,8 +14,6 @@ from typing import Annotated, Final, NamedTuple
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 
-from stagescope.wire.errors import InvalidInput, NotReady
-from stagescope.wire.schema import read_target
 from stagescope_service.api.comparison_sides import ComparedSide, find_sides, open_side
 from stagescope_service.api.dependencies import Dependencies, Deps, wait_for
 from stagescope_service.api.encoding import JsonObject
@@ -38,6 +36,8 @@ from stagescope_service.compare.report.html import as_html
 from stagescope_service.compare.results import DumpComparison
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.core.stream_attributes import StreamValues, streams_of_payloads
+from stagescope_wire.errors import InvalidInput, NotReady
+from stagescope_wire.schema import read_target
 
 router = APIRouter(tags=["comparison"])
 

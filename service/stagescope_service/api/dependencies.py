@@ -13,10 +13,6 @@ from typing import Annotated, Any, Final, NamedTuple, ParamSpec, Protocol, Typed
 
 from fastapi import Depends, Path, Query, Request
 
-from stagescope.wire.errors import InvalidInput, NotReady
-from stagescope.wire.framing import WirePayload
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
@@ -25,6 +21,10 @@ from stagescope_service.api.step_summaries import StepSummaries
 from stagescope_service.api.target import Finder, Target
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_wire.errors import InvalidInput, NotReady
+from stagescope_wire.framing import WirePayload
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.schema import STEP_BOUND
 
 Reply = dict[str, Json]
 """A reply of the coordinator; the models of the routes that pass it on name its fields."""
@@ -34,7 +34,7 @@ class Commands(Protocol):
     """The coordinator's methods that the routes call.
 
     They run on the server's event loop and must not block it. A reply with `not_ready` means that
-    the coordinator did nothing. Errors of `stagescope.wire.errors` are answered as problems; an
+    the coordinator did nothing. Errors of `stagescope_wire.errors` are answered as problems; an
     implementation raises `Unreachable` or `NotReady` where it cannot reach the coordinator.
     """
 

@@ -13,9 +13,6 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Query
 
-from stagescope.batch import Batch
-from stagescope.wire.errors import NotFound
-from stagescope.wire.schema import RECENT_TENSORS, STEP_BOUND
 from stagescope_service.api.batches import batch_of
 from stagescope_service.api.dependencies import AttemptNumber, Dependencies, Deps, RunPath
 from stagescope_service.api.encoding import JsonObject
@@ -28,6 +25,9 @@ from stagescope_service.dumps.joining.join import Selection
 from stagescope_service.rules.doctor import Diagnosis, add_earlier, diagnose, unexplained
 from stagescope_service.rules.history import LossOfStep, RunHistory, StepInForce
 from stagescope_service.rules.parts import mismatch_parts
+from stagescope_wire.batch import Batch
+from stagescope_wire.errors import NotFound
+from stagescope_wire.schema import RECENT_TENSORS, STEP_BOUND
 
 OF_AN_ATTEMPT: Final = frozenset({
     "anatomy", "batch", "exact", "findings", "loss", "losses", "metrics", "non-finite",

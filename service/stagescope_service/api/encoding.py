@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 import orjson
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.nonfinite import MAX_DEPTH
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.nonfinite import MAX_DEPTH
 
 JsonObject = dict[str, object]
 """A JSON object: the body of a request or of an answer, or a part of one."""

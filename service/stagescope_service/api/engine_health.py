@@ -14,10 +14,10 @@ from typing import Final
 
 import httpx
 
-from stagescope import proxies
-from stagescope.engines.registry import HEALTH_PATH
-from stagescope.wire.errors import InvalidInput
 from stagescope_service.api.encoding import JsonObject
+from stagescope_wire import proxies
+from stagescope_wire.engines.registry import HEALTH_PATH
+from stagescope_wire.errors import InvalidInput
 
 DEADLINE_SECONDS: Final = 2.0
 """Of one engine's answer; engines are checked concurrently."""

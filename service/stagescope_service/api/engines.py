@@ -7,9 +7,6 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Path, Query, Request
 
-from stagescope.engines.registry import check_engine
-from stagescope.wire.errors import Conflict, NotFound
-from stagescope.wire.links import Link
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Dependencies, Deps
 from stagescope_service.api.models import service as models
@@ -17,6 +14,9 @@ from stagescope_service.api.models.bodies import EngineRequest
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
 from stagescope_service.store.tables import RegisteredEngine
+from stagescope_wire.engines.registry import check_engine
+from stagescope_wire.errors import Conflict, NotFound
+from stagescope_wire.links import Link
 
 router = APIRouter(tags=["engines"])
 

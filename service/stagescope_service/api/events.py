@@ -8,9 +8,6 @@ from typing import Final
 
 from fastapi import APIRouter, Request
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.names import normal_run_name
-from stagescope.wire.schema import Sender
 from stagescope_service.api import framing
 from stagescope_service.api.dependencies import Deps
 from stagescope_service.api.models.bodies import (
@@ -25,6 +22,9 @@ from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, BodyReaders, read_body, read_json
 from stagescope_service.coordinator.answers import News, Taken
 from stagescope_service.coordinator.draining import Drained
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.names import normal_run_name
+from stagescope_wire.schema import Sender
 
 router = APIRouter()
 

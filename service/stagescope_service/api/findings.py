@@ -8,10 +8,6 @@ from typing import Annotated, Final, Literal, NamedTuple, cast
 
 from fastapi import APIRouter, Depends, Path, Query
 
-from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope.wire.links import Link
-from stagescope.wire.names import closest_by_words
-from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.dependencies import (
     RUN_PATTERN,
     AttemptQuery,
@@ -42,6 +38,10 @@ from stagescope_service.store.queries.findings import (
     LossOutline,
 )
 from stagescope_service.store.queries.reader import ScopeFilter
+from stagescope_wire.errors import InvalidInput, NotFound
+from stagescope_wire.links import Link
+from stagescope_wire.names import closest_by_words
+from stagescope_wire.schema import STEP_BOUND
 
 router = APIRouter(tags=["runs"])
 

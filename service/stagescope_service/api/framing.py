@@ -13,7 +13,7 @@ bytes of tensor `name` of event `seq` are the safetensors entry `{seq}/{name}`, 
 (int64) are `{seq}/{name}/offsets`. bfloat16 may be stored as BF16 or U16. A body of type
 `application/json` is the header alone. Non-finite numbers in JSON are the strings "nan", "inf" and
 "-inf". A header that strict JSON cannot hold (NaN, a lone surrogate, an int of hundreds of digits)
-is read as `stagescope.wire.nonfinite` would have spelled it: one event loses no others.
+is read as `stagescope_wire.nonfinite` would have spelled it: one event loses no others.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Final, NamedTuple, TypedDict, TypeGuard
 import numpy as np
 import safetensors
 
-from stagescope.wire.errors import InvalidInput, InvalidTensor, TooLarge
-from stagescope.wire.framing import WirePayload
-from stagescope.wire.nonfinite import MAX_DEPTH, Json, spell
-from stagescope.wire.schema import DTYPE_BYTES, SCHEMA, Sender
-from stagescope.wire.tensorfile import Array, WireTensor
 from stagescope_service.api.encoding import decode, parse_nonfinite
+from stagescope_wire.errors import InvalidInput, InvalidTensor, TooLarge
+from stagescope_wire.framing import WirePayload
+from stagescope_wire.nonfinite import MAX_DEPTH, Json, spell
+from stagescope_wire.schema import DTYPE_BYTES, SCHEMA, Sender
+from stagescope_wire.tensorfile import Array, WireTensor
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
 _LENGTH: Final = struct.Struct("<Q")

@@ -7,7 +7,6 @@ from typing import Final, NamedTuple
 
 from fastapi import APIRouter
 
-from stagescope.wire.schema import Part, RankKey
 from stagescope_service.api.completeness import ALL_ROWS, began, ended
 from stagescope_service.api.dependencies import Deps, Rank, Role, Stage, StepTarget
 from stagescope_service.api.models import steps as models
@@ -36,6 +35,7 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import ListedStep
 from stagescope_service.store.queries.runs import PartTiming
 from stagescope_service.store.tables import FindingRow, ProcessColumns, StageRow
+from stagescope_wire.schema import Part, RankKey
 
 _OPEN_STEPS: Final = 64
 """Steps before the requested one that are searched for open ones."""

@@ -10,8 +10,6 @@ from typing import Final, NamedTuple
 import anyio
 from fastapi import APIRouter, Request, Response
 
-from stagescope.wire.errors import Forbidden, NotReady, StagescopeError
-from stagescope.wire.links import Link
 from stagescope_service.api import prometheus
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Dependencies, Deps
@@ -19,6 +17,8 @@ from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import service as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.core.findings import describe
+from stagescope_wire.errors import Forbidden, NotReady, StagescopeError
+from stagescope_wire.links import Link
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["service"])

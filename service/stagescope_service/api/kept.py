@@ -8,9 +8,6 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request
 
-from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError
-from stagescope.wire.keep import SECTIONS
-from stagescope.wire.schema import Part
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.completeness import ALL_ROWS, rows_removed
 from stagescope_service.api.dependencies import (
@@ -28,6 +25,9 @@ from stagescope_service.store.artifacts import confine
 from stagescope_service.store.queries.rollouts import side_by_side
 from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.store.tensorfile import disk_errors
+from stagescope_wire.errors import Forbidden, InvalidInput, StagescopeError
+from stagescope_wire.keep import SECTIONS
+from stagescope_wire.schema import Part
 
 router = APIRouter(prefix="/steps/{step}")
 

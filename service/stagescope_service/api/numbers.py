@@ -9,9 +9,6 @@ from typing import Annotated, Final, Literal, TypedDict, cast
 
 from fastapi import APIRouter, Query
 
-from stagescope.answers import unit_of_metric
-from stagescope.render import stretches
-from stagescope.wire.errors import NotFound
 from stagescope_service.api.dependencies import (
     Dependencies,
     Deps,
@@ -36,6 +33,9 @@ from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.statistics.summary import UNKNOWN, Slices, Summary, Tokens
 from stagescope_service.store.parts import incarnation_of
 from stagescope_service.store.tables import ProcessColumns
+from stagescope_wire.errors import NotFound
+from stagescope_wire.names import unit_of_metric
+from stagescope_wire.render import stretches
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 

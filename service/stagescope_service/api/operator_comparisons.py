@@ -12,8 +12,6 @@ from typing import Final
 
 from fastapi import APIRouter, Request
 
-from stagescope.wire.errors import InvalidInput, NotFound, NotReady, Unreachable
-from stagescope.wire.links import Link
 from stagescope_service.api.dependencies import Dependencies, Deps, wait_for
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import operators as models
@@ -28,6 +26,8 @@ from stagescope_service.compare.operators.tensors import TensorRow, compare_tens
 from stagescope_service.dumps.formats.msprobe_directory import TENSOR_FOLDER
 from stagescope_service.dumps.records import IMPORTED_CAPTURE
 from stagescope_service.store.artifacts import confine
+from stagescope_wire.errors import InvalidInput, NotFound, NotReady, Unreachable
+from stagescope_wire.links import Link
 
 router = APIRouter(tags=["operators"])
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
-from stagescope.wire.errors import NotFound, NotReady, StoreError, Unreachable
 from stagescope_service.core.operator_tables import TABLE_WRITTEN
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.tables import OperatorTableRow
 from stagescope_service.store.tensorfile import disk_errors
+from stagescope_wire.errors import NotFound, NotReady, StoreError, Unreachable
 
 CHUNK: Final = 4 << 20
 """Bytes of one read from another node."""

@@ -10,8 +10,6 @@ from typing import Annotated, Final, NamedTuple, TypedDict
 from fastapi import APIRouter, Depends, Query
 from typing_extensions import Unpack
 
-from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
-from stagescope.wire.schema import DTYPE_BYTES, Part
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import (
     AttemptKey,
@@ -39,6 +37,8 @@ from stagescope_service.dumps.msprobe.operator_query import (
     read_stack,
 )
 from stagescope_service.store.tables import OperatorTableRow
+from stagescope_wire.errors import InvalidInput, NotFound, StagescopeError
+from stagescope_wire.schema import DTYPE_BYTES, Part
 
 router = APIRouter(tags=["operators"])
 

@@ -20,8 +20,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stagescope.versions import install_command
-from stagescope.wire.errors import NotFound, Unauthorized
 from stagescope_service.api.auth import COOKIE, COOKIE_SECONDS, caller_of
 from stagescope_service.api.dependencies import Deps
 from stagescope_service.api.models import service as models
@@ -29,6 +27,8 @@ from stagescope_service.api.models.bodies import LoginRequest
 from stagescope_service.api.requests import Answer, read_json
 from stagescope_service.api.tokens import Access
 from stagescope_service.figure_style import plotly_script
+from stagescope_wire.errors import NotFound, Unauthorized
+from stagescope_wire.versions import install_command
 
 router = APIRouter(tags=["page"])
 

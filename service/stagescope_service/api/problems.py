@@ -17,11 +17,11 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from stagescope.wire.errors import InvalidInput, NotReady, StagescopeError
-from stagescope.wire.links import with_links
 from stagescope_service.api.encoding import JsonObject, encode
 from stagescope_service.api.models.common import Link as LinkModel
 from stagescope_service.api.models.common import Model
+from stagescope_wire.errors import InvalidInput, NotReady, StagescopeError
+from stagescope_wire.links import with_links
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_SECONDS: Final = 1

@@ -17,11 +17,11 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from stagescope.wire.errors import StagescopeError
-from stagescope.wire.schema import ROLES, STAGES
 from stagescope_service.api.step_summaries import StepSummaries
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import Count, ListedRun, ListedStep
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.schema import ROLES, STAGES
 
 log = logging.getLogger(__name__)
 

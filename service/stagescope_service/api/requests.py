@@ -28,12 +28,12 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from stagescope.wire.errors import InvalidInput, NotReady, TooLarge
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.encoding import JsonObject, decode, encode
 from stagescope_service.api.models.bodies import RequestBody
 from stagescope_service.api.tokens import Grade
 from stagescope_service.settings import Settings
+from stagescope_wire.errors import InvalidInput, NotReady, TooLarge
 
 
 class Answer(JSONResponse):

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeVar, cast
 
-from stagescope.wire.errors import NotFound
-from stagescope.wire.links import links_from_json, with_links
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.schema import LAYOUT_COLUMNS, Part
 from stagescope_service.api.completeness import StepProgress, began, ended
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import runs as models
@@ -32,6 +28,10 @@ from stagescope_service.store.tables import (
     StepState,
     UnfinishedRank,
 )
+from stagescope_wire.errors import NotFound
+from stagescope_wire.links import links_from_json, with_links
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.schema import LAYOUT_COLUMNS, Part
 
 M = TypeVar("M", bound=Mapping[str, object])
 R = TypeVar("R", bound=Mapping[str, object])

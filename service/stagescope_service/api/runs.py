@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 
 from fastapi import APIRouter
 
-from stagescope.answers import unit_of_metric
 from stagescope_service.api.dependencies import (
     AttemptNumber,
     Deps,
@@ -33,6 +32,7 @@ from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.store.parts import incarnation_of
 from stagescope_service.store.queries.measurements import StepNumbers
 from stagescope_service.store.tables import ProcessColumns
+from stagescope_wire.names import unit_of_metric
 
 router = APIRouter(tags=["runs"])
 

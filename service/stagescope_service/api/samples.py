@@ -15,10 +15,6 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from fastapi import APIRouter, Path, Query
 
-from stagescope.batch import Batch
-from stagescope.render import counted, format_share
-from stagescope.wire.errors import NotFound
-from stagescope.wire.links import Link
 from stagescope_service.api.batches import batch_of
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import Dependencies, Deps, Rank, Role, StepTarget
@@ -49,6 +45,10 @@ from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.loss_fate import NAMES, Fate, Int8, LossTokens
 from stagescope_service.statistics.summary import Sequences
 from stagescope_service.store.parts import incarnation_of, part_key
+from stagescope_wire.batch import Batch
+from stagescope_wire.errors import NotFound
+from stagescope_wire.links import Link
+from stagescope_wire.render import counted, format_share
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 

@@ -9,10 +9,6 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 from fastapi import APIRouter, Depends, Query
 
-from stagescope.render import ranks_text
-from stagescope.table import similar_names
-from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope.wire.links import Link
 from stagescope_service.api.completeness import (
     ROWS_REMOVED,
     aggregation_errors,
@@ -41,6 +37,10 @@ from stagescope_service.api.target import Target
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 from stagescope_service.store.queries.measurements import ScalarValues, StepNumbers
 from stagescope_service.store.tables import StepMarks
+from stagescope_wire.errors import InvalidInput, NotFound
+from stagescope_wire.links import Link
+from stagescope_wire.names import similar_names
+from stagescope_wire.render import ranks_text
 
 router = APIRouter(tags=["steps"])
 

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from stagescope.wire.errors import Conflict, InvalidInput, NotReady, StagescopeError
+from stagescope_wire.errors import Conflict, InvalidInput, NotReady, StagescopeError
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from typing import Annotated, Final, Literal, TypedDict
 
 from fastapi import APIRouter, Depends, Query, Request
 
-from stagescope.wire.schema import Part
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import (
     AttemptQueryOf,
@@ -25,6 +24,7 @@ from stagescope_service.api.requests import Answer, PageOf, read_body
 from stagescope_service.api.rows import as_row
 from stagescope_service.core.stack_requests import ANSWERED, ASKED
 from stagescope_service.store.tables import StackRow
+from stagescope_wire.schema import Part
 
 router = APIRouter(tags=["hangs"])
 

@@ -15,11 +15,6 @@ from typing import Final, NamedTuple
 
 from cachetools import LRUCache
 
-from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope.wire.links import Link
-from stagescope.wire.names import misspelt
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.schema import STEP_SUMMARY_STAGES, STREAM_TENSORS
 from stagescope_service.api.completeness import ROWS_REMOVED, missing_payloads
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.core.stream_attributes import stream_attributes
@@ -37,6 +32,11 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_records
 from stagescope_service.store.queries.overview import StepOverview
 from stagescope_service.store.tables import PayloadRow
+from stagescope_wire.errors import InvalidInput, NotFound
+from stagescope_wire.links import Link
+from stagescope_wire.names import misspelt
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.schema import STEP_SUMMARY_STAGES, STREAM_TENSORS
 
 
 class Slice(NamedTuple):

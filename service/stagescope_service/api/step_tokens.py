@@ -10,13 +10,13 @@ from typing import Final, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.batch import Batch, BatchPart, widened
-from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.statistics import loss_fate
 from stagescope_service.statistics.cell import Bool, Float64, Int64
 from stagescope_service.statistics.loss_fate import Int8, LossTokens
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_wire.batch import Batch, BatchPart, widened
+from stagescope_wire.errors import NotFound, StagescopeError
 
 N = TypeVar("N", np.int8, np.float64)
 

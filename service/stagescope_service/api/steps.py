@@ -7,7 +7,6 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query
 
-from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.completeness import (
     ALL_ROWS,
     StepProgress,
@@ -41,6 +40,7 @@ from stagescope_service.api.rows import (
 from stagescope_service.api.target import Target
 from stagescope_service.store.queries.overview import ListedStep
 from stagescope_service.store.tables import StageRow
+from stagescope_wire.schema import STEP_BOUND
 
 router = APIRouter()
 

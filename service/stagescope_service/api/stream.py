@@ -21,8 +21,6 @@ import anyio
 from fastapi import APIRouter, Header, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from stagescope.wire.errors import NotReady, StagescopeError
-from stagescope.wire.links import Link
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Deps, Run
 from stagescope_service.api.encoding import JsonObject, encode
@@ -30,6 +28,8 @@ from stagescope_service.api.tokens import Access
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.changes import ChangedRow, Recent
+from stagescope_wire.errors import NotReady, StagescopeError
+from stagescope_wire.links import Link
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["page"])

@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final, TypedDict
 
-from stagescope.wire.errors import NotFound
-from stagescope.wire.links import Link
-from stagescope.wire.schema import check_run_name
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.rows import Lineage
 from stagescope_service.core.registry import base_key, given_key
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import ListedAttempt, ListedStep
+from stagescope_wire.errors import NotFound
+from stagescope_wire.links import Link
+from stagescope_wire.schema import check_run_name
 
 _LIVE_SECONDS: Final = 0.5
 """Greatest age of `also_live`: its query counts over every process of every run."""

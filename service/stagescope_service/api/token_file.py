@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from stagescope.wire.errors import Conflict, Forbidden, InvalidInput, NotFound, StagescopeError
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.background import BackgroundTasks
+from stagescope_wire.errors import Conflict, Forbidden, InvalidInput, NotFound, StagescopeError
+from stagescope_wire.nonfinite import JsonObject
 
 log = logging.getLogger(__name__)
 

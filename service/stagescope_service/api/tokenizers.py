@@ -14,11 +14,11 @@ from typing import Final
 import numpy as np
 from tokenizers import Tokenizer, decoders
 
-from stagescope.wire.errors import StagescopeError
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.settings import Settings
 from stagescope_service.statistics.cell import Int64
 from stagescope_service.store.artifacts import confine
+from stagescope_wire.errors import StagescopeError
 
 NO_TOKENIZER: Final = (
     "no tokenizer is known: give init(settings={'tokenizer': '/path/of/tokenizer.json'}), or the "

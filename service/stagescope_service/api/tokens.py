@@ -17,9 +17,9 @@ import stat
 from pathlib import Path
 from typing import Final, Literal
 
-from stagescope.wire.errors import Forbidden, InvalidInput
 from stagescope_service.api.token_file import ROLES, TOKEN_BYTES, Role, Token, TokenFile, of_secret
 from stagescope_service.settings import Settings
+from stagescope_wire.errors import Forbidden, InvalidInput
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,6 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Path, Query, Request
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.names import closest_by_words
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Dependencies, Deps, Run
 from stagescope_service.api.encoding import JsonObject
@@ -27,6 +25,8 @@ from stagescope_service.rules.series import shown
 from stagescope_service.store.queries.reader import ScopeFilter
 from stagescope_service.store.tables import FiringRow
 from stagescope_service.store.tables.findings import FiringColumns
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.names import closest_by_words
 
 router = APIRouter(tags=["triggers"])
 

@@ -8,8 +8,6 @@ from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Path, Query
 
-from stagescope.wire.errors import NotFound
-from stagescope.wire.links import Link
 from stagescope_service.api.completeness import ROWS_REMOVED, rows_removed
 from stagescope_service.api.dependencies import (
     AttemptTarget,
@@ -37,6 +35,8 @@ from stagescope_service.core.weights import (
 )
 from stagescope_service.fields import RoleRank
 from stagescope_service.store.tables import OddReplicaRow
+from stagescope_wire.errors import NotFound
+from stagescope_wire.links import Link
 
 router = APIRouter(tags=["weights"])
 

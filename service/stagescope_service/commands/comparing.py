@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
 
 import click
 
-from stagescope import discovery, terminal
+from stagescope import terminal
 from stagescope.comparison_report import as_lines
-from stagescope.render import counted
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import (
+from stagescope_wire import discovery, nonfinite
+from stagescope_wire.errors import (
     ComparisonFailed,
     InvalidInput,
     StagescopeError,
     StoreError,
     Unreachable,
 )
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import read_target
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.render import counted
+from stagescope_wire.schema import read_target
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired, Unpack

@@ -7,7 +7,8 @@ from typing import Final
 
 import click
 
-from stagescope import render, terminal
+from stagescope import terminal
+from stagescope_wire import render
 
 _JSON: Final = click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout.")
 _SHOWN: Final = 20

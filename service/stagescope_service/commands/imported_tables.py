@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
 
 from stagescope.session import Session
-from stagescope.wire.errors import NotFound, NotReady
-from stagescope.wire.nonfinite import valid_text
+from stagescope_wire.errors import NotFound, NotReady
+from stagescope_wire.nonfinite import valid_text
 
 if TYPE_CHECKING:
     from stagescope_service.dumps.importing import OperatorDump
@@ -68,8 +68,8 @@ def wait_for_tables(session: Session, run: str, key: str, dumps: Sequence[Operat
 
 
 def _tables_of(session: Session, run: str, attempt: int, step: int) -> Tables:
-    from stagescope.wire.schema import Part
     from stagescope_service.dumps.records import IMPORTED_CAPTURE, Location
+    from stagescope_wire.schema import Part
 
     try:
         answer = session.step(step, run=run, attempt=attempt).operators(limit=1)

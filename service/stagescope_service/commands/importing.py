@@ -10,12 +10,8 @@ from typing import TYPE_CHECKING, Final, TypedDict
 
 import click
 
-from stagescope import discovery, render, terminal
+from stagescope import terminal
 from stagescope.session import Session, attach
-from stagescope.wire import spool
-from stagescope.wire.errors import Conflict, InvalidInput, NotFound
-from stagescope.wire.names import run_name
-from stagescope.wire.nonfinite import valid_text
 from stagescope_service.commands.imported_tables import (
     cut_off_tables,
     tables_without_calls,
@@ -23,6 +19,10 @@ from stagescope_service.commands.imported_tables import (
     wait_for_tables,
 )
 from stagescope_service.commands.spooled import take_in
+from stagescope_wire import discovery, render, spool
+from stagescope_wire.errors import Conflict, InvalidInput, NotFound
+from stagescope_wire.names import run_name
+from stagescope_wire.nonfinite import valid_text
 
 if TYPE_CHECKING:
     from stagescope_service.dumps.importing import OperatorDump

@@ -23,11 +23,12 @@ from urllib.parse import quote
 
 import click
 
-from stagescope import proxies, terminal, versions
-from stagescope.render import format_value
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.names import closest_field
-from stagescope.wire.nonfinite import Json
+from stagescope import terminal
+from stagescope_wire import proxies, versions
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.names import closest_field
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.render import format_value
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

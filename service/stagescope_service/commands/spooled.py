@@ -15,13 +15,12 @@ from typing import Final, TypedDict
 
 import click
 
-from stagescope import render
 from stagescope.session import Session
-from stagescope.wire import spool
-from stagescope.wire.errors import InvalidInput, NotReady, StagescopeError, Unreachable
-from stagescope.wire.framing import read_header
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.schema import Sender
+from stagescope_wire import render, spool
+from stagescope_wire.errors import InvalidInput, NotReady, StagescopeError, Unreachable
+from stagescope_wire.framing import read_header
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.schema import Sender
 
 MAX_BYTES: Final = 1 << 30
 """A larger file is no batch."""

@@ -18,7 +18,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.schema import Part
 from stagescope_service.compare import flow
 from stagescope_service.compare.flow import LOG_PROBS, LOSSES, NUMBER_SECTIONS
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
@@ -41,6 +40,7 @@ from stagescope_service.compare.tolerances import (
     is_noise,
 )
 from stagescope_service.statistics.pairwise import Pairwise
+from stagescope_wire.schema import Part
 
 PAIRED: Final = ("compared", "tokens differ", "lengths differ")
 """Counts of `TensorResult.samples` that add up to the trajectories that both sides have."""

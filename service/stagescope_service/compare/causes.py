@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from stagescope.comparison_report import ONE_SIDED_KINDS
-from stagescope.render import counted
 from stagescope_service.compare.flow import TOKEN_IDS
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
 from stagescope_service.compare.row_assignment import SAME_LENGTHS
 from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.records import Dump
+from stagescope_wire.render import counted
 
 BROKE_OFF: Final = "broke_off"
 """Key in the metadata of a dump (`about`): a sentence if its attempt ended within the step."""

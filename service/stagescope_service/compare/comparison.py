@@ -12,8 +12,6 @@ from typing import Final
 import numpy as np
 
 from stagescope.comparison_report import ONE_SIDED_KINDS, SIDES
-from stagescope.render import counted
-from stagescope.wire.errors import InvalidInput
 from stagescope_service.compare import flow
 from stagescope_service.compare.assemble import assemble, heaviest, judge_derived, with_totals
 from stagescope_service.compare.causes import likely_causes
@@ -54,6 +52,8 @@ from stagescope_service.dumps.records import Dump, DumpProblem, Location
 from stagescope_service.rows.ragged import Int64
 from stagescope_service.statistics import pairwise
 from stagescope_service.statistics.pairwise import Pairwise
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.render import counted
 
 _OTHER_SECTION: Final = "other"
 """Section of tensors by operator (msprobe's), which are identified by their names."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from stagescope.render import counted
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.join import Join
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
@@ -14,6 +13,7 @@ from stagescope_service.compare.results import ComparisonFinding, Verdict
 from stagescope_service.compare.row_assignment import RowAssignment
 from stagescope_service.compare.task_runner import EntryPair, SectionMatch, one_sided_verdict
 from stagescope_service.dumps.records import Dump, DumpProblem, Location
+from stagescope_wire.render import counted
 
 _HARMLESS = ("unknown", "superseded", "gap")
 """Kinds of problems that leave nothing out."""

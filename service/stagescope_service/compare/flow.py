@@ -1,12 +1,12 @@
-"""Position of a tensor in the data flow of a step (`stagescope.batch.data`), and its kind."""
+"""Position of a tensor in the data flow of a step (`stagescope_wire.batch.data`), and its kind."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
-from stagescope.batch.data import FLOW, flow_index
 from stagescope_service.dumps.records import SECTIONS
+from stagescope_wire.batch.data import FLOW, flow_index
 
 TEXTS: Final[Mapping[str, str]] = {
     "input": "prompt_text", "prompt": "prompt_text",

@@ -16,8 +16,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from stagescope.wire.errors import StagescopeError
-from stagescope.wire.schema import Part
 from stagescope_service.compare.pairing.contents_rows import ContentsRows, rows_start_at
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.shard_index import (
@@ -31,6 +29,8 @@ from stagescope_service.compare.pairing.tasks import TaskOutcome
 from stagescope_service.compare.task_runner import EntryPair
 from stagescope_service.dumps.records import Dump, DumpEntry, Location
 from stagescope_service.rows.ragged import Int64
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.schema import Part
 
 _IDENTIFYING_KEYS: Final = (BY_SAMPLE_ID, BY_GROUP_AND_RUN, BY_RESPONSE)
 SAME_LENGTHS: Final = "paired by place, and the rows have the same lengths in another order"

@@ -25,9 +25,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from stagescope.wire.errors import InvalidInput
 from stagescope_service.compare.flow import LOG_PROBS, LOSSES, NAMED_SECTIONS, is_structural
 from stagescope_service.statistics.pairwise import Pairwise
+from stagescope_wire.errors import InvalidInput
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import ray
 
-from stagescope.wire.errors import NotReady, StagescopeError
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator import control_socket
 from stagescope_service.priority import take_ordinary_priority
+from stagescope_wire.errors import NotReady, StagescopeError
+from stagescope_wire.nonfinite import JsonObject
 
 if TYPE_CHECKING:
     from pathlib import Path

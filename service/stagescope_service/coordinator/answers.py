@@ -7,9 +7,9 @@ from typing import Annotated, TypedDict
 from pydantic import Field
 from typing_extensions import NotRequired
 
-from stagescope.wire.plan import SentPlan
 from stagescope_service.core.stack_requests import RankRequest
 from stagescope_service.fields import Row, Wall, described_by
+from stagescope_wire.plan import SentPlan
 
 
 class RankPlan(Row):

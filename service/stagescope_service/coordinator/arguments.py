@@ -14,9 +14,9 @@ from typing import Annotated, ParamSpec, TypeVar
 import pydantic
 from pydantic_core import ErrorDetails
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import STEP_BOUND
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.schema import STEP_BOUND
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,12 +12,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.captures import validate_capture
-from stagescope.wire.errors import Conflict
-from stagescope.wire.links import Link
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.plan import BaselineDump, CaptureSpec, StoredCapture
-from stagescope.wire.schema import Part
 from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.intake import Intake
 from stagescope_service.coordinator.runner import Clock
@@ -28,6 +22,12 @@ from stagescope_service.statistics import StepSummary, publish_cell
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tables import CaptureRow
+from stagescope_wire.captures import validate_capture
+from stagescope_wire.errors import Conflict
+from stagescope_wire.links import Link
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.plan import BaselineDump, CaptureSpec, StoredCapture
+from stagescope_wire.schema import Part
 
 _MAX_DUMPS: Final = 100_000
 _MAX_WAIT: Final = 60.0

@@ -8,10 +8,10 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Sequence
 
-from stagescope.wire.errors import NotReady
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Put, RefusedWrite, Store, Write
+from stagescope_wire.errors import NotReady
 
 
 class Commits:

@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import StagescopeError, error_of_code
-from stagescope.wire.links import links_from_json
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope_wire.errors import StagescopeError, error_of_code
+from stagescope_wire.links import links_from_json
+from stagescope_wire.nonfinite import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from stagescope.engines.registry import check_engine
-from stagescope.wire.errors import NotFound, NotReady, StagescopeError
-from stagescope.wire.links import Link
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.plan import StoredCapture, StoredPlan
 from stagescope_service.coordinator.arguments import (
     AttemptId,
     Fields,
@@ -50,6 +45,11 @@ from stagescope_service.ingest.relay import Batch, RelayAnswer, RelayedPoll
 from stagescope_service.rules.document import Rules
 from stagescope_service.settings import Settings
 from stagescope_service.store.contract import Delete, Snapshot, Store
+from stagescope_wire.engines.registry import check_engine
+from stagescope_wire.errors import NotFound, NotReady, StagescopeError
+from stagescope_wire.links import Link
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.plan import StoredCapture, StoredPlan
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from typing import Annotated, Final
 from pydantic import Field
 from typing_extensions import NotRequired
 
-from stagescope.wire.errors import CatalogueUnavailable, NotReady
-from stagescope.wire.schema import FINISH
 from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.load import Load
 from stagescope_service.coordinator.runner import Clock, Runner
@@ -24,6 +22,8 @@ from stagescope_service.core.instructions import Instruction
 from stagescope_service.core.stack_requests import RankRequest
 from stagescope_service.fields import Row, Run
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_wire.errors import CatalogueUnavailable, NotReady
+from stagescope_wire.schema import FINISH
 
 _LEAVE_SECONDS: Final = 10.0
 """Seconds without contact after which a process that was requested to leave counts as gone."""

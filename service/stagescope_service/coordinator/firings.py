@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Final, TypedDict
 
-from stagescope.wire.links import Link, with_links
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
@@ -16,6 +15,7 @@ from stagescope_service.rules.messages import Told, link_of
 from stagescope_service.rules.names import is_nonfinite, scalar_of
 from stagescope_service.rules.series import shown
 from stagescope_service.store.tables.findings import FiredActions, FiringColumns
+from stagescope_wire.links import Link, with_links
 
 
 class FiringKey(TypedDict):

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.coordinator.firings import Act
 from stagescope_service.rules.conditions import HISTORY
 from stagescope_service.rules.document import Rules
@@ -24,6 +23,7 @@ from stagescope_service.rules.watch import (
 )
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tables import FiringRow
+from stagescope_wire.nonfinite import JsonObject
 
 _ALL: Final = 1_000_000
 

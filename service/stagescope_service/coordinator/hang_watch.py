@@ -11,10 +11,6 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from stagescope.wire.errors import InvalidEvent
-from stagescope.wire.links import Link
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import Work
 from stagescope_service.coordinator.unresponsive import UnresponsiveProcesses
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.entities import Attempt, Process
@@ -35,6 +31,10 @@ from stagescope_service.core.role_progress import roles
 from stagescope_service.core.state import State
 from stagescope_service.core.steps import took_leave
 from stagescope_service.store.tables import FindingRow
+from stagescope_wire.errors import InvalidEvent
+from stagescope_wire.links import Link
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.schema import Work
 
 KIND: Final = "stage_stuck"
 MAX_FINDINGS: Final = 64

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope.wire.errors import InvalidEvent, NotReady, StagescopeError
-from stagescope.wire.schema import END, FINISH, Event, Sender
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.answers import (
     BatchAnswer,
@@ -46,6 +44,8 @@ from stagescope_service.core.state import Arrival
 from stagescope_service.ingest.relay import Batch, RelayAnswer, RelayedPoll
 from stagescope_service.store.contract import RefusedWrite
 from stagescope_service.store.queries.measurements import SettledPayloads
+from stagescope_wire.errors import InvalidEvent, NotReady, StagescopeError
+from stagescope_wire.schema import END, FINISH, Event, Sender
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator, Iterable, Set
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.wire.errors import NotReady
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
 from stagescope_service.fields import Row
 from stagescope_service.store.tables import FindingRow
+from stagescope_wire.errors import NotReady
 
 KIND: Final = "service_behind"
 MAX_EVENTS: Final = 50_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from stagescope.wire.errors import StoreError, Unreachable
 from stagescope_service.coordinator.hang_watch import HangWatch
 from stagescope_service.coordinator.retries import RetriedWork
 from stagescope_service.coordinator.runner import Clock, Runner
@@ -12,6 +11,7 @@ from stagescope_service.core.findings import describe
 from stagescope_service.core.instructions import BuildOperatorTable, DumpKey, ReadWatchdogs
 from stagescope_service.core.operator_tables import refusal
 from stagescope_service.ingest.ingestors import IngestorClient, IngestorDied
+from stagescope_wire.errors import StoreError, Unreachable
 
 logger = logging.getLogger(__name__)
 

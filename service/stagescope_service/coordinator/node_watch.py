@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from stagescope.wire.links import Link
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.entities import LOST, Attempt, Process
 from stagescope_service.core.findings import NODE_LOST, finding
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
+from stagescope_wire.links import Link
 
 RECENT_SECONDS: Final = 120.0
 """A process that stopped reporting longer before its node was lost had left by itself."""

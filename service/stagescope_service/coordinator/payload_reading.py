@@ -8,8 +8,6 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
-from stagescope.wire.errors import CatalogueUnavailable, NotReady, StagescopeError, Unreachable
-from stagescope.wire.keep import matching_selectors, read_keep
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.retention import Retention
 from stagescope_service.coordinator.runner import Clock, Runner
@@ -19,6 +17,8 @@ from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.measurements import SettledPayloads
+from stagescope_wire.errors import CatalogueUnavailable, NotReady, StagescopeError, Unreachable
+from stagescope_wire.keep import matching_selectors, read_keep
 
 logger = logging.getLogger(__name__)
 

@@ -10,19 +10,6 @@ import dataclasses
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
 
-from stagescope.wire.errors import InvalidEvent, InvalidInput, NotFound
-from stagescope.wire.names import closest, run_name, storable_id
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import (
-    BEGIN,
-    END,
-    FINISH,
-    HELLO,
-    PAYLOAD_STRINGS,
-    Event,
-    Sender,
-    Work,
-)
 from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.payload_reading import PayloadReading
 from stagescope_service.coordinator.raw_fields import (
@@ -43,6 +30,19 @@ from stagescope_service.core.spans import RAW_SEQ
 from stagescope_service.core.state import Arrival
 from stagescope_service.statistics.payload import are_texts
 from stagescope_service.store.queries.measurements import SettledPayloads
+from stagescope_wire.errors import InvalidEvent, InvalidInput, NotFound
+from stagescope_wire.names import closest, run_name, storable_id
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import (
+    BEGIN,
+    END,
+    FINISH,
+    HELLO,
+    PAYLOAD_STRINGS,
+    Event,
+    Sender,
+    Work,
+)
 
 
 class RawCalls:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from stagescope.wire.errors import InvalidEvent
-from stagescope.wire.names import closest_field
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, LOG, WORK_FIELDS
+from stagescope_wire.errors import InvalidEvent
+from stagescope_wire.names import closest_field
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import BEGIN, END, END_STEP, FINISH, LOG, WORK_FIELDS
 
 CALLS: Final = {BEGIN: "begin_stage", END: "end_stage", LOG: "log_scalars"}
 """Kind of event -> the call's name, where it differs."""

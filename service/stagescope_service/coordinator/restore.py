@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from stagescope.wire.schema import LAYOUT_COLUMNS, Part, Work
 from stagescope_service.core import spans, steps
 from stagescope_service.core.catalogue_rows import integer
 from stagescope_service.core.completeness import UNKNOWN
@@ -40,6 +39,7 @@ from stagescope_service.store.tables import (
     StepColumns,
 )
 from stagescope_service.store.tables.declare import StageWork
+from stagescope_wire.schema import LAYOUT_COLUMNS, Part, Work
 
 
 def restore(state: State, snapshot: Snapshot, now: float) -> None:

@@ -16,8 +16,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
-from stagescope.wire.errors import StagescopeError
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.coordinator.trigger_actions import PinAnswer, gone_of
 from stagescope_service.core.findings import NOT_KEPT
 from stagescope_service.core.instructions import IngestJob, Put
@@ -27,6 +25,8 @@ from stagescope_service.store.contract import RemoveRows, WriteRows
 from stagescope_service.store.queries.files import KeptFile, KeptPlace
 from stagescope_service.store.queries.runs import RemovableStep
 from stagescope_service.store.tables import ArtifactRow, FindingRow
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.nonfinite import JsonObject
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from typing import Final, Generic, TypeVar
 
-from stagescope.wire.errors import CatalogueUnavailable, NotReady
 from stagescope_service.core.findings import describe
+from stagescope_wire.errors import CatalogueUnavailable, NotReady
 
 logger = logging.getLogger(__name__)
 

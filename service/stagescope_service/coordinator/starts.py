@@ -12,12 +12,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from stagescope.wire.errors import InvalidEvent
-from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, WEIGHTS, Event, Sender, Work
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.core.entities import Process
 from stagescope_service.core.registry import OVERLAP_SECONDS
 from stagescope_service.core.state import State
+from stagescope_wire.errors import InvalidEvent
+from stagescope_wire.schema import BEGIN, END, FINISH, HELLO, WEIGHTS, Event, Sender, Work
 
 WAIT_SECONDS: Final = 5.0
 """How long a call waits at most: less than a sender waits for its answer. A batch waits as long

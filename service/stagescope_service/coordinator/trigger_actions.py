@@ -10,8 +10,6 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from stagescope.wire.errors import Conflict, InvalidInput, NotReady, StagescopeError
-from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.coordinator.firings import Act, made_up, told_of
 from stagescope_service.coordinator.webhooks import Webhooks
 from stagescope_service.core.findings import finding
@@ -29,6 +27,8 @@ from stagescope_service.store.tables.findings import (
     FiredWebhook,
     PinnedOf,
 )
+from stagescope_wire.errors import Conflict, InvalidInput, NotReady, StagescopeError
+from stagescope_wire.nonfinite import Json, JsonObject
 
 _TEST_SECONDS: Final = 8.0
 """Time limit of a test message: its caller waits for it."""

@@ -17,9 +17,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import InvalidPlan, NotFound, StagescopeError
-from stagescope.wire.names import closest_by_words
-from stagescope.wire.nonfinite import Json
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.firings import Act, FiringKey, finding_of, finding_of_firing
 from stagescope_service.coordinator.followed_run import FollowedRun, Since, series_state
@@ -34,6 +31,9 @@ from stagescope_service.rules.watch import REACH, FiringChanges
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import WriteRows
 from stagescope_service.store.tables import TriggerRulesRow
+from stagescope_wire.errors import InvalidPlan, NotFound, StagescopeError
+from stagescope_wire.names import closest_by_words
+from stagescope_wire.nonfinite import Json
 
 logger = logging.getLogger(__name__)
 

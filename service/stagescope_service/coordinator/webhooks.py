@@ -12,9 +12,9 @@ from typing import Final
 
 import httpx
 
-from stagescope.proxies import unused_variable
 from stagescope_service.rules.messages import Told, one_line, request_of, shortened
 from stagescope_service.rules.webhooks import Webhook
+from stagescope_wire.proxies import unused_variable
 
 SECONDS: Final = 10.0
 """Time limit of one try, from the connection to the end of what is read of the answer."""

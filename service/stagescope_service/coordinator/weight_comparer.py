@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, TypedDict
 
-from stagescope.wire.links import Link
 from stagescope_service.coordinator.retries import RetriedWork, retried
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import FindingText, describe, finding
@@ -34,6 +33,7 @@ from stagescope_service.core.weights import (
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import WriteRows
 from stagescope_service.store.tables import ProcessColumns, WeightsRow
+from stagescope_wire.links import Link
 
 NAMED: Final = 20
 """Names listed in a finding and a stored verdict; `/weights/{version}` lists all of them."""

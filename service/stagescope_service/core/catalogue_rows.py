@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, Final
 
-from stagescope.wire.names import storable_text
-from stagescope.wire.nonfinite import Json, JsonObject, valid_int, valid_text
-from stagescope.wire.schema import LAYOUT_COLUMNS, MAX_SCALAR_NAME, Work
 from stagescope_service.core.entities import Attempt, Process, Span
 from stagescope_service.core.instructions import PayloadKey, Put
+from stagescope_wire.names import storable_text
+from stagescope_wire.nonfinite import Json, JsonObject, valid_int, valid_text
+from stagescope_wire.schema import LAYOUT_COLUMNS, MAX_SCALAR_NAME, Work
 
 _INT64: Final = 1 << 63
 _LONG: Final = 100_000

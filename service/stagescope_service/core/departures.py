@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from stagescope.wire.schema import Work
 from stagescope_service.core import operator_tables, payloads, spans, steps
 from stagescope_service.core.catalogue_rows import loss_row, process_row, row_id
 from stagescope_service.core.entities import LOST, Attempt, Process, Span
 from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.registry import Registry
+from stagescope_wire.schema import Work
 
 LONG_GONE_SECONDS: Final = 3600.0
 """After which a lapsed process is not expected back: ranks run on while the service is down."""

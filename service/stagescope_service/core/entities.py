@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, Final
 
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import Part, Work
 from stagescope_service.core.hang_detection import StageTiming
 from stagescope_service.core.instructions import PayloadKey, Put
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import Part, Work
 
 RECENT_STEPS: Final = 8
 """Closed steps of an attempt that stay in memory, for events that arrive late."""

@@ -8,12 +8,12 @@ from typing import Any, Final, TypedDict
 
 from typing_extensions import Required, Unpack
 
-from stagescope.wire.errors import StagescopeError
-from stagescope.wire.links import Link
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.catalogue_rows import integer, plain, row_id, text
 from stagescope_service.core.instructions import Put
 from stagescope_service.store.contract import Write
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.links import Link
+from stagescope_wire.nonfinite import JsonObject
 
 NOT_KEPT: Final = "not_kept"
 """Of an attempt: what is to be kept of payloads is not; over with the next file that is."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import LAYOUT_COLUMNS
 from stagescope_service.core.catalogue_rows import (
     attempt_row,
     integer,
@@ -20,6 +18,8 @@ from stagescope_service.core.catalogue_rows import (
 )
 from stagescope_service.core.entities import Attempt, Handshake, Process, RankAge, leaves
 from stagescope_service.core.instructions import Put
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import LAYOUT_COLUMNS
 
 MAX_WORLD_SIZE: Final = 1 << 18
 """No role has more ranks; a greater number is a mistake, and is ignored."""

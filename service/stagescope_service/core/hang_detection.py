@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope.wire.schema import Part
+from stagescope_wire.schema import Part
 
 NOT_BEGUN: Final = "not begun"
 NOT_ENDED: Final = "not ended"

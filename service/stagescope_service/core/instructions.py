@@ -7,9 +7,9 @@ from typing import NamedTuple, TypedDict
 
 from typing_extensions import NotRequired
 
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import PartColumns
 from stagescope_service.store.contract import Delete, Put
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.schema import PartColumns
 
 __all__ = [
     "Aggregate",
@@ -76,7 +76,7 @@ class IngestJob(PayloadJob):
     reported: NotRequired[bool]
     """Whether the probe has reported what is wrong with the payload."""
     keep: NotRequired[Sequence[str]]
-    """Sections and names of tensors to keep in files; see `stagescope.wire.keep`."""
+    """Sections and names of tensors to keep in files; see `stagescope_wire.keep`."""
     no_room: NotRequired[str]
     """Why nothing may be kept; '' where there is room."""
 

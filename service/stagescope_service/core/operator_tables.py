@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import Final, cast
 
-from stagescope.wire.errors import StagescopeError
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import Event, Part, Work
 from stagescope_service.core.catalogue_rows import loss_row
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import FindingLocation, finding
@@ -22,6 +19,9 @@ from stagescope_service.core.instructions import (
     Instruction,
     Put,
 )
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.schema import Event, Part, Work
 
 ARMED: Final = "armed"
 TRUNCATED: Final = "truncated"

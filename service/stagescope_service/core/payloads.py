@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from stagescope.wire.names import misspelt, misspelt_beside
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import Event, Work
 from stagescope_service.core import steps
 from stagescope_service.core.catalogue_rows import (
     amount,
@@ -39,6 +36,9 @@ from stagescope_service.core.instructions import (
     Settled,
 )
 from stagescope_service.statistics import available_pairs
+from stagescope_wire.names import misspelt, misspelt_beside
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import Event, Work
 
 
 def forgotten(process: Process, seqs: Iterable[int]) -> list[int]:

@@ -20,8 +20,6 @@ import math
 from collections.abc import Iterable
 from typing import Final
 
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import Event, Sender
 from stagescope_service.core.catalogue_rows import (
     attempt_row,
     process_row,
@@ -36,6 +34,8 @@ from stagescope_service.core.handshakes import (
     read_hello,
 )
 from stagescope_service.core.instructions import Instruction, Put
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import Event, Sender
 
 UNKEYED: Final = "unkeyed"
 ROLLOUT: Final = "rollout"

@@ -9,10 +9,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
-from stagescope.wire.links import Link
-from stagescope.wire.names import closest_stage
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import MAX_SCALAR_NAME, STAGES, Event, Work
 from stagescope_service.core import operator_tables, steps
 from stagescope_service.core.catalogue_rows import (
     amount,
@@ -43,6 +39,10 @@ from stagescope_service.core.instructions import (
     Put,
 )
 from stagescope_service.core.settings_findings import of_settings
+from stagescope_wire.links import Link
+from stagescope_wire.names import closest_stage
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import MAX_SCALAR_NAME, STAGES, Event, Work
 
 DUMPS_REMEMBERED: Final = 1024
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.keep import misspelt_selectors, validate_keep
-from stagescope.wire.names import closest_by_words, misspelt_streams
-from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import by_message, finding
 from stagescope_service.core.instructions import Instruction
 from stagescope_service.rules.budget import Budget
 from stagescope_service.statistics.settings import StatisticsSettings
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.keep import misspelt_selectors, validate_keep
+from stagescope_wire.names import closest_by_words, misspelt_streams
+from stagescope_wire.nonfinite import Json, JsonObject
 
 KNOWN: Final[Mapping[str, str]] = {
     "expect": "'bitwise': the first token that differs is a finding",
     "capture": "'auto': rules may request captures within capture_budget",
     "capture_budget": "{'captures': n, 'bytes': n, 'share': of the step time}",
     "producers": "{stream or tensor: who computes it}",
-    "keep": "see stagescope.wire.keep.KEEP_FIELDS",
+    "keep": "see stagescope_wire.keep.KEEP_FIELDS",
     "rollout_is": "'token' or 'sequence'",
     "rollout_is_threshold": "U, or 'L_U'",
     "rollout_is_batch_normalize": "a bool",

@@ -19,8 +19,6 @@ import bisect
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import Event, Sender, Work
 from stagescope_service.core.catalogue_rows import (
     integer,
     number,
@@ -42,6 +40,8 @@ from stagescope_service.core.entities import (
 from stagescope_service.core.findings import BEGUN_AGAIN, finding
 from stagescope_service.core.hang_detection import StageKey, StageTiming
 from stagescope_service.core.instructions import Instruction, Put
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.schema import Event, Sender, Work
 
 RAW_SEQ: Final = 1 << 60
 """From here on a seq is a raw call's delivery identity, which says nothing about order."""

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import Field
 
-from stagescope.wire.errors import InvalidEvent, InvalidInput
-from stagescope.wire.links import Link
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import STACKS, Work
-from stagescope.wire.stacks import MAX_CHARACTERS, MAX_THREADS, PROBE, WATCHDOG
 from stagescope_service.core.catalogue_rows import integer, text, work_columns
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Ask, Instruction, Put
 from stagescope_service.fields import Row
+from stagescope_wire.errors import InvalidEvent, InvalidInput
+from stagescope_wire.links import Link
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import STACKS, Work
+from stagescope_wire.stacks import MAX_CHARACTERS, MAX_THREADS, PROBE, WATCHDOG
 
 if TYPE_CHECKING:
     from stagescope_service.store.tables import StackRow, Thread

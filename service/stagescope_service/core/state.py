@@ -10,19 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from stagescope.wire.errors import InvalidEvent
-from stagescope.wire.schema import (
-    BEGIN,
-    DUMP,
-    END,
-    END_STEP,
-    LOG,
-    STACKS,
-    WEIGHTS,
-    Event,
-    Sender,
-    Work,
-)
 from stagescope_service.core import (
     departures,
     payloads,
@@ -55,6 +42,19 @@ from stagescope_service.core.instructions import (
 from stagescope_service.core.registry import Registry
 from stagescope_service.core.spans import ReceivedEvent
 from stagescope_service.core.stack_requests import StackRequests, request_of
+from stagescope_wire.errors import InvalidEvent
+from stagescope_wire.schema import (
+    BEGIN,
+    DUMP,
+    END,
+    END_STEP,
+    LOG,
+    STACKS,
+    WEIGHTS,
+    Event,
+    Sender,
+    Work,
+)
 
 FINDINGS_REMEMBERED: Final = 10_000
 

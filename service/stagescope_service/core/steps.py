@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from stagescope.wire.schema import Part
 from stagescope_service.core.catalogue_rows import attempt_row, process_row
 from stagescope_service.core.completeness import (
     NOT_BEGUN,
@@ -37,6 +36,7 @@ from stagescope_service.core.instructions import (
     Put,
     Rejudge,
 )
+from stagescope_wire.schema import Part
 
 WENT_ON: Final = "everyone went on"
 ENDED: Final = "attempt ended"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, TypeAlias
 
-from stagescope.wire.names import MAX_ID
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.core.catalogue_rows import integer, number, text
 from stagescope_service.statistics.payload import producer_of
 from stagescope_service.store.tables import PayloadRow
+from stagescope_wire.names import MAX_ID
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.schema import STREAM_TENSORS
 
 StreamValues: TypeAlias = "dict[tuple[str, str], dict[str, list[Json]]]"
 """(stage, stream) -> attribute -> its distinct values, in a fixed order."""

@@ -13,13 +13,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from stagescope.wire.errors import InvalidEvent
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, Event, Work
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import Process
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.weights import COPY, TP_COPY, Shard, WeightRecord, WeightTensor
+from stagescope_wire.errors import InvalidEvent
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, Event, Work
 
 if TYPE_CHECKING:
     from stagescope_service.store.tables import WeightsRow

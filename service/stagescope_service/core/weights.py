@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope.wire.schema import WEIGHT_KINDS
+from stagescope_wire.schema import WEIGHT_KINDS
 
 AGREES, DIFFERS, MISSING = "agrees", "differs", "missing"
 NOT_COMPARABLE, NOT_COMPARED = "not comparable", "not compared"

@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.batch import Batch, Gap
-from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.own_file import PayloadFile, PayloadFiles
 from stagescope_service.dumps.joining.join import Selection, join
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.ring import RingKey
 from stagescope_service.store.tensorfile import describe_file
+from stagescope_wire.batch import Batch, Gap
+from stagescope_wire.errors import InvalidInput, NotFound
 
 _STEP: Final = re.compile(r"step_(-?\d+|unknown)\Z")
 

@@ -9,11 +9,11 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-from stagescope.wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
 from stagescope_service.dumps.formats.content import write_content
 from stagescope_service.dumps.formats.listing import files_of
 from stagescope_service.dumps.pickles.torch_file import read_torch_file
 from stagescope_service.store.tensorfile import disk_errors
+from stagescope_wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
 
 
 @dataclasses.dataclass

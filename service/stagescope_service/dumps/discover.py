@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.dumps.formats import (
     areal,
     msprobe_directory,
@@ -22,6 +21,7 @@ from stagescope_service.dumps.formats import (
 from stagescope_service.dumps.formats.content import damage_of
 from stagescope_service.dumps.formats.listing import ListedFile, files_of, rank_dumps
 from stagescope_service.dumps.records import Dump, Location
+from stagescope_wire.errors import InvalidInput, NotFound
 
 
 class Format(NamedTuple):

@@ -14,9 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from stagescope.wire import schema
-from stagescope.wire.errors import InvalidInput, StagescopeError
-from stagescope.wire.framing import WirePayload
 from stagescope_service.dumps.formats.listing import distinct, modified_at, rank_dumps
 from stagescope_service.dumps.formats.msprobe_directory import DUMP_FILES, OPERATOR_FILES
 from stagescope_service.dumps.formats.nexrl import KIND as NEXRL
@@ -35,6 +32,9 @@ from stagescope_service.dumps.records import (
 )
 from stagescope_service.store.artifacts import make_directory, step_directory
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
+from stagescope_wire import schema
+from stagescope_wire.errors import InvalidInput, StagescopeError
+from stagescope_wire.framing import WirePayload
 
 STAGE_OF_SECTION: Final[Mapping[str, str]] = {
     "trajectories": "rollout_generate",
@@ -100,7 +100,7 @@ class ProcessEvents:
     Attributes:
         sender: `Sender.wire()`.
         events: each `Event.wire()`.
-        payloads: by the sequence number of the END event; see `stagescope.wire.schema`.
+        payloads: by the sequence number of the END event; see `stagescope_wire.schema`.
         problems: files of these events, or rows of them, that could not be read.
         location: of the stage whose events they are; None of a process's first and last event.
         operators: the operator dumps that they announce, each with its complete place.

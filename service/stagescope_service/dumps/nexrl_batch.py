@@ -13,14 +13,14 @@ from typing import Final, cast
 
 import numpy as np
 
-from stagescope.batch import Batch
-from stagescope.wire.schema import Part
 from stagescope_service.dumps.joining.join import Selection, join
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location, mapping
 from stagescope_service.rows.positions import POSITION_TENSORS
 from stagescope_service.rows.ragged import Int64
 from stagescope_service.store.tensorfile import WireTensor
+from stagescope_wire.batch import Batch
+from stagescope_wire.schema import Part
 
 ROLLOUT_TENSORS: Final = ("rollout_log_probs", "round_ids", "turn_ids", "versions")
 """Tensors of the rollout that the numbers of a step depend on."""

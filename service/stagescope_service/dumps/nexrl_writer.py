@@ -24,10 +24,6 @@ from typing import Final, TypeAlias, cast
 
 import numpy as np
 
-from stagescope.wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
-from stagescope.wire.keep import COMPANIONS
-from stagescope.wire.schema import Part
-from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.formats.nexrl import DTYPES, OF_JOB, write_index
 from stagescope_service.dumps.formats.nexrl_rows import (
     TRAJECTORY_TENSORS,
@@ -49,6 +45,10 @@ from stagescope_service.dumps.pickles.torch_file import (
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location, mapping
 from stagescope_service.rows.ragged import padded
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
+from stagescope_wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
+from stagescope_wire.keep import COMPANIONS
+from stagescope_wire.schema import Part
+from stagescope_wire.tensorfile import Array
 
 FORMATS: Final = ("pt", "jsonl")
 _UPDATE: Final = "actor_update"

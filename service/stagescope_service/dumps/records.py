@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from stagescope.wire.errors import Forbidden, NotFound
-from stagescope.wire.schema import Part
 from stagescope_service.store.tensorfile import WireTensor
+from stagescope_wire.errors import Forbidden, NotFound
+from stagescope_wire.schema import Part
 
 SECTIONS: Final[Mapping[str, str]] = {
     "trajectories": "output of the rollout: tokens, masks, log-probs, rewards, versions, ids",

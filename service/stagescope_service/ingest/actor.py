@@ -20,9 +20,6 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stagescope.discovery import NAMESPACE, ingestor_name
-from stagescope.wire.errors import Unreachable
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.core.findings import describe
 from stagescope_service.core.instructions import (
@@ -51,6 +48,9 @@ from stagescope_service.statistics import warm
 from stagescope_service.store.contract import Put
 from stagescope_service.store.pins import Pinned
 from stagescope_service.store.ring import DEFAULT_RESERVE
+from stagescope_wire.discovery import NAMESPACE, ingestor_name
+from stagescope_wire.errors import Unreachable
+from stagescope_wire.nonfinite import JsonObject
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stagescope.wire.errors import Forbidden, StagescopeError, Unreachable
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.stacks import read_watchdog
 from stagescope_service.core.findings import describe
 from stagescope_service.core.instructions import (
     AnnouncedDump,
@@ -31,6 +28,9 @@ from stagescope_service.store.artifacts import confine, read_piece, ring_directo
 from stagescope_service.store.contract import Put
 from stagescope_service.store.pins import Pinned
 from stagescope_service.store.ring import DEFAULT_RESERVE, Ring, rings_left
+from stagescope_wire.errors import Forbidden, StagescopeError, Unreachable
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.stacks import read_watchdog
 
 logger = logging.getLogger(__name__)
 

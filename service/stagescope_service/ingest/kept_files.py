@@ -9,10 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, cast
 
-from stagescope.wire.errors import Forbidden, StagescopeError, StoreError
-from stagescope.wire.keep import kept_sections
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.core.findings import NOT_KEPT, finding
 from stagescope_service.core.instructions import IngestJob, PayloadKey, PayloadWork
 from stagescope_service.statistics.payload import Payload
@@ -27,6 +23,10 @@ from stagescope_service.store.contract import Put
 from stagescope_service.store.kept import Kept, bytes_of, read_kept, write_kept
 from stagescope_service.store.ring import DEFAULT_RESERVE
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
+from stagescope_wire.errors import Forbidden, StagescopeError, StoreError
+from stagescope_wire.keep import kept_sections
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import PART_FIELDS, Part
 
 _OF_TEXTS: Final = "trajectories"
 """The section of texts without a tensor."""

@@ -17,8 +17,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.links import Link
-from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import PayloadJob, PayloadKey
 from stagescope_service.statistics import (
@@ -43,6 +41,8 @@ from stagescope_service.statistics.step_summary import REPEATED
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import part_key
+from stagescope_wire.links import Link
+from stagescope_wire.schema import STREAM_TENSORS
 
 _VALUES: Final = (
     "rewards", "advantages", "returns", "values", "entropy", "rollout_is_weights", "prob_ratio",

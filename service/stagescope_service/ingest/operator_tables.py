@@ -11,9 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import NotFound, StagescopeError, StoreError
-from stagescope.wire.links import Link
-from stagescope.wire.schema import Part
 from stagescope_service.compare.operators.non_finite import (
     NonFiniteRow,
     RankNonFinite,
@@ -33,6 +30,9 @@ from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, wri
 from stagescope_service.dumps.records import IMPORTED_CAPTURE
 from stagescope_service.store.artifacts import confine, file_checksum
 from stagescope_service.store.contract import Put
+from stagescope_wire.errors import NotFound, StagescopeError, StoreError
+from stagescope_wire.links import Link
+from stagescope_wire.schema import Part
 
 TABLE: Final = "operators.parquet"
 _READ: Final = ("dump.json", "debug.json", "stack.json", "construct.json", "DONE.json")

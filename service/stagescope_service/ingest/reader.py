@@ -15,14 +15,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
-from stagescope.wire.names import MAX_ID
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import (
-    RECENT_TENSORS,
-    STREAM_TENSORS,
-    WRITTEN_AFTER_HAND_OVER,
-)
 from stagescope_service.core.catalogue_rows import text
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
@@ -55,6 +47,14 @@ from stagescope_service.store.parts import pair_name
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES
 from stagescope_service.store.ring import Ring, RingKey
 from stagescope_service.store.tables import SummaryRow
+from stagescope_wire.errors import InvalidInput, InvalidTensor, StagescopeError
+from stagescope_wire.names import MAX_ID
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import (
+    RECENT_TENSORS,
+    STREAM_TENSORS,
+    WRITTEN_AFTER_HAND_OVER,
+)
 
 """(row, first position, last) of tokens, half open."""
 

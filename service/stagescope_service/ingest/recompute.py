@@ -10,10 +10,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypedDict
 
-from stagescope.wire.errors import InvalidTensor, StagescopeError
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.policy_versions import VERSION_NAMES
-from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.core.instructions import PayloadJob, PayloadKey, StepJob
 from stagescope_service.ingest.non_finite import (
     NonFiniteCounts,
@@ -44,6 +40,10 @@ from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import pair_name, part_key
 from stagescope_service.store.pins import Pinned
 from stagescope_service.store.ring import RingKey
+from stagescope_wire.errors import InvalidTensor, StagescopeError
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.policy_versions import VERSION_NAMES
+from stagescope_wire.schema import STREAM_TENSORS
 
 _LEFT_OUT: Final = "left_out_rows"
 _JOINED: Final = "joined_tensors"

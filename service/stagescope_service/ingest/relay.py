@@ -13,8 +13,8 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, TypedDict
 
-from stagescope.wire.errors import StagescopeError, Unreachable
 from stagescope_service.background import BackgroundTasks
+from stagescope_wire.errors import StagescopeError, Unreachable
 
 GATHER_SECONDS: Final = 0.02
 """How long calls are collected until the coordinator says how long: the more nodes, the longer."""

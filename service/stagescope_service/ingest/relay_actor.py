@@ -16,9 +16,9 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stagescope.discovery import COORDINATOR_NAME, NAMESPACE, relay_name
-from stagescope.wire.errors import Unreachable
 from stagescope_service.ingest.relay import Answer, Batch, Relay, RelayAnswer, RelayedPoll
+from stagescope_wire.discovery import COORDINATOR_NAME, NAMESPACE, relay_name
+from stagescope_wire.errors import Unreachable
 
 
 class CoordinatorActor:

@@ -12,8 +12,8 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import TypeVar
 
-from stagescope.wire.errors import StagescopeError
 from stagescope_service.background import BackgroundTasks
+from stagescope_wire.errors import StagescopeError
 
 T = TypeVar("T")
 

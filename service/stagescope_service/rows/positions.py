@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.rows.ragged import Bools, Int64, RowBlock, is_in_row, row_block
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.tensorfile import WireTensor
 
 POSITION_TENSORS: Final = frozenset({"positions", "token_offset"})
 _SPARSE: Final = 8

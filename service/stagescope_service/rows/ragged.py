@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.tensorfile import WireTensor
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.tensorfile import WireTensor
 
 Values = npt.NDArray[Any]
 """Values of any dtype of the wire; bfloat16 is uint16."""

@@ -8,12 +8,12 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Final
 
-from stagescope.wire.captures import validate_capture
-from stagescope.wire.errors import Forbidden, InvalidPlan
-from stagescope.wire.links import STEP_NOUNS
-from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.rules import fields
 from stagescope_service.rules.webhooks import Webhook
+from stagescope_wire.captures import validate_capture
+from stagescope_wire.errors import Forbidden, InvalidPlan
+from stagescope_wire.links import STEP_NOUNS
+from stagescope_wire.nonfinite import Json, JsonObject
 
 SEVERITIES: Final = ("info", "warning", "error")
 MAX_PINNED: Final = 100
@@ -28,7 +28,7 @@ _CAPTURE_FIELDS: Final = (
 class CaptureTemplate:
     """A capture to request: of the affected stage unless `stages` names others, from the next step.
 
-    `request` holds the fields of `stagescope.wire.captures.CAPTURE_FIELDS` as they were given. With
+    `request` holds the fields of `stagescope_wire.captures.CAPTURE_FIELDS` as they were given. With
     `if_allowed` it is requested if the run has a budget, and skipped silently otherwise.
     """
 

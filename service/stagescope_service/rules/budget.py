@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Annotated, Final
 
-from stagescope.wire.errors import InvalidPlan
 from stagescope_service.rules import fields
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_wire.errors import InvalidPlan
 
 
 @dataclasses.dataclass(frozen=True)

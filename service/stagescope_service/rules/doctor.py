@@ -15,11 +15,11 @@ from functools import cache
 from importlib import resources
 from typing import Annotated, Any, Final, NamedTuple
 
-from stagescope.wire.errors import InvalidPlan, StagescopeError
 from stagescope_service.rules import fields
 from stagescope_service.rules.evidence import Before, Evidence, not_measured
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.rules.symptoms import mismatch, reports, streams, trends, turns, updates
+from stagescope_wire.errors import InvalidPlan, StagescopeError
 
 FAMILIES: Final = ("service", "precision", "mismatch", "reward", "time", "settings")
 """What is looked at, in the order in which it has to be trusted."""

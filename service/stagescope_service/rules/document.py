@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib import resources
 from typing import Annotated, Final, Literal, TypeAlias, get_args
 
-from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.nonfinite import Json
 from stagescope_service.rules import fields, names
 from stagescope_service.rules.actions import Actions, FindingTemplate
 from stagescope_service.rules.budget import Budget, parse_permissions
 from stagescope_service.rules.conditions import HISTORY, When
+from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.nonfinite import Json
 
 By: TypeAlias = Literal["whole", "round", "rank", "stage"]
 

@@ -13,8 +13,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from stagescope.render import counted
 from stagescope_service.statistics.cell import Bool, Float64, Int64
+from stagescope_wire.render import counted
 
 ENDED_AFTER: Final = 3
 """Steps without a symptom that may still go on."""

@@ -6,9 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypedDict
 
-from stagescope.render import ranks_text, stretches
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import PART_FIELDS, RankKey
 from stagescope_service.rules import names
 from stagescope_service.rules.document import Rule
 from stagescope_service.rules.facts import StepFacts
@@ -21,6 +18,9 @@ from stagescope_service.statistics.summary import UNKNOWN, Summary, Tokens
 from stagescope_service.store.parts import incarnation_of
 from stagescope_service.store.tables import ProcessColumns, ScalarRow
 from stagescope_service.store.tables.findings import FiringColumns
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.render import ranks_text, stretches
+from stagescope_wire.schema import PART_FIELDS, RankKey
 
 LISTED: Final = 10
 """Maximum series that evidence lists; it also has their total number."""

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Final
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import CURRENT_ALONE, UPDATE_PAIR
 from stagescope_service.rules.passes import FirstPass, first_passes, passes_apart
 from stagescope_service.statistics.comparability import Comparability, examine
 from stagescope_service.statistics.mismatch import publish
@@ -24,6 +22,8 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import NON_FINITE_NAMES
 from stagescope_service.store.parts import pair_name, part_records
 from stagescope_service.store.tables import ScalarRow, StepRow, UnfinishedRank
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.schema import CURRENT_ALONE, UPDATE_PAIR
 
 logger = logging.getLogger(__name__)
 

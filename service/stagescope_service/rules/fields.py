@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, get_typ
 import yaml
 from yaml.composer import ComposerError
 
-from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.nonfinite import Json
 
 MAX_BYTES: Final = 256 * 1024
 Reader: TypeAlias = Callable[[object, str], object]

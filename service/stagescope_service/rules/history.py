@@ -12,9 +12,6 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from stagescope.batch import Batch
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import ROLES
 from stagescope_service.rules.evidence import Series
 from stagescope_service.rules.facts import StepFacts
 from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
@@ -23,6 +20,9 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import NON_FINITE_NAMES
 from stagescope_service.store.queries.measurements import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, LossRow, SampleRow
+from stagescope_wire.batch import Batch
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.schema import ROLES
 
 STEPS: Final = 2000
 """Newest steps that a diagnosis looks at."""

@@ -25,10 +25,10 @@ from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 from typing_extensions import NotRequired
 
-from stagescope.wire import nonfinite
-from stagescope.wire.nonfinite import Json
 from stagescope_service.rules.webhooks import Webhook
 from stagescope_service.store.tables.findings import FiredActions
+from stagescope_wire import nonfinite
+from stagescope_wire.nonfinite import Json
 
 SLACK_HEADER: Final = 150
 SLACK_SECTION: Final = 3000

@@ -11,7 +11,6 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidPlan
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.histogram import Histogram
@@ -20,6 +19,7 @@ from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.step_summary import MISMATCH_PAIRS
 from stagescope_service.statistics.summary import Sequences, Slices, Summary, Tokens
+from stagescope_wire.errors import InvalidPlan
 
 MISSING_RANKS: Final = "missing_ranks"
 STAGE_SECONDS: Final = "stage_seconds"

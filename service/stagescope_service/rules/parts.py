@@ -13,8 +13,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from stagescope.render import counted
-from stagescope.wire.errors import StagescopeError
 from stagescope_service.fields import Described, Number
 from stagescope_service.rules.evidence import ABS_DIFF, short
 from stagescope_service.rules.history import RunHistory
@@ -23,6 +21,8 @@ from stagescope_service.statistics.checks import ENOUGH, MANY
 from stagescope_service.statistics.comparability import Comparability
 from stagescope_service.statistics.loss_fate import NAMES, Fate
 from stagescope_service.statistics.summary import Summary
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.render import counted
 
 _OTHER_TOKENS: Final = frozenset(
     {"constant", "probabilities", "coverage", "padding", "shifted", "unrelated"}

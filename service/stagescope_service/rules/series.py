@@ -12,7 +12,6 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.rules import names
 from stagescope_service.rules.document import Rule
 from stagescope_service.rules.facts import StepFacts
@@ -20,6 +19,7 @@ from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.mismatch import Metrics, publish, publish_cell
 from stagescope_service.statistics.step_summary import StepSummary
 from stagescope_service.store.tables import ScalarRow
+from stagescope_wire.nonfinite import Json, JsonObject
 
 NAMED: Final = "named"
 """Key of the packed series in the evidence of a stored firing, for a restarted coordinator; readers

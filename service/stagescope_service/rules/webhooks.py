@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from typing import Final, Literal, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
-from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.nonfinite import Json
 
 Format: TypeAlias = Literal["json", "slack", "feishu", "dingtalk", "wecom"]
 

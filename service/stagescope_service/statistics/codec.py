@@ -13,9 +13,6 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import InvalidInput, InvalidTensor
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.tensorfile import encode_tensors, parse
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import profiles
 from stagescope_service.statistics.cell import Array, Float64, Int64
@@ -29,6 +26,9 @@ from stagescope_service.statistics.summary import (
     Summary,
     Tokens,
 )
+from stagescope_wire.errors import InvalidInput, InvalidTensor
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.tensorfile import encode_tensors, parse
 
 VERSION: Final = 1
 _DOCUMENT: Final = "document"

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from stagescope.wire.nonfinite import Json
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import Check
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.summary import UNKNOWN, Produced, Summary, Tokens
+from stagescope_wire.nonfinite import Json
 
 NOT_KEPT: Final = "in a token that was not kept"
 """The location of a difference if no unequal token was kept."""

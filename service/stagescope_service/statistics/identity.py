@@ -25,11 +25,11 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.statistics.cell import Int64
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.part import GroupKey, PartRecord
 from stagescope_service.statistics.summary import UNKNOWN, Summary
+from stagescope_wire.schema import PART_FIELDS, Part
 
 _N, _Q_SUM, _NON_FINITE = (ROW.index(name) for name in ("tokens", "q_sum", "non_finite"))
 _SAME_BITS: Final = 1e-6

@@ -14,12 +14,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.jit import announced
 from stagescope_service.statistics.pair_blocks import AT as _AT
 from stagescope_service.statistics.pair_blocks import WIDTH
 from stagescope_service.statistics.pairwise_kernel import KINDS, ROW, accumulate_pairs, merge_cells
+from stagescope_wire.errors import InvalidTensor
 
 Number = float | int
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from stagescope.wire.schema import ROLES, Part
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.summary import Produced, Summary
+from stagescope_wire.schema import ROLES, Part
 
 GroupKey = tuple[object, ...]
 """What identifies a set of ranks: their role, how they are grouped, the index, the cp rank."""

@@ -17,11 +17,13 @@ from typing import Any, Final, TypeGuard
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidEvent, InvalidTensor
-from stagescope.wire.names import misspelt, storable_id
-from stagescope.wire.nonfinite import Json, valid_text
-from stagescope.wire.policy_versions import VERSION_NAMES, names_of, text_versions
-from stagescope.wire.schema import (
+from stagescope_service.rows.positions import continues, positions_of
+from stagescope_service.statistics.cell import Array, Bool, Int64, Mask
+from stagescope_wire.errors import InvalidEvent, InvalidTensor
+from stagescope_wire.names import misspelt, storable_id
+from stagescope_wire.nonfinite import Json, valid_text
+from stagescope_wire.policy_versions import VERSION_NAMES, names_of, text_versions
+from stagescope_wire.schema import (
     CURRENT_ALONE,
     DTYPE_BYTES,
     INTEGER_TENSORS,
@@ -32,9 +34,7 @@ from stagescope.wire.schema import (
     STREAM_TENSORS,
     UPDATE_PAIR,
 )
-from stagescope.wire.tensorfile import WireTensor as WireTensor
-from stagescope_service.rows.positions import continues, positions_of
-from stagescope_service.statistics.cell import Array, Bool, Int64, Mask
+from stagescope_wire.tensorfile import WireTensor as WireTensor
 
 FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
 INTEGERS: Final = ("int64", "int32", "int16", "int8", "uint8", "bool")

@@ -8,9 +8,9 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.statistics.cell import CLAMP, Float64
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.nonfinite import JsonObject
 
 KEPT_TOKENS: Final = 64
 """Number of worst and of non-finite tokens that a summary keeps."""

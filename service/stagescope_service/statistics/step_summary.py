@@ -25,8 +25,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
 from stagescope_service.statistics.cell import Cell
@@ -42,6 +40,8 @@ from stagescope_service.statistics.part import (
 )
 from stagescope_service.statistics.payload import TokenBatch
 from stagescope_service.statistics.summary import Summary, merge_produced
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES
 
 MISMATCH_PAIRS: Final = tuple(pair for pair in PAIRS if "recomputed" not in pair)
 NOISE_PAIR: Final = ("old", "recomputed")

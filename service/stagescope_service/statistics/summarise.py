@@ -10,8 +10,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.policy_versions import differ_in_number, is_numbered
 from stagescope_service.rows.ragged import cumulative, row_of_each
 from stagescope_service.statistics import blocks, kernel, profiles, segments
 from stagescope_service.statistics import cell as cells
@@ -28,6 +26,8 @@ from stagescope_service.statistics.summary import (
     Tokens,
     ordered,
 )
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.policy_versions import differ_in_number, is_numbered
 
 _KINDS = {
     "float64": blocks.FLOAT64,

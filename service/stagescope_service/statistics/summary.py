@@ -21,14 +21,14 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.policy_versions import differ_in_number, is_numbered, merge_names
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Bool, Cell, Field, Float32, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.profiles import Profiles
 from stagescope_service.statistics.settings import StatisticsSettings
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.policy_versions import differ_in_number, is_numbered, merge_names
 
 UNKNOWN: Final = -1
 """An unknown round, turn or token id."""

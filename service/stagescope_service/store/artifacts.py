@@ -13,9 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import Forbidden, NotFound
-from stagescope.wire.names import safe_name
-from stagescope.wire.schema import DUMP_MARKER, Part
 from stagescope_service.store.tensorfile import (
     TensorFile,
     WireTensor,
@@ -25,6 +22,9 @@ from stagescope_service.store.tensorfile import (
     sync_directory,
     write_tensors,
 )
+from stagescope_wire.errors import Forbidden, NotFound
+from stagescope_wire.names import safe_name
+from stagescope_wire.schema import DUMP_MARKER, Part
 
 __all__ = [
     "TensorFile",

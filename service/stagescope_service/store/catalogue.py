@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from stagescope.wire.errors import CatalogueUnavailable
-from stagescope.wire.nonfinite import Json
 from stagescope_service.store import connect
 from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.changes import ChangeQueries
@@ -35,6 +33,8 @@ from stagescope_service.store.tables import (
     OperatorTableRow,
     RegisteredEngine,
 )
+from stagescope_wire.errors import CatalogueUnavailable
+from stagescope_wire.nonfinite import Json
 
 
 class CaptureQueries(Reader):

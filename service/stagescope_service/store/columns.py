@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.nonfinite import Json
 
 Int: Final[TypeEngine[int]] = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 Real: Final[TypeEngine[float]] = sa.Double().with_variant(sa.REAL(), "sqlite")

@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 
-from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.store import statements
 from stagescope_service.store.columns import dump_json, split_value
 from stagescope_service.store.ids import Ids, Key
@@ -34,6 +33,7 @@ from stagescope_service.store.tables.compact import (
     works,
 )
 from stagescope_service.store.tables.declare import views
+from stagescope_wire.schema import PART_FIELDS
 
 Row = Mapping[str, Any]
 

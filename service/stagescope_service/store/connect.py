@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Final
 import sqlalchemy as sa
 from sqlalchemy import event, exc
 
-from stagescope.versions import install_command
-from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store.tables import metadata
+from stagescope_wire.errors import CatalogueUnavailable
+from stagescope_wire.versions import install_command
 
 if TYPE_CHECKING:
     import psycopg

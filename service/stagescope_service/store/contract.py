@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.nonfinite import Json
 
 if TYPE_CHECKING:  # `core` has no SQLAlchemy
     from stagescope_service.store.tables import (

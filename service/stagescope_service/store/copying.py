@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 
-from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect
 from stagescope_service.store.tables import metadata
 from stagescope_service.store.tables.compact import KNOWN_TEXTS
+from stagescope_wire.errors import CatalogueUnavailable
 
 MAX_WORKS: Final = 200_000
 """Works (a part of a stage in a step) of a run whose rows are taken for every step."""

@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.store.artifacts import make_directory
 from stagescope_service.store.tensorfile import (
     MAX_BYTES,
@@ -30,6 +28,8 @@ from stagescope_service.store.tensorfile import (
     size_of,
     write_tensors,
 )
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.nonfinite import Json, JsonObject
 
 _SPELLED: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

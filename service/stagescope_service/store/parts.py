@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from stagescope.wire.schema import LAYOUT_COLUMNS, Part
 from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.statistics.part import PartRecord
 from stagescope_service.store.tables import ProcessColumns, SummaryRow
+from stagescope_wire.schema import LAYOUT_COLUMNS, Part
 
 
 def part_key(incarnation: str, seq: int) -> str:

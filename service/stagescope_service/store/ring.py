@@ -25,8 +25,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from stagescope.wire.errors import InvalidTensor, NotFound, StagescopeError
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.store.contract import Health
 from stagescope_service.store.pins import MOST, SUFFIX, Pinned, Pins
 from stagescope_service.store.tensorfile import (
@@ -37,6 +35,8 @@ from stagescope_service.store.tensorfile import (
     size_of,
     write_tensors,
 )
+from stagescope_wire.errors import InvalidTensor, NotFound, StagescopeError
+from stagescope_wire.nonfinite import JsonObject
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import sqlalchemy as sa
 
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.store.contract import Snapshot
 from stagescope_service.store.tables import (
     AttemptRow,
@@ -35,6 +34,7 @@ from stagescope_service.store.tables import (
     stages,
     steps,
 )
+from stagescope_wire.nonfinite import JsonObject
 
 Query: TypeAlias = "sa.Select[*tuple[Any, ...]]"
 """A query of any columns: `rows` is given the type of its rows."""

@@ -20,7 +20,6 @@ from typing import Any, Final, TypeAlias
 
 import sqlalchemy as sa
 
-from stagescope.wire.errors import CatalogueUnavailable, StoreError
 from stagescope_service.store import compact, connect, statements
 from stagescope_service.store.contract import (
     Delete,
@@ -35,6 +34,7 @@ from stagescope_service.store.contract import (
 from stagescope_service.store.ids import Ids
 from stagescope_service.store.snapshot import read_snapshot
 from stagescope_service.store.tables import STEP_ROWS, TABLES, step_rows
+from stagescope_wire.errors import CatalogueUnavailable, StoreError
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from stagescope.wire.errors import StoreError
 from stagescope_service.store.columns import Flag, StrictJson, dump_json
 from stagescope_service.store.contract import Put, RemoveRows, Write
 from stagescope_service.store.tables import TABLES
+from stagescope_wire.errors import StoreError
 
 Columns: TypeAlias = dict[str, Sequence[Any]]
 """Name -> the value in each row; all of one length, not empty."""

@@ -1,6 +1,6 @@
 """Tensors in safetensors files: atomic writes, validated reads.
 
-`stagescope.wire.tensorfile` implements the format; this module does the file I/O.
+`stagescope_wire.tensorfile` implements the format; this module does the file I/O.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import InvalidTensor, NotFound, StoreError
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.tensorfile import (
+from stagescope_wire.errors import InvalidTensor, NotFound, StoreError
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.tensorfile import (
     TensorEntry,
     TensorFile,
     WireTensor,

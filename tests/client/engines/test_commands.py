@@ -13,7 +13,7 @@ from tests.support.command_line import invoke
 from tests.support.engine_servers import EngineServer
 
 import stagescope
-from stagescope.engines import Sampling
+from stagescope_wire.engines import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,16 @@ from fastapi.responses import StreamingResponse
 from tests.support.answering import serving
 from tests.support.engine_servers import EngineServer
 
-from stagescope.engines import Sampling, connect, http
-from stagescope.engines.http import EngineHttp, engine_key, engine_url
-from stagescope.engines.registry import (
+from stagescope_wire.engines import Sampling, connect, http
+from stagescope_wire.engines.http import EngineHttp, engine_key, engine_url
+from stagescope_wire.engines.registry import (
     addresses_in,
     addresses_in_environment,
     addresses_in_log,
     check_engine,
     engine_name,
 )
-from stagescope.wire.errors import EngineError, InvalidInput, NotFound, Unauthorized
+from stagescope_wire.errors import EngineError, InvalidInput, NotFound, Unauthorized
 
 KEY = "a-key-of-the-tests"
 

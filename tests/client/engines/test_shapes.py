@@ -10,9 +10,9 @@ import pytest
 from tests.support.answering import serving
 from tests.support.engine_servers import EngineServer, is_close, scores
 
-from stagescope.engines import HttpEngine, Sampling, connect
-from stagescope.wire.errors import EngineError, InvalidInput
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.engines import HttpEngine, Sampling, connect
+from stagescope_wire.errors import EngineError, InvalidInput
+from stagescope_wire.nonfinite import Json
 
 PROMPT = [0, 5, 9, 3]
 KINDS = ("vllm", "openai", "sglang", "old sglang")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from stagescope.engines import EngineInfo, multimodal_warning, vision_part
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.engines import EngineInfo, multimodal_warning, vision_part
+from stagescope_wire.nonfinite import Json
 
 TEXT = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vision_config": None}
 GEMMA = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"hidden_size": 8}}

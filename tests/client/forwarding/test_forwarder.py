@@ -28,14 +28,14 @@ from tests.support.stores import eventually
 from stagescope import Session
 from stagescope.forwarding import forwarder, records
 from stagescope.forwarding.forwarder import PREFIX
-from stagescope.versions import install_command
-from stagescope.wire.errors import (
+from stagescope_wire.errors import (
     Conflict,
     InvalidInput,
     MissingExtra,
     Unauthorized,
     Unreachable,
 )
+from stagescope_wire.versions import install_command
 
 # Clients of others: what they warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -13,7 +13,7 @@ from examples.countdown import checkpoint
 from examples.countdown.export import export
 from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
-from stagescope.batch import Batch, Tensor
+from stagescope_wire.batch import Batch, Tensor
 from stagescope_workers import Probe
 from stagescope_workers.consistency.ctranslate2_engine import CTranslate2Engine
 from stagescope_workers.consistency.stored import rescore

@@ -16,11 +16,11 @@ from examples.countdown.batch import Batch
 from examples.countdown.environment import Puzzle
 from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
-from stagescope.wire.keep import matching_selectors, read_keep
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.kept import Kept, read_kept
 from stagescope_service.store.ring import Ring
+from stagescope_wire.keep import matching_selectors, read_keep
 from stagescope_workers import Probe
 from stagescope_workers.probe import handshake
 from stagescope_workers.probe.options import checked_options

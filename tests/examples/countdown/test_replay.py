@@ -19,8 +19,8 @@ from examples.countdown.replay import ReplayedRollout, Source, stored_loss, verd
 from examples.countdown.rescore import RescoredRollout
 from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
-from stagescope.batch import BatchPart, Tensor
-from stagescope.wire.schema import Part
+from stagescope_wire.batch import BatchPart, Tensor
+from stagescope_wire.schema import Part
 from stagescope_workers import Probe
 
 SETTINGS = Settings(groups=2, world_size=1, warmup_steps=2, warmup_rows=4)

@@ -12,7 +12,7 @@ from tests.support.llama_cpp_server import llama_cpp
 from tests.support.tiny_llama import write_gguf, write_llama
 
 from stagescope import attach
-from stagescope.batch import Batch
+from stagescope_wire.batch import Batch
 
 pytest.importorskip("transformers")
 pytest.importorskip("xllamacpp")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 ray = pytest.importorskip("ray")
-from stagescope.wire.framing import WirePayload  # noqa: E402
 from stagescope_service.api_actor import CoordinatorCommands  # noqa: E402
 from stagescope_service.ingest import actor as ingest_actor  # noqa: E402
 from stagescope_service.settings import Settings  # noqa: E402
+from stagescope_wire.framing import WirePayload  # noqa: E402
 
 
 def commands_of(home: Path) -> CoordinatorCommands:

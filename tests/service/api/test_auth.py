@@ -10,12 +10,12 @@ import pytest
 from pydantic import SecretStr
 from tests.support.api import Service, service
 
-from stagescope.wire.errors import Forbidden, InvalidInput
 from stagescope_service.api.app import make_app
 from stagescope_service.api.auth import Caller, check_bind
 from stagescope_service.api.dependencies import Commands
 from stagescope_service.api.tokens import AccessTokens, token_path
 from stagescope_service.settings import Settings
+from stagescope_wire.errors import Forbidden, InvalidInput
 
 READS = ("/runs", "/plan", "/captures", "/metrics", "/status", "/openapi.json", "/no-such-route")
 

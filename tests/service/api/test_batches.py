@@ -16,11 +16,11 @@ from tests.support.command_line import invoke
 from tests.support.step_dumps import WholeStep
 
 import stagescope
-from stagescope.batch import Batch
-from stagescope.wire.errors import NotFound
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import Ring
+from stagescope_wire.batch import Batch
+from stagescope_wire.errors import NotFound
 
 deserialize: Callable[[bytes], Any] = safetensors.deserialize
 WHOLE = WholeStep([9, 2, 4, 3])

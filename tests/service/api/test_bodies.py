@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.support.api import Service, service
 
-from stagescope.wire import schema
 from stagescope_service.api.requests import BodyReaders
+from stagescope_wire import schema
 
 EVENTS = {
     "sender": schema.Sender("i", "r", "a", "actor", 0).wire(),

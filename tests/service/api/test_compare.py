@@ -17,10 +17,10 @@ from tests.support.step_dumps import WholeStep
 
 import stagescope
 from stagescope.comparison_report import ComparisonReport
-from stagescope.wire.errors import Forbidden, InvalidInput, NotFound
-from stagescope.wire.keep import SECTIONS
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
+from stagescope_wire.errors import Forbidden, InvalidInput, NotFound
+from stagescope_wire.keep import SECTIONS
 
 WHOLE = WholeStep([9, 2, 4, 3])
 STAGE = "actor_compute_log_prob"

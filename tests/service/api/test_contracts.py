@@ -12,9 +12,9 @@ from tests.support.api import Rank, Service
 from tests.support.measure import payload
 
 import stagescope
-from stagescope.wire import schema
-from stagescope.wire.errors import Forbidden, NotFound, Unauthorized, Unreachable
 from stagescope_service.store.tables import SummaryRow
+from stagescope_wire import schema
+from stagescope_wire.errors import Forbidden, NotFound, Unauthorized, Unreachable
 from stagescope_workers.transport.http_link import HttpLink
 
 STAGE = "actor_compute_log_prob"

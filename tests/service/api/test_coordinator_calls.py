@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from stagescope.wire.errors import Conflict, InvalidPlan, NotReady, StagescopeError, Unreachable
-from stagescope.wire.links import Link
 from stagescope_service.settings import Settings
+from stagescope_wire.errors import Conflict, InvalidPlan, NotReady, StagescopeError, Unreachable
+from stagescope_wire.links import Link
 
 pytest.importorskip("ray")
 from stagescope_service import api_actor

@@ -10,7 +10,7 @@ from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
 
 import stagescope
-from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope_wire.errors import InvalidInput, NotFound
 
 
 def start(running: Service, run: str, key: str, torch: str, **config: object) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.wire.errors import InvalidInput
 from stagescope_service.api.encoding import decode, encode, parse_nonfinite
+from stagescope_wire.errors import InvalidInput
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(),

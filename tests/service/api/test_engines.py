@@ -15,9 +15,9 @@ from tests.support.engine_servers import EngineServer
 from tests.support.proxy import running_proxy, set_proxy
 
 from stagescope import attach
-from stagescope.engines import Sampling
-from stagescope.wire.errors import EngineError, Forbidden, NotFound
 from stagescope_service.api import engine_health
+from stagescope_wire.engines import Sampling
+from stagescope_wire.errors import EngineError, Forbidden, NotFound
 
 
 @contextlib.contextmanager

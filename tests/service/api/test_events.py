@@ -18,11 +18,11 @@ from tests.support.measure import payload
 from tests.support.stores import eventually
 
 import stagescope
-from stagescope.wire import schema
 from stagescope_service.api import health
 from stagescope_service.api.framing import MEDIA_TYPE
 from stagescope_service.api.prometheus import Counts
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_wire import schema
 from stagescope_workers.probe.options import checked_options
 from stagescope_workers.probe.probe import Probe
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from stagescope.wire import schema
-from stagescope.wire.errors import InvalidEvent, InvalidInput, TooLarge
 from stagescope_service.api import framing
+from stagescope_wire import schema
+from stagescope_wire.errors import InvalidEvent, InvalidInput, TooLarge
 
 SENDER = list(schema.Sender("inc", "r", "a", "actor", 0).wire())
 END = [1, "end", 7, 1.0, 1.0, {"step": 5, "stage": "actor_update"}]

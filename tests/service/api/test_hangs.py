@@ -10,8 +10,8 @@ import pytest
 from tests.support.api import Rank, Service
 from tests.support.stores import eventually
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import FINISH, STACKS
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.schema import FINISH, STACKS
 
 THREADS = [
     {"name": "trainer", "ident": 7, "is_training": True, "stack": '  File "t.py", line 1, in f'},

@@ -16,9 +16,9 @@ from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
 import stagescope
-from stagescope.wire.errors import NotFound
 from stagescope_service.commands.importing import import_dump
 from stagescope_service.dumps.discover import open_dump
+from stagescope_wire.errors import NotFound
 
 FILES = ("dump.json", "stack.json", "construct.json")
 

@@ -15,11 +15,11 @@ from tests.support.dump_files import make_batch, slime_rollout_file, slime_train
 from tests.support.step_dumps import WholeStep
 
 import stagescope
-from stagescope.wire.keep import SECTIONS
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.importing import import_key
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
+from stagescope_wire.keep import SECTIONS
 
 WHOLE = WholeStep([9, 2, 4, 3])
 PAYLOAD: dict[str, object] = {

@@ -14,12 +14,12 @@ from tests.support.measure import ingest_job, payload
 import stagescope
 from stagescope.cli import main
 from stagescope.session import Session
-from stagescope.wire.errors import Forbidden
 from stagescope_service.api.completeness import ROWS_REMOVED
 from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.contract import RemoveRows
 from stagescope_service.store.ring import Ring
+from stagescope_wire.errors import Forbidden
 
 STEP = 5
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.support.api import Rank, Service, service
 from tests.support.measure import payload
 
-from stagescope.engines.registry import ENGINE_FIELDS, check_engine
-from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS, validate_capture
 from stagescope_service.api.models.bodies import CaptureRequest, EngineRequest, RequestBody
+from stagescope_wire.captures import CAPTURE_FIELDS, SHORTHANDS, validate_capture
+from stagescope_wire.engines.registry import ENGINE_FIELDS, check_engine
 
 EXAMPLES = 8
 SLOW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)

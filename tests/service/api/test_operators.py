@@ -15,9 +15,9 @@ from tests.support.dumps import ExtraCall, capture, dumped
 from tests.support.small_decoder import SmallDecoder, small_decoder
 
 import stagescope
-from stagescope.wire.errors import InvalidInput, NotReady
 from stagescope_service.api.dependencies import MAX_RUNNING, Computations
 from stagescope_service.api.operator_files import OperatorFiles
+from stagescope_wire.errors import InvalidInput, NotReady
 
 STAGE = "actor_update"
 BOTH = {"a": {"step": 5, "stage": STAGE, "rank": 0}, "b": {"rank": 1}}

@@ -30,8 +30,8 @@ from tests.support.shown_run import (
 )
 from tests.support.stores import eventually
 
-from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.api.token_file import Token, add_token
+from stagescope_wire.tensorfile import WireTensor
 
 if TYPE_CHECKING:
     from playwright.sync_api import APIResponse, Browser, Route

@@ -12,14 +12,14 @@ from tests.support.api import Rank, Service, service
 from tests.support.parallel import Sample, Span, make_samples, payload_of, zigzag
 
 import stagescope
-from stagescope.wire.keep import SECTIONS
-from stagescope.wire.policy_versions import text_versions
 from stagescope_service.commands.importing import import_dump
 from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.nexrl_writer import write_nexrl
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
+from stagescope_wire.keep import SECTIONS
+from stagescope_wire.policy_versions import text_versions
 
 STREAMS = ("old_log_probs", "rollout_log_probs", "response_mask", "responses")
 SAMPLES = make_samples(3, 6, 9, "s")

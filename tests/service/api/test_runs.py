@@ -9,12 +9,12 @@ from tests.support.measure import payload
 from tests.support.stores import eventually
 
 from stagescope import attach
-from stagescope.wire.links import Link
 from stagescope_service.api.requests import cursor
 from stagescope_service.api.rows import Lineage
 from stagescope_service.core.findings import finding
 from stagescope_service.store.queries.overview import ListedRun
 from stagescope_service.store.tables import StepState
+from stagescope_wire.links import Link
 
 LOG_PROB = "actor_compute_log_prob"
 

@@ -16,12 +16,12 @@ from tests.support.measure import payload
 from tokenizers import Tokenizer, decoders, models
 
 import stagescope
-from stagescope.batch import Batch
-from stagescope.batch.data import Gap
-from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.api.step_tokens import StepTokens, Update
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
+from stagescope_wire.batch import Batch
+from stagescope_wire.batch.data import Gap
+from stagescope_wire.errors import InvalidInput, NotFound
 
 STAGE: Final = "actor_compute_log_prob"
 # Two ranks of two rows; the last row of each is short. Two rounds, an environment token between.

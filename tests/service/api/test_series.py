@@ -16,9 +16,9 @@ from tests.support.measure import payload
 from tests.support.stores import training
 
 import stagescope
-from stagescope.series import sparkline
-from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.store.contract import Put
+from stagescope_wire.errors import InvalidInput, NotFound
+from stagescope_wire.sparkline import sparkline
 
 STAGE = "actor_compute_log_prob"
 K3 = "rollout_corr/k3_kl"

@@ -9,10 +9,10 @@ import pytest
 from fastapi import FastAPI
 from tests.support.api import Service, service
 
-from stagescope.wire import schema
-from stagescope.wire.errors import Conflict, InvalidInput
 from stagescope_service.api.server import ApiServer, bind
 from stagescope_service.store.queries.overview import ListedRun
+from stagescope_wire import schema
+from stagescope_wire.errors import Conflict, InvalidInput
 
 
 def app() -> FastAPI:

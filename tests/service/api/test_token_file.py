@@ -15,7 +15,6 @@ import pytest
 from pydantic import ValidationError
 from tests.support.api import Service, service
 
-from stagescope.wire.errors import Conflict, Forbidden, InvalidInput, NotFound
 from stagescope_service.api import token_file
 from stagescope_service.api.auth import Caller
 from stagescope_service.api.token_file import (
@@ -28,6 +27,7 @@ from stagescope_service.api.token_file import (
     rotate_token,
 )
 from stagescope_service.settings import Settings
+from stagescope_wire.errors import Conflict, Forbidden, InvalidInput, NotFound
 
 CAPTURE = {"stages": "all", "steps": [1], "keep": ["old_log_probs"]}
 PERSON = "x-forwarded-email"

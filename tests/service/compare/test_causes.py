@@ -10,7 +10,6 @@ import pytest
 from tests.support.dump_files import nexrl_directory
 from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
 
-from stagescope.wire.errors import InvalidInput
 from stagescope_service.compare.causes import likely_causes
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.flow import STATIONS, sort_key, station
@@ -18,6 +17,7 @@ from stagescope_service.compare.results import PairResult, Verdict
 from stagescope_service.compare.tolerances import Tolerances, severity
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import DumpContents
+from stagescope_wire.errors import InvalidInput
 
 Content = dict[str, Any]
 """Content of a torch file."""

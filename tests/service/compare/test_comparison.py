@@ -20,7 +20,6 @@ from tests.support.dump_files import hostile_torch_file, nexrl_directory
 from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
 
 from stagescope.comparison_report import as_lines, findings_of
-from stagescope.wire.errors import ComparisonFailed, InvalidInput
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report.as_json import as_json
 from stagescope_service.compare.report.html import as_html
@@ -30,6 +29,7 @@ from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, DumpProblem
 from stagescope_service.store.kept import Kept, write_kept
+from stagescope_wire.errors import ComparisonFailed, InvalidInput
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -18,10 +18,10 @@ from tests.support.dump_files import nexrl_directory
 from tests.support.memory_dumps import MemoryDump, batch, record, split
 
 from stagescope.comparison_report import ComparisonReport, as_lines
-from stagescope.wire import nonfinite
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import SCHEMA_FILE, as_json
 from stagescope_service.compare.report.html import as_html
+from stagescope_wire import nonfinite
 
 Report = dict[str, Any]
 """JSON of a report, or the content of a torch file."""

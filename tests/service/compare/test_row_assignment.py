@@ -18,14 +18,14 @@ from tests.support import dump_files
 from tests.support.batches import wire
 from tests.support.dump_files import Batch, make_batch, nexrl_directory
 
-from stagescope.wire.keep import sections_of
-from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.flow import is_structural
 from stagescope_service.compare.results import ComparisonFinding, DumpComparison, Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.store.artifacts import kept_path, step_directory
 from stagescope_service.store.kept import Kept, write_kept
+from stagescope_wire.keep import sections_of
+from stagescope_wire.schema import Part
 
 Content = dict[str, Any]
 """Content of a torch file."""

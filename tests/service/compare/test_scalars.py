@@ -13,11 +13,11 @@ import pytest
 from tests.support.memory_dumps import MemoryDump, batch, record, split
 
 from stagescope.comparison_report import as_lines
-from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report.as_json import as_json
 from stagescope_service.compare.results import PairResult, TensorResult, Verdict
 from stagescope_service.dumps.records import DumpContents, Location
+from stagescope_wire.schema import Part
 
 Array = npt.NDArray[np.generic]
 LOG_PROB, UPDATE = "actor_compute_log_prob", "actor_update"

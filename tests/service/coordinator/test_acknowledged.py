@@ -13,12 +13,12 @@ import pytest
 from tests.support.local import LocalCoordinator
 from tests.support.stores import DATABASES, database, postgresql, rows_of, url_of
 
-from stagescope.wire.names import MAX_ID
-from stagescope.wire.schema import BEGIN, END, LOG, Event, Sender
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.instructions import Ingest
 from stagescope_service.core.state import State
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire.names import MAX_ID
+from stagescope_wire.schema import BEGIN, END, LOG, Event, Sender
 
 SENDER: Final = Sender("i", "r", "a", "actor", 0)
 ODD: Final = ["a\ud800b", "a\0b", "p" * 7000, "\U0001f600" * 3000, "plain"]

@@ -13,12 +13,12 @@ from tests.support.api import Rank, Service, service
 from tests.support.local import coordinator_of
 from tests.support.stores import url_of
 
-from stagescope.wire.errors import InvalidInput, NotFound, NotReady
 from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.actor import DebugCoordinator
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.store.contract import Health
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire.errors import InvalidInput, NotFound, NotReady
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(-(1 << 70), 1 << 70)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from tests.support.stores import url_of, write
 
-from stagescope.wire.captures import validate_capture
-from stagescope.wire.errors import Conflict, Forbidden, InvalidPlan
-from stagescope.wire.plan import CaptureSpec
 from stagescope_service.coordinator.capture_commands import with_baseline
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire.captures import validate_capture
+from stagescope_wire.errors import Conflict, Forbidden, InvalidPlan
+from stagescope_wire.plan import CaptureSpec
 
 ORDER: dict[str, object] = {"stages": ["actor_update"], "steps": [9], "task": "tensor"}
 BENCH = {"capture_id": "c1", "step": 5}

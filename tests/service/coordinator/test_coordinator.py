@@ -19,9 +19,6 @@ import torch
 from tests.support.local import coordinator_of
 from tests.support.stores import eventually, rows_of, url_of
 
-from stagescope.wire.captures import validate_capture
-from stagescope.wire.errors import InvalidEvent, InvalidInput, NotFound, NotReady
-from stagescope.wire.schema import Sender
 from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.draining import Drained
@@ -37,6 +34,9 @@ from stagescope_service.core.stack_requests import RankRequest
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Store, Submitted
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire.captures import validate_capture
+from stagescope_wire.errors import InvalidEvent, InvalidInput, NotFound, NotReady
+from stagescope_wire.schema import Sender
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,8 +10,6 @@ import pytest
 from tests.support.local import coordinator_of
 from tests.support.stores import rows_of, url_of
 
-from stagescope.wire.errors import NotReady
-from stagescope.wire.schema import BEGIN, HELLO, Event, Sender
 from stagescope_service.coordinator.load import (
     BEHIND_SECONDS,
     GROWN_BYTES,
@@ -28,6 +26,8 @@ from stagescope_service.core.state import State
 from stagescope_service.store.contract import Submitted
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import FindingRow
+from stagescope_wire.errors import NotReady
+from stagescope_wire.schema import BEGIN, HELLO, Event, Sender
 
 RANKS = 1000
 

@@ -15,7 +15,6 @@ import pytest
 from tests.support.stores import opened
 from tests.support.triggering import rule, rules_of
 
-from stagescope.wire import schema
 from stagescope_service.coordinator import followed_run, trigger_watch
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.core import entities, state
@@ -26,6 +25,7 @@ from stagescope_service.rules import watch
 from stagescope_service.settings import Settings
 from stagescope_service.store import ids
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire import schema
 
 STEPS: Final = 100
 """Of each half."""

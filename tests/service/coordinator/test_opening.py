@@ -16,7 +16,6 @@ from tests.support.stores import database, postgresql
 pytest.importorskip("ray")
 from tests.support.ingestors import LocalIngestors
 
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.coordinator.actor import DebugCoordinator
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.ingest import actor as ingest_actor
@@ -24,6 +23,7 @@ from stagescope_service.ingest.ingestors import IngestWorker
 from stagescope_service.rules.document import defaults
 from stagescope_service.settings import Settings
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire.nonfinite import JsonObject
 
 SECONDS = 30.0
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from tests.support.local import coordinator_of
 from tests.support.stores import rows_of, url_of
 
-from stagescope.wire.captures import validate_capture
-from stagescope.wire.errors import StagescopeError, StoreError, Unreachable
-from stagescope.wire.schema import Sender
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest.relay import Batch, Relay, RelayAnswer, RelayedPoll
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire.captures import validate_capture
+from stagescope_wire.errors import StagescopeError, StoreError, Unreachable
+from stagescope_wire.schema import Sender
 
 PLACE = {"step": 1, "stage": "actor_update"}
 PAYLOAD = {**PLACE, "payload": {"tensors": {"x": {}}}}

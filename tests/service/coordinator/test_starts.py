@@ -13,12 +13,12 @@ from tests.support.local import coordinator_of
 from tests.support.stores import rows_of, url_of
 from tests.support.trainings import Delivery, Rank
 
-from stagescope.wire.errors import NotReady
-from stagescope.wire.schema import FINISH
 from stagescope_service.coordinator import starts
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.ingest.relay import Relay
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire.errors import NotReady
+from stagescope_wire.schema import FINISH
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from tests.support.stores import evidence_of
 from tests.support.trainings import Delivery, Rank
 
-from stagescope.wire.errors import CatalogueUnavailable, InvalidEvent, StoreError
 from stagescope_service.coordinator import retries
 from stagescope_service.coordinator.weight_comparer import NOT_COMPARED, WeightComparer, judge
 from stagescope_service.core.instructions import CompareWeights, Delete, Put
@@ -26,6 +25,7 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Write
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES, WeightVerdictRow
+from stagescope_wire.errors import CatalogueUnavailable, InvalidEvent, StoreError
 
 GOOD = {"a": 1, "b": 2}
 

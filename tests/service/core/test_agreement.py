@@ -10,9 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.trainings import Bench, Rank
 
-from stagescope.wire.captures import matches, validate_capture
-from stagescope.wire.errors import Conflict
-from stagescope.wire.plan import CaptureScope, CaptureSpec, SentPlan
 from stagescope_service.core.captures import agreement as agreeing
 from stagescope_service.core.captures.agreement import (
     Agreement,
@@ -25,6 +22,9 @@ from stagescope_service.core.captures.agreement import (
 from stagescope_service.core.captures.participants import step_seconds
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
+from stagescope_wire.captures import matches, validate_capture
+from stagescope_wire.errors import Conflict
+from stagescope_wire.plan import CaptureScope, CaptureSpec, SentPlan
 
 
 def capture_spec(**changes: object) -> CaptureSpec:

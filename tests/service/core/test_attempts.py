@@ -8,13 +8,13 @@ import itertools
 import pytest
 from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
-from stagescope.wire.errors import InvalidEvent
-from stagescope.wire.schema import Event
 from stagescope_service.core import registry as registry_module
 from stagescope_service.core.entities import Attempt
 from stagescope_service.core.instructions import Aggregate, Ingest
 from stagescope_service.core.registry import Registry
 from stagescope_service.core.state import Arrival
+from stagescope_wire.errors import InvalidEvent
+from stagescope_wire.schema import Event
 
 
 @pytest.fixture

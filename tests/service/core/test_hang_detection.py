@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.wire.schema import Part
 from stagescope_service.core.hang_detection import (
     GONE,
     LIVE,
@@ -29,6 +28,7 @@ from stagescope_service.core.hang_detection import (
     history,
     judge,
 )
+from stagescope_wire.schema import Part
 
 RULES = StuckRules(min_seconds=10.0, factor=3.0)
 UPDATE = StageKey(5, "actor_update", Part())

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from stagescope.wire.errors import InvalidInput, InvalidPlan
 from stagescope_service.core.captures.keep_policy import (
     keep_policy_of,
     parse_keep_policy,
     read_keep_policy,
 )
 from stagescope_service.core.captures.plan import Plan
+from stagescope_wire.errors import InvalidInput, InvalidPlan
 
 FILE = """
 runs:

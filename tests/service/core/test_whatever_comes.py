@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.trainings import check_memory
 
-from stagescope.wire.errors import InvalidEvent
-from stagescope.wire.schema import KINDS, WORK_FIELDS, Event, Sender
 from stagescope_service.core.catalogue_rows import plain
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.core.spans import RAW_SEQ
@@ -20,6 +18,8 @@ from stagescope_service.core.state import Arrival, State
 from stagescope_service.store.columns import Flag, StrictJson
 from stagescope_service.store.statements import check
 from stagescope_service.store.tables import TABLES
+from stagescope_wire.errors import InvalidEvent
+from stagescope_wire.schema import KINDS, WORK_FIELDS, Event, Sender
 
 anything = st.recursive(
     st.none()

@@ -17,9 +17,6 @@ from tests.support.measure import ingest_job
 from tests.support.mutated import mutated
 from tests.support.step_dumps import MemoryDump, WholeStep, ragged, record, wire
 
-from stagescope.batch import Batch, Tensor
-from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
-from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.core.instructions import IngestJob, PayloadKey
@@ -30,6 +27,9 @@ from stagescope_service.dumps.records import DumpContents
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.tensorfile import write_tensors
+from stagescope_wire.batch import Batch, Tensor
+from stagescope_wire.errors import InvalidInput, NotFound, StagescopeError
+from stagescope_wire.schema import Part
 
 LATER = ("response_mask", "old_log_probs")
 

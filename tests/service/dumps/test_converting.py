@@ -24,12 +24,12 @@ from tests.support.dump_files import (
     slime_train_file,
 )
 
-from stagescope.wire.errors import Conflict, InvalidInput, InvalidTensor, NotFound
 from stagescope_service.dumps.converting import convert_files
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable
 from stagescope_service.dumps.records import DumpContents
+from stagescope_wire.errors import Conflict, InvalidInput, InvalidTensor, NotFound
 
 
 def same(one: DumpContents, other: DumpContents) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
 from stagescope_service.dumps.importing import (
     ProcessEvents,
     TrainedSamples,
@@ -18,6 +16,8 @@ from stagescope_service.dumps.importing import (
     import_key,
 )
 from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
 
 KEEP = {"what": ["all"]}
 

@@ -20,13 +20,13 @@ from tests.support.dump_files import (
 )
 from tests.support.step_dumps import MemoryDump
 
-from stagescope.wire.errors import Conflict, InvalidInput, InvalidTensor, MissingExtra
-from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.nexrl_writer import write_nexrl
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location
+from stagescope_wire.errors import Conflict, InvalidInput, InvalidTensor, MissingExtra
+from stagescope_wire.schema import Part
 
 
 def same(one: DumpContents, other: DumpContents) -> None:

@@ -12,13 +12,13 @@ import pytest
 import safetensors
 from tests.support.measure import ingest_job, payload
 
-from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest.kept_files import Keeper
 from stagescope_service.ingest.reader import Outcome, PayloadReader
 from stagescope_service.store.kept import read_kept
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.tensorfile import write_tensors
+from stagescope_wire.errors import InvalidTensor, NotFound
 
 JOB = ingest_job(
     stage="actor_update", layout={"tp_rank": 0}, settings={}, keep=["old_log_probs", "loss"],

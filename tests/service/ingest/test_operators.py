@@ -11,12 +11,12 @@ import torch
 from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
-from stagescope.wire.schema import DUMP_MARKER
 from stagescope_service.core.instructions import AnnouncedDump
 from stagescope_service.dumps.msprobe.operator_query import read_operators
 from stagescope_service.ingest.operator_tables import TABLE, build_operator_table
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.contract import Put
+from stagescope_wire.schema import DUMP_MARKER
 
 
 def job(path: Path, **said: object) -> AnnouncedDump:

@@ -13,9 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.measure import ingest_job, payload
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.schema import Event, Part, Work
-from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.core import payloads
 from stagescope_service.core.entities import Attempt, Process
@@ -30,6 +27,9 @@ from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.statistics.payload import read_value
 from stagescope_service.store.artifacts import read_tensors
 from stagescope_service.store.ring import Ring
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.schema import Event, Part, Work
+from stagescope_wire.tensorfile import WireTensor
 
 JOB = ingest_job()
 

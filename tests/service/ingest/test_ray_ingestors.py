@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray")
-from stagescope.wire.errors import Unreachable
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest import actor, cluster_state
 from stagescope_service.ingest.actor import Ingestors, RayIngestors
 from stagescope_service.ingest.reader import Outcome
 from stagescope_service.settings import Settings
+from stagescope_wire.errors import Unreachable
 
 KEY = PayloadKey("i", 1)
 JOB: Any = {}

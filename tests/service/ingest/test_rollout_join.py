@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from tests.support.batches import bfloat16, from_bfloat16
 from tests.support.parallel import Sample, Span, make_samples, payload_of, zigzag
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.policy_versions import text_versions
 from stagescope_service.ingest import rollout_join
 from stagescope_service.ingest.recompute import producers_of
 from stagescope_service.ingest.rollout_join import (
@@ -24,6 +22,8 @@ from stagescope_service.ingest.rollout_join import (
     stream_of,
 )
 from stagescope_service.statistics import TokenBatch, WireTensor, summarise
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.policy_versions import text_versions
 
 TRAINED = ("old_log_probs", "response_mask", "responses", "positions")
 GENERATED = ("rollout_log_probs", "response_mask", "responses", "positions", "versions")

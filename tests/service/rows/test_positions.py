@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.rows.positions import (
     TokenIndex,
     continues,
@@ -18,6 +16,8 @@ from stagescope_service.rows.positions import (
     token_positions,
 )
 from stagescope_service.rows.ragged import Int64, cumulative, row_of_each
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.tensorfile import WireTensor
 
 SAMPLES: Final = 4
 TOKENS: Final = st.lists(st.tuples(st.integers(0, SAMPLES - 1), st.integers(-2, 6)), max_size=20)

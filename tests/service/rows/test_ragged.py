@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.tensorfile import CODES, WireTensor
 from stagescope_service.rows.ragged import (
     Bools,
     Int64,
@@ -34,6 +32,8 @@ from stagescope_service.rows.ragged import (
     spans,
     unpadded,
 )
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.tensorfile import CODES, WireTensor
 
 SIDES: Final = st.sampled_from(["left", "right"])
 ROWS: Final = st.lists(st.lists(st.integers(0, 1), max_size=7), max_size=6)

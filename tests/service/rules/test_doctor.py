@@ -21,9 +21,6 @@ from tests.support.sampler import Scores, as_is, draw, temperature, top_p
 from tests.support.stores import write
 
 import stagescope
-from stagescope.batch import Batch as StepBatch
-from stagescope.batch import Tensor
-from stagescope.wire.errors import InvalidPlan
 from stagescope_service.api import diagnosis as api_diagnosis
 from stagescope_service.core.findings import finding
 from stagescope_service.ingest.reader import PayloadReader
@@ -43,6 +40,9 @@ from stagescope_service.rules.symptoms.turns import retokenised
 from stagescope_service.statistics import Comparability, examine, summarise
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.store.ring import Ring
+from stagescope_wire.batch import Batch as StepBatch
+from stagescope_wire.batch import Tensor
+from stagescope_wire.errors import InvalidPlan
 
 STAGE: Final = "actor_compute_log_prob"
 ROWS, ROUNDS, TOKENS = 4, 3, 32

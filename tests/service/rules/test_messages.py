@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.chat_services import CHECKS
 
-from stagescope.wire.errors import InvalidPlan
 from stagescope_service.rules.document import Rules
 from stagescope_service.rules.messages import Told, link_of, request_of
 from stagescope_service.rules.webhooks import Webhook
+from stagescope_wire.errors import InvalidPlan
 
 TOOLS = ("slack", "feishu", "dingtalk", "wecom")
 PAGE = "https://head.example.com:8443/stagescope"

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.stores import opened, write
 
-from stagescope.wire.errors import InvalidPlan
 from stagescope_service.rules.actions import FindingTemplate
 from stagescope_service.rules.budget import Budget, Spent
 from stagescope_service.rules.budget import spent as spent_by
 from stagescope_service.rules.document import Rules, defaults, defaults_text, read_yaml
 from stagescope_service.store.contract import Put
+from stagescope_wire.errors import InvalidPlan
 
 RULE: dict[str, object] = {
     "name": "mean",

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from tests.support.batches import batch_of, random_streams
 
-from stagescope.wire.policy_versions import encode_versions
-from stagescope.wire.schema import Part
 from stagescope_service.rules.document import Rules
 from stagescope_service.rules.facts import StepFacts
 from stagescope_service.rules.series import Publisher, SeriesKey
@@ -26,6 +24,8 @@ from stagescope_service.statistics import (
 from stagescope_service.statistics.mismatch import publish_cell
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tables import StepRow, UnfinishedRank
+from stagescope_wire.policy_versions import encode_versions
+from stagescope_wire.schema import Part
 
 MEAN = "training/rollout_probs_diff_mean"
 

@@ -14,12 +14,12 @@ from tests.service.rules.test_doctor import STAGE, live, rows_of  # noqa: F401 -
 from tests.support.api import Rank, Service
 
 import stagescope
-from stagescope.batch import Batch
-from stagescope.batch.data import Tensor
-from stagescope.wire.errors import InvalidInput
 from stagescope_service.rules.history import LossOfStep, RunHistory, StepInForce
 from stagescope_service.rules.symptoms.turns import turn_stops
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey
+from stagescope_wire.batch import Batch
+from stagescope_wire.batch.data import Tensor
+from stagescope_wire.errors import InvalidInput
 
 ROWS: Final = 16
 Int64 = npt.NDArray[np.int64]

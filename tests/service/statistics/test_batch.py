@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from tests.support.batches import batch_of, random_streams, wire
 
-from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics import TokenBatch, available_pairs, publish, summarise
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
 from stagescope_service.statistics.payload import read_value, to_wire
 from stagescope_service.statistics.summary import Summary
+from stagescope_wire.errors import InvalidTensor
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tests.support.batches import batch_of, random_streams
 
-from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import codec, publish, summarise
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
+from stagescope_wire.errors import InvalidInput
 
 STREAMS = random_streams(np.random.default_rng(0), 5, 90)
 SUMMARY = summarise(batch_of(*STREAMS, samples=list("edcba")))

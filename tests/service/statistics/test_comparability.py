@@ -25,7 +25,6 @@ from tests.support.sampler import (
     top_p,
 )
 
-from stagescope.wire.policy_versions import encode_versions
 from stagescope_service.api.numbers import cell_row
 from stagescope_service.statistics import (
     Comparability,
@@ -44,6 +43,7 @@ from stagescope_service.statistics.codec import summary_from_bytes, summary_to_b
 from stagescope_service.statistics.comparability import causes_of_ranks, examine_ranks
 from stagescope_service.statistics.exact import first_difference, unequal_tokens
 from stagescope_service.statistics.sample_checks import check_samples
+from stagescope_wire.policy_versions import encode_versions
 
 RNG = np.random.default_rng(0)
 Q = -RNG.exponential(1.0, (4, 500)) - 1e-3

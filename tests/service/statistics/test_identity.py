@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.batches import batch_of, bfloat16, wire
 
-from stagescope.wire.schema import Part
-from stagescope.wire.tensorfile import Array
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.differing_copies import differing_copies
 from stagescope_service.core.findings import FindingLocation
@@ -28,6 +26,8 @@ from stagescope_service.statistics import (
 )
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
 from stagescope_service.store.contract import Put
+from stagescope_wire.schema import Part
+from stagescope_wire.tensorfile import Array
 
 
 @dataclasses.dataclass(frozen=True)

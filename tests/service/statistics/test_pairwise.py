@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagescope.wire.errors import InvalidTensor
 from stagescope_service.statistics.pair_blocks import PairField
 from stagescope_service.statistics.pairwise import ElementLocation, Pairwise, compare_values, warm
 from stagescope_service.statistics.pairwise_kernel import BLOCK, KINDS
+from stagescope_wire.errors import InvalidTensor
 
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=1, max_size=40)

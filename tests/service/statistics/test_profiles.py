@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.batches import batch_of, random_streams
 
-from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import Summary, summarise
 from stagescope_service.statistics.codec import flatten, restore
 from stagescope_service.statistics.profiles import (
@@ -30,6 +29,7 @@ from stagescope_service.statistics.profiles import (
     ZERO,
     Dimension,
 )
+from stagescope_wire.errors import InvalidInput
 
 Found = dict[int, tuple[int, int, float, float, float]]
 

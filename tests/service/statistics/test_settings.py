@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 from tests.support.batches import batch_of, random_streams
 
-from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import StatisticsSettings, publish, summarise
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
+from stagescope_wire.errors import InvalidInput
 
 
 def expected(

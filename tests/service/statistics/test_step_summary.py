@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from tests.service.statistics.test_summary import assert_same
 from tests.support.batches import Array, batch_of, random_streams
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import Part
 from stagescope_service.statistics import (
     NOISE_PAIR,
     PartRecord,
@@ -27,6 +25,8 @@ from stagescope_service.statistics import (
     summarise,
 )
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.schema import Part
 
 Streams = tuple[Array, Array, Array]
 """p, q and the mask."""

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from tests.support.batches import batch_of, bfloat16, from_bfloat16, random_streams
 from tests.support.mismatch_reference import reference, tails, tokens_of
 
-from stagescope.answers import unit_of_metric
-from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import (
     Field,
     StatisticsSettings,
@@ -27,6 +25,8 @@ from stagescope_service.statistics import (
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
 from stagescope_service.statistics.kernel import ROW
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.names import unit_of_metric
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 DOCUMENTED = [

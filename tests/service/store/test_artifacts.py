@@ -9,9 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope.wire.errors import Forbidden
-from stagescope.wire.names import safe_name
-from stagescope.wire.schema import DUMP_MARKER, Part
 from stagescope_service.store.artifacts import (
     attempt_directory,
     confine,
@@ -19,6 +16,9 @@ from stagescope_service.store.artifacts import (
     ring_directory,
     step_directory,
 )
+from stagescope_wire.errors import Forbidden
+from stagescope_wire.names import safe_name
+from stagescope_wire.schema import DUMP_MARKER, Part
 from stagescope_workers.capture import dump_paths
 
 ROOT = Path("/data")

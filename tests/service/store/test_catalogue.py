@@ -13,7 +13,6 @@ import sqlalchemy as sa
 from sqlalchemy import event, exc
 from tests.support.stores import ON_SQLITE, stage_row, training, url_of, write
 
-from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Delete, Put
@@ -21,6 +20,7 @@ from stagescope_service.store.copying import make_empty
 from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
+from stagescope_wire.errors import CatalogueUnavailable
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.stores import DATABASES, database, rows_of, url_of, write
 
-from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.store import connect
 from stagescope_service.store.columns import Flag, StrictJson, split_value
 from stagescope_service.store.compact import COMPACT_VIEWS
@@ -24,6 +23,7 @@ from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import SqlStore, WriteBatch
 from stagescope_service.store.tables import TABLES
 from stagescope_service.store.tables.declare import views
+from stagescope_wire.schema import PART_FIELDS
 
 _INTS = st.none() | st.integers(0, 3) | st.just(1 << 61)
 _REALS = st.none() | st.floats() | st.just(1.8e9 + 1 / 3)

@@ -24,10 +24,10 @@ from tests.support.stores import (
     write,
 )
 
-from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire.errors import CatalogueUnavailable
 
 _WRITER = """
 import sys, threading

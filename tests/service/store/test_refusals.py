@@ -12,12 +12,12 @@ import pytest
 import sqlalchemy as sa
 from tests.support.stores import eventually, keyed, rows_of, stage_row, training, write
 
-from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store.columns import Int, Real, Text
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.statements import KEYS
 from stagescope_service.store.tables import TABLES
+from stagescope_wire.errors import CatalogueUnavailable
 
 _RANDOM: Final = random.Random(0)
 LONG: Final = "".join(_RANDOM.choices(string.ascii_letters + string.digits, k=9000))

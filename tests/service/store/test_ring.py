@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.support.stores import fill
 
-from stagescope.wire.errors import NotFound
 from stagescope_service.store.ring import Ring, RingKey, rings_left
 from stagescope_service.store.tensorfile import WireTensor, size_of
+from stagescope_wire.errors import NotFound
 
 
 def tensors(kilobytes: int = 10, value: int = 0) -> dict[str, WireTensor]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stagescope.wire.errors import StoreError
 from stagescope_service.api.batches import Scratch
+from stagescope_wire.errors import StoreError
 
 
 def test_arrays_are_apart_and_outlive_their_file(tmp_path: Path) -> None:

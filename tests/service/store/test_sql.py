@@ -19,11 +19,11 @@ from tests.support.stores import (
     write,
 )
 
-from stagescope.wire.errors import CatalogueUnavailable, StoreError
 from stagescope_service.store import connect
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Delete, Put
 from stagescope_service.store.sql import SqlStore
+from stagescope_wire.errors import CatalogueUnavailable, StoreError
 
 
 @ON_SQLITE

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from sqlalchemy.schema import CreateTable
 from tests.support.stores import url_of
 
-from stagescope.wire.errors import CatalogueUnavailable
-from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS
 from stagescope_service.store import connect, tables
 from stagescope_service.store.columns import dump_json
 from stagescope_service.store.tables import TABLES, compact, metadata
+from stagescope_wire.errors import CatalogueUnavailable
+from stagescope_wire.schema import LAYOUT_COLUMNS, PART_FIELDS
 
 PostgreSQL = sa.engine.make_url("postgresql://").get_dialect()()
 

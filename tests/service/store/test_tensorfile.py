@@ -18,8 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.stores import fill
 
-from stagescope.wire.errors import InvalidTensor, NotFound, StagescopeError, StoreError
-from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_service.store.tensorfile import (
     WireTensor,
     check_file,
@@ -28,6 +26,8 @@ from stagescope_service.store.tensorfile import (
     size_of,
     write_tensors,
 )
+from stagescope_wire.errors import InvalidTensor, NotFound, StagescopeError, StoreError
+from stagescope_wire.schema import DTYPE_BYTES
 
 _deserialize: Callable[[bytes], Any] = safetensors.deserialize
 

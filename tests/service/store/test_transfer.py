@@ -17,13 +17,13 @@ from pydantic import ValidationError
 from tests.support.command_line import invoke
 from tests.support.stores import database, rows_of, url_of
 
-from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.settings import Settings
 from stagescope_service.store import connect
 from stagescope_service.store.contract import Put
 from stagescope_service.store.copying import copy_catalogue
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import metadata
+from stagescope_wire.errors import CatalogueUnavailable
 
 RECORDED = Path(__file__).parents[1] / "api" / "recorded" / "catalogue.db.xz"
 """Its runs have rows in most tables."""

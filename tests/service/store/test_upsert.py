@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.stores import url_of
 
-from stagescope.wire.errors import StoreError
 from stagescope_service.store import connect, statements
 from stagescope_service.store.contract import Delete, Put, Write
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import WriteBatch
 from stagescope_service.store.statements import check
 from stagescope_service.store.tables import TABLES
+from stagescope_wire.errors import StoreError
 
 _KEYS = st.fixed_dictionaries(
     {

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from stagescope.wire.plan import CaptureRequest
-from stagescope.wire.schema import Part
+from stagescope_wire.plan import CaptureRequest
+from stagescope_wire.schema import Part
 from stagescope_workers.capture.msprobe_capture import ArmedCapture, Capturer
 
 

@@ -12,8 +12,8 @@ from tests.support.dumps import capture_request
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
-from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.schema import Part
+from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.schema import Part
 from stagescope_workers.capture import msprobe_config
 from stagescope_workers.capture.msprobe_config import MsprobeConfig, check_config, resolve_config
 
@@ -131,7 +131,7 @@ def test_a_capture_from_a_path_sees_the_file_of_the_moment(
 
 
 def _part() -> Part:
-    from stagescope.wire.schema import Part
+    from stagescope_wire.schema import Part
 
     return Part()
 

@@ -16,8 +16,8 @@ import torch
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
-from stagescope.wire.captures import validate_capture
-from stagescope.wire.plan import CaptureRequest
+from stagescope_wire.captures import validate_capture
+from stagescope_wire.plan import CaptureRequest
 from stagescope_workers.capture import capture_estimate, msprobe_patches, msprobe_session
 from stagescope_workers.capture.capture_estimate import (
     CostHistory,
@@ -110,7 +110,7 @@ def test_a_full_disk_stays_inside(tmp_path: Path) -> None:
         import json, resource, signal, sys
         sys.path[:0] = ["client", "workers", "."]
         import torch
-        from stagescope.wire.schema import Part
+        from stagescope_wire.schema import Part
         from stagescope_workers.capture.msprobe_capture import Capturer
         from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 

@@ -8,9 +8,9 @@ import pytest
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
-from stagescope.wire.errors import CaptureError
-from stagescope.wire.names import safe_name
-from stagescope.wire.schema import Part
+from stagescope_wire.errors import CaptureError
+from stagescope_wire.names import safe_name
+from stagescope_wire.schema import Part
 from stagescope_workers.capture import dump_paths
 
 

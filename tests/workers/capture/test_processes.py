@@ -50,7 +50,7 @@ def test_nothing_heavy_is_imported_before_a_capture() -> None:
 
 CAPTURE = """
 import torch
-from stagescope.wire.schema import Part
+from stagescope_wire.schema import Part
 from stagescope_workers.capture.msprobe_capture import Capturer
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 model = small_decoder()
@@ -95,7 +95,7 @@ def _rank(rank: int, world_size: int, directory: str) -> None:
     from tests.support.small_decoder import forward_backward, small_decoder, token_ids
     from torch.nn.parallel import DistributedDataParallel
 
-    from stagescope.wire.schema import Part
+    from stagescope_wire.schema import Part
     from stagescope_workers.capture.msprobe_capture import Capturer
 
     torch.set_num_threads(1)

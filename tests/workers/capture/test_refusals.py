@@ -12,9 +12,9 @@ from tests.support.dumps import capture_request
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
-from stagescope.wire.errors import CaptureError, InvalidPlan
-from stagescope.wire.plan import CaptureRequest
-from stagescope.wire.schema import Part
+from stagescope_wire.errors import CaptureError, InvalidPlan
+from stagescope_wire.plan import CaptureRequest
+from stagescope_wire.schema import Part
 from stagescope_workers.capture import msprobe_capture, msprobe_patches
 from stagescope_workers.capture.msprobe_capture import Capturer
 

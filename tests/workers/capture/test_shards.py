@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stagescope.wire.errors import InvalidPlan  # noqa: E402
+from stagescope_wire.errors import InvalidPlan  # noqa: E402
 from stagescope_workers.capture.shards import Shards, local_shard, shard_bytes  # noqa: E402
 
 

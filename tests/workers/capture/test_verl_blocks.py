@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.plan import CaptureRequest
+from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.plan import CaptureRequest
 from stagescope_workers.capture.verl_blocks import captures_from_verl, otherwise_in_verl
 from stagescope_workers.probe.plan import captures_from_yaml
 

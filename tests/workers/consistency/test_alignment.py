@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.workers.consistency.test_scored import rows
 
-from stagescope.engines import Generation
+from stagescope_wire.engines import Generation
 from stagescope_workers.consistency.scored import (
     Scored,
     check_bos,

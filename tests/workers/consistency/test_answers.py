@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from stagescope.engines import Generation
-from stagescope.wire.errors import InvalidInput
+from stagescope_wire.engines import Generation
+from stagescope_wire.errors import InvalidInput
 from stagescope_workers.consistency.prompts import Item, Marking, compare_answers
 
 

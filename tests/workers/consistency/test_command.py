@@ -16,8 +16,8 @@ from tests.support.llama_cpp_server import llama_cpp
 from tests.support.tiny_llama import write_gguf
 
 from stagescope import attach, cli
-from stagescope.engines import Sampling, connect
-from stagescope.wire.errors import EngineError
+from stagescope_wire.engines import Sampling, connect
+from stagescope_wire.errors import EngineError
 from stagescope_workers.consistency.command import consistency
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.support.engine_servers import log_prob_of
 
-from stagescope.engines import EngineInfo, Generation, Sampling
-from stagescope.wire.errors import InvalidInput
+from stagescope_wire.engines import EngineInfo, Generation, Sampling
+from stagescope_wire.errors import InvalidInput
 from stagescope_workers.consistency.comparison import Options, compare
 from stagescope_workers.consistency.prompts import Item
 

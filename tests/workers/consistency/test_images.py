@@ -11,8 +11,8 @@ from tests.support.command_line import invoke
 from tests.support.engine_servers import EngineServer
 
 from stagescope import cli
-from stagescope.engines import Sampling
-from stagescope.wire.errors import InvalidInput
+from stagescope_wire.engines import Sampling
+from stagescope_wire.errors import InvalidInput
 from stagescope_workers.consistency.command import consistency
 
 pytest.importorskip("transformers")

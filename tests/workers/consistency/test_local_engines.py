@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagescope.engines import Engine, Sampling
-from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope_wire.engines import Engine, Sampling
+from stagescope_wire.errors import InvalidInput, NotFound
 
 PROMPTS = [[0, 5, 9, 22], [0, 7], [0, *range(10, 40)]]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stagescope.wire.errors import Forbidden, InvalidInput
+from stagescope_wire.errors import Forbidden, InvalidInput
 from stagescope_workers.consistency.prompts import Item, data_url, read_items, token_ids
 
 PNG = b"\x89PNG\r\n\x1a\nrest"

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.statistics import TokenBatch, publish, summarise
+from stagescope_wire.tensorfile import WireTensor
 from stagescope_workers.consistency.scored import Scored, numbers, worst_tokens
 from stagescope_workers.payload import host_tensor
 

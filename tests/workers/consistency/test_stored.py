@@ -12,8 +12,8 @@ from tests.support.api import Service
 from tests.support.command_line import invoke
 
 from stagescope import attach, cli
-from stagescope.batch import Batch, Padding, Tensor
-from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope_wire.batch import Batch, Padding, Tensor
+from stagescope_wire.errors import InvalidInput, NotFound
 from stagescope_workers.consistency.command import consistency
 from stagescope_workers.consistency.ctranslate2_engine import CTranslate2Engine
 from stagescope_workers.consistency.stored import read_batch, rescore

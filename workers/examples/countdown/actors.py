@@ -32,7 +32,7 @@ class Report:
     """Path of a YAML file with captures that are in force without the service."""
     resumed_from_step: int | None = None
     keep: Mapping[str, object] | None = None
-    """What the service keeps: `stagescope.wire.keep.KEEP_FIELDS`."""
+    """What the service keeps: `stagescope_wire.keep.KEEP_FIELDS`."""
 
 
 class RankActor:

@@ -40,8 +40,8 @@ from examples.countdown.demo_report import (
 )
 from examples.countdown.tokenizer import write_tokenizer
 from stagescope.session import Session, attach
-from stagescope.wire.errors import StagescopeError
-from stagescope.wire.schema import STAGES
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.schema import STAGES
 
 ROOT: Final = Path(__file__).resolve().parents[3] / ".demo"
 _LOCK: Final = ROOT / "lock"

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import httpx
 
-from stagescope import proxies
 from stagescope.session import Session
+from stagescope_wire import proxies
 
 METRICS: Final = (
     "logprob_abs_diff/mean",

@@ -12,8 +12,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 import stagescope
-from stagescope.batch import Batch, Tensor
-from stagescope.engines import Generation, Sampling
+from stagescope_wire.batch import Batch, Tensor
+from stagescope_wire.engines import Generation, Sampling
 from stagescope_workers import init
 
 PROMPTS = ("Write a word:", "the", "2 + 2 =", "abc")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.persistent_engine.generate import RUN
-from stagescope.batch import Batch
+from stagescope_wire.batch import Batch
 from stagescope_workers import init
 
 CLIP = 0.2

@@ -23,9 +23,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from stagescope.wire.captures import uses_msprobe
-from stagescope.wire.plan import CaptureLimits, CaptureRequest
-from stagescope.wire.schema import DUMP, Work
+from stagescope_wire.captures import uses_msprobe
+from stagescope_wire.plan import CaptureLimits, CaptureRequest
+from stagescope_wire.schema import DUMP, Work
 from stagescope_workers.capture.msprobe_config import MsprobeConfig, resolve_config
 from stagescope_workers.capture.shards import shard_bytes
 from stagescope_workers.transport.outbox import Outbox

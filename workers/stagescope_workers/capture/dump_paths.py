@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import CaptureError
-from stagescope.wire.names import safe_name
-from stagescope.wire.schema import DUMP_MARKER, Part
+from stagescope_wire.errors import CaptureError
+from stagescope_wire.names import safe_name
+from stagescope_wire.schema import DUMP_MARKER, Part
 
 OWNER_FILE: Final = ".stagescope-attempt"
 _MSPROBE_PATH: Final = re.compile(r"[A-Za-z0-9_.:/-]+\Z")

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict
 
-from stagescope.wire.errors import CaptureError, Conflict, InvalidPlan, StagescopeError
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.plan import CaptureLimits, CaptureRequest
-from stagescope.wire.schema import Part
+from stagescope_wire.errors import CaptureError, Conflict, InvalidPlan, StagescopeError
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.plan import CaptureLimits, CaptureRequest
+from stagescope_wire.schema import Part
 from stagescope_workers.capture import capture_estimate, dump_paths
 from stagescope_workers.capture.capture_estimate import Estimate, ModelSize
 from stagescope_workers.capture.msprobe_config import (
@@ -127,7 +127,7 @@ class Capturer:
 
         Args:
             capture: the request. The caller has checked that it matches this stage, step and rank
-                (`stagescope.wire.captures.matches`). `force` arms it although the estimate does
+                (`stagescope_wire.captures.matches`). `force` arms it although the estimate does
                 not fit, and `limits` may hold `reserve_bytes` (kept free on the disk, 256 MB by
                 default) and `tokens` (of the stage, for the estimate).
             model: the module (or list of modules) that runs in the stage; levels L0 and mix need

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypedDict, cast
 
-from stagescope.wire.captures import MSPROBE_LEVELS, MSPROBE_TASKS
-from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.plan import CaptureRequest
+from stagescope_wire.captures import MSPROBE_LEVELS, MSPROBE_TASKS
+from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.plan import CaptureRequest
 
 SUMMARY_MODES: Final = ("statistics", "md5", "xor")
 DATA_MODES: Final = ("all", "input", "output", "forward", "backward")

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from stagescope.wire.errors import CaptureError
+from stagescope_wire.errors import CaptureError
 
 if TYPE_CHECKING:
     import torch

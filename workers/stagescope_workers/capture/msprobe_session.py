@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from stagescope.wire.errors import CaptureError, Conflict
+from stagescope_wire.errors import CaptureError, Conflict
 from stagescope_workers.capture import msprobe_patches as patches
 from stagescope_workers.capture.msprobe_config import MsprobeConfig, temporary_config
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
-from stagescope.wire.errors import InvalidPlan
+from stagescope_wire.errors import InvalidPlan
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.plan import CaptureRequest
+from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.plan import CaptureRequest
 from stagescope_workers.capture.msprobe_config import load_config
 
 _log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ import click
 
 import stagescope
 from stagescope import terminal
-from stagescope.batch import Batch
-from stagescope.engines import Engine, Sampling, connect
-from stagescope.wire.errors import (
+from stagescope_wire.batch import Batch
+from stagescope_wire.engines import Engine, Sampling, connect
+from stagescope_wire.errors import (
     InvalidInput,
     MissingExtra,
     NotFound,

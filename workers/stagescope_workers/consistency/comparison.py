@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from stagescope.engines import Engine, EngineInfo, Generation, Sampling, multimodal_warning
-from stagescope.engines.base import Prompt
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire.engines import Engine, EngineInfo, Generation, Sampling, multimodal_warning
+from stagescope_wire.engines.base import Prompt
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.nonfinite import JsonObject
 from stagescope_workers.consistency.prompts import (
     AnswerAgreement,
     Item,

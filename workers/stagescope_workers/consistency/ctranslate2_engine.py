@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.engines import EngineInfo, Generation, Prompt, Sampling
-from stagescope.engines.base import check_ids
-from stagescope.versions import install_command
-from stagescope.wire.errors import EngineError, InvalidInput, MissingExtra, NotFound
+from stagescope_wire.engines import EngineInfo, Generation, Prompt, Sampling
+from stagescope_wire.engines.base import check_ids
+from stagescope_wire.errors import EngineError, InvalidInput, MissingExtra, NotFound
+from stagescope_wire.versions import install_command
 
 try:
     import ctranslate2

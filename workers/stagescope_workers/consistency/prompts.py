@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypedDict
 
-from stagescope.engines import Generation
-from stagescope.wire.errors import Forbidden, InvalidInput
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire.engines import Generation
+from stagescope_wire.errors import Forbidden, InvalidInput
+from stagescope_wire.nonfinite import JsonObject
 
 Tokenizer: TypeAlias = Any
 """A tokenizer of transformers, which types them as an untyped union of many kinds."""

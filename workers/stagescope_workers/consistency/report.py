@@ -10,10 +10,10 @@ from typing import Final
 
 import numpy as np
 
-from stagescope import discovery, render
-from stagescope.engines import EngineInfo
 from stagescope.table import Table
-from stagescope.wire.errors import Unreachable
+from stagescope_wire import discovery, render
+from stagescope_wire.engines import EngineInfo
+from stagescope_wire.errors import Unreachable
 from stagescope_workers.consistency.comparison import EngineComparison
 from stagescope_workers.probe.lifecycle import init
 

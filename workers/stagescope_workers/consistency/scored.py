@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.engines import Generation
+from stagescope_wire.engines import Generation
 from stagescope_workers.consistency.prompts import Tokenizer
 
 Float64 = npt.NDArray[np.float64]

@@ -9,11 +9,11 @@ from typing import Final
 import numpy as np
 
 import stagescope
-from stagescope.batch import Batch
-from stagescope.batch.converters import Trajectory, trajectories
-from stagescope.engines import Engine, EngineInfo, Sampling
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import read_target
+from stagescope_wire.batch import Batch
+from stagescope_wire.batch.converters import Trajectory, trajectories
+from stagescope_wire.engines import Engine, EngineInfo, Sampling
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.schema import read_target
 from stagescope_workers.consistency.comparison import EngineComparison, stream_provenance
 from stagescope_workers.consistency.prompts import Tokenizer
 from stagescope_workers.consistency.scored import (

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.engines import EngineInfo, Generation, Prompt, Sampling, vision_part
-from stagescope.engines.base import check_ids, check_prompt
-from stagescope.versions import install_command
-from stagescope.wire.errors import InvalidInput, MissingExtra, NotFound
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire.engines import EngineInfo, Generation, Prompt, Sampling, vision_part
+from stagescope_wire.engines.base import check_ids, check_prompt
+from stagescope_wire.errors import InvalidInput, MissingExtra, NotFound
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.versions import install_command
 from stagescope_workers.consistency.prompts import Tokenizer
 
 try:

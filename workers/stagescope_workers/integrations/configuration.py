@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from stagescope.wire.names import run_name
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.names import run_name
+from stagescope_wire.nonfinite import Json
 from stagescope_workers.probe.identity import has_password, hide, is_secret, visible_arguments
 
 T = TypeVar("T")

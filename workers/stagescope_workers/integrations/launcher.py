@@ -16,10 +16,9 @@ from typing import Final, NoReturn
 
 import click
 
-from stagescope import discovery, proxies
-from stagescope.wire import spool
-from stagescope.wire.errors import StagescopeError, Unauthorized
-from stagescope.wire.names import run_name
+from stagescope_wire import discovery, proxies, spool
+from stagescope_wire.errors import StagescopeError, Unauthorized
+from stagescope_wire.names import run_name
 from stagescope_workers.integrations.registry import environment
 
 _NOT_FOUND: Final = 127

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from stagescope.wire.errors import StagescopeError
+from stagescope_wire.errors import StagescopeError
 from stagescope_workers.probe.decorator import within
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope import proxies
+from stagescope_wire import proxies
 from stagescope_workers.integrations.patches import Function, Patch, guarded, wrapper
 from stagescope_workers.integrations.registry import VARIABLE, environment
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from stagescope import versions
-from stagescope.versions import Tried
+from stagescope_wire import versions
+from stagescope_wire.versions import Tried
 from stagescope_workers.integrations.patches import Patches
 
 BOOTSTRAP: Final = Path(__file__).with_name("bootstrap")

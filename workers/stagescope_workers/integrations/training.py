@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Final, NamedTuple, TypeVar
 
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.nonfinite import Json
 from stagescope_workers.integrations.patches import ending
 from stagescope_workers.metrics_feed import MetricsFeed
 from stagescope_workers.probe.lifecycle import finish

@@ -8,12 +8,12 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
-from stagescope.wire.framing import WirePayload
-from stagescope.wire.names import misspelt, misspelt_beside, misspelt_streams
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.policy_versions import VERSION_NAMES, text_versions
-from stagescope.wire.schema import (
+from stagescope_wire.errors import InvalidInput, InvalidTensor, StagescopeError
+from stagescope_wire.framing import WirePayload
+from stagescope_wire.names import misspelt, misspelt_beside, misspelt_streams
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.policy_versions import VERSION_NAMES, text_versions
+from stagescope_wire.schema import (
     DTYPE_BYTES,
     PAYLOAD_STRINGS,
     PAYLOAD_TENSORS,

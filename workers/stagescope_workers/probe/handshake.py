@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.schema import HELLO, Sender
+from stagescope_wire.schema import HELLO, Sender
 from stagescope_workers.probe import identity
 from stagescope_workers.probe.draft import plain
 from stagescope_workers.probe.identity import script_of

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final, TypedDict
 
-from stagescope import versions
-from stagescope.wire.schema import LAYOUT_COLUMNS
+from stagescope_wire import versions
+from stagescope_wire.schema import LAYOUT_COLUMNS
 
 PACKAGES: Final = (
     "stagescope", "numpy", "torch", "torch_npu", "ray", "transformers", "verl", "areal", "slime",

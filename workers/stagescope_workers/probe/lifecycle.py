@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from stagescope.discovery import NAMESPACE
-from stagescope.wire.errors import NotReady, StagescopeError, Unauthorized
-from stagescope.wire.names import normal_run_name
+from stagescope_wire.discovery import NAMESPACE
+from stagescope_wire.errors import NotReady, StagescopeError, Unauthorized
+from stagescope_wire.names import normal_run_name
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.probe import decorator
 from stagescope_workers.probe.options import ProbeOptions, checked_options
@@ -89,13 +89,13 @@ def init(
         data_rank: the same for ranks that hold the same rows (TP, PP, replicas).
         attempt_key: the same for every process of one start of the training; else the variable
             STAGESCOPE_ATTEMPT, else Ray's session and job.
-        layout: parallel coordinates (`stagescope.wire.schema.LAYOUT_COLUMNS`); host and device are
+        layout: parallel coordinates (`stagescope_wire.schema.LAYOUT_COLUMNS`); host and device are
             detected where not given.
         resumed_from_step: of the checkpoint that this start continues.
         settings: of the run, stored with its fingerprint: `rollout_is`, `rollout_is_threshold`.
         plan: captures in force from now on, without any service: see `plan.read_plan`.
         keep: what the service keeps of this process's stages, such as `{"every_n_steps": 10,
-            "what": ["trajectories", "is_loss", "loss"]}`: `stagescope.wire.keep.KEEP_FIELDS`.
+            "what": ["trajectories", "is_loss", "loss"]}`: `stagescope_wire.keep.KEEP_FIELDS`.
         captures: False where the operators of this process's stages run in other processes that
             report them too, and are captured there; a text where they cannot be captured: captures
             are then reported as skipped, with the text as the reason.

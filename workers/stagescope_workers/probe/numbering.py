@@ -7,8 +7,8 @@ import threading
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import PART_FIELDS, Part, Work
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.schema import PART_FIELDS, Part, Work
 from stagescope_workers.probe.handshake import Handshake
 from stagescope_workers.probe.options import index, step_index
 from stagescope_workers.probe.watchdog import StageTracker

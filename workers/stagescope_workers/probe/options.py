@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.discovery import NAMESPACE
-from stagescope.wire.errors import InvalidInput, StagescopeError
-from stagescope.wire.keep import validate_keep
-from stagescope.wire.names import closest_field, run_name
-from stagescope.wire.nonfinite import JsonObject, valid_text
-from stagescope.wire.plan import KeepSpec
-from stagescope.wire.schema import (
+from stagescope_wire.discovery import NAMESPACE
+from stagescope_wire.errors import InvalidInput, StagescopeError
+from stagescope_wire.keep import validate_keep
+from stagescope_wire.names import closest_field, run_name
+from stagescope_wire.nonfinite import JsonObject, valid_text
+from stagescope_wire.plan import KeepSpec
+from stagescope_wire.schema import (
     ROLES,
     STEP_BOUND,
     check_attempt_key,

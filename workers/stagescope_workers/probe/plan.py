@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final, TypedDict, cast
 
-from stagescope.wire.captures import matches, matches_rank, needs_ranks, validate_capture
-from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.keep import (
+from stagescope_wire.captures import matches, matches_rank, needs_ranks, validate_capture
+from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.keep import (
     capture_selectors,
     is_selected,
     kept_sections,
@@ -19,7 +19,7 @@ from stagescope.wire.keep import (
     read_keep,
     shard_capture,
 )
-from stagescope.wire.plan import CaptureRequest, KeepSpec, SentPlan
+from stagescope_wire.plan import CaptureRequest, KeepSpec, SentPlan
 from stagescope_workers.capture.msprobe_config import check_config, load_config
 from stagescope_workers.capture.verl_blocks import captures_from_verl
 from stagescope_workers.probe.options import ProbeOptions

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.plan import CaptureRequest
-from stagescope.wire.schema import (
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.plan import CaptureRequest
+from stagescope_wire.schema import (
     END_STEP,
     FINISH,
     REFUSED,
@@ -214,7 +214,7 @@ class Probe(Reporter):
         """Return a stage for `with`.
 
         Args:
-            name: one of `stagescope.wire.schema.STAGES`, or a name of your own.
+            name: one of `stagescope_wire.schema.STAGES`, or a name of your own.
             step: the trainer's global step; None where only a policy version is known.
             model: the module that runs, for captures with msprobe.
             policy_version: of the weights in use.
@@ -285,7 +285,7 @@ class Probe(Reporter):
         Inside a stage, use `Stage.wants`.
 
         Args:
-            name: of a tensor or a scalar, or a section (`stagescope.wire.keep.SECTIONS`).
+            name: of a tensor or a scalar, or a section (`stagescope_wire.keep.SECTIONS`).
             stage: the stage that would record it.
             step: its step.
 

@@ -10,10 +10,10 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from stagescope.wire.errors import InvalidTensor, StagescopeError
-from stagescope.wire.keep import is_selected, misspelt_selectors
-from stagescope.wire.plan import CaptureRequest
-from stagescope.wire.schema import REFUSED, Work
+from stagescope_wire.errors import InvalidTensor, StagescopeError
+from stagescope_wire.keep import is_selected, misspelt_selectors
+from stagescope_wire.plan import CaptureRequest
+from stagescope_wire.schema import REFUSED, Work
 from stagescope_workers.capture.capture_estimate import CaptureReports, StageModels
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.draft import Draft

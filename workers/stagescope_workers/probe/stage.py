@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from stagescope.wire.captures import uses_msprobe
-from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
-from stagescope.wire.keep import kept_sections
-from stagescope.wire.plan import CaptureRequest
-from stagescope.wire.schema import BEGIN, DUMP, END, LOG, MAX_SCALAR_NAME, Work
+from stagescope_wire.captures import uses_msprobe
+from stagescope_wire.errors import InvalidInput, InvalidTensor, StagescopeError
+from stagescope_wire.keep import kept_sections
+from stagescope_wire.plan import CaptureRequest
+from stagescope_wire.schema import BEGIN, DUMP, END, LOG, MAX_SCALAR_NAME, Work
 from stagescope_workers import steady_clock
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, copy_tensor
 from stagescope_workers.payload import datum_columns, describe, is_torch

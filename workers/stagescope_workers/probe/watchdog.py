@@ -2,7 +2,7 @@
 
 `faulthandler.dump_traceback_later` waits in a C thread, and writes the stacks of a process whose
 interpreter is blocked. The background thread resets it for as long as it runs, so it fires only
-where that thread did not run for `seconds`. `stagescope.wire.stacks` describes the file.
+where that thread did not run for `seconds`. `stagescope_wire.stacks` describes the file.
 
 It is on by default, once a service was reached: a call that holds the lock leaves no other trace,
 and it cannot be switched on in a process that hangs already. `init(watchdog=0)` and
@@ -33,8 +33,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Final
 
-from stagescope.wire.schema import FINISH, STACKS, Work
-from stagescope.wire.stacks import (
+from stagescope_wire.schema import FINISH, STACKS, Work
+from stagescope_wire.stacks import (
     MAX_CHARACTERS,
     MAX_FRAMES,
     MAX_THREADS,

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from stagescope.wire.errors import InvalidInput, StagescopeError
-from stagescope.wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, WEIGHTS, Work
+from stagescope_wire.errors import InvalidInput, StagescopeError
+from stagescope_wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, WEIGHTS, Work
 from stagescope_workers.checksum import checksum, unsigned
 from stagescope_workers.device import HostCopy, copy_tensor
 from stagescope_workers.payload import WireTensor, describe, is_torch

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypedDict
 
-from stagescope.wire.framing import WirePayload
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.plan import SentPlan
+from stagescope_wire.framing import WirePayload
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.plan import SentPlan
 from stagescope_workers import steady_clock
 
 MAX_BACKOFF: Final = 2.0

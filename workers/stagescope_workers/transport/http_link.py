@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from stagescope import proxies
-from stagescope.wire.errors import (
+from stagescope_wire import proxies
+from stagescope_wire.errors import (
     NotFound,
     NotReady,
     StagescopeError,
@@ -20,8 +20,8 @@ from stagescope.wire.errors import (
     Unauthorized,
     Unreachable,
 )
-from stagescope.wire.framing import MEDIA_TYPE, WirePayload, pack_batch
-from stagescope.wire.nonfinite import Json, JsonObject, spell
+from stagescope_wire.framing import MEDIA_TYPE, WirePayload, pack_batch
+from stagescope_wire.nonfinite import Json, JsonObject, spell
 from stagescope_workers.transport.calls import Reply, ServiceLink, in_thread
 
 if TYPE_CHECKING:

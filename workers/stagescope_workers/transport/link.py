@@ -23,12 +23,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Final, NamedTuple
 
-from stagescope import discovery
-from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE
-from stagescope.wire import spool
-from stagescope.wire.errors import StagescopeError, Unreachable
-from stagescope.wire.framing import WirePayload
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire import discovery, spool
+from stagescope_wire.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE
+from stagescope_wire.errors import StagescopeError, Unreachable
+from stagescope_wire.framing import WirePayload
+from stagescope_wire.nonfinite import JsonObject
 from stagescope_workers.transport.calls import Reply, ServiceLink, in_thread
 from stagescope_workers.transport.http_link import HttpLink
 from stagescope_workers.transport.spool_link import SpoolLink

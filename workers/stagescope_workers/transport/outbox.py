@@ -21,9 +21,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
-from stagescope.wire.framing import WirePayload
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG, SCHEMA, WORK_FIELDS
+from stagescope_wire.framing import WirePayload
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG, SCHEMA, WORK_FIELDS
 from stagescope_workers import steady_clock
 
 DEFAULT_MAX_BYTES: Final = 1 << 30

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, cast
 
-from stagescope.wire.errors import StagescopeError, Unauthorized, Unreachable
-from stagescope.wire.plan import SentPlan
+from stagescope_wire.errors import StagescopeError, Unauthorized, Unreachable
+from stagescope_wire.plan import SentPlan
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.transport.calls import (
     MAX_BACKOFF,

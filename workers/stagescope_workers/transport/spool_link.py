@@ -9,11 +9,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, cast
 
-from stagescope.wire import spool
-from stagescope.wire.errors import Unreachable
-from stagescope.wire.framing import WirePayload, pack_batch
-from stagescope.wire.nonfinite import JsonObject, spell
-from stagescope.wire.schema import Sender
+from stagescope_wire import spool
+from stagescope_wire.errors import Unreachable
+from stagescope_wire.framing import WirePayload, pack_batch
+from stagescope_wire.nonfinite import JsonObject, spell
+from stagescope_wire.schema import Sender
 from stagescope_workers.transport.calls import Reply, ServiceLink, in_thread
 
 _ADVICE: Final = "check that the directory of STAGESCOPE_URL may be written here, and its disk"

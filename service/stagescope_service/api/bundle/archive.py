@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from stagescope.wire.errors import InvalidInput, TooLarge
 from stagescope_service.api.bundle.contents import (
     CATALOGUE,
     MANIFEST,
@@ -27,6 +26,7 @@ from stagescope_service.api.bundle.contents import (
     BundledFile,
     check_name,
 )
+from stagescope_wire.errors import InvalidInput, TooLarge
 
 MAX_FILES: Final = 100_000
 MAX_BYTES: Final = 16 << 30

@@ -11,10 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-import stagescope
-from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError
-from stagescope.wire.names import safe_name
-from stagescope.wire.tensorfile import read_header
+import stagescope_wire
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.encoding import JsonObject, encode
 from stagescope_service.api.kept import local_file, payload_artifacts
@@ -25,6 +22,9 @@ from stagescope_service.api.tokenizers import BUNDLED, tokenizer_path
 from stagescope_service.store.artifacts import confine, file_checksum
 from stagescope_service.store.copying import PlacedFile, copy_run, place_files
 from stagescope_service.store.tensorfile import disk_errors
+from stagescope_wire.errors import Forbidden, InvalidInput, StagescopeError
+from stagescope_wire.names import safe_name
+from stagescope_wire.tensorfile import read_header
 
 SCHEMA: Final = 1
 MANIFEST: Final = "manifest.json"
@@ -160,7 +160,7 @@ class Bundle:
         """Write the list of everything that is in it, and of what is not."""
         manifest: JsonObject = {
             "schema": SCHEMA,
-            "version": stagescope.__version__,
+            "version": stagescope_wire.__version__,
             "run": self.target.run,
             "attempt": self.target.number,
             "step": self.target.step_number,

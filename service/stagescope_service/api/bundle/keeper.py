@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from stagescope.render import format_bytes
-from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.api.bundle.routes import make_bundle
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.core.findings import ATTEMPT_BUNDLED, describe
 from stagescope_service.core.steps import CRASHED, SILENT
 from stagescope_service.store.queries.runs import DiedAttempt
 from stagescope_service.store.tensorfile import disk_errors
+from stagescope_wire.errors import NotFound, StagescopeError
+from stagescope_wire.render import format_bytes
 
 log = logging.getLogger(__name__)
 

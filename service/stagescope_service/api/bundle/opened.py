@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import cast
 
-from stagescope.wire.errors import Forbidden, InvalidInput, NotFound
 from stagescope_service.api.bundle.contents import CATALOGUE, ROOT, TOKENIZER
 from stagescope_service.api.dependencies import Commands, Reply
 from stagescope_service.api.token_file import TOKEN_BYTES
@@ -16,6 +15,7 @@ from stagescope_service.api.tokens import AccessTokens
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.copying import PlacedFile, make_empty, place_files, schema_of
+from stagescope_wire.errors import Forbidden, InvalidInput, NotFound
 
 
 class BundleCommands:

@@ -11,9 +11,6 @@ from typing import Annotated, BinaryIO, Final, NamedTuple, cast
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
-from stagescope.wire.errors import StoreError
-from stagescope.wire.names import safe_name
-from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.bundle.archive import write_archive
 from stagescope_service.api.bundle.contents import CATALOGUE, Bundle, collect, finish
 from stagescope_service.api.bundle.opened import BundleCommands
@@ -29,6 +26,9 @@ from stagescope_service.api.target import Target
 from stagescope_service.api.tokens import AccessTokens
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tensorfile import disk_errors
+from stagescope_wire.errors import StoreError
+from stagescope_wire.names import safe_name
+from stagescope_wire.schema import STEP_BOUND
 
 router = APIRouter(tags=["runs"])
 

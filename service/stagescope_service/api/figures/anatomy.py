@@ -12,8 +12,6 @@ from typing import Final, Literal
 
 import plotly.graph_objects as go
 
-from stagescope.render import counted
-from stagescope.wire.errors import NotFound
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.models.figures import AnatomyBin
@@ -24,6 +22,8 @@ from stagescope_service.statistics.comparability import Comparability
 from stagescope_service.statistics.payload import PROCESS
 from stagescope_service.statistics.profiles import CHANCES, Dimension
 from stagescope_service.statistics.summarise import MAX_ENGINES
+from stagescope_wire.errors import NotFound
+from stagescope_wire.render import counted
 
 By = Literal[Dimension, "staleness", "engine"]
 AXES: Final[dict[By, str]] = {

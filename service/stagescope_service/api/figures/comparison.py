@@ -8,8 +8,6 @@ from typing import Any, Final, NamedTuple
 
 import plotly.graph_objects as go
 
-from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope.wire.schema import read_target
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import overview
@@ -22,6 +20,8 @@ from stagescope_service.api.figures.lines import (
     draw_not_finite,
 )
 from stagescope_service.compare.report.figures import pictures
+from stagescope_wire.errors import InvalidInput, NotFound
+from stagescope_wire.schema import read_target
 
 TITLE: Final = "against"
 

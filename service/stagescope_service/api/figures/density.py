@@ -18,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
-from stagescope.render import counted
-from stagescope.wire.errors import InvalidTensor, NotFound, StagescopeError
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.kept import local_file, payload_artifacts
@@ -30,6 +28,8 @@ from stagescope_service.statistics.payload import TokenBatch, WireTensor
 from stagescope_service.store.parts import part_key
 from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.store.tensorfile import map_tensors
+from stagescope_wire.errors import InvalidTensor, NotFound, StagescopeError
+from stagescope_wire.render import counted
 
 BINS: Final = 96
 MAX_TOKENS: Final = 4_000_000

@@ -15,8 +15,6 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from stagescope.render import counted
-from stagescope.wire.errors import NotFound
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.numbers import doubt
@@ -24,6 +22,8 @@ from stagescope_service.api.target import Target
 from stagescope_service.statistics.cell import RATIO_TAILS, Cell, Field
 from stagescope_service.statistics.histogram import Histogram, bounds
 from stagescope_service.statistics.summary import Summary
+from stagescope_wire.errors import NotFound
+from stagescope_wire.render import counted
 
 Of = Literal["abs", "ratio"]
 

@@ -16,11 +16,6 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from stagescope.answers import unit_of_metric
-from stagescope.render import ranks_text, stretches
-from stagescope.wire.errors import NotFound
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import RankKey
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ROWS_REMOVED
 from stagescope_service.api.dependencies import Dependencies, Window
@@ -36,6 +31,11 @@ from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 from stagescope_service.statistics.step_summary import LATER_EPOCH, REPEATED
 from stagescope_service.statistics.summary import Slices
 from stagescope_service.store.parts import pair_name, part_key
+from stagescope_wire.errors import NotFound
+from stagescope_wire.names import unit_of_metric
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render import ranks_text, stretches
+from stagescope_wire.schema import RankKey
 
 Metric = Literal[
     "logprob_abs_diff/mean", "logprob_abs_diff/max", "rollout_corr/k3_kl", "rollout_corr/kl",

@@ -12,8 +12,8 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from stagescope.render import stretches
 from stagescope_service import figure_style as style
+from stagescope_wire.render import stretches
 
 _FEW: Final = 120
 """Steps of a line whose points are drawn each."""

@@ -13,8 +13,6 @@ from typing import Final, NamedTuple
 
 import plotly.graph_objects as go
 
-from stagescope.render import counted, stretches
-from stagescope.wire.errors import InvalidInput
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import Dependencies, Window
@@ -22,6 +20,8 @@ from stagescope_service.api.numbers import doubted_steps
 from stagescope_service.api.rows import Lineage
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.step_summary import StepSummary
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.render import counted, stretches
 
 MAX_STEPS: Final = 40
 """Steps that are read, the newest of the range: each with its whole step summary."""

@@ -12,8 +12,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from stagescope.render import counted
-from stagescope.wire.errors import StagescopeError
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.models.bodies import SideFields
@@ -34,6 +32,8 @@ from stagescope_service.api.target import Target
 from stagescope_service.compare.operators import comparison_process
 from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.dumps.msprobe.operator_query import CodedText, load_columns
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.render import counted
 
 _TEXTS: Final = ("name", "direction", "dtype", "non_finite")
 _RESULTS: Final = ("output", "grad")

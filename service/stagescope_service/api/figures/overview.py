@@ -12,10 +12,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from stagescope.answers import unit_of_metric
-from stagescope.render import counted, format_value
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import aggregation_errors
 from stagescope_service.api.dependencies import Dependencies, Window
@@ -54,6 +50,10 @@ from stagescope_service.statistics.step_metrics import (
     staleness_name,
 )
 from stagescope_service.store.queries.curves import MarkedStep, StoredNumbers
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.names import unit_of_metric
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render import counted, format_value
 
 DEFAULT: Final = (
     "rollout_corr/k3_kl", "logprob_abs_diff/mean", "logprob_abs_diff/p99",

@@ -11,11 +11,11 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.render import counted, ranks_text
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import RankKey
 from stagescope_service import figure_style as style
 from stagescope_service.statistics.cell import Float64
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render import counted, ranks_text
+from stagescope_wire.schema import RankKey
 
 MAX_ROWS: Final = 64
 _ALONE: Final = 12

@@ -10,7 +10,6 @@ from typing import Final
 import numpy as np
 import plotly.graph_objects as go
 
-from stagescope.wire.errors import NotFound
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.numbers import doubt
@@ -20,6 +19,7 @@ from stagescope_service.statistics.cell import Field
 from stagescope_service.statistics.mismatch import non_finite
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 from stagescope_service.statistics.summary import Summary
+from stagescope_wire.errors import NotFound
 
 MAX_BEFORE: Final = 20
 MEAN: Final = "logprob_abs_diff/mean"

@@ -15,7 +15,6 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
-from stagescope.wire.schema import STEP_BOUND, read_target
 from stagescope_service.api.comparisons import SIDE_PATTERN, compare_sides
 from stagescope_service.api.dependencies import (
     STEP_PATTERN,
@@ -55,6 +54,7 @@ from stagescope_service.api.requests import (
     step_number,
 )
 from stagescope_service.api.target import Target
+from stagescope_wire.schema import STEP_BOUND, read_target
 
 router = APIRouter(tags=["figures"])
 

@@ -15,8 +15,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from stagescope.render import counted
-from stagescope.wire.schema import STAGES, Part, RankKey
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ROWS_REMOVED, began
 from stagescope_service.api.dependencies import Dependencies
@@ -24,6 +22,8 @@ from stagescope_service.api.models.common import Missing
 from stagescope_service.api.steps import NOT_BEGUN, progress_of
 from stagescope_service.api.target import Target
 from stagescope_service.store.tables import StageRow
+from stagescope_wire.render import counted
+from stagescope_wire.schema import STAGES, Part, RankKey
 
 MAX_LANES: Final = 64
 _SHOWN_ALONE: Final = 24

@@ -13,13 +13,13 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
-from stagescope.engines.registry import ENGINE_FIELDS
-from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import ABSENT
 from stagescope_service.compare.operators.divergence import MAX_VERDICTS
+from stagescope_wire.captures import CAPTURE_FIELDS, SHORTHANDS
+from stagescope_wire.engines.registry import ENGINE_FIELDS
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.schema import STEP_BOUND
 
 Schema = dict[str, Any]
 """A JSON schema."""

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from stagescope.wire.captures import CAPTURE_FIELDS
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import DumpRow, Model, Page
 from stagescope_service.core.captures.agreement import Agreement
 from stagescope_service.fields import Attempt, RoleRank, Row, Run, Step, one_of
 from stagescope_service.store.tables.service import CaptureColumns, CaptureState
+from stagescope_wire.captures import CAPTURE_FIELDS
 
 
 def _capture_field(name: str) -> Any:  # as pydantic.Field

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from stagescope.wire.nonfinite import Json
 from stagescope_service.api.models.common import Model, Page
 from stagescope_service.compare.report import SCHEMA_FILE
 from stagescope_service.fields import Attempt, Run, Step
+from stagescope_wire.nonfinite import Json
 
 COMPARISON: Final = "Comparison"
 COMPARISON_RESPONSE: Final[dict[int | str, dict[str, Json]]] = {

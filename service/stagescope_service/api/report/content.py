@@ -10,10 +10,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, cast
 
-from stagescope.render import counted, format_value, stretches
-from stagescope.series import sparkline
-from stagescope.wire.captures import needs_ranks
-from stagescope.wire.errors import StagescopeError
 from stagescope_service.api import (
     captures,
     comparisons,
@@ -46,6 +42,10 @@ from stagescope_service.api.report.parts import (
 )
 from stagescope_service.api.requests import Page
 from stagescope_service.api.step_summaries import Slice
+from stagescope_wire.captures import needs_ranks
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.render import counted, format_value, stretches
+from stagescope_wire.sparkline import sparkline
 
 MAX_ITEMS: Final = 40
 _TREND: Final = 40

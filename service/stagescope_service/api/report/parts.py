@@ -9,8 +9,6 @@ from typing import Annotated, Final, Literal, TypeVar, cast
 from fastapi.responses import Response
 from pydantic import Field
 
-from stagescope.wire.errors import NotFound
-from stagescope.wire.names import safe_name
 from stagescope_service.api import steps
 from stagescope_service.api.dependencies import AttemptQuery, Dependencies
 from stagescope_service.api.encoding import JsonObject, decode
@@ -19,6 +17,8 @@ from stagescope_service.api.redaction import Redactor
 from stagescope_service.api.requests import Page
 from stagescope_service.api.target import Target
 from stagescope_service.fields import Described, Run, Wall, described_by
+from stagescope_wire.errors import NotFound
+from stagescope_wire.names import safe_name
 
 T = TypeVar("T")
 

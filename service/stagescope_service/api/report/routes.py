@@ -14,10 +14,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import Response
 from markupsafe import Markup
 
-import stagescope
-from stagescope.render import format_share, format_value, printable, unit_of
-from stagescope.wire.errors import StagescopeError
-from stagescope.wire.schema import STEP_BOUND
+import stagescope_wire
 from stagescope_service.api.dependencies import AttemptNumber, Dependencies, Deps, RunPath
 from stagescope_service.api.encoding import encode, parse_nonfinite
 from stagescope_service.api.redaction import Redactor
@@ -34,6 +31,9 @@ from stagescope_service.api.report.parts import (
 )
 from stagescope_service.compare.report.html import PageFigures, as_page, environment
 from stagescope_service.figure_style import COLOURS
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.render import format_share, format_value, printable, unit_of
+from stagescope_wire.schema import STEP_BOUND
 
 _MARKDOWN_ROWS: Final = 12
 _MARKDOWN_LINES: Final = 3
@@ -219,7 +219,7 @@ def make_report(
         attempt=number,
         step=step,
         made_wall=deps.clock(),
-        version=stagescope.__version__,
+        version=stagescope_wire.__version__,
         verdicts=redacted(scope.verdicts, redactor),
         sections=redacted(_within(sections, MAX_FIGURE_BYTES), redactor),
     )

@@ -21,12 +21,12 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.wire import errors
-from stagescope.wire.errors import NotReady, StagescopeError
-from stagescope.wire.nonfinite import Json
 from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.compare.operators.divergence import difference_curve, first_divergent
 from stagescope_service.compare.operators.non_finite import first_non_finite
+from stagescope_wire import errors
+from stagescope_wire.errors import NotReady, StagescopeError
+from stagescope_wire.nonfinite import Json
 
 SMALL_ROWS: Final = 20_000
 MAX_SECONDS: Final = 300.0

@@ -20,7 +20,6 @@ from typing import Annotated, Final, TypedDict
 import numpy as np
 from pydantic import Field
 
-from stagescope.wire.nonfinite import Json
 from stagescope_service.compare.operators.calls import Codes, Floats, OperatorColumns, pair_calls
 from stagescope_service.compare.operators.differences import (
     VERDICTS,
@@ -30,6 +29,7 @@ from stagescope_service.compare.operators.differences import (
     differences,
 )
 from stagescope_service.fields import Described, Number, Row, one_of
+from stagescope_wire.nonfinite import Json
 
 MAX_VERDICTS: Final = 100
 """Most rows, and operators of only one side, that an answer lists; all are counted."""

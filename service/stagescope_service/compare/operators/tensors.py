@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from stagescope.versions import install_command
-from stagescope.wire.errors import InvalidInput, MissingExtra, NotFound, TooLarge
 from stagescope_service.compare.operators.msprobe_compare import EXIT_NOT_INSTALLED
 from stagescope_service.dumps.formats.msprobe_directory import TENSOR_FOLDER
 from stagescope_service.dumps.msprobe.operator_query import iterate_rows
 from stagescope_service.store.tensorfile import disk_errors
+from stagescope_wire.errors import InvalidInput, MissingExtra, NotFound, TooLarge
+from stagescope_wire.versions import install_command
 
 MAX_SECONDS: Final = 900.0
 MAX_ROWS: Final = 1_000_000

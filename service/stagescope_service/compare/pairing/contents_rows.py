@@ -19,8 +19,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.batch import Tensor, widened
-from stagescope.wire.errors import StagescopeError
 from stagescope_service.compare.flow import (
     IDENTIFYING_SECTIONS,
     MASKS,
@@ -46,6 +44,8 @@ from stagescope_service.rows.ragged import (
     spans,
 )
 from stagescope_service.statistics.payload import mask_bits
+from stagescope_wire.batch import Tensor, widened
+from stagescope_wire.errors import StagescopeError
 
 WHOLE_SEQUENCES: Final = ("tokens", "input_ids", TARGETS, "input_tokens")
 """Tensors of prompt and response together; the mask of a datum is aligned with its targets."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from stagescope.wire.errors import ComparisonFailed, InvalidTensor, StagescopeError
 from stagescope_service.compare.flow import NAMED_SECTIONS
 from stagescope_service.compare.pairing.contents_rows import (
     WHOLE_SEQUENCES,
@@ -47,6 +46,7 @@ from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, DumpProblem
 from stagescope_service.rows.positions import POSITION_TENSORS
 from stagescope_service.statistics.pairwise import Pairwise
+from stagescope_wire.errors import ComparisonFailed, InvalidTensor, StagescopeError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

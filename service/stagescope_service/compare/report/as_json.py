@@ -1,6 +1,6 @@
 """A comparison as values for strict JSON; `comparison.schema.json` describes them.
 
-Non-finite numbers are floats here; `stagescope.wire.nonfinite` spells them where JSON is written.
+Non-finite numbers are floats here; `stagescope_wire.nonfinite` spells them where JSON is written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypedDict
 
-from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.compare.pairing.token_alignment import COMPARED, ValueLocation
 from stagescope_service.compare.results import (
     Cause,
@@ -29,6 +28,7 @@ from stagescope_service.compare.results import (
 from stagescope_service.compare.tolerances import NoiseFloor, severity
 from stagescope_service.dumps.records import SECTIONS, Location
 from stagescope_service.statistics.pairwise import Number, Pairwise
+from stagescope_wire.nonfinite import Json, JsonObject
 
 VERSION: Final = 1
 """Raised when a field changes its meaning or is removed; fields may be added without."""

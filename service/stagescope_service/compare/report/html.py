@@ -31,12 +31,12 @@ from stagescope.comparison_report import (
     title_of,
     worst_first,
 )
-from stagescope.render import printable
-from stagescope.wire import nonfinite
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.compare.report.as_json import PairReport
 from stagescope_service.compare.report.figures import MAX_DETAILED, pictures
 from stagescope_service.figure_style import COLOURS, plotly_script
+from stagescope_wire import nonfinite
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render import printable
 
 TEMPLATES: Final = Path(__file__).parents[2] / "templates"
 

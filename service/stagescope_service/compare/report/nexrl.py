@@ -20,10 +20,6 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.render import counted
-from stagescope.wire.errors import StagescopeError
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import Part
 from stagescope_service.compare.pairing.contents_rows import ContentsRows
 from stagescope_service.compare.report.as_json import (
     ComparisonReport,
@@ -37,6 +33,10 @@ from stagescope_service.dumps.formats.nexrl_rows import widened
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location
 from stagescope_service.statistics.pairwise import Pairwise, compare_values
 from stagescope_service.store.tensorfile import WireTensor
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.render import counted
+from stagescope_wire.schema import Part
 
 DIRECTORIES: Final = ("self_hosted_dir", "remote_api_dir", "weaver_dir")
 

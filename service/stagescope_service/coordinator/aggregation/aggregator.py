@@ -13,9 +13,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope.render import ranks_text
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.assembly import StepParts
 from stagescope_service.coordinator.aggregation.stream_changes import stream_changes
@@ -37,6 +34,9 @@ from stagescope_service.store.contract import WriteRows
 from stagescope_service.store.parts import part_key
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES, side_by_side
 from stagescope_service.store.tables import PayloadRow, ProcessColumns, SampleRow
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render import ranks_text
+from stagescope_wire.schema import STREAM_TENSORS
 
 NOT_KEPT: Final = "a payload that the ring no longer holds"
 

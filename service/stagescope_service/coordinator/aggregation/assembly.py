@@ -7,10 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope.render import ranks_text
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.links import Link
-from stagescope.wire.nonfinite import Json
 from stagescope_service.coordinator.aggregation.differing_copies import differing_copies
 from stagescope_service.coordinator.aggregation.differing_settings import differing_settings
 from stagescope_service.core.catalogue_rows import row_id
@@ -30,6 +26,10 @@ from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL, noise_floor
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_key, part_records
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.links import Link
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.render import ranks_text
 
 _LISTED: Final = 50
 """Ids listed in a finding."""

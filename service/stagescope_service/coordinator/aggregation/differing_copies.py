@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.statistics import PartRecord, StepSummary
+from stagescope_wire.schema import PART_FIELDS, Part
 
 _NAMED: Final = 5
 """Pairs named in a message."""

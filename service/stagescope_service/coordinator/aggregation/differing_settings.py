@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stagescope.render import ranks_text
 from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.statistics import PartRecord, StatisticsSettings, StepSummary
+from stagescope_wire.render import ranks_text
 
 
 def differing_settings(

@@ -9,7 +9,6 @@ import functools
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Final
 
-from stagescope.wire.links import Link
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.retries import RetriedWork
@@ -20,6 +19,7 @@ from stagescope_service.core.instructions import Aggregate, Delete, Put, Rejudge
 from stagescope_service.core.state import State
 from stagescope_service.rules.watch import REACH
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_wire.links import Link
 
 _LEFT_OVER_AT_ONCE: Final = 4
 """Steps of an earlier coordinator that are aggregated at a time."""

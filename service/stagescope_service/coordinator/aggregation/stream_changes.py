@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from stagescope.wire.links import Link
-from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import STREAM_CHANGED, finding
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.core.stream_attributes import StreamValues, streams_of_payloads
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_wire.links import Link
+from stagescope_wire.nonfinite import Json, JsonObject
 
 _NEAR: Final = 10
 """Steps before and after one among which its neighbours are looked for."""

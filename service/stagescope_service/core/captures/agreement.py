@@ -15,9 +15,6 @@ from typing import Annotated, Final, NamedTuple
 
 from typing_extensions import NotRequired
 
-from stagescope.wire.captures import matches_rank
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.plan import CaptureRanks, CaptureSpec, CaptureSteps
 from stagescope_service.fields import (
     Described,
     Rank,
@@ -29,6 +26,9 @@ from stagescope_service.fields import (
     described_by,
 )
 from stagescope_service.store.tables.service import CaptureState
+from stagescope_wire.captures import matches_rank
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.plan import CaptureRanks, CaptureSpec, CaptureSteps
 
 ASKED: Final = "asked"
 AGREED: Final = "agreed"

@@ -18,10 +18,10 @@ import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
 
-from stagescope.wire.errors import InvalidInput, InvalidPlan
-from stagescope.wire.keep import validate_keep
-from stagescope.wire.plan import KeepSpec
 from stagescope_service.rules.fields import load_yaml
+from stagescope_wire.errors import InvalidInput, InvalidPlan
+from stagescope_wire.keep import validate_keep
+from stagescope_wire.plan import KeepSpec
 
 KeepPolicy = Mapping[str, KeepSpec]
 """Pattern of runs -> a checked configuration, the first that matches counts."""

@@ -7,18 +7,18 @@ import statistics
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
-from stagescope.wire.captures import needs_ranks, unmatched_ranks
-from stagescope.wire.errors import Conflict
-from stagescope.wire.keep import ALIASES, SECTIONS, is_loss, misspelt_selectors
-from stagescope.wire.names import KNOWN, closest_by_words, closest_field, closest_stage
-from stagescope.wire.plan import CaptureSpec
-from stagescope.wire.schema import STAGES
 from stagescope_service.core.captures import agreement as agreement_rules
 from stagescope_service.core.captures.agreement import CaptureParticipants
 from stagescope_service.core.captures.plan import CaptureEntry
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.registry import Registry
 from stagescope_service.fields import RoleRank
+from stagescope_wire.captures import needs_ranks, unmatched_ranks
+from stagescope_wire.errors import Conflict
+from stagescope_wire.keep import ALIASES, SECTIONS, is_loss, misspelt_selectors
+from stagescope_wire.names import KNOWN, closest_by_words, closest_field, closest_stage
+from stagescope_wire.plan import CaptureSpec
+from stagescope_wire.schema import STAGES
 
 _RUNS_NAMED: Final = 20
 _RANKS_NAMED: Final = 20

@@ -11,10 +11,12 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, cast
 
-from stagescope.wire.captures import CAPTURE_FIELDS, matches
-from stagescope.wire.errors import Conflict, NotFound
-from stagescope.wire.keep import capture_selectors, matching_selectors
-from stagescope.wire.plan import (
+from stagescope_service.core.captures.agreement import ASKED, Agreement
+from stagescope_service.core.captures.keep_policy import KeepPolicy, keep_policy_of
+from stagescope_wire.captures import CAPTURE_FIELDS, matches
+from stagescope_wire.errors import Conflict, NotFound
+from stagescope_wire.keep import capture_selectors, matching_selectors
+from stagescope_wire.plan import (
     Capture,
     CaptureRequest,
     CaptureSpec,
@@ -22,8 +24,6 @@ from stagescope.wire.plan import (
     StoredCapture,
     StoredPlan,
 )
-from stagescope_service.core.captures.agreement import ASKED, Agreement
-from stagescope_service.core.captures.keep_policy import KeepPolicy, keep_policy_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Plan:
         """Return the selectors by which the plan keeps parts of this payload, without repeats.
 
         Sections, names of tensors, and `parameter/*` and `gradient/*` for what a rank recorded of
-        its model for a capture; see `stagescope.wire.keep`.
+        its model for a capture; see `stagescope_wire.keep`.
         """
         words: dict[str, None] = {}
         for capture in self.for_run(run):

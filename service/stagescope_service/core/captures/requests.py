@@ -12,11 +12,6 @@ from typing import Final, cast
 
 from typing_extensions import Unpack
 
-from stagescope.wire.captures import needs_ranks
-from stagescope.wire.errors import Conflict
-from stagescope.wire.links import Link
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.plan import CaptureSpec
 from stagescope_service.core.captures import agreement as agreement_rules
 from stagescope_service.core.captures.agreement import (
     Agreement,
@@ -38,6 +33,11 @@ from stagescope_service.core.captures.plan import CaptureEntry, Plan
 from stagescope_service.core.findings import FindingWork, finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State
+from stagescope_wire.captures import needs_ranks
+from stagescope_wire.errors import Conflict
+from stagescope_wire.links import Link
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.plan import CaptureSpec
 
 _ESTIMATED: Final = "estimated"
 _GAPS: Final = ("missed", "failed", "truncated")

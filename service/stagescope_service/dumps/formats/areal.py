@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import Columns, collect_rows, odd_problem
 from stagescope_service.dumps.formats.content import first_values, read_shared
 from stagescope_service.dumps.formats.fitting import (
@@ -39,6 +38,7 @@ from stagescope_service.dumps.records import (
     DumpProblem,
     Location,
 )
+from stagescope_wire.errors import InvalidTensor, NotFound
 
 KIND: Final = "areal"
 

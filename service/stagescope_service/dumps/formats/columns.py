@@ -10,10 +10,6 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from stagescope.batch import Tensor, widened
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.policy_versions import VERSION_NAMES, text_versions
-from stagescope.wire.tensorfile import CODES, Array
 from stagescope_service.dumps.formats.odd_values import (
     BOOLS,
     NUMBERS,
@@ -25,6 +21,10 @@ from stagescope_service.dumps.formats.odd_values import (
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, Unreadable
 from stagescope_service.dumps.records import DumpEntry, DumpProblem, mapping
 from stagescope_service.store.tensorfile import WireTensor
+from stagescope_wire.batch import Tensor, widened
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.policy_versions import VERSION_NAMES, text_versions
+from stagescope_wire.tensorfile import CODES, Array
 
 MISSING: Final = "missing"
 """Key in `DumpContents.about`: name of a column -> number of rows without a value."""

@@ -18,8 +18,6 @@ from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from stagescope.wire.errors import Forbidden, InvalidTensor, NotFound, StagescopeError
-from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.pickles.pickle_scan import peek
 from stagescope_service.dumps.pickles.torch_file import (
     FileTensor,
@@ -34,6 +32,8 @@ from stagescope_service.store.tensorfile import (
     read_tensors,
     write_tensors,
 )
+from stagescope_wire.errors import Forbidden, InvalidTensor, NotFound, StagescopeError
+from stagescope_wire.tensorfile import Array
 
 SUFFIXES: Final = (".pt", ".jsonl", ".json")
 MAX_TEXT_BYTES: Final = 1 << 30

@@ -6,10 +6,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope.wire.errors import InvalidTensor
 from stagescope_service.dumps.formats.odd_values import INTEGERS_64, NUMBERS, value_in_words
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import DumpEntry, DumpProblem
+from stagescope_wire.errors import InvalidTensor
 
 _NAMED: Final = 5
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
-from stagescope.wire.errors import InvalidTensor
 from stagescope_service.dumps.formats.content import json_lines, parse_line
 from stagescope_service.dumps.pickles.torch_file import FileValue
 from stagescope_service.dumps.records import DumpEntry, DumpProblem
+from stagescope_wire.errors import InvalidTensor
 
 UNNAMED: Final = (
     "not named: lines were not read, and a name has the position among the answers of its prompt"

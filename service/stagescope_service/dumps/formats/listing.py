@@ -9,8 +9,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from stagescope.wire.errors import NotFound, StagescopeError, TooLarge
-from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.content import SUFFIXES, damage_of
 from stagescope_service.dumps.records import (
     SECTIONS,
@@ -23,6 +21,8 @@ from stagescope_service.dumps.records import (
 )
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.tensorfile import disk_errors
+from stagescope_wire.errors import NotFound, StagescopeError, TooLarge
+from stagescope_wire.schema import Part
 
 MAX_FILES: Final = 200_000
 _SECTION_INDEX: Final = {section: index for index, section in enumerate(SECTIONS)}

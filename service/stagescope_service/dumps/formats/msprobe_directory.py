@@ -29,8 +29,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from stagescope.wire.errors import NotFound
-from stagescope.wire.schema import STAGES, Part
 from stagescope_service.dumps.formats.columns import Columns
 from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.formats.listing import (
@@ -48,6 +46,8 @@ from stagescope_service.dumps.records import (
     Location,
     RankDump,
 )
+from stagescope_wire.errors import NotFound
+from stagescope_wire.schema import STAGES, Part
 
 _RANK: Final = re.compile(r"rank[_-]?(\d{1,9})\Z")
 _STEP: Final = re.compile(r"(?:global_)?step[_-]?(\d{1,18}|unknown)\Z")

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import Columns, odd_problem
 from stagescope_service.dumps.formats.content import damage_of, first_values
 from stagescope_service.dumps.formats.listing import (
@@ -44,6 +43,7 @@ from stagescope_service.dumps.formats.sequences import (
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
 from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
+from stagescope_wire.errors import InvalidTensor, NotFound
 
 KIND: Final = "nemo_rl"
 STAGE: Final = "actor_compute_log_prob"

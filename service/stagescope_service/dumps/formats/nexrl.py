@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
-from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.columns import (
     Columns,
     RowIds,
@@ -56,6 +54,8 @@ from stagescope_service.dumps.records import (
     mapping,
 )
 from stagescope_service.store.tensorfile import disk_errors
+from stagescope_wire.errors import InvalidInput, InvalidTensor, NotFound
+from stagescope_wire.schema import Part
 
 KIND: Final = "nexrl"
 TYPES: Final[Mapping[str, str]] = {

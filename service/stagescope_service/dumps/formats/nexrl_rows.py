@@ -10,12 +10,12 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from stagescope.batch import Tensor
-from stagescope.batch import widened as widen
-from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import DumpContents
 from stagescope_service.store.tensorfile import WireTensor
+from stagescope_wire.batch import Tensor
+from stagescope_wire.batch import widened as widen
+from stagescope_wire.tensorfile import Array
 
 RowValue: TypeAlias = "str | int | float | Array"
 """A text, or a number or array of a tensor's row."""

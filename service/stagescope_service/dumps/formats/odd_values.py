@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope.batch import Tensor, widened
-from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
+from stagescope_wire.batch import Tensor, widened
+from stagescope_wire.tensorfile import Array
 
 NUMBERS: Final = frozenset({int, float, bool})
 """Types of numbers."""

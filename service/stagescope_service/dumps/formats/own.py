@@ -2,7 +2,7 @@
 
 `{run}/{attempt key}/step_N/{stage}[/part]/{role}_rank{r}_{identity}_{seq}.safetensors`, one file a
 payload, or the files that the catalogue lists. Each section of a file is an entry: those listed in
-the file (`store.kept`), or those of its stage (`stagescope.wire.keep`); masks are in each.
+the file (`store.kept`), or those of its stage (`stagescope_wire.keep`); masks are in each.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
-from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
@@ -37,6 +35,8 @@ from stagescope_service.dumps.formats.own_file import (
 )
 from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, mapping
 from stagescope_service.store.tensorfile import describe_file
+from stagescope_wire.errors import InvalidInput, NotFound, StagescopeError
+from stagescope_wire.schema import Part
 
 KIND: Final = "own"
 

@@ -10,10 +10,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import InvalidTensor, StagescopeError
-from stagescope.wire.keep import family, sections_of
-from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.dumps.formats.columns import Columns, unique_samples
 from stagescope_service.dumps.formats.odd_values import number_of
 from stagescope_service.dumps.records import (
@@ -26,6 +22,10 @@ from stagescope_service.dumps.records import (
 )
 from stagescope_service.rows.ragged import unpack
 from stagescope_service.store.tensorfile import describe_file, disk_errors, map_tensors
+from stagescope_wire import nonfinite
+from stagescope_wire.errors import InvalidTensor, StagescopeError
+from stagescope_wire.keep import family, sections_of
+from stagescope_wire.schema import PART_FIELDS, Part
 
 ROW_OFFSETS: Final = ".row_offsets"
 

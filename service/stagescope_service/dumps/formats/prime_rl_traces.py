@@ -28,7 +28,6 @@ from typing import Any, BinaryIO, Final, cast
 
 import pyarrow as pa
 
-from stagescope.wire.errors import InvalidTensor, NotFound, StagescopeError
 from stagescope_service.dumps.formats.columns import Columns
 from stagescope_service.dumps.formats.content import MAX_LINE_BYTES, JsonLine, parse_line
 from stagescope_service.dumps.formats.json_lines import lines_problem
@@ -53,6 +52,7 @@ from stagescope_service.dumps.records import (
     mapping,
 )
 from stagescope_service.store.tensorfile import disk_errors
+from stagescope_wire.errors import InvalidTensor, NotFound, StagescopeError
 
 KIND: Final = "prime_rl_traces"
 STAGE: Final = "actor_update"

@@ -13,10 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.batch import Batch, BatchPart
-from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
-from stagescope.wire.keep import sections_of
-from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.columns import Columns, unique_samples
 from stagescope_service.dumps.formats.content import damage_of
 from stagescope_service.dumps.formats.listing import (
@@ -38,6 +34,10 @@ from stagescope_service.dumps.records import (
 )
 from stagescope_service.rows.ragged import unpadded
 from stagescope_service.store.tensorfile import describe_file
+from stagescope_wire.batch import Batch, BatchPart
+from stagescope_wire.errors import InvalidInput, NotFound, StagescopeError
+from stagescope_wire.keep import sections_of
+from stagescope_wire.schema import Part
 
 KIND: Final = "batch"
 

@@ -16,7 +16,6 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidTensor
 from stagescope_service.dumps.formats.columns import Columns
 from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.formats.json_lines import UNNAMED as UNNAMED
@@ -25,6 +24,7 @@ from stagescope_service.dumps.formats.odd_values import OddValue, number_in, val
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.rows.ragged import cumulative
 from stagescope_service.store.tensorfile import WireTensor
+from stagescope_wire.errors import InvalidTensor
 
 NAN: Final = float("nan")
 _INT64: Final = 1 << 63

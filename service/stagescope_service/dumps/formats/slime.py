@@ -14,7 +14,6 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import (
     Columns,
     RowIds,
@@ -41,6 +40,7 @@ from stagescope_service.dumps.formats.listing import (
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
 from stagescope_service.rows.ragged import cumulative, slice_indexes
+from stagescope_wire.errors import InvalidTensor, NotFound
 
 KIND: Final = "slime"
 ROLLOUT_STAGE: Final = "rollout_generate"

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import NotFound
 from stagescope_service.dumps.formats.columns import are_numbers, collect_rows, odd_problem
 from stagescope_service.dumps.formats.content import damage_of, first_values
 from stagescope_service.dumps.formats.json_lines import UNNAMED, read_object_lines
@@ -26,6 +25,7 @@ from stagescope_service.dumps.formats.listing import (
     unknown_file,
 )
 from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
+from stagescope_wire.errors import NotFound
 
 KIND: Final = "verl"
 

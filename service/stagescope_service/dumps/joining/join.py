@@ -12,14 +12,14 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagescope.batch import Batch, BatchPart, Gap, Tensor
-from stagescope.batch.data import flow_index
-from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.dumps.joining.parts import DumpParts, find_parts
 from stagescope_service.dumps.joining.rows import Allocate, Assembly, Column, RecordedPart
 from stagescope_service.dumps.records import Dump, DumpContents
 from stagescope_service.rows.positions import POSITION_TENSORS, TokenPositions, token_positions
 from stagescope_service.rows.ragged import Int64, RowBlock, row_block
+from stagescope_wire.batch import Batch, BatchPart, Gap, Tensor
+from stagescope_wire.batch.data import flow_index
+from stagescope_wire.errors import NotFound, StagescopeError
 
 _RECOMPUTED: Final = ("entropy", "values", "loss")
 """Values that every pass over the rows computes anew, beside `log_probs` and what follows it."""

@@ -9,16 +9,16 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from stagescope.batch import Gap
-from stagescope.batch.data import flow_index
-from stagescope.wire.errors import NotFound, StagescopeError
-from stagescope.wire.policy_versions import VERSION_NAMES
-from stagescope.wire.schema import STAGES, Part
 from stagescope_service.dumps.joining.rows import RecordedPart, RowIndex, rows_lacking_ranks
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, mapping
 from stagescope_service.rows.positions import has_positions, token_positions
 from stagescope_service.rows.ragged import Bools
 from stagescope_service.store.tensorfile import WireTensor
+from stagescope_wire.batch import Gap
+from stagescope_wire.batch.data import flow_index
+from stagescope_wire.errors import NotFound, StagescopeError
+from stagescope_wire.policy_versions import VERSION_NAMES
+from stagescope_wire.schema import STAGES, Part
 
 _SAMPLING: Final = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed",

@@ -12,13 +12,13 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from stagescope.batch import Padding, Tensor, widened
-from stagescope.wire.schema import Part
-from stagescope.wire.tensorfile import CODES, Array
 from stagescope_service.dumps.records import DumpContents, DumpEntry, mapping
 from stagescope_service.rows.positions import TokenPositions, has_positions
 from stagescope_service.rows.ragged import Bools, Int64, RowBlock, is_in_row, unpack
 from stagescope_service.store.tensorfile import WireTensor
+from stagescope_wire.batch import Padding, Tensor, widened
+from stagescope_wire.schema import Part
+from stagescope_wire.tensorfile import CODES, Array
 
 Shape: TypeAlias = "tuple[str, tuple[int, ...]]"
 """(dtype tag, shape)"""

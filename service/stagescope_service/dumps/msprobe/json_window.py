@@ -33,8 +33,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
-from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError, TooLarge
 from stagescope_service.store.tensorfile import disk_errors
+from stagescope_wire.errors import InvalidInput, NotFound, StagescopeError, TooLarge
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 """A JSON value."""

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from stagescope.wire.errors import InvalidInput, NotFound, StoreError
-from stagescope.wire.nonfinite import Json
 from stagescope_service.dumps.msprobe.operator_table import SCHEMA, STACKS_KEY, SUMMARY_KEY
+from stagescope_wire.errors import InvalidInput, NotFound, StoreError
+from stagescope_wire.nonfinite import Json
 
 MAX_ROWS: Final = 10_000
 """Rows of one page."""

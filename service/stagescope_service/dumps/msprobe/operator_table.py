@@ -20,7 +20,6 @@ from typing import Final, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stagescope.wire.errors import NotFound
 from stagescope_service.dumps.msprobe.json_window import DumpFile, open_file
 from stagescope_service.dumps.msprobe.operators import (
     CallStacks,
@@ -33,6 +32,7 @@ from stagescope_service.dumps.msprobe.operators import (
     read_stacks,
 )
 from stagescope_service.store.tensorfile import disk_errors, sync_directory
+from stagescope_wire.errors import NotFound
 
 DUMP_NAMES: Final = ("dump.json", "debug.json")
 """What msprobe writes of calls, and of values that a script saved at level debug."""

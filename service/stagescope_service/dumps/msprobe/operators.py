@@ -36,8 +36,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope_service.dumps.msprobe.json_window import JsonValue, JsonWindow, Truncated, open_file
+from stagescope_wire.errors import InvalidInput, NotFound, StagescopeError
 
 _MODULE: Final = re.compile(
     r"(?P<kind>Module|Cell)\.(?:(?P<operator>.+)\.)?(?P<module_class>[^.]+)"

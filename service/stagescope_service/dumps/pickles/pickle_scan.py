@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.store.tensorfile import MAX_BYTES, disk_errors
+from stagescope_wire.errors import InvalidTensor, NotFound
 
 MAX_PICKLE_BYTES: Final = 512 << 20
 MAX_MEMBERS: Final = 200_000

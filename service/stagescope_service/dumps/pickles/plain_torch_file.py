@@ -18,8 +18,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from stagescope.wire.schema import DTYPE_BYTES
-from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.pickles.torch_stand_ins import (
     STAND_INS,
     FileTensor,
@@ -27,6 +25,8 @@ from stagescope_service.dumps.pickles.torch_stand_ins import (
     PickledDtype,
     PickledTensorDict,
 )
+from stagescope_wire.schema import DTYPE_BYTES
+from stagescope_wire.tensorfile import Array
 
 _STORAGES: Final[Mapping[str, str]] = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",

@@ -19,9 +19,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from stagescope.wire.errors import Forbidden, InvalidTensor, MissingExtra
-from stagescope.wire.schema import DTYPE_BYTES
-from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.pickles.pickle_scan import check_zip, globals_of, size_of_file
 from stagescope_service.dumps.pickles.plain_torch_file import NotPlain, read_plain
 from stagescope_service.dumps.pickles.torch_stand_ins import (
@@ -35,6 +32,9 @@ from stagescope_service.dumps.pickles.torch_stand_ins import (
     Unreadable,
 )
 from stagescope_service.store.tensorfile import MAX_BYTES
+from stagescope_wire.errors import Forbidden, InvalidTensor, MissingExtra
+from stagescope_wire.schema import DTYPE_BYTES
+from stagescope_wire.tensorfile import Array
 
 if TYPE_CHECKING:
     import torch

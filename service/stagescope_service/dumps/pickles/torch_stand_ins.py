@@ -15,8 +15,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from stagescope.wire.tensorfile import Array
 from stagescope_service.store.tensorfile import WireTensor
+from stagescope_wire.tensorfile import Array
 
 _NESTED: Final = "torch.nested._internal.nested_tensor"
 SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})

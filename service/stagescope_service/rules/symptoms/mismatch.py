@@ -9,7 +9,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagescope.render import counted
 from stagescope_service.rules.evidence import (
     ABS_DIFF,
     Evidence,
@@ -22,6 +21,7 @@ from stagescope_service.rules.evidence import (
 from stagescope_service.rules.history import NEWEST, READ, RunHistory, StepInForce
 from stagescope_service.statistics.cell import Field, Float64
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey
+from stagescope_wire.render import counted
 
 _FEW: Final = 8
 """Tokens that are few: those that carry a mean say nothing about the others."""

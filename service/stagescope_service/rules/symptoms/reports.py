@@ -12,7 +12,6 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from stagescope.render import counted
 from stagescope_service.rules.document import DEFAULT_COOLDOWN
 from stagescope_service.rules.evidence import (
     ENDED_AFTER,
@@ -28,6 +27,7 @@ from stagescope_service.rules.history import NEWEST, MissingRank, RunHistory
 from stagescope_service.statistics.cell import Float64
 from stagescope_service.store.queries.measurements import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, LossRow
+from stagescope_wire.render import counted
 
 TRIGGER: Final = "trigger_"
 """Begin of the kind of a finding that a trigger's rule made."""

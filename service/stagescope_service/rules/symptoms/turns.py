@@ -8,12 +8,12 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagescope.batch import Batch
-from stagescope.batch.converters import keys_of, prompts_of, response_spans
-from stagescope.wire.tensorfile import Array
 from stagescope_service.rules.evidence import Evidence, not_found, not_measured, short
 from stagescope_service.rules.history import NEWEST, READ, RunHistory
 from stagescope_service.statistics.cell import Float64, Int64
+from stagescope_wire.batch import Batch
+from stagescope_wire.batch.converters import keys_of, prompts_of, response_spans
+from stagescope_wire.tensorfile import Array
 
 _TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "turn_ids"))
 """The tensors that hold the tokens of a turn and of its prompt, either way."""

@@ -8,11 +8,11 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagescope.render import counted
-from stagescope.wire.schema import Part
 from stagescope_service.rules.evidence import Evidence, not_found, not_measured, short
 from stagescope_service.rules.history import READ, RunHistory, StepInForce
 from stagescope_service.rules.passes import FirstPass
+from stagescope_wire.render import counted
+from stagescope_wire.schema import Part
 
 _FEW: Final = 16
 """Fewest tokens of a sample whose mean is compared with those of samples that differ, too."""

@@ -8,7 +8,6 @@ from typing import Final, TypedDict
 import sqlalchemy as sa
 from typing_extensions import Required
 
-from stagescope.wire.nonfinite import Json
 from stagescope_service.fields import Attempt, Row, Run, Step
 from stagescope_service.store import tables
 from stagescope_service.store.snapshot import ANNOUNCED, Query
@@ -25,6 +24,7 @@ from stagescope_service.store.tables import (
     stages,
 )
 from stagescope_service.store.tables.compact import training_begins
+from stagescope_wire.nonfinite import Json
 
 
 class RunRow(Row):

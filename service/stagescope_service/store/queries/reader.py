@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict, TypeVar, cast
 
 import sqlalchemy as sa
 
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.store import connect
 from stagescope_service.store.snapshot import Query, rows
 from stagescope_service.store.tables import TABLES
+from stagescope_wire.nonfinite import JsonObject
 
 if TYPE_CHECKING:
     from typing_extensions import Self

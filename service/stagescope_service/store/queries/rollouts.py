@@ -8,11 +8,11 @@ from typing import Final
 
 import sqlalchemy as sa
 
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import STEP_SUMMARY_STAGES
 from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import payloads, samples
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.schema import STEP_SUMMARY_STAGES
 
 TRAINER_STAGES: Final = tuple(name for name in STEP_SUMMARY_STAGES if name != "rollout_generate")
 MAX_VERSIONS: Final = 100

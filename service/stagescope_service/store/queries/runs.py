@@ -8,8 +8,6 @@ from typing import TypedDict
 import sqlalchemy as sa
 from typing_extensions import Unpack
 
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import PART_FIELDS, PartColumns
 from stagescope_service.store import connect
 from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.overview import (
@@ -41,6 +39,8 @@ from stagescope_service.store.tables import (
     step_rows,
 )
 from stagescope_service.store.tables.training import REMOVABLE
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import PART_FIELDS, PartColumns
 
 
 class RemovableStep(TypedDict):

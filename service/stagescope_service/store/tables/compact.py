@@ -18,9 +18,9 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy import Column, Index, event
 
-from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.store.columns import Blob, Flag, Int, Real, Text
 from stagescope_service.store.tables.declare import columns, key, metadata, partial_index, table
+from stagescope_wire.schema import PART_FIELDS
 
 INGESTED: Final = 0
 ANNOUNCED: Final = 1

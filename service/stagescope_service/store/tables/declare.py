@@ -7,8 +7,8 @@ from typing import Any, Final, TypedDict
 import sqlalchemy as sa
 from sqlalchemy import Column, Index
 
-from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS, PartColumns
 from stagescope_service.store.columns import Int, Text
+from stagescope_wire.schema import LAYOUT_COLUMNS, PART_FIELDS, PartColumns
 
 metadata: Final = sa.MetaData(
     naming_convention={

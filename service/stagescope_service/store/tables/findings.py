@@ -8,7 +8,6 @@ from pydantic import Field
 from sqlalchemy import Column, Index
 from typing_extensions import NotRequired
 
-from stagescope.wire.nonfinite import Json
 from stagescope_service.fields import Rank, Role, Row, Run, Stage, Step
 from stagescope_service.store.columns import Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
@@ -19,6 +18,7 @@ from stagescope_service.store.tables.declare import (
     place,
     table,
 )
+from stagescope_wire.nonfinite import Json
 
 findings = table(
     "findings",

@@ -7,7 +7,6 @@ from typing import Annotated, TypedDict
 from pydantic import Field
 from sqlalchemy import Column, Index
 
-from stagescope.wire.nonfinite import Json
 from stagescope_service.fields import Row, Step
 from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
@@ -19,6 +18,7 @@ from stagescope_service.store.tables.declare import (
     table,
     view,
 )
+from stagescope_wire.nonfinite import Json
 
 scalars = view(
     "scalars",

@@ -7,9 +7,6 @@ from typing import Annotated, TypedDict
 from pydantic import Field
 from sqlalchemy import Column, Index
 
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.plan import StoredCapture
-from stagescope.wire.schema import PART_FIELDS, PartColumns
 from stagescope_service.fields import Row, Run, Wall
 from stagescope_service.store.columns import Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
@@ -21,6 +18,9 @@ from stagescope_service.store.tables.declare import (
     table,
     view,
 )
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.plan import StoredCapture
+from stagescope_wire.schema import PART_FIELDS, PartColumns
 
 captures = table(
     "captures",

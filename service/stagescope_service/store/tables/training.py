@@ -7,7 +7,6 @@ from typing import Annotated, Final, TypedDict
 import sqlalchemy as sa
 from sqlalchemy import Column, Index
 
-from stagescope.wire.nonfinite import Json
 from stagescope_service.fields import RoleRank, Stage, one_of
 from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
@@ -21,6 +20,7 @@ from stagescope_service.store.tables.declare import (
     table,
     view,
 )
+from stagescope_wire.nonfinite import Json
 
 runs = table(
     "runs", key("run", Text), Column("created_wall", Real), Column("settings", StrictJson())

@@ -31,7 +31,6 @@ from tests.support.stores import eventually
 from tokenizers import Tokenizer, models
 
 import stagescope
-from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError, TooLarge
 from stagescope_service.api.bundle import contents
 from stagescope_service.api.bundle.archive import unpack
 from stagescope_service.api.bundle.opened import OpenedBundle, open_unpacked
@@ -39,6 +38,7 @@ from stagescope_service.api.redaction import Redactor
 from stagescope_service.store import copying
 from stagescope_service.store.contract import Put
 from stagescope_service.store.tables import metadata
+from stagescope_wire.errors import Forbidden, InvalidInput, StagescopeError, TooLarge
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

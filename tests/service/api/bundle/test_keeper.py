@@ -14,10 +14,10 @@ from tests.support.api import Rank, Service, service
 from tests.support.measure import payload
 from tests.support.shown_run import keep_tensors
 
-from stagescope.wire.errors import NotReady
 from stagescope_service.api.bundle import keeper as keeping
 from stagescope_service.api.bundle.keeper import BundleKeeper
 from stagescope_service.store.queries.runs import DiedAttempt
+from stagescope_wire.errors import NotReady
 
 STAGE = "actor_compute_log_prob"
 

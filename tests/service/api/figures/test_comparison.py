@@ -8,11 +8,11 @@ import pytest
 from tests.support.api import Service
 from tests.support.figures import layout_of, streams
 
-from stagescope.wire.errors import NotFound
 from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import comparison
 from stagescope_service.api.figures.lines import Line
 from stagescope_service.figure_style import traces
+from stagescope_wire.errors import NotFound
 
 MEAN = "logprob_abs_diff/mean"
 EVERYTHING: Window = {"first": None, "last": None}

@@ -9,10 +9,10 @@ import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.figures import LOG_PROB, UNMEASURED, layout_of, rounds_payload, streams
 
-from stagescope.wire.errors import NotFound
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import distribution
 from stagescope_service.figure_style import traces
+from stagescope_wire.errors import NotFound
 
 
 def test_each_bar_counts_the_tokens_between_its_edges(deps: Dependencies) -> None:

@@ -12,7 +12,6 @@ from tests.support.api import Rank, Service, service
 from tests.support.figures import FLOOR, UNMEASURED, layout_of, streams, y_axes_of
 from tests.support.shown_run import keep_tensors, payload
 
-from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import overview
@@ -20,6 +19,7 @@ from stagescope_service.api.figures.lines import Mark, NotFinite
 from stagescope_service.api.figures.overview import OverviewInfo, Panel, Request
 from stagescope_service.api.figures.routes import as_json
 from stagescope_service.figure_style import traces
+from stagescope_wire.errors import InvalidInput, NotFound
 
 MEAN, K3 = "logprob_abs_diff/mean", "rollout_corr/k3_kl"
 PEARSON = "training/rollout_actor_probs_pearson_corr"

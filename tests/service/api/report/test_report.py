@@ -19,10 +19,10 @@ from tests.support.measure import payload
 from tests.support.shown_run import BROKEN, RUN, keep_tensors, shown
 from tests.support.shown_run import payload as shown_payload
 
-from stagescope.wire import schema
 from stagescope_service.api.report import routes
 from stagescope_service.api.report.parts import ReportSection
 from stagescope_service.store.contract import Put
+from stagescope_wire import schema
 
 STEPS = 34
 HOSTILE = "<script>window.hacked=1</script> | **b** [x](javascript:1) `c`\n# h @someone \x1b[31m"

@@ -11,9 +11,9 @@ import torch
 from tests.support.dumps import table
 from tests.support.small_decoder import small_decoder
 
-from stagescope.wire.errors import NotFound, NotReady, StagescopeError
 from stagescope_service.compare.operators import comparison_process
 from stagescope_service.compare.operators.differences import Thresholds
+from stagescope_wire.errors import NotFound, NotReady, StagescopeError
 
 LARGE = comparison_process.SMALL_ROWS + 1
 

@@ -12,7 +12,6 @@ from tests.support.small_decoder import small_decoder
 
 from stagescope.comparison_requests import Tensors
 from stagescope.table import Table
-from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.compare.operators import tensors
 from stagescope_service.compare.operators.tensors import (
     COLUMNS,
@@ -21,6 +20,7 @@ from stagescope_service.compare.operators.tensors import (
     read_table,
 )
 from stagescope_service.dumps.msprobe.operator_table import write_operator_table
+from stagescope_wire.errors import InvalidInput, NotFound
 
 Dump = tuple[Path, Path]
 

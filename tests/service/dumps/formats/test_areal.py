@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.support.dump_files import areal_batch, areal_file, make_batch
 
-from stagescope.wire.errors import InvalidTensor
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import mapping
+from stagescope_wire.errors import InvalidTensor
 
 
 @pytest.mark.parametrize("form", ["dict", "tensordict"])

@@ -7,10 +7,10 @@ import torch
 from tests.support.dump_files import own_directory
 from tests.support.dumps import capture
 
-from stagescope.wire.errors import Forbidden, NotFound
-from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.listing import rank_dumps
+from stagescope_wire.errors import Forbidden, NotFound
+from stagescope_wire.schema import Part
 
 
 def test_tensors_by_operator(tmp_path: Path) -> None:

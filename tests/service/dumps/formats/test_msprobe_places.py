@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.listing import rank_dumps
 from stagescope_service.dumps.formats.msprobe_directory import find_places
 from stagescope_service.dumps.records import Location
+from stagescope_wire.schema import Part
 
 Place = tuple[int | None, str | None, int | None]
 

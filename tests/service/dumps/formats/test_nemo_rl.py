@@ -12,12 +12,12 @@ import pytest
 from tests.support.api import Service, service
 
 from stagescope.session import Session, attach
-from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.commands.importing import import_dump
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import mapping
+from stagescope_wire.errors import InvalidTensor, NotFound
 
 WIDTH = 16
 

@@ -13,11 +13,11 @@ import torch
 from tests.support.batches import from_bfloat16
 from tests.support.dump_files import GROUP, make_batch, nexrl_directory
 
-from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
-from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.nexrl import MICRO_TYPES, place_of_file
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location, mapping
+from stagescope_wire.errors import InvalidInput, InvalidTensor, NotFound
+from stagescope_wire.schema import Part
 
 PARAMETER = "model.layers.0.self_attn.q_proj.weight"
 

@@ -10,12 +10,12 @@ import pytest
 from tests.support.batches import wire
 from tests.support.dump_files import make_batch, nexrl_directory, own_directory
 
-from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
-from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.records import Dump, DumpContents, Location
 from stagescope_service.store.artifacts import write_tensors
+from stagescope_wire.errors import InvalidInput, InvalidTensor, NotFound
+from stagescope_wire.schema import Part
 
 
 def one(dump: Dump, section: str, rank: int = 0, micro: int = 0) -> DumpContents:

@@ -11,12 +11,12 @@ import pytest
 from tests.support.api import service
 
 from stagescope.session import attach
-from stagescope.wire.errors import InvalidTensor
 from stagescope_service.commands.importing import import_dump
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import mapping
+from stagescope_wire.errors import InvalidTensor
 
 NEW = ("rl_weights", "ce_weights", "ref_kl_weights")
 

@@ -14,11 +14,11 @@ import pytest
 from tests.support.api import service
 
 from stagescope.session import attach
-from stagescope.wire.errors import InvalidTensor
 from stagescope_service.commands.importing import import_dump
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.discover import open_dump
+from stagescope_wire.errors import InvalidTensor
 
 Line = dict[str, Any]
 TRACES = "monitors/file/traces"

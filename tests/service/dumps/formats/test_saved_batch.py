@@ -20,13 +20,13 @@ from tests.support.dump_files import (
 )
 from tests.support.step_batches import step_batch
 
-from stagescope.batch import Batch, Gap, Tensor
-from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import Location
+from stagescope_wire.batch import Batch, Gap, Tensor
+from stagescope_wire.errors import InvalidInput, InvalidTensor, NotFound
 
 
 def saved(directory: Path, path: Path, **changes: Any) -> Path:

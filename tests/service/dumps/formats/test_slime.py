@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.support.dump_files import GROUP, Batch, make_batch, slime_rollout_file, slime_train_file
 
-from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import Dump, DumpContents, mapping
+from stagescope_wire.errors import InvalidTensor, NotFound
 
 
 def read(dump: Dump, section: str, stage: str) -> DumpContents:

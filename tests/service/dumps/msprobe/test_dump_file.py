@@ -16,8 +16,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stagescope.wire.errors import InvalidInput, NotFound, TooLarge
 from stagescope_service.dumps.msprobe.json_window import DumpFile, open_file
+from stagescope_wire.errors import InvalidInput, NotFound, TooLarge
 
 leaf = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(

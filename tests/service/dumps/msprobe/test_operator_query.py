@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.dumps import Masked, table
 
-from stagescope.wire.errors import InvalidInput, NotFound, StoreError
 from stagescope_service.dumps.msprobe.operator_query import (
     OperatorFilter,
     iterate_rows,
@@ -24,6 +23,7 @@ from stagescope_service.dumps.msprobe.operator_query import (
     read_stack,
 )
 from stagescope_service.dumps.msprobe.operator_table import SCHEMA
+from stagescope_wire.errors import InvalidInput, NotFound, StoreError
 
 
 @pytest.fixture(scope="module")

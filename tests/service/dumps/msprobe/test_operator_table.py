@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tests.support.dumps import Masked, capture, table, tabled
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 
-from stagescope.wire.errors import InvalidInput, NotFound, StoreError
 from stagescope_service.dumps.msprobe.json_window import JsonValue
 from stagescope_service.dumps.msprobe.operator_query import read_stack
 from stagescope_service.dumps.msprobe.operator_table import SUMMARY_KEY, write_operator_table
@@ -28,6 +27,7 @@ from stagescope_service.dumps.msprobe.operators import (
     parse_name,
     source_of,
 )
+from stagescope_wire.errors import InvalidInput, NotFound, StoreError
 
 
 def stored_summary(path: Path) -> Any:

@@ -19,11 +19,11 @@ from tests.support.dump_files import (
     zip_bomb,
 )
 
-from stagescope.wire.errors import Forbidden, InvalidTensor, TooLarge
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats import listing
 from stagescope_service.dumps.records import Dump, DumpEntry
 from stagescope_service.store.tensorfile import write_tensors
+from stagescope_wire.errors import Forbidden, InvalidTensor, TooLarge
 
 
 def entry_at(dump: Dump, path: Path) -> DumpEntry:

@@ -20,7 +20,6 @@ import torch
 from tests.support.batches import from_bfloat16
 from tests.support.dump_files import Runs, areal_file, hostile_torch_file, make_batch, zip_bomb
 
-from stagescope.wire.errors import Forbidden, InvalidTensor, MissingExtra, NotFound
 from stagescope_service.dumps.pickles.pickle_scan import globals_of, peek
 from stagescope_service.dumps.pickles.plain_torch_file import NotPlain, read_plain
 from stagescope_service.dumps.pickles.torch_file import (
@@ -30,6 +29,7 @@ from stagescope_service.dumps.pickles.torch_file import (
     _PlainValues,
     read_torch_file,
 )
+from stagescope_wire.errors import Forbidden, InvalidTensor, MissingExtra, NotFound
 
 since_2_6 = pytest.mark.skipif(
     torch.__version__ < "2.6", reason="this torch writes no such tensors, or does not load them"

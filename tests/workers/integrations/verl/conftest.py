@@ -8,7 +8,7 @@ import pytest
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from tests.support.verl_fakes import Seen, fake_modules
 
-from stagescope.wire.schema import END, Event
+from stagescope_wire.schema import END, Event
 from stagescope_workers.integrations import patches
 from stagescope_workers.integrations.patches import APPLIED
 from stagescope_workers.integrations.verl import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.support import verl_fakes
 
-from stagescope.wire.schema import check_run_name
+from stagescope_wire.schema import check_run_name
 from stagescope_workers.capture.verl_blocks import captures_from_verl
 from stagescope_workers.integrations.configuration import visible_leaves
 from stagescope_workers.integrations.verl import configuration, context

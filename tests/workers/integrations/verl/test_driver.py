@@ -18,7 +18,7 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from tests.support.verl_fakes import DataProto, Seen
 from tests.workers.integrations.verl.conftest import Ended
 
-from stagescope.wire.schema import END_STEP, FINISH, HELLO, LOG
+from stagescope_wire.schema import END_STEP, FINISH, HELLO, LOG
 from stagescope_workers.integrations.verl import configuration, context, rollout, trainer_calls
 from stagescope_workers.integrations.verl.modes import FLOAT32, VARIABLE
 from stagescope_workers.probe.probe import Probe

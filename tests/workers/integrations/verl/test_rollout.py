@@ -15,7 +15,7 @@ from tests.support.coordinators import FakeCoordinator
 from tests.support.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
-from stagescope.wire.schema import HELLO
+from stagescope_wire.schema import HELLO
 from stagescope_workers.integrations.verl import configuration, rollout
 from stagescope_workers.probe.probe import Probe
 

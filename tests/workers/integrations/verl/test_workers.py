@@ -17,8 +17,8 @@ from tests.support.coordinators import FakeCoordinator
 from tests.support.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
-from stagescope.wire.errors import CaptureError
-from stagescope.wire.schema import BEGIN, END, HELLO
+from stagescope_wire.errors import CaptureError
+from stagescope_wire.schema import BEGIN, END, HELLO
 from stagescope_workers.integrations.verl import context, hooks, ranks
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.probe.probe import Probe

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, TypeAlias
 
-from stagescope.wire.errors import StagescopeError
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.errors import StagescopeError
+from stagescope_wire.nonfinite import Json
 from stagescope_workers.integrations.areal import ranks, rows
 from stagescope_workers.integrations.configuration import lookup, plain_leaves
 from stagescope_workers.integrations.patches import Function, before, guarded, wrapper

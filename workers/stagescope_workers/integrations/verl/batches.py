@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire.nonfinite import JsonObject
 from stagescope_workers.integrations.verl.context import SAMPLES
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.nonfinite import Json
 from stagescope_workers.integrations.configuration import (
     absolute,
     attempt_key,

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire.nonfinite import JsonObject
 
 KEY: Final = "stagescope"
 SAMPLES: Final = "stagescope_sample_ids"

@@ -9,8 +9,8 @@ import numbers
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stagescope import versions
-from stagescope.wire.nonfinite import Json
+from stagescope_wire import versions
+from stagescope_wire.nonfinite import Json
 from stagescope_workers.capture.verl_blocks import otherwise_in_verl
 from stagescope_workers.integrations.configuration import attempt_key, lookup
 from stagescope_workers.integrations.patches import guarded

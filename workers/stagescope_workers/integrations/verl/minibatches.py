@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from stagescope.wire.errors import StagescopeError
+from stagescope_wire.errors import StagescopeError
 from stagescope_workers.integrations.configuration import lookup
 from stagescope_workers.integrations.patches import after, guarded
 from stagescope_workers.integrations.training import ClipBounds, MicrobatchBuffer, clipped

@@ -7,7 +7,7 @@ import logging
 import os
 from typing import Any, Final
 
-from stagescope import proxies
+from stagescope_wire import proxies
 from stagescope_workers.integrations.patches import after
 from stagescope_workers.integrations.ray_jobs import passed
 

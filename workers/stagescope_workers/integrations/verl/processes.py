@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Final
 
-from stagescope import discovery, proxies
-from stagescope.discovery import NAMESPACE
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire import discovery, proxies
+from stagescope_wire.discovery import NAMESPACE
+from stagescope_wire.nonfinite import JsonObject
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe

@@ -11,7 +11,7 @@ import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-from stagescope.wire.errors import StagescopeError
+from stagescope_wire.errors import StagescopeError
 from stagescope_workers.integrations import training
 from stagescope_workers.integrations.configuration import present
 from stagescope_workers.integrations.patches import (

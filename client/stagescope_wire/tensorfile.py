@@ -22,8 +22,8 @@ from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.nonfinite import Json, JsonObject, spell
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.nonfinite import Json, JsonObject, spell
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 """An array whose dtype is known only at run time, from the tag beside it."""

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from stagescope.engines.base import (
+from stagescope_wire.engines.base import (
     EngineInfo,
     Generation,
     Prompt,
@@ -22,9 +22,9 @@ from stagescope.engines.base import (
     check_ids,
     check_prompt,
 )
-from stagescope.engines.http import EngineHttp
-from stagescope.wire.errors import EngineError
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope_wire.engines.http import EngineHttp
+from stagescope_wire.errors import EngineError
+from stagescope_wire.nonfinite import Json, JsonObject
 
 _FLOOR: Final = -9999.0
 _ID: Final = "token_id:"

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import Forbidden
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import SCHEMA, WORK_FIELDS
+from stagescope_wire.errors import Forbidden
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import SCHEMA, WORK_FIELDS
 
 MAX_THREADS: Final = 256
 MAX_FRAMES: Final = 200

@@ -15,12 +15,12 @@ from typing import Final
 
 import httpx
 
-from stagescope.engines.base import EngineInfo
-from stagescope.engines.http import EngineHttp, engine_key, engine_url
-from stagescope.engines.openai import LlamaCppEngine, OpenAIEngine, SGLangEngine
-from stagescope.wire.errors import EngineError, InvalidInput, NotFound
-from stagescope.wire.names import normal_run_name
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope_wire.engines.base import EngineInfo
+from stagescope_wire.engines.http import EngineHttp, engine_key, engine_url
+from stagescope_wire.engines.openai import LlamaCppEngine, OpenAIEngine, SGLangEngine
+from stagescope_wire.errors import EngineError, InvalidInput, NotFound
+from stagescope_wire.names import normal_run_name
+from stagescope_wire.nonfinite import Json, JsonObject
 
 AREAL_VARIABLE: Final = "AREAL_LLM_SERVER_ADDRS"
 ENGINE_FIELDS: Final[Mapping[str, str]] = {

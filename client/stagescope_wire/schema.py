@@ -26,8 +26,8 @@ import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeAlias, TypedDict
 
-from stagescope.wire.errors import InvalidEvent, InvalidInput
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope_wire.errors import InvalidEvent, InvalidInput
+from stagescope_wire.nonfinite import Json, JsonObject
 
 WireTuple: TypeAlias = tuple[Json, ...]
 """A sender or an event as it is sent: built-in types, the schema number first."""
@@ -37,7 +37,7 @@ SCHEMA: Final = 1
 # --- kinds of events, with the fields of each -----------------------------------------------
 HELLO: Final = "hello"
 """world_size, data_rank, layout {LAYOUT_COLUMNS: value}, fingerprint {...}, settings {...},
-resumed_from_step, pid, watchdog (path of the file that `stagescope.wire.stacks` describes), launch
+resumed_from_step, pid, watchdog (path of the file that `stagescope_wire.stacks` describes), launch
 (a text that each start of its launcher has of its own), single (True: the process knows of no other
 rank of its role). Unknown is absent."""
 BEGIN: Final = "begin"

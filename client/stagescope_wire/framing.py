@@ -8,7 +8,7 @@
 
 with payload = `{"tensors": {name: {"dtype", "shape", "offsets": bool}}, "strings", "meta"}`. The
 bytes of tensor `name` of event `seq` are the safetensors entry `{seq}/{name}`, its row offsets
-(int64) `{seq}/{name}/offsets`. `stagescope.wire.nonfinite` says what stands for what JSON cannot
+(int64) `{seq}/{name}/offsets`. `stagescope_wire.nonfinite` says what stands for what JSON cannot
 hold: non-finite numbers, large ints, and lone surrogates in texts and names.
 
 It uses numpy alone, so that a training image does not need safetensors.
@@ -24,9 +24,9 @@ from typing import Final, NamedTuple, TypedDict
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.nonfinite import Json, JsonObject, spell, valid_text
-from stagescope.wire.tensorfile import Array, WireTensor, make_header, plan_entries
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.nonfinite import Json, JsonObject, spell, valid_text
+from stagescope_wire.tensorfile import Array, WireTensor, make_header, plan_entries
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
 _MAX_REPR: Final = 1000
@@ -35,7 +35,7 @@ _UNWRITABLE: Final = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 class WirePayload(TypedDict):
-    """The payload of an event, as `stagescope.wire.schema` describes it."""
+    """The payload of an event, as `stagescope_wire.schema` describes it."""
 
     schema: int
     tensors: Mapping[str, WireTensor]

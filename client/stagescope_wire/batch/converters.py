@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.batch.data import BatchData, Tensor, widened
-from stagescope.wire.errors import MissingExtra, NotFound
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.tensorfile import Array
+from stagescope_wire.batch.data import BatchData, Tensor, widened
+from stagescope_wire.errors import MissingExtra, NotFound
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.tensorfile import Array
 
 if TYPE_CHECKING:
     import tensordict

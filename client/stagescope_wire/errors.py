@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Final
 
-from stagescope.wire.links import Link, LinkText, path_of, with_links
+from stagescope_wire.links import Link, LinkText, path_of, with_links
 
 __all__ = [
     "CaptureError",

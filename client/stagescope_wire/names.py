@@ -11,12 +11,12 @@ import functools
 import hashlib
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.nonfinite import valid_text
-from stagescope.wire.schema import (
+from stagescope_wire.errors import InvalidInput, UnknownName
+from stagescope_wire.nonfinite import valid_text
+from stagescope_wire.schema import (
     PAYLOAD_STRINGS,
     PAYLOAD_TENSORS,
     STREAM_TENSORS,
@@ -265,3 +265,61 @@ def storable_id(value: object) -> str:
         return clean
     digest = hashlib.blake2b(clean.encode(), digest_size=_DIGEST).hexdigest()
     return f"{clean[: MAX_ID - len(digest) - 1]}~{digest}"
+
+
+_NAMES_LISTED: Final = 8
+"""Rows in the text representation; HTML shows five times as many."""
+
+
+def unknown_name(name: str, names: Sequence[str], *, what: str = "column") -> UnknownName:
+    """Return the error of a name that does not exist; it suggests similar names."""
+    similar = similar_names(name, names)
+    return UnknownName(
+        f"there is no {what} {name!r}",
+        expected="" if similar else f"one of {_first(names)}",
+        advice=f"did you mean {' or '.join(similar)}?" if similar else "",
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_LISTED
+    listed = ", ".join(names[:_NAMES_LISTED])
+    return f"{listed} and {more} more" if more > 0 else listed
+
+
+def similar_names(name: str, names: Sequence[str], most: int = 3) -> list[str]:
+    """Return up to `most` of `names` that are similar to `name`.
+
+    Names with the same last segment come first, then names that contain it, then close matches.
+    """
+    lowered = str(name).lower()
+    last = lowered.rpartition("/")[2]
+    parts = [other for other in names if other.lower().rpartition("/")[2] == last]
+    parts += [other for other in names if lowered in other.lower() and other not in parts]
+    matches = difflib.get_close_matches(lowered, names, n=most)
+    by_last = {other.rpartition("/")[2]: other for other in reversed(names)}
+    last_matches = [by_last[end] for end in difflib.get_close_matches(last, [*by_last], n=most)]
+    return [*dict.fromkeys([*parts[:most], *matches, *last_matches])][:most]
+
+
+_NATS: Final = (
+    "rollout_corr/kl", "rollout_corr/k3_kl", "logprob", "per_round/max_diff_value",
+    "rounding/abs_diff_floor",
+)  # fmt: skip
+
+
+_TOKENS: Final = ("counts/tokens", "counts/masked_tokens", "nonfinite/", "calibration/tokens")
+
+
+_COUNTS: Final = {"counts/sequences": "sequences", "counts/empty_rows": "rows"}
+
+
+def unit_of_metric(name: str) -> str:
+    """Return a metric's unit: `nat`, `tokens`, `sequences`, `rows`, or "" for a pure number."""
+    if name.startswith(_TOKENS) or name.endswith(("_count", "token_count")):
+        return "tokens"
+    if name in _COUNTS:
+        return _COUNTS[name]
+    if name.startswith(_NATS) or "log_ppl" in name or name.endswith("_abs_diff_mean"):
+        return "nat"
+    return "nat" if name == "train_rollout_logprob_abs_diff" else ""

@@ -22,8 +22,8 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.wire.errors import InvalidInput, Unauthorized, Unreachable
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire.errors import InvalidInput, Unauthorized, Unreachable
+from stagescope_wire.nonfinite import JsonObject
 
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 NAMESPACE: Final = "stagescope"

@@ -1,7 +1,7 @@
 """A spool: batches of events as files, for processes that cannot reach the service.
 
 `STAGESCOPE_URL=file:///shared/spool` names the directory. Each process has a folder in it, named by
-its incarnation, with the body of each batch (`stagescope.wire.framing`) as `00000001.events`, ...,
+its incarnation, with the body of each batch (`stagescope_wire.framing`) as `00000001.events`, ...,
 and `sender.json`, its newest sender, written again as long as the process is alive. Every file is
 renamed into its place, so that a reader sees whole files only.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from stagescope.wire.errors import InvalidInput
+from stagescope_wire.errors import InvalidInput
 
 SENDER: Final = "sender.json"
 ALIVE_SECONDS: Final = 5.0

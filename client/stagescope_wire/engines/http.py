@@ -13,10 +13,10 @@ from typing import Final, TypeVar
 
 import httpx
 
-from stagescope import proxies
-from stagescope.discovery import check_token, check_url, read_token
-from stagescope.wire.errors import EngineError, InvalidInput
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope_wire import proxies
+from stagescope_wire.discovery import check_token, check_url, read_token
+from stagescope_wire.errors import EngineError, InvalidInput
+from stagescope_wire.nonfinite import Json, JsonObject
 
 KEY_VARIABLE: Final = "STAGESCOPE_ENGINE_KEY"
 KEY_FILE_VARIABLE: Final = "STAGESCOPE_ENGINE_KEY_FILE"

@@ -18,9 +18,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagescope import render
-from stagescope.batch import converters, file
-from stagescope.batch.data import (
+from stagescope_wire import render
+from stagescope_wire.batch import converters, file
+from stagescope_wire.batch.data import (
     BatchData,
     BatchPart,
     Gap,
@@ -30,9 +30,9 @@ from stagescope.batch.data import (
     flow_index,
     widened,
 )
-from stagescope.table import context
-from stagescope.wire.nonfinite import Json
-from stagescope.wire.tensorfile import Array
+from stagescope_wire.nonfinite import Json
+from stagescope_wire.render import context
+from stagescope_wire.tensorfile import Array
 
 if TYPE_CHECKING:
     import tensordict

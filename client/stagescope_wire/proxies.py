@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
-from stagescope.discovery import is_loopback, without_password
-from stagescope.wire.errors import InvalidInput
+from stagescope_wire.discovery import is_loopback, without_password
+from stagescope_wire.errors import InvalidInput
 
 if TYPE_CHECKING:
     import httpx

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from stagescope.wire.errors import InvalidInput
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.nonfinite import JsonObject
 
 Prompt = str | Sequence[int]
 """A text, which the engine tokenises, or token ids, which it uses unchanged."""

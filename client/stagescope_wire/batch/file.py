@@ -16,12 +16,12 @@ from typing import BinaryIO, Final, TypeVar
 
 import numpy as np
 
-from stagescope.batch.data import BatchData, BatchPart, Gap, Padding, Tensor, check_rows
-from stagescope.wire import nonfinite, tensorfile
-from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound, StoreError
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import PART_FIELDS, Part
-from stagescope.wire.tensorfile import Array, Bytes
+from stagescope_wire import nonfinite, tensorfile
+from stagescope_wire.batch.data import BatchData, BatchPart, Gap, Padding, Tensor, check_rows
+from stagescope_wire.errors import InvalidInput, InvalidTensor, NotFound, StoreError
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.schema import PART_FIELDS, Part
+from stagescope_wire.tensorfile import Array, Bytes
 
 T = TypeVar("T", bound=BatchData)
 

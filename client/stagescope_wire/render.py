@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Final, NamedTuple
 
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope_wire.nonfinite import Json, JsonObject
 
 MISSING: Final = "-"
 """The text of an unknown value (null); that of a NaN is nan."""
@@ -471,3 +471,13 @@ def _html_cell(value: Json, unit: str) -> str:
 
 def _json(value: Json, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, default=str, indent=indent)
+
+
+def context(about: JsonObject) -> str:
+    """Return run, attempt and step as text."""
+    parts = [
+        f"{name} {about[name]}"
+        for name in ("run", "attempt", "step")
+        if about.get(name) is not None
+    ]
+    return ", ".join(map(printable, parts))

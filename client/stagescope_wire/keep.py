@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from stagescope.wire.captures import matches, read_ranks, read_steps, validate_capture
-from stagescope.wire.errors import InvalidPlan, StagescopeError
-from stagescope.wire.names import closest, closest_by_words
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.plan import Capture, CaptureScope, CaptureSpec, CaptureSteps, KeepSpec
+from stagescope_wire.captures import matches, read_ranks, read_steps, validate_capture
+from stagescope_wire.errors import InvalidPlan, StagescopeError
+from stagescope_wire.names import closest, closest_by_words
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.plan import Capture, CaptureScope, CaptureSpec, CaptureSteps, KeepSpec
 
 KEEP_FIELDS: Final[Mapping[str, str]] = {
     "every_n_steps": "keep steps 0, n, 2n, ...; or:",

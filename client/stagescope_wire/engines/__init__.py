@@ -2,7 +2,7 @@
 
 ::
 
-    from stagescope.engines import Sampling, connect
+    from stagescope_wire.engines import Sampling, connect
 
     engine = connect("http://127.0.0.1:20082")     # vLLM, SGLang, llama.cpp, OpenAI-compatible
     [answer] = engine.generate(["2 + 2 ="], Sampling(max_tokens=8, temperature=1.0, seed=1))
@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from stagescope.engines.base import (
+from stagescope_wire.engines.base import (
     Engine,
     EngineInfo,
     Generation,
@@ -23,8 +23,8 @@ from stagescope.engines.base import (
     multimodal_warning,
     vision_part,
 )
-from stagescope.engines.openai import LlamaCppEngine, OpenAIEngine, SGLangEngine
-from stagescope.engines.registry import HttpEngine, connect
+from stagescope_wire.engines.openai import LlamaCppEngine, OpenAIEngine, SGLangEngine
+from stagescope_wire.engines.registry import HttpEngine, connect
 
 __all__ = [
     "Engine",

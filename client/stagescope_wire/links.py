@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Literal, TypeAlias
 from urllib.parse import quote, urlencode
 
-from stagescope.wire.nonfinite import JsonObject
+from stagescope_wire.nonfinite import JsonObject
 
 _OF_RUN: Final = frozenset(
     {"devices", "exact", "findings", "losses", "series", "stacks", "steps", "weights"}

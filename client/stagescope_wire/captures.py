@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, cast
 
-from stagescope.wire.errors import Forbidden, InvalidPlan
-from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.plan import (
+from stagescope_wire.errors import Forbidden, InvalidPlan
+from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.plan import (
     Baseline,
     CaptureLimits,
     CaptureRanks,
@@ -22,7 +22,7 @@ from stagescope.wire.plan import (
     CaptureSpec,
     CaptureSteps,
 )
-from stagescope.wire.schema import STEP_BOUND, check_run_name
+from stagescope_wire.schema import STEP_BOUND, check_run_name
 
 CAPTURE_FIELDS: Final[Mapping[str, str]] = {
     "run": "a run's name, or null: the run whose training stage began last; of steps by number, "

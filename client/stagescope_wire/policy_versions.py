@@ -17,8 +17,8 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidTensor
-from stagescope.wire.tensorfile import WireTensor
+from stagescope_wire.errors import InvalidTensor
+from stagescope_wire.tensorfile import WireTensor
 
 VERSION_NAMES: Final = "version_names"
 """Key in the metadata of a payload: integer, as a text -> text of the version."""

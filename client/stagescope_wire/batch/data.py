@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from stagescope.table import unknown_name
-from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import STAGES, Part
-from stagescope.wire.tensorfile import Array
+from stagescope_wire.errors import InvalidInput, NotFound
+from stagescope_wire.names import unknown_name
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.schema import STAGES, Part
+from stagescope_wire.tensorfile import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Self

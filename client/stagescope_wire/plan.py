@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TypeAlias, TypedDict, final
 
-from stagescope.wire.nonfinite import Json
+from stagescope_wire.nonfinite import Json
 
 
 @final
