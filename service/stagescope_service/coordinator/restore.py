@@ -278,6 +278,16 @@ def _settle(attempt: Attempt) -> None:
             is_newest = newest.get((process.role, process.rank)) is process
             process.replaced = not process.raw and (stayed or not is_newest)
             steps.rejoin(attempt, process)
+    again = [
+        each
+        for each in newest.values()
+        if any(
+            not other.raw and other.age < each.age
+            for other in attempt.by_rank[(each.role, each.rank)]
+        )
+    ]
+    if again:
+        attempt.stayed = max(again, key=lambda each: each.age).incarnation
     _note_who_went_back(attempt)
     closed = sorted(number for number in attempt.steps if number not in attempt.open)
     if len(closed) >= RECENT_STEPS:

@@ -231,6 +231,21 @@ def test_nor_where_starts_follow_each_other_within_seconds(
     assert differences(bench.rows, expected.rows) == []
 
 
+def test_who_stayed_is_known_after_a_restart() -> None:
+    ranks = [Rank(rank, key="job", started=1000.0 + rank / 10) for rank in range(3)]
+    said: list[Delivery] = []
+    for rank in ranks:
+        said += [rank.hello(world_size=3, launch="start 0"), *rank.work(1), *rank.work(2)]
+    alone = Rank(2, key="job", started=1002.15)
+    said += [alone.hello(world_size=3), *alone.work(2), *alone.work(3)]
+    first = Rank(0, key="job", started=1002.9)
+    said += [first.hello(world_size=1), *first.work(4), *first.work(5)]
+    bench, expected = go_through(said, random.Random(0), [(20, 2)])
+    for each in (bench, expected):
+        each.silence()
+    assert differences(bench.rows, expected.rows) == []
+
+
 def test_what_is_offered_again_after_a_restart_leaves_an_ended_attempt_as_it_was() -> None:
     bench = Bench()
     replaced, newest = Rank(key="a", started=1000.0), Rank(key="a", started=1100.0)

@@ -25,6 +25,7 @@ PostgreSQL = sa.engine.make_url("postgresql://").get_dialect()()
 
 def test_row_types_have_the_columns_of_their_tables() -> None:
     rows = [value for name, value in vars(tables).items() if name.endswith("Row")]
+    rows += [tables.AuditEntry, tables.RegisteredEngine]  # named as the API's document names them
     columns = {frozenset(get_type_hints(row)) for row in rows}
     assert columns == {frozenset(table.columns.keys()) for table in TABLES.values()}
     assert len(rows) == len(TABLES)
