@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal
 
 import numpy as np
 from fastapi import APIRouter, Path, Query
+from starlette.convertors import Convertor, register_url_convertor
 
 from stagescope_service.api.batches import batch_of
 from stagescope_service.api.completeness import ALL_ROWS
@@ -49,6 +50,21 @@ from stagescope_wire.batch import Batch
 from stagescope_wire.errors import NotFound
 from stagescope_wire.links import Link
 from stagescope_wire.render import counted, format_share
+
+
+class _AnyText(Convertor[str]):
+    """A part of a path that may be any text: with slashes, as `path`, and with line ends."""
+
+    regex = "(?s:.*)"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("any_text", _AnyText())
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
@@ -161,7 +177,7 @@ def _descending(value: object) -> tuple[bool, float]:
 
 
 # --- the tokens of one sample ---------------------------------------------------------------
-@router.get("/samples/{sample_uid:path}", response_model=models.Sample)
+@router.get("/samples/{sample_uid:any_text}", response_model=models.Sample)
 async def sample(
     deps: Deps,
     target: StepTarget,

@@ -287,6 +287,21 @@ def test_a_sample_that_is_not_kept_says_so(running: Service, step: stagescope.St
     assert len(step.samples()) == 4  # the list rests on the summary
 
 
+def test_an_id_may_have_slashes_and_line_ends(running: Service) -> None:
+    ids = ["x\ny\r\t", "a/b\n", "?#%2F", " "]
+    rank = Rank(running, rank=0, key="a3", world_size=1, start=9000.0)
+    payload = tensors(slice(0, 4), rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS)
+    payload["strings"] = {"sample_ids": ids}
+    rank.begin(STAGE, 20)
+    rank.say("end", payload, stage=STAGE, step=20, payload=describe(payload))
+    rank.stage(STAGE, 21)
+    assert running.tokens is not None
+    with stagescope.attach(running.server.url, token=running.tokens.read) as session:
+        step = session.step(20)
+        assert {row["sample_uid"] for row in step.samples()} == {*ids}
+        assert [step.sample(uid).about["sample_uid"] for uid in ids] == ids
+
+
 def test_rows_without_ids_are_shown_by_rank_and_row(running: Service) -> None:
     rank = Rank(running, rank=0, key="a3", world_size=1, start=9000.0)
     payload = tensors(slice(0, 4), rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS)
