@@ -132,11 +132,16 @@ def _wait_for(session: Session, capture_id: str, timeout: float | None) -> Captu
         stays = f"the request stays: `stagescope remove-capture {capture_id}` withdraws it"
         click.echo(f"\n{stays}", err=True)
         raise
-    if final.is_unknown and timeout is None and not final.ended:
-        text = (
-            f"nobody that it asks has reported for {UNKNOWN_SECONDS:g} s; the request stays. "
-            f"`stagescope progress {capture_id} --wait-seconds N` waits longer, "
-            f"`stagescope remove-capture {capture_id}` withdraws it"
+    if not final.ended:
+        if final.is_abandoned:
+            text = "no requested rank is alive"
+        elif timeout is None:
+            text = f"no requested rank has reported for {UNKNOWN_SECONDS:g} s"
+        else:
+            text = f"the capture has not ended after {timeout:g} s"
+        text += (
+            f". The request stays: `stagescope progress {capture_id} --wait-seconds N` waits "
+            f"longer, `stagescope remove-capture {capture_id}` withdraws it"
         )
         click.echo(printable(text), err=True)
     if final["state"] != "complete":

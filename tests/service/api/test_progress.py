@@ -374,9 +374,20 @@ def test_the_command_line_waits_for_a_run_as_long_as_it_is_told(
     assert capture["state"] == "agreed"
 
 
+@pytest.mark.parametrize(
+    ("wait", "text"),
+    [
+        (["--wait"], "no requested rank has reported for"),
+        (["--wait-seconds", "0.2"], "the capture has not ended after 0.2 s"),
+    ],
+)
 @pytest.mark.parametrize("unknown", [{"run": "nosuch"}, {"run": "r", "roles": "critc"}])
 def test_waiting_for_ranks_that_never_reported_ends(
-    live: Service, monkeypatch: pytest.MonkeyPatch, unknown: dict[str, str]
+    live: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    unknown: dict[str, str],
+    wait: list[str],
+    text: str,
 ) -> None:
     assert live.tokens is not None
     Rank(live, world_size=1).stage(STAGE, 1)
@@ -384,12 +395,12 @@ def test_waiting_for_ranks_that_never_reported_ends(
     monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
     monkeypatch.setattr(stagescope.capture_requests, "UNKNOWN_SECONDS", 0.2)
     options = [word for name, value in unknown.items() for word in (f"--{name}", value)]
-    result = invoke("capture", *options, "--stages", STAGE, "--steps", "3", "--wait")
+    result = invoke("capture", *options, "--stages", STAGE, "--steps", "3", *wait)
     assert result.exit_code == 1
     [capture] = live.get("/captures", run=unknown["run"])["rows"]
     assert capture["state"] != "withdrawn"
     for line in (
-        "nobody that it asks has reported",
+        text,
         f"stagescope progress {capture['capture_id']} --wait-seconds N",
         f"stagescope remove-capture {capture['capture_id']}",
     ):
