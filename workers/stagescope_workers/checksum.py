@@ -6,7 +6,7 @@ x[b, j] in blocks of 65 536. With two fixed streams w and v of odd 64-bit number
     checksum = sum over b of v[b] * (sum over j of w[j] * x[b, j])    mod 2**64
 
 which is multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
-A change inside one word always shows, for an odd weight can be divided by; any other change, such
+A change inside one word always shows, because an odd weight has an inverse. Any other change, such
 as two swapped elements or a transposed matrix, is missed once in about 2**32. Dtype and shape are
 not included: they are reported and compared separately.
 
@@ -52,8 +52,8 @@ _EXPECTED: Final = "a dense torch tensor or numpy array with data"
 def checksum(value: object) -> int | torch.Tensor:
     """Return the checksum of a tensor or an array: an int from 0 below 2**64.
 
-    For a tensor on a device it is an int64 tensor without dimensions on that device, whose bits
-    are the number: the work is queued on the device's current stream, without waiting for it.
+    For a tensor on a device it is an int64 tensor without dimensions on that device, with the same
+    bits. The work is queued on the device's current stream, and nothing waits for it.
 
     Args:
         value: a torch tensor (dense, of any dtype and strides) or a numpy array (without objects).

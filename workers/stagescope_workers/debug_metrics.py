@@ -106,9 +106,9 @@ def _calculate_per_round_metrics(
         train_log_probs, rollout_log_probs, response_mask: [rows, tokens], equally wide.
 
     Returns:
-        `per_round/total_rounds`; where there is a round also `round_{i}_abs_diff_mean` (weighted
-        by token), `round_{i}_token_count`, `max_round_diff` (the round of the largest mean, the
-        lowest of equals, -1 if every mean is NaN) and `max_diff_value` (that mean).
+        `per_round/total_rounds`. If there are rounds, also `round_{i}_abs_diff_mean` (weighted
+        by token), `round_{i}_token_count`, `max_round_diff` and `max_diff_value`. The last two are
+        the round with the largest mean (the lowest of equals, -1 if all are NaN) and that mean.
 
     Raises:
         InvalidTensor: the shapes differ.
@@ -244,11 +244,11 @@ class _Scan:
         self._n = 0
         self._largest = -math.inf
         self._total = 0.0
-        """Of |e^p - e^q|; unlike the running mean it stays inf once a value is inf."""
+        """Sum of |e^p - e^q|. Unlike the running mean it stays inf once a value is inf."""
         self._means = np.zeros(3)
-        """Of |e^p - e^q|, e^p and e^q, the last two less `_base`."""
+        """Means of |e^p - e^q|, e^p and e^q, the last two less `_base`."""
         self._base = np.zeros(3)
-        """1 for a stream that had a value near 1, of which e^p - 1 has more digits; else 0."""
+        """1 for a stream that had a value near 1, since e^p - 1 has more digits there; else 0."""
         self._seconds = np.zeros((3, 3))
         self._low, self._high = np.full(2, np.inf), np.full(2, -np.inf)
         self._counts: IntArray = np.zeros(0, np.int64)

@@ -1,8 +1,8 @@
 """Copies tensors from a device to the host without blocking the training thread.
 
-The copy is queued on the device's current stream into pinned memory, followed by an event; the
-background thread waits for the event and moves the bytes into ordinary memory, so that pinned
-memory is used only during the copy. Pinned memory is bounded: where none is available the tensor
+The copy is queued on the device's current stream into pinned memory, followed by an event. The
+background thread waits for the event and moves the bytes into ordinary memory, so pinned memory
+is used only during the copy. Pinned memory is bounded. Where none is available the tensor
 is copied at once, which waits for the device, never for the service.
 
 CUDA and NPU have the same interface in torch (`torch.cuda`, `torch.npu`), chosen by device type.

@@ -1,7 +1,7 @@
 """Brings a step's published numbers back into the training process, for the trainer's own log.
 
-It has its own thread, beside that of the EventSender: looking up a name in Ray may take seconds
-while the cluster's head is away, and a request for metrics must never delay an event.
+It has its own thread beside the EventSender's, because a request for metrics must never delay an
+event. Looking up a name in Ray may take seconds while the cluster's head is away.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class _Request:
 class MetricsFeed:
     """Fetches the service's numbers of a run's steps in the background.
 
-    No method but `wait` waits, and none raises. An answer is used only when it covers everything
-    that was announced of the step, and all rows that `want` named: a number in a trainer's log is
-    never corrected. After `close`, in a forked child and where no service runs, there are none.
+    Only `wait` waits, and no method raises. A number in a trainer's log is never corrected. So an
+    answer is used only when it covers everything that was announced for the step, and all rows that
+    `want` named. After `close`, in a forked child and without a service there are no numbers.
 
     Usage:
         >>> feed = MetricsFeed(probe)
@@ -87,8 +87,8 @@ class MetricsFeed:
 
         Args:
             step: The step.
-            rows: How many samples a complete answer has, where other processes record them too: the
-                service does not know of those that they have not announced yet. None: this process
+            rows: Number of samples of a complete answer, where other processes record some too. The
+                service cannot see samples that were not announced yet. None: this process
                 recorded all of them.
         """
         if self._closed or os.getpid() != self._pid:

@@ -1,7 +1,7 @@
 """Converts the tensors of a training process to the flat host buffers of the wire.
 
 `host_tensor` reads the types that trainers use (torch dense, nested or jagged on any device, numpy,
-lists) and returns a `WireTensor`: `(dtype tag, shape, numpy buffer, offsets or None)`. bfloat16,
+lists). It returns a `WireTensor`: `(dtype tag, shape, numpy buffer, offsets or None)`. bfloat16,
 which numpy lacks, is a uint16 view of the same bits. A list of 1-D tensors and a jagged tensor
 become one packed buffer with offsets int64 [rows + 1].
 
@@ -364,9 +364,9 @@ _DEPTH: Final = 4
 def datum_columns(datums: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """Return name -> column of the input of a remote trainer, with one row per datum.
 
-    A list of numbers (a 1-D tensor or array) becomes a row of a packed tensor, a number an element
-    of `[rows]`, a string an element of a list. The column `datums` holds their count and, for each
-    key that some of them lack, which do: there the row is empty (a number NaN, a string '').
+    A list of numbers (a 1-D tensor or array) becomes a row of a packed tensor. A number becomes an
+    element of `[rows]`, a string an element of a list. The column `datums` holds their count and,
+    for a key that some lack, which do. Their row is empty (a number NaN, a string '').
 
     Raises:
         InvalidTensor: not a list of dicts, or values of different kinds under one key.

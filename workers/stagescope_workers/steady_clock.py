@@ -1,7 +1,7 @@
-"""The wall clock of this process that does not jump: it goes on with the monotonic clock.
+"""A wall clock of this process that does not jump: it advances with the monotonic clock.
 
-An operator or a time service may set a node's clock while a training runs. Events are dated by this
-clock, so that the offset to the service's clock, which is measured now and then, stays true for all
+An operator or a time service may set a node's clock while a training runs. This clock dates the
+events. So the offset to the service's clock, which is measured now and then, stays true for all
 of them.
 """
 

@@ -1,4 +1,4 @@
-"""What the examples train: a tiny Qwen2 from a config, to copy the first half of a sequence."""
+"""The task that the examples train: a tiny Qwen2 copies the first half of a sequence."""
 
 from __future__ import annotations
 

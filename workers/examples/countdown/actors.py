@@ -1,6 +1,6 @@
 """Thin Ray actors around the trainer and the rollout, which do the heavy imports themselves.
 
-The driver imports this module and neither torch nor transformers: it starts in a second.
+The driver imports this module, but not torch and transformers, so it starts in a second.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Report:
     run: str
     attempt_key: str | None = None
     capture: str | None = None
-    """Path of a YAML file with captures that are in force without the service."""
+    """Path of a YAML file with captures that are active without the service."""
     resumed_from_step: int | None = None
     keep: Mapping[str, object] | None = None
-    """What the service keeps: `stagescope_wire.keep.KEEP_FIELDS`."""
+    """The data that the service keeps: `stagescope_wire.keep.KEEP_FIELDS`."""
 
 
 class RankActor:

@@ -1,4 +1,4 @@
-"""From rewards to advantages, in numpy: group-relative (GRPO) or by a critic (GAE)."""
+"""Compute advantages from rewards, in numpy: group-relative (GRPO) or with a critic (GAE)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def critic_advantages(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generalised advantage estimation over the model's tokens only (arXiv:1506.02438).
 
-    The environment's tokens are not actions: the token after a round is the first of the next
-    round, and the reward is that of the last model token.
+    The environment's tokens are not actions. After the last token of a round comes the first token
+    of the next round. The last model token gets the reward.
 
     Args:
         rewards: float [rows].

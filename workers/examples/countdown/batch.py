@@ -19,7 +19,7 @@ class Batch:
     puzzles: tuple[Puzzle, ...]
     answers: tuple[int | None, ...]
     results: tuple[tuple[int, ...], ...]
-    """Of each row: the calculator's results for calls that used available numbers."""
+    """The calculator's results of each row, for calls that used available numbers."""
     sample_ids: tuple[str, ...]
     """group id and index in the group: unique in a step."""
     group_ids: tuple[str, ...]
@@ -67,8 +67,8 @@ class Batch:
         }
 
     def origins(self) -> dict[str, object]:
-        """Return by stagescope's names what sampled each row: the versions of its tokens, the
-        engine's instance, and a name of its prompt that does not depend on the step."""
+        """Return each row's origin by stagescope's names: the versions of its tokens, the engine's
+        instance, and a name of its prompt that is the same in every step."""
         found: dict[str, object] = {
             "versions": np.full(self.responses.shape, self.policy_version),
             "prompt_hashes": [

@@ -1,11 +1,11 @@
 """`make demo`: a service, a training that is killed in the middle of a step, and its answers.
 
-Starts the service on its own Ray cluster, trains on it with an msprobe capture requested while the
-job runs, kills driver and workers with SIGKILL inside a stage, restarts them from the last
-checkpoint, and queries the live API. Exits with 0 only if every check passed. All files are in
-`.demo/` of the repository. `KEEP=1` leaves the service running and the training going on, until the
-service is stopped; `PATIENCE=3` triples all timeouts, for slow machines; `PORT=8701` has it
-listen there.
+It starts the service on its own Ray cluster and trains on it. While the job runs, it requests an
+msprobe capture. It kills driver and workers with SIGKILL inside a stage, restarts them from the
+last checkpoint, and queries the live API. It exits with 0 only if every check passed. All files
+are in `.demo/` of the repository. With `KEEP=1` the service stays up and the training continues
+until the service is stopped. `PATIENCE=3` triples all timeouts, for slow machines. `PORT=8701`
+sets the service's port.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ KILLED_STEP: Final = 6
 KILLED_STAGE: Final = "actor_update"
 LAST_STEP: Final = 8
 GOES_ON: Final = ("--steps", "100000", "--save-every", "10", "--step-seconds", "3")
-"""Of a training that somebody looks at."""
+"""Arguments of the training that `KEEP=1` leaves running."""
 CAPTURE: Final[dict[str, Any]] = {
     "run": RUN,
     "steps": [CAPTURED_STEP],
@@ -187,7 +187,7 @@ def wait_for(
     """Poll until there is a result, and return it.
 
     Args:
-        name: of the result, for the message.
+        name: name of the result, for the message.
         poll: returns the result once it is true.
         seconds: the timeout on a machine of usual speed; multiplied by `patience()`.
         ensure_alive: raises where waiting is useless.

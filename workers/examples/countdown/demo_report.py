@@ -180,7 +180,7 @@ def show_attempts(session: Session, run: str, resumed_from: int) -> None:
 
 
 def show_access(url: str, token_file: Path, step: int) -> None:
-    """Print the service's URL and a request; it must be answered, but only with a token."""
+    """Print the service's URL and a request, which must succeed only with an access token."""
     print(f"url    {url}\ntoken  {token_file}\n")
     if not os.environ.get("KEEP"):
         print("(the service stops now; `KEEP=1 make demo` leaves it running)\n")

@@ -37,14 +37,14 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """The instance, by which its rows are told from another's."""
+        """The name of this instance, which distinguishes its rows from those of others."""
         return f"ctranslate2-{self._compute_type}"
 
     def load(self, weights: Weights, seed: int) -> None:
         """Load the trainer's weights; later samples depend only on `seed`."""
         # The converter scales arrays in place: without copies, it would change the caller's.
         spec = convert({k: v.copy() for k, v in weights.items()}, self._compute_type)
-        # The engine seeds the sampler of each thread when the thread starts: with a new generator
+        # The engine seeds the sampler of each thread when the thread starts. With a new generator
         # after the seed, a resumed run samples the same as the first one.
         ctranslate2.set_random_seed(seed)
         self._seed = seed

@@ -5,9 +5,9 @@ A sample reads, on one line and with every number in three digits::
     003 005 007 012>079|  [003 005 007 012]012*007=  084;  [003 005 084]084-005=  079;  079$
     prompt                round 0, the model's       env   round 1                env   round 2
 
-In a round the model writes the remaining numbers and one operation, and ends it with `=`: the
-environment appends the calculator's answer and `;`. `$` after a number is the final answer. Where
-a round exhausts its budget without either, the environment writes the `=` itself.
+In a round the model writes the remaining numbers and one operation, and ends it with `=`. Then the
+environment appends the calculator's answer and `;`. `$` after a number is the final answer. If a
+round exhausts its budget without either, the environment writes the `=`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Sample:
         self.done = False
         self.answer: int | None = None
         self.results: list[int] = []
-        """Of the calls that used available numbers."""
+        """The results of the calls that used available numbers."""
         self._min_rounds, self._max_rounds = settings.rounds
         self._remaining = list(puzzle.numbers)
         self._round = 0
@@ -175,16 +175,16 @@ def play(
 
 
 def score(puzzle: Puzzle, answer: int | None, results: Sequence[int]) -> float:
-    """The rule that scores a sample, in [0, 1].
+    """Return the score of a sample, in [0, 1].
 
-    0.5 for three calls that used available numbers (less for fewer), 0.2 for how close the answer
-    is and 0.3 if it is exact: small improvements of the policy increase the score. An answer that
-    is not the result of a call scores nothing, else copying the target would be the best policy.
+    Three calls that used available numbers give 0.5, fewer give less. A close answer gives up to
+    0.2, an exact one 0.3 more, so small improvements of the policy increase the score. An answer
+    that is not the result of a call scores 0, else copying the target would be the best policy.
 
     Args:
         puzzle: the puzzle.
         answer: the model's final answer, if it gave one.
-        results: of the calls that used available numbers.
+        results: results of the calls that used available numbers.
     """
     calls = 0.5 * min(len(results), NUMBERS - 1) / (NUMBERS - 1)
     if answer is None or answer not in results:

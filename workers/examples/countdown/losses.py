@@ -20,7 +20,7 @@ class PolicyLoss:
     """Int8 [rows, tokens]: -1 where the lower bound takes the gradient of a token away, 1 where the
     upper one does, else 0."""
     prob_ratio: torch.Tensor
-    """Of each token, float32 [rows, tokens]; so are `elementwise` and its mask."""
+    """Probability ratio of each token, float32 [rows, tokens], like `elementwise` and its mask."""
     elementwise: torch.Tensor
 
 
@@ -39,11 +39,11 @@ def policy_loss(
     """PPO's clipped objective (arXiv:1707.06347, eq. 7) with a k3 penalty against the reference.
 
     Args:
-        log_probs: of the policy being trained, float32 [rows, tokens]; like all others.
-        entropy: of its distribution at each token.
-        old_log_probs: of the policy before this step's updates.
-        ref_log_probs: of the reference policy.
-        advantages: of each token.
+        log_probs: log-probs of the trained policy, float32 [rows, tokens]; like all others.
+        entropy: entropy of its distribution at each token.
+        old_log_probs: log-probs of the policy before this step's updates.
+        ref_log_probs: log-probs of the reference policy.
+        advantages: advantage of each token.
         mask: 1.0 = model token.
         clip: half width of the trusted interval of the ratio.
         kl_coefficient: weight of KL(policy || reference) as exp(r) - r - 1, r = ref - policy.

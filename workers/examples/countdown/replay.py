@@ -1,8 +1,8 @@
 """Training from stored rollouts: no engine, the same numbers.
 
-`train --replay RUN:STEP` begins at the checkpoint before the step, reads its rollouts from the
-service (with `--replay-from` from a file or directory) and reports whether the losses are equal to
-the stored ones.
+`train --replay RUN:STEP` begins at the checkpoint before the step. It reads the step's rollouts
+from the service, or with `--replay-from` from a file or directory. It reports whether the losses
+are equal to the stored ones.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def decode(ids: Iterable[int]) -> str:
 
 
 def write_tokenizer(path: Path) -> None:
-    """Write it as a `tokenizer.json`, by which the service shows the text of tokens."""
+    """Write it as a `tokenizer.json`, which the service needs to show the text of tokens."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     characters = Tokenizer(models.WordLevel(dict(_IDS), unk_token=PAD))

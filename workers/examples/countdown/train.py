@@ -203,8 +203,8 @@ def replay(
 
     Args:
         stored: batches of consecutive steps.
-        report: of the new run.
-        root: checkpoints of the stored run, from which it loads the one before the first step.
+        report: the report of the new run.
+        root: checkpoints of the stored run; the one before the first step is loaded.
         rescore: see the command's options.
 
     Returns:

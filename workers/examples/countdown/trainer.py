@@ -210,7 +210,7 @@ class Trainer:
                     rollout_log_probs=part.rollout_log_probs,
                     response_mask=part.response_mask,
                     advantages=part.columns["advantages"],
-                    # What the loss does with each token: it weighs all alike, and clips some.
+                    # The loss weighs all tokens alike, and clips some.
                     rollout_is_weights=np.ones_like(part.rollout_log_probs),
                     clipped=clipped,
                     sample_ids=list(part.sample_ids),

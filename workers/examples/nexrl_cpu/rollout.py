@@ -38,7 +38,7 @@ class CountdownWorker(BaseRolloutWorker):  # type: ignore[misc]
         budget = self._settings.round_tokens
         play([sample], lambda now: self._engine.generate([each.context for each in now], budget))
         blank = [0] * len(sample.prompt)
-        # The answer itself is seldom found: that digits are written, too, tells samples apart.
+        # The answer itself is seldom found, so the number of digits also distinguishes samples.
         digits = sum(each > 4 for each in sample.tokens) / 1000
         return str(
             self._put_trajectory(

@@ -1,7 +1,7 @@
 """NexRL's train service in the trainer's process: its own client, worker and actor, no sockets.
 
-`Client` is NexRL's client up to the point where it would send a batch to the ranks; `Worker` is the
-rank's `ModelWorker` with a small model. What a CPU lacks is replaced by `prepare`.
+`Client` is NexRL's client up to the point where it would send a batch to the ranks. `Worker` is the
+rank's `ModelWorker` with a small model. `prepare` replaces the parts that need a GPU.
 """
 
 # NexRL is not installed where this is checked.
@@ -72,7 +72,7 @@ def install() -> None:
 
 
 _workers: dict[str, Any] = {}
-"""By the identifier of the service; each client of it has the same."""
+"""Workers by the service's identifier, which all of its clients share."""
 _versions: list[int] = [0]
 
 

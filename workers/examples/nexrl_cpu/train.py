@@ -1,7 +1,7 @@
 """NexRL's GRPO on CPU: `stagescope run -- python -m examples.nexrl_cpu.train --directory D`.
 
-A checkout of NexRL 1.4 is on PYTHONPATH. What follows `--directory D` are Hydra's overrides of the
-recipe, as `python -m nexrl.main` takes them. Nothing here imports stagescope.
+A checkout of NexRL 1.4 is on PYTHONPATH. The arguments after `--directory D` are Hydra's overrides
+of the recipe, as `python -m nexrl.main` accepts them. Nothing here imports stagescope.
 """
 
 # NexRL is not installed where this is checked.

@@ -1,1 +1,1 @@
-"""TRL's GRPO on CPU, which does not know of stagescope: `stagescope run` attaches it."""
+"""TRL's GRPO on CPU, without a line of stagescope: `stagescope run` attaches it."""

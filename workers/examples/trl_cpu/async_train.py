@@ -1,9 +1,9 @@
 """TRL's `AsyncGRPOTrainer` on CPU: `stagescope run -- python -m examples.trl_cpu.async_train`.
 
-TRL needs a vLLM server and a kernel of FlashAttention 3 for it; here a rollout worker of our own,
-which TRL takes by its protocols, samples with CTranslate2, and plain attention stands for the
-kernel. It samples the completions of `--ahead` steps at once, so that those of all but the first
-are of older weights when they are trained.
+TRL needs a vLLM server and a kernel of FlashAttention 3 for it. Here a rollout worker of our own,
+which follows TRL's protocols, samples with CTranslate2. Plain attention replaces the kernel. The
+worker samples the completions of `--ahead` steps at once, so all but the first step train on
+completions of older weights.
 
 Nothing here imports stagescope.
 """
@@ -47,7 +47,7 @@ class Rollouts:
 
     # --- the queue ---------------------------------------------------------------------------
     def get(self, timeout: float | None = None) -> RolloutSample:
-        """Return the next completion; of those that wait all were sampled by the same weights."""
+        """Return the next completion; the same weights sampled all that wait."""
         if not self._waiting:
             self._engine.load(self._weights, seed=self._settings.seed * 1000 + self._version)
             for _ in range(self._ahead):
@@ -134,8 +134,8 @@ def plain_attention(
         query: [tokens, heads, size]; a segment's queries are the last positions of its keys.
         key, value: [tokens of all paths, heads of keys, size].
         cu_seqlens_q, cu_seqlens_k: Where the segments, and their paths, begin.
-        max_seqlen_q, max_seqlen_k, causal, window_size: As FlashAttention has them; not used.
-        softmax_scale: Of the scores.
+        max_seqlen_q, max_seqlen_k, causal, window_size: FlashAttention's arguments; not used.
+        softmax_scale: Scale of the scores.
     """
     repeat = query.size(1) // key.size(1)
     pieces = []
@@ -158,7 +158,7 @@ def plain_attention(
 def make_trainer(options: argparse.Namespace) -> AsyncGRPOTrainer:
     """Return TRL's trainer, ready for `train()`."""
     packing._flash_attn = lambda: types.SimpleNamespace(flash_attn_varlen_func=plain_attention)
-    # Of a CPU nothing is known; TRL asks CUDA for the device's name.
+    # TRL asks CUDA for the device's name, and a CPU has none.
     module: Any = async_grpo_trainer
     module.get_peak_flops_per_device = lambda accelerator, dtype: None
     directory = Path(options.directory)

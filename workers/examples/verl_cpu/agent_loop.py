@@ -1,8 +1,8 @@
 """Two turns with a calculator between them, as a verl agent loop.
 
-The model writes up to `TURN_TOKENS` tokens. If it ended its turn itself, that is its answer
-and the sample has one round; else the calculator's result is appended, masked, and it has another
-turn. verl finds this class by `agent_loop.yaml`.
+The model writes up to `TURN_TOKENS` tokens. If it ended its turn itself, that is its answer and
+the sample has one round. Otherwise the calculator's result is appended, masked, and the model has
+another turn. verl finds this class by `agent_loop.yaml`.
 """
 
 # pyright: reportMissingImports=false

@@ -1,6 +1,6 @@
 """Lets verl train without an accelerator; loaded by `VERL_USE_EXTERNAL_MODULES`.
 
-verl has a registry of devices (`PlatformRegistry`), to which `CpuPlatform` is added. Four other
+`CpuPlatform` is added to verl's registry of devices (`PlatformRegistry`). Four other
 functions of verl assume an accelerator and are patched here, in every process that imports verl:
 
 * `torch.distributed.init_process_group`: verl passes "cpu:gloo,cpu:gloo", torch accepts one backend
@@ -46,7 +46,7 @@ def _device_module() -> types.ModuleType:
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):  # type: ignore[misc]
-    """The CPU as a device of verl; a rank takes one of Ray's CPU slots."""
+    """The CPU as a device of verl; a rank uses one of Ray's CPU slots."""
 
     device_name = "cpu"
     vendor_name = "cpu"

@@ -3,26 +3,25 @@
     cd workers
     python -m examples.verl_cpu.train --trainer v1 --steps 4 --directory /tmp/run [key=value ...]
 
-What runs is verl's own: `run_ppo`, its task runner, V1 (`--trainer v1`, synchronous, with
-TransferQueue) or V0 (`--trainer v0`, `RayPPOTrainer`), two ranks of FSDP2 with actor, reference
-and critic, its agent loop, its reward loop, its servers' manager and its weight synchronisation.
-The model is a tiny Qwen2 of random weights, the task are sums with a calculator; a step is 4
-prompts with 4 samples each and takes 1 to 4 seconds. `key=value` overrides verl's configuration,
-for example::
+verl's own code runs: `run_ppo`, its task runner, agent loop, reward loop, servers' manager and
+weight synchronisation, with V1 (`--trainer v1`, synchronous, with TransferQueue) or V0
+(`--trainer v0`, `RayPPOTrainer`). Two ranks of FSDP2 hold actor, reference and critic. The model
+is a tiny Qwen2 with random weights, and the task is sums with a calculator. A step is 4 prompts
+with 4 samples each and takes 1 to 4 seconds. `key=value` overrides verl's configuration::
 
     algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.rollout_is=token
 
-Two things are not verl's, since they need an accelerator: the inference engine (`engine.py`,
-transformers in bfloat16, registered with verl by `server.py`) and a few assumptions about the
-device (`platform.py`, which lists them).
+Two things are not verl's, since they need an accelerator. One is the inference engine
+(`engine.py`, transformers in bfloat16, which `server.py` registers with verl). The others are a
+few assumptions about the device (`platform.py` lists them).
 
 The directory gets `assets/` (model, tokenizer, prompts), `checkpoints/` and, for each start, one
-`metrics-N.jsonl` with verl's metrics of each step. The same command started again goes on after
+`metrics-N.jsonl` with verl's metrics of each step. If you rerun the command, it continues after
 the last checkpoint.
 
-With `--address` the training joins a Ray cluster, which needs no GPU but CPU slots: one a rank,
-two for TransferQueue (V1) and one that stays free to start actors in. Its nodes must see this
-source tree and the directory at the same paths.
+With `--address` the training joins a Ray cluster. The cluster needs no GPU, but CPU slots: one a
+rank, two for TransferQueue (V1), and one that stays free to start actors in. Its nodes must see
+this source tree and the directory at the same paths.
 """
 
 # pyright: reportMissingImports=false

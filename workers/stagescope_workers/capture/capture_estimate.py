@@ -1,10 +1,10 @@
-"""Estimates of what a capture costs before it is armed: bytes on disk and seconds, roughly.
+"""Estimate what a capture costs before it is armed: bytes on disk and seconds, roughly.
 
 Without a measurement the estimate follows from the model's modules and parameters and an assumed
-number of tokens; once a capture of the same kind ran in this process, its measured figures are
+number of tokens. Once a capture of the same kind ran in this process, its measured figures are
 used. The constants come from dumps of a 4-layer Llama (width 256, 128 tokens, forward, backward,
-AdamW), for which the estimate is 0.75 to 1.1 times the bytes at each task and level; for LLaMA2-7B,
-tensor, L1, one sequence it is 434 GB where the vendor measured 300. Attention scores and the
+AdamW). For it the estimate is 0.75 to 1.1 times the bytes at each task and level. For LLaMA2-7B,
+tensor, L1, one sequence it is 434 GB, and the vendor measured 300. Attention scores and the
 further passes of a stage are not included. It is an order of magnitude: it keeps a dump of 300 GB
 from a disk with 100 GB left.
 
@@ -104,7 +104,7 @@ def estimate(
     """Estimate one stage's dump from the model, before any list or scope.
 
     Args:
-        size: of the model that runs in the stage.
+        size: size of the model that runs in the stage.
         config: task, level and summary mode.
         stage: its name determines whether there is a backward pass and an optimizer step.
         tokens: in the forward passes of the stage.
@@ -257,10 +257,9 @@ def estimate_request(
 ) -> list[StageEstimate]:
     """Estimate what a capture request costs in this process, stage by stage.
 
-    `bytes` and `seconds` are of one step; `basis` is 'measured' (a capture of the kind ran in
-    this process), 'model' or 'unknown'. `free_bytes` is what its disk has, without the reserve;
-    `collective_timeout` is the number of seconds after which waiting ranks give up, None where
-    this process has no group.
+    The `bytes` and `seconds` are for one step. The `basis` is 'measured' (a capture of the kind ran
+    in this process), 'model' or 'unknown'. The disk has `free_bytes` left, without the reserve.
+    Waiting ranks give up after `collective_timeout` seconds; None where it has no group.
     """
     limits: CaptureLimits = capture.get("limits") or {}
     circumstances: dict[str, object] = {

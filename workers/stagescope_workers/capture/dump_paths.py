@@ -72,7 +72,7 @@ def _claim(directory: Path, claim: dict[str, str]) -> dict[str, object]:
         owner = json.loads(target.read_text(encoding="utf-8"))
     except ValueError:
         owner = None
-    # A file with any other content marks the directory as somebody else's.
+    # A file with any other content shows that the directory belongs to someone else.
     return owner if isinstance(owner, dict) else {}
 
 

@@ -1,7 +1,7 @@
 """Captures with msprobe around a stage of a training process.
 
-`Capturer.begin` arms one where a stage begins, `ArmedCapture.finish` ends it where the stage ends,
-also by an exception, and returns the fields of the DUMP event that reports the result. Nothing here
+`Capturer.begin` arms one where a stage begins. `ArmedCapture.finish` ends it where the stage ends,
+also by an exception, and returns the fields of the DUMP event with the result. Nothing here
 raises unless the capture is `strict`: not msprobe, not a full disk, not a wrong configuration.
 Neither msprobe nor torch is imported before the first capture is armed.
 
@@ -128,19 +128,19 @@ class Capturer:
         Args:
             capture: the request. The caller has checked that it matches this stage, step and rank
                 (`stagescope_wire.captures.matches`). `force` arms it although the estimate does
-                not fit, and `limits` may hold `reserve_bytes` (kept free on the disk, 256 MB by
-                default) and `tokens` (of the stage, for the estimate).
-            model: the module (or list of modules) that runs in the stage; levels L0 and mix need
+                not fit. `limits` may hold `reserve_bytes` (kept free on the disk, 256 MB by
+                default) and `tokens` (number of tokens of the stage, for the estimate).
+            model: the module (or list of modules) that runs in the stage. Levels L0 and mix need
                 one, and the estimate is made from it.
             data_root: where dumps go when the capture names no `data_dir`.
             out_of_reach: why the stage's operators cannot be captured here; then it is skipped.
-            tokens: of the stage, as seen before, where `limits` has none.
+            tokens: the stage's earlier number of tokens, used where `limits` has none.
             work: the work that is captured.
 
         Returns:
-            The capture, also when it is skipped or failed (`finish` returns the reason), or None
-            where it has nothing for msprobe to do: it only keeps tensors, or requests all stages
-            and this one is rollout_generate, which runs in an inference engine.
+            The capture, also when it is skipped or failed (`finish` returns the reason). None
+            where msprobe has nothing to do: the capture only keeps tensors, or it requests all
+            stages and this one is rollout_generate, which runs in an inference engine.
 
         Raises:
             InvalidPlan, CaptureError: strict, and it cannot be carried out.
@@ -320,7 +320,7 @@ class _RunningCapture:
         size, files = dump_paths.measure(self._files)
         seconds = time.monotonic() - self._began
         if state == "complete":
-            # Without the time that arming took: importing msprobe, once, takes seconds.
+            # The time of arming is not included: the first import of msprobe takes seconds.
             stage = self._setup.work["stage"]
             capture_estimate.history.add(self._config, stage, size, self._monitor.seconds)
         problem = self.write_done(state, error)

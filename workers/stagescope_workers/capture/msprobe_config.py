@@ -1,9 +1,8 @@
 """Capture requests and their msprobe config.json, checked and completed by the plan.
 
 Every key of config.json is passed on, known or not. Where the plan decides (rank, step, dump_path)
-the plan's value goes to msprobe and the difference is listed in `overrides`. What msprobe would
-refuse with an empty message (it logs the reason and raises a bare code) is refused here with a
-readable one.
+the plan's value goes to msprobe and the difference is listed in `overrides`. For some settings
+msprobe would log a reason and raise a bare code; these are refused here with a readable message.
 """
 
 from __future__ import annotations
@@ -127,8 +126,8 @@ def resolve_config(capture: CaptureRequest, *, dump_path: str, step: int | None)
     check_config(requested)
     content: dict[str, object] = json.loads(json.dumps(requested))
     overrides = _overrides(content, capture, dump_path, step)
-    # Both filters stay empty: msprobe counts steps from 0 in each process and would stop for good
-    # after the last of its list; the plan has chosen rank and step before msprobe starts.
+    # Both filters stay empty. msprobe counts steps from 0 in each process and would stop for good
+    # after the last of its list. The plan has chosen rank and step before msprobe starts.
     content.update({"rank": [], "step": [], "dump_path": dump_path})
     if content.get("dump_enable") is False:
         content["dump_enable"] = True
@@ -294,8 +293,8 @@ def check_baseline(config: MsprobeConfig, rank: int) -> None:
 def temporary_config(config: MsprobeConfig, directory: Path) -> Iterator[str]:
     """Write the configuration as a JSON file that only its owner may read; remove it at the end.
 
-    It lies in the dump's own directory, whose path msprobe accepts: it refuses a configuration in
-    a path with, say, a space, and `TMPDIR` may have one.
+    The file is in the dump's own directory, whose path msprobe accepts. msprobe refuses paths with,
+    for example, a space, and `TMPDIR` may have one.
     """
     descriptor, path = tempfile.mkstemp(prefix="config-", suffix=".json", dir=directory)
     try:

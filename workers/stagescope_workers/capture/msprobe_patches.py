@@ -1,11 +1,11 @@
-"""Finds what msprobe changes in a process, by comparison, and restores it.
+"""Find what msprobe changes in a process, by comparison, and restore it.
 
 Its constructor replaces functions of torch (from level L1 on), of torch.distributed, of autograd's
-hooks and of dynamo; its start adds hooks and an instance-level `forward` to every sub-module (L0,
-mix) and hooks to every optimizer. Left in place they slow each later step, make `copy.deepcopy` of
-the model compute with the original's weights and `pickle` fail. Here every replaced attribute is
-found by comparing the owners' own dictionaries before and after, so that nothing depends on a list
-of names, and is restored exactly: an attribute that was inherited before is deleted, not set.
+hooks and of dynamo. Its start adds hooks and an instance-level `forward` to every sub-module (L0,
+mix), and hooks to every optimizer. Left in place they slow each later step, make `copy.deepcopy` of
+the model compute with the original's weights and `pickle` fail. This module compares the owners'
+dictionaries before and after, so it needs no list of names. It restores every replaced attribute
+exactly: an attribute that was inherited before is deleted, not set.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _DUMP_CODE: Final = ("msprobe.pytorch.dump", "msprobe.core.dump")
 def load_debugger_class() -> Any:
     """Import msprobe and return its `PrecisionDebugger`, without the import's side effects.
 
-    Its log level is set to silent unless the user chose one (5 lines of stdout a stage and rank
-    otherwise, which Ray forwards to the driver); the empty `tensorflow` that it puts into
-    `sys.modules` is taken out again, so that a real one can still be imported.
+    Its log level is set to silent unless the user chose one. Otherwise it prints 5 lines a stage
+    and rank, which Ray forwards to the driver. msprobe also puts an empty `tensorflow` into
+    `sys.modules`. It is removed again, so that a real one can still be imported.
 
     Raises:
         CaptureError: msprobe is not installed, or cannot be imported.

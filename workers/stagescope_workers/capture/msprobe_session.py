@@ -1,8 +1,8 @@
 """One capture on the real PrecisionDebugger: start, stop, step, and a restored process after.
 
-msprobe is a singleton of the process. It is kept between captures with the same configuration
-(constructing it costs 20 ms at L0, 150 to 200 ms at L1) and constructed again when the
-configuration or the functions that it wraps changed; between captures no other code can reach it.
+msprobe is a singleton of the process. It is kept between captures with the same configuration:
+constructing it costs 20 ms at L0, 150 to 200 ms at L1. It is constructed again when the
+configuration or the functions that it wraps changed. No other code can reach it between captures.
 
 Exceptions inside msprobe's hooks stay there: the collector is guarded, the first failure or
 reached limit ends the collection, and training continues without a wrapper.
@@ -37,7 +37,7 @@ _COLLECTOR_CALLS: Final = (
     "debug_data_collect_forward", "debug_data_collect_backward",
 )  # fmt: skip
 _JSON_BYTES: Final = 600
-"""Of dump.json, stack.json and construct.json per call of the collector, for the byte cap."""
+"""Bytes of dump.json, stack.json and construct.json per call of the collector, for the cap."""
 _FREE_CHECK_BYTES: Final = 64 << 20
 _FREE_CHECK_SECONDS: Final = 1.0
 
@@ -217,8 +217,8 @@ class MsprobeSession:
         if self._debugger is None:
             return False
         fits = self._signature == config.signature
-        # A function that was patched since (a trainer's own monkey patch) must be wrapped again,
-        # or the wrappers would call, and the end would restore, the function of before.
+        # A function that a trainer patched since then must be wrapped again. Otherwise the
+        # wrappers would call the old function, and the end would restore it.
         if not fits or not all(patch.applicable for patch in self._constructor_patches):
             self.drop()
             return False

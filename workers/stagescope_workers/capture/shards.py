@@ -1,7 +1,7 @@
-"""Parameters and gradients of a captured stage: this rank's shards, and where each one lies.
+"""Parameters and gradients of a captured stage: this rank's shards and their locations.
 
 Nothing here calls a collective: a rank that captures must not wait for one that does not. A
-gradient is copied where an optimizer is about to use it, since training clears it soon after; in a
+gradient is copied just before an optimizer uses it, since training clears it soon after. In a
 stage without an optimizer's step it is copied at the end.
 """
 
@@ -27,14 +27,14 @@ GRADIENT: Final = "gradient"
 
 
 class ShardLocation(TypedDict, total=False):
-    """Where a shard lies in the full tensor; empty for a tensor that is not sharded."""
+    """Location of a shard in the full tensor; empty for a tensor that is not sharded."""
 
     shape: list[int]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     placements: list[str]
     mesh: list[int]
     offset: list[int] | None
-    """Of the shard's first element; None where torch cannot tell."""
+    """Index of the shard's first element; None where torch does not know it."""
 
 
 class Shards:

@@ -9,8 +9,8 @@ ignored, so verl need not be installed):
 * `global_profiler.steps`: where both levels name steps, those in both lists; where neither does,
   nothing is captured: verl profiles no step then, and "every step" could fill a disk
 * `actor_rollout_ref.actor.profiler`, `actor_rollout_ref.ref.profiler`, `critic.profiler`:
-  `enable`, `all_ranks`, `ranks` (with neither, all) apply to the stages of their role; where
-  msprobe's config.json names ranks, only those, since verl leaves the choice to it.
+  `enable`, `all_ranks`, `ranks` (with neither, all) apply to the stages of their role. If msprobe's
+  config.json names ranks, only those count, since verl leaves the choice to it.
   `compute_rm_score` has no block of its own and follows the actor's.
 
 `rollout_generate` is omitted, also when strict. Any other stage name that verl does not know raises
@@ -76,14 +76,14 @@ def captures_from_verl(config: object) -> list[CaptureRequest]:
 
 
 def otherwise_in_verl(config: object, version: str) -> str:
-    """Return in one line what verl itself would do otherwise with its block; empty for nothing.
+    """Return in one line where verl would treat its block differently; empty if nowhere.
 
     verl (0.8 to 0.10.0.dev0) ignores `precision_debugger.steps`, and opens every rank of an enabled
     role whatever its `ranks` say. stagescope keeps the documented rule.
 
     Args:
         config: As `captures_from_verl` gets it.
-        version: Of the installed verl.
+        version: Version of the installed verl.
     """
     profiler = _lookup(config, "global_profiler")
     block = _lookup(profiler, "global_tool_config", _TOOL)

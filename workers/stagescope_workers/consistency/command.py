@@ -54,8 +54,8 @@ def open_engine(
     Args:
         text: see EXPECTED.
         model: the model's directory, for transformers only.
-        key_file, timeout: of an engine over HTTP.
-        url: of the service that knows it by name; None: the one that `attach()` finds.
+        key_file, timeout: options of an engine over HTTP.
+        url: the service that knows it by name; None: the one that `attach()` finds.
 
     Raises:
         InvalidInput: it names no engine.
@@ -190,11 +190,11 @@ def consistency(
     limit: int | None,
     **sampling: Any,  # the other options, see `_options`
 ) -> None:
-    """Hold an inference engine against transformers: same prompts, same tokens.
+    """Compare an inference engine with transformers: same prompts, same tokens.
 
-    The engine answers the prompts; both sides say the log-prob of each token that it sampled. The
-    difference is printed, and recorded as a step where a service is known. Exit code 1 where the
-    two do not speak of the same tokens.
+    The engine answers the prompts. Both sides give the log-prob of each token that it sampled. The
+    difference is printed, and recorded as a step where a service is known. Exit code 1 if the two
+    sides do not use the same tokens.
 
     \b
     stagescope consistency --model DIR --engine http://HOST:PORT

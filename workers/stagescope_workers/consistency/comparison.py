@@ -85,12 +85,12 @@ class EngineComparison:
         engine, other: the two sides; the engine sampled the tokens.
         sampling: how the tokens were sampled.
         rows: the tokens with both log-probs.
-        numbers: by published name; see `scored.numbers`.
+        numbers: the numbers by published name; see `scored.numbers`.
         worst: the tokens that differ most.
         checks: whether both sides processed the same tokens.
         left_out: prompt -> why its answer has no log-probs to compare.
         streams: provenance of "rollout" (the engine's) and "old" (the other side's).
-        agreement: of both sides' answers; None where only one answered.
+        agreement: agreement of both sides' answers; None where only one answered.
         warnings: further remarks for the user.
         stored: the stored step of the tokens; "" where the engine sampled them here.
     """
@@ -131,7 +131,7 @@ def compare(
         items: the prompts.
         engine: the engine that serves rollouts.
         other: the engine to compare with; it must score given tokens.
-        tokenizer: of the model, from transformers.
+        tokenizer: the model's tokenizer, from transformers.
         options: see there.
         on_progress: called with a description of each activity.
 

@@ -161,7 +161,7 @@ def token_ids(item: Item, tokenizer: Tokenizer, *, chat: bool) -> list[int]:
 
     Args:
         item: the prompt.
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         chat: render a text as a user's message by the model's template, as messages always are.
 
     Raises:
@@ -207,8 +207,8 @@ class Marking:
     """When an answer is right.
 
     Attributes:
-        match: "exact": the full answer, without spaces at its ends; "contains": a part of it;
-            "regex": the last match of `pattern` in it (of its first group, if it has one).
+        match: "exact": the full answer, without spaces at its ends. "contains": a part of it.
+            "regex": the last match of `pattern` in it (or of the pattern's first group).
         pattern: a regular expression, for "regex".
     """
 

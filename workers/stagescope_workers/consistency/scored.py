@@ -28,9 +28,9 @@ class Scored:
         ids: the tokens of the answer.
         q: the engine's log-prob of each.
         p: the other side's, of the same tokens after the same prompt.
-        mask: which of them the model sampled (the environment wrote the others); None: all.
+        mask: the tokens that the model sampled (the environment wrote the others); None: all.
         group: the prompt's group, where it is known.
-        reward: of the answer, where it is known.
+        reward: reward of the answer, where it is known.
     """
 
     name: str
@@ -137,7 +137,7 @@ def _pearson(x: Float64, y: Float64) -> float:
 _MIN_NEIGHBOURS: Final = 16
 """Neighbouring tokens below which a shift cannot be distinguished from chance."""
 _UNRELATED: Final = 0.8
-"""The ratio of mean |d| at a token to that beside it, above which the streams are unrelated."""
+"""Ratio of mean |d| at a token to its neighbours', above which the streams are unrelated."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def check_vocabulary(
 
     Args:
         generations: the engine's answers.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         vocabulary: the engine's, where it is known; otherwise the texts of its answers are compared
             with their ids.
     """

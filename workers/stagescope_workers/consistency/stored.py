@@ -61,7 +61,7 @@ def rescore(
         batch: with prompts, responses and response_mask.
         engine: scores them.
         other: an engine that scores them too, or the name of stored log-probs to use instead.
-        tokenizer: of the model, for the texts of tokens; None: the engine's vocabulary, if any.
+        tokenizer: the model's, for the texts of tokens; None: the engine's vocabulary, if any.
         limit: the maximal number of trajectories.
         on_progress: called with a description of each activity.
 

@@ -39,7 +39,7 @@ class TransformersEngine:
 
     Args:
         path: with config.json, *.safetensors and the tokenizer's files.
-        dtype: of weights and arithmetic; "auto" is the weights' own.
+        dtype: dtype of weights and arithmetic; "auto" is the weights' own.
         device: as torch names it; None: an accelerator where there is one.
 
     Raises:

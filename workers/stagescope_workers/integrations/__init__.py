@@ -1,1 +1,1 @@
-"""What attaches the probe to trainers from outside: a room for each framework."""
+"""Attach the probe to trainers from outside: one module or package for each framework."""

@@ -4,8 +4,8 @@
 
     trainer.add_callback(StagescopeCallback("my-run"))
 
-It works with every trainer that takes such callbacks. What a step computes stays inside the
-trainer, so tensors come from the training's own code: `callback.stage.record(...)` in
+It works with every trainer that accepts such callbacks. The tensors of a step stay inside the
+trainer, so the training's own code records them: call `callback.stage.record(...)` in
 `compute_loss`. TRL's `GRPOTrainer` and `AsyncGRPOTrainer` need no callback: `stagescope run`
 reports their streams, too.
 """
@@ -34,11 +34,11 @@ class StagescopeCallback(TrainerCallback):
     Args:
         run: The run's name; else STAGESCOPE_RUN, the trainer's `run_name`, or the name of its
             `output_dir`.
-        role: Of this process.
+        role: The role of this process.
         options: Further arguments of `stagescope_workers.init`.
 
     Attributes:
-        probe: Of this process; None before the training.
+        probe: The probe of this process; None before the training.
         stage: The step that is being trained; None between steps.
     """
 
@@ -55,7 +55,7 @@ class StagescopeCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Begin to report; `state.global_step` is that of the checkpoint that is resumed."""
+        """Begin to report; after a resume `state.global_step` is the checkpoint's."""
         with guarded("the beginning of a training"):
             output = os.path.basename(os.path.abspath(str(args.output_dir or "transformers")))
             settings = {"transformers": visible_leaves(args.to_dict())}
@@ -74,7 +74,7 @@ class StagescopeCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Begin the next optimizer step, of which the trainer's first is 1."""
+        """Begin the next optimizer step; the trainer's first step is 1."""
         if self.probe is not None:
             step = int(state.global_step) + 1
             self.stage = self.probe.begin("actor_update", step=step, model=kwargs.get("model"))
@@ -99,7 +99,7 @@ class StagescopeCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: object,
     ) -> None:
-        """Report what the trainer logs: of its logging window, as it logs it."""
+        """Report the trainer's scalars as it logs them, over its logging window."""
         with guarded("scalars"):
             found = scalars(logs, without=("epoch",))
             if self.probe is not None and state.is_world_process_zero and state.global_step:

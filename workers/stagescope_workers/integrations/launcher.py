@@ -1,7 +1,7 @@
 """`stagescope run -- COMMAND`: runs a training as it is, with stagescope attached to it.
 
-The command replaces this process: its exit status, output and signals are its own. What attaches
-stagescope is in its environment alone, see `registry.environment`.
+The command replaces this process: its exit status, output and signals are its own. stagescope is
+attached by environment variables alone, see `registry.environment`.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ class StagescopeCallback(Callback):  # type: ignore[misc]
 
     Args:
         run: The run's name.
-        role: Of this process.
+        role: The role of this process.
         options: Further arguments of `stagescope_workers.init`.
 
     Attributes:
-        probe: Of this process; None before the training.
+        probe: The probe of this process; None before the training.
         stage: The batch that is being trained; None between batches.
     """
 
@@ -49,7 +49,7 @@ class StagescopeCallback(Callback):  # type: ignore[misc]
         self._metrics: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to report; `trainer.global_step` is that of the checkpoint that is resumed."""
+        """Begin to report; after a resume `trainer.global_step` is the checkpoint's."""
         self.probe = init(
             self._run,
             rank=trainer.global_rank,
@@ -61,7 +61,7 @@ class StagescopeCallback(Callback):  # type: ignore[misc]
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Begin a batch of the next optimizer step, of which the first is 1."""
+        """Begin a batch of the next optimizer step; the first step is 1."""
         if self.probe is None:
             return
         step, count = int(trainer.global_step) + 1, 0

@@ -5,9 +5,9 @@ One flag attaches every rank, with `stagescope run` in front of the command or w
     --custom-megatron-init-path stagescope_workers.integrations.miles.init
 
 Read in miles of 2026-08-21 (31f1ca961). It makes the trainer's pass before the update unless
-`--use-rollout-logprobs` or `--skip-actor-forward-only` is set; it has no capture of the update's
+`--use-rollout-logprobs` or `--skip-actor-forward-only` is set. It does not capture the update's
 own pass, so a step without that pass is not measured. Its ranks do not learn the positions of their
-samples in the rollout: samples are named by data rank and row.
+samples in the rollout, so samples are named by data rank and row.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ imported from `grpo`. The batch is recorded as it was before that call, which ma
 that differ most. Index t of every tensor is token t, and no loss counts the first token of a
 sequence.
 
-With `force_on_policy_ratio` NeMo-RL makes no pass before the update, and fills `prev_logprobs` with
-zeros: the call is left out then, and the step's line in its own log, `train_data_step{N}.jsonl`, is
-where the rollout's stream is taken from; the step says that it is not measured. The PPO of 0.7.0
-makes neither call: there the batch is that of its first update.
+With `force_on_policy_ratio` NeMo-RL makes no pass before the update, fills `prev_logprobs` with
+zeros, and leaves the call out. The rollout's stream is then read from the step's line in NeMo-RL's
+own log, `train_data_step{N}.jsonl`, and the step says that it is not measured. The PPO of 0.7.0
+has neither that call nor that line. There the batch is that of its first update.
 
-The step is that of NeMo-RL's log: the first is 1.
+Steps are numbered as in NeMo-RL's log: the first is 1.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class Training:
     """The training of this process; a driver runs one at a time.
 
     Attributes:
-        probe: Of this process, from the training's start to its end.
+        probe: The probe of this process, from the training's start to its end.
         step: The step that is worked on.
         recorded: The last step whose streams were recorded.
-        settings: Of the generation.
+        settings: Settings of the generation.
     """
 
     probe: Probe | None = None
@@ -201,7 +201,7 @@ def _recorded(function: Function, *args: object, **kwargs: object) -> object:
 
 
 def _has_both(data: Any) -> bool:
-    """Return whether a batch has both streams; zeros stand for a pass that was not made."""
+    """Return whether a batch has both streams; zeros mean that the pass was not made."""
     if not isinstance(data, Mapping) or "generation_logprobs" not in data:
         return False
     return "prev_logprobs" in data and bool(data["prev_logprobs"].any())
@@ -221,8 +221,8 @@ def wrap_masking(function: Function, *args: object, **kwargs: object) -> object:
 
 
 def record(data: Mapping[str, torch.Tensor], rewards: torch.Tensor | None = None) -> None:
-    """Record a batch in a stage of its own beside the pass that computed its log-probs."""
-    # Index 0 is of a token that no logits score.
+    """Record a batch in its own stage, separate from the pass that computed its log-probs."""
+    # Index 0 is a token that no logits score.
     names = ("input_ids", "token_ids", "generation_logprobs", "prev_logprobs",
              "reference_policy_logprobs", "advantages")  # fmt: skip
     mask = data["token_mask"]

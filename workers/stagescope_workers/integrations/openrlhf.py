@@ -1,13 +1,13 @@
 """OpenRLHF's `ActorPPOTrainer` on each DeepSpeed rank: streams, stages and scalars of the update.
 
 Whole trainings of OpenRLHF 0.11.0 ran on CPU with it; 0.11.2 was read. A global step is one call
-of `ppo_train`, numbered as OpenRLHF logs it: the first is 1, later ones go on from the checkpoint
-that was loaded, and `critic.freezing_steps` without an actor's update are counted too.
+of `ppo_train`, numbered as OpenRLHF logs it. The first is 1, and later ones go on from the loaded
+checkpoint. `critic.freezing_steps` without an actor's update are counted too.
 
 Every tensor of an `Experience` is as wide as `action_mask`, one less than `sequences`: index t is
-of token t + 1. `action_log_probs` are the trainer's before the update. OpenRLHF's agents fill in
-0.0 where the engine gave no log-prob: a stream of nothing else is left out and named; single zeros
-are recorded as they are, and the service names them where the trainer's are far from them.
+token t + 1. `action_log_probs` are the trainer's before the update. OpenRLHF's agents fill in
+0.0 where the engine gave no log-prob. A stream that only has zeros is left out and named. Single
+zeros are recorded, and the service names those that are far from the trainer's log-probs.
 """
 
 from __future__ import annotations
@@ -70,20 +70,20 @@ def patches() -> list[Patch]:
 
 
 Trainer: TypeAlias = Any
-"""What is read of OpenRLHF's `ActorPPOTrainer`: args, actor, strategy."""
+"""Attributes read from OpenRLHF's `ActorPPOTrainer`: args, actor, strategy."""
 Experience: TypeAlias = Any
-"""What is read of OpenRLHF's `Experience`: action_mask, action_log_probs (or None) and
+"""Attributes read from OpenRLHF's `Experience`: action_mask, action_log_probs (or None) and
 rollout_log_probs are [rows, response tokens], sequences are prompts and responses."""
 
 
 @dataclasses.dataclass
 class Training:
-    """What one `ActorPPOTrainer` reports.
+    """Reports one `ActorPPOTrainer`.
 
     Attributes:
         resumed: The global step of the checkpoint, 0 without one.
         calls: How often `ppo_train` was called.
-        epoch, minibatch: Of the `training_step` that is running, or ran last.
+        epoch, minibatch: Numbers of the `training_step` that is running, or ran last.
         data_rank: The same number for ranks that hold the same rows.
     """
 
@@ -169,9 +169,9 @@ class Correction:
     Attributes:
         level: Whether the gate reads each token, or the mean of a sequence.
         mode: Whether a weight beyond the bounds is set to 0, or cut to the bound.
-        gating: What the gate reads: the weight itself, or a divergence of the token's two
-            probabilities.
-        low, high: The bounds of what the gate reads.
+        gating: The quantity that the gate reads: the weight itself, or a divergence of the
+            token's two probabilities.
+        low, high: The bounds of that quantity.
     """
 
     level: str
@@ -231,7 +231,7 @@ def statistics_settings(arguments: object) -> dict[str, object]:
 def applied_weights(
     found: Correction, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the weight by which the loss multiplies each token, [rows, tokens].
+    """Return the loss's weight of each token, [rows, tokens].
 
     None where the correction has a form that is not known.
     """
@@ -387,7 +387,7 @@ def _prompt_id(prompt: object) -> str:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics that are one number: those by sample are tensors of the batch."""
+    """Return the metrics that are one number; metrics of each sample are tensors instead."""
     found: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, bool):

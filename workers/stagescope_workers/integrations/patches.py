@@ -1,6 +1,6 @@
 """Replaces functions of other packages where, and only where, their modules are imported.
 
-What ours does around such a function is guarded: an activity that fails is logged once.
+Our code around such a function is guarded: an activity that fails is logged once.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Patch:
         module: The module that holds it.
         path: Where in the module: `function` or `Class.method`.
         wrap: Returns the replacement of the original; it must call the original.
-        purpose: What is not reported where the function cannot be found.
+        purpose: The data that is not reported where the function cannot be found.
         modes: The modes that apply it, of an integration that has modes (STAGESCOPE_VERL).
         since: The trainer's first version with this function, '' where it is older than any that is
             supported.

@@ -1,4 +1,4 @@
-"""Brings what `stagescope run` set to Ray's workers: the workers of a cluster that stands already.
+"""Brings the variables of `stagescope run` to the workers of a Ray cluster that already runs.
 
 They have the variables of `ray start` on their node, not those of the driver, so the driver's
 runtime environment names them. A node that lacks the folder on PYTHONPATH ignores it.
@@ -23,7 +23,7 @@ PASSED_VARIABLES: Final = (
     VARIABLE, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", proxies.VARIABLE, *_PATHS
 )  # fmt: skip
 _JOB_VARIABLE: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Of a driver that `ray job submit` started: JSON with the job's runtime environment."""
+"""Set in a driver that `ray job submit` started: JSON with the job's runtime environment."""
 
 
 def patches() -> list[Patch]:

@@ -1,8 +1,8 @@
-"""The trainers that stagescope attaches to, and how their processes know of each other's.
+"""The trainers that stagescope attaches to, and how it reaches all of their processes.
 
-`stagescope run` hands the table to every process of the command as a variable of the environment;
-`bootstrap/sitecustomize.py` reads it there, imports nothing until a trainer is imported, and calls
-`install` of its module then.
+`stagescope run` hands the table to every process of the command as an environment variable.
+`bootstrap/sitecustomize.py` reads it there and imports nothing until a trainer is imported. Then
+it calls `install` of the trainer's module.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def integration(name: str) -> Integration | None:
 
 
 def install(package: str, module: str) -> Patches:
-    """Install the patches of an integration; what this version of `package` lacks is logged."""
+    """Install the patches of an integration; log those that this version of `package` lacks."""
     found = next((each for each in INTEGRATIONS if each.package == package), None)
     installed = Patches(
         importlib.import_module(module).patches(),
@@ -103,11 +103,11 @@ def install(package: str, module: str) -> Patches:
 def environment(
     environ: Mapping[str, str], *, run: str | None = None, attempt_key: str | None = None
 ) -> dict[str, str]:
-    """Return the variables that attach a process and those that it starts, beside its own.
+    """Return the variables that attach a process and its children, in addition to its own.
 
     Args:
-        environ: Of the process.
-        run, attempt_key: Where they are given; else those of `environ` stay.
+        environ: The environment of the process.
+        run, attempt_key: New values; where None, those of `environ` stay.
     """
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     others = [path for path in paths if path != str(BOOTSTRAP)]

@@ -1,11 +1,11 @@
 """SkyRL's `RayPPOTrainer` on its driver: stages, streams, samples and scalars of each step.
 
-Read in SkyRL 0.3.0 (a9564572) and 0.4.0. A callback of ours has the trainer's log; it is added when
-`RayPPOTrainer` is made, since SkyRL's entry points hand over none. `FullyAsyncRayPPOTrainer` fails
-where it has a callback, so it gets none: its stages and streams come from the methods that it
-shares with `RayPPOTrainer`, and its log has no numbers of ours.
+Read in SkyRL 0.3.0 (a9564572) and 0.4.0. A callback of ours gets the trainer's log. It is added
+when `RayPPOTrainer` is made, since SkyRL's entry points pass none. `FullyAsyncRayPPOTrainer` fails
+with a callback, so it gets none. Its stages and streams come from the methods that it shares with
+`RayPPOTrainer`, and its log has no numbers of ours.
 
-A batch is right-aligned: the response of row r are its last columns. Rows that pad the batch to the
+A batch is right-aligned: the last columns of row r are its response. Rows that pad the batch to the
 number of ranks repeat row 0 with a mask of zeros; they are left out. Losses that optimize against
 the rollout's log-probs skip the trainer's pass: such a step is not measured, and says so.
 """
@@ -92,17 +92,17 @@ def patches() -> list[Patch]:
 
 
 Batch: TypeAlias = Any
-"""What is read of SkyRL's `TrainingInputBatch`: metadata, __getitem__, get."""
+"""Attributes read from SkyRL's `TrainingInputBatch`: metadata, __getitem__, get."""
 Trainer: TypeAlias = Any
-"""What is read of SkyRL's `RayPPOTrainer`: cfg, global_step, dispatch, add_callback."""
+"""Attributes read from SkyRL's `RayPPOTrainer`: cfg, global_step, dispatch, add_callback."""
 
 
 _CallbackInput: TypeAlias = Any
-"""What SkyRL hands to a callback: global_step, batch, logs."""
+"""The data that SkyRL hands to a callback: global_step, batch, logs."""
 
 
 class Training(ReportedTraining):
-    """What one trainer reports."""
+    """Reports one trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -110,9 +110,9 @@ class Training(ReportedTraining):
         self.recorded = 0
         """The last step whose streams were recorded."""
         self.resumed = 0
-        """The global step of the checkpoint, as far as the callback was told."""
+        """The global step of the checkpoint, if the callback received it."""
         self.ids: dict[str, object] = {}
-        """The ids of the batch that is trained; SkyRL takes them out of it before the update."""
+        """The ids of the batch that is trained; SkyRL removes them from it before the update."""
 
     @property
     def step(self) -> int:
@@ -121,7 +121,7 @@ class Training(ReportedTraining):
 
     @property
     def last_step(self) -> int | None:
-        """The last step of which a stage was reported."""
+        """The step of the last stage that was reported."""
         return self._last or None
 
     def _make_probe(self) -> Probe:
@@ -228,7 +228,7 @@ def rewards(batch: Batch) -> torch.Tensor | None:
 
 
 def samples(batch: Batch) -> dict[str, Any]:
-    """Return ids of the rows: of a prompt's answers, or of the turns of its trajectories."""
+    """Return the rows' ids: one for each answer of a prompt, or each turn of a trajectory."""
     metadata = batch.metadata or {}
     count = _count(batch)
     uids = [str(uid) for uid in (metadata.get("uids") or ())][:count]
@@ -294,7 +294,7 @@ def make_callback(base: type) -> object:
 
 @wrapper
 def wrap_init(function: Function, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-    """Wrap `__init__`: adds the callback, where the trainer takes any."""
+    """Wrap `__init__`: it adds the callback, if the trainer accepts callbacks."""
     function(trainer, *args, **kwargs)
     with guarded("the callback"):
         module: ModuleType = sys.modules[function.__module__]
@@ -348,8 +348,8 @@ def _stage(trainer: Trainer, name: str) -> Stage | None:
 def _last_stage(trainer: Trainer, name: str) -> Stage | None:
     """Return a stage that follows the update; None outside a step.
 
-    Before its first step a training syncs and evaluates the weights that it begins with, and the
-    asynchronous one saves its last ones after it has counted on: these belong to no step.
+    Before its first step a training syncs and evaluates its initial weights. The asynchronous one
+    saves its last weights after it has increased its step. Both belong to no step.
     """
     found = training(trainer)
     return found.stage(name) if found.recorded and found.recorded == found.step else None

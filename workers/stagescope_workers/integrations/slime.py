@@ -6,14 +6,14 @@ One flag attaches every rank, with `stagescope run` in front of the command or w
 
 Steps are slime's `rollout_id`. Stages are its timers. Both streams are read where slime is done
 with a batch, `save_debug_train_data`, which it calls whether it saves anything or not. In its
-default GRPO configuration it makes no pass before the update, and a batch has no `log_probs`:
-slime's own capture takes them from the update's pass then, first occurrence of each sample, and is
-switched on here for as long as it is not on already. Streams of context-parallel ranks stay in
+default GRPO configuration slime makes no pass before the update, and a batch has no `log_probs`.
+slime's own capture then reads them from the update's pass, first occurrence of each sample. It is
+switched on here unless it is on already. Streams of context-parallel ranks stay in
 their parts, with the positions of their tokens: nothing is gathered.
 
-Read in slime of 2026-08-21, after its modules moved to `slime.observability` (#2298); where they
-are still in `slime.utils`, they are patched there. miles, a fork of slime, is reported by the same
-functions: see `miles`.
+Read in slime of 2026-08-21, after its modules moved to `slime.observability` (#2298). Where they
+are still in `slime.utils`, they are patched there. The same functions report miles, a fork of
+slime: see `miles`.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _BY_TOKEN: Final = ("rollout_log_probs", "ref_log_probs", "advantages", "returns
 
 
 _Actor: TypeAlias = Any
-"""What is read of a `MegatronTrainRayActor`: args."""
+"""Attributes read from a `MegatronTrainRayActor`: args."""
 
 
 class Rank:
-    """What a Megatron rank reports; its steps run in one thread."""
+    """Reports one Megatron rank; its steps run in one thread."""
 
     def __init__(self) -> None:
         self.args: Namespace | None = None
@@ -97,7 +97,7 @@ class Rank:
                 data_rank=slime_modules.ranks(self.modules, layout)[1],
                 layout={"framework": self.modules.package, "engine": "megatron", **layout},
                 settings={
-                    # What the statistics depend on is of the rank that hands tensors over.
+                    # The rank that hands tensors over names what the statistics depend on.
                     **slime_modules.statistics_settings(self.modules.package, self.args),
                     **(settings(self.modules, self.args) if int(self.args.rank) == 0 else {}),
                 },
@@ -117,7 +117,7 @@ class Rank:
             self.is_capturing = start_capture(self.modules)
 
     def end(self, name: str) -> None:
-        """End the stage of a timer; that of the update waits for its batch."""
+        """End the stage of a timer; the update's stage waits for its batch."""
         stage = self._open.pop(name, None)
         if stage is None:
             return
@@ -293,7 +293,7 @@ def wrap_get_batch(
 ) -> object:
     """Wrap `get_batch`: while log-probs are captured here, it also returns the samples' positions.
 
-    slime asks for them only where it saves training data itself, and captures nothing without them.
+    slime requests them only if it saves training data itself, and captures nothing without them.
     """
     wanted = keys
     with guarded("the positions of captured log-probs"):

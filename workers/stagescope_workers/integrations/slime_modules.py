@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Modules:
-    """Where a package has what is touched.
+    """The modules of a package that are patched or read.
 
     Attributes:
         package: Its name.
         homes: Where its timers and training data are, the newest first.
         data: The module of `save_debug_train_data`, in one of `homes`.
-        logs: Where `log` is: modules, the first that is there; the last where none is.
+        logs: Modules that may hold `log`; the first that exists is used, else the last.
         slices: The module of `slice_log_prob_with_cp`.
         parallel: The module of `get_parallel_state`; empty: Megatron's own state says the ranks.
         captures: Whether its loss captures the log-probs of the update's own pass.
@@ -68,7 +68,7 @@ class Modules:
         return next((each for each in self.logs if self._has(each)), self.logs[-1])
 
     def _has(self, module: str) -> bool:
-        """Return whether a module is there, without importing it."""
+        """Return whether a module exists, without importing it."""
         if module in sys.modules:
             return True
         package, _, name = module.rpartition(".")
@@ -131,7 +131,7 @@ def sliced(
     found = []
     for number, row in enumerate(rows):
         lengths = (int(batch[name][number]) for name in ("total_lengths", "response_lengths"))
-        # miles also pads rows to one length, by which the parts are divided.
+        # miles also pads rows to one length, and divides that length into parts.
         padded = () if form == "thd" else (form, int(batch["max_seq_lens"][number]))
         found.append(slice_(row, *lengths, *padded))
     return found

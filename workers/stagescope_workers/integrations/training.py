@@ -1,4 +1,4 @@
-"""What the integrations of trainers share: one probe a trainer, its end, numbers for its log."""
+"""The shared code of all trainers' integrations: a trainer's one probe, its end, its log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAILED_SECONDS: Final = 3.0
 NUMBERS_SECONDS: Final = 10.0
 """How long the last line of a training's log waits for the service's numbers."""
 PREFIX: Final = "stagescope/"
-"""What the service's numbers begin with in a trainer's log."""
+"""Prefix of the service's numbers in a trainer's log."""
 
 _NOT_SCALARS: Final = ("step", "policy_version", "stage")
 """Arguments of `log` of their own."""
@@ -33,9 +33,9 @@ _Training = TypeVar("_Training")
 
 
 class ReportedTraining(abc.ABC):
-    """What one trainer reports; its loop runs in one thread.
+    """Reports one trainer, whose loop runs in one thread.
 
-    The probe is made at the first use, and closed when the training ends: a trainer that trains
+    The probe is made at the first use, and closed when the training ends. A trainer that trains
     again gets another one.
     """
 
@@ -144,7 +144,7 @@ def one_a_trainer(make: Callable[[Any], _Training]) -> Callable[[Any], _Training
 
 
 def scalars(logged: object, *, without: Collection[str] = ()) -> dict[str, Json]:
-    """Return the numbers of what a trainer logs by name, without ours and those of `without`.
+    """Return the numbers that a trainer logs by name, without ours and those of `without`.
 
     They are keyword arguments of `Probe.log` or `Stage.log`: floats, whose names are none of
     these methods' own.
@@ -187,9 +187,9 @@ def clipped(log_ratio: Any, advantages: Any, bounds: ClipBounds) -> Any:
 
 
 class MicrobatchBuffer:
-    """What the loss saw in the micro-batches of one mini-batch, packed into one payload.
+    """Records of the loss in the micro-batches of one mini-batch, packed into one payload.
 
-    Packed, since it takes one copy to the host for a name, instead of one for each micro-batch.
+    Packing needs one copy to the host for each name, instead of one for each micro-batch.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Which importance weights a trainer's loss applies: the settings for `rollout_corr/rollout_is_*`.
+"""Importance weights that a trainer's loss applies: the settings for `rollout_corr/rollout_is_*`.
 
-The service computes two kinds of weights, of tokens or of sequences: those cut at an upper bound,
-and those set to 0 outside two bounds. Where a trainer applies others, or has renamed the options
-that tell, one line says so: without these settings the numbers are of untruncated weights. Each
+The service computes two kinds of weights, for tokens or for sequences: those cut at an upper bound,
+and those set to 0 outside two bounds. If a trainer applies others, or has renamed the options for
+them, one line is logged. Without these settings the numbers describe untruncated weights. Each
 process that hands over streams gives the same settings.
 """
 
@@ -16,7 +16,7 @@ from stagescope_workers.integrations.patches import log_once
 
 Level = Literal["token", "sequence"]
 Outside = Literal["cut", "zero"]
-"""What becomes of a weight beyond its bounds: it is cut to the bound, or set to 0."""
+"""Treatment of a weight beyond its bounds: it is cut to the bound, or set to 0."""
 
 
 def applied(
@@ -26,8 +26,8 @@ def applied(
 
     Args:
         trainer: Its name, for the line.
-        level: Of the weights.
-        outside: Of the bounds.
+        level: Level of the weights.
+        outside: Treatment of weights beyond the bounds.
         low, high: The bounds; None or 0 for `low`, and None for `high`, is none.
 
     Returns:
@@ -64,7 +64,7 @@ def not_known(trainer: str, *options: str) -> dict[str, object]:
 
 
 def has(node: object, name: str) -> bool:
-    """Return whether a configuration has an option, whatever its value."""
+    """Return whether a configuration has an option, with any value."""
     if node is None:
         return False
     if isinstance(node, Mapping):

@@ -1,1 +1,1 @@
-"""The probe: what a training process calls, and what it does beside the training."""
+"""The probe: the calls of a training process, and the work beside the training."""

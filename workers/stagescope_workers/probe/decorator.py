@@ -81,9 +81,9 @@ def within(
 def find_step(args: tuple[object, ...], kwargs: Mapping[str, object]) -> int | None:
     """Return the global step of a call, or None.
 
-    It is searched in this order: `meta_info["global_steps"]` of any argument (verl's DataProto), or
-    its `extra_info` (KVBatchMeta); a plain dict or TensorDict among the arguments; the attributes
-    `global_steps` and `global_step` of the first argument (the worker).
+    First `meta_info["global_steps"]` of any argument is read (verl's DataProto), or its
+    `extra_info` (KVBatchMeta). A plain dict or TensorDict among the arguments comes next. The last
+    are the attributes `global_steps` and `global_step` of the first argument (the worker).
     """
     values = (*args, *kwargs.values())
     mappings = [_attribute(value, name) for value in values for name in ("meta_info", "extra_info")]

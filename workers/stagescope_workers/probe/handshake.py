@@ -36,11 +36,11 @@ _WORLD: Final = "WORLD_SIZE"
 def launch_text(
     environ: Mapping[str, str], world_size: int | None, *, in_ray: bool = False
 ) -> str | None:
-    """Return a text that each start of this process's launcher has of its own; None: unknown.
+    """Return a text that is unique to each start of this process's launcher; None: unknown.
 
     Args:
         environ: the process's variables.
-        world_size: of its role. A launcher of fewer ranks starts some of the role's ranks alone.
+        world_size: its role's size. Launchers of fewer ranks start some of the role's ranks alone.
         in_ray: whether it is a worker of a Ray cluster, whose variables are those of `ray start`.
     """
     if in_ray:
@@ -79,7 +79,7 @@ def _of_jobset(environ: Mapping[str, str]) -> str | None:
 
 
 def _of_ray_train() -> str | None:
-    """Return the placement group of a worker of Ray Train, which each start of them makes anew."""
+    """Return the placement group of a Ray Train worker, which is new at each start."""
     with contextlib.suppress(Exception):
         train = sys.modules.get("ray.train")
         if train is not None and train.get_context().get_world_size():
@@ -105,7 +105,7 @@ class Handshake:
         self.is_leaving = False
         """True once the probe closes: from then on the process is not expected to join Ray."""
         self.attempt_key = options.attempt_key
-        """As given, else Ray's session and job; None where neither is known yet."""
+        """The given key, else Ray's session and job; None where neither is known yet."""
         self.ray: RayProcess | None = None
         """This process in Ray; None while it is not in a cluster."""
         self._options = options
@@ -141,7 +141,7 @@ class Handshake:
         return link
 
     def _note_launch(self) -> None:
-        """Add what the launcher says of this start."""
+        """Add the launcher's text of this start."""
         size = self._options.world_size
         launch = launch_text(os.environ, size, in_ray=self.ray is not None)
         if launch is not None:
@@ -182,7 +182,7 @@ class Handshake:
         ).wire()
 
     def warn_unconnected(self, problem: str) -> None:
-        """Log once per process that nothing is reported; `problem`: of the last call, if any."""
+        """Log once per process that nothing is reported; `problem` is the last call's, if any."""
         options = self._options
         name = f"run {options.run}, {options.role} {options.rank}"
         warn_unconnected(name, options.url, options.namespace, problem)

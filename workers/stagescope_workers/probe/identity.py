@@ -34,8 +34,8 @@ PACKAGES: Final = (
 )  # fmt: skip
 
 _SECRET: Final = re.compile(r"token|secret|passw|pwd|key|credential|auth|cookie|session", re.I)
-# Variables that influence a training or its numbers. This is a list of what may be shown, because
-# a list of what must not be shown is never complete.
+# Variables that influence a training or its numbers. This is a list of what may be shown, because a
+# list of secrets is never complete.
 _SHOWN: Final = re.compile(
     r"(ACCELERATE|ACL|ASCEND|ATB|CANN|CONDA|CT2|CUBLAS|CUDA|CUDNN|DEEPSPEED|FLASH|FSDP|GLOO|GOMP|"
     r"GPU|HABANA|HCCL|HCOMM|HF|HIP|HYDRA|KMP|LD|LOCAL|MASTER|MEGATRON|MINDSPEED|MKL|MSPROBE|NCCL|"
@@ -56,7 +56,7 @@ def fingerprint(
     """Return what determines this process: code, packages, driver, environment, settings.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         directory: where the training was started, if that is not this process's directory.
         with_code: whether to hash the code that is loaded.
     """
@@ -237,7 +237,7 @@ _DIGITS: Final = 12
 _MAIN: Final = "__main__"
 _RAY_WORKER: Final = "default_worker.py"
 _OURS: Final = frozenset({"stagescope", "stagescope_workers", "sitecustomize"})
-"""Packages of ours, of which `packages` has the version."""
+"""Our own packages; `packages` has their version."""
 
 
 def loaded_code() -> dict[str, str]:
@@ -262,7 +262,7 @@ def loaded_code() -> dict[str, str]:
 
 
 def script_of(line: str, directory: str | None) -> tuple[str, str] | None:
-    """Return (name, hash) of the script of a command line, such as that of a Ray job's driver.
+    """Return (name, hash) of the script in a command line, such as a Ray job's driver.
 
     Args:
         line: the command line.

@@ -69,16 +69,15 @@ def init(
     """Return this process's probe at once, whether or not a service runs.
 
     No call is made to Ray before the process has initialised it. Where the Ray cluster has no
-    service, or the process joins none, everything is sent over HTTP to the service that
-    `STAGESCOPE_URL` or else `$STAGESCOPE_HOME/service.json` names, as in `stagescope.attach`. Where
-    none answers within ten seconds, the process logs once what was tried; `repr(probe)` shows it
-    too.
+    service, or the process joins none, everything is sent over HTTP. As in `stagescope.attach`,
+    `STAGESCOPE_URL` or else `$STAGESCOPE_HOME/service.json` names the service. If none answers
+    within ten seconds, the process logs once what was tried; `repr(probe)` shows it too.
 
-    Where the process has an open probe of this run, role, rank and attempt key, that probe is
-    returned, which is logged: there are never two. If its next stage is of an earlier step than it
-    has reached (a notebook cell that is run again), a new attempt begins there, with the arguments
-    of the last `init`, unless a stage is open. If it is of the same step, it is a further pass of
-    that step, and a finding reports it.
+    If the process has an open probe of this run, role, rank and attempt key, `init` returns it and
+    logs that: there are never two. If its next stage belongs to an earlier step than it has reached
+    (a rerun notebook cell), a new attempt begins there, unless a stage is open. The attempt
+    has the arguments of the last `init`. If the next stage belongs to the same step, it is a
+    further pass of that step, and a finding reports it.
 
     Args:
         run: the experiment's name, 1 to 100 of `A-Z a-z 0-9 . _ -`. In another one other
@@ -91,21 +90,22 @@ def init(
             STAGESCOPE_ATTEMPT, else Ray's session and job.
         layout: parallel coordinates (`stagescope_wire.schema.LAYOUT_COLUMNS`); host and device are
             detected where not given.
-        resumed_from_step: of the checkpoint that this start continues.
-        settings: of the run, stored with its fingerprint: `rollout_is`, `rollout_is_threshold`.
-        plan: captures in force from now on, without any service: see `plan.read_plan`.
+        resumed_from_step: step of the checkpoint that this start continues.
+        settings: settings of the run, stored with its fingerprint: `rollout_is`,
+            `rollout_is_threshold`.
+        plan: captures that are active at once, without any service: see `plan.read_plan`.
         keep: what the service keeps of this process's stages, such as `{"every_n_steps": 10,
             "what": ["trajectories", "is_loss", "loss"]}`: `stagescope_wire.keep.KEEP_FIELDS`.
-        captures: False where the operators of this process's stages run in other processes that
-            report them too, and are captured there; a text where they cannot be captured: captures
-            are then reported as skipped, with the text as the reason.
-        expects: roles whose ranks report beside this process, as a trainer's driver knows: where
-            none of them ever does, a finding reports it, and no step counts as complete.
+        captures: False where other processes run and report the operators of this process's stages,
+            and capture them there. A text where they cannot be captured: it is then the reason for
+            which captures are reported as skipped.
+        expects: roles whose ranks report beside this process, as a trainer's driver knows. If none
+            of them ever does, a finding reports it, and no step counts as complete.
         data_root: the directory of dumps whose capture names none; else the variable
             STAGESCOPE_DATA_DIR.
-        strict: raise on bad input, instead of reporting it; of the last `init` of an open probe.
-        url, token: of the API, to use it instead of Ray; the token else from STAGESCOPE_TOKEN,
-            STAGESCOPE_TOKEN_FILE or, for its own URL only, service.json.
+        strict: raise on bad input, instead of reporting it. An open probe uses its last `init`'s.
+        url, token: the API's URL and access token, used instead of Ray. The default token is from
+            STAGESCOPE_TOKEN, STAGESCOPE_TOKEN_FILE or, for its own URL only, service.json.
         max_pending_bytes: payload bytes that may wait for their receipt.
         max_pending_events: events that may wait; see `outbox` for what is dropped beyond that.
         max_pinned_bytes: pinned host memory for tensors that are copied from a device.
@@ -113,14 +113,14 @@ def init(
         watchdog: seconds after which a blocked process (a call holds the interpreter lock) writes
             its stacks; 0 switches it off; else the variable STAGESCOPE_WATCHDOG, else 300. It uses
             the process's one `faulthandler.dump_traceback_later`: see `watchdog`.
-        namespace: of the coordinator, in Ray.
+        namespace: the coordinator's namespace, in Ray.
 
     Raises:
         InvalidInput, InvalidPlan: only when strict.
     """
     global _newest
     arguments = {**locals()}
-    # Compared by exact type: what is no role may raise wherever it is looked at.
+    # Compared by exact type, since another object may raise at any access.
     named = (role if type(role) is str else "", rank if type(rank) is int else None)
     try:
         options = checked_options(arguments)
@@ -171,22 +171,22 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
     """Wait, `timeout` seconds at most, until the service has received everything of the run.
 
     Call it where training ends. It closes the probes of this process, and waits for the receipts of
-    every other process of the run. On the driver of a Ray job, whose actors end with it (Ray runs
-    no atexit in them), and in a process of it whose role is `driver`, it requests each of them to
-    send what it has and to finish; any later event of a process revokes that. Where it is called
-    while an exception is handled (in `finally` or `except`), that exception is reported as what
-    ended the process.
+    every other process of the run. A Ray job's actors end with its driver, and Ray runs no atexit
+    in them. So on the driver, and in a process of the job whose role is `driver`, it requests each
+    actor to send its data and to finish. Any later event of a process revokes that. If it is called
+    while an exception is handled (in `finally` or `except`), it reports that exception as the
+    end of the process.
 
     Args:
         timeout: seconds.
         run: which run; else those of this process's probes, else all.
-        namespace: of the coordinator, in Ray.
+        namespace: the coordinator's namespace, in Ray.
 
     Returns:
-        Whether the service has everything: False where no service was reached, it refuses the
-        access token (at once), it knows nothing of the run, `init` was refused here, a rank never
-        reported or did not answer, or events or payloads of any rank were dropped, refused or lost.
-        Never raises.
+        Whether the service has everything. False if no service was reached, it refuses the access
+        token (at once) or does not know the run. False if `init` was refused here, or if a rank
+        never reported or did not answer. False also if events or payloads of any rank were dropped,
+        refused or lost. Never raises.
     """
     if _refused:
         why = "; ".join(_refused.values())
@@ -309,7 +309,7 @@ def _close_at_exit() -> None:
 
 def _unhandled_exception() -> BaseException | None:
     """Return the exception that ends this process, None where none does."""
-    # An interactive interpreter goes on after an exception, and keeps it in the same variable.
+    # An interactive interpreter continues after an exception, and keeps it in the same variable.
     if hasattr(sys, "ps1") or sys.flags.interactive or "IPython" in sys.modules:
         return None
     found = getattr(sys, "last_value", None)

@@ -72,7 +72,7 @@ STEP_REPEATED_ADVICE: Final = (
 
 
 class Start(NamedTuple):
-    """A start of a probe, whose last events and payloads may not have been sent yet."""
+    """A start of a probe; its last events and payloads may still be unsent."""
 
     event_sender: EventSender
     outbox: Outbox

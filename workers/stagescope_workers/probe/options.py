@@ -60,7 +60,7 @@ class ProbeOptions:
     is_single: bool = False
     """Whether neither an argument nor a variable names other ranks of the role."""
     problems: tuple[StagescopeError, ...] = ()
-    """Of arguments that were refused; the others are in force."""
+    """Errors of the arguments that were refused; the other arguments are used."""
 
 
 def checked_options(arguments: JsonObject) -> ProbeOptions:

@@ -1,4 +1,4 @@
-"""The captures in force in this process: those of a local file, and those of the service."""
+"""The active captures of this process: those of a local file, and those of the service."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _read(file: Path) -> object:
 
 
 def _resolve(file: Path, path: str | None) -> str | None:
-    """Return `path` relative to the directory of `file`; what is not a path stays as it is."""
+    """Return `path` relative to the directory of `file`; a value that is no path is unchanged."""
     return str(file.parent / Path(path).expanduser()) if isinstance(path, str) and path else path
 
 
@@ -115,7 +115,7 @@ class _Location(TypedDict):
 
 @dataclasses.dataclass
 class _LeftOut:
-    """What is not sent of a stage: names of tensors and sections, and of numbers."""
+    """The unsent data of a stage: names of tensors and sections, and of numbers."""
 
     tensors: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
@@ -161,12 +161,12 @@ class PlanWatch:
 
     @property
     def revision(self) -> int:
-        """The revision of the service's plan that is in force here; 0 before the first."""
+        """The revision of the service's plan that is active here; 0 before the first."""
         return self._revision
 
     @property
     def captures(self) -> tuple[CaptureRequest, ...]:
-        """The captures in force, the local ones first."""
+        """The active captures, the local ones first."""
         return self._captures
 
     def begin(self, step: int | None, stage: str) -> list[CaptureRequest]:
@@ -194,7 +194,7 @@ class PlanWatch:
         tensors: Iterable[str] = (),
         numbers: Iterable[str] = (),
     ) -> None:
-        """Note what is not sent of a stage, because nothing in force keeps it."""
+        """Note which data of a stage is not sent, because no active capture or `keep` needs it."""
         with self._lock:
             left_out = self._begun.get(-1 if step is None else step, {}).get(stage)
             if left_out is not None:
@@ -210,8 +210,8 @@ class PlanWatch:
     def keep_selectors(self, step: int | None, stage: str) -> frozenset[str]:
         """Return what is kept of a stage: names of sections and tensors.
 
-        They come from the configurations and the captures in force here. The service applies the
-        same rules to its own, newer state.
+        They come from the active configurations and captures of this process. The service applies
+        the same rules to its own, newer state.
         """
         key = (step, stage)
         selectors = self._selectors.get(key)
@@ -236,7 +236,7 @@ class PlanWatch:
         return frozenset(selectors)
 
     def apply(self, plan: SentPlan) -> None:
-        """Put the service's plan in force, and report the captures that arrived too late."""
+        """Activate the service's plan, and report the captures that arrived too late."""
         captures = [*plan.get("captures", ())]
         missed: list[tuple[CaptureRequest, int, str]] = []
         to_estimate: list[CaptureRequest] = []
@@ -268,8 +268,8 @@ class PlanWatch:
     def _missed_stages(self, capture: CaptureRequest) -> list[tuple[int, str]]:
         """Return the stages that it includes and that began here without it.
 
-        What is sent in any case the service may still keep: of a capture that only keeps tensors
-        those stages are missed of which something that it keeps was left out.
+        The service may still keep data that is sent in any case. So a capture that only keeps
+        tensors misses only those stages that left out some of its data.
         """
         selectors = None if needs_ranks(capture) else capture_selectors(capture)
         return [
@@ -293,7 +293,7 @@ class PlanWatch:
 
 
 def _shard_captures(keep: KeepSpec | None) -> tuple[CaptureRequest, ...]:
-    """Return the capture by which a rank copies the parameters and gradients of `keep`, if any."""
+    """Return the capture that copies a rank's parameters and gradients for `keep`, if any."""
     shards = None if keep is None else shard_capture(keep)
     return () if shards is None else (cast("CaptureRequest", shards),)
 

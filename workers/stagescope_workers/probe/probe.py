@@ -44,8 +44,8 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 _SEARCH_SECONDS: Final = 2.0
 """How long `close` waits for a process to join its Ray cluster and find a service there."""
 RESTART_SECONDS: Final = 60.0
-"""The time in which an API that Ray restarts answers again: 1 to 4 s, and 30 to 40 s on a machine
-with twenty times more to do than it has cores."""
+"""Time for a restarted API to answer again. Ray needs 1 to 4 s, and 30 to 40 s on a machine with
+twenty times more to do than it has cores."""
 
 
 class Probe(Reporter):
@@ -217,7 +217,7 @@ class Probe(Reporter):
             name: one of `stagescope_wire.schema.STAGES`, or a name of your own.
             step: the trainer's global step; None where only a policy version is known.
             model: the module that runs, for captures with msprobe.
-            policy_version: of the weights in use.
+            policy_version: version of the weights in use.
             part: occurrence, epoch, minibatch, microbatch; where no occurrence is given, stages of
                 one step, name and other parts are numbered in order of entry.
         """
@@ -285,7 +285,7 @@ class Probe(Reporter):
         Inside a stage, use `Stage.wants`.
 
         Args:
-            name: of a tensor or a scalar, or a section (`stagescope_wire.keep.SECTIONS`).
+            name: name of a tensor or a scalar, or a section (`stagescope_wire.keep.SECTIONS`).
             stage: the stage that would record it.
             step: its step.
 
@@ -308,21 +308,20 @@ class Probe(Reporter):
         """Report a bit-exact checksum of each weight, to compare it with other ranks.
 
         The checksums are computed in the calling thread (on a device: queued on its current
-        stream), so that they are of the weights as they are now; no tensor is kept.
+        stream), so they belong to the current weights. No tensor is kept.
 
         Args:
-            named_tensors: name -> tensor, or pairs, which may come from a generator one by one:
-                torch tensors (of a DTensor the local shard) or numpy arrays, of any dtype and
-                strides.
-            version: the policy version of these weights, by which both sides are joined.
+            named_tensors: name -> tensor, or pairs, which a generator may yield one by one. Torch
+                tensors (of a DTensor the local shard) or numpy arrays, of any dtype and strides.
+            version: the policy version of these weights; it joins both sides.
             side: "trainer" or "rollout".
             step: the trainer's step, where it is known.
             kind: "exchanged", as they were sent or received, before an engine fuses or quantises
                 them; "held", as they are stored in the process. Only equal kinds are compared.
             names: how to rename the weights: {pattern: replacement} (regular expressions, applied
                 in order), or a function.
-            replicated: patterns of (the new) names of which every rank of this side holds a copy,
-                or True for all. For DTensors and Megatron-LM's parameters this is detected; other
+            replicated: patterns of (the new) names that every rank of this side holds a copy of,
+                or True for all. For DTensors and Megatron-LM's parameters this is detected. Other
                 tensors are compared only with ranks that differ in `dp_rank` alone.
         """
         if self.is_inert:
@@ -346,8 +345,8 @@ class Probe(Reporter):
     def close(self, timeout: float = 5.0, *, crash: BaseException | None = None) -> bool:
         """End the probe: wait, `timeout` seconds at most, until everything is acknowledged.
 
-        The only method that waits. It does not wait where no service is known, nor where one that
-        is known has not answered in the first seconds of this probe or refuses its access token.
+        The only method that waits. It does not wait if no service is known, if the known one has
+        not answered in the first seconds of this probe, or if it refuses the access token.
 
         Args:
             timeout: seconds.

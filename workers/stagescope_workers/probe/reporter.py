@@ -77,8 +77,8 @@ class Reporter:
     def dump_key(self) -> str:
         """The attempt's key in paths of dumps: the process's own, else what the service gave it.
 
-        Without a service there is none, nor from a start to its first step where it is not known
-        yet to which attempt it belongs: then each process has a directory of its own.
+        Without a service it has none, nor between a start and its first step where its attempt is
+        not known yet. Then each process has a directory of its own.
         """
         given = None if self._sender is None else self._sender.attempt_key
         return self.attempt_key or given or self.incarnation
@@ -181,7 +181,7 @@ class Reporter:
         self, call: str, error: Exception, work: Work | None, *, is_error: bool = False
     ) -> None:
         self.refused[call] += 1
-        # Of messages that differ in numbers and quoted values alone one is logged.
+        # Messages that differ only in numbers and quoted values are logged once.
         kind = (call, _VALUES.sub("_", f"{type(error).__name__} {error!s:.200}"))
         if kind not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(kind)

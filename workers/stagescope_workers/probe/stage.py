@@ -111,12 +111,12 @@ class Stage:
                 self._refuse("record", error)
 
     def hand_over(self, values: Mapping[str, object] | None = None, /, **named: object) -> None:
-        """Record tensors that will not be written any more: as `record`, without its copy.
+        """Record tensors that nothing writes to any more: as `record`, but without its copy.
 
-        For the results of a computation, such as the intermediates of a loss. Dense torch tensors
-        on the host are referenced until the background thread has copied them. One that was written
-        nevertheless, by torch's version counter, is not kept, and a finding names it; anything else
-        is copied at once.
+        Use it for results such as the intermediates of a loss. Dense torch tensors on the host are
+        referenced until the background thread has copied them. If torch's version counter shows
+        that one was written to, it is not kept, and a finding names it. All other values are copied
+        at once.
 
         Raises:
             InvalidInput: only when the probe is strict.
@@ -154,8 +154,8 @@ class Stage:
     def wants(self, name: str) -> bool:
         """Return, cheaply, whether a tensor of this name is kept of this stage.
 
-        It avoids unnecessary copies: `if stage.wants("prob_ratio"): ...`. `name` may also be that
-        of a section (`"is_loss"`). A misspelt name is reported once per stage.
+        Use it to avoid copies: `if stage.wants("prob_ratio"): ...`. `name` may also be a section
+        (`"is_loss"`). A misspelt name is reported once per stage.
 
         Raises:
             InvalidTensor: only when the probe is strict: a misspelt name.
@@ -344,8 +344,8 @@ class Stage:
 def _reports_shards(capture: CaptureRequest) -> bool:
     """Return whether a capture's shards are reported as its dump.
 
-    They are not where msprobe's own dump is reported, nor for a `keep` configuration, whose files
-    are kept like any others.
+    They are not if msprobe's own dump is reported. They are not for a `keep` configuration either:
+    its files are kept like any others.
     """
     return not uses_msprobe(capture) and capture.get("source") != "keep"
 
@@ -418,8 +418,8 @@ def settle_scalars(fields: dict[str, object]) -> None:
 def error_fields(error: BaseException | None) -> dict[str, object]:
     """Return the fields of an event that say which exception ended a stage or a process.
 
-    `error_type` and `error_message` are None where there is none; `interrupted` is there where
-    somebody stopped the training: Ctrl-C, a cancelled task, `sys.exit()` without a failure.
+    `error_type` and `error_message` are None without an exception. `interrupted` is present if a
+    person stopped the training: Ctrl-C, a cancelled task, `sys.exit()` without a failure.
     """
     if error is None:
         return {"error_type": None, "error_message": None}

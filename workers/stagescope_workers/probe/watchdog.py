@@ -4,15 +4,14 @@
 interpreter is blocked. The background thread resets it for as long as it runs, so it fires only
 where that thread did not run for `seconds`. `stagescope_wire.stacks` describes the file.
 
-It is on by default, once a service was reached: a call that holds the lock leaves no other trace,
-and it cannot be switched on in a process that hangs already. `init(watchdog=0)` and
-`STAGESCOPE_WATCHDOG=0` switch it off, for two reasons. A process has one such timer: a training
-that uses `faulthandler.dump_traceback_later` itself loses it to the watchdog, and whether the timer
-is in use cannot be detected. And CPython reads stacks without the lock, which is safe while the
-process is blocked, but not where it resumes at that very moment (after a SIGSTOP, or the suspension
-of a whole machine, of more than `seconds`): a crash is then possible. So the default is long: a
-process that is blocked for five minutes rarely resumes by itself. `faulthandler.enable` is not
-used.
+It is on by default, once a service was reached. A call that holds the lock leaves no other trace,
+and a process that already hangs cannot switch it on. `init(watchdog=0)` and `STAGESCOPE_WATCHDOG=0`
+switch it off, for two reasons. First, a process has one such timer. A training that uses
+`faulthandler.dump_traceback_later` itself loses it to the watchdog, which cannot detect that the
+timer is in use. Second, CPython reads stacks without the lock. This is safe while the process is
+blocked. A crash is possible if it resumes at that very moment, after a SIGSTOP or the suspension of
+a whole machine of more than `seconds`. So the default is long: a process that is blocked for five
+minutes rarely resumes alone. `faulthandler.enable` is not used.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def collect_stacks(
     """Return the fields of a STACKS event with this process's current stacks.
 
     Args:
-        request_id: of the request that it answers.
+        request_id: id of the request that it answers.
         training: idents of the training threads; their stacks come first.
         work: work fields of the stage that they are in.
     """
@@ -198,9 +197,9 @@ class Watchdog:
         fired = os.fstat(file.fileno()).st_size > self._written_bytes
         due = fired or now - self._armed_at >= self.seconds / 3
         if due:
-            # Before anything that lets another thread run: it replaces the timer without a pause,
-            # so that a call that holds the interpreter lock from here on is seen, too. It starts a
-            # C thread, so it is not reset more often.
+            # This comes before anything that lets another thread run. It replaces the timer without
+            # a pause, so it also sees a call that holds the interpreter lock from here on.
+            # It starts a C thread, so it is not reset more often.
             faulthandler.dump_traceback_later(self.seconds, repeat=False, file=file)
             self._armed_at = now
         stacks = read_watchdog(path) if fired else None
@@ -258,7 +257,7 @@ _making = threading.Lock()
 
 
 def open_watchdog(seconds: float) -> Watchdog:
-    """Return the open watchdog of this process; the first probe's `seconds` are in force."""
+    """Return the open watchdog of this process, which uses the first probe's `seconds`."""
     global _process_watchdog
     with _making:
         if _process_watchdog is None or not _process_watchdog.is_used:
@@ -297,7 +296,7 @@ class StageTracker:
         self._closed = False
 
     def enter(self, seq: int, work: Work) -> None:
-        """Note that this thread has begun a stage; `seq` is that of its BEGIN."""
+        """Note that this thread has begun a stage; `seq` is its BEGIN event's."""
         self._open_stages[seq] = (threading.get_ident(), work)
 
     def leave(self, seq: int | None) -> None:

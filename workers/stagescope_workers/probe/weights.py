@@ -1,7 +1,7 @@
 """Reports a rank's weights: a checksum, dtype, shape and shard for each name.
 
-Nothing here waits for a device or communicates with another rank: for a DTensor, the checksum is
-of the local shard, whose location in the full tensor is reported with it.
+Nothing here waits for a device or communicates with another rank. For a DTensor, the checksum
+covers the local shard, and its location in the full tensor is reported too.
 
 torch is never imported here: see `checksum`.
 """

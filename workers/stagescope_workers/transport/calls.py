@@ -32,7 +32,7 @@ class ServiceAnswer(TypedDict, total=False):
     wall: float
     """The service's wall clock."""
     receipts: dict[int, str]
-    """Of payloads, by sequence number."""
+    """Receipts of payloads, by sequence number."""
     refused: dict[int, str]
     """Events that were refused, by sequence number."""
     pause: float
@@ -41,7 +41,7 @@ class ServiceAnswer(TypedDict, total=False):
     requests: list[dict[str, object]]
     poll_seconds: float
     attempt_key: str
-    """Of this process's attempt, where the process has no key."""
+    """The key of this process's attempt, where the process has none."""
 
 
 class Call:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _DRAIN_SECONDS: Final = 5.0
 """How long one request waits for receipts; `drain` makes several."""
 _UNKNOWN_SECONDS: Final = 10.0
-"""How long `drain` waits for the first event of an unknown run: it may not have arrived yet."""
+"""Seconds that `drain` waits for an unknown run, whose first event may not have arrived yet."""
 
 
 _HTTP_LOGGERS: Final = (
@@ -67,8 +67,8 @@ def _quietly() -> Iterator[None]:
 class HttpLink(ServiceLink):
     """Calls to the service's API, each in its own daemon thread.
 
-    The connections stay open after `close` until the running calls have ended: if a socket were
-    closed while another thread reads from it, that thread could read from the next one opened.
+    The connections stay open after `close` until the running calls have ended. If a socket were
+    closed while a thread reads from it, that thread could read from the next socket instead.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class HttpLink(ServiceLink):
         """Make a link; nothing is sent yet.
 
         Args:
-            url: of the API.
+            url: URL of the API.
             token: the operate token; sent only to `url`.
             found: the source of the URL, for messages.
             timeout: seconds for an answer, beyond the time that the service may wait by itself.

@@ -1,7 +1,7 @@
 """Links to the service: Ray actor calls, HTTP where the process's Ray has no service, or a spool.
 
-Every call returns at once with a `concurrent.futures.Future`; nothing here waits for the service,
-except `drain`. ray is used only where the process imported it itself, and called only once it is
+Every call returns at once with a `concurrent.futures.Future`; only `drain` waits for the service.
+ray is used only where the process imported it itself, and called only once it is
 initialised: `ray.get_actor` in a process without Ray would start a cluster.
 """
 
@@ -38,7 +38,7 @@ _DIRECT_SECONDS: Final = 30.0
 """How long the coordinator is called directly after a relay failed."""
 _NO_RELAY_SECONDS: Final = 2.0
 _RELAY_SECONDS: Final = 1.0
-"""How long a relay that has not answered a call may take to say that it is there."""
+"""Seconds in which a relay that has not answered a call must confirm that it is alive."""
 
 _GUARDS: Final = "_guards_stagescope"
 _SHUTDOWN_SECONDS: Final = 5.0
@@ -58,7 +58,7 @@ class RayProcess(NamedTuple):
     attempt_key: str
     node_id: str
     is_driver: bool
-    """When a driver ends, so does its job, with every actor that is not detached."""
+    """When a driver ends, its job and every actor that is not detached end, too."""
 
 
 def _ray() -> ModuleType | None:
@@ -79,9 +79,9 @@ def _note_fork() -> None:
 
 @contextlib.contextmanager
 def _calling(ray: ModuleType) -> Iterator[None]:
-    """Call Ray only while this process is in a cluster, and hold `ray.shutdown` up meanwhile.
+    """Call Ray only while this process is in a cluster, and delay `ray.shutdown` meanwhile.
 
-    Else Ray would start another cluster for the call, or end this process in the midst of it.
+    Otherwise Ray would start another cluster for the call, or end this process during it.
 
     Raises:
         Unreachable: this process has left the cluster.
@@ -160,7 +160,7 @@ def ray_directory() -> str | None:
     with contextlib.suppress(Exception), _calling(ray):  # no public call
         worker = ray._private.worker.global_worker
         paths = worker.core_worker.get_job_config().py_driver_sys_path
-        # Ray appends the driver's directory last. A job with a working_dir of its own has none: its
+        # Ray appends the driver's directory last. A job with its own working_dir has none: its
         # workers run in that.
         return str(paths[-1]) if paths else None
     return None
@@ -169,14 +169,14 @@ def ray_directory() -> str | None:
 class RayLink(ServiceLink):
     """Calls to the detached coordinator of the cluster that this process has joined.
 
-    Where the service has many ranks it requests that they call through the relay of their node,
-    whose methods are the coordinator's. After an error, of whatever kind, or where the relay is
-    silent, they call directly again for a while.
+    A service with many ranks requests that they call through the relay of their node, whose methods
+    are the coordinator's. After any error, or if the relay is silent, they call directly again for
+    a while.
     """
 
     _relays_after: ClassVar[float] = -math.inf
-    """No relay is called before; monotonic clock, seconds. Of the process: a link that fails is
-    followed by another."""
+    """No relay is called before; monotonic clock, seconds. It is shared by all links of the
+    process, since another link follows one that fails."""
 
     def __init__(self, ray: ModuleType, handle: Any, namespace: str) -> None:
         self._ray = ray
@@ -254,7 +254,7 @@ class RayLink(ServiceLink):
             self._is_relay_requested = answer.get("relay") is True
 
     def _find_relay(self) -> Any:
-        """Return the relay that takes the next call; None: the coordinator itself does."""
+        """Return the relay for the next call; None for the coordinator itself."""
         if not self._is_relay_requested or time.monotonic() < RayLink._relays_after:
             self._relay = None
             return None
@@ -275,7 +275,7 @@ class RayLink(ServiceLink):
     def is_silent(self) -> bool:
         """Return whether the relay in use does not answer; waits a second for it, then leaves it.
 
-        The coordinator's silence is that of the service: no other way leads to it.
+        If the coordinator is silent, the service is silent: no other way leads to it.
         """
         relay = self._relay
         if relay is None:
@@ -334,8 +334,8 @@ def find_link(
     """Return a link to the service, or None where there is none.
 
     Where the caller gives a `url`, only that is used. Otherwise the order is: the coordinator of
-    the Ray cluster that this process has joined, STAGESCOPE_URL, service.json; the last two as
-    `stagescope.attach` reads them; a `file://` URL names a spool. A process that imported ray gets
+    the Ray cluster that this process has joined, STAGESCOPE_URL, service.json. The last two are
+    read as by `stagescope.attach`; a `file://` URL names a spool. A process that imported ray gets
     some seconds (`waited` so far) to join a cluster.
 
     Raises:
@@ -383,7 +383,7 @@ def warn_unconnected(name: str, url: str | None, namespace: str, problem: str = 
     """Log, once per process, that nothing is reported, what was tried and what to set.
 
     Args:
-        name: of the probe or call that could not report.
+        name: name of the probe or call that could not report.
         url, namespace: as for `find_link`.
         problem: the error of the last call, where there was a link.
     """

@@ -3,9 +3,9 @@
 The policy when a bound is reached is `oldest bodies first`:
 
 1. Payload bytes (of drafts, and of refs that pin the object store until the receipt) over
-   `max_bytes`: the oldest bodies that are not offered to the service are dropped, and if that is
-   not enough the new one. An offered body stays: the service may be reading it, and releasing our
-   ref would free nothing. The END event itself stays, marked `payload_dropped`.
+   `max_bytes`: the oldest bodies that are not offered to the service are dropped. If that is not
+   enough, the new one is dropped. An offered body stays: the service may be reading it, and
+   releasing our ref would free nothing. The END event stays, marked `payload_dropped`.
 2. Events over `max_events`: the oldest LOG events (scalars) first; without any, a new LOG; else
    the oldest event. HELLO, FINISH, DROPPED are few and are never dropped.
 
@@ -31,14 +31,14 @@ DEFAULT_MAX_EVENTS: Final = 100_000
 BATCH_EVENTS: Final = 256
 BATCH_BYTES: Final = 64 << 20
 LINGER: Final = 0.25
-"""Seconds that a BEGIN, or an END without tensors, waits for further events: the end of a stage is
+"""Seconds that a BEGIN, or an END without tensors, waits for further events. The end of a stage is
 sent with the beginning of the next, and a short stage in one call. A call costs the coordinator
 milliseconds, as much as dozens of events, and sending competes with the stage itself for the
 interpreter. A process that is killed loses the events of this time."""
 _LINGERS: Final = frozenset({BEGIN, END})
 
 _NOT_TAKEN: Final = frozenset({"lost", "refused"})
-"""Receipts of payloads that arrived, and of which nothing can be measured."""
+"""Receipts of payloads that arrived but cannot be measured."""
 _NEVER_DROPPED: Final = frozenset({HELLO, FINISH, DROPPED})
 _MAX_DETAILS: Final = 1000  # drops counted by work; further ones are counted without their work
 

@@ -1,10 +1,10 @@
 """The one background thread of a probe: it owns all traffic, and training never waits for it.
 
-Calls are futures, so a hung service blocks nothing: the thread sleeps on a condition that answers
-notify, and between them it finishes device copies and searches for the coordinator. At any moment
+Calls are futures, so a hung service blocks nothing. The thread sleeps on a condition that answers
+notify. Between answers it finishes device copies and searches for the coordinator. At any moment
 at most one batch, one long poll and one poll for receipts are pending. A call to an actor that
-still has its name is never repeated (calls would pile up in a hung actor): its future is kept until
-the actor answers, dies or another actor has its name.
+still has its name is never repeated, because calls would pile up in a hung actor. Its future is
+kept until the actor answers, dies or another actor has its name.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _log = logging.getLogger("stagescope.workers")
 POLL_SECONDS: Final = 20.0
 RECEIPT_POLL_SECONDS: Final = 3.0
 CALL_SECONDS: Final = 10.0
-"""After this time without an answer the coordinator's name is looked up again."""
+"""Seconds without an answer after which the coordinator's name is looked up again."""
 UNCONNECTED_SECONDS: Final = 10.0
 _CLOCK_SECONDS: Final = 1.0
-"""How long the first batch waits for the answer to the first poll. It tells the offset of the
-service's clock, by which the first events are dated."""
+"""Seconds that the first batch waits for the answer to the first poll. The answer contains the
+offset of the service's clock, which dates the first events."""
 _UNAUTHORIZED_SECONDS: Final = 10.0
-"""After a refused token, which only a person can change."""
+"""Seconds to wait after a refused access token, which only a person can change."""
 _MIN_POLL_INTERVAL: Final = 0.05
 _MAX_REFUSALS: Final = 5
 _DEVICE_SECONDS: Final = 0.005
@@ -58,7 +58,7 @@ class PlanHolder(Protocol):
         ...
 
     def apply(self, plan: SentPlan) -> None:
-        """Put a plan in force."""
+        """Activate a plan."""
         ...
 
 
@@ -115,7 +115,7 @@ class EventSender:
         self.coordinator: str | None = None
         self.answers = 0
         self.attempt_key: str | None = None
-        """That the service gave the attempt of a process without a key."""
+        """The key that the service gave the attempt of a process without one."""
         self.is_unauthorized = False
         """Whether the service refused the access token of the last call: only a person changes
         that."""
@@ -130,7 +130,7 @@ class EventSender:
         self._link: ServiceLink | None = None
         self._is_new_link = True
         self._batches_after = 0.0
-        """When the first batch may be sent, where no answer has told the service's clock yet."""
+        """When the first batch may be sent, if no answer has given the service's clock yet."""
         self._batch_limit = BATCH_EVENTS
         self._refusals = 0
         self._sending: Call | None = None
@@ -159,7 +159,7 @@ class EventSender:
         """Wake the thread after an event was queued, but only if it can be sent now.
 
         Waking for nothing costs the training thread: the two would contend for the interpreter.
-        What is not detected here is found when the answer under way, or the next search, is over.
+        An event that was missed here is sent when the pending answer or the next search ends.
         """
         if self._link is None or self._sending is not None:
             if self._pool.reserved == 0:
@@ -419,7 +419,7 @@ class EventSender:
         self._refusals = 0
         self._batch_limit = BATCH_EVENTS
         self._apply_plan(answer)
-        # First: what this coordinator has just accepted need not be offered to it again.
+        # This comes first: events that this coordinator just accepted need no second offer.
         self._note_coordinator(answer)
         self._outbox.acknowledge()
         # Again, now that the batch's own bodies wait for their receipts.
@@ -452,7 +452,7 @@ class EventSender:
             self._outbox.report_drops()
 
     def _apply_plan(self, answer: ServiceAnswer) -> None:
-        """Put the plan of an answer in force, unless a later answer brought a newer one already.
+        """Activate the plan of an answer, unless a later answer already brought a newer one.
 
         Another coordinator may have a lower revision: its catalogue may come from a backup.
         """

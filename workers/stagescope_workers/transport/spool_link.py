@@ -1,4 +1,4 @@
-"""The link to a spool: batches become files, which `stagescope import --follow` takes in."""
+"""The link to a spool: batches become files, which `stagescope import --follow` imports."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ADVICE: Final = "check that the directory of STAGESCOPE_URL may be written here
 class SpoolLink(ServiceLink):
     """Writes what a probe would send into a directory; nothing comes back from there.
 
-    A batch counts as accepted, and its payloads as settled, once its file is there. No capture can
-    be requested over a spool: `init(plan=...)` names those of a file.
+    A batch counts as accepted, and its payloads as settled, once its file exists. A spool brings
+    no capture requests: `init(plan=...)` names those of a file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -95,7 +95,7 @@ class SpoolLink(ServiceLink):
         return future
 
     def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
-        """Return at once: what this process has sent is there, and no other can be asked."""
+        """Return at once: what this process has sent is stored, and no other can reply."""
         return {"drained": True, "known": True}
 
     def close(self) -> None:

@@ -1,14 +1,14 @@
 """AReaL: stages, streams, samples and scalars of a training that does not change.
 
-Steps are AReaL's `global_step`, from 0. The trainer's log-probs are those of the pass before the
-update where AReaL makes one (`recompute_logprob`, or the decoupled loss with the methods
-`recompute` and `metrics`), read before `compute_advantages` overwrites the engine's with them. Else
-(its default, and the methods `loglinear` and `reuse_train_logp`) they are of the update's own
-passes, mini-batch by mini-batch: from the second on, the weights are not those that the step began
-with. AReaL's own `prox_logp` is then a copy of the engine's, and is not taken for the trainer's.
+Steps are AReaL's `global_step`, from 0. AReaL makes a pass before the update with
+`recompute_logprob`, or in the decoupled loss with the methods `recompute` and `metrics`. Then the
+trainer's log-probs are those of that pass, read before `compute_advantages` overwrites the engine's
+with them. By default, and with the methods `loglinear` and `reuse_train_logp`, they come from the
+update's own passes, mini-batch by mini-batch. From the second one on, the weights are not those at
+the beginning of the step. AReaL's own `prox_logp` is then a copy of the engine's and is not used.
 
 Whole trainings of AReaL of 2026-05-21 (4aef98d8) ran on CPU with it. Its `trainer/ppo/actor.py` was
-also read in a later version with `turn_ids` and `reuse_train_logp`: hooks that moved between the
+also read in a later version with `turn_ids` and `reuse_train_logp`. Hooks that moved between the
 two are patched in both.
 """
 
@@ -25,7 +25,7 @@ _TRAINER: Final = "areal.trainer.rl_trainer"
 
 
 def patches() -> list[Patch]:
-    """Return the patches of AReaL's trainer process, whichever its controller, and its ranks."""
+    """Return the patches of AReaL's ranks and, with any controller, of its trainer process."""
     log_prob = {"actor": "actor_compute_log_prob", "ref": "ref_compute_log_prob"}
     # Engines import trace_scope by name: its module is patched when it is imported, before them.
     hooks: list[tuple[str, str, Wrap, str]] = [

@@ -1,9 +1,9 @@
 """AReaL's ranks: stages, streams and samples of the processes that hold a trained model.
 
 They are the same under the controllers v1 and v2, which call the same `PPOActor` in their workers,
-and without a controller (torchrun). A worker does not hear the step; the version of its weights is
-the step: the trainer sets it to step + 1 after each update. A reference has no version, and
-takes that of the model that is trained in its process; alone in a process it knows no step, and the
+and without a controller (torchrun). A worker does not learn the step. Its weights' version is the
+step: the trainer sets it to step + 1 after each update. A reference has no version, and uses the
+version of the model that is trained in its process. Alone in a process it knows no step, and the
 trainer's process reports its time.
 """
 
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DYNAMIC: Final = ("loglinear",)
-"""Methods whose proximal log-probs are approximated: what they clip is not known here."""
+"""Methods whose proximal log-probs are approximated, so their clipping is not known here."""
 _OTHER_LOSSES: Final = ("use_sapo_loss", "use_cispo_loss")
 
 
 Owner: TypeAlias = Any
-"""What is read of a `PPOActor` or a `PPOCritic`: its engine (get_version), and of its config
+"""Attributes read from a `PPOActor` or a `PPOCritic`: its engine (get_version), and its config's
 use_decoupled_loss and recompute_logprob."""
 
 
 class Rank:
-    """What one `PPOActor` or `PPOCritic` of this process reports; its calls come one by one."""
+    """Reports one `PPOActor` or `PPOCritic` of this process; its calls come one by one."""
 
     def __init__(self, owner: Owner, role: str) -> None:
         self._owner = weakref.ref(owner)
         self.role = role
         self._probe: Probe | None = None
         self.open: Stage | None = None
-        """The stage that runs, for what is learnt inside it."""
+        """The stage that runs, for data that arrives during it."""
         self.update: Update | None = None
         self.streams_of: int | None = None
         """The step whose streams were recorded before its update."""
@@ -179,7 +179,7 @@ def place() -> tuple[int, int]:
 
 
 def describe(engine: object) -> dict[str, Any]:
-    """Return `init`'s layout and data_rank of an engine; what it does not have is left out."""
+    """Return an engine's layout and data_rank for `init`, without those that it lacks."""
     layout: dict[str, object] = {
         "framework": "areal", "engine": type(engine).__name__, **training.megatron_layout()
     }  # fmt: skip
@@ -286,7 +286,7 @@ class Update:
     """The parts of one `ppo_update`: one for each mini-batch, which ends with its optimizer step.
 
     Args:
-        rank: That updates its model.
+        rank: The rank that updates its model.
         records_streams: Whether only the loss has both streams.
     """
 
@@ -345,7 +345,7 @@ def _clipped(
     """Return -1 or 1 where the loss is constant in a token's ratio, else 0; None: not known here.
 
     Args:
-        logprobs: Of the update's own pass.
+        logprobs: Log-probs of the update's own pass.
         data, options: The loss's `input_data`, and its keyword arguments.
     """
     proximal, low = data.get("prox_logp"), options.get("eps_clip")

@@ -1,8 +1,8 @@
 """AReaL's batches with index t for token t, and its loss's micro-batches as one packed payload.
 
 A rollout's `logprobs`, `loss_mask`, `versions`, `turn_ids` and `input_ids` have index t for token
-t. What a model's forward pass gives (`prox_logp`, `ref_logp`, values, advantages) has index t for
-token t + 1, and `compute_advantages` moves `logprobs` and `loss_mask` there, too; the rest stays.
+t. A model's forward pass returns `prox_logp`, `ref_logp`, values and advantages with index t for
+token t + 1. `compute_advantages` moves `logprobs` and `loss_mask` there, too; the rest stays.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STAYING: Final = {"input_ids": "responses", "versions": "versions", "turn_ids": "turn_ids"}
-"""Columns of a rollout in which index t is of token t wherever they stand: AReaL's -> ours."""
+"""Columns in which index t is always token t, in a rollout and later: AReaL's name -> ours."""
 
 
 def of_tokens(values: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Return a column of which index t is of token t + 1 as one of which index t is of token t.
+    """Return a column with token t + 1 at index t as one with token t at index t.
 
     Args:
         values: [rows, tokens], or packed [tokens].
@@ -97,11 +97,11 @@ def of_loss(
 
     Args:
         data: The loss's `input_data`: packed [tokens] with `cu_seqlens`, or [rows, tokens].
-        shifted: By our names, as wide as its `loss_mask`, index t of token t + 1; `response_mask`
-            is one of them.
+        shifted: Columns by our names, `response_mask` included. As wide as its `loss_mask`; index t
+            is token t + 1.
 
     Raises:
-        ValueError: a part of the sequence (tree attention), of which rows cannot be told.
+        ValueError: it is a part of the sequence (tree attention), so its rows are unknown.
     """
     mask = shifted["response_mask"]
     ends = data.get("cu_seqlens") if mask.dim() == 1 else None

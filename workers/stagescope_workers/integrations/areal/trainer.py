@@ -2,7 +2,7 @@
 
 `perf_tracer.trace_scope` opens a scope for each part of a step, with the step's number, also where
 AReaL's own tracing is off. With a controller (v1 and v2) this process runs no model, and reports as
-the role `driver`; without one (torchrun, AREAL_SPMD_MODE) it is a rank, which reports the parts
+the role `driver`. Without one (torchrun, AREAL_SPMD_MODE) it is a rank. It then reports the parts
 that its models do not.
 """
 
@@ -48,7 +48,7 @@ _OF_RANKS: Final = (
     "train.compute_values", "train.ref_logp", "train.recompute_logp", "train.compute_advantage",
     "train.ppo_update", "train.critic_ppo_update",
 )  # fmt: skip
-"""What the models of a rank report themselves."""
+"""Scopes that the models of a rank report themselves."""
 _WEIGHTS: Final = (".update_weights_from_distributed", ".update_weights_from_disk")
 _OPTIMIZER: Final = "_engine.step"
 _SPMD: Final = "AREAL_SPMD_MODE"
@@ -61,11 +61,11 @@ def is_rank() -> bool:
 
 
 Trainer: TypeAlias = Any
-"""What is read of AReaL's `PPOTrainer`: config."""
+"""Attributes read from AReaL's `PPOTrainer`: config."""
 
 
 class Training(ReportedTraining):
-    """What one `PPOTrainer` reports."""
+    """Reports one `PPOTrainer`."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -75,7 +75,7 @@ class Training(ReportedTraining):
 
     @property
     def last_step(self) -> int | None:
-        """The last step of which a scope was entered."""
+        """The step of the last scope that was entered."""
         return self.step
 
     @property
@@ -156,7 +156,7 @@ def wrap_scope(function: Function, name: str, *args: Any, **kwargs: Any) -> obje
 
 
 class _Scope(contextlib.AbstractContextManager[object]):
-    """AReaL's scope, which it enters and leaves, and the stage beside it."""
+    """AReaL's scope together with our stage; both are entered and left here."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Watch:
-    """A finder that finds nothing itself: it installs the patches of what is about to be found."""
+    """A finder that finds nothing itself: it installs the patches of a module before its import."""
 
     def __init__(self, table: dict[str, str]) -> None:
         self._table = table

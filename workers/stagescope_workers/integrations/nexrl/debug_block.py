@@ -1,8 +1,8 @@
 """NexRL's `debug:` block, as its `DataDumper` has read it, and WEAVER_DEBUG_DUMP_*.
 
-What the block dumps is also kept by the service, at the same steps; NexRL's own files are written
-as without stagescope. Weaver, which the WEAVER_DEBUG_DUMP variables belong to, is a closed trainer
-behind an API: it writes its files itself, and `stagescope import` reads them.
+The service also keeps the data that the block dumps, at the same steps. NexRL's own files are the
+same as without stagescope. The WEAVER_DEBUG_DUMP variables belong to Weaver, a closed trainer
+behind an API. It writes its files itself, and `stagescope import` reads them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DEFAULT_WEAVER_DIRECTORY: Final = "./weaver_debug_dump"
 
 @dataclasses.dataclass(frozen=True)
 class DebugBlock:
-    """What a configuration's `debug:` block says.
+    """The `debug:` block of a configuration.
 
     Attributes:
         directory: `dump_dir`, its interpolations resolved.
@@ -58,7 +58,7 @@ class DebugBlock:
         }
 
     def lines(self) -> list[str]:
-        """Return what a user should know of it, a line each."""
+        """Return the lines that tell a user about it."""
         names = ", ".join(self.types) or "none of the options is on"
         lines = [
             f"NexRL writes its own dumps as ever: {names}, every {self.every_n_steps} steps, to "
@@ -94,13 +94,13 @@ def read_dumper(dumper: Any) -> DebugBlock | None:
 
 @dataclasses.dataclass(frozen=True)
 class WeaverDump:
-    """What the WEAVER_DEBUG_DUMP variables of this process say.
+    """The WEAVER_DEBUG_DUMP variables of this process.
 
     Attributes:
         directory: Where Weaver's trainer writes, on its own host.
         every_n_steps: WEAVER_DEBUG_DUMP_EVERY_N.
         options: WEAVER_DEBUG_DUMP_OPTIONS.
-        problems: What of them cannot be read.
+        problems: Why some of them cannot be read.
     """
 
     directory: str
@@ -117,7 +117,7 @@ class WeaverDump:
         }
 
     def lines(self, run: str) -> list[str]:
-        """Return what a user should know of them, a line each."""
+        """Return the lines that tell a user about them."""
         return [
             *self.problems,
             f"{_WEAVER_VARIABLE}*: Weaver's trainer writes {', '.join(self.options) or 'nothing'} "

@@ -40,7 +40,7 @@ def attach() -> None:
 
 
 def __getattr__(name: str) -> object:
-    """Return a trainer of NexRL's as a class of this module, by which other processes find it."""
+    """Return a trainer class of NexRL as one of this module, where other processes find it."""
     module = _TRAINERS.get(name)
     if module is None:
         raise AttributeError(f"{__name__} has none of the name {name!r}: {', '.join(_TRAINERS)}")

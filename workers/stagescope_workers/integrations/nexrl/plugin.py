@@ -1,11 +1,11 @@
 """The functions of NexRL 1.4.0 that are patched, and what each tells.
 
-What NexRL's trainers call is wrapped here (see `training`), and its `DataDumper`: it is called with
-what is live, and writes what its options say. NexRL asks `should_dump` before it calls anything,
-and each `dump_...` asks again before it writes. The first question is also answered yes where
-stagescope reports that type; the second one, asked inside the original function, is answered by
-NexRL's own options alone. So its files are those of a training without stagescope. The ranks of the
-train service are in `ranks`, the replay of dumps is in `replay`.
+The functions that NexRL's trainers call are wrapped here (see `training`), and so is its
+`DataDumper`: it gets live data, and writes what its options say. NexRL calls `should_dump` before
+anything else, and each `dump_...` calls it again before it writes. The first call also returns
+True where stagescope reports that type. The second one, inside the original function, follows
+NexRL's own options alone, so NexRL's files are those of a training without stagescope. The
+ranks of the train service are in `ranks`, the replay of dumps is in `replay`.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _wrap_train(trainer: Trainer, train: Function) -> Function:
 def wrap_get_trajectories(
     function: Function, trainer: Trainer, *args: Any, **kwargs: Any
 ) -> object:
-    """Wrap `BaseTrainer._get_trajectories`, which is asked until there are enough of them."""
+    """Wrap `BaseTrainer._get_trajectories`, which is called until there are enough of them."""
     with guarded("rollout_generate"):
         training(trainer).begin("rollout_generate")
     trajectories = function(trainer, *args, **kwargs)

@@ -1,9 +1,9 @@
 """The ranks of NexRL's train service: the parts of their updates.
 
-`dump_forward_data` and `dump_loss` are given a `micro_idx` that begins again in every mini-batch
-and epoch, and that `compute_log_prob` and the distillation never give at all: NexRL's files keep
-the last writer of each number. Here a part is counted by what happens: a micro-batch by a forward
-pass, a mini-batch by a step of the optimizer, an epoch by the number of mini-batches in one.
+NexRL gives `dump_forward_data` and `dump_loss` a `micro_idx` that restarts in every mini-batch and
+epoch. `compute_log_prob` and the distillation never give one, so NexRL's files keep only the last
+writer of each number. Here events count the parts: a forward pass is a micro-batch, an optimizer
+step is a mini-batch, and an epoch is a fixed number of mini-batches.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _LOSSES: Final = ("loss", "pg_loss", "entropy_loss")
 
 
 Actor: TypeAlias = Any
-"""What is read of NexRL's `DataParallelPPOActor`: actor_module, config, _rank."""
+"""Attributes read from NexRL's `DataParallelPPOActor`: actor_module, config, _rank."""
 Batch: TypeAlias = Any
-"""What is read of the batch that a rank is sent: batch."""
+"""Attributes read from the batch that a rank is sent: batch."""
 
 
 class Update:
@@ -50,8 +50,8 @@ class Update:
     in the last part of its mini-batch.
 
     Args:
-        probe: Of the rank.
-        step: Of the trainer.
+        probe: The rank's probe.
+        step: The trainer's step.
         model: The module, for captures.
         minibatches: How many are in an epoch; None where that is unknown.
     """

@@ -1,12 +1,12 @@
 """NexRL's mock rollout worker as its documentation describes it: a replay by (group_id, run_id).
 
 NexRL 1.4 documents that `rollout_worker.type: mock` with `trajectory_load_path` gives each task the
-trajectory of its (group_id, run_id). Its code puts all of them into the pool at the first task of
-each worker, whatever was asked for, falls back to synthetic trajectories where the file is missing
-or cannot be read, and sets no `_max_sequence_length`, which putting a trajectory reads.
+trajectory of its (group_id, run_id). But its code puts all of them into the pool at the first task
+of each worker. It uses synthetic trajectories where the file is missing or cannot be read. It never
+sets `_max_sequence_length`, which putting a trajectory reads.
 
-Here each task gets its own, and what is missing ends the replay with what to do about it: it is the
-one place where stagescope raises in a training, and only where `trajectory_load_path` is set.
+Here each task gets its own trajectory. A missing one ends the replay with an error that says what
+to do. stagescope raises in a training only here, and only if `trajectory_load_path` is set.
 """
 
 from __future__ import annotations
@@ -180,19 +180,19 @@ _MODULE: Final = "nexrl.mock.mock_rollout_worker"
 
 
 Worker: TypeAlias = Any
-"""What is read of NexRL's `MockRolloutWorker`: _max_sequence_length, _processed_count,
+"""Attributes read from NexRL's `MockRolloutWorker`: _max_sequence_length, _processed_count,
 _put_trajectory."""
 
 
 class TaskReplay:
-    """The trajectories of a dump, by the task that asks for them.
+    """The trajectories of a dump, by the task that requests them.
 
-    With several files (a directory), the k-th time a task is asked it gets that of the k-th file
-    that has it; with one file always the same.
+    With several files (a directory), the k-th request of a task gets the trajectory of the k-th
+    file that has the task. With one file it always gets the same.
 
     Args:
-        files: Of each file, its trajectories.
-        source: For messages.
+        files: The trajectories of each file.
+        source: Path of the dump, for messages.
     """
 
     def __init__(self, files: list[list[Recorded]], source: Path) -> None:
@@ -247,11 +247,11 @@ class TaskReplay:
         return key, rows[self._put.get(key, 0) :]
 
     def note_put(self, key: Key) -> None:
-        """Count a trajectory that the pool has taken."""
+        """Count a trajectory that the pool has accepted."""
         self._put[key] = self._put.get(key, 0) + 1
 
     def note_done(self, key: Key) -> None:
-        """Count a task whose trajectories the pool has taken."""
+        """Count a task whose trajectories the pool has accepted."""
         self._put.pop(key, None)
         self._done[key] = self._done.get(key, 0) + 1
 
@@ -340,7 +340,7 @@ def wrap_rollout(
 
 def _trajectory(worker: Worker, row: Recorded) -> object:
     """Return NexRL's own object, new each time: the trainer pads trajectories in place."""
-    # The name by which the worker's module knows NexRL's class.
+    # The worker's module knows NexRL's class under this name.
     module = sys.modules.get(_MODULE) or sys.modules[type(worker).__module__]
     return module.Trajectory(
         tokens=list(row.tokens),

@@ -1,8 +1,8 @@
 """NexRL's trajectories and batches as the rows of a payload.
 
 NexRL's self-hosted trainers regard the first token of a trajectory as its prompt and all others as
-its response, whatever `loss_mask` says (`SelfHostedTrainer._process_trajectories`): index i of a
-row is of token i + 1. The rows of `Trajectory` objects are aligned in the same way here, so that
+its response, whatever `loss_mask` says (`SelfHostedTrainer._process_trajectories`). So index i of
+a row is token i + 1. The rows of `Trajectory` objects are aligned in the same way here, so that
 both name a token by the same position.
 """
 
@@ -24,7 +24,7 @@ ROLLOUT: Final = "logprobs"
 
 
 Trajectory: TypeAlias = Any
-"""What is always there of NexRL's `Trajectory`: tokens, loss_mask, reward."""
+"""Attributes that NexRL's `Trajectory` always has: tokens, loss_mask, reward."""
 
 
 @dataclasses.dataclass
@@ -92,13 +92,13 @@ class Rows:
     """The rows of a step's trajectories, ragged, in the order in which the trainer got them.
 
     Attributes:
-        ids: Of the rows.
-        tokens, masks: Of each row's response, see the module's docstring.
+        ids: Ids of the rows.
+        tokens, masks: Arrays of each row's response, see the module's docstring.
         prompts: The first token of each row.
         rollout: The rollout's log-probs of each row's response, nan where there is none; None where
             no row has any.
         incomplete: How many rows lack log-probs that others have.
-        rewards: Of the rows.
+        rewards: Rewards of the rows.
     """
 
     ids: Ids
@@ -154,11 +154,11 @@ def rollout_rows(
     """Return the rollout's log-probs of each row's response, and how many rows lack some.
 
     Args:
-        columns: Of each row, the log-probs of its tokens, 0.0 in the prompt; None without. One
-            value less than tokens: those of the response alone. More than tokens: NexRL's agent
-            worker truncates tokens, but not the log-probs.
+        columns: Log-probs of each row's tokens, 0.0 in the prompt, or None. If there is one
+            value less than tokens, they are those of the response alone. If there are more,
+            NexRL's agent worker truncated the tokens but not the log-probs.
         lengths: Number of tokens of each row.
-        masks: Of each row's response.
+        masks: Mask of each row's response.
 
     Returns:
         None where no row has any: also where all are 0.0, which NexRL's mock worker writes.
@@ -173,7 +173,7 @@ def rollout_rows(
         row[: len(given)] = given
         found.append(row)
         incomplete += int(len(given) < len(row) and bool(mask[len(given) :].any()))
-    # The mask of a padded row is wider, that of a batch cut at its right side narrower.
+    # A padded row has a wider mask. A batch that is cut at its right side has narrower ones.
     counted = [
         row[: len(mask)][mask[: len(row)] == 1] for row, mask in zip(found, masks, strict=True)
     ]
@@ -190,7 +190,7 @@ def without_padding(ids: Ids, known: frozenset[str] | None) -> list[int]:
     that they are copies of.
 
     Args:
-        ids: Of the rows of the batch, copies included.
+        ids: Ids of the rows of the batch, copies included.
         known: The samples that the trainer got; None where they are unknown.
     """
     if known is None:
@@ -202,11 +202,11 @@ def read_batch(values: Mapping[str, Any], known: frozenset[str] | None) -> Colum
     """Read the columns of NexRL's `Batch`: [rows, tokens], the response of each row.
 
     Args:
-        values: Of the batch.
+        values: Values of the batch.
         known: See `without_padding`.
 
     Returns:
-        None where it has no responses, or rows that cannot be told apart.
+        None where it has no responses, or rows that cannot be distinguished.
     """
     responses = values.get("responses")
     mask = values.get("scoring_attention_mask", values.get("loss_mask"))
@@ -240,7 +240,7 @@ class Columns:
         rows: Their indices in the batch.
         total: Number of rows of the batch, with copies.
         width: Tokens of a row.
-        ids: Of the rows.
+        ids: Ids of the rows.
         responses, mask: [rows, tokens].
         rewards: [rows], None where the batch has none.
     """
@@ -289,8 +289,8 @@ def by_token(advantages: Iterable[object], masks: Sequence[Integers]) -> list[Fl
     """Return advantages of trajectories as one number for each token of their responses.
 
     Args:
-        advantages: Of each trajectory: a number, or one for each of its model tokens.
-        masks: Of the responses.
+        advantages: One number for each trajectory, or one for each of its model tokens.
+        masks: Masks of the responses.
     """
     found = []
     for value, mask in zip(advantages, masks, strict=True):

@@ -1,10 +1,10 @@
 """The trainer's process of NexRL: its steps, what its trajectories hold, the batch, the update.
 
-A step is `_train_step`, the first is 0. Three stages are the process's own: `rollout_generate` is
-how long the trainer waits for trajectories, `actor_compute_log_prob` and `actor_update` are its
+A step is `_train_step`, the first is 0. Three stages belong to this process. `rollout_generate` is
+how long the trainer waits for trajectories. `actor_compute_log_prob` and `actor_update` are its
 calls of the train service, whose ranks report the same stages as role `actor` (see `ranks`).
-The streams are recorded here, where both are: the rollout's from the live trajectories, whose
-log-probs NexRL's own files leave out, the trainer's from the answer of the train service.
+This process has both streams, so they are recorded here. The rollout's come from live trajectories,
+since NexRL's files leave out the log-probs; the trainer's from the train service's answer.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
 CONTEXT: Final = "stagescope"
-"""The key of a batch's `meta_info` by which the ranks know the run and the step."""
+"""The key in a batch's `meta_info` that tells the ranks the run and the step."""
 _ROLE: Final = "driver"
 _MOCK: Final = "mock"
 
 
 Batch: TypeAlias = Any
-"""What is read of NexRL's `Batch`: values."""
+"""Attributes read from NexRL's `Batch`: values."""
 Trainer: TypeAlias = Any
-"""What is read of NexRL's `BaseTrainer`, and of `SelfHostedTrainer`: _train_step, _config,
+"""Attributes read from NexRL's `BaseTrainer` and `SelfHostedTrainer`: _train_step, _config,
 _train_service_client (compute_log_prob, save_checkpoint), train."""
 
 
 class Training(ReportedTraining):
-    """What one trainer reports."""
+    """Reports one trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -111,7 +111,7 @@ class Training(ReportedTraining):
         return "the model runs behind a training API, not in the trainer's process"
 
     def context(self) -> dict[str, object]:
-        """Return what the ranks are told with a batch: built-in types, sent as JSON."""
+        """Return the data that the ranks get with a batch: built-in types, sent as JSON."""
         return {
             "run": self.probe.run,
             "attempt_key": attempt_key(),
@@ -122,7 +122,7 @@ class Training(ReportedTraining):
     # --- stages -------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Stage:
-        """Return the open stage of that name, begun now where there is none."""
+        """Return the open stage of that name; begin it if none is open."""
         stage = self._open.get(name)
         if stage is None:
             stage = self._open[name] = self.probe.begin(
@@ -282,7 +282,7 @@ class Training(ReportedTraining):
                     self.end(name)
 
     def report(self, step: int, metrics: object) -> object:
-        """Report the trainer's metrics of a step; return them with the service's beside them."""
+        """Report the trainer's metrics of a step; return them and the service's together."""
         if not isinstance(metrics, Mapping):
             return metrics
         self.probe.log(step=step, **scalars(metrics))
@@ -340,9 +340,9 @@ def _streams(
     """Return who produced the streams of a batch.
 
     Args:
-        config: Of the trainer.
+        config: The trainer's configuration.
         has_rollout: Whether the batch has the rollout's stream.
-        temperature: By which the batch was sampled.
+        temperature: The temperature at which the batch was sampled.
     """
     whole = _root(config)
     engine = (

@@ -1,14 +1,14 @@
 """TRL's `AsyncGRPOTrainer`: streams, staleness, samples and scalars of its update.
 
-Its rollouts come from a worker process that samples from a vLLM server all the while; the trainer
-drains its queue. The rollout's log-probs are those that came with the samples, the trainer's those
-of the update's own forward pass. TRL hands over neither the version of the weights that sampled a
-completion nor its group: columns of ours carry them from the main process, which packs the
+Its rollouts come from a worker process that constantly samples from a vLLM server; the trainer
+drains its queue. The rollout's log-probs come with the samples. The trainer's come from the
+update's own forward pass. TRL hands over neither the completion's group nor the version of the
+weights that sampled it. Columns of ours carry both from the main process, which packs the
 micro-batches, to the ranks that train them.
 
-Read in TRL 1.16: `compute_loss` has its loss terms packed, one for each token that the model
-sampled, a completion after the other; the tokens of tools and environments are not among them. A
-gap in a completion's positions is therefore where a round ends. A conversation that forked is
+Read in TRL 1.16: `compute_loss` has its loss terms packed, completion after completion, one term
+for each token that the model sampled. Tokens of tools and environments are not among them. So a
+gap in a completion's positions is the end of a round. A conversation that forked is
 several completions of its group. Versions count weight syncs: version 1 are the weights that the
 training began with.
 """
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 _MODULE: Final = "trl.experimental.async_grpo.async_grpo_trainer"
 _SAMPLES: Final = "stagescope_samples"
 """The column that names the completions of each rank's row, [ranks, completions, 4] int64: group,
-number in the group, version that sampled it, and what the version of the main process's weights is
-more than its weight syncs. -1 where a rank has fewer completions."""
+number in the group, version that sampled it, main process's version minus its weight syncs.
+-1 where a rank has fewer completions."""
 _REWARDS: Final = "stagescope_rewards"
 """Their rewards, [ranks, completions] float32; nan where no function scored a completion."""
 _VERSION: Final = "stagescope_version"
@@ -48,7 +48,7 @@ _OFFSET: Final = "stagescope_offset"
 
 
 def patches() -> list[Patch]:
-    """Return the patches of `AsyncGRPOTrainer`, and of what packs its micro-batches."""
+    """Return the patches of `AsyncGRPOTrainer`, and of the code that packs its micro-batches."""
     calls: dict[str, tuple[Wrap, str]] = {
         "AsyncGRPOTrainer.compute_loss": (
             wrap_loss, "actor_update, streams, and what the loss did to each token"
@@ -68,14 +68,14 @@ def patches() -> list[Patch]:
 
 
 Dataset: TypeAlias = Any
-"""What is read of `RolloutQueueDataset`, and added to it: queue (get), model_version_fn,
+"""Attributes read from `RolloutQueueDataset`, and added to it: queue (get), model_version_fn,
 stagescope_syncs."""
 Trainer: TypeAlias = Any
-"""What is read of `AsyncGRPOTrainer`: rollout_worker, _rollout_dataset."""
+"""Attributes read from `AsyncGRPOTrainer`: rollout_worker, _rollout_dataset."""
 
 
 class Training(TrlTraining):
-    """What one `AsyncGRPOTrainer` reports."""
+    """Reports one `AsyncGRPOTrainer`."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -85,7 +85,7 @@ class Training(TrlTraining):
         """The version of the weights before the first of them, of a resumed training."""
 
     def statistics_settings(self) -> dict[str, object]:
-        """Return nothing: TRL applies no importance weights beside the ratio of the loss."""
+        """Return nothing: TRL applies no importance weights except the ratio of the loss."""
         return {}
 
     @property
@@ -103,7 +103,7 @@ training: Final = one_a_trainer(Training)
 
 
 class _Tap:
-    """A rollout queue that remembers which sample was taken last."""
+    """A rollout queue that remembers the last sample that was read."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -221,12 +221,12 @@ def wrap_loss(
 def recorded(
     trainer: Trainer, inputs: Mapping[str, torch.Tensor], log_probs: torch.Tensor
 ) -> dict[str, object]:
-    """Return what a micro-batch had, by the names of `Stage.record`, packed.
+    """Return the tensors of a micro-batch, by the names of `Stage.record`, packed.
 
     Args:
         trainer: TRL's.
-        inputs: Of this rank, as `compute_loss` has them.
-        log_probs: Of the forward pass, one for each packed token.
+        inputs: Inputs of this rank, as `compute_loss` has them.
+        log_probs: Log-probs of the forward pass, one for each packed token.
     """
     import torch
 

@@ -2,9 +2,9 @@
 
 Steps are numbered as TRL logs them: the first is 1. The rollout's log-probs are those that its
 generation returned (vLLM, or a `rollout_func`); generation by transformers returns none, and the
-step says so. The trainer's are of the pass before the update where TRL makes one
-(`actor_compute_log_prob`), else of the update's own forward passes (`actor_update`): then all of
-them belong to the weights that the step began with.
+step says so. The trainer's come from the pass before the update where TRL makes one
+(`actor_compute_log_prob`). Otherwise they come from the update's own forward passes
+(`actor_update`): then all of them belong to the weights at the beginning of the step.
 
 Read in TRL 1.16: `_generate_and_score_completions` returns the rows of a generation batch, which
 are shuffled and divided into micro-batches together with a column of ours that names them.
@@ -67,19 +67,19 @@ def patches() -> list[Patch]:
 
 
 Trainer: TypeAlias = Any
-"""What is read of `GRPOTrainer`: ref_model, rollout_func, use_vllm,
+"""Attributes read from `GRPOTrainer`: ref_model, rollout_func, use_vllm,
 vllm_importance_sampling_correction, num_generations, num_iterations, beta, loss_type,
 importance_sampling_level, reward_weights, args."""
 
 
 @dataclasses.dataclass
 class _GenerationBatch:
-    """What is being learnt of the generation batch that is made.
+    """The known facts of the generation batch that is being made.
 
     Attributes:
         step: The step that generates it.
         number: How many the step has made before.
-        rewards: Of this process's rows, [rows].
+        rewards: Rewards of this process's rows, [rows].
         stage: The stage of the trainer's log-probs, where TRL computes them before the update.
     """
 
@@ -90,7 +90,7 @@ class _GenerationBatch:
 
 
 class Training(TrlTraining):
-    """What one `GRPOTrainer` reports."""
+    """Reports one `GRPOTrainer`."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -280,8 +280,8 @@ def wrap_forward(
 ) -> object:
     """Wrap the forward pass: before the update it is a stage, within the loss it is the trainer's.
 
-    Of the trainer's log-probs before the update the stage stays open until the whole batch is
-    known: it has the streams.
+    The stage of the trainer's log-probs before the update has the streams. It stays open until the
+    whole batch is known.
     """
     stage: Stage | None = None
     is_reference = False
@@ -315,8 +315,8 @@ def wrap_forward(
 def _is_reference(trainer: Trainer, model: object, batch: _GenerationBatch) -> bool:
     """Return whether a forward pass before the update is the reference's.
 
-    Without a model of its own the reference is the policy without its adapter: the second pass, or
-    the only one where the trainer's own is not made.
+    If the reference has no model, it is the policy without its adapter. Its pass is then the second
+    one, or the only one if the trainer's own pass is not made.
     """
     if trainer.ref_model is not None:
         return model is trainer.ref_model
@@ -368,7 +368,7 @@ def _update(
     if applied is not None:
         recorded["rollout_is_weights"] = applied.expand(current.shape)
     if old is None:
-        # These weights sampled the tokens: TRL takes this pass for the one before the update, too.
+        # These weights sampled the tokens, so TRL also uses this pass as the one before the update.
         recorded["log_probs"] = current
         return recorded
     # The streams, groups and rewards were recorded before the update, perhaps in an earlier step:

@@ -1,4 +1,4 @@
-"""What the integrations of TRL's trainers share: names, steps, the update's stage, its log."""
+"""The shared code of TRL's integrations: names, steps, the update's stage, a trainer's log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LAST_LINE: Final = "train_runtime"
-"""Stands in what Hugging Face's trainer logs once, when the training is over."""
+"""A key that Hugging Face's trainer logs once, when the training is over."""
 _TRACKERS: Final = frozenset(
     f"{name}Callback" for name in ("TensorBoard", "Wandb", "MLflow", "SwanLab", "Trackio")
 )
@@ -40,12 +40,12 @@ _MAY_BE_NAN: Final = "rewards/"
 
 
 Trainer: TypeAlias = Any
-"""What is read of both of TRL's GRPO trainers: state, control, callback_handler, accelerator,
+"""Attributes read from both of TRL's GRPO trainers: state, control, callback_handler, accelerator,
 model, train, epsilon_low, epsilon_high, _metrics, args (output_dir, to_dict)."""
 
 
 class TrlTraining(ReportedTraining):
-    """What one of TRL's trainers reports. Steps are numbered as TRL logs them: the first is 1."""
+    """Reports one of TRL's trainers. Steps are numbered as TRL logs them: the first is 1."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -60,7 +60,7 @@ class TrlTraining(ReportedTraining):
 
     @property
     def measures_update(self) -> bool:
-        """Whether the trainer's stream is that of the update's own passes."""
+        """Whether the trainer's stream comes from the update's own passes."""
         return True
 
     @property
@@ -127,7 +127,7 @@ class TrlTraining(ReportedTraining):
         return self.update
 
     def end_update(self, error: BaseException | None) -> None:
-        """End `actor_update` where it has begun, with what the micro-batch raised."""
+        """End `actor_update` if it has begun, with the micro-batch's error, if any."""
         stage, self.update = self.update, None
         if stage is not None:
             stage.end(error)
@@ -156,7 +156,7 @@ class TrlTraining(ReportedTraining):
         """Write what came after its step was logged into the trackers of `report_to`, at that step.
 
         No other callback is called: a user's own expects each line to be one of TRL's. TRL's next
-        line follows at once, by which W&B knows again which step it is.
+        line follows at once, which tells W&B the current step again.
 
         Args:
             before: The first step that is left out.
@@ -186,8 +186,8 @@ def attaching_patches(module: str, name: str, find: Find, since: str) -> list[Pa
     """Return the patches of a trainer's beginning and end, its update's end and its log.
 
     Args:
-        module, name: Of the trainer's class.
-        find: Returns what a trainer reports.
+        module, name: Where the trainer's class is.
+        find: Returns the report of a trainer.
         since: See `Patch`.
     """
     calls: dict[str, tuple[Function, str]] = {

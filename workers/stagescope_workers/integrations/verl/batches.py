@@ -52,7 +52,7 @@ def is_v1(trainer: object) -> bool:
 def is_synchronous(trainer: object) -> bool:
     """Return whether all tokens of a step are sampled with the weights that it begins with.
 
-    Of the trainers before V1 this is only known for RayPPOTrainer itself: others derive from it.
+    Before V1 this is only known for RayPPOTrainer itself: other trainers derive from it.
     """
     if is_v1(trainer):
         return getattr(trainer, "trainer_mode", None) == "sync"
@@ -144,7 +144,7 @@ def ids(batch: Any) -> dict[str, list[str]]:
 
 
 def _prompt_hashes(others: Mapping[str, Any], groups: int) -> dict[str, list[str]]:
-    """Return data source and dataset index of each row, where they tell the groups apart."""
+    """Return data source and dataset index of each row, where they distinguish the groups."""
     extra = others.get("extra_info")
     if extra is None or not all(isinstance(row, dict) and "index" in row for row in extra):
         return {}

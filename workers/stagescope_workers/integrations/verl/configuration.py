@@ -143,6 +143,6 @@ def profiler(config: object) -> dict[str, object] | None:
 
 
 def is_reward_model_colocated(config: object) -> bool:
-    """Return whether the trainer itself asks a reward model for scores, in every step."""
+    """Return whether the trainer itself requests scores from a reward model, in every step."""
     model = lookup(config, "reward", "reward_model")
     return bool(lookup(model, "enable")) and not lookup(model, "enable_resource_pool")

@@ -1,4 +1,4 @@
-"""The context that the driver injects into a batch, by which the ranks know their step.
+"""The context that the driver injects into a batch, so that the ranks know their step.
 
 verl does not tell its workers the step. The driver puts one string into `meta_info` (DataProto, the
 trainers before V1) or `extra_info` (KVBatchMeta, V1); both arrive in the worker's TensorDict, and
@@ -33,9 +33,9 @@ class Context:
         stages: Whether ranks report stages at all.
         synchronous: Whether all tokens of a step were sampled with the weights it begins with.
         bypass: Whether only the workers' loss has both log-prob streams.
-        version: Of the weights that the step begins with, where the trainer counts them itself.
-        settings: Of the run: those that influence the statistics. Only the driver reports the whole
-            configuration, since the context is copied with every chunk of every batch.
+        version: Version of the step's first weights, where the trainer counts versions itself.
+        settings: Settings of the run that influence the statistics. Only the driver reports the
+            whole configuration, since the context is copied with every chunk of every batch.
         streams: Metadata of the log-probs: their producers, and how tokens were sampled.
         profiler: verl's own precision_debugger configuration, where it requests something.
     """

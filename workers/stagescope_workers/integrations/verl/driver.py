@@ -42,7 +42,7 @@ _CAPTURES: Final = {
 }
 """`init`'s `captures` for each role of the trainer's process, which runs no model itself."""
 _WORKER_GROUPS: Final = ("actor_rollout_wg", "actor_wg", "ref_policy_wg", "critic_wg")
-"""The attributes of a trainer that are groups of ranks; one may stand under several names."""
+"""The attributes of a trainer that are groups of ranks; one may have several names."""
 
 
 class Driver:
@@ -90,9 +90,9 @@ class Driver:
     def connect(self) -> None:
         """Have this process and the ranks connect before the first step; waits for nothing.
 
-        Connecting takes a process up to a second, most of it Python: within the first step it would
-        delay that, the step's numbers would come after verl logs them, and captures that were
-        requested before would not be known to the ranks yet.
+        Connecting takes a process up to a second, most of it Python. Within the first step it would
+        delay that step, and its numbers would come after verl logs them. The ranks would also not
+        know the captures that were requested before.
         """
         if not self._trains():
             return
@@ -214,7 +214,7 @@ class Driver:
         step, self._step = self._step, None
         if feed is not None:
             feed.close()
-        if not self._has_probes:  # no service, or a subclass's fit called that of its base class
+        if not self._has_probes:  # no service, or a subclass's fit called its base class's
             return
         probe = self._probe(self._base_context, "driver")
         self._has_probes = False

@@ -1,9 +1,9 @@
 """The list of verl's patched functions, with what is not reported where one cannot be patched.
 
-verl 0.9 has two trainers: `ray_trainer` (V0) and `v1.trainer_base` (V1); 0.7 and 0.8 have only V0,
-and 0.7 also has older workers, a class for each role, in `fsdp_workers` and `megatron_workers`.
-These take a DataProto and go through its mini-batches themselves: an update has one part, and its
-loss is another function, so that the log-probs of bypass mode are not reported.
+verl 0.9 has two trainers: `ray_trainer` (V0) and `v1.trainer_base` (V1). 0.7 and 0.8 have only V0.
+0.7 also has older workers, a class for each role, in `fsdp_workers` and `megatron_workers`. They
+accept a DataProto and split it into mini-batches themselves, so an update has one part. Their
+loss is another function, so the log-probs of bypass mode are not reported.
 """
 
 from __future__ import annotations

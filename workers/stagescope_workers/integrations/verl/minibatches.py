@@ -50,7 +50,7 @@ class Epochs(NamedTuple):
 
     number: int
     minibatches: int | None
-    """Of one epoch; None: unknown."""
+    """Number of mini-batches in one epoch; None where unknown."""
 
 
 class Minibatches:
@@ -73,11 +73,11 @@ class Minibatches:
         """Prepare the parts of an update.
 
         Args:
-            probe: of the rank and role.
+            probe: the probe of the rank and role.
             name: the stage.
-            context: of the driver.
+            context: the driver's context.
             model: the module, or Megatron's chunks.
-            epochs: of the update.
+            epochs: the epochs of the update.
             collects: what the loss records of each token: STREAMS (bypass mode), CLIPPED.
         """
         self.collects = collects

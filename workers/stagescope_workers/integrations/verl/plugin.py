@@ -1,7 +1,7 @@
 """The module that verl imports; importing it attaches stagescope to verl.
 
-verl loads it by the entry point `verl.plugins` (0.9 and later), or where the variable
-VERL_USE_EXTERNAL_MODULES names it: stagescope_workers.integrations.verl.plugin.
+verl loads it by the entry point `verl.plugins` (0.9 and later). Earlier ones need the variable
+VERL_USE_EXTERNAL_MODULES=stagescope_workers.integrations.verl.plugin.
 `python -m stagescope_workers.integrations.verl` lists what it patches.
 """
 

@@ -24,7 +24,7 @@ _SEARCH_INTERVAL: Final = 5.0
 _WARN_SECONDS: Final = 10.0
 _CONNECT_SECONDS: Final = 2.0
 _FIRST_WAIT: Final = 0.3
-"""Seconds that the first search waits for an answer, once per process: a service on the same
+"""Seconds that the first search waits for an answer, once per process. A service on the same
 machine answers in a fraction of that, and then the first step is reported too."""
 
 _search_lock: Final = threading.Lock()
@@ -40,8 +40,8 @@ def has_service() -> bool:
     Once found, a service is expected to come back: meanwhile events wait in the probe, bounded.
     """
     if not _found:
-        # An agent loop worker runs its introduction and its first prompts in different threads:
-        # without the answer of a search that is under way, its first step would not be reported.
+        # An agent loop worker runs its introduction and its first prompts in different threads.
+        # If it did not wait for a search that is under way, its first step would not be reported.
         with _search_lock:
             _search()
     return _found
@@ -107,7 +107,7 @@ def get_probe(
     """Return the probe of a role in this process, created on first use.
 
     Args:
-        context: of the driver.
+        context: the driver's context.
         role, rank, world_size: as in `init`.
         describe: called once for further options of `init`: layout, data_rank, settings.
     """
@@ -131,8 +131,8 @@ def call_actors(actors: Iterable[Any], function: Callable[..., None], *args: obj
     """Have Ray actors run `function(actor's object, *args)`, each once; does not wait.
 
     Args:
-        actors: handles; an actor runs it after what it was called for before.
-        function: of a module; it must not raise.
+        actors: handles; an actor runs the function after its earlier calls.
+        function: a function of a module; it must not raise.
         args: further arguments.
     """
     for actor in {id(each): each for each in actors}.values():

@@ -56,8 +56,8 @@ def wrap_generate(worker: object, batch: object, *args: object, **kwargs: object
 def wrap_init(result: None, worker: Any, *args: object, **kwargs: object) -> None:
     """Wrap `AgentLoopWorker.__init__`: it wraps the method that runs each prompt of V1.
 
-    Ray wraps V1's worker class where it is defined, so that the class is pickled by value and its
-    methods cannot be replaced for other processes; the methods of one object can.
+    Ray wraps V1's worker class where it is defined, so the class is pickled by value. Its methods
+    cannot be replaced for other processes, but the methods of one object can.
     """
     run_prompt = getattr(worker, "_run_prompt", None)
     if run_prompt is not None:
@@ -179,7 +179,7 @@ def wrap_manager(trainer: object, make_stage: Callable[[], Stage | None], *given
     Where that is not possible, it is logged once per class.
 
     Args:
-        trainer: of the manager.
+        trainer: the manager's trainer.
         make_stage: returns the stage of the current step; None where nothing is reported.
         given: the arguments of `fit`, which in V1 is given the manager.
     """
