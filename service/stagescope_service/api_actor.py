@@ -1,7 +1,7 @@
 """The API's actor: uvicorn in a thread, and the coordinator's methods for its routes.
 
-Whoever looks up the actor imports this file, in the trainer's process, too: the service and its
-libraries are imported where the actor itself runs.
+Every process that looks up the actor imports this file, the trainer's too. So the service and its
+libraries are imported only where the actor itself runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ApiLocation(TypedDict):
     url: str | None
     """None while it does not serve."""
     problem: str
-    """Why it does not."""
+    """Why it does not serve."""
     pid: int
     host: str
     started: float
@@ -244,7 +244,7 @@ class ApiActor:
     def _keep_bundles(self, deps: Dependencies, tokens: AccessTokens | None) -> None:
         """Make bundles of attempts that die, in a thread that nothing waits for.
 
-        A server that is started anew continues with the thread that there is.
+        A server that is restarted continues with the existing thread.
         """
         from stagescope_service.api.bundle.keeper import BundleKeeper
 

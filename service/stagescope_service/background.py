@@ -29,7 +29,7 @@ class BackgroundTasks:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task. Its exception is logged, whether somebody waits for the task or not."""
+        """Start a task. Its exception is logged, even if no caller waits for the task."""
         name = getattr(work, "__qualname__", _UNNAMED)
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)

@@ -27,11 +27,11 @@ Kind = Literal["joined", "running", "embedded"]
 _CONNECT_SECONDS: Final = 1.0
 _RETRY_SECONDS: Final = 0.25
 _HEAD_SECONDS: Final = 5.0
-"""How long a head node may take to listen; Ray itself waits for minutes, and logs each try."""
+"""Seconds for a head node to listen; Ray itself waits for minutes, and logs each try."""
 _GREETING_SECONDS: Final = 10.0
-"""How long a head node that listens may take to answer; another server never does."""
+"""Seconds for a listening head node to answer; another server never does."""
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""How HTTP/2 begins, gRPC below it: a server answers with its settings, a frame of type 4."""
+"""Begins HTTP/2, which gRPC uses: a server answers with its settings, a frame of type 4."""
 _OTHER_ADDRESSES: Final = {
     "ray": "that of Ray Client", "http": "that of the dashboard, where `ray job submit` goes",
 }  # fmt: skip
@@ -121,7 +121,7 @@ def joined(address: str) -> Iterator[str]:
     Yields the cluster's own address.
 
     Raises:
-        InvalidInput: the address is not that of a cluster, or `auto` may be several.
+        InvalidInput: the address names no cluster, or `auto` may be several.
         Unreachable: no cluster answers there.
     """
     if ray.is_initialized():
@@ -145,7 +145,7 @@ def head_of(address: str) -> str:
     """Return the address of a head node that answers, for `ray.init`.
 
     Raises:
-        InvalidInput: the address is not that of a cluster, or `auto` may be several.
+        InvalidInput: the address names no cluster, or `auto` may be several.
         Unreachable: no cluster answers there.
     """
     address = _on_this_machine() if address == AUTO else _check_address(address)
@@ -263,7 +263,7 @@ def _await_head(address: str) -> None:
 
 
 def _listens(*addresses: str) -> bool:
-    """Return whether one of these is listened at within `_HEAD_SECONDS`."""
+    """Return whether a process listens at one of these within `_HEAD_SECONDS`."""
     deadline = time.monotonic() + _HEAD_SECONDS
     while not any(map(_answers, addresses)):
         if time.monotonic() > deadline:
@@ -305,7 +305,7 @@ def _use_token() -> None:
     """Authenticate to a cluster that is joined by its address.
 
     Ray does so itself only for a cluster that it finds ("auto"), yet every cluster that `ray.init`
-    started requires the token. A mode that the environment sets stays in force.
+    started requires the token. If the environment sets a mode, it stays.
     """
     with contextlib.suppress(ImportError):  # older versions of Ray have no tokens
         from ray._private.authentication.authentication_token_setup import (

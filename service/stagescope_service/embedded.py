@@ -106,7 +106,7 @@ def _end_all(processes: set[_Process]) -> None:
 class _Process(NamedTuple):
     pid: int
     began: int
-    """Clock ticks since the system's start: a pid is reused."""
+    """Its start in clock ticks since the system's start, because a pid is reused."""
 
 
 class _Running(NamedTuple):

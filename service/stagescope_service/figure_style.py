@@ -1,7 +1,7 @@
-"""The look of every figure: colours, fonts, axes, numbers, and figures of what is empty.
+"""The look of every figure: colours, fonts, axes, numbers, and figures without content.
 
 Figures have a transparent background. Their colours have a contrast of 3:1 or more with light and
-with dark pages; a page that knows which it is sets `layout.font.color` to the colour of its text.
+with dark pages. A page that knows which it is sets `layout.font.color` to the colour of its text.
 No meaning rests on a colour alone: marks differ in shape, lines in dash, too.
 """
 
@@ -38,16 +38,16 @@ SERIES: Final = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 """Colours of series, in their order.
 
 Those of M. Okabe and K. Ito ("Color Universal Design", 2008), which people without red or green
-cones can tell apart; orange, sky blue and purple are darker, as the originals fade on white.
+cones can distinguish; orange, sky blue and purple are darker, as the originals fade on white.
 """
 DASHES: Final = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SCALE: Final = (
     (0.0, "#2f6c8e"), (1 / 6, "#25858d"), (1 / 3, "#21a087"), (0.5, "#39b977"), (2 / 3, "#72cf56"),
     (5 / 6, "#b7de2b"), (1.0, "#fde725"),
 )  # fmt: skip
-"""Of heat maps: Viridis, whose lightness rises evenly, for all kinds of colour vision and in grey.
+"""Colours of heat maps: Viridis, whose lightness rises evenly, for every colour vision and in grey.
 
-Its darkest third is left out: a cell of it cannot be told from a dark page, that is from a gap.
+Its darkest third is left out: on a dark page it would look like a gap.
 """
 
 INK: Final = GREY
@@ -182,9 +182,9 @@ def number(value: float | None, unit: str = "") -> str:
 def thinned(values: Floats, most: int = WIDTH) -> Indexes:
     """Return indexes of the values of a curve that show on a screen, ascending.
 
-    Of each of `most` equal stretches these are the smallest and the largest value, so that no
-    spike vanishes; of a stretch without a number one index, which keeps the gap. The first and
-    the last value stay. NaN means no value.
+    Each of `most` equal stretches gives its smallest and its largest value, so that no spike
+    vanishes. A stretch without a number gives one index, which keeps the gap. The first and the
+    last value stay. NaN means no value.
     """
     count = len(values)
     if count <= 2 * most:

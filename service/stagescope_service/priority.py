@@ -14,14 +14,14 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 ORDINARY: Final = 0
-"""The niceness of a program that nobody made nicer."""
+"""The ordinary niceness of a program."""
 _THREADS: Final = Path("/proc/self/task")
 
 
 def take_ordinary_priority() -> bool:
     """Give all threads of this process the ordinary priority; return whether that is allowed.
 
-    Only root, or who has CAP_SYS_NICE, may become less nice. New threads inherit it.
+    Only root, or a user with CAP_SYS_NICE, may lower the niceness. New threads inherit it.
     """
     try:
         # Linux has a niceness for each thread.
@@ -35,6 +35,6 @@ def take_ordinary_priority() -> bool:
 
 
 def be_nice(niceness: int) -> None:
-    """Make this thread at least so nice; what it is already stays."""
+    """Make this thread at least this nice; a nicer thread stays as it is."""
     if os.getpriority(os.PRIO_PROCESS, 0) < niceness:
         os.setpriority(os.PRIO_PROCESS, 0, niceness)

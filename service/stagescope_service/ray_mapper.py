@@ -18,7 +18,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CPUS: Final = 0.5
-"""Of a task, which waits for the disk half of the time."""
+"""CPUs of a task, which waits for the disk half of the time."""
 _TASKS_PER_CPU: Final = 2
 """Tasks in flight per CPU of the cluster."""
 
@@ -30,7 +30,7 @@ def ray_tasks(address: str | None = None) -> Mapper:
         address: of the cluster to join; ignored where this process has joined one.
 
     Raises:
-        InvalidInput: the address is not that of a cluster.
+        InvalidInput: the address names no cluster.
         Unreachable: there is no such cluster.
     """
     if not ray.is_initialized():

@@ -47,10 +47,10 @@ CONCURRENCY: Final = 20_000
 _CALL_SECONDS: Final = 15.0
 _SOCKET_SECONDS: Final = 5.0
 _PORT_SECONDS: Final = 2.0
-"""How long to wait for the port of a service that has just stopped."""
+"""Seconds to wait for the port of a service that has just stopped."""
 _START_SECONDS: Final = 60.0
 _CATALOGUE_SECONDS: Final = 10.0
-"""How long to wait for the catalogue: an older one is converted when it is opened."""
+"""Seconds to wait for the catalogue: an older one is converted when it is opened."""
 
 ActorHandle: TypeAlias = Any  # handles are untyped in ray
 
@@ -66,13 +66,13 @@ class ServiceInfo:
     cluster: clusters.Kind
     already_running: bool
     home: Path
-    """Of the service: if it ran already, perhaps not the caller's."""
+    """Home of the service; perhaps not the caller's, if the service ran already."""
     passed_over: tuple[str, ...] = ()
     """Clusters of this machine that were not joined, because no address names them."""
     dead_cluster: str = ""
-    """Address of this home's earlier cluster, whose head had died, and whose rest was ended."""
+    """Address of this home's earlier cluster, which was ended because its head had died."""
     not_ready: str = ""
-    """Why it cannot take anything in yet, as where its catalogue cannot be opened; "": it can."""
+    """Why it cannot accept data yet, such as a catalogue that cannot be opened; "": it can."""
 
 
 def start_service(settings: Settings, *, address: str | None = None) -> ServiceInfo:
@@ -82,9 +82,9 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
 
     Args:
         settings: of the service; one that runs already keeps its own settings.
-        address: Ray cluster to join; default RAY_ADDRESS, else the one of this home's service if
-            it is alive, else the one that `ray start` started on this machine, else a new one.
-            "local": a new one in any case. A cluster that a driver's ray.init started ends with
+        address: Ray cluster to join. By default the first of these: RAY_ADDRESS, this home's
+            living cluster, the one of `ray start` on this machine, a new one.
+            With "local" always a new one. A cluster that a driver's ray.init started ends with
             the driver, and is joined only by its address.
 
     Raises:
@@ -380,7 +380,7 @@ def _await_url(api: ActorHandle, advice: str) -> tuple[str, ApiLocation]:
 
 @contextlib.contextmanager
 def _ended_on_failure() -> Iterator[None]:
-    """Where the block fails, end the actors that it created, and no others."""
+    """End the actors that the block created, and no others, if the block fails."""
     before = {name for name in _names() if _actor(name) is not None}
     try:
         yield

@@ -33,7 +33,7 @@ def change(settings: Settings, fields: Mapping[str, object]) -> None:
 
 @contextlib.contextmanager
 def kept_on_failure(settings: Settings) -> Iterator[None]:
-    """Restore the file where the block fails."""
+    """Restore the file if the block fails."""
     path = path_of(settings)
     before = path.read_text() if path.exists() else None
     try:

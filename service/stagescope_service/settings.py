@@ -339,7 +339,7 @@ class Settings(BaseSettings):
 
     @property
     def proxy_networks(self) -> tuple[str, ...]:
-        """The networks from which the proxy's header is believed."""
+        """The networks that may send the proxy's header."""
         return self.trusted_proxies or ("127.0.0.0/8", "::1/128")
 
     @property

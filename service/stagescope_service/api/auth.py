@@ -1,12 +1,12 @@
 """Authentication: bearer tokens, the cookie of a login, a proxy's header, and Host and Origin.
 
-A token of the role read may GET, and POST what `READ_POSTS` names. One of the role operate may do
-everything but read the audit, `POST /events` and `POST /poll` included: a client that may send
-numbers may mislead their readers. An admin may read the audit, too.
+A token of the role read may GET, and POST what `READ_POSTS` names. The role operate may do
+everything except read the audit. That includes `POST /events` and `POST /poll`, because a client
+that sends numbers can mislead their readers. An admin may read the audit, too.
 
 A browser trades a token for a cookie (`POST /login`), because it can neither keep a token safely
-nor send one with every request. The cookie holds an HMAC, never the token. Where the settings name
-a header by which a reverse proxy says who logged in to it, that is believed of this proxy alone.
+nor send one with every request. The cookie holds an HMAC, never the token. The settings may name a
+header in which a reverse proxy reports who logged in. It is trusted only from that proxy.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from stagescope_wire.errors import (
 )
 
 PREFIX: Final = "/v1"
-"""The version of the API: below it every path is the one without it, see docs/api.md."""
+"""Prefix of the API's version; without it every path means the same, see docs/api.md."""
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/login", "/logout", "/", "/docs"})
-"""Need no token: a supervisor checks the first two, and the others come before a login."""
+"""Paths without a token: a supervisor checks the first two, and the others come before a login."""
 WHOAMI: Final = "/whoami"
-"""Answers without a login too: that there is none."""
+"""Answers without a login too, and then says that there is none."""
 OPEN_FOLDER: Final = "/static/"
 """Paths below it need no token: the files of the page hold no data."""
 READ_METHODS: Final = frozenset({"GET", "HEAD"})
@@ -49,26 +49,26 @@ READ_POSTS: Final = frozenset(
 )
 """POST routes that change nothing (their arguments are too long for a query): read is enough."""
 REPORTS: Final = frozenset({"/events", "/poll", "/drain"})
-"""What trainings send: asking must not slow them, so these have a limit of their own."""
+"""Routes of trainings; their own limit keeps other requests from slowing a training."""
 USER_HEADER: Final = "x-stagescope-user"
 COOKIE: Final = "stagescope"
 COOKIE_SECONDS: Final = 7 * 24 * 3600
 _SAID: Final = str.maketrans("", "", "()")
-"""Removes what ends the service's own part of a name in the audit."""
+"""Removes the parentheses, which end the service's own part of a name in the audit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request; its text is what the audit has."""
+    """The sender of a request; the audit stores it as text."""
 
     user: str
-    """What it calls itself."""
+    """Name that the sender gives itself."""
     grade: Role | Literal["open"]
     address: str
     token: Token | None = None
-    """None: without any, or one of the two of the home."""
+    """None: it sent none, or one of the two of the home."""
     person: str | None = None
-    """Whom the proxy named."""
+    """Person that the proxy named."""
 
     def __str__(self) -> str:
         if self.token is None and self.person is None:
@@ -133,7 +133,7 @@ class Guard:
         """Return the sender of a request.
 
         Raises:
-            Forbidden: a foreign Host or Origin, or a token that may not do this.
+            Forbidden: a foreign Host or Origin, or a token without this right.
             Unauthorized: no token, or a wrong one.
             TooLarge: a declared body over the limit.
             TooManyRequests: the token has sent as many as it may.
@@ -218,7 +218,7 @@ class Guard:
             caller = Caller(user, grade, address, own, person)
         else:
             caller = _caller(user, _of_cookie(access, cookie), address)
-        # The browser sends both by itself, whichever page asks it to.
+        # The browser sends both automatically, whichever page asks it to.
         if scope["method"] not in READ_METHODS and not _is_own_page(headers):
             raise Forbidden(
                 "a login changes nothing on request of another page",
@@ -236,7 +236,7 @@ class Guard:
 
 
 class _OverLimit(TooManyRequests):
-    """That a token is over its limit, with the seconds after which it may send again."""
+    """The error of a token over its limit, with the seconds until it may send again."""
 
     def __init__(self, name: str, limit: str, seconds: int) -> None:
         super().__init__(
@@ -247,21 +247,21 @@ class _OverLimit(TooManyRequests):
 
 
 class _Proxy:
-    """Says whom a trusted reverse proxy names."""
+    """Reads the person that a trusted reverse proxy names."""
 
     def __init__(self, settings: Settings) -> None:
         self.header = (settings.trusted_proxy_header or "").lower()
         role = settings.trusted_proxy_role
         self.role: Role | None = None if role == "none" else role
-        """Of people who are in no file."""
+        """Role of people who are in no file."""
         self._networks = [ipaddress.ip_network(each) for each in settings.proxy_networks]
 
     def person(self, headers: Headers, address: str) -> str | None:
-        """Return whom the header names; None where the request has none.
+        """Return the person that the header names; None where the request has none.
 
         Raises:
             Forbidden: it does not come from the proxy.
-            InvalidInput: it names several people, or nobody who can be named.
+            InvalidInput: it names several people, or is no valid name.
         """
         names = [name.strip() for name in headers.getlist(self.header)]
         if not any(names):

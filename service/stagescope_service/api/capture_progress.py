@@ -1,8 +1,8 @@
 """The progress of a capture: which rank collected, missed or failed which step.
 
-A rank is done with a step once it has reported every requested stage and part. That is known when
-the step is closed, when the rank has begun a later step, or when it has reported all parts that it
-did in each of the last steps. Before that, a complete dump says nothing about dumps to come.
+A rank is done with a step once it has reported every requested stage and part. This is known if the
+step is closed, or if the rank has begun a later step. It is also known if the rank has reported all
+parts that it did in each of the last steps. Before that, more dumps may come.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from stagescope_wire.schema import RankKey
 
 _NOT_ASKED: Final = "not asked"
 _NO_STEP: Final = "without a step"
-"""Of a rank that does a requested stage only as work without a step, as an engine may."""
+"""State of a rank that does a requested stage only outside of steps, as an engine may."""
 _STEPS_LISTED: Final = 1000
 _KEPT_LISTED: Final = 100
-"""Newest steps of an attempt that are listed of a request without an end."""
+"""Newest steps of an attempt that are listed for a request without an end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Progress:
 def progress(catalogue: Catalogue, row: CaptureRow) -> Progress:
     """Return the progress of a capture.
 
-    It is read at one moment: a rank that goes on while its dumps are being read would else be done
-    with the step, without the report that it sent before.
+    It reads everything at one moment. Otherwise a rank that goes on during the reads would seem
+    done with the step, without the report that it sent before.
     """
     with catalogue.snapshot() as found:
         return _progress(found, row)
@@ -201,7 +201,7 @@ def _state(agreement: Agreement, steps: Iterable[CapturedStep]) -> str:
     """Return a capture's state: its phase, or its result where every step is over."""
     if agreement.phase not in (AGREED, DONE):
         return agreement.phase
-    # Of a step that a later attempt did again the later result counts: they come by attempt.
+    # They come by attempt: the later result of a repeated step replaces the earlier one.
     states = {*{each["step"]: each["state"] for each in steps}.values()}
     ends = agreement.phase == DONE or last_step(agreement.steps) is not None
     if not ends or not states or "waiting" in states:
@@ -217,7 +217,7 @@ class _CapturedSteps:
     spec: StoredCapture
     agreement: Agreement
     attempt: ListedAttempt | None
-    """The run's newest; None: there is none."""
+    """The run's newest attempt; None: there is none."""
     numbers: Mapping[int, int]
     """attempt_id -> number."""
 
@@ -272,7 +272,7 @@ class _CapturedSteps:
         attempt: int | None,
         reported: Mapping[RankKey, Reported],
     ) -> CapturedStep:
-        """Return the result of a step of which the service keeps what is recorded."""
+        """Return the result of a step whose recorded tensors the service keeps."""
         states = step.kept()
         # A rank asks whether a tensor is kept before it copies one that is needed for nothing else.
         states |= {rank: RankState("missed", True) for rank in reported}
@@ -308,7 +308,7 @@ class _CapturedSteps:
         resumed = self.attempt["resumed_from_step"]
         attempt_id = self.attempt["attempt_id"]
         if is_relative(self.spec["steps"]) and self.agreement.attempt_id is not None:
-            # These steps were agreed on in one attempt; another one agrees anew, or is not asked.
+            # These steps were agreed on in one attempt; another one agrees again, or is not asked.
             attempt_id, resumed = self.agreement.attempt_id, None
         for number in _listed_steps(self.agreement.steps):
             of_attempt = attempt_id
@@ -321,7 +321,7 @@ class _CapturedSteps:
         return by_step
 
     def _earlier_attempt_with(self, number: int) -> int | None:
-        """Return the newest attempt that did a step, from which the run's newest one resumed."""
+        """Return the newest of the earlier attempts that did a step."""
         for attempt_id in sorted(self.numbers, key=lambda each: -self.numbers[each])[1:]:
             rows = self.catalogue.steps(attempt_id, before=number + 1, limit=1)
             if rows and rows[0]["step"] == number:
@@ -329,7 +329,7 @@ class _CapturedSteps:
         return None
 
     def _kept_steps(self) -> Iterator[tuple[int, int]]:
-        """Yield (attempt_id, step) of the agreed steps of which files are kept."""
+        """Yield (attempt_id, step) of the agreed steps that have kept files."""
         steps, only = self.agreement.steps, None
         if is_relative(self.spec["steps"]):
             only = self.agreement.attempt_id

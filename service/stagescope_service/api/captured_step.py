@@ -1,7 +1,7 @@
 """A captured step: which rank did which parts of it, and what is kept of them.
 
-Of a capture that only keeps recorded tensors, which the service does by itself, the kept files
-count, once the step is closed: a rank is left out where it recorded none of these tensors.
+The service itself does a capture that only keeps recorded tensors. Once the step is closed, the
+kept files count. A rank that recorded none of these tensors is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Reported = Mapping[PartKey, set[str]]
 COLLECTED: Final = "complete"
 NO_REPORT: Final = "no report"
 _NOT_KEPT: Final = "not kept"
-"""Of a rank whose tensors came before the request was in force, or where there was no room."""
+"""State of a rank whose tensors came before the request was active, or found no room."""
 _WORST: Final = ("failed", "missed", "truncated", "skipped", "armed", COLLECTED)
 """States of a rank's dumps in a step: the first that occurs is the state of the rank."""
 _STEPS_BEFORE: Final = 2
@@ -56,7 +56,7 @@ class StepOfCapture:
         self._catalogue, self._attempt_id, self._number = catalogue, attempt_id, number
         self._spec, self._selectors = spec, frozenset(capture_selectors(spec))
         self.unrecorded = set[str]()
-        """The selectors of the request of which `kept` has found nothing."""
+        """The selectors of the request for which `kept` has found nothing."""
         self._stages = None if spec["stages"] == "all" else list(spec["stages"])
         rows = catalogue.steps(attempt_id, before=number + 1, limit=_STEPS_BEFORE + 1)
         own = [row for row in rows if row["step"] == number]
@@ -88,8 +88,8 @@ class StepOfCapture:
     def kept(self) -> dict[RankKey, RankState]:
         """Return what is kept of each rank that recorded requested tensors, or did not get to it.
 
-        A rank that did the stages and recorded none of them is left out. Of numbers only what was
-        kept is known, not what was logged.
+        It leaves out a rank that did the stages and recorded none of them. Only the names of kept
+        numbers are known, not those of logged ones.
         """
         found: dict[RankKey, list[RankState]] = defaultdict(list)
         self.unrecorded = set(self._selectors)
@@ -124,12 +124,12 @@ class StepOfCapture:
         }
 
     def _kept_of(self, payload: PayloadRow, file: ArtifactRow | None) -> Iterator[RankState]:
-        """Yield the state of what a payload has of the request; nothing if it has none of it."""
+        """Yield the state of a payload's share of the request; nothing if it has no share."""
         recorded = set(payload["tensors"] or ())
         tensors, numbers = (set[str](), set[str]()) if file is None else _names_in(file)
         wanted = self._recorded(payload["stage"], recorded | tensors)
         if payload["state"] == ANNOUNCED:
-            # Of a payload without tensors it is known only later which numbers came with it.
+            # Which numbers came with a payload without tensors is known only later.
             if wanted or not recorded:
                 yield RankState(NO_REPORT, False)
         elif payload["state"] != INGESTED:
@@ -143,7 +143,7 @@ class StepOfCapture:
     def _recorded(
         self, stage: str, tensors: Collection[str], numbers: Collection[str] = ()
     ) -> set[str]:
-        """Return those of the names that the request keeps, and note their selectors."""
+        """Return the names that the request keeps, and mark their selectors as found."""
         sections = kept_sections(self._selectors, stage, tensors, numbers)
         if sections and self.unrecorded:
             self.unrecorded -= {
@@ -191,11 +191,11 @@ class StepOfCapture:
         return role in self._roles
 
     def is_over(self, rank: RankKey) -> bool:
-        """Return whether nothing more of a rank will arrive of the step.
+        """Return whether nothing more will arrive from a rank for the step.
 
         Its events arrive in order, so it is known once the rank has begun a later step or is gone.
-        A driver may close the step before (`end_step`): of a rank whose role does the stages, what
-        it sent may then still be on its way.
+        A driver may close the step earlier (`end_step`). A rank whose role does the stages may then
+        still have data on its way.
         """
         if rank in self._past_ranks():
             return True

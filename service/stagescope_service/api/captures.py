@@ -28,10 +28,10 @@ CaptureId = Annotated[str, Path(max_length=100, description="The capture's id.")
 
 @router.get("/plan", response_model=models.Plan)
 async def plan(deps: Deps) -> Answer:
-    """Return the plan in force: its revision and its captures.
+    """Return the active plan: its revision and its captures.
 
-    `state` of each is that of `GET /captures/{capture_id}`: one whose steps by number are over is
-    `complete` or `partial`, and stays in force for an attempt that does them again.
+    Each `state` is the one in `GET /captures/{capture_id}`. A capture whose steps by number are
+    over is `complete` or `partial`. It stays active for an attempt that repeats them.
     """
     reply = check_ready(await deps.commands.plan())
     ids = [each["capture_id"] for each in reply["captures"]]
@@ -69,10 +69,10 @@ def captures(
 def capture(deps: Deps, capture_id: CaptureId) -> Answer:
     """Return the progress of a capture: who acknowledged it, who collected, missed or failed.
 
-    `state` is `asked` (not every rank has acknowledged), `agreed` (it starts at
+    The `state` is `asked` (not every rank has acknowledged), `agreed` (it starts at
     `agreement.start`), `complete`, `partial`, `empty` (no rank did these stages), `given up`,
-    `too late`, `refused` or `withdrawn`.
-    `ranks` lists the requested ranks, `steps` the result of each step, `dumps` every dump.
+    `too late`, `refused` or `withdrawn`. Requested ranks are in `ranks`, the result of each step is
+    in `steps`, every dump in `dumps`.
     """
     row = deps.catalogue.capture(capture_id)
     if row is None:
@@ -136,7 +136,7 @@ async def remove_capture(request: Request, deps: Deps, capture_id: CaptureId) ->
 
 
 def _already_over(deps: Dependencies, row: CaptureRow) -> NotFound:
-    """Return the error of removing a capture that is no longer in force."""
+    """Return the error of removing a capture that is no longer active."""
     capture_id, state = row["capture_id"], progress(deps.catalogue, row).state
     by = f", removed by {row['removed_by']}" if row["removed_by"] else ""
     return NotFound(
@@ -155,10 +155,10 @@ def _states(deps: Dependencies, capture_ids: Iterable[str]) -> dict[str, str]:
 
 
 def _default_run(deps: Dependencies) -> tuple[str | None, list[LiveRun]]:
-    """Return the run that requests without one are about, and the other live ones.
+    """Return the run of requests without one, and the other live ones.
 
-    One that has ended is waited for. None where none has reported: the coordinator then answers
-    what a capture may be requested for.
+    A run that has ended is waited for. None if no run has reported: the coordinator then says what
+    a capture may be requested for.
     """
     try:
         target = deps.finder.attempt(None)

@@ -59,7 +59,7 @@ _AttemptText = Annotated[
     ),
 ]
 _PAYLOADS: Final = 10_000
-"""Payloads of a side that are asked what they say of their streams."""
+"""Payloads of a side that are searched for attributes of their streams."""
 _NUMBER: Final = r"[0-9]{1,9}(\.[0-9]{1,9})?(e-?[0-9]{1,2})?"
 _TOLERANCE: Final = rf"[^;=]+={_NUMBER}(,{_NUMBER})?"
 
@@ -69,7 +69,7 @@ class _Compared(NamedTuple):
 
     comparison: DumpComparison
     changes: JsonObject | None
-    """As `/diff` answers; None: fewer than two sides are attempts."""
+    """As `/diff` returns them; None: fewer than two sides are attempts."""
 
     def to_json(self) -> JsonObject:
         """Return the answer of `POST /comparisons`."""
@@ -84,12 +84,12 @@ class _Compared(NamedTuple):
 async def comparisons(request: Request, deps: Deps) -> Answer:
     """Compare what is kept of two or three steps: a verdict, the first difference, likely causes.
 
-    A side is `RUN[@ATTEMPT][:STEP]` (without a step: all steps that every side still holds, 50 at
-    most), or `{"directory": PATH}` in the service's roots (also a saved batch or another single
-    file). Trajectories are paired by sample; every rank, part and tensor that any side has counts.
-    `changes` lists the differences of the attempts' fingerprints, and of what the steps' payloads
-    say of their streams (`STAGE.STREAM.temperature`). `tolerances`:
-    `PATTERN=ATOL[,RTOL]`. While the comparison is computed the answer is 503; repeat the request.
+    A side is `RUN[@ATTEMPT][:STEP]`, or `{"directory": PATH}` in the service's roots (also a saved
+    batch or another single file). Without a step it is all steps that every side still holds, 50 at
+    most. Trajectories are paired by sample. Every rank, part and tensor that any side has counts.
+    In `changes` are the differences of the attempts' fingerprints, and of the streams' attributes
+    in the steps' payloads (`STAGE.STREAM.temperature`). Give `tolerances` as `PATTERN=ATOL[,RTOL]`.
+    While the comparison is computed the answer is 503; repeat the request.
     """
     body = await read_body(request, deps.settings, ComparisonRequest)
     return Answer((await compare_sides(deps, body)).to_json())
@@ -125,11 +125,11 @@ async def page(
 def diff(deps: Deps, a: _AttemptText, b: _AttemptText, page: PageOf) -> Answer:
     """List what differs between two attempts or runs, what decides numbers first.
 
-    Compared are their fingerprints (git, hashes of the script and of loaded modules outside of
-    installed packages, configuration, packages, drivers, environment without secrets) and where
-    each rank ran. `weight` is what a difference may mean: other `numbers`, another `place`, or only
-    another `start`. `unknown` names the sides without a fingerprint, `note` says what could not be
-    compared.
+    It compares their fingerprints, and where each rank ran. A fingerprint has git, hashes of the
+    script and of loaded modules outside of installed packages, configuration, packages, drivers,
+    and the environment without secrets. A difference may mean other `numbers`, another `place`, or
+    only another `start`: this is its `weight`. Sides without a fingerprint are in `unknown`. The
+    `note` says what could not be compared.
     """
     differences = attempt_differences(deps, _find_attempt(deps, a), _find_attempt(deps, b))
     return Answer({**differences.heading, **page.cut(differences.rows)})
@@ -177,7 +177,7 @@ def _compared(
 
 
 def _streams_of(deps: Dependencies, side: ComparedSide) -> StreamValues:
-    """Return what the payloads of a side's steps say of their streams."""
+    """Return the attributes of streams that the payloads of a side's steps report."""
     assert side.target is not None
     attempt_id, steps = side.target.attempt_id, list(side.steps)
     rows = deps.catalogue.payloads(attempt_id, steps, state="ingested", limit=_PAYLOADS)

@@ -97,7 +97,7 @@ def gaps(catalogue: Catalogue, steps: Iterable[StepOverview]) -> dict[StepKey, s
 def aggregation_errors(
     catalogue: Catalogue, attempt_ids: Iterable[int], steps: Iterable[int] | None = None
 ) -> dict[StepKey, str]:
-    """Return why the last aggregation of each step failed; `steps` None: of all steps."""
+    """Return why the last aggregation of each step failed; `steps` None means all steps."""
     rows = catalogue.findings(
         kind=NOT_AGGREGATED,
         attempt_id=sorted(attempt_ids),
@@ -262,7 +262,7 @@ def _world_sizes(processes: Iterable[ProcessColumns]) -> dict[str, int]:
 def _with_since(
     missing: Iterable[tuple[str, int, str, str]], stages: Iterable[StageRow]
 ) -> list[Missing]:
-    """Add the time since when each is missing: its own begin, else that of the first rank.
+    """Add the time since when each is missing: its own begin, else the first rank's.
 
     Args:
         missing: (role, rank, stage, status) each.

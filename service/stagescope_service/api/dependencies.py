@@ -34,7 +34,7 @@ class Commands(Protocol):
     """The coordinator's methods that the routes call.
 
     They run on the server's event loop and must not block it. A reply with `not_ready` means that
-    the coordinator did nothing. Errors of `stagescope_wire.errors` are answered as problems; an
+    the coordinator did nothing. Errors of `stagescope_wire.errors` become problems. An
     implementation raises `Unreachable` or `NotReady` where it cannot reach the coordinator.
     """
 
@@ -57,7 +57,7 @@ class Commands(Protocol):
     async def drain(
         self, *, run: str | None, timeout: float, attempt_key: str | None = None
     ) -> Reply:
-        """Wait until all payloads of a run (None: of every run) are read.
+        """Wait until all payloads of a run (None: every run) are read.
 
         With an attempt key, also ask the processes of these attempts to finish, and wait for them.
         Returns `{"run", "drained", "pending", "known", "missing"}`, with `lost` where something
@@ -66,7 +66,7 @@ class Commands(Protocol):
         ...
 
     async def plan(self) -> Reply:
-        """Return the plan in force: `{"revision", "captures"}`."""
+        """Return the active plan: `{"revision", "captures"}`."""
         ...
 
     async def add_capture(self, *, spec: Mapping[str, object], by: str, wait: float = 0.0) -> Reply:
@@ -78,7 +78,7 @@ class Commands(Protocol):
         ...
 
     async def set_triggers(self, *, document: Mapping[str, object], by: str) -> Reply:
-        """Put a validated document of rules in force and return its revision."""
+        """Make a validated document of rules the active one and return its revision."""
         ...
 
     async def test_webhook(self, *, rule: str, by: str) -> Reply:
@@ -144,7 +144,7 @@ MAX_RUNNING: Final = 2
 MAX_CACHED: Final = 8
 """Finished computations whose results are kept."""
 WAIT_SECONDS: Final = 5.0
-"""How long a request waits for a long computation before it is answered with NotReady."""
+"""Longest wait of a request for a long computation, in seconds; then it raises NotReady."""
 
 
 class Computations:

@@ -43,7 +43,7 @@ _RECORD_WEIGHTS: Final = (
     "probe.record_weights(..., step=...), docs/weights.md"
 )
 _EARLIER: Final = 3
-"""Attempts before the newest of which it is said what they ended with."""
+"""Earlier attempts whose symptoms are added to the answer."""
 _MAX_AGE: Final = 60.0
 """Seconds for which a diagnosis of unchanged steps answers: late scalars do not change a step."""
 
@@ -63,14 +63,15 @@ async def diagnosis(
 ) -> Answer:
     """Compare the rulebook with the newest 2000 steps of a run: what is sick, and how sure that is.
 
-    Each row is a symptom: `found`, `not found` or `not measured`, with the evidence for and against
-    it in numbers, the first step that shows it, where, what it means, what to do next, and what to
-    record where it is not measured. What was found comes first: what is wrong with the
-    service's own data, then precision, mismatch, reward, time and settings. A symptom that another
-    found one explains comes after those (`explained_by`), and one that ended last (`last_step`).
-    `unexplained` counts findings that no rule judged. `notes` say what is no symptom, but matters
-    to a comparison of two runs. `mismatch` takes the newest measured step's mismatch apart. While
-    no step, finding or loss of the run changes, the answer is computed once a minute.
+    Each row is a symptom: `found`, `not found` or `not measured`. It has the evidence for and
+    against it in numbers, the first step that shows it, and where. It says what the symptom means,
+    what to do next, and what to record where it is not measured. Symptoms that were found come
+    first: those of the service's own data, then precision, mismatch, reward, time and settings.
+    Those that another found one explains come after them (`explained_by`), and those that ended
+    last (`last_step`). Findings that no rule judged are counted in `unexplained`. Remarks that are
+    no symptom, but matter to a comparison of two runs, are in `notes`. The newest measured step's
+    mismatch is taken apart in `mismatch`. While the run's steps, findings and losses stay, the
+    answer is computed once a minute.
     """
     key = await asyncio.to_thread(_change_key, deps, run, attempt, step)
     _, future = deps.computations.start_once(key, diagnosis_of, deps, run, attempt, step)
@@ -267,7 +268,7 @@ def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject
 
 
 def _of_attempt(text: str, attempt: int | None) -> str:
-    """Return what to do next, of one attempt where it is a command that takes one."""
+    """Return what to do next, for one attempt if it is a command with `--attempt`."""
     if attempt is None or not text.startswith("stagescope "):
         return text
     command, mark, comment = text.partition("  # ")

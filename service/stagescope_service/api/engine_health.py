@@ -20,7 +20,7 @@ from stagescope_wire.engines.registry import HEALTH_PATH
 from stagescope_wire.errors import InvalidInput
 
 DEADLINE_SECONDS: Final = 2.0
-"""Of one engine's answer; engines are checked concurrently."""
+"""Seconds for one engine's answer; engines are checked concurrently."""
 _FRESH_SECONDS: Final = 1.0
 """A result younger than this is reused, so that many readers cause one check."""
 _MAX_CONCURRENT: Final = 32
@@ -36,7 +36,7 @@ class Health:
     status: int | None
     reason: str
     seconds: float
-    """Until the answer."""
+    """Seconds until the answer."""
     wall: float
     """Unix seconds of the check."""
 

@@ -33,9 +33,9 @@ Check = Annotated[
 async def engines(deps: Deps, page: PageOf, check: Check = False) -> Answer:
     """List the registered engines by name, with the last result of a health check and its age.
 
-    `used_by` names the runs that registered it as theirs or whose settings name it (`engine`: its
-    name or URL). `state` is `up`, `refuses`, `unreachable` or `not asked`; with `check` the
-    engines of this page are checked first.
+    Runs that registered an engine as theirs, or whose settings name it (`engine`: its name or URL),
+    are in `used_by`. Each `state` is `up`, `refuses`, `unreachable` or `not asked`. With `check`
+    the engines of this page are checked first.
     """
     every = await asyncio.to_thread(_engine_rows, deps)
     rows = every[page.offset : page.offset + page.limit]
@@ -58,7 +58,7 @@ async def engine(deps: Deps, name: Name, check: Check = False) -> Answer:
 async def add_engine(request: Request, deps: Deps) -> Answer:
     """Register an engine, or replace the one of its name; needs the operate token.
 
-    The engine is not contacted. The service only ever sends it `GET /health`, when somebody
+    The engine is not contacted. The service only ever sends it `GET /health`, when a client
     requests a health check. Who registered it is kept, also in the audit.
     """
     engine = check_engine(await read_json(request, deps.settings))

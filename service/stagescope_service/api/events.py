@@ -49,12 +49,12 @@ async def events(request: Request, deps: Deps) -> Answer:
 
     `application/vnd.stagescope.events`: 8 bytes of length (little-endian), that much JSON
     `{"sender", "events", "payloads": {seq: {"tensors": {name: {"dtype", "shape", "offsets"}},
-    "strings", "meta"}}}`, then safetensors with entries `{seq}/{name}` and
-    `{seq}/{name}/offsets`. `application/json`: the JSON alone, for events without tensors.
-    Answers after the commit: `{"coordinator", "wall", "received", "refused", "receipts",
-    "revision"}`, with `refused_in_part` where a part of an event was refused, `plan` where the
-    sender has another revision, and `pause` while the service is behind. A batch may be sent
-    again: nothing counts twice.
+    "strings", "meta"}}}`, then safetensors with entries `{seq}/{name}` and `{seq}/{name}/offsets`.
+    `application/json`: the JSON alone, for events without tensors. The answer comes after the
+    commit: `{"coordinator", "wall", "received", "refused", "receipts",
+    "revision"}`. It has `refused_in_part` where a part of an event was refused, `plan` where the
+    sender has another revision, and `pause` while the service is behind. A batch may be sent again:
+    nothing counts twice.
     """
     framed = _is_framed(request)
     settings = deps.settings
@@ -86,9 +86,9 @@ async def events(request: Request, deps: Deps) -> Answer:
 async def poll(request: Request, deps: Deps) -> Answer:
     """Renew a process's lease and wait for changes of the plan or receipts; needs operate.
 
-    Ends after `wait` seconds (20 at most), or as soon as the plan's revision differs from
-    `revision` or a payload of `unreceipted` is settled: `{"coordinator", "wall", "revision",
-    "plan", "receipts", "poll_seconds"}`; `plan` is null where nothing changed.
+    It returns after `wait` seconds (20 at most), or as soon as the plan's revision differs from
+    `revision` or a payload of `unreceipted` is settled. The answer is `{"coordinator", "wall",
+    "revision", "plan", "receipts", "poll_seconds"}`; `plan` is null where nothing changed.
     """
     fields = await read_json(request, deps.settings)
     Sender.parse(fields.get("sender"))  # its errors have a code of their own
@@ -109,11 +109,11 @@ async def poll(request: Request, deps: Deps) -> Answer:
     openapi_extra=DrainRequest.document(closed=False),
 )
 async def drain(request: Request, deps: Deps) -> Answer:
-    """Wait until all payloads of `run` (null: of every run) are read; needs operate.
+    """Wait until all payloads of `run` (null: every run) are read; needs operate.
 
-    Ends after `timeout` seconds (5 at most). `attempt_key` ends those attempts: their processes
-    are asked to finish, and waited for; `missing` names ranks that never reported or did not
-    answer. `known` is whether the run, or an attempt of that key, ever reported anything.
+    It returns after `timeout` seconds (5 at most). With `attempt_key` it ends those attempts: it
+    asks the processes to finish and waits. Ranks that never reported or did not answer are in
+    `missing`. If the run, or an attempt of that key, ever reported, `known` is true.
     """
     body = await read_body(request, deps.settings, DrainRequest)
     key = body.attempt_key

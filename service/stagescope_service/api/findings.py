@@ -134,10 +134,10 @@ def findings(
 def finding_groups(deps: Deps, page: PageOf, attempt: AttemptQueryOf, only: Only = None) -> Answer:
     """List what was found to be wrong, a row for each kind of problem, the most severe first.
 
-    A row is the first of its findings, with a `message` that is true of all, `where` (steps and
-    ranks as text), `first_step`, `last_step`, `ranks` and `steps` (how many of each), `findings`
-    (how many rows of `/findings`) and `count` (how often seen). `truncated`: there were more
-    findings than are grouped.
+    A row is the first of its findings, with a `message` that is true of all. It adds `where` (steps
+    and ranks as text), `first_step`, `last_step`, and `ranks` and `steps` (how many of each). It
+    counts `findings` (rows of `/findings`) and `count` (how often seen). If there were more
+    findings than are grouped, `truncated` is true.
     """
     scope = scope_of(deps, attempt)
     any_of = only_filter(deps, "findings", scope.filters, only)
@@ -319,7 +319,7 @@ def check_kind(
 ) -> None:
     """Refuse a misspelt kind (a rule, of firings): an empty list would look like none.
 
-    A kind that no row has is no error otherwise: a script may wait for its first.
+    Any other kind that no row has is no error: a script may wait for its first.
 
     Raises:
         NotFound: it is a misspelling of a kind that exists; names those.

@@ -12,8 +12,8 @@ where payload = `{"tensors": {name: {"dtype", "shape", "offsets": bool}}, "strin
 bytes of tensor `name` of event `seq` are the safetensors entry `{seq}/{name}`, its row offsets
 (int64) are `{seq}/{name}/offsets`. bfloat16 may be stored as BF16 or U16. A body of type
 `application/json` is the header alone. Non-finite numbers in JSON are the strings "nan", "inf" and
-"-inf". A header that strict JSON cannot hold (NaN, a lone surrogate, an int of hundreds of digits)
-is read as `stagescope_wire.nonfinite` would have spelled it: one event loses no others.
+"-inf". Strict JSON cannot hold some headers (NaN, a lone surrogate, an int of hundreds of digits).
+These are read as `stagescope_wire.nonfinite` spells them, so one event loses no others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _STORAGE_DTYPES: Final[Mapping[str, tuple[str, ...]]] = {
 
 _MAX_DIMENSIONS: Final = 8
 _MAX_DIGITS: Final = 100
-"""An int with more digits stays a text: Python reads no more than thousands."""
+"""Most digits of an int that is parsed; a longer one stays text."""
 
 
 class EventBatch(NamedTuple):
@@ -131,7 +131,7 @@ def _read(text: bytes, *, what: str) -> object:
     """Return the JSON of a batch.
 
     Raises:
-        InvalidInput: it is none.
+        InvalidInput: the text is not JSON.
     """
     try:
         return decode(text, what=what)
@@ -159,7 +159,7 @@ def _integer(digits: str) -> int | str:
 
 
 def _spelled(event: Json) -> Json:
-    """Return an event as strict JSON holds it; of one that it cannot hold, one that is refused."""
+    """Return an event as strict JSON, or an event to refuse if strict JSON cannot hold it."""
     try:
         return spell(event)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Texts of findings, losses and firings that differ in values alone: compared, and put in one.
+"""Compares texts of findings, losses and firings that differ only in values, and merges them.
 
 A value is a number, a list of numbers, a quoted name with a digit, or an id of hex digits.
 """
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 MAX_RANGES: Final = 6
-"""Ranges of steps or ranks, or captures, that a text lists."""
+"""Most ranges of steps or ranks, or captures, that a text lists."""
 _MAX_TEXTS: Final = 1000
-"""Different texts of a group that are put in one."""
+"""Most different texts of a group that are merged into one."""
 _MAX_NAMES: Final = 3
-"""Ids that the text of a group lists in one place."""
+"""Most ids that the text of a group lists in one place."""
 
 # Patterns of a text in which every digit is a zero.
 _DIGITS: Final = str.maketrans("123456789", "0" * 9)
@@ -49,11 +49,11 @@ def _without_numbers(text: str) -> str:
 
 
 def text_of_all(texts: Iterable[str | None]) -> str | None:
-    """Return one text that is true of all, which differ in their values (or are of one cause).
+    """Return one text that is true of all; they differ in their values, or have one cause.
 
     Ranks and steps are listed, other numbers become their smallest and largest: `rank 0 waited 3 s`
-    and `rank 1 waited 5 s` become `ranks 0-1 waited 3 to 5 s`. Where more differs than values, or a
-    part of a name (`float16`), it is the first text, and says so.
+    and `rank 1 waited 5 s` become `ranks 0-1 waited 3 to 5 s`. If more than values differs, or a
+    part of a name (`float16`), it returns the first text, and says so.
     """
     distinct = [*dict.fromkeys(text for text in texts if text)]
     if len(distinct) < 2:
@@ -81,7 +81,7 @@ def text_of_all(texts: Iterable[str | None]) -> str | None:
 
 
 def _split(text: str) -> tuple[list[str], list[str]]:
-    """Return the parts of a text around its values, one more than these, and its values."""
+    """Return the parts of a text around its values, one more than the values, and the values."""
     literals, values, end = [], [], 0
     for match in _VALUE.finditer(text.translate(_DIGITS)):
         literals.append(text[end : match.start()])
@@ -99,7 +99,7 @@ def _joined(values: Sequence[str], *, listed: bool) -> str:
 
     Args:
         values: without repetitions.
-        listed: whether they are ranks or steps, each of which counts.
+        listed: whether they are ranks or steps, which are all named.
     """
     if len(values) < 2:
         return "".join(values)

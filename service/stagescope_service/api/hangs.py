@@ -50,11 +50,11 @@ class _RoleRows(NamedTuple):
 
     role: str
     processes: Mapping[int, ProcessColumns]
-    """The newest of each rank."""
+    """The newest process of each rank."""
     stages: list[StageRow]
-    """Of the open steps."""
+    """Stages of the open steps."""
     timings: Timings
-    """Of the open and the closed steps."""
+    """Timings of the open and the closed steps."""
 
 
 def stuck_rows(
@@ -238,7 +238,7 @@ def _newest_processes(
 def _role(
     rows: _RoleRows, closed: list[ListedStep], newest: int, silent: Collection[RankKey]
 ) -> hang_detection.Role:
-    """Return a role as `hang_detection.judge` takes it.
+    """Return a role as `hang_detection.judge` accepts it.
 
     Args:
         rows: of the role.
@@ -328,13 +328,12 @@ def stuck(
 ) -> Answer:
     """List the ranks that hold up the others of their role, and since when.
 
-    A rank is stuck where it has been quiet for longer than `limit_seconds` and others of its role
-    began or ended a part that it did not, or (`whole_role`) all of them are in the same part. The
-    limit comes from its role's earlier steps; without those (`history_steps` 0) the lag behind the
-    other ranks counts. Ranks that wait for it are not listed. One that never reported (`unheard`),
-    though earlier steps closed without it, is listed once the others are late. Open steps before
-    this one are checked too. `findings` lists earlier findings of this step, also those that are
-    over.
+    A stuck rank has been quiet for longer than `limit_seconds`. Others of its role began or ended a
+    part that it did not, or all of them are in the same part (`whole_role`). The limit comes from
+    its role's earlier steps; without those (`history_steps` 0) the lag behind the other ranks
+    counts. Ranks that wait for it are not listed. One that never reported (`unheard`), though
+    earlier steps closed without it, is listed once the others are late. Open steps before this one
+    are checked too. Earlier findings of this step are in `findings`, also those that are over.
     """
     settings, now = deps.settings, deps.clock()
     step = target.step_number
@@ -369,7 +368,7 @@ def stuck(
 
 
 def _nobody_left(catalogue: Catalogue, attempt_id: int) -> str | None:
-    """Return that all processes of an attempt are gone, where that is so."""
+    """Return a note if all processes of an attempt are gone, else None."""
     rows = catalogue.processes(attempt_id)
     if not rows or any(row["finished_wall"] is row["lapsed_wall"] is None for row in rows):
         return None

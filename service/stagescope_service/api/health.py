@@ -35,7 +35,7 @@ async def healthz() -> Answer:
 
 @router.get("/readyz", response_model=models.Ready)
 async def readyz(deps: Deps) -> Answer:
-    """Answer whether the service can serve requests, else 503 with the reason; needs no token."""
+    """Report whether the service can serve requests, else 503 with the reason; needs no token."""
     problem = await _readiness_problem(deps)
     if problem:
         # The details may name paths, and this route needs no token: they are in /status.
@@ -71,8 +71,8 @@ async def status(deps: Deps) -> Answer:
 def audit(request: Request, deps: Deps, page: PageOf) -> Answer:
     """List who changed what, the newest first; needs the token of an admin.
 
-    `by` names the token, what its sender calls itself, and its address. `detail` is what was
-    requested; of the webhooks of rules only host and format are shown.
+    `by` names the token, what its sender calls itself, and its address. The request is in `detail`;
+    webhooks of rules show only host and format.
     """
     has_tokens = request.app.state.access is not None  # else everybody here may do everything
     if has_tokens and caller_of(request).grade != "admin":
@@ -105,7 +105,7 @@ class _Problem(NamedTuple):
     what: str
     why: str
     public: str = ""
-    """Why, without what not everybody may see."""
+    """The reason without details that not everybody may see."""
 
 
 async def _readiness_problem(deps: Dependencies) -> _Problem | None:

@@ -52,10 +52,10 @@ def kept(
 ) -> Answer:
     """List the files that are kept of the step, by stage, role, rank and part.
 
-    `sections` names the contents of a file; `tensors` is name -> [dtype, shape, rows of a packed
-    one]. `state` is `kept`, `deleted` (by retention), `missing` (removed by somebody else) or
-    `unreachable` (its node is gone). Of a pinned step, the payloads that the pin holds in the ring
-    are listed too, with the state `pinned`. `files` and `bytes` do not count deleted files.
+    The contents of a file are in `sections`; `tensors` is name -> [dtype, shape, rows of a packed
+    one]. The `state` is `kept`, `deleted` (by retention), `missing` (removed, but not by the
+    service) or `unreachable` (its node is gone). Payloads that the step's pin holds in the ring are
+    listed too, with the state `pinned`. Deleted files do not count in `files` and `bytes`.
     """
     if section is not None and section not in SECTIONS:
         raise InvalidInput(f"section is {section!r:.100}", expected=f"one of {', '.join(SECTIONS)}")
@@ -88,9 +88,9 @@ def kept(
 async def pin(request: Request, deps: Deps, target: StepTarget) -> Answer:
     """Keep the files and the recent payloads of a step until it is unpinned.
 
-    Needs the operate token. `payloads` and `bytes` are what the pin holds now, files included; it
-    also holds what arrives later. `gone` had left the ring before; `reasons` are why something is
-    not pinned (the ring's share for pins may be full).
+    Needs the operate token. Its content now, files included, is counted in `payloads` and `bytes`;
+    it also holds what arrives later. Payloads that had left the ring before are `gone`. Why
+    something is not pinned is in `reasons` (the ring's share for pins may be full).
     """
     reply = check_ready(
         await deps.commands.pin(

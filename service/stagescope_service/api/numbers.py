@@ -85,15 +85,15 @@ def metrics(
     ranks: RankQueryOf,
     round: Round = None,
 ) -> Answer:
-    """Answer the step's metrics under their published names, and what they rest on.
+    """Return the step's metrics under their published names, and what they rest on.
 
     `complete` is `complete`, `partial` or `unknown` for a closed step. For an open step it is
     `open`: its numbers are assembled from what has arrived so far, and `missing` names the ranks
     that have not. With `rank`, `role`, `stage` or `round` the numbers are of that slice. Read
-    `comparable` and `comparability` before you trust a number: `not measured` means that one
-    stream is a copy, or that a token is finite in neither; `step_comparable` is the verdict of the
-    whole step. `begun_again` names ranks that repeated the step within the attempt: both passes
-    count.
+    `comparable` and `comparability` before you trust a number. The verdict `not measured` means
+    that one stream is a copy, or that a token is finite in neither. The whole step has its verdict
+    in `step_comparable`. Ranks that repeated the step within the attempt are in `begun_again`: both
+    passes count.
     """
     return Answer(metrics_of(deps, target, Slice(**ranks), round))
 
@@ -158,7 +158,7 @@ def tokens(
 ) -> Answer:
     """List the worst tokens (|p - q| descending), then those whose p or q is not finite.
 
-    As many of each as a summary keeps (64): of the step, or of the requested rank.
+    There are up to 64 of each, as a summary keeps them, for the step or for the requested rank.
     """
     heading = _heading(deps, target)
     measured, step = measure(deps, target, Slice(**ranks))
@@ -213,10 +213,10 @@ def measure(
 
 
 def _heading(deps: Dependencies, target: Target) -> JsonObject:
-    """Return the first fields of answers about numbers: of which step, and how complete it is.
+    """Return the first fields of answers about numbers: the step, and how complete it is.
 
-    It is read before the numbers: a rank that arrives between the two reads is missing in an answer
-    that has its tokens, never present in one that lacks them.
+    It is read before the numbers. So a rank that arrives between the two reads is missing in an
+    answer that has its tokens, never present in one that lacks them.
     """
     step = target.step_row
     complete, missing = step["completeness"] or "unknown", []
@@ -283,7 +283,7 @@ def _context(measured: MeasuredSummary, step: Comparability) -> JsonObject:
 def comparability_fields(result: Comparability | None) -> ComparabilityFields:
     """Return whether two streams can be compared, and the reasons against, likeliest first.
 
-    None: of a step without numbers.
+    None: the step has no numbers.
     """
     if result is None:
         return {"comparable": "unknown", "cause": None, "comparability": []}

@@ -44,10 +44,10 @@ _SIDES_LISTED: Final = 8
 async def divergence(request: Request, deps: Deps) -> Answer:
     """Find the first operator in which two dumps differ: ranks, steps, attempts, runs, devices.
 
-    Calls are paired by operator and context, not by their counters, and compared in the order of
-    side `a` by the relative difference of min, max, mean and norm. The threshold is `factor` times
-    the eps of the coarsest dtype up to there (4; 100 where the devices are of two kinds).
-    `first_parameter` and `first_gradient` are separate answers: between replicas on different data
+    Calls are paired by operator and context, not by their counters. They are compared in the order
+    of side `a` by the relative difference of min, max, mean and norm. The threshold is `factor`
+    times the eps of the coarsest dtype up to there (4; 100 where the devices are of two kinds). The
+    answers `first_parameter` and `first_gradient` are separate: between replicas on different data
     every activation differs, and no parameter may. Fields that side `b` leaves out are as in `a`.
     """
     body = await read_body(request, deps.settings, DivergenceRequest)
@@ -62,10 +62,10 @@ async def divergence(request: Request, deps: Deps) -> Answer:
 async def tensors(request: Request, deps: Deps) -> Answer:
     """Compare the full tensors of two dumps (msprobe's task `tensor`) with msprobe itself.
 
-    A row a tensor in execution order: cosine, largest absolute and relative error, the share of
-    elements within 1e-3 and 5e-3; `a` is msprobe's NPU side, `b` its bench. msprobe's verdicts are
-    left out. msprobe runs in its own process for up to 15 minutes: meanwhile the answer is 503;
-    repeat the request. Fields that side `b` leaves out are as in `a`.
+    Each tensor has a row, in execution order: cosine, largest absolute and relative error, the
+    share of elements within 1e-3 and 5e-3. Side `a` is msprobe's NPU side, `b` its bench. The
+    verdicts of msprobe are left out. It runs in its own process for up to 15 minutes. Meanwhile the
+    answer is 503; repeat the request. Fields that side `b` leaves out are as in `a`.
     """
     body = await read_body(request, deps.settings, TensorsRequest)
     sides, began, future = await asyncio.to_thread(_start_tensors, deps, body)
@@ -205,7 +205,7 @@ def _find_side(
     *,
     preferred_capture: str | None = None,
 ) -> TableSide:
-    """Return the table of a side: of several captures the preferred one, else the newest."""
+    """Return the table of a side; among several captures it takes the preferred or newest one."""
     target = deps.finder.step(fields.run, fields.attempt, step)
     tables = tables_of(
         deps,

@@ -24,7 +24,7 @@ CHUNK: Final = 4 << 20
 _MAX_CHECKSUMS: Final = 4096
 """Files whose checksums are remembered."""
 _MAX_COPIES: Final = 1 << 30
-"""Bytes of copies that are kept; the least recently used are deleted first."""
+"""Most bytes of stored copies; the least recently used are deleted first."""
 
 
 class Nodes(Protocol):

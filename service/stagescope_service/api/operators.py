@@ -152,8 +152,8 @@ def operator_target(
 ) -> Target:
     """Return the step of a path; `latest` is the newest one that has operators.
 
-    Where the newest attempt has none, that is a step of an earlier one: what was captured before a
-    restart can be read after it.
+    If the newest attempt has none, it is a step of an earlier one: captures stay readable after a
+    restart.
     """
     if step == "latest":
         newest = deps.finder.step(run, attempt, None, key=attempt_key)
@@ -180,10 +180,10 @@ def operators(
 ) -> Answer:
     """List operator calls in execution order: a row an argument, result, parameter or gradient.
 
-    `tables` lists the tables, one a dump, with its `state` (`announced`: it is being read),
-    whether it is `truncated` and where, and the content of its DONE.json (`done` null: it has
-    none, the rank did not reach its end). Step `latest` is the newest that has operators. `source`
-    is the first frame of the stack outside torch. Numbers are float64: an int64 beyond 2^53 is
+    The tables, one a dump, are in `tables`. Each has a `state` (`announced`: it is being read). It
+    says whether it is `truncated` and where, and in `done` the content of its DONE.json (null: the
+    rank did not reach its end and wrote none). Step `latest` is the newest that has operators. The
+    first frame of the stack outside torch is `source`. Numbers are float64: an int64 beyond 2^53 is
     rounded.
     """
     tables = tables_of(deps, target, **table_filters)
@@ -224,14 +224,13 @@ async def non_finite(
 ) -> Answer:
     """Name the first operator with a NaN or infinite result on each rank, and the earliest.
 
-    A row a dump; `name` is null where all results were finite (or masks: these are counted).
-    `measured` counts the tensors with a least and a largest value, `unmeasured` those without
-    them, of which nothing is known.
-    `not_read` counts calls that passed on memory without reading it, such as a view of a buffer
-    before it is filled: its previous content is no evidence. `certain` is false where the value
-    may be a mask. Ranks share an order of calls: the rank whose first such call is lowest in it is
-    `earliest`, `together` are all ranks with the same call (after a collective, every rank).
-    `order_differs` marks ranks with another order of calls.
+    Each dump has a row. Its `name` is null where all results were finite (or masks: these are
+    counted). Tensors with a least and a largest value are counted in `measured`, those without them
+    in `unmeasured`: nothing is known of these. Calls that passed on memory without reading it are
+    counted in `not_read`, such as a view of a buffer before it is filled. Its previous content is
+    no evidence. Where the value may be a mask, `certain` is false. Ranks share an order of calls.
+    The rank whose first such call is lowest in it is `earliest`. All ranks with the same call are
+    `together` (after a collective, every rank). Ranks with another order have `order_differs`.
     """
     rows, earliest = await deps.computations.run(first_non_finite, deps, target, filters)
     return Answer({**target.heading(), "earliest": earliest, **page.cut(rows)})

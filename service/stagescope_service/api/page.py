@@ -44,8 +44,8 @@ async def login(request: Request, deps: Deps) -> Response:
     """Trade a token for a cookie, for browsers; needs no other authentication.
 
     The cookie allows what the token does, for a week or until the token is replaced. It is not the
-    token, scripts cannot read it, and no other site's page can send it. What changes something
-    needs the page of this service as its sender, too.
+    token, scripts cannot read it, and no other site's page can send it. A request that changes
+    something must also come from this service's page.
     """
     fields = await read_json(request, deps.settings, limit=_MAX_LOGIN_BYTES)
     body = LoginRequest.parse(fields)
@@ -135,7 +135,7 @@ _HEADERS: Final = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-r
 _REVALIDATED: Final = "no-cache"
 _IMMUTABLE: Final = "max-age=31536000, immutable"
 _ENCODED: Final = 1024
-"""Bytes from which on a file is worth compressing."""
+"""Least bytes of a file that is sent compressed."""
 
 
 class _File(NamedTuple):
@@ -181,19 +181,19 @@ def _file(name: str) -> _File:
 
 @functools.cache
 def _page(name: str) -> _File:
-    """Return an HTML file whose references name the version of what they refer to."""
+    """Return an HTML file whose references hold the version of the page's files."""
     text = (_FOLDER / name).read_text(encoding="utf-8")
     return _as_file(name, text.replace('"static/', f'"static/{_version()}/').encode())
 
 
 async def index(request: Request) -> Response:
-    """Answer the page."""
+    """Return the page."""
     file = await asyncio.to_thread(_page, "index.html")
     return _send_file(request, file, cache=_REVALIDATED, policy=_POLICY)
 
 
 async def static(request: Request) -> Response:
-    """Answer a file; below the folder of the present version browsers keep it for good."""
+    """Return a file; browsers keep it for good if it is below the current version's folder."""
     version, name = request.path_params.get("version"), request.path_params["name"]
     file = await asyncio.to_thread(_file, name)
     is_current = version is not None and version == await asyncio.to_thread(_version)
@@ -238,7 +238,7 @@ def _swagger_folder() -> Path:
 
 
 async def docs(request: Request) -> Response:
-    """Answer the API's documentation."""
+    """Return the API's documentation."""
     await asyncio.to_thread(_swagger_folder)
     file = await asyncio.to_thread(_page, "docs.html")
     return _send_file(request, file, cache=_REVALIDATED, policy=_DOCS_POLICY)
@@ -257,8 +257,8 @@ FILES: Final = (
 class EntityTags:
     """ASGI middleware: a JSON answer to GET has an ETag, and is 304 where the client has it.
 
-    A page that asks again for what did not change then gets a few bytes. The answer is made all
-    the same: what makes it slow is for its route to keep.
+    A page that repeats a request then gets a few bytes if nothing changed. The answer is still
+    computed: a slow route must cache its own results.
     """
 
     def __init__(self, app: ASGIApp) -> None:

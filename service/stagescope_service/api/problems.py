@@ -1,8 +1,8 @@
 """Answers errors as problem+json (RFC 9457).
 
-A problem holds `type` (`urn:stagescope:<code>`), `title`, `status`, `detail` (a full sentence),
-`instance` (the path) and, for programs, the parts of the sentence: `code`, `wrong`, `expected` and
-`advice`, and in `see` the answers of the service that the advice leads to.
+A problem holds `type` (`urn:stagescope:<code>`), `title`, `status`, `detail` (a full sentence) and
+`instance` (the path). For programs it holds the parts of the sentence: `code`, `wrong`, `expected`
+and `advice`. Answers of the service that the advice leads to are in `see`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RETRY_SECONDS: Final = 1
 
 
 class Problem(Model):
-    """What was wrong, after RFC 9457."""
+    """An error of a request, after RFC 9457."""
 
     type: Annotated[str, Field(examples=["urn:stagescope:not_found"])]
     """A URN that names the kind of error: `urn:stagescope:` and `code`."""
@@ -37,7 +37,7 @@ class Problem(Model):
     status: Annotated[int, Field(examples=[404])]
     """The HTTP status, a number."""
     detail: str
-    """What was wrong, expected, and advised, as one sentence."""
+    """The error, what was expected and the advice, as one sentence."""
     instance: str
     """The path of the request."""
     code: Annotated[str, Field(examples=["not_found"])]
@@ -45,9 +45,9 @@ class Problem(Model):
     wrong: str
     """What was wrong."""
     expected: str
-    """What would have been right; empty where that is not known."""
+    """The value or state that was expected; empty where it is not known."""
     advice: str
-    """What to do, and the paths of what to look at; empty where nothing is advised."""
+    """The advice, with the paths to look at; empty where there is none."""
     see: list[LinkModel]
     """What to look at, as data."""
 

@@ -1,7 +1,7 @@
 """The text of /metrics: the state of the service, and the newest measured step of each run.
 
 Cardinality is bounded: the newest runs, a fixed list of metrics, and labels with a fixed set of
-values (role, kind, state); never a rank, a step or an attempt in a label.
+values (role, kind, state). No label holds a rank, a step or an attempt.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Gauge(NamedTuple):
     name: str
     help_text: str
     label: str | None
-    """Beside `run`."""
+    """Label beside `run`."""
 
 
 _COUNTS: Final[Mapping[str, _Gauge]] = {
@@ -84,8 +84,8 @@ _STEPS_SEARCHED: Final = 16
 class Counts:
     """The catalogue's counts. Counting takes longer as it grows, and a scrape never waits long.
 
-    Where the last count was slow, the next one runs in its own thread, and until it ends the
-    last counts are returned; `stagescope_counts_age_seconds` is their age.
+    If the last count was slow, the next one runs in its own thread. Until it ends, the last counts
+    are returned; `stagescope_counts_age_seconds` is their age.
 
     Args:
         catalogue: to count.
@@ -130,7 +130,7 @@ class Counts:
 
 
 class Sources(NamedTuple):
-    """What the text is made of."""
+    """Sources of the text."""
 
     catalogue: Catalogue
     counts: Counts

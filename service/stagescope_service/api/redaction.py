@@ -15,7 +15,7 @@ _WORDS: Final = (
     r"access[_-]?keys?|private[_-]?keys?|credentials?|authorization|cookies?|session[_-]?key)"
 )
 SECRET_NAME: Final = re.compile(rf"(?:^|[_.\-/])(?:auth|{_WORDS})[_-]?\d*$", re.I)
-"""Of a field or variable: its value, where it is a text, is a secret."""
+"""Name of a field or variable whose text is a secret."""
 _PATTERNS: Final = tuple(
     re.compile(pattern, flags)
     for pattern, flags in (
@@ -76,7 +76,7 @@ class Redactor:
 
         Args:
             value: of any type; texts that are JSON objects are read as such.
-            name: of its field: of `HF_TOKEN` every text is a secret.
+            name: of its field; every text of `HF_TOKEN` is a secret.
         """
         if isinstance(value, str):
             if value and name and SECRET_NAME.search(name):

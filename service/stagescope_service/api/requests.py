@@ -3,8 +3,8 @@
 Bodies are read within bounds of time and memory. A sender that stalls costs a connection and the
 bytes that it sent; it holds no slot, no thread and no memory that faster senders need.
 
-Dependencies that read nothing are `async`: a plain function would wait for a thread, and an event
-would have to wait while slow questions occupy all threads.
+Dependencies that read nothing are `async`, because a plain function would wait for a thread. While
+slow requests occupy all threads, events would have to wait for them.
 """
 
 from __future__ import annotations

@@ -269,8 +269,8 @@ _NAMED_GAPS: Final = 5
 def unreported_steps(catalogue: Catalogue, attempts: Sequence[ListedAttempt]) -> str | None:
     """Return which steps between two attempts of a run were never reported, as a sentence.
 
-    Of a run that reports every tenth step, ten steps between two attempts are none. None: there are
-    no such steps.
+    If a run reports every tenth step, a distance of ten between two attempts is no gap. None: there
+    are no such steps.
 
     Args:
         catalogue: of the attempts.

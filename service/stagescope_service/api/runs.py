@@ -111,22 +111,22 @@ class _FirstDifference(NamedTuple):
     step: int
     text: str
     fields: JsonObject
-    """Of the answer."""
+    """Fields of the answer."""
 
 
 @router.get("/exact", response_model=models.Exact)
 def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
     """List the steps in which trainer and rollout are equal, and the first difference.
 
-    Equal is the same number in every token: a value in bfloat16 and the same in float32 are, and
-    so are -0.0 and 0.0. `exact` needs streams of two producers that are equal in all tokens. Where
-    one producer, or an unknown one, made both streams, the step is `not measured`. `rows` holds a
-    row for each range of steps of one verdict (and one `reason`), with the number of tokens it
-    rests on. `first` is the first step that differs, with the first token in it by sample and
-    position, as far as tokens that are not finite were kept (`is_first`). `text` says
-    all of it.
+    Streams are equal if every token has the same number in both. A value in bfloat16 equals the
+    same value in float32, and -0.0 equals 0.0. The verdict `exact` needs equal streams of two
+    producers. If one producer, or an unknown one, made both streams, the step is `not measured`.
+    Each of `rows` is a range of steps of one verdict (and one `reason`), with the number of tokens
+    it rests on. The first step that differs is `first`, with the first token in it by sample and
+    position, as far as non-finite tokens were kept (`is_first`). All of it is in `text`.
 
-    Without `attempt`, the attempts in force: a step that a later attempt repeats is of that one.
+    Without `attempt` it reads the current attempts: a step that is repeated belongs to the later
+    one.
     """
     target = deps.finder.attempt(run, attempt)
     attempts = deps.catalogue.attempts(target.run)

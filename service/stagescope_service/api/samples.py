@@ -100,9 +100,9 @@ def samples(
 ) -> Answer:
     """List the step's samples with their mismatch, the largest |p - q| first.
 
-    Rows are of the samples that the step's numbers count. `kept` says whether tensors of the step
-    are still there, so that `/samples/{sample_uid}` can show a sample's tokens, else `reason` why
-    not; a row without `sample_uid` is shown by `/row`.
+    The list has the samples that the step's numbers count. If tensors of the step still exist,
+    `kept` is true and `/samples/{sample_uid}` shows the tokens. Otherwise `reason` says why not.
+    Use `/row` for a row without `sample_uid`.
     """
     measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
     summary = measured.summary.summary
@@ -185,9 +185,9 @@ async def sample(
 ) -> Answer:
     """Return the tokens of a sample: both streams, and what the loss did to each.
 
-    Columns are aligned and hold one value for each position from the first to the last that is
-    known, environment tokens included. `masked_why` and `fate` say why a token has no gradient, as
-    far as that is recorded; `unrecorded` names what is not, and how to record it.
+    Columns are aligned. They hold one value for each position from the first to the last known one,
+    environment tokens included. As far as it is recorded, `masked_why` and `fate` say why a token
+    has no gradient. Unrecorded fields, and how to record them, are in `unrecorded`.
     """
     found = await deps.computations.run(_tokens_of, deps, target, sample_uid)
     return Answer({**target.heading(), **found})
@@ -203,7 +203,7 @@ async def row(
 ) -> Answer:
     """Return the tokens of a row that has no sample id, as `/samples/{sample_uid}` does.
 
-    The row is that of the rank's first part in the stage that has both streams.
+    It reads the rank's first part in the stage that has both streams.
     """
     found = await deps.computations.run(_tokens_of_row, deps, target, role, rank, row)
     return Answer({**target.heading(), **found})
@@ -214,7 +214,7 @@ def _tokens_of(deps: Dependencies, target: Target, sample_uid: str) -> JsonObjec
 
     Raises:
         NotFound: the step's tensors are gone, or no such sample is among them, or the id names
-            several: then they are told apart by their owner, as in `/samples`.
+            several samples, which `/samples` lists by their owner.
     """
     if (named := _one_of_several(deps, target, sample_uid)) is not None:
         return named
@@ -227,10 +227,10 @@ def _tokens_of(deps: Dependencies, target: Target, sample_uid: str) -> JsonObjec
 
 
 def _one_of_several(deps: Dependencies, target: Target, sample_uid: str) -> JsonObject | None:
-    """Return the columns of a sample whose id names others, too; None where it names this alone.
+    """Return the columns of a sample whose id names others, too; None if the id is unique.
 
-    They are read from the sample's own payload alone: what other payloads hold of the id may be of
-    another sample.
+    It reads the sample's own payload alone: under the same id other payloads may hold another
+    sample.
     """
     try:
         measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
@@ -336,11 +336,11 @@ def _columns(deps: Dependencies, target: Target, batch: Batch, row: int, *notes:
 async def loss(deps: Deps, target: StepTarget, page: PageOf) -> Answer:
     """Say how much of the step's mismatch sits in tokens that no gradient sees, and why.
 
-    Rows are fates of the model's tokens, the trained ones first; each token has the first that
-    applies of `rejected`, `zero weight`, `zero advantage`, `clipped low`, `clipped high`,
-    `trained` (`unknown` where no update of the step is known to have ended). What is not recorded
-    excludes nothing: `unrecorded` names it. Computed from what the
-    ring and the kept files hold of the step: `tokens` of `tokens_counted`.
+    Rows are fates of the model's tokens, the trained ones first. Each token has the first fate that
+    applies: `rejected`, `zero weight`, `zero advantage`, `clipped low`, `clipped high` or
+    `trained`. The last one is `unknown` if no update of the step is known to have ended. Unrecorded
+    fields exclude no token; `unrecorded` names them. The numbers come from what the ring and the
+    kept files hold of the step: `tokens` of `tokens_counted`.
     """
     found = await deps.computations.run(loss_of, deps, target)
     notes = [*found.derived, *found.gaps]
@@ -349,14 +349,14 @@ async def loss(deps: Deps, target: StepTarget, page: PageOf) -> Answer:
 
 @dataclasses.dataclass(frozen=True)
 class StepLoss:
-    """What the loss did with a step's tokens, as `/loss` answers it."""
+    """The effect of the loss on a step's tokens, as `/loss` returns it."""
 
     fields: JsonObject
     rows: list[JsonObject]
     derived: Sequence[str]
     """How columns were derived."""
     gaps: Sequence[str]
-    """What is missing or disagrees in what is kept."""
+    """Gaps and contradictions in the kept tensors."""
 
 
 def loss_of(deps: Dependencies, target: Target) -> StepLoss:

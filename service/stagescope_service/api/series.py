@@ -52,7 +52,7 @@ Value = float | str | None
 
 MAX_SERIES_STEPS: Final = 20_000
 MAX_VALUES: Final = 500_000
-"""Of an answer: steps times series."""
+"""Most values of an answer: steps times series."""
 _STEPS_SEARCHED: Final = 20
 """Newest steps that are searched for the ranks and stages of a scalar."""
 
@@ -98,7 +98,7 @@ async def series_query(
 
 @dataclasses.dataclass(frozen=True)
 class SeriesRequest:
-    """What is requested of the steps of some attempts."""
+    """A request for one number over the steps of some attempts."""
 
     metric: str
     by: By | None
@@ -114,7 +114,7 @@ class SeriesRequest:
 
     @property
     def has_scalar_slices(self) -> bool:
-        """Whether a scalar could be answered: it has no rounds and no staleness."""
+        """Whether a scalar fits the request: it has no rounds and no staleness."""
         return self.by in (None, "rank")
 
 
@@ -126,7 +126,7 @@ class PointPage(NamedTuple):
     earlier_to: int | None
     """The last step before them; None: there is none."""
     superseded: Mapping[int, Sequence[int]] = {}
-    """Number of an attempt -> its steps, ascending, that no attempt in force has."""
+    """Number of an attempt -> its steps, ascending, that no current attempt has."""
 
 
 @router.get("/series", response_model=models.Series)
@@ -144,17 +144,18 @@ def series(
 ) -> Answer:
     """Return one number over the steps of a run, as columns: `steps` and, aligned, the others.
 
-    `steps`, `attempts`, `superseded_by`, `complete` (as in `/steps`), `comparable` and `suspects`
-    (the verdict on the step's streams, and the checks behind it) and `reasons` (why the step has
-    no value; null: it has one) hold one entry a step, ascending; so does `begun_again` (ranks that
-    repeated it within its attempt: both passes count). Each of `series` has a `name`, its `stage`,
-    `role`, `rank`, `round` or `staleness` if it is of one, and `values`: null where there is none,
+    These columns have one entry a step, ascending: `steps`, `attempts`, `superseded_by`, `complete`
+    (as in `/steps`), `comparable`, `suspects`, `reasons` and `begun_again`. The verdict on the
+    step's streams is `comparable`, the checks behind it are `suspects`. In `reasons` is why a step
+    has no value (null: it has one). Ranks that repeated the step within its attempt are in
+    `begun_again`: both passes count. Each of `series` has a `name`, `values`, and its `stage`,
+    `role`, `rank`, `round` or `staleness` if it is of one. A value is null where there is none,
     "nan" where it is NaN. A scalar's value is the mean over its ranks and parts, with `low` and
-    `high`; scalars of several stages or roles are a series each.
+    `high`. Scalars of several stages or roles are a series each.
 
-    Without `attempt`, the attempts in force: a step that a later attempt repeats is left out,
-    unless `superseded` includes it. `earlier_to`, where not null, is the `to` of the steps before.
-    `note` names the steps that only a superseded attempt has; null: there are none.
+    Without `attempt` it reads the current attempts: a step that a later attempt repeats is left
+    out, unless `superseded` includes it. The `to` of the steps before is `earlier_to`. Steps that
+    only a superseded attempt has are in `note`. Null: there are none.
     """
     check_window(window)
     target = deps.finder.attempt(*chosen)
@@ -471,8 +472,8 @@ def _check_name(
         metrics: of the newest step.
 
     Raises:
-        NotFound: no metric of the newest steps and no scalar has that name, or none of the last
-            steps that have it is of the requested stage, role or rank.
+        NotFound: no metric of the newest steps and no scalar has that name, or the last steps
+            that have it lack the requested stage, role or rank.
         InvalidInput: a scalar by round or staleness.
     """
     name, ids = requested.metric, requested.attempt_ids

@@ -38,8 +38,8 @@ UNREAD_SECONDS: Final = 60
 class _Protocol(H11Protocol):
     """HTTP/1.1 without an access log (a URL may hold a secret), with a deadline for each head.
 
-    uvicorn's own timeout starts after the first answer and is reset by each byte, so that a
-    connection which sends half of a head, or nothing, would stay open for ever.
+    uvicorn's own timeout starts after the first answer, and each byte resets it. A connection that
+    sends half of a head, or nothing, would stay open for ever.
     """
 
     header_seconds = HEADER_SECONDS

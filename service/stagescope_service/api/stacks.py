@@ -71,7 +71,7 @@ def step_stacks(
 ) -> Answer:
     """List the stacks that were taken in a step, a row a process, the newest first.
 
-    `threads` holds name, ident, `is_training` and `stack` (the innermost frame last) of each.
+    Each of `threads` has name, ident, `is_training` and `stack` (the innermost frame last). The
     `state` is `asked`, `answered` or `not answered`.
     """
     rows = deps.catalogue.stacks(
@@ -99,8 +99,8 @@ def stacks(deps: Deps, page: PageOf, attempt: AttemptQueryOf, filters: StackQuer
 async def take_stacks(request: Request, deps: Deps) -> Answer:
     """Request the Python stacks of all threads of processes; needs the operate token.
 
-    A rank that is blocked in a collective answers too. `rows` holds the answers within `wait`
-    seconds, `not_answered` the other ranks, with the reason. All are kept: `GET /stacks`.
+    A rank that is blocked in a collective answers too. Answers within `wait` seconds are in `rows`,
+    the other ranks, with the reason, in `not_answered`. All are kept: `GET /stacks`.
     """
     body = await read_body(request, deps.settings, StacksRequest)
     target = await asyncio.to_thread(deps.finder.attempt, body.run, body.attempt)

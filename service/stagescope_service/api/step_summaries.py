@@ -40,7 +40,7 @@ from stagescope_wire.schema import STEP_SUMMARY_STAGES, STREAM_TENSORS
 
 
 class Slice(NamedTuple):
-    """A part of a step's tokens: of a stage, a role or a rank; all None: the step summary."""
+    """Tokens of a step by stage, role or rank; all None: those of the step summary."""
 
     stage: str | None = None
     role: str | None = None
@@ -62,7 +62,7 @@ class MeasuredSummary:
 
     summary: StepSummary
     noise: StepSummary | None
-    """Of the trainer against itself; None: no recomputed log-probs."""
+    """Statistics of the trainer against itself; None: no recomputed log-probs."""
     payloads: Mapping[str, int]
     """State -> number of the step's payloads."""
     streams: Mapping[str, JsonObject]
@@ -178,8 +178,8 @@ class StepSummaries:
     def _payload_states(self, version: StepVersion) -> Mapping[str, int]:
         """Return state -> number of the step's payloads.
 
-        It is read before the summaries: a payload that is ingested between the two reads counts as
-        pending in an answer that has its tokens, never as ingested in one that lacks them.
+        It is read before the summaries. So a payload that is ingested between the two reads counts
+        as pending in an answer that has its tokens, never as ingested in one that lacks them.
         """
         states: Counter[str] = Counter()
         for row in self._catalogue.payload_states([version.attempt_id], [version.step]):
@@ -306,7 +306,7 @@ _TENSORS_OF_SIDES: Final = (
 _PAYLOADS_DESCRIBED: Final = 200
 _NAMES_LISTED: Final = 20
 _PAYLOADS_ASKED: Final = 1000
-"""Payloads of a step that are asked for the attributes of its streams."""
+"""Payloads of a step that are searched for the attributes of its streams."""
 _STREAM_KEYS = ("attempt_id", "stream", "role", "stage")
 
 

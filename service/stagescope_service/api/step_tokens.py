@@ -23,7 +23,7 @@ N = TypeVar("N", np.int8, np.float64)
 _MAX_ADVICE: Final = 1000
 _UPDATE: Final = "actor_update"
 _LOSS_STAGES: Final = (_UPDATE, "compute_advantage")
-"""Stages whose mask is that of the update, the decisive one first."""
+"""Stages that record the update's mask, the decisive one first."""
 _P_STREAMS: Final = ("old_log_probs", "log_probs")
 
 
@@ -40,8 +40,8 @@ class Update:
     def reason(self, loss: LossTokens) -> str | None:
         """Return why it is not known that the step's tokens were trained on; None: it is.
 
-        A trainer that reports no such stage, but which tokens its loss clipped, has made an update;
-        advantages and weights are there before it.
+        A trainer may report no such stage, but which tokens its loss clipped: then it has made an
+        update. Advantages and weights exist before the update, so they prove nothing.
         """
         if self.statuses:
             other = sorted(self.statuses - {"ok"})
@@ -125,7 +125,7 @@ class StepTokens:
         return cls(batch, p_name, p, q, d, raw, loss, notes)
 
     def extent(self, row: int) -> slice:
-        """Return the positions of a row that are known: of the ragged row, else of the mask."""
+        """Return the known positions of a row, from the ragged row or else from the mask."""
         on = np.flatnonzero(self.loss.mask[row])
         end = int(on[-1]) + 1 if len(on) else 0
         length = self.batch.lengths.get("response_mask")
@@ -240,7 +240,7 @@ def update_ratios(
 ) -> list[Float64] | None:
     """Return the ratio that the policy loss clips in each pass of the update, [rows, tokens] each.
 
-    None: it is not recorded, or not of the passes of `epochs`, those that say what they clip.
+    None: it is not recorded, or not for the passes of `epochs`, which record what they clip.
     """
     width = one.loss.mask.shape[1]
     found = {

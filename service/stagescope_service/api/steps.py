@@ -68,12 +68,12 @@ def steps(
 ) -> Answer:
     """List a run's steps, newest first: whether each is complete, and which ranks are missing.
 
-    `complete` is about ranks and their stages. `gap` describes what the numbers of a closed step
-    lack (payloads that were lost, refused, dropped or not read yet), or why there are none.
+    `complete` is about ranks and their stages. For a closed step, `gap` says what its numbers lack
+    (payloads that were lost, refused, dropped or not read yet), or why there are none.
 
-    Without `attempt` the steps of every attempt are listed. `superseded_by` marks steps that a
-    later attempt repeats, `begun_again` those that a process repeated within their attempt: both
-    passes count in their numbers. `note` names steps that no attempt reported.
+    Without `attempt` the steps of every attempt are listed. A step that a later attempt repeats has
+    `superseded_by`. If a process repeated it within its attempt, it has `begun_again`: both passes
+    count in its numbers. Steps that no attempt reported are in `note`.
     """
     target = deps.finder.attempt(run, attempt)
     step_rows, next_cursor = _page_of_steps(deps, target, page, attempt, to)
@@ -137,10 +137,10 @@ def stages(
 ) -> Answer:
     """List the stages of a step by rank: begun, ended, for how long, and which ranks are missing.
 
-    A row for each part of a stage on a rank, in the order of beginning; then a row with status
-    `not begun` for each rank that is expected and absent. `expected` is role -> stage -> ranks,
-    by each role's world_size, else by the attempt's last closed step. `gap` describes what the
-    numbers of a closed step lack, or why there are none.
+    Each part of a stage on a rank has a row, in the order of beginning. Rows with status
+    `not begun` follow, one for each rank that is expected and absent. The ranks in `expected` (role
+    -> stage -> ranks) come from each role's world_size, else from the attempt's last closed step.
+    For a closed step, `gap` says what its numbers lack, or why there are none.
     """
     now = deps.clock()
     rows, progress = progress_of(deps, target)

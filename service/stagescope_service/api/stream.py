@@ -1,8 +1,8 @@
-"""The stream of what changes: server-sent events from one watcher of the catalogue.
+"""Streams changes as server-sent events, from one watcher of the catalogue.
 
 The watcher reads the newest rows once a second, for all listeners together, and only while there
-are some. What differs from the reading before becomes an event; each has an id by which a listener
-that was interrupted continues. A listener that reads too slowly is closed.
+are some. Each difference from the reading before becomes an event. Its id lets an interrupted
+listener continue. A listener that reads too slowly is closed.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ MAX_LISTENERS: Final = 200
 POLL_SECONDS: Final = 1.0
 HEARTBEAT_SECONDS: Final = 15.0
 _ENDED_SECONDS: Final = 600.0
-"""How long after its end an attempt is still watched: its last steps are aggregated later."""
+"""Seconds for which an ended attempt is watched: its last steps are aggregated later."""
 _REMEMBERED: Final = 512
-"""Events that an interrupted listener can still get."""
+"""Number of events that an interrupted listener can still get."""
 _MAX_BEHIND: Final = 30
 """Readings with changes that wait for a listener; one more, and it is closed."""
 _PLACE_SECONDS: Final = 60.0
-"""How long a listener keeps its place, however many others come."""
+"""Seconds for which a listener keeps its place, however many others come."""
 _RETRY: Final = 2000
 """Milliseconds after which an interrupted browser asks again."""
 
 Key = tuple[str, object]
-"""A noun, and which of them: a row of the catalogue."""
+"""A noun, and the key of its row in the catalogue."""
 
 
 @router.get(
@@ -69,14 +69,14 @@ async def stream(
 ) -> Response:
     """Send what changes as server-sent events, until the client leaves.
 
-    `hello` comes first: `resumed` is whether every event since `Last-Event-ID` follows; otherwise
-    ask again for what is shown. Then, each with `run` and `attempt`: `attempt` (begun, resumed or
-    ended), `step` (with `step`, `closed`, `complete`, `measured` and the `verdict` on its streams),
-    `finding` (with `finding_id`, `step`, `kind`, `severity`, `message` and `over`) and `capture`
-    (with `capture_id`, `state`, `acknowledged` and `dumps`, state -> number). With `run` only those
-    of this run. A comment is sent every 15 seconds. At most 200 clients may listen at a time. One
-    more takes the place of the one that has listened longest, of the caller with the most places;
-    that one may continue with its `Last-Event-ID`.
+    First comes `hello`: `resumed` says whether every event since `Last-Event-ID` follows; otherwise
+    ask again for what is shown. Every later event has `run` and `attempt`. An `attempt` has begun,
+    resumed or ended. A `step` has `step`, `closed`, `complete`, `measured` and the `verdict` on its
+    streams. A `finding` has `finding_id`, `step`, `kind`, `severity`, `message` and `over`. A
+    `capture` has `capture_id`, `state`, `acknowledged` and `dumps` (state -> number). With `run`
+    only events of this run are sent. A comment is sent every 15 seconds. At most 200 clients may
+    listen at a time. One more takes the place of the one that has listened longest, of the caller
+    with the most places; that one may continue with its `Last-Event-ID`.
     """
     if run is not None:
         await asyncio.to_thread(deps.finder.attempt, run)
@@ -97,7 +97,7 @@ async def stream(
 # --- changes --------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """Something that is not as it was at the reading before."""
+    """A change since the reading before."""
 
     event: str
     run: str | None
@@ -181,12 +181,12 @@ class _Sent:
 
 
 class Wanted(NamedTuple):
-    """The runs whose events a listener gets."""
+    """The events that a listener gets."""
 
     run: str | None = None
-    """The one that it asks for, and what is of no run; None: of all."""
+    """The requested run; events of no run are included. None: all runs."""
     caller: str = ""
-    """Who it is."""
+    """The caller, for its number of places."""
 
     def has(self, run: str | None) -> bool:
         """Return whether it gets events of a run."""
@@ -206,7 +206,7 @@ class _Listener:
 
     @property
     def caller(self) -> str:
-        """Who it is."""
+        """The caller, for its number of places."""
         return self._wanted.caller
 
     def leave_place(self, *, after: float) -> bool:

@@ -1,8 +1,8 @@
 """The tokens of people, teams and programs: `tokens.json` of the home.
 
-The file holds no token, but the SHA-256 of each, its name, its role and how many requests it may
-send. `stagescope token` changes it; a service that runs reads it again when it has changed. A file
-that cannot be read allows nothing: the two tokens of the home remain.
+The file holds each token's SHA-256, name, role and limit of requests, never the token itself. Use
+`stagescope token` to change it; a running service reads it again when it has changed. A file that
+cannot be read allows nothing: the two tokens of the home remain.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ log = logging.getLogger(__name__)
 
 Role = Literal["read", "operate", "admin"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
-"""The roles, each allows what those before it do."""
+"""The roles; each also allows what the earlier ones allow."""
 
 TOKEN_BYTES: Final = 32
 CHECK_SECONDS: Final = 1.0
-"""How often the file is looked at."""
+"""Seconds between two looks at the file."""
 LOOK_SECONDS: Final = 2.0
-"""How long a request waits for that; then the tokens are as before."""
+"""Longest wait of a request for the file, in seconds; then the tokens stay as they are."""
 _MAX_BYTES: Final = 16 << 20
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 PERSON: Final = re.compile(r"[A-Za-z0-9._%+@\\|:-]{1,200}")
-"""What a proxy may call a person: an address, a name, a subject of OpenID Connect."""
+"""Names that a proxy may give a person: an address, a name, a subject of OpenID Connect."""
 _MINUTE: Final = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Token:
-    """What is known of a token, or of a person whom a proxy names."""
+    """The rights of a token, or of a person that a proxy names."""
 
     name: str
-    """Of the person, team or program; "" for a token of the home."""
+    """Name of the person, team or program; "" for a token of the home."""
     role: Role
     sha256: str | None = dataclasses.field(default=None, repr=False)
     proxy_user: str | None = None
-    """Whom a trusted proxy calls so is this one."""
+    """Name that a trusted proxy gives this person."""
     per_minute: int | None = None
     """Most requests a minute, without those of trainings; None: any number."""
     reports_per_minute: int | None = None
@@ -65,10 +65,10 @@ class Token:
     """Unix seconds."""
 
     def check(self) -> Token:
-        """Return it.
+        """Return the token if its fields are valid.
 
         Raises:
-            InvalidInput: it cannot be used.
+            InvalidInput: a field is not valid.
         """
         if not _NAME.fullmatch(self.name):
             raise InvalidInput(
@@ -98,7 +98,7 @@ def token_file(home: Path) -> Path:
 
 # --- the file ---------------------------------------------------------------------------------
 def read_tokens(home: Path) -> list[Token]:
-    """Return what the file of a home holds, in its order; none where there is no file.
+    """Return the tokens in the file of a home, in its order; none where there is no file.
 
     Raises:
         Forbidden: it is not a plain file of this user.
@@ -156,7 +156,7 @@ def _parse(fields: Mapping[str, object]) -> Token:
 
 @contextlib.contextmanager
 def _changed(home: Path) -> Iterator[list[Token]]:
-    """Yield the tokens, and write what the block makes of them; one process at a time."""
+    """Yield the tokens, and write the block's changes; one process at a time."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = token_file(home)
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -177,7 +177,7 @@ def _changed(home: Path) -> Iterator[list[Token]]:
 
 
 def add_token(home: Path, token: Token) -> str | None:
-    """Add a token and return it; None for a person whom a proxy names, who needs none.
+    """Add a token and return it; None for a person that a proxy names, who needs none.
 
     Raises:
         Conflict: there is one of this name, or for this person.
@@ -202,7 +202,7 @@ def rotate_token(home: Path, name: str) -> str:
 
     Raises:
         NotFound: there is none of this name.
-        InvalidInput: it is a person whom a proxy names.
+        InvalidInput: it is a person that a proxy names.
     """
     text = secrets.token_urlsafe(TOKEN_BYTES)
     with _changed(home) as tokens:
@@ -236,13 +236,13 @@ def _find(tokens: Sequence[Token], name: str) -> int:
 # --- in a service -----------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The tokens of a file, by what a request has of them."""
+    """The tokens of a file, by what a request presents."""
 
     by_name: Mapping[str, Token]
     by_sha256: Mapping[str, Token]
     by_person: Mapping[str, Token]
     by_login: Mapping[str, Token]
-    """By the SHA-256 of what a cookie holds: a lookup then tells nothing about it by its time."""
+    """By the SHA-256 of the cookie's value, so that the time of a lookup tells nothing about it."""
 
 
 class TokenFile:
@@ -250,7 +250,7 @@ class TokenFile:
 
     Args:
         home: of the service.
-        login_key: makes what cookies hold: the file alone lets nobody make one.
+        login_key: key of the cookies' values; the file alone is not enough to make one.
         clock: monotonic seconds.
     """
 
@@ -299,7 +299,7 @@ class TokenFile:
         self._checked = now
 
     def login(self, token: Token) -> str:
-        """Return what the cookie of a browser holds that presented a token."""
+        """Return the cookie value of a browser that presented a token."""
         text = f"login {token.name} {token.sha256}"
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
 
@@ -346,7 +346,7 @@ class RateLimits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._free: dict[tuple[str, bool], float] = {}
-        """Name, and whether of reports -> when all requests so far are worked off."""
+        """(name, whether for reports) -> time when all requests so far are worked off."""
 
     def wait(self, token: Token, *, is_report: bool) -> int:
         """Count a request; return 0, or the seconds after which it may be sent again."""

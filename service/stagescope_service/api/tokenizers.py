@@ -25,7 +25,7 @@ NO_TOKENIZER: Final = (
     "service STAGESCOPE_TOKENIZER"
 )
 BUNDLED: Final = "bundle:tokenizer.json"
-"""Stands in a bundle for the path of the tokenizer that lies in it."""
+"""Replaces the tokenizer's path in a bundle that holds the tokenizer."""
 MAX_BYTES: Final = 128 << 20
 _FILE: Final = "tokenizer.json"
 _WORD: Final = "\u2581"

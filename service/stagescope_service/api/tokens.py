@@ -80,19 +80,19 @@ class Access:
             grade: hmac.new(text.encode(), f"login {grade}".encode(), hashlib.sha256).hexdigest()
             for grade, text in texts.items()
         }
-        """What a cookie holds for each token of the home."""
+        """Cookie value of each token of the home."""
 
     async def look(self) -> None:
         """Bring the tokens of the file up to date; call it before the other methods."""
         await self._file.look()
 
     def of_bearer(self, text: str) -> Token | None:
-        """Return what is known of a token."""
+        """Return the rights of a token; None if it is unknown."""
         grade = self._tokens.grade(text)
         return _HOME[grade] if grade else of_secret(self._file.table.by_sha256, text)
 
     def of_person(self, name: str) -> Token | None:
-        """Return what is known of a person whom a proxy names."""
+        """Return the rights of a person that a proxy names; None if the person is unknown."""
         return self._file.table.by_person.get(name)
 
     def of_cookie(self, cookie: str) -> Token | None:

@@ -1,4 +1,4 @@
-"""Routes about triggers: the rules in force, firings, budgets and dry runs."""
+"""Routes about triggers: the active rules, firings, budgets and dry runs."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _MAX_FIRINGS: Final = 10_000
 
 @router.get("/triggers", response_model=models.Triggers)
 def triggers(deps: Deps, run: Run = None) -> Answer:
-    """Return the rules in force, when each fired last, and the budgets of captures.
+    """Return the active rules, when each fired last, and the budgets of captures.
 
-    With `run`, only firings in that run. `budgets` lists every run that triggers may capture: what
-    it may spend, what it spent, and in `refusal` why it may spend no more (null: it may).
-    `pinned` are steps whose payloads stay in the rings. Of webhooks only host and format are shown.
+    With `run`, only firings in that run. Every run that triggers may capture is in `budgets`: what
+    it may spend, what it spent, and in `refusal` why it may spend no more (null: it may). Steps
+    whose payloads stay in the rings are in `pinned`. A webhook shows only host and format.
     """
     if run is not None:
         deps.finder.check_run(run)
@@ -69,9 +69,9 @@ def triggers(deps: Deps, run: Run = None) -> Answer:
 
 @router.put("/triggers", response_model=models.NewTriggers, openapi_extra=RulesRequest.document())
 async def set_triggers(request: Request, deps: Deps) -> Answer:
-    """Put rules in force for the steps that close from now on; needs the operate token.
+    """Activate rules for the steps that close from now on; needs the operate token.
 
-    They replace all rules in force. Who set them is kept in the audit. An invalid rule is refused
+    They replace all active rules. Who set them is kept in the audit. An invalid rule is refused
     with the name of its field.
     """
     body = await read_body(request, deps.settings, RulesRequest)
@@ -122,7 +122,7 @@ def firings(
 async def try_triggers(request: Request, deps: Deps) -> Answer:
     """Return which of a run's stored steps would have fired: a dry run without any action.
 
-    Without rules those in force are tried; without `run` the one whose training stage began last.
+    Without rules it tries the active ones; without `run` the run whose training stage began last.
     The newest `steps` closed steps are evaluated, as if each had just been aggregated. The read
     token is enough.
     """

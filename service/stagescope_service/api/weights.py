@@ -79,10 +79,10 @@ def version(
 def of_step(deps: Deps, target: StepTarget, page: PageOf, verdict: VerdictFilter = None) -> Answer:
     """List the weights that were recorded at a step, the worst first.
 
-    `verdict`: `differs`, `missing` (on one side), `not comparable` (another dtype or shape, fused,
-    sharded differently: see `reason`), `not compared` (one side recorded nothing) or `agrees`, bit
-    for bit. `ranks` are the rollout's ranks that differ, `odd_ranks` the ranks of either side that
-    differ from their replicas. Of several versions the newest is returned; `versions` lists them.
+    The `verdict` is `differs`, `missing` (on one side), `not comparable` (another dtype or shape,
+    fused, sharded differently: see `reason`), `not compared` (one side recorded nothing) or
+    `agrees`, bit for bit. Rollout ranks that differ are in `ranks`, ranks that differ from their
+    replicas in `odd_ranks`. The newest version is returned; `versions` lists all.
     """
     versions = deps.catalogue.weight_versions(target.attempt_id, target.step_number)
     if not versions and (removed := rows_removed(target.step_row)) is not None:

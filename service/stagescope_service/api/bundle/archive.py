@@ -1,8 +1,8 @@
 """The file of a bundle: written as tar.gz, and unpacked as if a stranger had sent it.
 
-Only plain files with short names in the oldest tar format are written and accepted. An archive
-with anything else in it (links, devices, other formats' extensions) is refused, so nothing of it
-can leave its directory or take more memory or disk than allowed.
+Only plain files with short names in the oldest tar format are written and accepted. An archive with
+anything else (links, devices, other formats' extensions) is refused. So nothing of it can leave its
+directory, or take more memory or disk than allowed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MAX_MANIFEST_BYTES: Final = 64 << 20
 _BLOCK: Final = tarfile.BLOCKSIZE
 _CHUNK: Final = 1 << 20
 _LEVEL: Final = 1
-"""Of compression: log-probs hardly shrink, and time counts."""
+"""Level of compression: log-probs hardly shrink, and time counts."""
 
 OnProgress = Callable[[int, int], object]
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What an archive says of itself."""
+    """The description of a bundle in its archive."""
 
     run: str
     attempt: int

@@ -28,15 +28,15 @@ class BundleCommands:
 
     @property
     def bundle(self) -> str:
-        """What is shown in place of a service."""
+        """Name of the bundle that the page shows in place of a service."""
         return self._what
 
     async def plan(self) -> Reply:
-        """Return that nothing is in force."""
+        """Return an empty plan."""
         return {"revision": 0, "captures": []}
 
     async def status(self) -> Reply:
-        """Return that it is a bundle."""
+        """Return the state, which says that this is a bundle."""
         return {"not_ready": f"this is {self._what}, which is read only: nothing reports to it"}
 
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
@@ -65,7 +65,7 @@ class BundleCommands:
 
 @dataclasses.dataclass(frozen=True)
 class OpenedBundle:
-    """What the app needs of a bundle."""
+    """Parts of a bundle that the app needs."""
 
     settings: Settings
     catalogue: Catalogue
@@ -78,7 +78,7 @@ def open_unpacked(root: Path, what: str, opens: str = "") -> OpenedBundle:
 
     Args:
         root: the directory; its catalogue gets the paths of this machine.
-        what: it is, for messages: `the bundle x.tar.gz`.
+        what: its name in messages: `the bundle x.tar.gz`.
         opens: the page's address of its step, `#/runs/...`.
 
     Raises:

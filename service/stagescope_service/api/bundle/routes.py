@@ -35,7 +35,7 @@ router = APIRouter(tags=["runs"])
 MEDIA_TYPE: Final = "application/gzip"
 DEFAULT_BYTES: Final = 2 << 30
 MIN_ROOM: Final = 16 << 20
-"""Bytes that a bundle needs at least: less is no disk to work on."""
+"""Least free bytes of the disk for a bundle."""
 _CHUNK: Final = 1 << 20
 _FILE: Final = {"type": "string", "format": "binary", "description": "A tar.gz file."}
 
@@ -61,7 +61,7 @@ async def bundle_query(
         Query(ge=1 << 20, le=1 << 40, description="Most bytes of its files; others are named."),
     ] = DEFAULT_BYTES,
 ) -> BundleQuery:
-    """Return what is requested of a bundle."""
+    """Return the requested parts of a bundle."""
     return BundleQuery(step, attempt, tensors, limit_bytes)
 
 
@@ -79,9 +79,9 @@ async def bundle(
     """Return a step as one archive without secrets, for whoever must look at it elsewhere.
 
     It holds the run's rows of the catalogue, the step's tensors, operators, findings, stacks and
-    fingerprint, its report, and logs that the training's variables name inside the allowed roots.
-    `manifest.json` lists every file with its checksum, and what was left out, and why.
-    `stagescope attach FILE` opens it, without a service.
+    fingerprint, and its report. Logs that the training's variables name are included if they lie
+    inside the allowed roots. Its `manifest.json` lists every file with its checksum, and what was
+    left out, and why. Use `stagescope attach FILE` to open it without a service.
     """
     target = deps.finder.step(run, query.attempt, query.step)
     tokens: AccessTokens | None = request.app.state.tokens

@@ -1,8 +1,8 @@
 """Bodies of requests as pydantic models: they validate, and describe themselves in the document.
 
-Captures, engines, rules of triggers and events are validated by the modules that the CLI and the
-coordinator use too (`validate_capture`, `check_engine`, `Rules.parse`, `framing.parse`): their
-models are for the document.
+Modules that the CLI and the coordinator share validate captures, engines, rules of triggers and
+events (`validate_capture`, `check_engine`, `Rules.parse`, `framing.parse`). The models of these are
+for the document.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ class SideFields(RequestBody):
     ] = None
 
     def completed_by(self, other: SideFields) -> SideFields:
-        """Return these fields, completed by those of `other`, but for its capture."""
+        """Return these fields, completed by those of `other` except its capture."""
         inherited = other.model_dump(exclude_none=True, exclude={"capture_id"})
         if self.run is not None:  # another run has its own attempts
             inherited.pop("attempt", None)

@@ -60,16 +60,16 @@ class PlannedCapture(RequestedCapture):
     """A capture of the plan."""
 
     state: CaptureState | None
-    """As of `GET /captures/{capture_id}`."""
+    """As in `GET /captures/{capture_id}`."""
 
 
 class Plan(Model):
-    """The captures in force."""
+    """The active captures."""
 
     revision: int
     """Revision of the plan: each change makes a higher one."""
     captures: list[PlannedCapture]
-    """The captures in force."""
+    """The active captures."""
 
 
 class NewCapture(RequestedCapture):
@@ -83,7 +83,7 @@ class CaptureRow(CaptureColumns):
     """A capture as the catalogue holds it."""
 
     spec: RequestedCapture
-    """What was requested, and the agreement on it."""
+    """The request, and the agreement on it."""
 
 
 class Captures(Model, Page[CaptureRow]):
@@ -113,11 +113,11 @@ class RankGap(RoleRank):
     """A rank that did not collect a step."""
 
     state: Annotated[str, Field(examples=["missed", "failed", "no report", "not asked"])]
-    """State of its dumps: the worst of them, `no report` where some are missing, `not asked` where
-    it was left out, `without a step` where it does the stage as work that belongs to no step. Of
-    tensors that the service keeps by itself: `not kept` (they came before the request was in force,
-    or there was no room), the state of a payload that did not arrive, such as `lost`, or of a stage
-    that the rank did not end."""
+    """State of its dumps: the worst of them, or `no report` where some are missing. A rank that was
+    left out is `not asked`. One that does the stage only outside of steps is `without a step`. For
+    tensors that the service keeps: `not kept` (they came before the request was active, or there
+    was no room). Otherwise it is the state of a payload that did not arrive, such as `lost`, or of
+    a stage that the rank did not end."""
 
 
 class CapturedStep(Row):
@@ -130,15 +130,15 @@ class CapturedStep(Row):
     """`empty`: the step is over, and no rank did these stages in it, or recorded what was to be
     kept."""
     collected: int
-    """Number of ranks that have collected it, or of which the tensors are kept."""
+    """Number of ranks that have collected it, or whose tensors are kept."""
     waiting: list[RoleRank]
-    """Ranks that may still."""
+    """Ranks that may still collect it."""
     gaps: list[RankGap]
     """Ranks that did not collect it."""
     gap: str | None
     """Why it is not known any more what was kept of it; null: it is."""
     unrecorded: list[str]
-    """Names to keep of which nobody recorded anything, where others were recorded."""
+    """Names to keep that no rank recorded, where others were recorded."""
 
 
 class CaptureDump(DumpRow):
@@ -168,9 +168,9 @@ class Capture(Model):
     created_wall: float
     """Unix seconds."""
     removed_wall: float | None
-    """Unix seconds: when it was withdrawn or ended; null: it is in force."""
+    """Unix seconds: when it was withdrawn or ended; null: it is active."""
     removed_by: str | None
-    """Who withdrew it; `service` where it ended; null: it is in force."""
+    """Who withdrew it; `service` where it ended; null: it is active."""
     ranks: list[AskedRank]
     """The requested ranks."""
     unmatched_ranks: list[int]

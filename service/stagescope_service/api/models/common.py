@@ -41,7 +41,7 @@ class Link(Model):
     path: Annotated[str, Field(examples=["/steps/5/stages"])]
     """Its path and query."""
     noun: Annotated[str, Field(examples=["stages"])]
-    """What is answered."""
+    """The noun for the answer."""
     step: int | Literal["latest"] | None
     """The step in the path; null: there is none."""
     name: str | None
@@ -53,7 +53,7 @@ class Link(Model):
     query: dict[str, str]
     """Further arguments."""
     shows: Annotated[str, Field(examples=["who has arrived"])]
-    """What is found there; empty: what the noun says."""
+    """The content of the answer; empty: the noun says it."""
 
 
 Complete = Annotated[
@@ -139,7 +139,7 @@ class Page(BaseModel, Generic[T]):
     rows: list[T]
     """The rows of this page, in the list's order."""
     next: Annotated[str | None, Field(examples=["czEuMTAw"])]
-    """Given as `cursor` it answers the next page; null: there is none."""
+    """Give it as `cursor` for the next page; null: there is none."""
 
 
 class Missing(UnfinishedRank):
@@ -252,6 +252,6 @@ class DumpRow(Row):
     overrides: list[object] | JsonObject | None
     """Fields of msprobe's configuration that the service changed."""
     estimate: JsonObject | None
-    """`bytes`, `seconds` and `basis` of what it was expected to take."""
+    """Its expected cost: `bytes`, `seconds` and their `basis`."""
     wall: float | None
     """Unix seconds: when the rank reported it."""

@@ -1,6 +1,6 @@
-"""Answers that hold attempts, runs or dumps against each other.
+"""Answers that compare attempts, runs or dumps.
 
-What `POST /comparisons` answers is what `stagescope compare --json` writes, and has one schema:
+`POST /comparisons` returns what `stagescope compare --json` writes. Both have one schema:
 `compare/report/comparison.schema.json`. Here it becomes a part of the API's document.
 """
 
@@ -46,16 +46,16 @@ class Difference(Model):
     """The part of the fingerprint (`code`: hashes of the script and of loaded modules), `layout`
     (parallel coordinates of ranks) or `place` (their nodes and devices)."""
     name: Annotated[str, Field(examples=["torch"])]
-    """What differs: dotted names of the area, from `role/rank` on for ranks."""
+    """Name of the difference: dotted names of the area, from `role/rank` on for ranks."""
     a: Annotated[object, Field(description="Its value on side `a`; null: that side has none.")]
     b: Annotated[object, Field(description="Its value on side `b`; null: that side has none.")]
     weight: Literal["numbers", "place", "start", "unknown"]
-    """What it may mean: other numbers, another machine, only another start; `unknown`: one side
-    does not say it."""
+    """Its possible effect: other numbers, another machine, only another start; `unknown`: one side
+    does not report it."""
 
 
 class Diff(Model, Page[Difference]):
-    """What differs between two attempts, what decides numbers first."""
+    """The differences between two attempts; those that decide numbers come first."""
 
     a: AttemptSide
     """The first attempt."""
@@ -66,7 +66,7 @@ class Diff(Model, Page[Difference]):
     unknown: list[Literal["a", "b"]]
     """Sides without a fingerprint."""
     note: str | None
-    """What could not be compared: no difference of it can be seen; null: nothing."""
+    """Text about parts that could not be compared, where differences stay unseen; null: none."""
 
 
 @functools.cache

@@ -19,7 +19,7 @@ class Symptom(Model):
     rule: Annotated[str, Field(examples=["rank_apart"])]
     """The rule's name: its file in the rulebook."""
     family: Literal["service", "precision", "mismatch", "reward", "time", "settings"]
-    """What the rule looks at."""
+    """Area that the rule examines."""
     title: str
     """The symptom, as a sentence."""
     verdict: Literal["found", "not found", "not measured"]
@@ -38,7 +38,7 @@ class Symptom(Model):
     against: list[str]
     """Evidence against it, in numbers; or why it is not measured."""
     meaning: str
-    """What the symptom means."""
+    """The meaning of the symptom."""
     next: list[str]
     """What to do, the first thing first; commands begin with `stagescope`."""
     figure: str | None
@@ -50,21 +50,21 @@ class Symptom(Model):
 
 
 class Note(Model):
-    """What is no symptom, but matters to a comparison of two runs."""
+    """A remark that is no symptom, but matters to a comparison of two runs."""
 
     rule: Annotated[str, Field(examples=["verl_settings"])]
     """The name of the rule that notes it."""
     text: str
     """What was noted."""
     meaning: str
-    """What it means for a comparison."""
+    """Its meaning for a comparison."""
 
 
 class Diagnosis(RunHeading, Page[Symptom]):
-    """What is sick in a run, the surest first."""
+    """The symptoms of a run, the surest first."""
 
     attempt: int | None
-    """The requested attempt; null: the attempts in force."""
+    """The requested attempt; null: the current attempts."""
     from_step: Step | None
     """The first step that was looked at; null: no step is closed."""
     to_step: Step | None
@@ -76,11 +76,11 @@ class Diagnosis(RunHeading, Page[Symptom]):
     measured_step: Step | None
     """Number of the newest step with numbers, which `mismatch` is of; null: none."""
     text: str
-    """How many symptoms were found, as a sentence, which findings no rule explains, and which other
-    symptoms earlier attempts ended with, or showed in steps that are no longer in force."""
+    """How many symptoms were found, as a sentence, and which findings no rule explains. Other
+    symptoms follow that earlier attempts ended with, or showed in steps that are now replaced."""
     unexplained: Annotated[dict[str, int], Field(examples=[{"webhook_failed": 2}])]
     """Kind of finding -> number of warnings and errors that stand and that no rule judged."""
     notes: list[Note]
-    """What is no symptom, but matters to a comparison of two runs."""
+    """Remarks that are no symptom, but matter to a comparison of two runs."""
     mismatch: list[MismatchPart]
     """The mismatch taken apart; empty: no step has both streams, or they are equal."""

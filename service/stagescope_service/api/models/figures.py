@@ -30,7 +30,7 @@ class Figure(Model):
 
     run: Run
     attempt: Annotated[int | None, Field(ge=1)]
-    """The attempt's number in its run, from 1; null: the attempts in force."""
+    """The attempt's number in its run, from 1; null: the current attempts."""
     step: int | None
     """The trainer's step; null: several steps."""
     name: Annotated[str, Field(examples=["rounds"])]
@@ -84,13 +84,13 @@ class AnatomyBin(Described):
     """The tokens of a step in one bin; means are over those with both log-probs finite."""
 
     label: str
-    """What the tokens have in common. Places, ends and positions count tokens from 0; `unknown`:
-    their round begins or ends in another piece of the sample. A lattice is the largest power of two
-    that d is a multiple of."""
+    """The property that the tokens share. Places, ends and positions count tokens from 0. For
+    `unknown`, their round begins or ends in another piece of the sample. A lattice is the largest
+    power of two that d is a multiple of."""
     tokens: int
     """Number of tokens with both log-probs finite."""
     nonfinite: int
-    """Number of tokens of which one is not."""
+    """Number of tokens with a log-prob that is not finite."""
     mean_abs: Number | None
     """Mean of |p - q|, nats; null: no token counts."""
     mean: Number | None
@@ -106,7 +106,7 @@ class Anatomy(Streams):
     step: int
     """The trainer's step."""
     by: Annotated[str, Field(examples=["place"])]
-    """The property by which the tokens are told apart."""
+    """The property that the bins separate."""
     mean_abs: Number | None
     """Mean of |p - q| over all tokens of the step, nats; null: nothing was measured."""
     left_out: int
@@ -123,7 +123,7 @@ class TraceEvent(Row):
     """An event of the Trace Event Format."""
 
     name: str
-    """The stage, or what is said about a track."""
+    """Name of the stage, or of the data about a track."""
     ph: Literal["X", "i", "M"]
     """`X`: from `ts` for `dur`; `i`: at `ts`; `M`: a name or an order of a process or thread."""
     ts: int
@@ -139,7 +139,7 @@ class TraceEvent(Row):
     s: NotRequired[str]
     """`t`: the event is of its thread."""
     cname: NotRequired[str]
-    """Colour of what failed or waits, as the viewer names it."""
+    """Colour for a failure or a wait, as the viewer names it."""
     args: NotRequired[dict[str, str | int | float]]
     """Status, part, policy version (a number), error."""
 

@@ -63,7 +63,7 @@ class Coverage(Row):
     fragmented_sequences: int
     """Number of fragments of sequences whose order in their sequence is not known."""
     ignored_tensors: NotRequired[list[str]]
-    """Tensors with more than 4096 distinct rounds, turns or versions. Of `response_mask` the rounds
+    """Tensors with more than 4096 distinct rounds, turns or versions. Rounds of `response_mask`
     from 4096 on count as one, and `per_round/total_rounds` as 4096; the others are not used.
     Absent: none."""
 
@@ -77,7 +77,7 @@ class CheckRow(Row):
     """`suspect`: it found a problem; `unknown`: too little to decide; `ok` only beside streams that
     are `exact`."""
     text: str
-    """What it found, as a sentence."""
+    """Result of the check, as a sentence."""
 
 
 Comparable = Annotated[
@@ -108,7 +108,7 @@ class Streams(Model):
     comparable: Comparable
     cause: Cause
     comparability: list[CheckRow]
-    """What the checks of the step's streams found."""
+    """Results of the checks of the step's streams."""
 
 
 class Numbers(StepHeading):
@@ -136,8 +136,8 @@ class Numbers(StepHeading):
 
 
 class Stream(Model):
-    """The attributes of a log-prob series in the step; absent are unknown ones, and those of which
-    ranks say different things."""
+    """The attributes of a log-prob series in the step. An attribute is absent if it is unknown, or
+    if ranks report different values."""
 
     dtypes: list[str]
     """The dtypes in which it arrived."""
@@ -156,9 +156,9 @@ class Stream(Model):
     temperature: float = ABSENT
     """Sampling temperature, a factor without unit: logits are divided by it."""
     top_p: float = ABSENT
-    """Share of the probability from which was sampled (nucleus sampling), 0 to 1."""
+    """Share of the probability that sampling was limited to (nucleus sampling), 0 to 1."""
     top_k: int = ABSENT
-    """Number of likeliest tokens from which was sampled."""
+    """Number of likeliest tokens that sampling was limited to."""
     alignment: str = ABSENT
     """How its values are aligned with the tokens, as its producer reported it."""
     routing: str = ABSENT
@@ -168,12 +168,12 @@ class Stream(Model):
 
 
 class RolloutIs(Model):
-    """Whose importance weights `rollout_corr/rollout_is_*` describe."""
+    """The importance weights that `rollout_corr/rollout_is_*` describe."""
 
     rollout_is: str | None
     """The run's setting: `token` or `sequence`; null: none."""
     threshold: float | str | None
-    """The run's setting `rollout_is_threshold`, a bound on the importance weights (each a ratio of
+    """The run's setting `rollout_is_threshold`, a bound on importance weights (ratios of
     probabilities): U, the text `L_U` of a lower and an upper bound, or `inf`; null: not set."""
     batch_normalize: bool
     """The run's setting: whether it divides the weights by their mean."""
@@ -196,7 +196,7 @@ class Metrics(Numbers):
     """The published numbers of a step, or of a slice of it."""
 
     round: int | None
-    """Index of the round that the numbers are of, from 0; null: of all rounds."""
+    """Index of the round that the numbers are of, from 0; null: all rounds."""
     metrics: Published
     units: dict[str, str]
     """Name -> unit (`nat`, `tokens`, `sequences`, `rows`) of the numbers that have one."""
@@ -207,7 +207,7 @@ class Metrics(Numbers):
     streams: dict[str, Stream]
     """Name of a log-prob series -> its attributes."""
     rollout_is: RolloutIs
-    """Whose importance weights the numbers `rollout_corr/rollout_is_*` describe."""
+    """The importance weights that the numbers `rollout_corr/rollout_is_*` describe."""
     differing: list[list[str]]
     """Pairs of keys of payloads that should hold the same rows and give other numbers; the second
     of each counts."""
@@ -274,7 +274,7 @@ class Rounds(Numbers, Page[SliceRow]):
     """The mismatch by round, turn or staleness."""
 
     by: Literal["round", "turn", "staleness"]
-    """What the rows are of."""
+    """Property that separates the rows."""
     turns: int = ABSENT
     """How many true turns the tokens name, where `turn_ids` are recorded."""
     whole: CellRow

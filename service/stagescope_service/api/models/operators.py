@@ -43,7 +43,7 @@ class _Reading(Model):
 
 
 class Table(OperatorTableKey, _Reading):
-    """What there is of a dump."""
+    """The extent of a dump and of its table."""
 
     calls: int | None
     """Number of operator calls; null: not read."""
@@ -90,7 +90,7 @@ class OperatorRow(OperatorTableKey):
     parent: str | None
     """The module that called it."""
     section: Section | None
-    """What of the call it is; null: the call has no arguments and results."""
+    """Section of the call that it belongs to; null: the call has no arguments and results."""
     index: str | None
     """Which argument or result of the section: position and keys, joined by dots."""
     type: Annotated[str | None, Field(examples=["torch.Tensor"])]
@@ -113,7 +113,7 @@ class OperatorRow(OperatorTableKey):
     checksum: str | None
     """msprobe's checksum, where it was requested."""
     value: str | None
-    """Text of the value of what is no tensor; null: it is one."""
+    """Text of a value that is no tensor; null: it is one."""
     placements: str | None
     """Placements of a DTensor; null: it is none."""
     data_name: str | None
@@ -161,7 +161,7 @@ class FirstNonFinite(OperatorTableKey, _Reading):
     direction: str | None
     """Direction of the call: `forward`, `backward` or `parameters_grad`."""
     section: Section | None
-    """What of the call is not finite: `output` or `grad`."""
+    """Section of the call that is not finite: `output` or `grad`."""
     index: str | None
     """Which result of the section: position and keys, joined by dots."""
     non_finite: NonFinite
@@ -197,7 +197,7 @@ class FirstNonFinite(OperatorTableKey, _Reading):
     """Number of tensors with a least and a largest value, in which NaN and infinities are found;
     null: not counted."""
     unmeasured: int | None
-    """Number of other tensors that may hold NaN and infinities: of these it is not known; null: not
+    """Number of other tensors that may hold NaN and infinities, which cannot be seen; null: not
     counted."""
 
 
@@ -253,9 +253,9 @@ class TensorPair(Model):
     name_b: str | None
     """Its name on side `b`, msprobe's bench."""
     dtype_a: str | None
-    """Its dtype on side `a`; of a number its Python type."""
+    """Its dtype on side `a`; the Python type for a number."""
     dtype_b: str | None
-    """Its dtype on side `b`; of a number its Python type."""
+    """Its dtype on side `b`; the Python type for a number."""
     shape_a: str | None
     """Its shape on side `a`, as msprobe writes it."""
     shape_b: str | None

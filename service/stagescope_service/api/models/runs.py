@@ -49,7 +49,7 @@ class AttemptRow(Row):
     """`finished`, `it was interrupted`, `an exception ended one of its processes`, or
     `its processes fell silent`; null: it has not ended."""
     attempt_key: str
-    """What the processes of one start have in common."""
+    """Key that the processes of one start share."""
     resumed_from_step: Step | None
     """The trainer's step after which it continued; null: it continued none, or that is not
     known."""
@@ -80,7 +80,7 @@ class NumberName(Model):
     """A number that a run has over its steps."""
 
     name: Annotated[str, Field(examples=["rollout_corr/k3_kl"])]
-    """As `/series` and `/figures/overview` take it."""
+    """Name, as `/series` and `/figures/overview` accept it."""
     kind: Literal["metric", "scalar"]
     """`metric`: published by the service; `scalar`: logged by the training."""
     unit: Annotated[str, Field(examples=["nat"])]
@@ -131,7 +131,7 @@ class OneSeries(Model):
     """The values of one series, aligned to `steps`."""
 
     name: Annotated[str, Field(examples=["actor 3", "round 0", ""])]
-    """What it is of, in short; empty for the step's own number."""
+    """Short name of its slice; empty for the step's own number."""
     stage: Stage = ABSENT
     role: Role = ABSENT
     rank: Rank = ABSENT
@@ -140,12 +140,12 @@ class OneSeries(Model):
     staleness: int = ABSENT
     """Trainer version - the tokens' own version, in policy versions."""
     values: list[Number | None]
-    """The metric's values in its own unit; of a scalar the mean over ranks and parts. Null where
+    """The metric's values in its own unit; for a scalar the mean over ranks and parts. Null where
     the step has none."""
     low: list[Number | None] = ABSENT
-    """Of a scalar: the lowest of the values over ranks and parts."""
+    """Lowest value of a scalar over ranks and parts."""
     high: list[Number | None] = ABSENT
-    """Of a scalar: the highest of the values over ranks and parts."""
+    """Highest value of a scalar over ranks and parts."""
 
 
 class Series(ScopeHeading):
@@ -156,7 +156,7 @@ class Series(ScopeHeading):
     kind: Literal["metric", "scalar"]
     """`metric`: a published number of the step summary; `scalar`: what ranks logged."""
     by: Literal["rank", "round", "staleness"] | None
-    """What there is a series of; null: one of the whole step."""
+    """Property that separates the series; null: one series of the whole step."""
     steps: list[Step]
     """The trainer's steps, ascending."""
     attempts: list[Attempt]
@@ -164,10 +164,9 @@ class Series(ScopeHeading):
     superseded_by: list[int | None]
     """Number of the newest attempt that began again at the step or before; null: none did."""
     begun_again: list[BegunAgainIn]
-    """Of each step: who began it again within the attempt, so that both passes count. Mostly
-    empty."""
+    """Ranks that repeated each step within the attempt, so that both passes count. Mostly empty."""
     complete: list[Complete]
-    """Of each step: whether all expected ranks arrived; `open` where it is not closed."""
+    """Whether all expected ranks arrived in each step; `open` where it is not closed."""
     comparable: list[str | None]
     """The verdict on the step's streams; null: it has none."""
     suspects: list[list[str]]
@@ -270,14 +269,14 @@ class Extent(Row):
     steps: int
     """Number of different steps."""
     ranks: int
-    """Number of different rank numbers; those of two roles are not told apart."""
+    """Number of different rank numbers; the same number in two roles counts once."""
 
 
 class _Grouped(Model):
     groups: int
     """Number of groups, on all pages."""
     grouped: int
-    """Number of rows of which they are made."""
+    """Number of rows in these groups."""
     truncated: bool
     """Whether there were more rows than are grouped; the newest are."""
 
@@ -338,17 +337,17 @@ class LossGroup(Extent):
     stage: Stage | None
     """Stage of the first; the same in all."""
     kind: str
-    """What was lost, as in `/losses`; the same in all."""
+    """Kind of the lost data, as in `/losses`; the same in all."""
     reason: str | None
-    """Of the first; numbers in it may be others in the others."""
+    """Reason of the first; the others may have other numbers in it."""
     wall: float | None
-    """Unix seconds: `wall` of the first, that of the lowest step and rank."""
+    """Unix seconds: `wall` of the first, which has the lowest step and rank."""
     losses: int
     """Number of rows of `/losses`."""
     count: int
     """Number of payloads, stages, dumps, events or scalars that were lost."""
     bytes: int
-    """Size in bytes of those of which it is known."""
+    """Size in bytes of the lost data whose size is known."""
     first_wall: float | None
     """Unix seconds: the earliest `wall` of them."""
     last_wall: float | None

@@ -29,7 +29,7 @@ class Unrecorded(Model):
     name: Annotated[str, Field(examples=["clipped"])]
     """`in_loss`, `weight`, `advantage`, `clipped` or `update`."""
     record: str
-    """What is not known without it, and how to record it."""
+    """Information that is missing without it, and how to record it."""
 
 
 class SampleRow(Model):
@@ -103,7 +103,7 @@ class Sample(StepHeading, Streams):
     weight_raw: list[Number | None]
     """Importance ratio before it is cut: exp(d), or of the sequence; null: no model token."""
     weight: list[Number | None] | None
-    """Importance ratio that the loss applies; null: none, or it is not known; of a token: no model
+    """Importance ratio that the loss applies; null: none, or not known. Null for a token: no model
     token."""
     clipped: list[Literal["low", "high"] | None] | None
     """The bound at which the loss cuts the ratio in every pass; null: not recorded."""
@@ -112,17 +112,17 @@ class Sample(StepHeading, Streams):
     recorded."""
     update_ratios: list[list[Number | None]] | None
     """The ratio that each pass of the update clips, exp(log_probs - old_log_probs), in their order;
-    null: not recorded; of a token: no model token."""
+    null: not recorded. Null for a token: no model token."""
     rejected: list[bool] | None
     """Whether the trainer left a model token out of the update; null: not recorded."""
     masked_why: list[str | None]
     """Why a token is not the model's; null: it is."""
     fate: list[FateName]
-    """What the loss did to each token."""
+    """Fate of each token in the loss."""
     loss_note: str | None
-    """What is not recorded of the loss, and how to record it; null: nothing."""
+    """Unrecorded fields of the loss, and how to record them, as text; null: there are none."""
     unrecorded: list[Unrecorded]
-    """What is not recorded of the loss, so that it excludes nothing from `trained`."""
+    """Unrecorded fields of the loss, which therefore exclude nothing from `trained`."""
     notes: list[str]
     """How columns were derived, and what is missing or disagrees in what is kept."""
 
@@ -132,7 +132,7 @@ class FateRow(Model):
 
     fate: FateName
     gradient: bool | None
-    """Whether these tokens have a gradient, as far as that is recorded; null: of fate `unknown`."""
+    """Whether these tokens have a gradient, as far as recorded; null: their fate is `unknown`."""
     tokens: int
     """Number of model tokens."""
     share_of_tokens: Number
@@ -155,7 +155,7 @@ class Loss(StepHeading, Streams, Page[FateRow]):
     clipped_in: Annotated[list[int] | None, Field(examples=[[980, 14, 6]])]
     """Model tokens that 0, 1, ... of the update's passes clip; null: not recorded."""
     unrecorded: list[Unrecorded]
-    """What is not recorded of the loss, so that it excludes nothing from `trained`."""
+    """Unrecorded fields of the loss, which therefore exclude nothing from `trained`."""
     note: str
     """How much of the mismatch sits in tokens that no gradient sees, as a sentence."""
     notes: list[str]

@@ -25,20 +25,20 @@ class Healthy(Model):
     """The API's process lives."""
 
     status: Literal["ok"]
-    """That the process answers."""
+    """Says that the process answers."""
     version: Annotated[str, Field(examples=["0.1.0"])]
     """Version of the installed package `stagescope`."""
 
 
 class Ready(Model):
-    """Questions and events can be answered."""
+    """The service can answer requests and record events."""
 
     status: Literal["ready"]
-    """That requests can be served."""
+    """Says that requests can be served."""
 
 
 class Whoami(Model):
-    """What the sender of a request may do."""
+    """The rights and the name of a request's sender."""
 
     grade: Literal["read", "operate"] | None
     """`read`: everything that changes nothing; `operate`: everything; null: nothing, for want of a
@@ -46,15 +46,15 @@ class Whoami(Model):
     role: Literal["read", "operate", "admin"] | None
     """As `grade`, but `admin`: it may read the audit, too."""
     user: str
-    """What it calls itself, by the header `X-Stagescope-User`, else `unknown`."""
+    """Name that it gives itself by the header `X-Stagescope-User`, else `unknown`."""
     token: str | None
     """The name of its token; null: one of the two of the home, or none."""
     person: str | None
-    """Whom a trusted proxy says that it is; null: none does."""
+    """Person that a trusted proxy names; null: it names none."""
     runs: list[str] | None
     """Always null: every token sees every run."""
     bundle: str | None
-    """What is shown in place of a service: `the bundle x.tar.gz`; null: this is a service."""
+    """Name of the opened bundle, such as `the bundle x.tar.gz`; null: this is a service."""
     opens: str | None
     """The page's address of the step that the bundle is of; null: this is a service."""
 
@@ -102,7 +102,7 @@ class CoordinatorStatus(Model):
     pending_payloads: int = ABSENT
     """Number of payloads that are announced and not read yet."""
     revision: int = ABSENT
-    """Revision of the plan in force."""
+    """Revision of the active plan."""
     poll_seconds: float = ABSENT
     """Seconds after which a poll ends."""
     problem: str = ABSENT
@@ -198,8 +198,8 @@ class Weight(Row):
     rollout: Annotated[str | None, Field(examples=["0123456789abcdef"])]
     """The rollout's checksum, as `trainer`."""
     kind: str
-    """What was recorded: `exchanged` (as sent or received) or `held` (as the process holds it);
-    kinds are compared each for itself."""
+    """Kind of the record: `exchanged` (as sent or received) or `held` (as the process holds it).
+    Each kind is compared separately."""
     trainer_name: str | None
     """Its own name in the trainer; null: not in the trainer."""
     rollout_name: str | None

@@ -53,7 +53,7 @@ class StageRow(Row):
     device_seconds: float | None
     """Seconds by the device's own events, where they are enabled; null: they are not."""
     clock_error: float | None
-    """Seconds by which `begin_wall` and `end_wall` may be wrong."""
+    """Largest error of `begin_wall` and `end_wall` in seconds."""
     policy_version: int | None
     """Version of the policy that it worked with; null: not reported."""
     error_type: str | None
@@ -63,8 +63,8 @@ class StageRow(Row):
     incarnation: str
     """The process: random, another after each start."""
     revision: int | None
-    """Order of repeated reports of one part by one process, of which the highest answers: the
-    sequence number of its begin; of raw calls Unix microseconds."""
+    """Order of repeated reports of one part by one process; the highest one answers. It is the
+    sequence number of its begin, or Unix microseconds for raw calls."""
     superseded: bool
     """Whether a newer incarnation or report replaced it."""
 
@@ -78,7 +78,7 @@ class AbsentStage(Model):
     part: None
     """Always null: no part was begun."""
     status: Literal["not begun"]
-    """That the rank has not begun the stage."""
+    """Says that the rank has not begun the stage."""
     seconds: None
     """Always null."""
     begin_wall: None
@@ -142,8 +142,8 @@ class StuckRow(Row):
     rank: Rank
     part: Part
     status: Annotated[str, Field(examples=["not ended", "not begun"])]
-    """`not begun` or `not ended`: what it has not done with the stage, as far as it reported;
-    `between stages`: its process does not respond, and it was in no stage by its last report."""
+    """Missing progress in the stage, as far as it reported: `not begun` or `not ended`. The value
+    `between stages` means that its process does not respond and was last in no stage."""
     process: Annotated[str, Field(examples=["live", "silent", "gone", "unheard"])]
     """`live`: it polls; `silent`: it does not, and its lease holds; `gone`: its lease ran out;
     `unheard`: it never reported."""
@@ -182,7 +182,7 @@ class Stuck(StepHeading, Page[StuckRow]):
     note: str | None
     """Why no rank can be stuck: the step is closed, or no process is left; null: a rank can be."""
     findings: list[FindingRow]
-    """What was found of this step before, also what is over."""
+    """Earlier findings about this step, also those that are over."""
 
 
 class StackRow(Row):
@@ -262,8 +262,8 @@ class KeptFile(Row):
     sections: Annotated[list[str], Field(examples=[["trajectories", "log_probs"]])]
     """What it holds."""
     state: Literal["kept", "deleted", "missing", "unreachable", "pinned"]
-    """`deleted` by retention; `missing`: removed by somebody else; `unreachable`: its node does not
-    answer; `pinned`: a payload that the pin holds in the ring."""
+    """`deleted` by retention; `missing`: removed, but not by the service; `unreachable`: its node
+    does not answer; `pinned`: a payload that the pin holds in the ring."""
     bytes: int | None
     """Size of the file in bytes."""
     checksum: str | None
@@ -295,14 +295,14 @@ class Kept(StepHeading, Page[KeptFile]):
 
 
 class Pin(StepHeading):
-    """What a pin holds."""
+    """The payloads and files that a pin holds."""
 
     pinned: bool
     """Whether the step is pinned now."""
     payloads: int
     """Number of payloads and files that it holds now; it also holds later ones."""
     bytes: int
-    """Size in bytes of what it holds now."""
+    """Size in bytes of these payloads and files."""
     gone: int
     """Number of payloads that had left the ring before."""
     reasons: list[str]

@@ -1,4 +1,4 @@
-"""Answers about triggers: the rules in force, what fired, and what it may cost."""
+"""Answers about triggers: the active rules, what fired, and what it may cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stagescope_service.store.tables.findings import FiredActions, FiringFacts
 
 
 class ZScore(Model):
-    """Further from the mean of the last steps than so many of their standard deviations."""
+    """Distance from the mean of the last steps, in their standard deviations."""
 
     over: float
     """Number of standard deviations (n - 1), to either side."""
@@ -50,9 +50,9 @@ class RuleFinding(Model):
     severity: Literal["error", "warning", "info"]
     """The finding's severity."""
     advice: str
-    """What the finding advises; empty: nothing."""
+    """Advice of the finding; empty: none."""
     see: list[str] = ABSENT
-    """What of the step to look at: last words of paths below `/steps/{step}`."""
+    """Parts of the step to look at: last words of paths below `/steps/{step}`."""
 
 
 class ChatWebhook(Model):
@@ -61,7 +61,7 @@ class ChatWebhook(Model):
     host: str
     """The host alone: the URL may hold secrets."""
     format: Literal["slack", "feishu", "dingtalk", "wecom"]
-    """Of the message."""
+    """Format of the message."""
 
 
 class RuleActions(Model):
@@ -72,8 +72,8 @@ class RuleActions(Model):
     pin: int = ABSENT
     """Number of last steps whose payloads are pinned."""
     webhook: str | ChatWebhook = ABSENT
-    """The host alone of a webhook that is told in JSON (the URL may hold secrets); host and format
-    of a chat tool's."""
+    """The host of a webhook that gets JSON (the URL may hold secrets); host and format of a chat
+    tool's."""
     capture: JsonObject = ABSENT
     """The capture that is requested where the run has a budget; see `POST /captures`."""
 
@@ -90,20 +90,20 @@ class Rule(Model):
     stage: Stage | None
     """Only this stage; null: the stage of the step summary, or every stage."""
     staleness: int | None
-    """Only tokens of this staleness, in policy versions; null: of any."""
+    """Only tokens of this staleness, in policy versions; null: any."""
     when: When
     """The conditions on the value."""
     for_: int = Field(alias="for")
     """Number of measured steps in a row in which the conditions must hold."""
     cooldown: int
-    """Number of the run's steps after which a series that a firing named fires again at the
-    earliest, and after which the rule's pins, webhook and capture follow again."""
+    """Number of the run's steps after which a series that fired may fire again. The rule's pins,
+    webhook and capture wait for as many."""
     actions: RuleActions
-    """What follows of a firing."""
+    """The actions that follow a firing."""
 
 
 class Budget(Model):
-    """What triggers may spend on captures of a run; null: no bound."""
+    """Spending limits of triggers for captures of a run; null: no bound."""
 
     captures: int
     """Largest number of captures of the run, over all its attempts."""
@@ -117,9 +117,9 @@ class Permission(Model):
     """A run that triggers may capture."""
 
     capture: Literal["auto"]
-    """That triggers may capture."""
+    """Says that triggers may capture."""
     budget: Budget
-    """What they may spend."""
+    """Spending limits of the triggers."""
 
 
 class _Rules(Model):
@@ -141,7 +141,7 @@ class Firings(Model, Page[Firing]):
 
 
 class RuleStatus(Rule):
-    """A rule in force."""
+    """An active rule."""
 
     fired: int
     """Number of times that it fired, of the last 10 000 firings."""
@@ -168,9 +168,9 @@ class BudgetRow(Model):
 
     run: Run
     budget: Budget
-    """What triggers may spend."""
+    """Spending limits of the triggers."""
     spent: Spent
-    """What their captures have cost."""
+    """Cost of their captures so far."""
     under_way: list[str]
     """Ids of captures that have not ended."""
     refusal: str | None
@@ -186,7 +186,7 @@ class PinnedStep(Model):
 
 
 class Triggers(_Rules):
-    """The rules in force."""
+    """The active rules."""
 
     revision: int
     """Number of times that rules were stored; 0: the rules that ship, before the coordinator has
@@ -204,18 +204,18 @@ class Triggers(_Rules):
     pinned: list[PinnedStep]
     """Steps whose payloads stay in the rings, the newest first."""
     notes: list[str]
-    """On names and patterns in `runs` that no known run has: they may be misspelt."""
+    """Notes on names and patterns in `runs` that no known run has: they may be misspelt."""
 
 
 class NewTriggers(_Rules):
-    """The rules that were put in force."""
+    """The rules that became active."""
 
     revision: int
     """Number of times that rules were stored."""
     rules: list[Rule]
-    """The rules in force."""
+    """The active rules."""
     notes: list[str]
-    """On names and patterns in `runs` that no known run has: they may be misspelt."""
+    """Notes on names and patterns in `runs` that no known run has: they may be misspelt."""
 
 
 class DefaultTriggers(_Rules):
@@ -235,7 +235,7 @@ class WouldFire(Model):
     rule: str
     """Name of the rule."""
     value: Number
-    """The value that met the conditions, in the metric's unit; of several the worst."""
+    """The value that met the conditions, in the metric's unit; the worst if there are several."""
     metric: str
     """Published name of the metric."""
     stage: Stage | None
@@ -243,15 +243,15 @@ class WouldFire(Model):
     role: Role | None
     """Role of the ranks that it concerns; null: none, or several roles."""
     rank: Rank | None
-    """The rank that it concerns, from 0; null: none, or several of which none is worse."""
+    """The rank that it concerns, from 0; null: none, or several equally bad ones."""
     round: int | None
     """Index of the round that it concerns, from 0; null: none."""
     message: str
-    """What would have fired, where, and the value."""
+    """The rule that would have fired, where, and the value."""
     evidence: JsonObject
-    """As of a firing."""
+    """Evidence, as of a firing."""
     fired_live: bool
-    """Whether it did."""
+    """Whether it fired in the service."""
 
 
 class DryRun(Model):
@@ -261,7 +261,7 @@ class DryRun(Model):
     also_live: list[LiveRun]
     """The other runs that are live."""
     steps: int
-    """Number of steps to which the rules were applied."""
+    """Number of steps that the rules were applied to."""
     rules: list[str]
     """The rules that were tried."""
     rows: list[WouldFire]
