@@ -1,8 +1,8 @@
 """The file of a bundle: written as tar.gz, and unpacked as if a stranger had sent it.
 
 Only plain files with short names in the oldest tar format are written and accepted. An archive
-with anything else in it (links, devices, other formats' extensions) is refused, so nothing of it
-can leave its directory or take more memory or disk than allowed.
+with anything else (links, devices, other formats' extensions) is refused. So no bundle can write
+outside its directory or take more memory or disk than allowed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MAX_MANIFEST_BYTES: Final = 64 << 20
 _BLOCK: Final = tarfile.BLOCKSIZE
 _CHUNK: Final = 1 << 20
 _LEVEL: Final = 1
-"""Of compression: log-probs hardly shrink, and time counts."""
+"""Level of compression: log-probs hardly shrink, and time counts."""
 
 OnProgress = Callable[[int, int], object]
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What an archive says of itself."""
+    """An archive's description of itself."""
 
     run: str
     attempt: int
@@ -72,9 +72,9 @@ def unpack(
     """Unpack an archive into a new directory.
 
     Args:
-        path: the archive, of anybody.
+        path: the archive, from any source.
         root: an empty directory.
-        on_progress: called with the bytes that are unpacked, and all.
+        on_progress: called with the unpacked bytes, and the bytes of all.
 
     Raises:
         InvalidInput: it is no bundle, is damaged, or holds something that no bundle holds.
@@ -164,7 +164,7 @@ def _members(packed: gzip.GzipFile) -> Iterator[tuple[str, int]]:
     """Yield name and size of each file; the caller reads its bytes before the next one.
 
     Raises:
-        InvalidInput: something else than a plain file, or no tar.
+        InvalidInput: it holds something other than plain files, or is no tar.
     """
     for _ in range(MAX_FILES + 2):
         block = packed.read(_BLOCK)

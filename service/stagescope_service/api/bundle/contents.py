@@ -1,4 +1,4 @@
-"""What goes into a bundle: the run's rows, the step's files, its report; redacted, and listed."""
+"""The contents of a bundle: the run's rows, the step's files, its report; redacted, and listed."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ SCHEMA: Final = 1
 MANIFEST: Final = "manifest.json"
 CATALOGUE: Final = "data/catalogue.db"
 ROOT: Final = "bundle:"
-"""Begins the paths of a bundle's own catalogue; the rest is relative to the bundle."""
+"""Prefix of the paths in a bundle's own catalogue; the rest is relative to the bundle."""
 MAX_FILE_BYTES: Final = 64 << 20
-"""Of a log or a dump's JSON: of a longer one its end."""
+"""Most bytes of a log or a dump's JSON; a longer one is cut to its end."""
 TOKENIZER: Final = "tokenizer.json"
 MAX_TOKENIZER_BYTES: Final = 32 << 20
-"""Of the tokenizer that goes with the tensors, so that their texts can be read."""
+"""Most bytes of the tokenizer that goes with the tensors, so that their texts can be read."""
 MAX_LOGS: Final = 64
 LOG_PATHS: Final[Mapping[str, str]] = {
     "ASCEND_PROCESS_LOG_PATH": "plog of Ascend",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "flight recorder",
     "TORCH_FR_DUMP_TEMP_FILE": "flight recorder",
 }
-"""Variable of the training -> what lies at its path, or begins with it."""
+"""Variable of the training -> the files at its path, or whose names begin with it."""
 _DUMP_FILES: Final = ("dump.json", "debug.json", "stack.json", "construct.json")
 _CHUNK: Final = 1 << 20
 
@@ -50,7 +50,7 @@ _CHUNK: Final = 1 << 20
 _NAME: Final = re.compile(r"(?!.*(?:^|/)\.\.?(?:/|$))[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 _LONGEST: Final = 200
 _MAX_PART: Final = 80
-"""Of a path: tar's oldest format has no room for longer ones."""
+"""Most characters of a path's part: tar's oldest format has no room for longer ones."""
 
 
 def check_name(name: str) -> None:
@@ -96,7 +96,7 @@ class Bundle:
     Attributes:
         root: the directory.
         target: the step.
-        redactor: has seen everything that is in it.
+        redactor: has seen the whole content.
         limit: most bytes of all its files.
     """
 
@@ -126,7 +126,7 @@ class Bundle:
         self.list_file(name, what)
 
     def add(self, name: str, source: Path, what: str, copy: Callable[[Path, Path], None]) -> bool:
-        """Copy a file where there is room for it; return whether it is there."""
+        """Copy a file if there is room for it; return whether it was copied."""
         size = source.stat().st_size
         if self.bytes + size > self.limit:
             self.leave_out(f"{what}: {source}", f"its {size} bytes do not fit into {self.limit}")
@@ -147,7 +147,7 @@ class Bundle:
         self.files.append(BundledFile(name, path.stat().st_size, file_checksum(path), what))
 
     def leave_out(self, what: str, reason: str) -> None:
-        """Say that something is not in it."""
+        """Note that something is not in it."""
         self.left_out.append(LeftOut(self.redactor.text(what), self.redactor.text(reason)))
 
     def _path(self, name: str) -> Path:
@@ -157,7 +157,7 @@ class Bundle:
         return path
 
     def write_manifest(self, made_wall: float) -> None:
-        """Write the list of everything that is in it, and of what is not."""
+        """Write the list of all files in it, and of everything that was left out."""
         manifest: JsonObject = {
             "schema": SCHEMA,
             "version": stagescope_wire.__version__,
@@ -240,7 +240,7 @@ def _environment_secrets() -> Iterator[str]:
 
 # --- what people read -----------------------------------------------------------------------
 def _add_readable(deps: Dependencies, bundle: Bundle) -> None:
-    """Add what needs no stagescope to be read: findings, fingerprint, stacks."""
+    """Add the parts that are readable without stagescope: findings, fingerprint, stacks."""
     target, catalogue = bundle.target, deps.catalogue
     every = catalogue.findings(attempt_id=target.attempt_id, limit=10_000)
     bundle.add_json("findings.json", every, "findings of the attempt")
@@ -319,7 +319,7 @@ def _add_tokenizer(deps: Dependencies, bundle: Bundle) -> str | None:
 
 
 def _with_bundled_tokenizer(metadata: Mapping[str, str], named: str) -> Mapping[str, str]:
-    """Return the metadata of a file, in which the tokenizer of the bundle is named."""
+    """Return the metadata of a file, naming the bundle's tokenizer."""
     about = json.loads(metadata.get("stagescope", "{}"))
     settings = about.get("metadata", {}).get("settings")
     if not isinstance(settings, dict) or settings.get("tokenizer") != named:
@@ -332,9 +332,9 @@ def _copy_tensors(source: Path, path: Path, redactor: Redactor, tokenizer: str |
     """Copy a safetensors file, its metadata redacted.
 
     Args:
-        source, path: of the file and of its copy.
-        redactor: has seen everything that is in the bundle.
-        tokenizer: path of the tokenizer that lies in the bundle; None: none does.
+        source, path: the file and its copy.
+        redactor: has seen the whole bundle.
+        tokenizer: path of the tokenizer in the bundle; None: it has none.
     """
     with source.open("rb") as file, path.open("wb") as to:
         header, start = read_header(file, source, source.stat().st_size)
@@ -403,7 +403,7 @@ def _add_dumps(deps: Dependencies, bundle: Bundle) -> None:
 
 
 def _add_logs(deps: Dependencies, bundle: Bundle) -> None:
-    """Add the logs that the training's variables name, where they lie inside the roots."""
+    """Add the logs that the training's variables name, if they lie inside the roots."""
     found = deps.catalogue.fingerprint(bundle.target.attempt_id) or {}
     environment = found.get("environment")
     if not isinstance(environment, Mapping):
@@ -449,7 +449,7 @@ def _free(bundle: Bundle, name: str) -> str:
 
 
 def _add_text_file(bundle: Bundle, name: str, path: Path, what: str, roots: Iterable[Path]) -> None:
-    """Add a file, redacted where it is a text; links that lead outside are refused."""
+    """Add a file, redacted if it is a text; links that lead outside are refused."""
     try:
         source = confine(path, roots)
         size = source.stat().st_size
@@ -471,7 +471,7 @@ def _add_text_file(bundle: Bundle, name: str, path: Path, what: str, roots: Iter
                 text = data.decode(errors="replace")
                 to.write_bytes(bundle.redactor.text(text).encode())
                 return
-            # A binary file: what it is replaced in may be of any form, so known secrets refuse it.
+            # A binary file: a replacement could break its format, so known secrets refuse it.
             if bundle.redactor.has_known(data):
                 raise Forbidden("it holds a secret, and is no text") from None
             to.write_bytes(data)

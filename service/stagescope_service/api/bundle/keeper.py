@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 CHECK_SECONDS: Final = 15.0
 SETTLE_SECONDS: Final = 20.0
-"""After the end of an attempt: its last payloads may still be read, and its step aggregated."""
+"""Seconds after an attempt's end: its last payloads may still be read, and its step aggregated."""
 NEWEST_SECONDS: Final = 24 * 3600.0
 """Attempts that died earlier are not bundled."""
 _SHARE: Final = 4
-"""A bundle takes at most this part of the room for all."""
+"""A bundle may use at most this part of the room for all."""
 _CHUNK: Final = 1 << 20
 
 Note = Callable[[DiedAttempt, int | None, str, Path | None], None]
@@ -54,7 +54,7 @@ class BundleKeeper:
         self.directory = deps.settings.data_path / "bundles"
 
     def run(self, stopping: threading.Event) -> None:
-        """Check again and again until the event is set; nothing that fails ends it."""
+        """Check again and again until the event is set; no failure ends it."""
         while self._room and not stopping.wait(CHECK_SECONDS):
             try:
                 self.check()
@@ -74,7 +74,7 @@ class BundleKeeper:
         return len(died)
 
     def _keep(self, attempt: DiedAttempt) -> tuple[int | None, str, Path | None]:
-        """Return the step of an attempt's bundle, what is to be said of it, and its file."""
+        """Return the step of an attempt's bundle, a message about it, and its file."""
         deps = self._deps
         try:
             target = deps.finder.step(attempt["run"], attempt["number"], None)

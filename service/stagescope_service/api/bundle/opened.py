@@ -1,4 +1,4 @@
-"""A bundle that is open: the API's app on its catalogue, without Ray; nothing can be changed."""
+"""An open bundle: the API's app on its catalogue, without Ray; nothing can be changed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class BundleCommands:
     def __init__(self, what: str, opens: str = "") -> None:
         self._what = what
         self.opens = opens
-        """The page's address of the step that the bundle is of; empty: not known."""
+        """The page's address of the bundle's step; empty: not known."""
 
     @property
     def bundle(self) -> str:
-        """What is shown in place of a service."""
+        """The text that is shown in place of a service."""
         return self._what
 
     async def plan(self) -> Reply:
-        """Return that nothing is in force."""
+        """Return an empty plan."""
         return {"revision": 0, "captures": []}
 
     async def status(self) -> Reply:
@@ -65,7 +65,7 @@ class BundleCommands:
 
 @dataclasses.dataclass(frozen=True)
 class OpenedBundle:
-    """What the app needs of a bundle."""
+    """The parts of a bundle that the app needs."""
 
     settings: Settings
     catalogue: Catalogue
@@ -78,11 +78,11 @@ def open_unpacked(root: Path, what: str, opens: str = "") -> OpenedBundle:
 
     Args:
         root: the directory; its catalogue gets the paths of this machine.
-        what: it is, for messages: `the bundle x.tar.gz`.
+        what: its name in messages: `the bundle x.tar.gz`.
         opens: the page's address of its step, `#/runs/...`.
 
     Raises:
-        InvalidInput: its catalogue is of another version, or declares something of its own.
+        InvalidInput: its catalogue has another version, or declares something of its own.
         CatalogueUnavailable: it is no catalogue.
     """
     catalogue = root / CATALOGUE
@@ -108,7 +108,7 @@ def open_unpacked(root: Path, what: str, opens: str = "") -> OpenedBundle:
 
 
 def _place(found: Catalogue, catalogue: Path, root: Path) -> None:
-    """Write where the files of a bundle lie on this machine into its catalogue."""
+    """Write the paths of a bundle's files on this machine into its catalogue."""
     placed: list[PlacedFile] = []
     for row in found.placed_artifacts(ROOT):
         path = str(root / row["path"].removeprefix(ROOT))

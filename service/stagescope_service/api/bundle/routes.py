@@ -35,7 +35,7 @@ router = APIRouter(tags=["runs"])
 MEDIA_TYPE: Final = "application/gzip"
 DEFAULT_BYTES: Final = 2 << 30
 MIN_ROOM: Final = 16 << 20
-"""Bytes that a bundle needs at least: less is no disk to work on."""
+"""Least bytes that a bundle needs: less is no disk to work on."""
 _CHUNK: Final = 1 << 20
 _FILE: Final = {"type": "string", "format": "binary", "description": "A tar.gz file."}
 
@@ -61,7 +61,7 @@ async def bundle_query(
         Query(ge=1 << 20, le=1 << 40, description="Most bytes of its files; others are named."),
     ] = DEFAULT_BYTES,
 ) -> BundleQuery:
-    """Return what is requested of a bundle."""
+    """Return the requested bundle."""
     return BundleQuery(step, attempt, tensors, limit_bytes)
 
 
@@ -76,12 +76,12 @@ async def bundle(
     run: RunPath,
     query: Annotated[BundleQuery, Depends(bundle_query)],
 ) -> StreamingResponse:
-    """Return a step as one archive without secrets, for whoever must look at it elsewhere.
+    """Return a step as one archive without secrets, for a look at it elsewhere.
 
-    It holds the run's rows of the catalogue, the step's tensors, operators, findings, stacks and
-    fingerprint, its report, and logs that the training's variables name inside the allowed roots.
-    `manifest.json` lists every file with its checksum, and what was left out, and why.
-    `stagescope attach FILE` opens it, without a service.
+    It holds the run's rows of the catalogue, and the step's tensors, operators, findings, stacks,
+    fingerprint and report. It holds logs that the training's variables name inside the allowed
+    roots. The file `manifest.json` lists every file with its checksum, and what was left out, and
+    why. The command `stagescope attach FILE` opens it, without a service.
     """
     target = deps.finder.step(run, query.attempt, query.step)
     tokens: AccessTokens | None = request.app.state.tokens
@@ -97,7 +97,7 @@ async def bundle(
 
 
 class MadeBundle(NamedTuple):
-    """An archive; its file has no name any more, so that it vanishes when it is closed."""
+    """An archive; its file has no name any more, so it vanishes when it is closed."""
 
     file: BinaryIO
     bytes: int
@@ -115,7 +115,7 @@ def make_bundle(
     directory = deps.settings.data_path / "copies"
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        # Files and archive lie side by side, and others need the disk, too.
+        # Files and archive are both on the disk, which others need, too.
         room = (shutil.disk_usage(directory).free - deps.settings.reserve_bytes) // 2
         if room < MIN_ROOM:
             raise StoreError(
@@ -137,7 +137,7 @@ def make_bundle(
 def _add_reports(deps: Dependencies, bundle: Bundle) -> None:
     """Add the reports of run and step, made from the bundle's own rows and files.
 
-    So they are redacted as these are, and say no more than the bundle can show.
+    So they are redacted like these, and say no more than the bundle can show.
     """
     catalogue = bundle.root / CATALOGUE
     settings = deps.settings.model_copy(
