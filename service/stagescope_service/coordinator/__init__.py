@@ -1,1 +1,1 @@
-"""The coordinator: takes in events and polls, carries out instructions, answers commands."""
+"""The coordinator: receives events and polls, carries out instructions, answers commands."""

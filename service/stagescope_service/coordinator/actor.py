@@ -1,10 +1,10 @@
 """The DebugCoordinator: the detached actor that every rank talks to. A thin Ray shell.
 
-Whoever looks up the actor imports this file, in every process of a training: the service and its
-libraries, which take about a second of Python, are imported where the actor itself runs.
+Every process of a training that looks up the actor imports this file. The service and its
+libraries take about a second of Python, so only the process of the actor itself imports them.
 
-Its constructor touches nothing that can fail: the catalogue is opened in the background, again
-and again until it works, and until then every call answers `not_ready`.
+Its constructor touches nothing that can fail. The catalogue is opened in the background, again
+and again until it works; until then every call answers `not_ready`.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ COMMANDS: Final = (
 """Methods of `Coordinator` that the actor has, too; the API also calls them over a socket."""
 _FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0
 _CLOSE_SECONDS: Final = 10.0
-"""For what is queued to be written when the service stops."""
+"""Seconds for queued writes when the service stops."""
 _UNWRITABLE: Final = "the catalogue cannot be written"
 _GC_THRESHOLDS: Final = (50_000, 10, 5)
-"""Of the state's objects few are garbage: by Python's defaults (700, 10, 10) the search for cycles
-took a sixth of the time of an event. What outlives two searches is found by one of everything: by
-(50_000, 20, 100) that came after three hours of 14 steps a second."""
+"""Few of the state's objects are garbage. With Python's defaults (700, 10, 10) the search for it
+took a sixth of the time of an event. Only a search of all objects finds those that outlive two
+searches: with (50_000, 20, 100) it came after three hours of 14 steps a second."""
 
 Reply = JsonObject
 
 
 class DebugCoordinator:
-    """Takes in what ranks report; see `Coordinator` for what each call promises."""
+    """Receives what ranks report; see `Coordinator` for what each call promises."""
 
     def __init__(self, settings: JsonObject) -> None:
         self._settings_json = dict(settings)
@@ -67,7 +67,7 @@ class DebugCoordinator:
         self._store: SqlStore | None = None
         self._control: asyncio.Server | None = None
         gc.set_threshold(*_GC_THRESHOLDS)
-        # Now, while no call waits; the methods below import of it what they use.
+        # Now, while no call waits; the methods below import what they use from it.
         importlib.import_module("stagescope_service.coordinator.coordinator")
         gc.collect()  # an import leaves cycles
         gc.freeze()  # what stays of it is not searched again
@@ -77,28 +77,28 @@ class DebugCoordinator:
 
     # --- raw calls --------------------------------------------------------------------------
     async def begin_stage(self, **fields: object) -> Reply:
-        """A raw caller begins a stage: run, step, stage, rank; docs/attach.md#raw-calls has all."""
+        """Begin a raw caller's stage: run, step, stage, rank; docs/attach.md#raw-calls has all."""
         return await self._raw("begin", fields)
 
     async def end_stage(
         self, *, payload: Mapping[str, object] | None = None, **fields: object
     ) -> Reply:
-        """A raw caller ends a stage; with a payload it returns at the payload's receipt.
+        """End a stage of a raw caller; with a payload, return at the payload's receipt.
 
         Its fields: docs/attach.md#raw-calls.
         """
         return await self._raw("end", {"status": "ok", **fields}, payload)
 
     async def log_scalars(self, **fields: Any) -> Reply:
-        """A raw caller hands over scalars: run, step, scalars."""
+        """Receive scalars of a raw caller: run, step, scalars."""
         return await self._raw("log", fields)
 
     async def end_step(self, **fields: object) -> Reply:
-        """A raw caller closes a step: run, step."""
+        """Close a step for a raw caller: run, step."""
         return await self._raw("end_step", fields)
 
     async def finish(self, **fields: object) -> Reply:
-        """A raw caller leaves: run."""
+        """Let a raw caller leave: run."""
         return await self._raw("finish", fields)
 
     async def _raw(
@@ -195,7 +195,7 @@ class DebugCoordinator:
     async def status(self) -> Reply:
         """Return how the coordinator is; `not_ready` is the reason why it cannot serve.
 
-        `problem` is the reason without details that not everybody may see, such as paths.
+        `problem` is the reason without details that not every user may see, such as paths.
         """
         own = {"coordinator": self._name, "pid": os.getpid(), "started": self._started}
         try:
@@ -227,7 +227,7 @@ class DebugCoordinator:
         return {"coordinator": self._name, "not_ready": str(error)}
 
     async def _run(self) -> None:
-        """Open the catalogue, whatever it takes, then check leases."""
+        """Open the catalogue, with as many tries as it takes, then check leases."""
         from stagescope_service.coordinator.load import Memory
 
         coordinator = self._coordinator = await self._opened()
@@ -242,7 +242,7 @@ class DebugCoordinator:
                 logger.exception("leases could not be checked")
 
     async def _serve_control(self, settings: Settings) -> None:
-        """Let commands come past the calls of the ranks, where a socket can be."""
+        """Let commands overtake the calls of the ranks, if a socket can be made."""
         methods = {name: getattr(self, name) for name in (*COMMANDS, "status")}
         try:
             await asyncio.to_thread(_make_directory, settings.home)

@@ -28,22 +28,22 @@ class Taken(Row):
     """The result of a batch of events, after its commit."""
 
     coordinator: str
-    """Its incarnation: to another one, payloads without a receipt are offered again."""
+    """Its incarnation; ranks offer payloads without a receipt again to another one."""
     wall: Wall
     received: int
     """Number of events that were recorded."""
     refused: dict[int, str]
     """seq -> why that event was refused; it need not be sent again."""
     attempt_key: NotRequired[str]
-    """Key of the process's attempt, where the process gave none."""
+    """Key of the process's attempt, if the process gave none."""
     refused_in_part: NotRequired[dict[int, str]]
     """seq -> the part of an event that was refused; the rest was recorded."""
     receipts: dict[int, str]
     """seq -> the state of its payload: `ingested`, `refused`, `lost` or `dropped`."""
     revision: int
-    """Revision of the plan in force."""
+    """Revision of the active plan."""
     plan: NotRequired[Annotated[SentPlan, described_by(RankPlan)]]
-    """The plan, where the sender has another revision in force."""
+    """The plan, if another revision is active at the sender."""
     pause: NotRequired[float]
     """Seconds to wait before the next batch: the service is behind."""
 
@@ -52,7 +52,7 @@ class BatchAnswer(Taken):
     """Reply to a batch of events; the probe reads it."""
 
     relay: NotRequired[bool]
-    """Present where ranks are to call through the relay of their node."""
+    """Present if ranks must call through the relay of their node."""
 
 
 class News(Row):
@@ -62,9 +62,9 @@ class News(Row):
     """Its incarnation."""
     wall: Wall
     revision: int
-    """Revision of the plan in force."""
+    """Revision of the active plan."""
     plan: Annotated[SentPlan, described_by(RankPlan)] | None
-    """Null where it has not changed."""
+    """Null: it has not changed."""
     receipts: dict[int, str]
     """seq -> the state of the payload, for the requested ones."""
     requests: list[RankRequest]
@@ -72,14 +72,14 @@ class News(Row):
     poll_seconds: float
     """Seconds after which a poll ends."""
     attempt_key: NotRequired[str]
-    """Key of the process's attempt, where the process gave none."""
+    """Key of the process's attempt, if the process gave none."""
 
 
 class PollAnswer(News):
     """Reply to a poll; the probe reads it."""
 
     relay: NotRequired[bool]
-    """Present where ranks are to call through the relay of their node."""
+    """Present if ranks must call through the relay of their node."""
 
 
 class NotReadyAnswer(TypedDict):

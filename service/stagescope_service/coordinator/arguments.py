@@ -1,7 +1,7 @@
 """Checks of the arguments of the coordinator's calls.
 
-Calls over HTTP were checked there, calls of an actor's handle were not. Events are checked one by
-one where they are read, for speed.
+Calls over HTTP were checked before; calls of an actor's handle were not. Events are checked one by
+one when they are read, for speed.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _is_missing(item: ErrorDetails) -> bool:
 
 
 def _expected(error: pydantic.ValidationError, arguments: Sequence[str]) -> str:
-    """Return what the values should be; the names of the arguments where none is wrong."""
+    """Return what the values should be, or the names of the arguments if none is wrong."""
     items = [
         item for item in error.errors() if not _is_missing(item) and item["type"] not in _UNEXPECTED
     ]

@@ -1,7 +1,7 @@
-"""Requests and withdraws captures; resolves what a request refers to: baselines, the worst ranks.
+"""Requests and withdraws captures; resolves baselines and the worst ranks of a request.
 
-With a baseline, msprobe writes only the tensors of operators whose outputs differ for equal inputs,
-by the checksums that both dumps have (summary_mode md5).
+With a baseline, msprobe writes only the tensors of operators whose outputs differ for equal inputs.
+It compares the checksums that both dumps have (summary_mode md5).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class CaptureCommands:
     """Requests and withdraws captures.
 
     Args:
-        settings: of the service.
+        settings: the service's settings.
         catalogue: the store's reading side.
         commits: says whether the catalogue can be written.
         requests: the active capture requests.
-        intake: lets every rank know.
-        clock: of the service.
+        intake: informs every rank.
+        clock: the service's clock.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class CaptureCommands:
         Raises:
             InvalidInput: the request is wrong.
             NotReady: the catalogue cannot be written; nothing changed.
-            Conflict: what it refers to is not there.
+            Conflict: the request refers to something that does not exist.
         """
         settings, requests = self._settings, self._requests
         # In a thread: resolving the links of a path may wait for a slow file system.
         roots = [str(root) for root in settings.roots]
         valid = await asyncio.to_thread(validate_capture, spec, allowed_roots=roots)
-        self._commits.check_ready()  # before the plan changes: who is refused may ask again
+        self._commits.check_ready()  # before the plan changes: a refused caller may try again
         if valid["data_dir"] is None:
             valid["data_dir"] = str(settings.data_path)
         valid = await asyncio.to_thread(with_ranks, self._catalogue, valid)
@@ -86,7 +86,7 @@ class CaptureCommands:
         found = await self._intake.agreed(entry.capture_id, min(wait, _MAX_WAIT))
         if found is not None:
             return {**found.stored(), "notes": requests.notes(entry)}
-        # It ended at once: what became of it is in the catalogue.
+        # It ended at once: the catalogue has its outcome.
         row = await asyncio.to_thread(self._catalogue.capture, entry.capture_id)
         return {**(entry.stored() if row is None else row["spec"]), "notes": requests.notes(entry)}
 
@@ -144,7 +144,7 @@ def with_baseline(catalogue: Catalogue, capture: CaptureSpec, roots: Iterable[Pa
 
 
 def _check_checksums(row: CaptureRow | None, capture_id: str) -> None:
-    """Refuse a baseline without the checksums by which msprobe compares."""
+    """Refuse a baseline without checksums, because msprobe compares them."""
     config = None if row is None else row["spec"].get("config")
     if config is None:
         return  # the configuration is a file that only its ranks have read
@@ -169,7 +169,7 @@ def with_ranks(catalogue: Catalogue, capture: CaptureSpec) -> CaptureSpec:
     """Return a request with the ranks that `worst(k)` selects now, in a run's newest attempt.
 
     Raises:
-        Conflict: nothing has been measured by which ranks could be sorted.
+        Conflict: there is no measurement to sort the ranks by.
     """
     ranks = capture["ranks"]
     if not isinstance(ranks, Mapping):

@@ -65,7 +65,7 @@ class Commits:
     async def turn(self, name: str) -> AsyncIterator[None]:
         """Wait, once the block has written its rows, until each earlier turn of the name has.
 
-        An event that is sent again makes no rows: those of its first time may still be on their
+        An event that is sent again makes no rows: the rows of its first time may still be on their
         way to the disk.
 
         Raises:

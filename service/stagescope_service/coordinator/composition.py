@@ -48,13 +48,13 @@ class Parts:
     """The parts of a coordinator, connected.
 
     Args:
-        settings: of the service.
-        store: the catalogue, open.
-        ingestors: of all nodes.
-        state: what is known of earlier attempts.
+        settings: the service's settings.
+        store: the open catalogue.
+        ingestors: the ingestors of all nodes.
+        state: the known state of earlier attempts.
         plan: the active captures.
-        name: of this incarnation of the coordinator.
-        clock: of the service.
+        name: the name of this incarnation of the coordinator.
+        clock: the service's clock.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Parts:
         self.state.stack_requests.adopt(snapshot.asked_stacks)
 
     def begin(self, left_over: Iterable[Instruction] = ()) -> None:
-        """Begin with the stored rules of triggers, and with what an earlier coordinator left.
+        """Begin with the stored rules of triggers, and with work that an earlier coordinator left.
 
         Steps that are aggregated before the rules are read wait for them.
         """

@@ -1,11 +1,11 @@
 """A Unix socket to the coordinator, on which commands and queries overtake the calls of ranks.
 
-Ray delivers an actor's calls in order of arrival, at about a millisecond each: a call behind 20 000
+Ray delivers an actor's calls in order of arrival, at about a millisecond each. A call behind 20 000
 calls of ranks waits until all of them have started, in any concurrency group. The API therefore
-uses a Unix socket in the service's home, which the coordinator's own loop serves: one connection a
-call, one line of JSON in each direction. The socket has mode 0600: only the service's own user can
-connect. Without a socket (an API on another node, a file system without sockets), the API calls the
-actor through Ray, as ranks do.
+uses a Unix socket in the service's home, which the coordinator's own loop serves. Each call has its
+own connection, with one line of JSON in each direction. The socket has mode 0600: only the
+service's own user can connect. Without a socket (an API on another node, a file system without
+sockets), the API calls the actor through Ray, as ranks do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 FILE: Final = "coordinator.sock"
 MAX_BYTES: Final = 64 << 20
-"""Of one line; requests to the API are limited far below."""
+"""Most bytes of one line; requests to the API are limited far below."""
 _MAX_ADDRESS: Final = 100
 """Bytes of a path that fit into a socket's address on every system (Linux: 107)."""
 
@@ -47,7 +47,7 @@ async def serve(folder: Path, methods: Mapping[str, Method]) -> asyncio.Server:
     """Answer calls of `methods` over a socket in `folder`, in the running loop.
 
     Raises:
-        OSError: no socket can be made there.
+        OSError: the folder cannot have a socket.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The coordinator without Ray: what ranks and the API call (`api.dependencies.Commands`)."""
+"""The coordinator without Ray: the calls of ranks and of the API (`api.dependencies.Commands`)."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ from stagescope_wire.plan import StoredCapture, StoredPlan
 logger = logging.getLogger(__name__)
 
 _KEEP_POLICY: Final = "standing_keep"
-"""Key of `meta`: what the settings' file has runs keep, and since which revision."""
+"""Key of `meta`: what the settings' file has runs keep, and the first revision with it."""
 
 Reply = dict[str, Json]
 
 
 class Coordinator:
-    """Takes in what ranks report and what the API asks for; used from one event loop.
+    """Receives reports of ranks and requests of the API; used from one event loop.
 
     Args:
-        parts: of this coordinator; see `composition`.
+        parts: the parts of this coordinator; see `composition`.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -86,14 +86,14 @@ class Coordinator:
         name: str = "",
         clock: Clock = REAL_CLOCK,
     ) -> Coordinator:
-        """Return a coordinator that goes on where an earlier one ended.
+        """Return a coordinator that continues where an earlier one ended.
 
         Args:
-            settings: of the service.
-            store: the catalogue, open.
-            ingestors: of all nodes.
-            name: of this incarnation; by default a new one.
-            clock: of the service.
+            settings: the service's settings.
+            store: the open catalogue.
+            ingestors: the ingestors of all nodes.
+            name: the name of this incarnation; by default a new one.
+            clock: the service's clock.
 
         Raises:
             StagescopeError: the catalogue cannot be read.
@@ -108,7 +108,7 @@ class Coordinator:
         parts = Parts(settings, store, ingestors, state, plan, name=name, clock=clock)
         parts.adopt(snapshot)
         await parts.runner.write(rows)
-        # Nothing fails from here on: whoever opens again has no work of this one beside it.
+        # Nothing fails from here on: a caller that opens again finds no work of this one under way.
         parts.begin(_left_over(snapshot))
         return cls(parts)
 
@@ -118,7 +118,7 @@ class Coordinator:
         return max(0.05, min(1.0, self.parts.settings.lease_seconds / 10))
 
     async def check(self) -> None:
-        """Expire leases, check requests and files; to be called several times a lease."""
+        """Expire leases, check requests and files; call it several times a lease."""
         await self._intake.expire()
         self._runner.run(self._retention.check())
         await self.parts.steps.rejudge()
@@ -133,7 +133,7 @@ class Coordinator:
         events: Sequence[object],
         payloads: Mapping[int, object] | None = None,
     ) -> Mapping[str, object]:
-        """Take in a batch; returns after its commit; see `Intake.record`."""
+        """Record a batch; return after its commit; see `Intake.record`."""
         check_batch(events, payloads)
         return await self._intake.record(sender, events, payloads)
 
@@ -146,12 +146,12 @@ class Coordinator:
         unreceipted: Seqs = (),
         wait: Seconds = 20.0,
     ) -> JsonObject:
-        """Renew the lease; returns news of the plan and receipts, after `wait` at most."""
+        """Renew the lease; return news of the plan and receipts, after at most `wait`."""
         return await self._intake.poll(sender, revision, unreceipted, wait)
 
     @names_checked
     async def record_together(self, *, batches: Sequence[Batch]) -> RelayAnswer:
-        """Take in the batches that a relay collected; see `Intake.record_together`."""
+        """Record the batches that a relay collected; see `Intake.record_together`."""
         return await self._intake.record_together(batches)
 
     @names_checked
@@ -163,7 +163,7 @@ class Coordinator:
     async def drain(
         self, *, run: Name | None, timeout: Seconds = 30.0, attempt_key: Name | None = None
     ) -> JsonObject:
-        """Wait until nothing of a run (None: of any) is still to be read; see `Draining`."""
+        """Wait until nothing of a run, or of any run (None), is left to read; see `Draining`."""
         return await self.parts.draining.drain(run, timeout, attempt_key)
 
     @property
@@ -174,12 +174,12 @@ class Coordinator:
     # --- captures ---------------------------------------------------------------------------
     @names_checked
     async def plan(self) -> StoredPlan:
-        """Return the plan in force."""
+        """Return the active plan."""
         return self.parts.plan.stored()
 
     @checked
     async def add_capture(self, *, spec: Fields, by: Name, wait: Seconds = 0.0) -> Reply:
-        """Request a capture; returns it once it is agreed on, or after `wait` seconds."""
+        """Request a capture; return it once it is agreed on, or after `wait` seconds."""
         return await self.parts.captures.add(spec, by=by, wait=wait)
 
     @checked
@@ -189,16 +189,16 @@ class Coordinator:
 
     @checked
     async def set_triggers(self, *, document: Fields, by: Name) -> Reply:
-        """Put rules in force; returns their revision."""
+        """Activate rules; return their revision."""
         self._commits.check_ready()
         return {"revision": await self.parts.triggers.put(Rules.parse(document), by=by)}
 
     @checked
     async def test_webhook(self, *, rule: Name, by: Name) -> Reply:
-        """Send a test message to the webhook of a rule in force; returns what came of it.
+        """Send a test message to the webhook of an active rule; return the result.
 
         Raises:
-            NotFound: no rule in force is called so.
+            NotFound: no active rule has this name.
             InvalidInput: it has no webhook.
         """
         self._commits.check_ready()
@@ -218,7 +218,7 @@ class Coordinator:
         await self._check_step(attempt_id, step)
         key = {"attempt_id": attempt_id, "step": step}
         pinned = await self._retention.pin(attempt_id, step)
-        # Without a payload in a ring, too: kept files that are still to come are to stay.
+        # Also without a payload in a ring: kept files that are still to come must stay.
         rows = [Put("steps", {**key, "pinned": True}), self._audit(by, "pin", key)]
         await self._runner.write(rows)
         return {**key, "pinned": True, **dataclasses.asdict(pinned)}
@@ -280,7 +280,7 @@ class Coordinator:
     # --- engines ----------------------------------------------------------------------------
     @checked
     async def add_engine(self, *, engine: Fields, by: Name) -> Reply:
-        """Register a long-lived engine, or register it anew; the service never calls it."""
+        """Register a long-lived engine, or replace its registration; the service never calls it."""
         self._commits.check_ready()
         row = {**check_engine(engine), "by": by, "wall": self._wall()}
         await self._runner.write([Put("engines", row), self._audit(by, "add_engine", row)])
@@ -312,10 +312,10 @@ class Coordinator:
         seconds: Seconds,
         by: Name,
     ) -> Reply:
-        """Ask processes of an attempt for their stacks; answers once that is on disk.
+        """Request the stacks of an attempt's processes; answer once the request is on disk.
 
         Returns `{"request_id", "deadline_wall", "asked": [{"role", "rank"}], "refused": [{"role",
-        "rank", "reason"}]}`; the stacks come into the catalogue.
+        "rank", "reason"}]}`; the catalogue receives the stacks.
 
         Raises:
             NotFound: the attempt is over.
@@ -377,9 +377,9 @@ class Coordinator:
 
 
 async def _keep_policy(settings: Settings, snapshot: Snapshot) -> tuple[KeepPolicy, int, list[Put]]:
-    """Return what the settings' file has runs keep, and the revision under which ranks know it.
+    """Return what the settings' file has runs keep, and the revision that ranks know it by.
 
-    A file that cannot be read any more changes nothing, and the audit says so.
+    A file that can no longer be read changes nothing, and makes an audit entry.
     """
     stored = snapshot.meta.get(_KEEP_POLICY) or {"revision": 0, "keep": {}}
     known, revision = stored["keep"], max(snapshot.last_revision, stored["revision"])
@@ -399,7 +399,7 @@ async def _keep_policy(settings: Settings, snapshot: Snapshot) -> tuple[KeepPoli
 
 
 def _left_over(snapshot: Snapshot) -> list[Instruction]:
-    """Return what an earlier coordinator may have been about to do."""
+    """Return work that an earlier coordinator may have left."""
     judged = (row for row in snapshot.steps if row["completeness"] == PARTIAL)
     runs = {row["attempt_id"]: row["run"] for row in snapshot.attempts}
     return [
@@ -410,12 +410,12 @@ def _left_over(snapshot: Snapshot) -> list[Instruction]:
 
 
 def steps_to_aggregate(snapshot: Snapshot) -> list[Aggregate]:
-    """Return the closed steps whose summary may lack what an earlier coordinator did not add."""
+    """Return the closed steps whose summary an earlier coordinator possibly left incomplete."""
     ended = {row["attempt_id"] for row in snapshot.attempts if row["ended_wall"] is not None}
-    # Of a live attempt the snapshot has the payloads of its last steps, read or not.
+    # The snapshot has the payloads of a live attempt's last steps, read or not.
     unread = (row for row in snapshot.payloads if row["state"] == ANNOUNCED)
     pending = {(row["attempt_id"], row["step"]) for row in unread}
-    # A step that closed lately may wait for rollouts, of which only its coordinator knew.
+    # A step that closed lately may wait for rollouts that only its coordinator knew.
     late = [
         (row["attempt_id"], row["step"])
         for row in snapshot.steps

@@ -26,10 +26,10 @@ from stagescope_wire.errors import CatalogueUnavailable, NotReady
 from stagescope_wire.schema import FINISH
 
 _LEAVE_SECONDS: Final = 10.0
-"""Seconds without contact after which a process that was requested to leave counts as gone."""
+"""Seconds without contact until a process that was requested to leave counts as gone."""
 _MAX_NAMED: Final = 20
 _NOT_ARRIVED: Final = ("event", "payload", "scalar")
-"""Kinds of losses that are of what a process handed over."""
+"""Kinds of lost data that a process had handed over."""
 
 
 class Drained(Row):
@@ -64,10 +64,10 @@ class Draining:
 
     Args:
         runner: carries out instructions.
-        commits: wakes who waits for payloads.
-        catalogue: knows what will never arrive.
-        load: by how much processes wait longer than usual.
-        clock: of the service.
+        commits: wakes the calls that wait for payloads.
+        catalogue: knows the lost data.
+        load: how much longer than usual processes wait.
+        clock: the service's clock.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Draining:
     async def drain(
         self, run: str | None, timeout: float, attempt_key: str | None = None
     ) -> Drained:
-        """Wait until no payload of a run (None: of any run) is pending.
+        """Wait until no payload of a run, or of any run (None), is pending.
 
-        With an attempt key, the training of that start is over: each of its processes is requested
+        With an attempt key, the training of that start is over. Each of its processes is requested
         to leave, and does so once it has sent everything.
         """
         deadline = self._mono() + timeout
@@ -114,7 +114,7 @@ class Draining:
         return answer
 
     async def _lost(self, run: str | None, attempt_key: str | None) -> list[str]:
-        """Return what will never arrive of a start; without a key, of the run's newest attempt.
+        """Return the lost data of a start; without a key, the run's newest attempt.
 
         Raises:
             NotReady: the catalogue cannot be read now.
@@ -187,7 +187,7 @@ class Draining:
         return present
 
     def _does_not_answer(self, process: Process) -> bool:
-        """Return whether a process ended unanswered: Ray ends actors with their last handle."""
+        """Return whether a process ended silently: Ray ends actors with their last handle."""
         request = self._requests.get(process.incarnation)
         patience = _LEAVE_SECONDS + self._load.pause
         quiet = self._wall() - process.last_contact > patience

@@ -1,4 +1,4 @@
-"""A firing with actions to take, and how its finding and its webhook tell it."""
+"""A firing with actions to take, and its form in its finding and its webhook."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _advice(act: Act) -> str:
 
 
 def _see(act: Act) -> list[Link]:
-    """Return links to what the rule says to look at."""
+    """Return the links of a rule's `see`."""
     template = act.rule.actions.finding
     return [Link.to_step(noun, act.row["step"]) for noun in (template.see if template else ())]
 
@@ -127,11 +127,11 @@ def finding_of(act: Act) -> list[Put]:
 
 
 def told_of(act: Act, done: FiredActions, page: str | None) -> Told:
-    """Return a firing as its webhook is told it.
+    """Return a firing in the form that its webhook receives.
 
     Args:
         act: the firing.
-        done: what was done already.
+        done: the outcomes of the actions so far.
         page: address of the service's page, None if it is unknown.
     """
     row = act.row

@@ -1,4 +1,4 @@
-"""A run whose newest steps are in memory: the rules in force are held against its next ones."""
+"""A run whose newest steps are in memory: the active rules check its next ones."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class FollowedRun:
         """Read the run's newest steps; return those to evaluate, in order.
 
         Each waits for its turn: a stored step may still lack a payload. The steps after `due`
-        were never evaluated, however many were stored while it waited; of those before it, a
-        coordinator that ended may have left the last `REACH`.
+        were never evaluated, however many were stored while it waited. A coordinator that ended may
+        also have left the last `REACH` steps before it.
         """
         places = self._reader.steps(HISTORY + REACH)
         turn = places.index(due) if due in places else 0
@@ -146,7 +146,7 @@ class FollowedRun:
         return self._watch.evaluate(at, self._reader.values(facts), fires=fires)
 
     def forget(self) -> None:
-        """Drop what is known of the firings of steps that are never evaluated again."""
+        """Drop the firings of steps that are never evaluated again."""
         oldest = self._watch.reach
         if oldest is not None:
             self.acted = {(rule, at) for rule, at in self.acted if at >= oldest}
@@ -161,7 +161,7 @@ class FollowedRun:
 
 
 def series_state(row: FiringRow) -> FiringRecord:
-    """Return which series a stored firing named, and whether its rule's actions followed."""
+    """Return the series that a stored firing named, and whether its rule's actions followed."""
     evidence = row["evidence"]
     return FiringRecord(unpack(evidence[NAMED]), acts=evidence.get("cools_since") is None)
 

@@ -1,8 +1,8 @@
 """Periodic checks for stuck ranks and for unresponsive processes.
 
-A stuck rank makes a finding, which is over when the rank goes on; its stacks, and those of one rank
+A stuck rank makes a finding, which is over when the rank goes on. Its stacks, and those of one rank
 that is not stuck, are requested once. An unresponsive process makes a finding with the time of its
-last contact, which is over at its next contact; its watchdog's file is read on its node.
+last contact, which is over at its next contact. Its watchdog's file is read on its node.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from stagescope_wire.schema import Work
 
 KIND: Final = "stage_stuck"
 MAX_FINDINGS: Final = 64
-"""For one role and check; `GET /steps/{step}/stuck` lists all of them."""
+"""Most for one role and check; `GET /steps/{step}/stuck` lists all of them."""
 MAX_ASKED: Final = 8
-"""Stuck ranks of a role whose stacks one check requests, beside those of one that is not stuck."""
+"""Stuck ranks of a role whose stacks one check requests, besides those of one that is not stuck."""
 ANSWER_SECONDS: Final = 30.0
 
 
@@ -58,7 +58,7 @@ class HangWatch:
     """Finds hangs in the state; `check` is cheap and is called often.
 
     Args:
-        state: of the coordinator.
+        state: the coordinator's state.
         rules: decide when a rank is stuck.
         late_seconds: without contact for longer, a process that polls is late.
     """
@@ -143,7 +143,7 @@ class HangWatch:
         return self._state.watchdog(process, fields, work, wall)
 
     def _restarted_roles(self, attempt: Attempt) -> Collection[str]:
-        """Return the roles that a later attempt of the run has, too: they are not expected here."""
+        """Return the roles that a later attempt of the run also has: they are not expected here."""
         newest = self._state.registry.newest(attempt.run)
         if newest is None or newest is attempt:
             return ()
@@ -166,8 +166,8 @@ class HangWatch:
         stuck: set[_Key],
     ) -> list[Instruction]:
         out: list[Instruction] = []
-        # What ranks said while nobody could be heard (the disk was full, the service restarted) is
-        # still on its way; one that does not speak again is unresponsive, not stuck.
+        # Events that ranks sent while the service could not receive (full disk, restart) are
+        # still on the way; a rank that stays silent is unresponsive, not stuck.
         is_news = wall - self._state.registry.listening_since > self._silence.seconds
         unheard = {(process.role, process.rank) for process in silent}
         for name, role in roles(attempt, {process.incarnation for process in silent}):
@@ -252,7 +252,7 @@ class HangWatch:
     def _end_silences(self, unheard: set[str], wall: float) -> list[Instruction]:
         """End the findings of processes that responded, left or were replaced.
 
-        Where all of a job fell silent together, nobody held up the others: those are taken back.
+        If all processes of a job fell silent together, none held up the others: those are deleted.
         """
         out: list[Instruction] = []
         for incarnation in self._silent.keys() - unheard:
@@ -304,7 +304,7 @@ def _silent_finding(
     elif reached is not None:
         step, stage, part = reached.step, reached.stage, str(reached.part)
     place = f"step {step}" if stage is None else f"{stage} of step {step}"
-    # What it did since its last report is not known: it may have ended the stage.
+    # Its work since its last report is unknown: it may have ended the stage.
     where = f"after {'the begin of ' if inside else ''}{place}"
     quiet = f"not heard for {max(wall - process.last_contact, 0.0):.0f} s"
     if began is not None and process.last_contact < began:

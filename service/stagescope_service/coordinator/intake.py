@@ -1,7 +1,7 @@
-"""Takes in batches of events and polls, and expires leases. No Ray in here.
+"""Receives batches of events and polls, and expires leases. No Ray in here.
 
 One event loop owns the state. A call changes it, has the rows committed, and answers after the
-commit; what rests on the rows is started by `Effects`.
+commit; `Effects` starts the work that depends on the rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _ReadBatch(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """What came of a batch, before the commit."""
+    """The result of a batch, before the commit."""
 
     batch: _ReadBatch
     instructions: list[Instruction]
@@ -88,21 +88,21 @@ class _Poll(NamedTuple):
 
 
 class Intake:
-    """Takes in what ranks report; used from one event loop.
+    """Receives what ranks report; used from one event loop.
 
     Args:
         runner: carries out instructions.
         commits: says what is on disk.
         payloads: has payloads read.
         requests: the active capture requests.
-        load: bounds what is taken in at a time.
-        draining: asks processes to leave.
+        load: limits how much is accepted at a time.
+        draining: requests processes to leave.
         hangs: finds stuck ranks.
         nodes: finds lost nodes.
         lost_nodes: returns the nodes that the cluster lost, and why each.
-        clock: of the service.
+        clock: the service's clock.
         coordinator: its name.
-        poll_seconds: after which a poll is answered without news.
+        poll_seconds: seconds until a poll without news ends.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Intake:
         self.coordinator = coordinator
         self.poll_seconds = poll_seconds
         self.events_taken = 0
-        """Events of batches taken in so far."""
+        """Events of accepted batches so far."""
         self._runner = runner
         self._commits = commits
         self._state = commits.state
@@ -143,7 +143,7 @@ class Intake:
         self._check: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Begin every lease now, when calls are answered: no poll could be received before."""
+        """Begin every lease now that calls can arrive: no poll could be received before."""
         self._last_expiry = self._mono()
         self._renew_all(self._last_expiry)
 
@@ -154,11 +154,11 @@ class Intake:
         events: Sequence[object],
         payloads: Mapping[int, object] | None = None,
     ) -> BatchAnswer:
-        """Take in a batch and answer once it is committed; a bad event is refused alone.
+        """Record a batch and answer once it is committed; a bad event is refused alone.
 
         Raises:
-            InvalidEvent: the sender cannot be read: then nothing of the batch is taken in.
-            NotReady: the catalogue cannot be written now, or too much waits; nothing was taken in.
+            InvalidEvent: the sender cannot be read: then nothing of the batch is recorded.
+            NotReady: the catalogue cannot be written now, or too much waits; nothing was recorded.
         """
         self._commits.check_ready()
         sender = Sender.parse(sender_wire)
@@ -168,7 +168,7 @@ class Intake:
         return await self._record(sender, events, payloads)
 
     async def _step_in_question(self, sender: Sender, events: Sequence[object]) -> int | None:
-        """Return the step with which a batch may begin a new start, its HELLO taken in."""
+        """Return the step with which a batch may begin a new start, after its HELLO is recorded."""
         step = self._starts.step_in_question(sender, events)
         if step is not None and not self._starts.is_known(sender.incarnation):
             hello = self._take(_ReadBatch(sender, hellos(events), {}), None)
@@ -204,9 +204,9 @@ class Intake:
         return await self._payloads.stored(sender.incarnation, asked)
 
     async def record_together(self, batches: Sequence[Batch]) -> RelayAnswer:
-        """Take in the batches of several ranks, each as `record` does and for itself.
+        """Record the batches of several ranks, each independently and like `record`.
 
-        The store writes them in one transaction. What `record` raises is an answer here.
+        The store writes them in one transaction. The errors that `record` raises are answers here.
 
         Args:
             batches: (sender, events, payloads) of each.
@@ -233,7 +233,7 @@ class Intake:
             return {"error": describe(error)}
 
     def not_ready(self, error: NotReady) -> NotReadyAnswer:
-        """Return what a rank is answered that is to make the same call again."""
+        """Return the answer that tells a rank to repeat its call."""
         answer: NotReadyAnswer = {"coordinator": self.coordinator, "not_ready": str(error)}
         if pause := self._load.pause:
             answer["pause"] = pause
@@ -322,7 +322,7 @@ class Intake:
         return answer
 
     async def _carry_out(self, instructions: Sequence[Instruction]) -> Sequence[RefusedWrite]:
-        """Carry out instructions, and change the plan by what they report of dumps."""
+        """Carry out instructions, and change the plan by the reported states of dumps."""
         mono, wall = self._mono(), self._wall()
         changes = [
             put
@@ -330,8 +330,8 @@ class Intake:
             if type(each) is DumpReported
             for put in self._requests.reported(each.row, mono, wall)
         ]
-        # A step that a rank missed may be agreed on again: then every rank is to hear of it. Both
-        # in one commit, for in between the capture would have ended as partial.
+        # A step that a rank missed may be agreed on again: then every rank must learn of it. Both
+        # in one commit, because in between the capture would have ended as partial.
         return await self._commit_with_plan(instructions, changes)
 
     def _refusal(self, sender: Sender, error: Exception) -> list[Instruction]:
@@ -364,8 +364,8 @@ class Intake:
         """Answer the polls of several ranks as soon as one of them has news, or its wait is over.
 
         Args:
-            polls: of the ranks that wait.
-            wait: seconds after which all that have no news are answered with None: they wait on.
+            polls: the polls of the ranks that wait.
+            wait: seconds until the polls without news get None: they wait on.
 
         Raises:
             NotReady: the catalogue cannot be written.
@@ -410,11 +410,11 @@ class Intake:
 
     @property
     def _wait_seconds(self) -> float:
-        # While too many calls come, each is to wait longer; news end the wait at once.
+        # While too many calls come, each must wait longer; news end the wait at once.
         return self.poll_seconds + self._load.pause
 
     async def _renew(self, polls: Sequence[_Poll], called_ago: Sequence[float]) -> None:
-        """Renew the leases of processes, each from when it called, seconds ago."""
+        """Renew the leases of processes, each from the time of its call, given in seconds ago."""
         out: list[Instruction] = []
         for poll, ago in zip(polls, called_ago, strict=True):
             incarnation = poll.sender.incarnation
@@ -455,7 +455,7 @@ class Intake:
         return answer
 
     def _key_without_own(self, incarnation: str) -> str | None:
-        """Return the key of the attempt of a process that has none of its own.
+        """Return the attempt's key for a process that has none of its own.
 
         None while it may still turn out to belong to a later attempt: its dumps lie by that key.
         """
@@ -465,7 +465,7 @@ class Intake:
         return self._state.registry.attempt_of(process).key
 
     def _acknowledge(self, incarnation: str, revision: int | None) -> list[Instruction]:
-        """Note the plan's revision that a process has in force; capture requests wait for it."""
+        """Note the plan's revision that a process uses; capture requests wait for it."""
         process = self._state.registry.processes.get(incarnation)
         if process is None or revision is None or process.plan_revision == revision:
             return []
@@ -479,10 +479,10 @@ class Intake:
 
     # --- leases -----------------------------------------------------------------------------
     async def expire(self) -> None:
-        """Expire the leases of processes that do not poll; to be called several times a lease.
+        """Expire the leases of processes that do not poll; call it several times a lease.
 
-        While the catalogue cannot be written, events arrive late, or this process was held up
-        itself, no poll could be received: then every lease begins anew, and no rank is stuck.
+        No poll can be received while the catalogue cannot be written, events arrive late, or this
+        process is held up itself. Then every lease begins again, and no rank is stuck.
         """
         now, wall = self._mono(), self._wall()
         held_up = now - self._last_expiry > self._state.lease_seconds / 2
@@ -506,7 +506,7 @@ class Intake:
 
     # --- capture requests -------------------------------------------------------------------
     def _check_requests_soon(self) -> None:
-        # Of a thousand ranks that acknowledge at once, each would have every request checked.
+        # If a thousand ranks acknowledge at once, each would have every request checked.
         if self._plan.entries and (self._check is None or self._check.done()):
             self._check = self._tasks.start(self._check_requests_later())
 

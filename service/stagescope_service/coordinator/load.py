@@ -2,7 +2,7 @@
 
 The number of accepted, uncommitted events is bounded. Beyond the bound a batch is pushed back: its
 sender keeps it, sends it again after a pause, and logs that. While events arrive late, every answer
-requests a pause, so that ranks send the same events in fewer calls: a call costs the coordinator
+requests a pause, so ranks send the same events in fewer calls. A call costs the coordinator
 many times as much as an event in it.
 """
 
@@ -69,7 +69,7 @@ class Load:
     Args:
         state: counts the live ranks.
         most_events: the bound on uncommitted events.
-        relay_ranks: from so many live ranks on they are to call through relays.
+        relay_ranks: from this number of live ranks on, ranks must call through relays.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class Load:
 
     @property
     def relays(self) -> bool:
-        """Whether ranks are to call through the relay of their node."""
+        """Whether ranks must call through the relay of their node."""
         return self._live_ranks >= self._relay_ranks
 
     @property
     def relay_nodes(self) -> Set[str]:
-        """The nodes that are to have a relay."""
+        """The nodes that must have a relay."""
         return self._nodes if self.relays else frozenset()
 
     @property
     def gather_seconds(self) -> float:
-        """Seconds for which a relay is to collect calls."""
+        """Seconds for which a relay must collect calls."""
         return min(len(self._nodes) / RELAY_CALLS_PER_SECOND, MAX_GATHER_SECONDS)
 
     def is_late(self, now: float) -> bool:
@@ -175,7 +175,7 @@ class Load:
         calls, ages = self._calls, self._ages
         self._calls, self._ages = 0, 0.0
         self._lag = ages / calls if calls else None
-        # Not for every batch: with many ranks that would cost the most.
+        # Not for every batch: with many ranks that would be the largest cost.
         live = [each for each in self._state.registry.processes.values() if each.live]
         self._live_ranks = len(live)
         self._nodes = {each.node_id for each in live if each.node_id is not None}
@@ -234,8 +234,8 @@ def resident_bytes() -> int | None:
 class Memory:
     """Returns freed memory to the system.
 
-    A pending call holds some 80 KiB of stack in Ray, and the allocator keeps freed memory: after
-    4 000 calls 434 MB were resident, which one trim reduced to 162 MB in 15 ms.
+    A pending call holds some 80 KiB of stack in Ray, and the allocator keeps freed memory. After
+    4 000 calls 434 MB were resident; one trim reduced them to 162 MB in 15 ms.
     """
 
     def __init__(self) -> None:

@@ -20,10 +20,10 @@ class NodeJobs:
     """Has ingestors read dumps and watchdogs' files; used from one event loop.
 
     Args:
-        runner: carries out what comes of it.
-        ingestors: of all nodes.
-        hangs: judges what a watchdog wrote.
-        clock: of the service.
+        runner: carries out the resulting instructions.
+        ingestors: the ingestors of all nodes.
+        hangs: judges the file of a watchdog.
+        clock: the service's clock.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class NodeJobs:
         )
 
     def start_building(self, instruction: BuildOperatorTable) -> None:
-        """Make a dump's operator table; once more after it if that is under way."""
+        """Make a dump's operator table; if that is under way, make it again afterwards."""
         if self._building.takes(instruction.key, instruction):
             self._runner.run(self._building.carry_out(instruction.key, instruction))
 

@@ -1,4 +1,4 @@
-"""Nodes that the Ray cluster lost, and what each took along, by attempt."""
+"""Nodes that the Ray cluster lost, and the processes lost with each, by attempt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stagescope_service.core.state import State
 from stagescope_wire.links import Link
 
 RECENT_SECONDS: Final = 120.0
-"""A process that stopped reporting longer before its node was lost had left by itself."""
+"""A process that stopped reporting longer before the loss of its node had left on its own."""
 _NAMED_RANKS: Final = 20
 
 
@@ -23,13 +23,13 @@ class NodeWatch:
     Ray knows of a lost node after about 15 seconds, a lease lapses after 45: either may be first.
 
     Args:
-        state: of the coordinator.
+        state: the coordinator's state.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._found: set[tuple[int, str]] = set()
-        """Attempts and nodes that have their finding."""
+        """Attempts and nodes that have a finding."""
 
     def check(self, lost: Mapping[str, str], wall: float) -> list[Instruction]:
         """Return the findings of lost nodes.

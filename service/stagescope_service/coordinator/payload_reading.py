@@ -1,4 +1,4 @@
-"""Has payloads read on their nodes: holds their refs meanwhile, and records how each ended."""
+"""Has payloads read on their nodes: holds their refs meanwhile, and records their outcomes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from stagescope_wire.keep import matching_selectors, read_keep
 logger = logging.getLogger(__name__)
 
 _ESSENTIAL: Final = frozenset({"payloads", "summaries"})
-"""Tables without whose rows a payload does not count as ingested."""
+"""Tables that must have a payload's rows before it counts as ingested."""
 
 
 class PayloadReading:
     """Has payloads read by ingestors; used from one event loop.
 
     Args:
-        runner: carries out what comes of a payload.
-        state: of the coordinator.
+        runner: carries out the instructions that follow from a payload.
+        state: the coordinator's state.
         catalogue: knows the payloads that the state has forgotten.
         plan: says what is kept of a payload.
-        ingestors: of all nodes.
-        retention: makes room for what is kept.
-        aggregator: hears of payloads that arrive late.
-        clock: of the service.
+        ingestors: the ingestors of all nodes.
+        retention: makes room for kept files.
+        aggregator: is told of payloads that arrive late.
+        clock: the service's clock.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PayloadReading:
                 self._payloads[instruction.key] = payload
 
     def start(self, instruction: Ingest) -> None:
-        """Have a payload read that is held."""
+        """Have a held payload read."""
         key = instruction.key
         payload = self._payloads.get(key)
         if payload is None:
@@ -131,7 +131,7 @@ class PayloadReading:
         rows: Sequence[Put] = (),
         **columns: object,
     ) -> None:
-        """Record the end of a payload, with the rows that came of it.
+        """Record the end of a payload, with the resulting rows.
 
         If the catalogue can never accept its statistics or its end, the payload ends as refused.
         """
@@ -145,7 +145,7 @@ class PayloadReading:
             await self._runner.carry_out(self._state.refuse(payload, reason, self._wall()))
 
     async def stored(self, incarnation: str, seqs: Collection[int]) -> SettledPayloads:
-        """Return what the catalogue knows of payloads of a process.
+        """Return the catalogue's entries about payloads of a process.
 
         Raises:
             NotReady: it cannot be read now.

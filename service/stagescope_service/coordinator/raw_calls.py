@@ -176,12 +176,12 @@ class RawCalls:
         """Hand a checked call to the state machine.
 
         Args:
-            sender: of the call.
-            event: of the call; its fields are `body`.
-            body: receives the occurrence where the call names none, and the payload.
-            fields: of the call.
-            payload: of the call.
-            stored: what the catalogue knows of it, if it was asked.
+            sender: the call's sender.
+            event: the call's event; its fields are `body`.
+            body: receives the occurrence if the call names none, and the payload.
+            fields: the call's fields.
+            payload: the call's payload.
+            stored: the catalogue's entry about it, if it was looked up.
 
         Returns:
             The sender, of the attempt that the call belongs to, and the instructions.
@@ -202,7 +202,7 @@ class RawCalls:
             work = Work.parse(body)
             body["occurrence"] = _occurrence(registry, sender.incarnation, work, kind, event.seq)
         if payload is not None:
-            # What a ref holds is not known before it is read.
+            # The content of a ref is unknown until it is read.
             names = [name for name, value in payload.items() if not _is_text(name, value)]
             body["payload"] = {"tensors": dict.fromkeys(names), "meta": {}}
         known = None if stored is None else stored.states.get(event.seq)
@@ -265,8 +265,8 @@ class RawCalls:
     def _starts_again(self, run: str, sender: Sender, work: Work) -> bool:
         """Return whether a BEGIN without an attempt key belongs to the run's next attempt.
 
-        The raw callers have finished before, and this is not a late call: a late call is of the
-        last step, and of a stage that the caller has not begun in it.
+        It does if the raw callers have finished and this call is not late. A late call belongs to
+        the last step, and to a stage that the caller has not begun in it.
         """
         attempt = self._state.registry.newest(run)
         if sender.attempt_key is not None or attempt is None or not attempt.over:
@@ -347,7 +347,7 @@ def _rank(fields: JsonObject) -> Json:
 
 
 def _named(fields: JsonObject) -> str:
-    """Return `role actr, rank 55`, of a call that names one or both."""
+    """Return `role actr, rank 55` for a call that names one or both."""
     return ", ".join(f"{n} {text(fields[n], 100)}" for n in ("role", "rank") if n in fields)
 
 

@@ -12,7 +12,7 @@ from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.schema import BEGIN, END, END_STEP, FINISH, LOG, WORK_FIELDS
 
 CALLS: Final = {BEGIN: "begin_stage", END: "end_stage", LOG: "log_scalars"}
-"""Kind of event -> the call's name, where it differs."""
+"""Kind of event -> the call's name, if it differs."""
 FIELDS: Final = ("run", "role", "rank", "attempt_key", "world_size", *WORK_FIELDS)
 """Fields of every call; `end_step` and `finish` have no others."""
 OWN_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -41,7 +41,7 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
 }  # fmt: skip
 """Names that trainers and other tools have for these fields."""
 _STEP: Final = re.compile(r"(?:.*[a-z\d]_)?(?:steps?|iter|iterations?)")
-"""`trainer_step`, `training_iteration`: of a call without a clock only the step can be meant."""
+"""`trainer_step`, `training_iteration`: in a call without a clock they can only mean the step."""
 
 
 def call_name(kind: str) -> str:

@@ -38,7 +38,7 @@ _STEPS: Final = 100
 _MAX_RUNS: Final = 100_000
 _MAX_FILES: Final = 100_000
 _COUNTS: Final = 3
-"""Counts at most until one has been made during which no payload was accounted for."""
+"""Most counts in a row, if payloads are accounted for during each of them."""
 _MAX_STAGES: Final = 1000
 _DAY: Final = 86_400.0
 _SLACK: Final = 50
@@ -76,9 +76,9 @@ class Retention:
 
     Args:
         catalogue: the store's reading side.
-        ingestors: of all nodes; a call raises `Unreachable` if the node is gone.
+        ingestors: the ingestors of all nodes; a call raises `Unreachable` if the node is gone.
         write: commits rows.
-        limits: of kept files.
+        limits: the limits of kept files.
         wall: Unix seconds of the service.
         mono: monotonic seconds.
     """
@@ -103,7 +103,7 @@ class Retention:
         self._bytes: Counter[str] | None = None
         self._counts = 0
         self._added: Counter[str] = Counter()
-        """Bytes that were added since the last count began, which it may have or not."""
+        """Bytes that were added since the last count began; it may include them or not."""
         self._reserved: Counter[str] = Counter()
         self._beside: OrderedDict[tuple[int, str], int] = OrderedDict()
         """Attempt and stage -> most bytes of a kept file beside the announced ones: its texts."""
@@ -224,8 +224,8 @@ class Retention:
     async def _count_again(self) -> None:
         """Count what may have been counted twice.
 
-        A count since a reservation has its rows or not, as they were committed before it or after
-        it. One that begins now has them, and those of all who wait for the lock.
+        A count since a reservation has its rows or not: they were committed before it or after
+        it. A count that begins now has them, and the rows of all that wait for the lock.
         """
         began = self._counts
         async with self._changing:
@@ -269,7 +269,7 @@ class Retention:
 
     # --- rows of the catalogue --------------------------------------------------------------
     async def remove_rows(self) -> None:
-        """Remove the rows of old steps; what a kill interrupts, the next call continues."""
+        """Remove the rows of old steps; the next call continues after an interruption."""
         async with self._removing:
             for run in await asyncio.to_thread(self._runs):
                 while steps := await asyncio.to_thread(self._removable, run):
@@ -284,17 +284,17 @@ class Retention:
         return [] if keep is None else self._catalogue.removable_steps(run, keep, limit=_STEPS)
 
     async def _remove_rows_of(self, row: RemovableStep) -> None:
-        """Remove a step's rows in small transactions, between which others have their turn."""
+        """Remove a step's rows in small transactions, so that others can write in between."""
         key = {"attempt_id": row["attempt_id"], "step": row["step"]}
         if row["rows_removed"] is None:
-            # From here on answers say so. What was not aggregated never will be.
+            # From here on answers say so. Steps that were not aggregated never will be.
             begun = {**key, "rows_removed": False, "summary_mark": row["parts_mark"]}
             await self._write([Put("steps", begun)])
         while await asyncio.to_thread(self._catalogue.has_removable_rows, *key.values()):
             began = self._mono()
             await self._write([RemoveRows(**key, limit=_ROWS)])
             await asyncio.sleep(min(1.0, max(0.0, self._mono() - began)))
-        # The last removal deletes the works to which its rows referred, too.
+        # The last removal also deletes the works that its rows referred to.
         done = Put("steps", {**key, "rows_removed": True})
         await self._write([RemoveRows(**key, limit=_ROWS), done])
 
@@ -338,7 +338,7 @@ class Retention:
     async def pin(self, attempt_id: int, step: int) -> PinAnswer:
         """Pin the payloads of a step on every node that has some.
 
-        Kept files of a pinned step stay by themselves; the answer counts them, too.
+        Kept files of a pinned step stay without that; the answer also counts them.
         """
         payloads, size, gone = 0, 0, 0
         reasons: list[str] = []
@@ -375,7 +375,7 @@ class Retention:
         return node in self._adopted
 
     async def adopt_once(self, node: str) -> None:
-        """Adopt a node unless that was begun; where it fails, `is_adopted` is false again."""
+        """Adopt a node unless that was begun; if it fails, `is_adopted` is false again."""
         if node in self._adopted:
             return
         self._adopted.add(node)

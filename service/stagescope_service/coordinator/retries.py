@@ -57,13 +57,13 @@ async def retried(
 class RetriedWork(Generic[Key, Job]):
     """Jobs of one kind, one at a time for each key; used from one event loop.
 
-    A job for a key whose work is under way runs after it; only the newest of several does.
+    A job for a key whose work is under way runs after it; only the newest such job does.
 
     Args:
-        name: of the kind, for the log.
+        name: the kind's name, for the log.
         work: runs a job; idempotent.
         failed: reports a final failure; called with the job, its last error and number of tries.
-        costly: errors of which the second is final, see `retried`.
+        costly: errors that are final the second time, see `retried`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RetriedWork(Generic[Key, Job]):
         return iter(self._due)
 
     def takes(self, key: Key, job: Job) -> bool:
-        """Record a job; return whether `carry_out` is to be called with it."""
+        """Record a job; return whether to call `carry_out` with it."""
         is_new = key not in self._due
         self._due[key] = None if is_new else job
         return is_new

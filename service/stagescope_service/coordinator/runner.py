@@ -1,4 +1,4 @@
-"""Carries out instructions: commits their rows, then starts the work that rests on them. No Ray.
+"""Carries out instructions: commits their rows, then starts the dependent work. No Ray.
 
 The work runs in the background: an ingestor reads a payload, a step is aggregated, a dump becomes
 an operator table. Its outcome is rows and further instructions, carried out the same way.
@@ -50,7 +50,7 @@ class Runner:
 
     Args:
         commits: commits the rows.
-        clock: of the service.
+        clock: the service's clock.
     """
 
     def __init__(self, commits: Commits, clock: Clock) -> None:

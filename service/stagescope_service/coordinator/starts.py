@@ -1,9 +1,9 @@
 """Lets a rank that started again wait until it is known whether all ranks did.
 
-Killed and started again within seconds, the ranks of a training report one after the other, and the
-ones before still seem to be live. The first batch of the first rank cannot tell a new start from a
-rank that is replaced alone. The HELLO of the others can, an event or a poll of one that goes on, or
-the end of its lease. Until then the rank is asked to send its batch again.
+If a training is killed and started again within seconds, its ranks report one after the other while
+the earlier ones still seem to be live. The first batch of the first rank cannot distinguish a new
+start from a rank that is replaced alone. The HELLOs of the others can, or an event or a poll of a
+rank that goes on, or the end of its lease. Until then the rank must send its batch again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from stagescope_wire.schema import BEGIN, END, FINISH, HELLO, WEIGHTS, Event, Se
 
 WAIT_SECONDS: Final = 5.0
 """How long a call waits at most: less than a sender waits for its answer. A batch waits as long
-where the ranks before do not poll."""
+if the ranks before do not poll."""
 PAUSE_SECONDS: Final = 0.3
-"""After which a rank is to send its batch again."""
+"""Seconds until a rank must send its batch again."""
 MOST_EVENTS: Final = 256
-"""A batch of so many waits for `WAIT_SECONDS` at most: more would wait behind it."""
+"""A batch of this many events waits for `WAIT_SECONDS` at most: more would wait behind it."""
 _LOOK_SECONDS: Final = 0.1
 _REMEMBERED: Final = 10_000
 
@@ -34,15 +34,15 @@ _BINDING: Final = frozenset({BEGIN, END, WEIGHTS})
 
 
 class Starts:
-    """Looks at the first batches of ranks that started again; used from one event loop."""
+    """Checks the first batches of ranks that started again; used from one event loop."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._tasks = BackgroundTasks()
         self._waits: dict[tuple[int, str], asyncio.Task[None]] = {}
-        """Attempt id, role -> the wait under way: what ends it ends it for all ranks of a role."""
+        """Attempt id, role -> the current wait; its end ends it for all ranks of the role."""
         self._since: dict[str, float] = {}
-        """Incarnation -> since when its batch is asked for again."""
+        """Incarnation -> since when its batch is requested again."""
         self._longest = state.lease_seconds + OVERLAP_SECONDS
 
     def step_in_question(self, sender: Sender, events: Sequence[object]) -> int | None:
@@ -69,7 +69,7 @@ class Starts:
         return process is not None and process.handshake is not None
 
     async def is_undecided(self, incarnation: str, step: int, events: Sequence[object]) -> bool:
-        """Wait until it is known to which start a process belongs, for `WAIT_SECONDS` at most.
+        """Wait until the start of a process is known, for `WAIT_SECONDS` at most.
 
         Its HELLO was handled before, and it begins `step`. Returns what `is_in_question` does.
         """
@@ -81,13 +81,13 @@ class Starts:
         return self.is_in_question(incarnation, step, events)
 
     def is_in_question(self, incarnation: str, step: int, events: Sequence[object]) -> bool:
-        """Return whether a batch is to come again, when it may be known to which start it belongs.
+        """Return whether the sender must repeat a batch later, when its start may be known.
 
         Args:
-            incarnation: of its sender, which begins `step` with it.
-            step: see there.
-            events: of the batch. One that takes leave, or is full, waits for `WAIT_SECONDS` at
-                most, each other one until the leases of the start before have ended.
+            incarnation: the batch's sender.
+            step: the step that the sender begins with the batch.
+            events: the batch's events. A batch that takes leave, or is full, waits `WAIT_SECONDS`
+                at most; any other one waits until the leases of the start before have ended.
         """
         now = asyncio.get_running_loop().time()
         process = self._state.registry.processes.get(incarnation)

@@ -33,7 +33,7 @@ from stagescope_wire.nonfinite import Json, JsonObject
 _TEST_SECONDS: Final = 8.0
 """Time limit of a test message: its caller waits for it."""
 _NEWEST: Final = 50
-"""Firings of a rule of which the newest that stands is told in a test message."""
+"""A test message tells the newest valid one among this many firings of a rule."""
 
 RequestCapture = Callable[[JsonObject, str], Awaitable[JsonObject]]
 """(spec, by) -> the capture; the function behind `POST /captures`."""
@@ -58,26 +58,26 @@ def gone_of(rows: Sequence[ArtifactRow], held: int) -> int:
     """Return the number of payloads that a ring has deleted.
 
     Args:
-        rows: of its payloads of a step, deleted ones included.
-        held: the number that it holds now, including some without a row yet.
+        rows: the rows of its payloads of a step, deleted ones included.
+        held: the number of payloads that it holds now, including some without a row yet.
     """
     deleted = sum(row["deleted_wall"] is not None for row in rows)
     return max(deleted, len(rows) - held)
 
 
 class WebhookTest(Row):
-    """What became of a test message to a rule's webhook."""
+    """The result of a test message to a rule's webhook."""
 
     rule: str
     """Name of the rule."""
     host: str
     """Host of the webhook."""
     format: Annotated[str, one_of("json", "slack", "feishu", "dingtalk", "wecom")]
-    """Of the message."""
+    """Format of the message."""
     delivered: bool
-    """Whether the other side took it."""
+    """Whether the other side accepted it."""
     answer: Annotated[str, Field(examples=["200, code 0: success", "404 no_service"])]
-    """What the other side answered; empty: nothing."""
+    """The other side's answer; empty: none."""
     reason: str
     """Why the message did not arrive; empty: it did."""
     run: Run | None
@@ -201,7 +201,7 @@ class Acting:
         return {"host": webhook.host, "delivered": not reason, "reason": reason}
 
     async def test_webhook(self, rule: Rule) -> WebhookTest:
-        """Tell the webhook of a rule of its newest firing, marked as a test, or of a made-up one.
+        """Send a rule's newest firing, or a made-up one, to its webhook, marked as a test.
 
         Raises:
             InvalidInput: the rule has no webhook.

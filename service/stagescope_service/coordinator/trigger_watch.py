@@ -1,4 +1,4 @@
-"""Triggers on the live service: the rules in force are evaluated for each step summary.
+"""Triggers on the live service: evaluates the active rules for each step summary.
 
 A firing is written with its finding before its actions are taken. The actions (pins, a webhook, a
 capture) are taken once for each rule and step, even if the step is aggregated again or the
@@ -46,13 +46,13 @@ _PAUSE: Final = 1.0
 
 
 class TriggerWatch:
-    """The rules in force, and their state; used from one event loop.
+    """The active rules, and their state; used from one event loop.
 
     Args:
         catalogue: the store's reading side.
         write: commits rows.
         acting: takes the actions of firings.
-        webhook_hosts: that rules may call; empty: any.
+        webhook_hosts: the hosts that rules may call; empty: any.
         wall: Unix seconds of the service.
     """
 
@@ -85,7 +85,7 @@ class TriggerWatch:
 
     # --- rules ----------------------------------------------------------------------------
     async def open(self, file: Path | None = None) -> None:
-        """Continue with the rules that were set last; `file` is in force until others are set.
+        """Continue with the rules that were set last; `file` is active until others are set.
 
         A file is read again if its content has changed. A file that cannot be read changes
         nothing, and makes an audit entry.
@@ -126,10 +126,10 @@ class TriggerWatch:
             await self._write([Put("audit", refused)])
 
     async def put(self, rules: Rules, *, by: str) -> int:
-        """Put rules in force for every step that closes from now on; return their revision.
+        """Activate rules for every step that closes from now on; return their revision.
 
         Raises:
-            InvalidPlan: a webhook is of a host that may not be called, or a capture is wrong.
+            InvalidPlan: a webhook's host is not allowed, or a capture is wrong.
         """
         async with self._lock:
             return await self._put(rules, by=by, source=SET)
@@ -159,10 +159,10 @@ class TriggerWatch:
         return revision
 
     async def test_webhook(self, name: str) -> WebhookTest:
-        """Send a test message to the webhook of a rule in force.
+        """Send a test message to the webhook of an active rule.
 
         Raises:
-            NotFound: no rule in force is called so.
+            NotFound: no active rule has this name.
             InvalidInput: it has no webhook.
         """
         async with self._lock:  # until the stored rules are read
@@ -180,8 +180,8 @@ class TriggerWatch:
     async def warn_non_finite(self, found: NonFiniteScalars) -> None:
         """Write the finding of a scalar that is not finite for the first time in its attempt.
 
-        Rules on it are held against its step when that closes; a training that asserts on a NaN
-        ends before. Never raises.
+        Rules check its step only when it closes; a training that asserts on a NaN ends before.
+        Never raises.
         """
         async with self._reading_found:  # in the order of arrival: the first occurrence is reported
             if found.attempt_id not in self._non_finite:
@@ -211,7 +211,7 @@ class TriggerWatch:
     async def aggregated(self, attempt_id: int, step: int) -> None:
         """Evaluate the rules for a step that was aggregated (again); never raises.
 
-        Steps of an attempt that come while others of it are evaluated wait, and are then evaluated
+        Steps of an attempt that arrive while others of it are evaluated wait. They are evaluated
         together: with a transaction for each, a service under load never caught up.
         """
         if (waiting := self._waiting.get(attempt_id)) is not None:
@@ -220,10 +220,10 @@ class TriggerWatch:
         self._waiting[attempt_id] = due = [step]
         acting = BackgroundTasks()
         while due:
-            steps = due[:REACH]  # as many as are found again where this fails
+            steps = due[:REACH]  # as many as are found again if this fails
             del due[:REACH]
             acts, rules = await self._evaluate_with_retries(attempt_id, steps)
-            # What a webhook or a node takes its time for delays no other step.
+            # A slow webhook or node delays no other step.
             self._taken |= {_id(act) for act in acts}
             for _, of_step in itertools.groupby(acts, lambda act: act.row["step"]):
                 acting.start(self._act([*of_step], rules))
@@ -321,7 +321,7 @@ class TriggerWatch:
                 taken["acted_wall"] = self._wall()
             rows += [Put("firings", {**act.row, **taken}), *finding_of(act)]
             if _finds_non_finite(act.rule):
-                # What was known while the step was open; the rule's finding names every rank.
+                # The state while the step was open; the rule's finding names every rank.
                 place = {"attempt_id": act.row["attempt_id"], "step": act.row["step"]}
                 rows.append(Delete("findings", {"kind": NON_FINITE_SCALARS, **place}))
         for rule, at in changes.withdrawn:

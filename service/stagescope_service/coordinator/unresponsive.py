@@ -11,16 +11,16 @@ from stagescope_service.core.instructions import ReadWatchdogs
 from stagescope_service.core.state import State
 
 READ_SECONDS: Final = 3600.0
-"""Seconds in which a late process's file is read: its watchdog writes it after minutes."""
+"""Seconds during which a late process's file is read: its watchdog writes it after minutes."""
 _UNANSWERED_SECONDS: Final = 90.0
-"""Those of one that polls and did not answer a request."""
+"""The same for a process that polls and did not answer a request."""
 _SPARSER: Final = 0.1
-"""Share of the time that a file was read in vain, after which it is read again."""
+"""A file that was read in vain is read again after this share of the time since then."""
 
 
 @dataclasses.dataclass
 class _Reading:
-    """Of one process's file."""
+    """The reading of one process's file."""
 
     since: float
     due: float
@@ -31,7 +31,7 @@ class UnresponsiveProcesses:
     """Decides which watchdog files to read.
 
     Args:
-        state: of the coordinator.
+        state: the coordinator's state.
         late_seconds: without contact for longer, a process that polls is late.
         min_seconds: seconds below which no process counts as unresponsive.
     """

@@ -1,4 +1,4 @@
-"""Calls webhooks, and reads whether the other side took the message."""
+"""Calls webhooks, and reads whether the other side accepted the message."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from stagescope_service.rules.webhooks import Webhook
 from stagescope_wire.proxies import unused_variable
 
 SECONDS: Final = 10.0
-"""Time limit of one try, from the connection to the end of what is read of the answer."""
+"""Time limit of one try, from the connection to the end of the reading of the answer."""
 MAX_ANSWER: Final = 64 * 1024
 """Bytes of an answer that are read."""
 _AT_ONE_TIME: Final = 4
 _CODES: Final = {"feishu": ("code", "StatusCode"), "dingtalk": ("errcode",), "wecom": ("errcode",)}
-"""Where a tool's answer, whose status is 200 in any case, says whether it took the message."""
+"""Fields of a tool's answer that say whether it accepted the message; its status is always 200."""
 _TEXTS: Final = {"feishu": "msg", "dingtalk": "errmsg", "wecom": "errmsg"}
 _TEMPORARY: Final = {"feishu": (11232,), "dingtalk": (-1, 130101), "wecom": (-1, 45009)}
-"""Codes that say: busy, or too many messages."""
+"""Codes that mean: busy, or too many messages."""
 _SLACK_ERROR: Final = re.compile(r"[a-z_]{1,60}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Delivery:
-    """What became of a message.
+    """The result of sending a message.
 
     Attributes:
-        answer: What the other side said; empty if nothing.
+        answer: The other side's answer; empty if none.
         reason: Why the message did not arrive; empty if it did.
         final: Whether another try is pointless.
     """
@@ -48,7 +48,7 @@ class Webhooks:
     """Calls webhooks; used from one event loop.
 
     Args:
-        hosts: that may be called; empty: any.
+        hosts: the hosts that may be called; empty: any.
         seconds: time limit of one try.
         pauses: seconds before each further try.
         wall: Unix seconds, for signatures.
@@ -69,9 +69,9 @@ class Webhooks:
         self._room = asyncio.Semaphore(_AT_ONE_TIME)
 
     async def call(self, webhook: Webhook, told: Told) -> str:
-        """Tell a webhook of a firing; return why it did not arrive, empty if it did.
+        """Send a firing to a webhook; return why it did not arrive, empty if it did.
 
-        It has arrived if the answer's status is 2xx and, of a chat tool, its body has no error.
+        It has arrived if the answer's status is 2xx and a chat tool's body has no error.
         Redirects are not followed: they would send the body to another host than the configured
         one. Client errors (4xx) other than 408 and 429 are not retried.
         """
@@ -141,7 +141,7 @@ def _unused_proxy(webhook: Webhook) -> str:
 
 
 def read_answer(webhook: Webhook, status: int, body: bytes) -> Delivery:
-    """Return what an answer says, without secrets of the webhook that it may repeat."""
+    """Return the text of an answer, without secrets of the webhook that it may repeat."""
     text = body.decode("utf-8", "replace")
     if webhook.format == "slack":
         # `ok`, or the name of an error, such as invalid_payload or no_service.

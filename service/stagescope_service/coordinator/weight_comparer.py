@@ -169,7 +169,7 @@ def judge(
 
 
 def rows_of(compared: ComparedVersion, processes: Sequence[ProcessColumns]) -> list[Put | Delete]:
-    """Return the rows of a verdict, which replace those of an earlier one."""
+    """Return the rows of a verdict, which replace the rows of an earlier one."""
     version_key = {"attempt_id": compared.attempt_id, "version": compared.version}
     return [
         _verdict(compared),
@@ -355,7 +355,7 @@ def device_of(
 logger = logging.getLogger(__name__)
 
 NOT_COMPARED = "weights_not_compared"
-"""A version of weights could not be compared; over with the next try that succeeds."""
+"""A version of weights could not be compared; the next try that succeeds ends this."""
 
 
 class WeightComparer:
@@ -376,7 +376,7 @@ class WeightComparer:
         )
 
     def takes(self, instruction: CompareWeights) -> bool:
-        """Record an instruction; return whether `compare` is to be called with it."""
+        """Record an instruction; return whether to call `compare` with it."""
         return self._comparing.takes(instruction, instruction)
 
     async def compare(self, instruction: CompareWeights) -> None:

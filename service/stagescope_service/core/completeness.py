@@ -17,7 +17,7 @@ UNKNOWN: Final = "unknown"
 NOT_BEGUN: Final = "not begun"
 
 Statuses = Mapping[tuple[str, str], Mapping[int, str | None]]
-"""(role, stage) -> rank -> what keeps it from having finished the stage; None where it has."""
+"""(role, stage) -> rank -> why it has not finished the stage; None: it has."""
 
 
 class Missing(NamedTuple):
@@ -49,7 +49,7 @@ def judge(
 ) -> Completeness:
     """Return the verdict on a step from the statuses of its stages' ranks.
 
-    The expected ranks of a stage are 0 ... world_size - 1 of its role, or, where the world size is
+    The expected ranks of a stage are 0 ... world_size - 1 of its role, or, if the world size is
     unknown, those of the attempt's last closed step. A stage that no rank began is not missing,
     unless `all_stages` is set: then the stages of the last closed step are expected, too.
 
@@ -79,7 +79,7 @@ def expect(
     """Return the expected ranks of each stage, and whether they are unknown for any stage."""
     before = before or {}
     stages = set(statuses) | (set(before) if all_stages else set())
-    # Of a step without any stage nothing is known.
+    # Nothing is known about a step without any stage.
     unknown = not stages
     expected: Participants = {}
     for role, stage in sorted(stages):

@@ -13,15 +13,15 @@ from stagescope_service.core.registry import Registry
 from stagescope_wire.schema import Work
 
 LONG_GONE_SECONDS: Final = 3600.0
-"""After which a lapsed process is not expected back: ranks run on while the service is down."""
+"""Seconds until a lapsed process is given up: ranks run on while the service is down."""
 
 
 def release(attempt: Attempt, wall: float) -> None:
-    """Give back the memory of processes that have been gone for long; the catalogue has the rest.
+    """Free the memory of processes that have been gone for long; the catalogue has the rest.
 
-    What tells a rank's next start from this one stays, and where it stopped while its attempt goes
-    on. Once all processes of an attempt are gone for long, its steps go as well. A process that
-    comes back all the same continues as one whose steps have left memory.
+    The data that distinguishes a rank's next start from this one stays. Where it stopped stays as
+    well, while its attempt goes on. Once all processes of an attempt are long gone, its steps go
+    too. A process that returns later continues as one whose steps have left memory.
     """
     is_over = attempt.over and not attempt.pending
     for process in attempt.processes.values():
@@ -51,8 +51,8 @@ def leave(
 ) -> list[Instruction]:
     """Mark a process as gone: it finished (`finished`) or its lease lapsed.
 
-    `wall` is the service's clock, `own` that of the process where it said so itself; `lost_nodes`
-    are those that the Ray cluster lost.
+    `wall` is the service's clock, `own` the process's clock if it reported its end itself. The Ray
+    cluster lost the nodes `lost_nodes`.
     """
     attempt = registry.attempt_of(process)
     steps.retire(attempt, process)
@@ -70,7 +70,7 @@ def leave(
         out += lose_unread(registry, process, wall, lost_nodes)
     out += steps.end_if_left(attempt) + steps.close_due(attempt, wall)
     out += steps.end_silence(attempt, wall)
-    # Of an earlier attempt, processes may have left memory.
+    # Processes of an earlier attempt may have left memory.
     if attempt is registry.newest(attempt.run):
         out += steps.note_never_came(attempt, wall)
     return out

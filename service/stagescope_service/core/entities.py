@@ -59,7 +59,7 @@ class Span:
     role: str
     rank: int
     work: Work
-    #: Of two spans of a process with one identity, the higher revision counts; see `spans`.
+    #: If two spans of a process have one identity, the higher revision counts; see `spans`.
     revision: int = 0
     status: str = OPEN
     begin_seq: int | None = None
@@ -83,7 +83,7 @@ class PendingPayload:
 
 @dataclasses.dataclass(slots=True)
 class Drops:
-    """Counts of what a process dropped; each of its reports counts once."""
+    """Counts of the items that a process dropped; each of its reports counts once."""
 
     events: int = 0
     payloads: int = 0
@@ -108,7 +108,7 @@ class Drops:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Handshake:
-    """What a process's HELLO reports about its start; the attempt takes it from there."""
+    """A process's report about its start (HELLO); the attempt reads it from here."""
 
     wall: float
     fingerprint: JsonObject | None = None
@@ -131,7 +131,7 @@ class Process:
     started: float
     raw: bool = False
     unkeyed: bool = False
-    #: What its launcher says of this start; a later start has another text.
+    #: Its launcher's text about this start; a later start has another one.
     launch: str | None = None
     #: It knows of no other rank of its role.
     is_single: bool = False
@@ -194,7 +194,7 @@ class Process:
     #: Spans that were marked as unfinished when it lapsed or finished.
     unfinished: dict[tuple[str, int], Span] = dataclasses.field(default_factory=dict)
     payloads: dict[PayloadKey, PendingPayload] = dataclasses.field(default_factory=dict)
-    #: Final states of its latest payloads, so that a repeated announcement is answered at once.
+    #: Final states of its latest payloads, so that a repeated announcement gets its answer at once.
     settled: dict[int, str] = dataclasses.field(default_factory=dict)
     #: The highest seq of its payloads, or -1: later ones are new. A raw caller, whose seqs have no
     #: order, has -1 if all its payloads came to this coordinator. None: only the catalogue knows.
@@ -288,7 +288,7 @@ class Attempt:
     config_of: tuple[int, RankAge] | None = None
     #: Number of values in the settings that the run is shown with.
     settings_size: int = 0
-    #: Processes of it may be in the catalogue alone: they came before this coordinator.
+    #: Some of its processes may be only in the catalogue: they came before this coordinator.
     has_past: bool = False
     processes: dict[str, Process] = dataclasses.field(default_factory=dict)
     by_rank: dict[tuple[str, int], list[Process]] = dataclasses.field(default_factory=dict)
@@ -400,7 +400,7 @@ class Attempt:
 
     @property
     def unheard_roles(self) -> set[str]:
-        """Roles that are expected to report and of which no rank has reported."""
+        """Return the expected roles without a rank that has reported."""
         return self.expected_roles - self.reporting_roles
 
     @property

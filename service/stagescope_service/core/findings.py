@@ -16,41 +16,41 @@ from stagescope_wire.links import Link
 from stagescope_wire.nonfinite import JsonObject
 
 NOT_KEPT: Final = "not_kept"
-"""Of an attempt: what is to be kept of payloads is not; over with the next file that is."""
+"""Parts of an attempt's payloads could not be kept; the next kept file ends this."""
 
 NOT_AGGREGATED: Final = "step_not_aggregated"
-"""Of a step: its summary could not be aggregated; over with the next try that succeeds."""
+"""A step's summary could not be aggregated; the next try that succeeds ends this."""
 
 NON_FINITE_SCALARS: Final = "non_finite_scalars"
-"""Of work without a step; of a step while it is open, until a rule on it fires."""
+"""Scalars without a step are not finite, or those of an open step until a rule on it fires."""
 
 BEGUN_AGAIN: Final = "step_begun_again"
-"""Of a rank's stage: its process began the step again within the attempt; both count."""
+"""A process began a stage of a step again within the attempt; both count."""
 
 ATTEMPT_BUNDLED: Final = "attempt_bundled"
-"""Of an attempt that died: where its last step lies as a bundle, or why there is none."""
+"""An attempt died: where the bundle of its last step is, or why there is none."""
 
 NODE_LOST: Final = "node_lost"
-"""Of an attempt: the Ray cluster lost a node on which ranks of it reported."""
+"""The Ray cluster lost a node on which ranks of the attempt reported."""
 
 REFUSED_CALL: Final = "refused_call"
-"""Of a raw call of which nothing was taken."""
+"""A raw call was refused as a whole."""
 
 REFUSED_EVENT: Final = "refused_event"
-"""Of an event of a batch that was not taken."""
+"""An event of a batch was refused."""
 
 REFUSED_ROW: Final = "refused_row"
-"""Of a row that the catalogue can never accept: it is left out, and the rest is stored."""
+"""The catalogue can never accept a row: it is left out, and the rest is stored."""
 
 STREAM_CHANGED: Final = "stream_changed"
-"""Of an attempt: what its payloads say of a log-prob stream is not the same in all of its steps."""
+"""An attempt's payloads do not describe a log-prob stream the same way in all steps."""
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 MAX_REASONS: Final = 20
-"""Messages of the refusals of one subject that are kept apart."""
+"""Most separate findings about the refusals of one subject, by message."""
 _SUBJECTS: Final = 10_000
-"""Subjects of refusals that are remembered."""
+"""Most subjects of refusals that are remembered."""
 _DIGITS: Final = re.compile(r"\d+")
 
 
@@ -64,7 +64,7 @@ class FindingWork(TypedDict, total=False):
 
 
 class FindingLocation(FindingWork, total=False):
-    """What a finding is about, and when it was seen."""
+    """The subject of a finding, and when it was seen."""
 
     run: Required[str | None]
     attempt_id: Required[int | None]
@@ -105,7 +105,7 @@ def by_message(put: Put) -> Put:
 
 
 class Refusals:
-    """Tells the refusals of one subject apart by their message, and counts each.
+    """Distinguishes the refusals of one subject by their message, and counts each.
 
     A subject (a kind, run, attempt, stage, role and rank) may be refused for several reasons.
     Messages that differ in digits alone are one. Beyond `MAX_REASONS` of a subject, the others are

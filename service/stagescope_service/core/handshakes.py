@@ -1,7 +1,7 @@
-"""What processes report of their starts (HELLO), and what their attempt takes from it.
+"""Reports of processes about their starts (HELLO), and how their attempt uses them.
 
-An attempt has the fingerprint of its lowest (role, rank) and its first incarnation, except for the
-configuration: the largest one counts, since a driver knows more of it than ranks.
+An attempt has the fingerprint of the first incarnation of its lowest (role, rank). Only the
+configuration may come from another process: the largest one, since a driver knows more than ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ RESTORED: Final[RankAge] = ("", -1, (0.0, ""))
 """Placeholder for the owner of a restored fingerprint: no later process replaces it."""
 
 VALUES_REMEMBERED: Final = 1000
-"""Reported values of which equal ones are kept in memory once."""
+"""Number of reported values in the cache that shares equal ones."""
 
 _STORED_ELSEWHERE: Final = ("layout", "settings", "fingerprint")
 """Fields of a HELLO that have columns of their own."""
 
 _FOR_READERS: Final = frozenset({"keep", "producers"})
-"""The settings that are mappings and that who reads a payload needs."""
+"""Settings that are mappings and that the reader of a payload needs."""
 
 
 def role_names(reported: object) -> frozenset[str]:
@@ -126,8 +126,8 @@ def adopt_handshake(attempt: Attempt, process: Process, *, is_newest: bool) -> l
     """Apply a process's handshake to its attempt; return the changed rows.
 
     Args:
-        attempt: of the process, which is certainly of it.
-        process: who reported.
+        attempt: the attempt that the process certainly belongs to.
+        process: the process that reported.
         is_newest: whether the attempt is its run's newest, whose settings are the run's.
     """
     if process.handshake is None:

@@ -1,11 +1,11 @@
 """Detects stuck ranks, which hold up the others of their role, from stage events alone.
 
-A rank is stuck if it has sent no event for longer than the slowest rank has ever taken in its
-present part of a stage, and the other ranks of its role are further, or all are in the same part. A
-rank whose process does not respond is stuck in any part; one that never reported, although steps
-closed without it, once the others are late in a part that none ended. A rank's position is the part
-that it entered last, or the gap after it. Ranks that wait for a stuck rank inside a stage are not
-stuck.
+A rank is late if it has sent no event for longer than the slowest rank ever took in its present
+part of a stage. A late rank is stuck if the other ranks of its role are further, or all are in the
+same part. A rank whose process does not respond is stuck in any part. A rank that never reported,
+although steps closed without it, is stuck once the others are late in a part that none ended. A
+rank's position is the part that it entered last, or the gap after it. Ranks that wait for a stuck
+rank inside a stage are not stuck.
 
 Pure functions: the coordinator applies them to its memory, the API to the catalogue. Times are
 seconds of one clock, durations seconds.
@@ -51,9 +51,9 @@ class StageTiming:
     first: float = math.inf
     """When the first rank began it."""
     last: float = -math.inf
-    """When the last of those who did began it."""
+    """When the last rank that began it did so."""
     longest: float | None = None
-    """How long the slowest of those who ended it took; None while nobody did."""
+    """Seconds that the slowest rank took to end it; None: no rank has ended it."""
 
     def begun(self, at: float) -> None:
         """Add the time at which a rank began."""
@@ -77,9 +77,9 @@ class StageHistory(NamedTuple):
     latest: Sequence[float] = ()
     """How long after the first rank the last one began."""
     ranks: Collection[int] | None = None
-    """Who took part when it was done last; None where it is new."""
+    """The ranks that took part when it was last done; None: it is new."""
     ever: Collection[int] = ()
-    """Who took part in any of the steps: a step closes without the ranks that are gone."""
+    """The ranks that took part in any of the steps: a step closes without ranks that are gone."""
 
 
 class RankPosition(NamedTuple):
@@ -92,7 +92,7 @@ class RankPosition(NamedTuple):
     inside: StageKey | None = None
     """The part that it is in; None between two."""
     frontier: float = -math.inf
-    """When the first rank began what this one has begun last: nothing before is awaited of it."""
+    """When the first rank began the part that this one began last: it owes no earlier part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,15 +100,15 @@ class Role:
     """The state of a role of an attempt in its open steps."""
 
     positions: Mapping[int, RankPosition]
-    """Of the ranks that are expected."""
+    """The positions of the expected ranks."""
     timings: Mapping[StageKey, StageTiming]
-    """Of the open steps."""
+    """The timings of the open steps."""
     begun: Callable[[StageKey], Collection[int]]
     """The ranks that began a part."""
     ended: Callable[[StageKey], Collection[int]]
     """The ranks that ended it."""
     history: Callable[[str], StageHistory]
-    """Of a stage."""
+    """Returns the history of a stage."""
 
 
 class Limit(NamedTuple):
@@ -116,7 +116,7 @@ class Limit(NamedTuple):
 
     seconds: float
     usual: float | None
-    """The median of the steps before; None where there is no history."""
+    """The median of the steps before; None: there is no history."""
     steps: int
     """Steps in the history; 0: judged by the lag behind the other ranks of this step."""
 
@@ -130,16 +130,16 @@ class Stuck(NamedTuple):
     """NOT_BEGUN or NOT_ENDED."""
     process: str
     since: float
-    """Since when: its last word, or later, when the first rank began what it has not."""
+    """Time of its last event, or later: when the first rank began what it has not begun."""
     seconds: float
-    """How long that is."""
+    """Seconds since then."""
     limit: Limit
     begun: int
     """Ranks that began the part."""
     ended: int
     """Ranks that ended it."""
     whole_role: bool
-    """Every rank of the role is inside: nobody waits for another one of it."""
+    """Every rank of the role is inside: none waits for another."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class StuckRules:
 def judge(role: Role, now: float, rules: StuckRules) -> list[Stuck]:
     """Return the stuck ranks of a role, by rank.
 
-    A role without a live process has none: what a lost job left open is lost, not stuck.
+    A role without a live process has none: the open parts of a lost job are lost, not stuck.
     """
     if not any(position.process in (LIVE, SILENT) for position in role.positions.values()):
         return []
@@ -241,7 +241,7 @@ class _Judgement:
         return self._stuck(rank, key, NOT_BEGUN, since, limit)
 
     def _absent(self, rank: int) -> Stuck | None:
-        """Return what a rank holds up that never reported, though earlier steps closed without it.
+        """Return the part that a never-seen rank holds up, though earlier steps closed without it.
 
         It may be meant not to report, so it is not awaited before the others are late themselves.
         """

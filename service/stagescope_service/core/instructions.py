@@ -69,7 +69,7 @@ class IngestJob(PayloadJob):
     attempt_key: str
     layout: NotRequired[JsonObject]
     settings: NotRequired[JsonObject]
-    """Of the run, as `init` was given them."""
+    """The run's settings, as passed to `init`."""
     scalars: NotRequired[Mapping[str, float]]
     bytes: NotRequired[int | None]
     """As announced."""
@@ -167,12 +167,12 @@ class Rejudge(NamedTuple):
 
 
 class NonFiniteScalars(NamedTuple):
-    """Scalars of an open step are NaN or infinite; rules are held against it when it closes."""
+    """Scalars of an open step are NaN or infinite; rules check them when it closes."""
 
     attempt_id: int
     names: frozenset[str]
     finding: Put
-    """Says so; it is written where a rule on it is in force and it is news."""
+    """The finding to write if it is new and an active rule covers it."""
 
 
 class CompareWeights(NamedTuple):

@@ -1,7 +1,7 @@
-"""Announces the dumps from which operator tables are built: complete and truncated ones.
+"""Announces the dumps that need an operator table: complete and truncated ones.
 
-An announcement is a row of `operators` with a mark, committed with its cause; the outcome carries
-the mark of its announcement. Where the two differ after a crash, the table is built again.
+An announcement is a row of `operators` with a mark, committed with its cause. The outcome carries
+the mark of its announcement. If the two differ after a crash, the table is built again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stagescope_wire.schema import Event, Part, Work
 ARMED: Final = "armed"
 TRUNCATED: Final = "truncated"
 BUILT: Final = ("complete", "empty", TRUNCATED)
-"""States in which a dump lies on the disk: whole, without a call, or as far as it came."""
+"""States in which a dump lies on the disk: whole, without a call, or cut off."""
 
 TABLE_WRITTEN, REFUSED, UNREACHABLE = "digested", "refused", "unreachable"
 """How an announced dump ends."""
@@ -44,11 +44,11 @@ def follow(
     """Apply the state that a DUMP event reports of its dump.
 
     Args:
-        attempt, process: of the dump.
+        attempt, process: the dump's attempt and process.
         event: the event.
         work: the captured work.
         row: the row of `dumps`.
-        state: of the dump; None if a later event has set it already.
+        state: the dump's state; None if a later event has set it already.
     """
     if state is None:
         return []

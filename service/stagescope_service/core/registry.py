@@ -1,16 +1,16 @@
 """Runs, attempts and processes: assigns each process to the attempt of a run.
 
 An unknown attempt key opens the next attempt; a known key always selects its own, however late.
-Processes that share a key may still be of several starts: ranks that are recreated under one driver
-keep their job, a loop in a shell script keeps its environment. A new incarnation of a trainer's
-rank opens an attempt, too, where
+Processes of several starts may share a key: ranks recreated under one driver keep their job, and a
+loop in a shell script keeps its environment. So a new incarnation of a trainer's rank also opens an
+attempt if
 
 * it begins at or before the last closed step,
 * its launcher started it again, or with another number of ranks, or
 * every rank that is live has a new incarnation that has not begun a step yet.
 
-A rank that is replaced alone stays in its attempt, and so does one beside which others go on: its
-older incarnation, or another role. Rather is a restart missed than one invented.
+A rank that is replaced alone stays in its attempt. A rank also stays if others go on beside it: its
+older incarnation, or another role. It is better to miss a restart than to invent one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UNKEYED: Final = "unkeyed"
 ROLLOUT: Final = "rollout"
 """The role whose processes may serve several starts, and whose steps overlap."""
 LEADING: Final = "actor"
-"""The role whose start is that of the training; the others may be started again beside it."""
+"""The role whose start is the training's start; other roles may restart beside it."""
 RESTART_MARK: Final = "~"
 """Joins a key and a count where one key covers several starts."""
 
@@ -51,10 +51,10 @@ REFRESH: Final = 5.0
 """Seconds after which a process's row says again when it was last heard."""
 
 OVERLAP_SECONDS: Final = 5.0
-"""For how long the processes of one start may live on beside those of the next."""
+"""Seconds that the processes of one start may live on beside the next start's."""
 
 GONE_REMEMBERED: Final = 100_000
-"""Processes of earlier attempts of which the attempt alone stays in memory."""
+"""Number of processes of earlier attempts whose attempt id stays in memory."""
 
 
 def given_key(key: str) -> str:
@@ -335,11 +335,11 @@ class Registry:
         return None if _other_role_goes_on(self._left(process, older), process) else older
 
     def may_be_of_new_start(self, process: Process, step: int) -> bool:
-        """Return whether what others report next may show if a process begins an attempt.
+        """Return whether later reports may show if a process begins an attempt.
 
-        So it is of a rank that started again while others seem to be live: they may be silent
+        They may for a rank that started again while others seem to be live: those may be silent
         because they were killed as well. The HELLO of their next process shows that they started
-        again, an event of theirs that they go on.
+        again; an event of theirs shows that they go on.
         """
         attempt = self.attempt_of(process)
         if process.bound or process.raw or process.role == ROLLOUT:
@@ -359,10 +359,10 @@ class Registry:
         )
 
     def will_show(self, process: Process, step: int) -> bool:
-        """Return whether time shows to which start a process belongs that may begin an attempt.
+        """Return whether time shows which start a process belongs to that may begin an attempt.
 
         A live process of the start before polls: its next poll shows that it goes on, or the end of
-        its lease that it does not. What never polled (a spool) shows nothing by its silence.
+        its lease that it does not. If a process never polled (a spool), its silence shows nothing.
         """
         attempt = self.attempt_of(process)
         older = self._predecessor(attempt, process)
@@ -373,7 +373,7 @@ class Registry:
         return any(each.live and each.last_poll > 0.0 for each in before)
 
     def _predecessor(self, attempt: Attempt, process: Process) -> Process | None:
-        """Return a process of an earlier start: of the same rank, else of another size's rank 0."""
+        """Return this rank's process of an earlier start, else rank 0 of one of another size."""
         return self._older(attempt, process) or self._of_other_size(attempt, process)
 
     def may_have_other_size(self, attempt: Attempt, role: str, rank: int) -> bool:
@@ -387,7 +387,7 @@ class Registry:
     def _has_double(self, attempt: Attempt, process: Process) -> bool:
         """Return whether another process of the same role and rank lives beside this one.
 
-        Such have the default rank, because `init` was given none. The processes of two starts
+        Both have the default rank, because `init` was given none. The processes of two starts
         overlap for seconds at most, and the first had begun its work before the second existed.
         """
         others = attempt.by_rank.get((process.role, process.rank), ())
@@ -399,7 +399,7 @@ class Registry:
         )
 
     def _before(self, attempt: Attempt, process: Process, older: Process | None) -> Process | None:
-        """Return a process of the start before that of `process`, if it had one in this attempt."""
+        """Return a process of the previous start in this attempt, if there was one."""
         if older is not None:
             return older if older.bound or attempt.first_step is not None else None
         first = self._of_other_size(attempt, process)
@@ -455,7 +455,7 @@ class Registry:
     def _others(self, process: Process) -> list[Process]:
         """Return the processes of other ranks that a start of all of them would replace.
 
-        Rollouts are not among them, which may serve several starts, nor are ranks that the start of
+        Rollouts are left out (they may serve several starts), and ranks that the start of
         `process` does not have.
         """
         here = (process.role, process.rank)
@@ -495,13 +495,13 @@ class Registry:
     def _follows(self, attempt: Attempt, process: Process, older: Process | None) -> Process | None:
         """Return the incarnation that a process without a key replaces if its attempt is empty.
 
-        No key tells such starts apart. A process of the attempt counts as gone if it finished,
+        No key distinguishes such starts. A process of the attempt counts as gone if it finished,
         lapsed, has not been heard for `SILENT_SECONDS`, or has the rank of this one. This one's
         rank may be missing in the earlier start: it crashed before it reported.
         """
         now = process.last_contact
-        # Those of its own start too that said hello after it and began before: they stayed. The
-        # one that stayed last is looked at first, so that not each rank looks at all.
+        # Also those of its own start that said hello after it and began before: they stayed. The
+        # one that stayed last is checked first, so that not every rank checks all.
         stayed = None if attempt.stayed is None else attempt.processes.get(attempt.stayed)
         first = () if stayed is None else (stayed,)
         if any(
@@ -536,7 +536,7 @@ class Registry:
         return max(of_role, key=lambda each: each.last_contact, default=None)
 
     def _came_with(self, other: Process, process: Process, older: Process) -> bool:
-        """Return whether `other` belongs to the start of `process`, after that of `older`."""
+        """Return whether `other` belongs to the start of `process`, which follows `older`'s."""
         if other.bound or other.raw or other.worked or not other.live:
             return False
         if _began_after(other, older):
@@ -590,8 +590,8 @@ def _is_nearer(other: Process, process: Process, older: Process) -> bool:
 def _other_role_goes_on(left: Iterable[Process], process: Process) -> bool:
     """Return whether a process of another role certainly goes on beside the start of `process`.
 
-    What is known of a start is known of its own role. A role that helps the leading one may start
-    again at any time: silence of the others then proves nothing.
+    A start tells something about its own role only. A role that helps the leading one may start
+    again at any time, so the silence of other roles proves nothing.
     """
     others = [each for each in left if each.live and each.role != process.role]
     return any(process.role != LEADING or each.last_event > process.started for each in others)
@@ -605,10 +605,10 @@ def _last_sign(process: Process) -> float:
 
 
 def _last_report_columns(process: Process, ours: float) -> dict[str, Json]:
-    """Return when a process was heard last, `ours` on the service's clock, and its own clock.
+    """Return the columns of a process's last report and clock; `ours`: on the service's clock.
 
-    Of a sender of unknown offset it is stored as no later than it arrived. In memory it stays on
-    the sender's clock, as `started` with which it is compared.
+    If the sender's offset is unknown, the stored time is at most the time of arrival. In memory the
+    time stays on the sender's clock, because it is compared with `started`.
     """
     offset, error = process.clock
     last = process.last_wall if offset is not None else min(process.last_wall, ours)

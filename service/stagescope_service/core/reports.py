@@ -56,7 +56,7 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 NAMES_JUDGED: Final = 1000
-"""Stages of an attempt of which the names are judged; more are no names."""
+"""Number of stages of an attempt whose names are judged; further ones are no names."""
 
 _DUMP_COLUMNS: Final[Mapping[str, Callable[[object], Json]]] = {
     **dict.fromkeys(("path", "state", "task", "level", "error"), text),
@@ -377,7 +377,7 @@ def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Ins
 
 
 def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
-    """Update the state of a dump; of two reports of a column the later event counts.
+    """Update the state of a dump; if two events report a column, the later one counts.
 
     A dump that ended is announced for its operator table.
     """
@@ -472,11 +472,11 @@ def crash(attempt: Attempt, process: Process, event: Event) -> list[Instruction]
 
 _STOPPED: Final = "somebody stopped the training (Ctrl-C, for instance): nothing failed"
 _INTERRUPTIONS: Final = frozenset({"KeyboardInterrupt", "CancelledError"})
-"""Exceptions by which raw callers, which say no more, report an interruption."""
+"""Exceptions that mean an interruption; raw callers report nothing else about it."""
 
 
 def is_interruption(fields: JsonObject) -> bool:
-    """Return whether the exception in an event's fields means that somebody stopped the work."""
+    """Return whether the exception in an event's fields means that someone stopped the work."""
     return fields.get("interrupted") is True or fields.get("error_type") in _INTERRUPTIONS
 
 

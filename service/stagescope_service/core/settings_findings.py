@@ -80,9 +80,9 @@ def _problems(settings: JsonObject) -> Iterator[tuple[str, str]]:
 
 
 def _meant(name: str, *known: Collection[str]) -> str | None:
-    """Return the name of which `name` is a plural or looks like a misspelling.
+    """Return the known name that `name` is a plural or a likely misspelling of.
 
-    `known`: the names, those that are searched first in a collection of their own.
+    `known`: collections of names; the first one is searched first.
     """
     singular = name.removesuffix("s")
     found = (singular if singular in each else closest_by_words(name, each) for each in known)

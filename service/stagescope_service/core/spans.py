@@ -4,13 +4,13 @@ Every function changes only its arguments and returns the instructions that foll
 
 The key of a span in the catalogue is (incarnation, work key, revision). The revision is the
 sequence number of its BEGIN, which its END repeats (`begin_seq`). So both find their row in any
-order, even if the other is not in memory, and of two spans with one identity the later has the
-higher revision. Where the BEGIN is unknown (raw callers, whose calls have no order; an END without
-`begin_seq`), the span is searched in memory.
+order, even if the other is not in memory. If two spans have one identity, the later one has the
+higher revision. If the BEGIN is unknown, the span is searched in memory: raw callers' calls have no
+order, and an END may lack `begin_seq`.
 
-A new incarnation of a rank may split a stage into other parts than the older one. From the lowest
-part that the newer incarnation began, its spans count, and the older ones' spans of these and later
-parts are superseded. Earlier parts stay: the newer incarnation goes on where the older stopped.
+A new incarnation of a rank may split a stage into other parts than the older one. Its spans count
+from the lowest part that it began, and supersede the older ones' spans of these and later parts.
+Earlier parts stay: the newer incarnation goes on where the older stopped.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def begun_again(
             other
             for other, those in own.items()
             if any(first < each < last for each in those)
-            # A later step, or an earlier one to which it went back in between.
+            # A later step, or an earlier one that it went back to in between.
             if other > again or (other < again and min(those) < first)
         ]
         if after:
@@ -303,11 +303,11 @@ def note_end(
     """Record that a process ended a part; its begin may be known only from `fields`.
 
     Args:
-        step: of the part.
-        process: which ended it.
+        step: the part's step.
+        process: the process that ended it.
         span: the part.
-        at: of the service's clock, seconds.
-        fields: of the END.
+        at: seconds, by the service's clock.
+        fields: the END's fields.
         mono: its monotonic time, seconds; used for durations where possible.
     """
     begin_mono = number(fields.get("begin_mono"))
@@ -404,7 +404,7 @@ def _supersede(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
     ages = {name: _age(attempt, name) for name in holders}
     judged = [*step.spans[(span.incarnation, span.work.key)]]
     if holders[span.incarnation] == span.work.part:
-        # It may be the lowest part from which on its incarnation counts.
+        # It may be the lowest part that its incarnation counts from.
         judged += [
             each
             for each in step.ranks[(span.role, span.work.stage or "")][span.rank]

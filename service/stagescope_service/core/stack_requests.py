@@ -54,7 +54,7 @@ class RankRequest(Row):
     """A request to a process."""
 
     what: Annotated[str, Field(examples=["stacks"])]
-    """What is requested: `stacks`, or `finish` (send everything, then leave)."""
+    """The request: `stacks`, or `finish` (send everything, then leave)."""
     request_id: str
     """Id of the request, which the answer names."""
 
@@ -175,7 +175,7 @@ def choose(
     """Return the processes that can answer, and (role, rank, reason) of those that cannot.
 
     Args:
-        attempt: of the processes.
+        attempt: the attempt of the processes.
         role: only of this role; None for every role.
         ranks: only these; None for all.
 

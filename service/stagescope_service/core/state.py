@@ -1,7 +1,7 @@
 """The state machine: events in, instructions out.
 
-Pure: it reads no clock, no store and no Ray. `handle` accepts events in any order, any number of
-times, with any of them lost: every row has a natural key, so that a repetition writes the same row.
+Pure: it reads no clock, no store and no Ray. `handle` accepts events in any order and any number of
+times; any of them may be lost. Every row has a natural key, so a repetition writes the same row.
 Only `handle`, `settle`, `expire` and `restore` change the state, in one thread.
 """
 
@@ -69,7 +69,7 @@ class Arrival(NamedTuple):
     late: bool = False
     """It is of an attempt that has finished; a new process is created as gone."""
     wall: float | None = None
-    """When, by the service's clock; used for a sender whose clock offset is unknown."""
+    """When it arrived, by the service's clock; used if the sender's clock offset is unknown."""
     stored: str | None = None
     """The final state of the END's payload in the catalogue, if it is not in memory."""
 
@@ -104,7 +104,7 @@ class State:
         """Apply one event.
 
         Args:
-            sender: of the event.
+            sender: the event's sender.
             event: the event.
             now: the service's clock, seconds; only differences count.
             arrival: how it came.
@@ -116,7 +116,7 @@ class State:
         work = self.check(event)
         reported = weight_records.read(event, work) if event.kind == WEIGHTS else None
         lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
-        # What the service dates on its own is on its own clock: those of its senders differ.
+        # The service's own times are on its own clock: the clocks of its senders differ.
         ours = spans.on_our_clock(sender, event.wall, arrived)
         process, out = self.registry.process_for(sender, event, ours, lease, raw=raw, late=late)
         attempt = self.registry.attempt_of(process)
@@ -456,7 +456,7 @@ class State:
 
     # --- asking -----------------------------------------------------------------------------
     def pending(self, run: str | None) -> list[PayloadKey]:
-        """Return the unsettled payloads of a run (None: of every run)."""
+        """Return the unsettled payloads of a run, or of every run (None)."""
         return [
             key
             for process in self.registry.processes.values()

@@ -45,8 +45,8 @@ LEFT_BEHIND: Final = "left behind"
 """Closed with processes still in it: the others are too many steps ahead."""
 
 _LONG_VERDICT: Final = 200
-"""A verdict with more missing ranks is judged anew later, once for many events: with every event it
-would take time in the square of the ranks."""
+"""With more missing ranks a verdict is judged again later, once for many events. To judge it with
+every event would take time in the square of the ranks."""
 RANKS_SECONDS: Final = 30.0
 """How long after its start an attempt waits for the first event of each expected rank."""
 
@@ -278,10 +278,10 @@ def _note_absent_ranks(
 
 
 def end_silence(attempt: Attempt, wall: float) -> list[Instruction]:
-    """End the findings about roles, or ranks, that have reported since.
+    """End the findings about silent roles or ranks that have reported since.
 
-    Those of which a report of the attempt's first `RANKS_SECONDS` was only on its way, as that of a
-    short training may be when another rank ends it, are taken back.
+    In the attempt's first `RANKS_SECONDS` the findings are deleted instead. Their reports were only
+    on the way, as in a short training that another rank ends.
     """
     was_in_time = wall - attempt.opened_wall <= RANKS_SECONDS
     columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
@@ -350,7 +350,7 @@ def _update_top_verdict(attempt: Attempt) -> list[Instruction]:
 
 
 def _update_next_verdict(attempt: Attempt, step: Step) -> list[Instruction]:
-    """Update the verdict of the closed step after `step`: `step` decides whom it expects."""
+    """Update the verdict of the next closed step: `step` decides which ranks it expects."""
     closed = [number for number in attempt.steps if number > step.step]
     following = min((number for number in closed if number not in attempt.open), default=None)
     return [] if following is None else rejudge_number(attempt, following)

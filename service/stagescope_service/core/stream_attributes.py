@@ -1,4 +1,4 @@
-"""What payloads say of a log-prob stream: its dtype, producer, engine and sampling."""
+"""How payloads describe a log-prob stream: its dtype, producer, engine and sampling."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ StreamValues: TypeAlias = "dict[tuple[str, str], dict[str, list[Json]]]"
 def streams_of_payloads(
     rows: Iterable[PayloadRow], replaced: Collection[tuple[str, int | None]]
 ) -> StreamValues:
-    """Return what a step's payloads say of the streams that they hold.
+    """Return how a step's payloads describe the streams that they hold.
 
     Args:
-        rows: of the step's payloads.
-        replaced: (incarnation, seq) of those that later work replaced.
+        rows: the rows of the step's payloads.
+        replaced: (incarnation, seq) of payloads that later work replaced.
     """
     found: dict[tuple[str, str], dict[str, dict[str, Json]]] = {}
     for row in rows:

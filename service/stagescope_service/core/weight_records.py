@@ -123,7 +123,7 @@ def _shard(value: Json) -> Shard | str | None:
 def put(
     process: Process, event: Event, work: Work, reported: ReportedWeights, manifests: Manifests
 ) -> list[Put]:
-    """Return the row of a record, and that of its manifest if it is new."""
+    """Return the row of a record, and the row of its manifest if it is new."""
     known = [checksum is not None for checksum in reported.checksums]
     body = json.dumps([reported.tensors, known], separators=(",", ":")).encode()
     manifest = hashlib.blake2b(body, digest_size=16).hexdigest()

@@ -1,8 +1,8 @@
 """Comparison of weights: trainer with rollout by name, replicas with each other.
 
 Pure: records of one version in, verdicts out. A checksum is bit-exact: two tensors agree or differ,
-without a tolerance. What checksums cannot decide (another dtype or shape, a fused or quantised
-tensor, another shard) is `not comparable`, and never agrees.
+without a tolerance. Tensors that checksums cannot decide (another dtype or shape, fused, quantised,
+another shard) are `not comparable`, and never agree.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WeightTensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightRecord:
-    """What one rank recorded of its weights in one call."""
+    """The weights that one rank recorded in one call."""
 
     role: str
     rank: int
@@ -54,7 +54,7 @@ class WeightRecord:
     kind: str
     version: int
     step: int | None
-    #: Of two records of one rank the later counts.
+    #: If a rank has two records, the later one counts.
     order: tuple[float, str, int]
     tensors: Sequence[WeightTensor]
     checksums: Sequence[int | None]
@@ -78,11 +78,11 @@ class Comparison(NamedTuple):
     trainer_checksum: int | None
     rollout_checksum: int | None
     ranks: tuple[int, ...]
-    """Of the rollout where it differs from the trainer."""
+    """The rollout ranks that differ from the trainer."""
 
 
 class DivergingRank(NamedTuple):
-    """A rank whose weights differ from those of its replicas."""
+    """A rank whose weights differ from its replicas."""
 
     side: str
     role: str
@@ -103,7 +103,7 @@ class _Holding(NamedTuple):
 
 
 class _ReplicaGroup(NamedTuple):
-    """A weight of the ranks that are to hold the same of it."""
+    """A weight that its replicas must hold alike."""
 
     side: str
     role: str
@@ -115,7 +115,7 @@ class _ReplicaGroup(NamedTuple):
 
 
 class _SameRecord(NamedTuple):
-    """What ranks with identical records have in common."""
+    """A record that ranks have in common."""
 
     side: str
     role: str
@@ -141,8 +141,8 @@ def newest(records: Iterable[WeightRecord]) -> list[WeightRecord]:
 def odd_replicas(records: Sequence[WeightRecord]) -> list[DivergingRank]:
     """Compare the replicas of one side; return the diverging ranks.
 
-    These are the ranks whose value differs from that of the majority (more than half) of the
-    tensor's replicas; without a majority, all of them.
+    A rank diverges if its value differs from the majority (more than half) of the tensor's
+    replicas. Without a majority all of them diverge.
     """
     groups: dict[_ReplicaGroup, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for holding, side, role, kind in _alike(records):

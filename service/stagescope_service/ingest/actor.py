@@ -58,16 +58,16 @@ Caller: TypeAlias = str | None
 """The coordinator that waits for a call's answer; None: another process does."""
 
 _CALLS: Final = 20_000
-"""Pending calls of an ingestor: a new coordinator is heard beside all those of a dead one."""
+"""Most pending calls of an ingestor: enough for a new coordinator beside all of a dead one's."""
 _WITHOUT_QUEUE: Final = frozenset({"read_watchdogs", "kept_files", "describe_kept", "discard"})
-"""Methods that run beside the reading of payloads."""
+"""Methods that run in parallel with the reading of payloads."""
 _NICE: Final = 10
 _RETRY_SECONDS: Final = 2.0
 _READ_SECONDS: Final = 120.0
 _UNREACHABLE_SECONDS: Final = 60.0
 """How long a payload waits for a node that may be lost; Ray knows after about 15."""
 _UNAVAILABLE: Final = (exceptions.ActorUnavailableError, exceptions.ActorUnschedulableError)
-"""Its node does not answer, and: it is known to be lost."""
+"""The errors of a node that does not answer, and of a node that is known to be lost."""
 _GONE: Final = (
     exceptions.ObjectLostError,  # OwnerDiedError, ReferenceCountingAssertionError, ...
     exceptions.ObjectFetchTimedOutError,
@@ -114,8 +114,8 @@ class Ingestor:
     ) -> Outcome:
         """Read a payload and return its outcome.
 
-        It comes inside a tuple: Ray itself reads a ref that is an argument, before the call, and
-        without an end where its owner has died. Then this actor would answer nobody any more.
+        The payload comes inside a tuple. Ray itself would read a ref argument before the call, and
+        never end if the ref's owner has died. Then this actor would answer no other call.
         """
         size = job.get("bytes") or 0
         return await self._queue.run(caller, self._read, key, job, *payload, size=size)
@@ -154,7 +154,7 @@ class Ingestor:
     ) -> list[RolloutRows]:
         """Return the rows of these samples in payloads of this node's ring.
 
-        Another node's ingestor calls it, for a coordinator that may not have called here yet.
+        Another node's ingestor calls it, possibly before its coordinator has called here.
         """
         return await self._queue.run(None, self._worker.rollouts, sources, sample_ids)
 
@@ -285,7 +285,7 @@ class Ingestors:
         return self._handles.get(node)
 
     def handle_for(self, node: str) -> Any:
-        """Return the handle of a node's ingestor; a call to the cluster where it is not known."""
+        """Return the handle of a node's ingestor; if it is not known, ask the cluster."""
         handle = self._handles.get(node)
         if handle is None:
             options = {
@@ -312,7 +312,7 @@ class Ingestors:
     def place(self, node_id: str | None) -> str:
         """Return the node whose ingestor reads data that is recorded for a node.
 
-        It is the home node where the node is not alive, as of the newest list.
+        It is the home node if the newest list does not show the node as alive.
         """
         return node_id if node_id is not None and node_id in self.nodes.alive else self.home
 
@@ -326,7 +326,7 @@ class Ingestors:
 class RayIngestors(IngestorClient):
     """The ingestors of all nodes, over their actors.
 
-    What asks the cluster runs in a thread: while the GCS is away, such a call waits for it.
+    Queries to the cluster run in a thread: while the GCS is away, they wait for it.
     """
 
     def __init__(self, settings: Settings, coordinator: str) -> None:
@@ -429,7 +429,7 @@ class RayIngestors(IngestorClient):
         except exceptions.RayTaskError as error:
             if not isinstance(error.cause, Superseded):
                 raise
-        # What an earlier coordinator had sent before its end came after this one's introduction.
+        # An earlier coordinator's call, sent before its end, arrived after this one's introduction.
         self._serving.clear()
         handle = await self._handle(node_id)
         return await getattr(handle, method).remote(*arguments, caller=self._coordinator)
@@ -437,10 +437,10 @@ class RayIngestors(IngestorClient):
     async def ingest(
         self, node_id: str | None, key: PayloadKey, job: IngestJob, payload: object
     ) -> Outcome:
-        """Read a payload; once more where the ingestor died over it.
+        """Read a payload; try once more if the ingestor died over it.
 
         While its node cannot be reached, it is tried again until Ray knows whether the node is
-        lost: then the home node's ingestor learns what became of the payload.
+        lost. Then the home node's ingestor finds out what happened to the payload.
         """
         reason = ""
         deadline = time.monotonic() + _UNREACHABLE_SECONDS
@@ -448,7 +448,7 @@ class RayIngestors(IngestorClient):
         while tries < 2:
             try:
                 return await self._called(node_id, "ingest", key, job, (payload,))  # type: ignore[no-any-return]
-            # The payload is as it was, and its refs are held.
+            # The payload is unchanged, and its refs are held.
             except Unreachable as error:  # noqa: PERF203
                 reason = error.wrong
                 if time.monotonic() > deadline:

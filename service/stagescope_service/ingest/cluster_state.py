@@ -1,7 +1,7 @@
 """Whether the head of the Ray cluster answers, and which nodes it lists. No Ray in here.
 
 Actors run on when the head's GCS is gone: they answer each other and HTTP for about a minute, until
-Ray ends them. Where Redis is behind the GCS, a new one takes over meanwhile.
+Ray ends them. If the GCS is backed by Redis, a new one takes over meanwhile.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class HeadWatch:
     """Notes whether the calls to the head succeed; used from one event loop, except `check`.
 
     Args:
-        address: of the GCS, host:port.
+        address: address of the GCS, host:port.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
         self._since: float | None = None
-        """When the first of the calls began that have not been answered; monotonic seconds."""
+        """When the first unanswered call began; monotonic seconds."""
         self._reason = ""
 
     def check(self) -> None:
-        """Raise OSError where nothing listens: Ray itself would wait for a minute."""
+        """Raise OSError if nothing listens: Ray itself would wait for a minute."""
         host, _, port = self.address.rpartition(":")
         if port.isdecimal():
             at = (host.strip("[]"), int(port))
@@ -55,7 +55,7 @@ class HeadWatch:
         return is_news
 
     def problem(self, now: float) -> str:
-        """Return what is wrong with the head; "" while it answers.
+        """Return the problem of the head; "" while it answers.
 
         Args:
             now: the monotonic clock, seconds.
@@ -73,7 +73,7 @@ class HeadWatch:
 
 
 LIST_SECONDS: Final = 2.0
-"""Age from which the list is old."""
+"""Seconds after which the list is old."""
 _PLANNED_DEATHS: Final = (1, 4)
 """Ray's EXPECTED_TERMINATION and AUTOSCALER_DRAIN_IDLE."""
 
@@ -99,7 +99,7 @@ class NodeList:
         return time.monotonic() - self._looked > LIST_SECONDS
 
     def is_due_for(self, node_ids: Iterable[str | None]) -> bool:
-        """Return whether the list is to be read before something is asked about these nodes."""
+        """Return whether to read the list before a question about these nodes."""
         unknown = any(each is not None and each not in self.alive for each in node_ids)
         return self._is_doubtful or (unknown and self.is_due())
 

@@ -69,11 +69,11 @@ class IngestorClient(abc.ABC):
         return {}
 
     def cluster_problem(self) -> str:
-        """Return why the cluster does not answer; "" where it does."""
+        """Return why the cluster does not answer; "" if it does."""
         return ""
 
     def start_relays(self, nodes: Set[str]) -> None:  # noqa: B027 - in one process there are none
-        """Let the relays of these nodes run; to be called often."""
+        """Let the relays of these nodes run; call it often."""
 
     @abc.abstractmethod
     async def ingest(
@@ -111,7 +111,7 @@ class IngestorClient(abc.ABC):
     ) -> JoinAnswer | None:
         """Join a trainer's payload with rollouts; None as in `recompute`.
 
-        The rollouts of a gone node are where its ring was taken over, if anywhere.
+        The rollouts of a gone node are on the node that took its ring over, if one did.
         """
         sources = [
             each if each.node_id is None else each._replace(node_id=self.node_of(each.node_id))
@@ -184,13 +184,13 @@ class IngestWorker:
     """The work of one node's ingestor; one call at a time, except calls on files.
 
     Args:
-        node_id: of the node.
-        data_dir: of the service, on this node.
+        node_id: the node's id.
+        data_dir: the service's directory on this node.
         roots: directories whose files it may read.
-        ring_bytes: of the ring.
-        reserve_bytes: what it leaves free on the disk.
-        alive: returns the ids of the nodes that live; the rings of others are taken over. None:
-            no ring is.
+        ring_bytes: size of the ring.
+        reserve_bytes: bytes that it leaves free on the disk.
+        alive: returns the ids of the live nodes; the rings of others are taken over. None:
+            no ring is taken over.
     """
 
     def __init__(

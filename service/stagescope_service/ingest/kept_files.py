@@ -55,7 +55,7 @@ class Keeper:
 
     Args:
         data_dir: directory of the attempts' files.
-        node_id: of this node.
+        node_id: this node's id.
         reserve_bytes: left free on the disk for the catalogue and other programs.
     """
 

@@ -1,9 +1,9 @@
 """Values of a payload that are not finite under the mask, by tensor and kind, and their findings.
 
-Every stream is counted, whether or not another one stands beside it: a pair of streams counts its
+Every stream is counted, with or without another one beside it: a pair of streams counts its
 own two, `NonFiniteCounts` the others.
 
-Rows of one payload that repeat a sample of it count once: the last one.
+If rows of one payload repeat a sample, the last one counts.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _VALUES: Final = (
     "rewards", "advantages", "returns", "values", "entropy", "rollout_is_weights", "prob_ratio",
     "elementwise_loss",
 )  # fmt: skip
-"""Tensors besides the streams that a training needs to be finite."""
+"""Tensors besides the streams that must be finite for a training."""
 _EXPONENT: Final = 0x7F80
 """Bits of a bfloat16 that are all set where it is not finite."""
 
 
 class _Kinds(NamedTuple):
-    """How many values are of each kind."""
+    """Number of values of each kind."""
 
     nan: int
     posinf: int
@@ -65,7 +65,7 @@ class NonFiniteCounts:
     """Counts the values of a payload that are not finite under its mask.
 
     Args:
-        tensors: of a payload; without a mask nothing is counted, for padding may be anything.
+        tensors: the payload's tensors. Without a mask nothing is counted: padding may be anything.
     """
 
     def __init__(self, tensors: Mapping[str, WireTensor]) -> None:
@@ -83,20 +83,20 @@ class NonFiniteCounts:
         return 0 if self._on is None else int(self._on.sum())
 
     def add(self, summary: Summary, streams: Sequence[str] | None = None) -> None:
-        """Take the counts of streams from their summary, which leaves copies out."""
+        """Add the counts of streams from their summary, which leaves copies out."""
         found = non_finite(summary.total, *summary.pair)
         for stream in summary.pair if streams is None else streams:
             kinds = (int(found[f"nonfinite/{stream}_{kind}"]) for kind in _Kinds._fields)
             self._streams[stream] = _Kinds(*kinds)
 
     def of_streams(self) -> dict[str, int]:
-        """Return 'stream_kind' -> how many log-probs; only those over 0."""
+        """Return 'stream_kind' -> number of log-probs, if it is over 0."""
         own = {stream: self._of(name) for stream, name in STREAM_TENSORS.items()
                if stream not in self._streams}  # fmt: skip
         return _named({**own, **self._streams})
 
     def of_values(self) -> dict[str, int]:
-        """Return 'tensor_kind' -> how many values of the other tensors; only those over 0."""
+        """Return 'tensor_kind' -> number of values of the other tensors, if it is over 0."""
         return _named({name: self._of(name) for name in _VALUES})
 
     def _of(self, name: str) -> _Kinds:
@@ -113,13 +113,13 @@ class NonFiniteCounts:
         if self._on is not None and values.size == self._on.size:
             odd = odd[self._on[at]]
         elif values.size != self._rows:
-            return _Kinds(0, 0, 0)  # of other tokens: which of them count is not known
+            return _Kinds(0, 0, 0)  # values of other tokens: which of them count is unknown
         kinds = (np.isnan, np.isposinf, np.isneginf)
         return _Kinds(*(int(is_kind(odd).sum()) for is_kind in kinds))
 
     @property
     def _rows(self) -> int:
-        """How many rows the mask has."""
+        """Return the number of the mask's rows."""
         _, shape, _, offsets = self._tensors["response_mask"]
         if offsets is not None:
             return len(offsets) - 1
@@ -177,7 +177,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def location_of(job: PayloadJob) -> FindingLocation:
-    """Return what a finding about a payload is about."""
+    """Return the subject of a finding about a payload."""
     return {
         "run": job["run"],
         "attempt_id": job["attempt_id"],
@@ -198,7 +198,7 @@ class Once(NamedTuple):
     Attributes:
         summary: its `left_out` counts the tokens of rows that do not count.
         copies: the (row, first, last) of these tokens.
-        differing: samples of which such a row has other numbers, or another mask.
+        differing: samples with such a row whose numbers or mask differ.
     """
 
     summary: Summary
@@ -219,7 +219,7 @@ def summarise_once(
     Args:
         batch: its tokens.
         settings: the run's settings for the statistics.
-        key: of the payload.
+        key: the payload's key.
         skip: uint8 [tokens], 1 where a token counts elsewhere.
 
     Raises:

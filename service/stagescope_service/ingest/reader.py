@@ -158,8 +158,8 @@ class PayloadReader:
     ) -> Iterator[Summary]:
         """Yield the summary of current against old log-probs of a first mini-batch.
 
-        Where the current ones are all that is recorded, it is that of their sums. What is wrong
-        with one of the streams is a problem of another pair, or of none.
+        If only the current ones are recorded, it is the summary of their sums. Problems of one
+        stream belong to another pair, or to none.
         """
         pair = None
         if not (job["occurrence"] or job["epoch"] or job["minibatch"]):
@@ -286,7 +286,7 @@ def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator
 
 
 def _differing_rows(job: PayloadJob, samples: Sequence[str]) -> Put:
-    """Return the finding of samples that stand in several rows of a payload and differ there."""
+    """Return the finding of samples that are in several rows of a payload and differ there."""
     named = ", ".join(repr(sample[:60]) for sample in samples[:_NAMED])
     named += ", ..." if len(samples) > _NAMED else ""
     return finding(
@@ -302,7 +302,7 @@ def _differing_rows(job: PayloadJob, samples: Sequence[str]) -> Put:
 def statistics_settings(settings: object) -> StatisticsSettings:
     """Return the settings of a run that the statistics depend on.
 
-    Where verl has no such rollout_is or threshold, the weights are those without settings: the
+    If verl has no such rollout_is or threshold, the weights are computed without settings. The
     finding `refused_setting` says so, and no number is lost.
     """
     try:
@@ -358,7 +358,7 @@ _OF_PIECES: Final = POSITION_TENSORS | {"round_offset"}
 
 
 def sample_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
-    """Return the rows of a payload's samples; columns that it does not have are left out."""
+    """Return the rows of a payload's samples, without the columns that the payload lacks."""
     ids = payload.strings.get("sample_ids")
     if not ids:
         return
@@ -406,7 +406,7 @@ def _per_row(tensor: WireTensor | None, rows: int) -> npt.NDArray[Any] | None:
 
 
 def _token_hashes(payload: Payload, rows: int) -> list[tuple[str, int]] | None:
-    """Return (hash, count) of each row's model tokens, by which samples are paired across runs."""
+    """Return (hash, count) of each row's model tokens; samples are paired across runs by them."""
     responses = payload.tensors.get("responses")
     mask = payload.tensors.get("response_mask")
     if responses is None or mask is None or responses[2].size != mask[2].size:
@@ -420,7 +420,7 @@ def _token_hashes(payload: Payload, rows: int) -> list[tuple[str, int]] | None:
 
 
 def _round_counts(payload: Payload, rows: int) -> list[int] | None:
-    """Return the number of rounds of each row; None where rows may be pieces of samples."""
+    """Return the number of rounds of each row; None if rows may be pieces of samples."""
     mask, ids = payload.tensors.get("response_mask"), payload.tensors.get("round_ids")
     if mask is None or not _OF_PIECES.isdisjoint(payload.tensors):
         return None
@@ -443,7 +443,7 @@ def _round_counts(payload: Payload, rows: int) -> list[int] | None:
 
 
 def _row_offsets(payload: Payload, name: str, rows: int) -> npt.NDArray[np.int64] | None:
-    """Return int64 [rows + 1], where rows begin in a tensor; None where they are other rows."""
+    """Return int64 [rows + 1], where rows begin in a tensor; None if it has other rows."""
     _, shape, values, offsets = payload.tensors[name]
     packed = payload.tensors.get("cu_seqlens")
     if offsets is None and packed is not None and shape in ((values.size,), (1, values.size)):

@@ -50,7 +50,7 @@ _JOINED: Final = "joined_tensors"
 
 
 class Source(NamedTuple):
-    """A rollout's payload in some node's ring; `age` orders those of one sample."""
+    """A rollout's payload in some node's ring; `age` orders the rollouts of one sample."""
 
     node_id: str | None
     incarnation: str

@@ -1,9 +1,9 @@
 """Relays the calls of a node's ranks to the coordinator, many of them in one. No Ray in here.
 
 A call costs the coordinator many times as much as an event in it: 10 000 ranks that call it one by
-one bring it minutes behind. A relay keeps nothing. Each rank is answered what the coordinator
-answered for it, after the coordinator's commit; where that does not answer, the rank is told so and
-calls again.
+one bring it minutes behind. A relay keeps nothing. Each rank gets the coordinator's answer to its
+call, after the coordinator's commit. If the coordinator does not answer, the relay tells the rank,
+which calls again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from stagescope_service.background import BackgroundTasks
 from stagescope_wire.errors import StagescopeError, Unreachable
 
 GATHER_SECONDS: Final = 0.02
-"""How long calls are collected until the coordinator says how long: the more nodes, the longer."""
+"""How long calls are collected until the coordinator sets the time: the more nodes, the longer."""
 POLL_SECONDS: Final = 1.0
 """Longest wait of one poll for the whole node: a rank that begins to poll meanwhile waits for its
 end."""
 
 Answer = Mapping[str, object]
-"""What the coordinator answers one rank."""
+"""The coordinator's answer to one rank."""
 Batch = tuple[object, Sequence[object], Mapping[int, object] | None]
 """Sender, events and payloads, as a rank hands them to `record_events`."""
 
@@ -37,7 +37,7 @@ class RelayedPoll(TypedDict):
     wait: float
     """Seconds that are left of the rank's own wait."""
     called_ago: float | None
-    """Seconds since the rank called; None: the coordinator was told before."""
+    """Seconds since the rank called; None: the coordinator already knows."""
 
 
 class RelayAnswer(TypedDict):
@@ -46,7 +46,7 @@ class RelayAnswer(TypedDict):
     answers: Sequence[Mapping[str, object] | None]
     """One for each call, in their order; None: that poll waits on."""
     gather_seconds: float
-    """How long calls are to be collected."""
+    """How long calls must be collected."""
 
 
 class RelayTarget(Protocol):
@@ -109,10 +109,10 @@ class Relay:
     async def record(
         self, sender: object, events: Sequence[object], payloads: Mapping[int, object] | None
     ) -> Answer:
-        """Hand a batch on; returns the coordinator's answer, which follows its commit.
+        """Hand a batch on; return the coordinator's answer, which follows its commit.
 
         Raises:
-            StagescopeError: the call failed in the coordinator, as that of this rank alone would.
+            StagescopeError: the call failed in the coordinator, as it would for this rank alone.
         """
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._batches.append(_WaitingBatch((sender, events, payloads), answer))
@@ -123,10 +123,10 @@ class Relay:
     async def poll(
         self, sender: object, revision: int, unreceipted: Sequence[object], wait: float
     ) -> Answer:
-        """Hand a poll on; returns the coordinator's answer.
+        """Hand a poll on; return the coordinator's answer.
 
         Raises:
-            StagescopeError: as of `record`.
+            StagescopeError: as `record`.
         """
         poll = _WaitingPoll(sender, revision, unreceipted, time.monotonic() + wait)
         self._polls.append(poll)
@@ -134,7 +134,7 @@ class Relay:
             self._polling = self._tasks.start(self._send_polls())
         return _checked(await poll.answer)
 
-    # One call of each kind is under way at a time: what comes meanwhile goes with the next one.
+    # One call of each kind is under way at a time: calls that come meanwhile go with the next one.
     async def _send_batches(self) -> None:
         while self._batches:
             await asyncio.sleep(self._gather_seconds)

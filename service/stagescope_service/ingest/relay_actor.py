@@ -1,8 +1,8 @@
-"""The actor of a relay: one a node, where a service has many ranks.
+"""The actor of a relay: one a node, if a service has many ranks.
 
 Every rank looks it up, and so imports this file, which imports nothing of the service but `Relay`.
-It is no part of the ingestor: neither its computing nor its end for want of memory holds up the
-calls of ranks.
+It is not part of the ingestor, so the ingestor cannot hold up the calls of ranks, neither by
+computing nor by running out of memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CoordinatorActor:
 
 
 class RelayActor:
-    """Takes the calls of a node's ranks under the names of the coordinator's methods."""
+    """Receives the calls of a node's ranks under the names of the coordinator's methods."""
 
     def __init__(self) -> None:
         self._relay = Relay(CoordinatorActor())
@@ -78,7 +78,7 @@ class RelayActor:
 
 
 def start_relays(nodes: Iterable[str]) -> None:
-    """Create the relays of these nodes, where they are not there yet."""
+    """Create the relays of these nodes that do not exist yet."""
     for node in nodes:
         ray.remote(RelayActor).options(
             name=relay_name(node),

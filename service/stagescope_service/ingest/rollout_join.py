@@ -1,10 +1,10 @@
 """Joins two streams of the same samples from different processes. Arrays in and out.
 
 An engine records the rollout's log-probs of a sample in one row or several (a partial rollout
-continues under a later version); a trainer records rows, or context-parallel pieces of rows. Tokens
-are matched by sample and position if both sides have positions; else in the order of the model's
-tokens if both sides have equally many; else by position in the row. If both sides have token ids, a
-row whose ids differ is not aligned.
+continues under a later version). A trainer records rows, or context-parallel pieces of rows. Tokens
+are matched by sample and position if both sides have positions. Otherwise they are matched in the
+order of the model's tokens if both sides have equally many, else by position in the row. If both
+sides have token ids, a row whose ids differ is not aligned.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNALIGNED: Final = "other positions"
 OTHER_TOKENS: Final = "other tokens"
 CONTRADICTING: Final = "rollouts of one id that contradict each other"
 _RECOMPUTED: Final = 0.1
-"""Nats by which two records of one token's log-prob may differ."""
+"""Most nats between two records of one token's log-prob."""
 
 _ROLLOUT: Final = "rollout_log_probs"
 
@@ -45,8 +45,8 @@ class RolloutRows:
         placed: whether the payload has positions (or token_offset).
         q: [tokens] log-probs of `dtype` (bfloat16 as uint16).
         token_ids, versions: int64 [tokens], or None if not recorded.
-        age: higher is newer: of a repeated position the newest counts.
-        producer: of q, if the payload names it.
+        age: higher is newer; if a position is repeated, the newest counts.
+        producer: the producer of q, if the payload names it.
         incarnation: the process that recorded it.
         engines: the engine instance of each row; None: the process is one.
         version_names: the texts of versions that are texts.
@@ -162,7 +162,7 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
     """Add the rollout's stream to a trainer's batch.
 
     Args:
-        batch: of one stream (`stream_of`), with sample ids.
+        batch: a batch of one stream (`stream_of`), with sample ids.
         found: rows of the same samples, from any number of payloads.
         split: rows are context-parallel pieces: their tokens are not in the sample's order.
 
@@ -265,7 +265,7 @@ class _Rollout:
 
     @classmethod
     def from_rows(cls, found: Sequence[RolloutRows]) -> _Rollout:
-        """Merge payloads; of a repeated position the newest counts."""
+        """Merge payloads; if a position is repeated, the newest counts."""
         ordered = sorted(found, key=lambda rows: rows.age)
         codes = {s: i for i, s in enumerate(dict.fromkeys(s for r in ordered for s in r.samples))}
         code = _joined([_codes(rows, codes) for rows in ordered])

@@ -1,8 +1,8 @@
 """The work of an ingestor: one call at a time, within a memory limit, for the newest coordinator.
 
-When a coordinator dies, its calls stay in the queue of the ingestor, which survives. Nobody reads
-their answers, and the next coordinator hands over again what is still to be read. So the calls of
-an earlier coordinator are dropped as soon as the next one introduces itself.
+When a coordinator dies, its calls stay in the queue of the ingestor, which survives. No process
+reads their answers, and the next coordinator hands over again what is still to be read. So the
+calls of an earlier coordinator are dropped as soon as the next one introduces itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class WorkQueue:
     """Runs calls in one thread; used from one event loop.
 
     Args:
-        thread: of one worker. Two payloads at once would only alternate, and hold twice the memory.
-        most_bytes: of payloads that are admitted to the thread; a larger one is admitted alone.
+        thread: has one worker. Two payloads at once would only alternate, with twice the memory.
+        most_bytes: most bytes of admitted payloads; a larger payload is admitted alone.
     """
 
     def __init__(self, thread: concurrent.futures.ThreadPoolExecutor, most_bytes: int) -> None:
@@ -41,7 +41,7 @@ class WorkQueue:
         self._tasks = BackgroundTasks()
 
     def serve(self, coordinator: str) -> None:
-        """Drop the calls of other coordinators, those that wait and those that still arrive."""
+        """Drop the calls of other coordinators, both waiting and later ones."""
         self._coordinator = coordinator
         self._tasks.start(self._notify())
 
@@ -57,7 +57,7 @@ class WorkQueue:
         Args:
             caller: the coordinator that waits for the answer; None: it is not one.
             work: runs in the thread.
-            arguments: of `work`.
+            arguments: the arguments of `work`.
             size: bytes of the payload that the call reads.
 
         Raises:

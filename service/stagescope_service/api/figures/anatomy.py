@@ -36,14 +36,14 @@ AXES: Final[dict[By, str]] = {
     "engine": "engine instance that sampled the token",
 }
 UNKNOWN: Final = "unknown"
-"""Label of tokens of a round whose begin or end lies in another piece of the sample."""
+"""Label of tokens of a round that begins or ends in another piece of the sample."""
 LAST: Final = "last of the sample"
 UNIT: Final = "nat"
 
 
 @dataclasses.dataclass(frozen=True)
 class AnatomyInfo:
-    """What the figure shows."""
+    """The data of the figure."""
 
     run: str
     attempt: int
@@ -52,7 +52,7 @@ class AnatomyInfo:
     bins: tuple[AnatomyBin, ...]
     """In the order of the axis."""
     mean_abs: float | None
-    """Of all tokens of the step, nats."""
+    """Over all tokens of the step, nats."""
     left_out: int
     """Number of tokens under the mask that are in no bin."""
     comparability: Comparability | None
@@ -122,7 +122,7 @@ def _of_sums(label: str, sums: Sequence[float]) -> AnatomyBin:
 
 
 def label(by: By, key: int) -> str:
-    """Return what the tokens of a bin of a profile have in common."""
+    """Return the common property of the tokens of a profile's bin."""
     return {"probability": _probability, "lattice": _lattice}.get(by, _span)(key)
 
 

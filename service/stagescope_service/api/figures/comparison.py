@@ -48,13 +48,13 @@ class ComparisonInfo:
     panels: tuple[SidePanel, ...]
     note: str | None
     step: int | None = None
-    """The step whose tensors are compared; None: metrics are."""
+    """The step whose tensors are compared; None: metrics are compared."""
 
 
 def info(
     deps: Dependencies, a: str, b: str, metrics: Sequence[str], window: Window
 ) -> ComparisonInfo:
-    """Read the metrics of two attempts (`RUN@ATTEMPT`) or runs (`RUN`: what is in force of it).
+    """Read the metrics of two attempts (`RUN@ATTEMPT`) or runs (`RUN`: its current steps).
 
     Raises:
         NotFound: no such run, attempt or metric.
@@ -106,7 +106,7 @@ def newest_attempts(deps: Dependencies, run: str | None, step: int | None) -> tu
 
 _PANEL: Final = 170
 _DASHED: Final = 30
-"""Most steps of a line that is told apart by its dashes."""
+"""Most steps of a line that is distinguished by its dashes."""
 _GAP: Final = 34
 
 
@@ -119,7 +119,7 @@ def figure(found: ComparisonInfo) -> go.Figure:
     drawn = go.Figure()
     heights = [_PANEL] * len(found.panels)
     domains = style.panels(heights, gap=_GAP)
-    # Of a jagged line of many steps dashes leave no line: labels at the ends tell the sides apart.
+    # Dashes make a jagged line of many steps invisible: labels at the ends name the sides.
     is_long = max(len(line.steps) for line in lines) > _DASHED
     width = 1.1 if is_long else 1.6
     names = (f"A: {found.a}", f"B: {found.b}") if is_long else (found.a, found.b)
@@ -152,7 +152,7 @@ def figure(found: ComparisonInfo) -> go.Figure:
 
 
 def _label_ends(drawn: go.Figure, panel: SidePanel, axis: str) -> None:
-    """Write A and B beside the ends of their lines, apart where these are close."""
+    """Write A and B beside the ends of their lines, separated if these are close."""
     ends: list[tuple[float, int, str, str]] = []
     for name, colour, own in (("A", style.BLUE, panel.a), ("B", style.VERMILLION, panel.b)):
         known = [
@@ -179,7 +179,7 @@ def tensors_figure(report: Mapping[str, Any], at: int) -> tuple[go.Figure, str |
     """Return one of the figures of a comparison of tensors, and a sentence about them.
 
     Args:
-        report: as `POST /comparisons` answers.
+        report: the answer of `POST /comparisons`.
         at: index of the figure; 0 is the flow of data, then come tensors that differ.
     """
     pair = report["pairs"][0]

@@ -1,8 +1,8 @@
 """The trainer's log-probs against the rollout's, with the verdict on whether they compare.
 
-Of every step the moments of both streams, their worst tokens and the verdict are stored: they give
-the ellipse of the cloud, the line of regression and its outliers. Where the tensors are still
-there (kept, or in the ring) the cloud itself is counted.
+The catalogue has the moments of both streams, the worst tokens and the verdict of every step. They
+give the ellipse of the cloud, the line of regression and its outliers. The cloud itself is counted
+if the tensors still exist (kept, or in the ring).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stagescope_wire.render import counted
 
 BINS: Final = 96
 MAX_TOKENS: Final = 4_000_000
-"""Tokens that are counted for one figure; of a larger step some payloads are left out."""
+"""Most tokens that are counted for one figure; some payloads of a larger step are left out."""
 _LOWEST: Final = -25.0
 """Nats. Axes begin here at the lowest; tokens below are counted as outside."""
 
@@ -51,7 +51,7 @@ class WorstToken(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """Mean and deviation of both streams in nats, and how they go together."""
+    """Mean and deviation of both streams in nats, and their relation."""
 
     p_mean: float
     q_mean: float
@@ -59,7 +59,7 @@ class Moments:
     q_std: float
     correlation: float
     slope: float
-    """Of p on q: 1 where they differ by noise or by a constant alone."""
+    """Slope of the regression of p on q: 1 if they differ only by noise or by a constant."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Cloud:
     """Counts of tokens by (p, q)."""
 
     edges: tuple[float, ...]
-    """Of the bins of both axes, nats, ascending."""
+    """Edges of the bins of both axes, nats, ascending."""
     counts: tuple[tuple[int, ...], ...]
     """[p bin][q bin]."""
     tokens: int
@@ -77,7 +77,7 @@ class Cloud:
 
 @dataclasses.dataclass(frozen=True)
 class DensityInfo:
-    """What the figure shows."""
+    """The data of the figure."""
 
     run: str
     attempt: int
@@ -98,7 +98,7 @@ class DensityInfo:
 
 
 def info(deps: Dependencies, target: Target) -> DensityInfo:
-    """Read the moments of a step's streams, and count its tokens where they are still there."""
+    """Read the moments of a step's streams, and count its tokens if they still exist."""
     heading = (target.run, target.number, target.step_number)
     try:
         measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
@@ -151,7 +151,7 @@ def moments_of(cell: Cell) -> Moments | None:
 
 
 def _range(cell: Cell) -> tuple[float, float]:
-    """Return the range of both axes: from the lowest log-prob to 0, or to what lies above."""
+    """Return the range of both axes: from the lowest log-prob to 0, or to the highest one above."""
     if not cell.tokens:
         return _LOWEST, 0.0
     low = min(cell[Field.P_MIN], cell[Field.Q_MIN])
@@ -163,7 +163,7 @@ def _range(cell: Cell) -> tuple[float, float]:
 def _cloud(
     deps: Dependencies, target: Target, measured: MeasuredSummary, low: float, high: float
 ) -> tuple[Cloud | None, str | None]:
-    """Count the tokens of the payloads that count in the step; return also what is missing."""
+    """Count the tokens of the payloads that count in the step, and say what is missing."""
     wanted = set(measured.summary.counted)
     rows: dict[str, list[ArtifactRow]] = {}
     for row in payload_artifacts(deps, target, target.step_number):
@@ -212,7 +212,7 @@ def _streams(tensors: Mapping[str, WireTensor], pair: tuple[str, str]) -> tuple[
     """Return p and q of the tokens under the mask that are both finite.
 
     Raises:
-        InvalidTensor: a stream or the mask is not there.
+        InvalidTensor: a stream or the mask is missing.
     """
     batch = TokenBatch.from_tensors(tensors, pair=pair)
     chosen = batch.mask == batch.mask_one

@@ -29,7 +29,7 @@ Of = Literal["abs", "ratio"]
 
 QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 _LARGEST: Final = 700.0
-"""Nats: e^d of more is beyond what a float can hold."""
+"""Nats: beyond this, e^d does not fit into a float."""
 
 
 class Bar(NamedTuple):
@@ -42,7 +42,7 @@ class Bar(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DistributionInfo:
-    """What the figure shows."""
+    """The data of the figure."""
 
     run: str
     attempt: int
@@ -152,7 +152,7 @@ def _sides(cell: Cell) -> tuple[Bar, ...]:
 
 
 def figure(found: DistributionInfo) -> go.Figure:
-    """Draw the counts over an axis of powers of ten; tokens that are equal have a bar apart."""
+    """Draw the counts over an axis of powers of ten; equal tokens have a separate bar."""
     of_round = "" if found.round is None else f", round {found.round}"
     what = "|d|" if found.of == "abs" else "ratios of probabilities"
     title = f"Distribution of {what} in step {found.step}{of_round}"
@@ -259,7 +259,7 @@ def _draw(
 
 
 def _hover(tokens: int, unit: str = "", base: float = 0.0) -> Callable[[Bar], str]:
-    """Return what makes the text of a bar; `base` is what the axis leaves out of a value."""
+    """Return the function that makes a bar's text; the axis leaves `base` out of a value."""
 
     def text(bar: Bar) -> str:
         ends = style.number(bar.low + base), style.number(bar.high + base, unit)

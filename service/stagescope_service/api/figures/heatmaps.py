@@ -1,8 +1,8 @@
 """A number by rank and round, or by rank and step: a thousand ranks on one screen.
 
-Up to `MAX_ROWS` ranks have a row each, the largest value on top. Of more, the ranks that stand
-apart have rows of their own, and the others are folded along the parallel dimension that explains
-most of the differences between ranks.
+Up to `MAX_ROWS` ranks have a row each, the largest value on top. If there are more, the ranks that
+differ from the others have rows of their own. The others are folded along the parallel dimension
+that explains most of the differences between ranks.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ DEFAULT: Final[Metric] = "logprob_abs_diff/mean"
 TOKENS: Final = "counts/tokens"
 
 MAX_STEPS: Final = 200
-"""Steps that are drawn where no range is requested, the newest."""
+"""Most steps that are drawn if no range is requested: the newest."""
 _MAX_BYTES: Final = 96 << 20
-"""Of the numbers of ranks that are read for one figure; of more steps some are left out."""
+"""Most bytes of ranks' numbers that one figure reads; beyond, some steps are left out."""
 _MAX_LABELS: Final = 50
-"""Labels of rows, a row of which is 16 pixels high as long as there are no more."""
+"""Most labels of rows; up to this number of rows, a row is 16 pixels high."""
 
 
 class _Measure(NamedTuple):
-    """How a number is computed from cells [..., WIDTH], and what it is over several ranks."""
+    """How a number is computed from cells [..., WIDTH], and how it is folded over several ranks."""
 
     of_cells: Callable[[Float64], Float64]
     fold: Fold
@@ -93,7 +93,7 @@ _MEASURES: Final[Mapping[Metric, _Measure]] = {
 
 @dataclasses.dataclass(frozen=True)
 class HeatInfo:
-    """What a figure shows; the rows with the largest values are first."""
+    """The data of a figure; the rows with the largest values are first."""
 
     run: str
     attempt: int | None
@@ -139,7 +139,7 @@ def rounds_info(deps: Dependencies, target: Target, metric: Metric = DEFAULT) ->
 def _rounds_by_rank(
     deps: Dependencies, target: Target, measured: MeasuredSummary
 ) -> tuple[dict[RankKey, Slices], str | None]:
-    """Return the rounds of each rank's own tokens, and what they lack.
+    """Return the rounds of each rank's own tokens, and which numbers are missing.
 
     A rank's later passes over the same tokens do not count, as in its other numbers.
     """
@@ -184,7 +184,7 @@ def _rounds_by_rank(
 def steps_info(
     deps: Dependencies, run: str | None, attempt: int | None, window: Window, metric: Metric
 ) -> HeatInfo:
-    """Read a number by rank and step; by default of the newest `MAX_STEPS` steps in force."""
+    """Read a number by rank and step, by default in the newest `MAX_STEPS` current steps."""
     target = deps.finder.attempt(run, attempt)
     attempts = deps.catalogue.attempts(target.run)
     lineage = Lineage(attempts)
@@ -261,7 +261,7 @@ class _About(NamedTuple):
         return HeatInfo(*heading, (), (), 0, None, note)
 
     def of(self, grid: Grid, processes: Iterable[JsonObject], note: str | None) -> HeatInfo:
-        """Return the answer: sorted, and folded where there are too many ranks."""
+        """Return the answer: sorted, and folded if there are too many ranks."""
         layouts = {(row["role"], row["rank"]): row for row in processes}
         rows, folded_by, text = rows_of(grid, layouts)
         heading = (self.run, self.attempt, self.step, self.metric, self.unit)
@@ -287,7 +287,7 @@ def figure(found: HeatInfo) -> go.Figure:
         [[math.nan if v is None else v for v in row.values] for row in found.rows], np.float64
     )
     labels = [("▲ " if row.apart else "") + row.label for row in found.rows]
-    # By powers where one rank would leave the others a single colour.
+    # By powers if one rank would leave the others a single colour.
     is_log = style.spans_decades(known[~np.isnan(known)].tolist(), _WIDE)
     with np.errstate(invalid="ignore", divide="ignore"):
         shown = np.log10(known) if is_log else known
@@ -321,7 +321,7 @@ def figure(found: HeatInfo) -> go.Figure:
 
 
 def _labelled(rows: Sequence[HeatRow], labels: Sequence[str]) -> list[str]:
-    """Return the labels for which there is room; those that are apart always have one."""
+    """Return the labels that have room; ranks that differ always have a label."""
     every = -(-len(rows) // _MAX_LABELS)
     return [
         label

@@ -1,4 +1,4 @@
-"""What is drawn over steps: lines of numbers, and below them a row of marks for each kind."""
+"""Lines of numbers over steps, and below them a row of marks for each kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stagescope_service import figure_style as style
 from stagescope_wire.render import stretches
 
 _FEW: Final = 120
-"""Steps of a line whose points are drawn each."""
+"""Most steps of a line whose points are all drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class NotFinite(NamedTuple):
 
 
 def axis_of(unit: str, lines: Sequence[Line], domain: tuple[float, float]) -> dict[str, object]:
-    """Return the vertical axis of a panel: of powers of ten where its numbers span decades."""
+    """Return the vertical axis of a panel: logarithmic if its numbers span decades."""
     is_log = style.spans_decades([value for line in lines for value in line.values])
     return {
         "domain": domain,
@@ -85,7 +85,7 @@ class LineStyle(NamedTuple):
 def draw_line(drawn: go.Figure, line: Line, axis: str, unit: str, line_style: LineStyle) -> None:
     """Draw one line, thinned so that every spike stays.
 
-    Its traces have the same `uid` in every range of steps, by which a page adds new steps to them.
+    Its traces have the same `uid` in every range of steps, so a page can add new steps to them.
     """
     name, colour, dash, legend, width = line_style
     uid = trace_id(axis, name, line.attempt)

@@ -1,7 +1,7 @@
 """Prompts over steps: those whose samples differ more than their steps do, again and again.
 
-A prompt's ratio is the sum of |d| of its tokens over what they would have at the mean |d| of their
-steps, so that a step with a larger mismatch makes no prompt of it stand out.
+A prompt's ratio is the sum of |d| of its tokens over their sum at the mean |d| of their steps. So a
+step with a larger mismatch does not make its prompts stand out.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from stagescope_wire.errors import InvalidInput
 from stagescope_wire.render import counted, stretches
 
 MAX_STEPS: Final = 40
-"""Steps that are read, the newest of the range: each with its whole step summary."""
+"""Most steps that are read, the newest of the range: each with its whole step summary."""
 MAX_PROMPTS: Final = 20
 MIN_TOKENS: Final = 32
-"""Tokens of a prompt below which its mean is chance."""
+"""Least tokens of a prompt: with fewer, its mean is chance."""
 TWICE: Final = 2.0
 _TOKENS, _ABS_SUM = ROW.index("tokens"), ROW.index("d_abs_sum")
 _LABEL: Final = 24
@@ -48,7 +48,7 @@ class _Occurrence(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What was sampled for one prompt, over the steps that hold it."""
+    """The samples of one prompt, over the steps that hold it."""
 
     prompt_hash: str
     steps: tuple[int, ...]
@@ -57,14 +57,14 @@ class Prompt:
     mean_abs: float
     """Mean |d|, nats."""
     ratio: float
-    """Sum of |d| over what the tokens would have at the means of their steps."""
+    """Sum of |d|, divided by the sum that the tokens would have at the means of their steps."""
     above: int
     """Steps in which its mean |d| is at least twice the step's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OffendersInfo:
-    """What the figure shows."""
+    """The data of the figure."""
 
     run: str
     attempt: int | None
@@ -79,7 +79,7 @@ class OffendersInfo:
 
 
 def info(deps: Dependencies, run: str | None, attempt: int | None, window: Window) -> OffendersInfo:
-    """Read the samples of the newest `MAX_STEPS` steps in force of a range, by their prompts."""
+    """Read the samples of the newest `MAX_STEPS` current steps of a range, by their prompts."""
     target = deps.finder.attempt(run, attempt)
     steps: dict[int, int] = {}
     found: dict[str, list[_Occurrence]] = defaultdict(list)
@@ -107,7 +107,7 @@ def info(deps: Dependencies, run: str | None, attempt: int | None, window: Windo
 def _measured(
     deps: Dependencies, run: str, attempt: int | None, window: Window
 ) -> Iterator[tuple[int, int, dict[str, _Occurrence]]]:
-    """Yield the newest measured steps in force, each with its attempt_id and its prompts."""
+    """Yield the newest current steps that were measured, each with its attempt_id and prompts."""
     attempts = deps.catalogue.attempts(run)
     lineage = Lineage(attempts)
     ids = [int(row["attempt_id"]) for row in attempts if attempt in (None, row["number"])]

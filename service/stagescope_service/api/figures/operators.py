@@ -51,35 +51,35 @@ class OperatorPoint(NamedTuple):
     largest: float | None
     """The largest magnitude of its finite extremes; None: not known."""
     non_finite: str | None
-    """What of it is not finite; None: all is."""
+    """Which of its values are not finite; None: every value is finite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OperatorsInfo:
-    """What the figure shows."""
+    """The data of the figure."""
 
     run: str
     attempt: int
     step: int
     table: TableKey | None
     points: tuple[OperatorPoint, ...]
-    """In execution order; of many those of largest and smallest magnitude, and all not finite."""
+    """In execution order; many are thinned to the extreme magnitudes and the non-finite ones."""
     results: int
     """Number of results in the dump."""
     non_finite: int
     first: OperatorPoint | None
     """The first operator whose result is not finite, masks excluded."""
     certain: bool
-    """Whether it is no mask for sure."""
+    """Whether it is certainly no mask."""
     truncated_at: int | None
     note: str | None
 
 
 def info(deps: Dependencies, target: Target, filters: TableFilters) -> OperatorsInfo:
-    """Read the results of the dump that says most.
+    """Read the results of the most informative dump.
 
-    That is the one with the earliest non-finite result, else the largest of a forward or backward
-    pass: a weight sync has operators too, and says little by them.
+    It is the one with the earliest non-finite result, else the largest of a forward or backward
+    pass: a weight sync also has operators, but they say little.
     """
     heading = (target.run, target.number, target.step_number)
     nothing = OperatorsInfo(*heading, None, (), 0, 0, None, False, None, None)
@@ -132,7 +132,7 @@ class _Results:
         extremes[~np.isfinite(extremes)] = np.nan
         self.order = columns["order"]
         self.largest = np.fmax(extremes[0], extremes[1])
-        """Of each result the largest finite magnitude; NaN: not known."""
+        """The largest finite magnitude of each result; NaN: not known."""
         self.bad = np.flatnonzero(self._texts["non_finite"].codes >= 0).tolist()
         """Indexes of those that are not finite."""
 
@@ -169,7 +169,7 @@ class _Results:
 
 
 def _first(table: OperatorTable, results: _Results) -> tuple[OperatorPoint | None, bool]:
-    """Return the first non-finite result as the dump's table has it, which knows masks."""
+    """Return the first non-finite result from the dump's table, which knows masks."""
     first = table["first_non_finite"]
     if first is None:
         return None, False
@@ -183,7 +183,7 @@ def _first(table: OperatorTable, results: _Results) -> tuple[OperatorPoint | Non
 
 
 def figure(found: OperatorsInfo) -> go.Figure:
-    """Draw the magnitude of each result over the order of calls; what is not finite on top."""
+    """Draw the magnitude of each result over the order of calls; non-finite ones on top."""
     where = f" of {found.table.role} {found.table.rank}, {found.table.stage}" if found.table else ""
     title = f"Operators{where}, step {found.step}"
     x, y = "call, in execution order", "largest magnitude, no unit"
@@ -266,7 +266,7 @@ class DifferencePoint(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceInfo:
-    """What the figure shows."""
+    """The data of the figure."""
 
     a: str
     b: str
@@ -282,7 +282,7 @@ class DivergenceInfo:
 
 
 def divergence_info(deps: Dependencies, a: SideFields, b: SideFields) -> DivergenceInfo:
-    """Compare two dumps; fields that `b` leaves out are as in `a`.
+    """Compare two dumps; fields that `b` leaves out are the same as in `a`.
 
     Raises:
         NotFound, InvalidInput: a side names no dump, or several.

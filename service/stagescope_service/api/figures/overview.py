@@ -61,7 +61,7 @@ DEFAULT: Final = (
 )  # fmt: skip
 """The metrics of a run that measures a mismatch."""
 REWARD: Final = ("reward", "critic/score/mean", "critic/rewards/mean", "*reward*/mean", "*reward*")
-"""Patterns of the scalar that is a training's reward; the first that matches counts."""
+"""Patterns of the scalar that is a training's reward; the first match counts."""
 MAX_METRICS: Final = 12
 TITLE: Final = "Over the steps"
 
@@ -77,9 +77,9 @@ class Panel:
     lines: tuple[Line, ...]
     not_finite: tuple[NotFinite, ...] = ()
     floor: tuple[Line, ...] = ()
-    """The same number of the trainer against itself, where it was recorded."""
+    """The noise floor: the same number of the trainer against itself, where it was recorded."""
     stalenesses: tuple[tuple[int, tuple[Line, ...]], ...] = ()
-    """(staleness, lines) where tokens of several were trained on."""
+    """(staleness, lines), if tokens of several stalenesses were trained on."""
 
     @property
     def has_values(self) -> bool:
@@ -97,11 +97,11 @@ class Boundary(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OverviewInfo:
-    """What the figure shows."""
+    """The data of the figure."""
 
     run: str
     attempt: int | None
-    """The requested attempt; None: those in force."""
+    """The requested attempt; None: the current ones."""
     panels: tuple[Panel, ...]
     boundaries: tuple[Boundary, ...]
     marks: tuple[Mark, ...]
@@ -112,13 +112,13 @@ class OverviewInfo:
     """The range of the steps; both 0 if there is none."""
     note: str | None
     smooth: float | None = None
-    """Steps of the moving average that is drawn over the values; None: none is."""
+    """Steps of the moving average that is drawn over the values; None: no average."""
     step: None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is requested."""
+    """The request for a figure."""
 
     metrics: Sequence[str] = ()
     """Names of published metrics or scalars; none: the reward and the mismatch, else scalars."""
@@ -170,7 +170,7 @@ def info(deps: Dependencies, run: str | None, request: Request) -> OverviewInfo:
 
 
 def _default(published: Collection[str], scalars: Collection[str]) -> list[str]:
-    """Return the names that are drawn where none is requested: what is asked first of a run."""
+    """Return the names that are drawn if none is requested: the first questions about a run."""
     names = sorted(scalars)
     rewards = [name for each in REWARD for name in fnmatch.filter(names, each)][:1]
     others = [name for name in DEFAULT if name in published] or names[: len(DEFAULT)]
@@ -195,7 +195,7 @@ def _note(reader: _Reader, panels: Sequence[Panel]) -> str | None:
 
 
 class _Column(NamedTuple):
-    """A number by step; steps without it are in neither."""
+    """A number by step; steps without it are missing in both."""
 
     finite: dict[Place, float]
     bad: dict[Place, str]
@@ -284,7 +284,7 @@ class _Reader:
         )
 
     def _of_stalenesses(self, names: Sequence[str]) -> dict[int, Mapping[str, _Column]]:
-        """Return staleness -> name -> values, where tokens of several stalenesses count."""
+        """Return staleness -> name -> values, if tokens of several stalenesses count."""
         sliced = [name for name in names if name in OF_STALENESS]
         wanted = [staleness_name(k, name) for k in STALENESSES for name in sliced]
         columns = iter(_columns(self._stored(wanted)))
@@ -311,7 +311,7 @@ class _Reader:
         return panels or [Panel(name, "", ())]
 
     def _lines(self, column: _Column) -> tuple[Line, ...]:
-        """Return a line for each attempt, and another for what of it a later one did again."""
+        """Return a line for each attempt, and another for the steps that a later one repeated."""
         if not column.finite:
             return ()
         get = column.finite.get
@@ -418,13 +418,13 @@ def _boundaries(attempts: Sequence[JsonObject]) -> Iterable[Boundary]:
 _PANEL: Final = 150
 _GAP: Final = 34
 _MAX_LABELS: Final = 12
-"""Attempts whose boundaries are labelled; the lines of more are drawn without."""
+"""Most attempts whose boundaries are labelled; further lines have no label."""
 _MAX_BOUNDARIES: Final = 200
 _DISTANCES: Final = (
     "rollout_corr/k", "rollout_corr/chi2", "rollout_corr/log_ppl", "logprob_abs_diff/", "tail/",
     "training/rollout_probs_diff_", "train_rollout_logprob_abs_diff",
 )  # fmt: skip
-"""Metrics that are 0 where both streams are equal: their noise floor is a band from 0."""
+"""Metrics that are 0 if both streams are equal: their noise floor is a band from 0."""
 
 
 def figure(found: OverviewInfo) -> go.Figure:

@@ -1,4 +1,4 @@
-"""Numbers of ranks as rows of a figure: sorted, folded, those that stand apart first."""
+"""Numbers of ranks as rows of a figure: sorted and folded; ranks that differ come first."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from stagescope_wire.schema import RankKey
 
 MAX_ROWS: Final = 64
 _ALONE: Final = 12
-"""Most ranks that stand apart and have rows of their own, where the others are folded."""
+"""Most ranks with rows of their own, because they differ from the others, which are folded."""
 _NAMED: Final = 6
-"""Most ranks that stand apart and are named, each with its number."""
+"""Most ranks that are named, because they differ, each with its number."""
 _GROUPS: Final = 40
 """Most rows of folded ranks."""
 _APART: Final = 6.0
-"""A rank stands apart beyond so many standard deviations from the median."""
+"""A rank differs from the others beyond this many standard deviations from the median,"""
 _LEAST: Final = 0.25
-"""...and if it differs by so much of the median."""
+"""and by at least this share of the median."""
 _DIMENSIONS: Final = ("tp", "pp", "cp", "dp", "ep", "host")
 
 Flags = npt.NDArray[np.bool_]
 
 
 Fold: TypeAlias = Literal["mean", "max", "sum"]
-"""What a number is over several ranks."""
+"""How a number is folded over several ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +47,9 @@ class HeatRow:
     """One a column; None: no token was measured there."""
     tokens: tuple[int, ...]
     apart: bool = False
-    """Whether the rank stands apart from the others."""
+    """Whether the rank differs from the others."""
     largest: tuple[str, ...] = ()
-    """Of folded ranks, the rank with the largest value in each column."""
+    """The rank with the largest value in each column, if ranks are folded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +99,14 @@ def _fold(values: Float64, tokens: Float64, fold: Fold, axis: int) -> Float64:
 def rows_of(
     grid: Grid, layouts: Mapping[RankKey, JsonObject]
 ) -> tuple[tuple[HeatRow, ...], str | None, str | None]:
-    """Return the rows, by what they are folded, and a sentence about both."""
+    """Return the rows, how they are folded, and a sentence about both."""
     overall = grid.over_columns()
     order = np.argsort(-np.where(np.isnan(overall), -np.inf, overall), kind="stable").tolist()
     several = len({role for role, _ in grid.ranks}) > 1
     names = [_name(rank, several) for rank in grid.ranks]
     is_folded = len(grid.ranks) > MAX_ROWS
     best = _best_dimension(grid, overall, layouts) if is_folded else None
-    # What a whole group has in common makes none of its ranks the odd one out.
+    # A property of a whole group makes none of its ranks the odd one out.
     groups = None if best is None else [best.keys[row] for row in range(len(grid.ranks))]
     apart = standing_apart(overall, groups)
     texts = []
@@ -159,7 +159,7 @@ def _sort_value(row: HeatRow) -> float:
 def standing_apart(values: Float64, groups: Sequence[object] | None = None) -> Flags:
     """Return which values lie above the others of their group (None: all are one).
 
-    By the median and its absolute deviation, which is scaled to the standard deviation of a normal
+    It uses the median and its absolute deviation, scaled to the standard deviation of a normal
     distribution (P. J. Rousseeuw, C. Croux, "Alternatives to the Median Absolute Deviation", 1993).
     Below four values none does.
     """
@@ -183,7 +183,7 @@ class _Dimension(NamedTuple):
     keys: tuple[object, ...]
     """One a rank."""
     share: float
-    """Of the variance between ranks that lies between its groups; see `explained`."""
+    """Share of the variance between ranks that lies between its groups; see `explained`."""
 
 
 def _best_dimension(
@@ -205,7 +205,7 @@ def _best_dimension(
 def explained(values: Float64, keys: Sequence[object]) -> float:
     """Return the share of the variance of values that lies between the groups of equal keys.
 
-    Values are clipped to their first and last hundredth: one far off must not decide it.
+    Values are clipped to their first and last hundredth, so that an outlier does not decide.
     """
     known = np.isfinite(values)
     texts = [str(key) for key, ok in zip(keys, known, strict=True) if ok]

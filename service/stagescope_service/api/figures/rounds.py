@@ -52,7 +52,7 @@ class EarlierStep:
 
 @dataclasses.dataclass(frozen=True)
 class RoundsInfo:
-    """What the figure shows."""
+    """The data of the figure."""
 
     run: str
     attempt: int
@@ -110,7 +110,7 @@ def _known(value: float) -> float | None:
 
 
 def _before(deps: Dependencies, target: Target, count: int) -> tuple[EarlierStep, ...]:
-    """Return the steps in force before a step: of its own attempt, and of those before that."""
+    """Return the current steps before a step, from its own attempt and earlier ones."""
     attempts = deps.catalogue.attempts(target.run)
     lineage = Lineage(attempts)
     ids = [int(row["attempt_id"]) for row in attempts if row["number"] <= target.number]

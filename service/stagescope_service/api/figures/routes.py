@@ -1,4 +1,4 @@
-"""Routes of figures: each answers one figure as plotly's JSON, `/figures` lists them."""
+"""Routes of figures: each returns one figure as plotly's JSON, `/figures` lists them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ DumpedTarget = Annotated[Target, Depends(dumped_target)]
 
 
 class Shown(typing.Protocol):
-    """What the data of all figures have in common."""
+    """The common fields of all figures' data."""
 
     @property
     def run(self) -> str:
@@ -104,7 +104,7 @@ class Shown(typing.Protocol):
 
     @property
     def attempt(self) -> int | None:
-        """The attempt's number; None: the attempts in force."""
+        """The attempt's number; None: the current attempts."""
         ...
 
     @property
@@ -114,7 +114,7 @@ class Shown(typing.Protocol):
 
     @property
     def note(self) -> str | None:
-        """Why there is nothing to see, or what is left out."""
+        """Why the figure is empty, or what it leaves out."""
         ...
 
 
@@ -152,7 +152,7 @@ def _plain(value: Any) -> object:
             shape = value.get("shape")
             return array.reshape([int(n) for n in shape.split(",")]) if shape else array
         return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):  # before plotly 6 numbers are such, too
+    if isinstance(value, np.ndarray):  # before plotly 6 numbers are arrays, too
         return value if value.dtype.kind in "iuf" else value.tolist()
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
@@ -221,8 +221,8 @@ def overview_figure(
 ) -> FigureAnswer:
     """Draw metrics over the steps of a run, with its attempts and what happened when.
 
-    Marked are findings, captures, weight syncs and steps without a value, each with its reason;
-    a band is the noise floor where it was recorded, dashed lines are the first stalenesses.
+    The marks are findings, captures, weight syncs and steps without a value, each with its reason.
+    A band is the noise floor where it was recorded. Dashed lines are the first stalenesses.
     """
     check_window(window)
     request = overview.Request(tuple(metric or ()), chosen.attempt, window, superseded, smooth)
@@ -293,8 +293,8 @@ def distribution_figure(
 async def density_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
     """Draw the trainer's log-probs against the rollout's, with the verdict on both.
 
-    The cloud is counted from the tensors while they are there; without them its ellipse, its line
-    of regression and the worst tokens are drawn, which are stored of every step.
+    The cloud is counted from the tensors while they exist. Without them the figure has its ellipse,
+    its line of regression and the worst tokens, which are stored for every step.
     """
     found = await deps.computations.run(density.info, deps, target)
     return FigureAnswer("density", density.figure(found), found)
@@ -306,7 +306,7 @@ def anatomy_figure(
     target: FigureTarget,
     by: TokenProperty = "place",
 ) -> FigureAnswer:
-    """Draw |d| and d of a step by where its tokens stand, or how probable or stale they are."""
+    """Draw |d| and d of a step by where its tokens are, or how probable or stale they are."""
     found = anatomy.info(deps, target, by)
     doubted = None if found.comparability is None else doubt(found.comparability)
     notes = (found.note, doubted)
@@ -318,7 +318,7 @@ def anatomy_figure(
 async def offenders_figure(deps: Deps, chosen: AttemptQueryOf, window: WindowOf) -> FigureAnswer:
     """Draw the prompts whose samples differ more than their steps do, over the newest 40 steps.
 
-    A prompt is told by `prompt_hashes` of its payloads.
+    `prompt_hashes` of the payloads identify a prompt.
     """
     check_window(window)
     found = await deps.computations.run(offenders.info, deps, *chosen, window)
@@ -327,7 +327,7 @@ async def offenders_figure(deps: Deps, chosen: AttemptQueryOf, window: WindowOf)
 
 @router.get("/figures/timeline", response_model=models.Figure)
 def timeline_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
-    """Draw the stages of a step: a lane a rank, who waits for whom, what failed or did not end."""
+    """Draw the stages of a step: a lane for each rank, waits, and what failed or did not end."""
     found = timeline.info(deps, target)
     return FigureAnswer("timeline", timeline.figure(found), found)
 
@@ -336,7 +336,7 @@ def timeline_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
 async def operators_figure(deps: Deps, target: DumpedTarget, ranks: RankQueryOf) -> FigureAnswer:
     """Draw the results of a dump's operators in execution order, the first non-finite one marked.
 
-    Of several dumps the one with the earliest non-finite result is drawn, else the first.
+    With several dumps, it draws the one with the earliest non-finite result, else the first.
     """
     found = await deps.computations.run(
         operators.info,
@@ -377,8 +377,8 @@ async def operator_divergence_figure(
 ) -> FigureAnswer:
     """Draw the relative differences of two dumps along the execution order of the first.
 
-    The second is as the first where `b_...` does not name another run, attempt, step, stage or
-    rank. The threshold is that of `/operators/divergence`.
+    The second has the run, attempt, step, stage and rank of the first, unless `b_...` names
+    another one. The threshold is the same as in `/operators/divergence`.
     """
     found = await deps.computations.run(operators.divergence_info, deps, a, b)
     return FigureAnswer("operator-divergence", operators.divergence_figure(found), found)
@@ -424,8 +424,8 @@ async def comparison_figure(
 ) -> FigureAnswer:
     """Draw two attempts or runs: their metrics over the steps, or with a step their tensors.
 
-    Without `a` and `b` the sides are the two newest attempts of the run (that have the step); a
-    side alone is held against the run. The tensors are compared as by `POST /comparisons`: while
+    Without `a` and `b` the sides are the two newest attempts of the run (that have the step). One
+    side alone is compared with the run. The tensors are compared as by `POST /comparisons`: while
     that takes, the answer is 503.
     """
     one, other = await deps.computations.run(_sides, deps, sides)
@@ -443,7 +443,7 @@ async def comparison_figure(
 
 
 def _sides(deps: Dependencies, sides: SidesQuery) -> tuple[str, str]:
-    """Return both sides as texts; one that is not given is the run."""
+    """Return both sides as texts; a missing side is the run."""
     run, step, a, b = sides
     if a is None and b is None:
         return comparison.newest_attempts(deps, run, step)
@@ -457,7 +457,7 @@ def _sides(deps: Dependencies, sides: SidesQuery) -> tuple[str, str]:
 
 @router.get("/steps/{step}/anatomy", response_model=models.Anatomy, tags=["steps"])
 def step_anatomy(deps: Deps, target: StepTarget, by: TokenProperty = "place") -> Answer:
-    """Return |d| and d of a step by where its tokens stand, or how probable or stale they are."""
+    """Return |d| and d of a step by where its tokens are, or how probable or stale they are."""
     info = anatomy.info(deps, target, by)
     found = dataclasses.asdict(dataclasses.replace(info, comparability=None))
     rows = found.pop("bins")
@@ -468,7 +468,7 @@ def step_anatomy(deps: Deps, target: StepTarget, by: TokenProperty = "place") ->
 def trace(deps: Deps, target: StepTarget) -> Answer:
     """Return the stages of a step as trace events, for ui.perfetto.dev and chrome://tracing.
 
-    A role is a process, a rank a thread; slices have the stage's status, waits name the rank that
+    A role is a process, a rank a thread. Slices have the stage's status; waits name the rank that
     was waited for.
     """
     found = timeline.read(deps, target)

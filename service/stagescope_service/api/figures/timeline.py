@@ -1,6 +1,6 @@
-"""The stages of a step: one lane a rank, and who waits for whom.
+"""The stages of a step: one lane for each rank, and which rank waits for which.
 
-Times are on the service's clock where a rank's offset is known; a duration is of the rank's own
+Times are on the service's clock if a rank's offset is known; durations are on the rank's own
 monotonic clock.
 """
 
@@ -38,21 +38,21 @@ _MAX_SLICES: Final = 4000
 
 
 class StageSlice(NamedTuple):
-    """A stage's part on a rank, or of a folded lane the stage on all of its ranks."""
+    """A stage's part on a rank; in a folded lane, the stage on all of its ranks."""
 
     stage: str
     part: str
-    """occurrence.epoch.minibatch.microbatch; "" of several."""
+    """occurrence.epoch.minibatch.microbatch; "" if there are several."""
     begin: float
     """Seconds since the step began."""
     seconds: float
-    """Until its end, or until now or the last that is known of the step."""
+    """Until its end, or until now or the last known time of the step."""
     status: str
     """ok, failed, unfinished or open."""
     error: str | None = None
     policy_version: int | None = None
     all_in: tuple[float, float] | None = None
-    """Of a folded lane: from when to when all of its ranks were in it; None: never."""
+    """When all ranks of a folded lane were in it, from and to; None: never."""
 
 
 class Wait(NamedTuple):
@@ -90,7 +90,7 @@ class HeldUp(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TimelineInfo:
-    """What the figure shows."""
+    """The data of the figure."""
 
     run: str
     attempt: int
@@ -110,7 +110,7 @@ class TimelineInfo:
 
 
 def info(deps: Dependencies, target: Target) -> TimelineInfo:
-    """Read the stages of a step; of more than `MAX_LANES` ranks most are folded."""
+    """Read the stages of a step; with more than `MAX_LANES` ranks, most are folded."""
     found = read(deps, target)
     if len(found.lanes) <= MAX_LANES:
         return _merged_parts(found)
@@ -187,7 +187,7 @@ def _slice(row: StageRow, begin: float, until: float) -> StageSlice:
 
 
 def _last_known(rows: Iterable[StageRow], start: float) -> float:
-    """Return the last time of a closed step: of an end, else of a begin."""
+    """Return the last time of a closed step: when a stage ended, or began if its end is unknown."""
     times = [start]
     for row in rows:
         if (begin := began(row)) is not None:
@@ -225,7 +225,7 @@ def _note(held_up: Sequence[HeldUp], clock_error: float | None) -> str | None:
 
 # --- waits ----------------------------------------------------------------------------------
 def _with_waits(lanes: Sequence[Lane], seconds: float) -> tuple[list[Lane], tuple[HeldUp, ...]]:
-    """Add who waited for whom to the lanes of single ranks."""
+    """Add to the lanes of single ranks which rank waited for which."""
     least = max(_MIN_WAIT, _MIN_SHARE * seconds)
     ends: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     """(role, stage) -> index of the lane -> when its last part ended."""
@@ -240,7 +240,7 @@ def _with_waits(lanes: Sequence[Lane], seconds: float) -> tuple[list[Lane], tupl
         for at, end in own.items():
             after = [s for s in lanes[at].slices if s.begin + s.seconds > end]
             next_begin = min((each.begin for each in after), default=math.inf)
-            # Whoever was in something else, or began it meanwhile, did not wait.
+            # A rank that was in something else, or began it meanwhile, did not wait.
             if own[last] - end >= least and next_begin >= own[last] - least:
                 length = min(own[last], next_begin) - end
                 waits[at].append(Wait(end, length, stage, lanes[last].ranks[0]))
@@ -314,7 +314,7 @@ def _severity(status: str) -> int:
 
 
 def _merged_parts(found: TimelineInfo) -> TimelineInfo:
-    """Draw the parts of a stage as one where there are too many of them."""
+    """Draw the parts of a stage as one if there are too many of them."""
     if sum(len(lane.slices) for lane in found.lanes) <= _MAX_SLICES:
         return found
     lanes = []
@@ -375,7 +375,7 @@ def figure(found: TimelineInfo) -> go.Figure:
 
 
 def colour_of(stage: str, at: int) -> str:
-    """Return the colour of a stage: the same in every step for those of the wire."""
+    """Return the colour of a stage; a stage of the wire has the same one in every step."""
     known = STAGES.index(stage) if stage in STAGES else len(STAGES) + at
     return _STAGE_COLOURS[known % len(_STAGE_COLOURS)]
 
@@ -393,7 +393,7 @@ def _draw_stage(drawn: go.Figure, lanes: Sequence[Lane], stage: str, colour: str
         for each, depth in zip(lane.slices, _depths(lane.slices), strict=True)
         if each.stage == stage
     ]
-    # Of several ranks a thin bar is the stage on any of them, a thick one that on all of them.
+    # For several ranks, a thin bar is the stage on any of them, a thick one the stage on all.
     widths = [
         _NESTED[min(depth, len(_NESTED) - 1)] if len(lane.ranks) == 1 else _SPREAD
         for lane, _, depth in bars
@@ -428,7 +428,7 @@ def _draw_stage(drawn: go.Figure, lanes: Sequence[Lane], stage: str, colour: str
 
 
 def _depths(slices: Sequence[StageSlice]) -> list[int]:
-    """Return in how many other slices each lies; they are sorted by begin, the longest first."""
+    """Return in how many others each slice lies; they are sorted by begin, the longest first."""
     ends: list[float] = []
     depths = []
     for each in slices:
@@ -468,7 +468,7 @@ def _draw_waits(drawn: go.Figure, lanes: Sequence[Lane]) -> None:
 
 
 def _draw_statuses(drawn: go.Figure, lanes: Sequence[Lane]) -> None:
-    """Mark what did not end well at its end, and who has not begun at the left."""
+    """Mark failed or unfinished slices at their end, and ranks that have not begun at the left."""
     for status, (symbol, colour) in _STATUS_MARKS.items():
         here = [(lane, each) for lane in lanes for each in lane.slices if each.status == status]
         if here:

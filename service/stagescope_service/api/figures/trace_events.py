@@ -8,13 +8,13 @@ from stagescope_service.api.figures.timeline import Lane, StageSlice, TimelineIn
 from stagescope_service.api.models.figures import TraceEvent
 
 _TRACK: Final = 1_000_000
-"""Of the track of a rank's slices that overlap others without lying inside them: rank + this."""
+"""Added to a rank, it numbers the track of its slices that overlap others without nesting."""
 
 
 def trace_events(found: TimelineInfo) -> list[TraceEvent]:
-    """Return the lanes of `read` as trace events: a process a role, a thread a rank.
+    """Return the lanes of `read` as trace events: a process for each role, a thread for each rank.
 
-    Times are microseconds since the step began. Slices of a thread must nest: one that overlaps
+    Times are microseconds since the step began. Slices of a thread must nest: a slice that overlaps
     another without lying inside it is on a further track of its rank.
     """
     roles = list(dict.fromkeys(lane.ranks[0][0] for lane in found.lanes))
@@ -77,7 +77,7 @@ def _lane_events(lane: Lane, pid: int, rank: int) -> list[TraceEvent]:
 
 
 def _free_track(tracks: list[list[float]], each: StageSlice) -> int:
-    """Return the first track whose open slices contain this one; each track: ends of its slices."""
+    """Return the first track whose open slices contain this one; a track holds its slices' ends."""
     begin, end = each.begin, each.begin + each.seconds
     for at, ends in enumerate(tracks):
         ends[:] = [other for other in ends if other > begin + 1e-9]
@@ -91,7 +91,7 @@ def _free_track(tracks: list[list[float]], each: StageSlice) -> int:
 def _span(begin: float, seconds: float) -> tuple[int, int]:
     """Return begin and length in whole microseconds.
 
-    What ends where the next begins does so here, too.
+    A span that ends where the next begins does so after rounding, too.
     """
     ts = round(begin * 1e6)
     return ts, round((begin + seconds) * 1e6) - ts

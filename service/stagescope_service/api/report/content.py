@@ -1,7 +1,7 @@
 """The sections of a report: sentences, items, a table and figures.
 
-Every number is that of an answer of the API, and every figure that of `/figures`: the report asks
-the routes' own functions, so that it cannot say anything else than the page or a notebook.
+Every number is from an answer of the API, and every figure from `/figures`. The report calls the
+routes' own functions, so it cannot say anything else than the page or a notebook.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _METRICS: Final = (
 _STREAMS: Final[Mapping[str, bool | None]] = {
     "exact": False, "comparable": False, "not measured": None, "unknown": None,
 }  # fmt: skip
-"""Verdict on a step's streams -> whether it is bad; of others it is."""
+"""Verdict on a step's streams -> whether it is bad; every other verdict is."""
 _ALL: Final = Page(findings.MAX_GROUPED)
 _SEVERITIES: Final = ("error", "warning", "info")
 _ROUND_COLUMNS: Final = (
@@ -201,7 +201,7 @@ def _metrics(scope: ReportScope) -> ReportSection:
 
 
 def _few_tokens(scope: ReportScope, published: JsonObject) -> str:
-    """Return how many tokens the worst round has, where they are too few for a verdict."""
+    """Return how many tokens the worst round has, if they are too few for a verdict."""
     answer = body_of(numbers.rounds(scope.deps, scope.measured_step, Page(MAX_ROWS), ALL_RANKS))
     worst = parse_nonfinite(published["per_round/max_round_diff"])
     return "".join(
@@ -212,7 +212,7 @@ def _few_tokens(scope: ReportScope, published: JsonObject) -> str:
 
 
 def _names(missing: Sequence[Mapping[str, object]]) -> str:
-    """Return who is missing, by stage and status."""
+    """Return the missing ranks, by stage and status."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for each in missing:
         key = (str(each["role"]), str(each["stage"]), str(each["status"]))
@@ -249,7 +249,7 @@ def _ranks(scope: ReportScope) -> ReportSection:
 
 
 def _size(value: object) -> float:
-    """Return a number for sorting: what is not finite is largest."""
+    """Return a number for sorting: a non-finite one is largest."""
     number = parse_nonfinite(value)
     return number if isinstance(number, int | float) and number == number else float("inf")
 
@@ -476,7 +476,7 @@ def _spread(scope: ReportScope) -> ReportSection:
 _PROPERTIES: Final = (
     "place", "end", "position", "probability", "staleness", "engine", "lattice",
 )  # fmt: skip
-"""Properties of tokens by which a report draws the mismatch, where they are known."""
+"""The properties of tokens that a report draws the mismatch by, if they are known."""
 
 
 def _anatomy(scope: ReportScope) -> ReportSection:

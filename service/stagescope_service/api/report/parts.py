@@ -35,18 +35,18 @@ class ReportItem(Described):
     """Something with details: a symptom, a finding."""
 
     title: str
-    """What it is, as a sentence."""
+    """Its title, as a sentence."""
     lines: Sequence[str] = ()
-    """Its details: `+` for it, `-` against it, `->` what to do."""
+    """Its details: `+` is evidence for it, `-` against it, `->` what to do."""
 
     @property
     def facts(self) -> Sequence[str]:
-        """The lines that say what is known."""
+        """The lines with facts."""
         return [text for text in self.lines if not text.startswith("-> ")]
 
     @property
     def commands(self) -> Sequence[str]:
-        """What to do next, of the lines that begin with an arrow."""
+        """The next actions, from the lines that begin with an arrow."""
         return [text[3:] for text in self.lines if text.startswith("-> ")]
 
 
@@ -61,7 +61,7 @@ class ReportTable(Described):
     more: int = 0
     """How many rows are not listed."""
     title: str = ""
-    """Its title; empty: that of the section."""
+    """Its title; empty: the section's title."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,15 +73,15 @@ class ReportSection(Described):
     title: str
     """Its title, plain text."""
     texts: Sequence[str] = ()
-    """What it says, as sentences."""
+    """Its statements, as sentences."""
     items: Sequence[ReportItem] = ()
-    """With details."""
+    """Its items with details."""
     table: ReportTable | None = None
     """Rows; null: there are none."""
     figures: Sequence[Annotated[JsonObject, described_by(Figure)]] = ()
-    """As `/figures/{name}` answers them."""
+    """The answers of `/figures/{name}`."""
     gaps: Sequence[str] = ()
-    """What is missing, and why."""
+    """The missing data, and why each is missing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,24 +89,24 @@ class ReportVerdict(Described):
     """A question, and its answer."""
 
     name: Annotated[str, Field(examples=["streams"])]
-    """What was looked at."""
+    """The subject of the question."""
     verdict: str
     """The answer, in a word or two."""
     text: str
     """The answer, as a sentence."""
     bad: bool | None
-    """Whether something is wrong; null: that is no matter of right and wrong, or unknown."""
+    """Whether something is wrong; null: this is not a matter of right and wrong, or unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report(Described):
-    """What is known of a run, or of a step of it."""
+    """A report on a run, or on a step of it."""
 
     title: str
-    """What it is of, plain text."""
+    """The report's title, plain text."""
     run: Run
     attempt: Annotated[int | None, Field(ge=1)]
-    """The attempt's number in its run, from 1; null: the attempts in force."""
+    """The attempt's number in its run, from 1; null: the current attempts."""
     step: int | None
     """The trainer's step; null: the whole run."""
     made_wall: Wall
@@ -121,7 +121,7 @@ class Report(Described):
 
 
 def file_name(report: Report, ending: str) -> str:
-    """Return a name for the file of a report, as those of a step's other files."""
+    """Return a name for the file of a report, like the names of a step's other files."""
     attempt = "" if report.attempt is None else f"-{report.attempt}"
     step = "" if report.step is None else f"-step{report.step}"
     return f"{safe_name(report.run)}{attempt}{step}.{ending}"
@@ -146,7 +146,7 @@ def redacted(value: T, redactor: Redactor) -> T:
 # --- what sections are made from ---------------------------------------------------------------
 @dataclasses.dataclass
 class ReportScope:
-    """What a report is of, and what its sections find out on their way."""
+    """The subject of a report, and what its sections find out on their way."""
 
     deps: Dependencies
     target: Target

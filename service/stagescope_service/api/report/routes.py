@@ -37,7 +37,7 @@ from stagescope_wire.schema import STEP_BOUND
 
 _MARKDOWN_ROWS: Final = 12
 _MARKDOWN_LINES: Final = 3
-"""Of an item: a pull request has the verdict and what to do, the file the rest."""
+"""Lines of an item: a pull request has the verdict and what to do, the file the rest."""
 _MARKDOWN_GAPS: Final = 6
 _OPEN_GAPS: Final = 3
 """Most gaps that are visible without unfolding."""
@@ -77,7 +77,7 @@ _SPECIAL: Final = re.compile(r"([\\`*_{}\[\]<>#|~!&@$])")
 
 
 def _code(text: str) -> Markup:
-    """Return text as code, which no markup ends."""
+    """Return text as code that no markup can end."""
     return Markup(f"`{printable(' '.join(text.split())).replace('`', chr(39))}`")
 
 
@@ -123,7 +123,7 @@ def _is_numeric(table: ReportTable, name: str) -> bool:
 router = APIRouter(tags=["runs"])
 
 MAX_FIGURE_BYTES: Final = 2_500_000
-"""Of all figures as JSON: with plotly's own 4.8 MB the file stays below 8 MB."""
+"""Most bytes of all figures as JSON: with plotly's own 4.8 MB the file stays below 8 MB."""
 
 Format = Literal["json", "html", "md"]
 
@@ -154,10 +154,10 @@ async def report(
         Format, Query(description="`html` is one file for a browser without network access.")
     ] = "json",
 ) -> Response:
-    """Report what is known of a run, or of one of its steps: verdicts, tables, figures, advice.
+    """Report on a run, or on one of its steps: verdicts, tables, figures, advice.
 
-    The formats have one content, of the same numbers and figures as the other routes'. Markdown
-    has no figures, and the first rows and lines alone. What is missing is in each section's `gaps`.
+    All formats have the same content, with the numbers and figures of the other routes. Markdown
+    has no figures, and only the first rows and lines. Each section lists missing data in `gaps`.
     """
     body, name = await deps.computations.run(_report_of, deps, run, attempt, step, format)
     return Response(
@@ -192,7 +192,7 @@ def make_report(
     Args:
         deps: the collaborators.
         run: its name.
-        attempt: its number; None: the attempts in force.
+        attempt: its number; None: the current attempts.
         step: the trainer's step; None: the whole run.
         at_step: called with the name of each section before it is made.
 
@@ -226,7 +226,7 @@ def make_report(
 
 
 def _within(sections: Iterable[ReportSection], most: int) -> list[ReportSection]:
-    """Return sections without the figures that do not fit into `most` bytes; they are named."""
+    """Return sections without the figures that do not fit into `most` bytes; name these."""
     kept, used = [], 0
     for section in sections:
         figures, gaps = [], list(section.gaps)

@@ -349,7 +349,7 @@ def _not_joined(
 
     Args:
         instruction: names the attempt and step.
-        run, stage: of the payloads without it.
+        run, stage: the run and stage of the payloads without it.
         left_out: reason -> sample ids, empty for a row without one.
         ranks: (role, rank) that recorded those rows.
     """

@@ -44,7 +44,7 @@ def findings(step_summary: StepSummary, location: FindingLocation) -> list[Put |
 
     Args:
         step_summary: the step's statistics.
-        location: of the step and stage.
+        location: the step and stage.
     """
     found = {
         "sample_ids_contradict": _contradictions(step_summary),
@@ -178,7 +178,7 @@ _NAMED_RANKS = 100
 
 
 class PartSource(NamedTuple):
-    """The payload from which a part was read, and its rank."""
+    """The payload that a part was read from, and its rank."""
 
     key: PayloadKey
     role: str
@@ -197,7 +197,7 @@ class StepParts:
     mark: int | None
     """The step's `parts_mark` before the parts were read."""
     wall: float
-    """Time of that, Unix seconds."""
+    """The time of that read, Unix seconds."""
     step_summary: StepSummary | None = None
     unavailable: set[str] = dataclasses.field(default_factory=set)
     """Keys of parts that could not be recomputed: the ring no longer holds them."""
@@ -316,7 +316,7 @@ def _suspects(
 ) -> list[Put]:
     """Return the finding that the streams cannot be compared, with its likeliest cause.
 
-    The cause does not explain a rank that does not show it: such a rank has a cause of its own.
+    The cause does not explain a rank that does not show it: such a rank has its own cause.
     """
     if not suspects:
         return []
@@ -387,10 +387,10 @@ def too_late(
     row = catalogue.step(attempt_id, step)
     key = {"attempt_id": attempt_id, "step": step}
     if row is not None and row["rows_removed"] is not None and row["step_summary"] is None:
-        # What came alone would pass for all of the step.
+        # The late payload would be mistaken for the whole step.
         return [Put("steps", {**key, "summary_mark": row["parts_mark"]})]
     if row is None or row["step_summary"] is None:
-        # After a failed aggregation the remaining parts would pass for all of the step.
+        # After a failed aggregation the remaining parts would be mistaken for the whole step.
         failed = catalogue.findings(kind=NOT_AGGREGATED, attempt_id=attempt_id, step=step, limit=1)
         return [] if failed else None
     came = catalogue.payloads(attempt_id, step, state="ingested", limit=_ALL)

@@ -1,4 +1,4 @@
-"""The finding of copies of the same rows that differ: of replicas, and of one rank's own passes."""
+"""The finding that copies of the same rows differ: from replicas, or from one rank's own passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTED: Final = 100
 
 
 class _Pair(NamedTuple):
-    """A part, and the one that counts instead of it, or would if no replica did."""
+    """A part, and the part that counts instead of it, or would count without replicas."""
 
     copy: PartRecord
     counted: PartRecord
@@ -47,12 +47,12 @@ class _Pair(NamedTuple):
 def differing_copies(
     step_summary: StepSummary, parts: Sequence[PartRecord], location: FindingLocation
 ) -> Put:
-    """Return the finding that copies of the same rows differ, or are none at all.
+    """Return the finding that copies of the same rows differ, or are no copies at all.
 
     Args:
         step_summary: with at least one of `differing`.
-        parts: those that it was assembled from.
-        location: of the step and stage.
+        parts: the parts that it was assembled from.
+        location: the step and stage.
     """
     by_key = {part.key: part for part in parts}
     pairs = [_Pair(by_key[copy], by_key[counted]) for copy, counted in step_summary.differing]
@@ -127,7 +127,7 @@ def _rank(part: PartRecord) -> str:
 
 
 def _part_name(part: Part) -> str:
-    """Return the numbers of a part that are not 0; of the first part its occurrence."""
+    """Return the numbers of a part that are not 0; for the first part, its occurrence."""
     numbers = {name: getattr(part, name) for name in PART_FIELDS}
     named = ", ".join(f"{name} {number}" for name, number in numbers.items() if number)
     return named or f"{PART_FIELDS[0]} 0"

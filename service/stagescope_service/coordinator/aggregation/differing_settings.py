@@ -16,9 +16,9 @@ def differing_settings(
     """Return the finding of ranks whose settings differ, or the deletion of an earlier one.
 
     Args:
-        step_summary: of the step.
-        parts: those that it was assembled from.
-        location: of the step and stage.
+        step_summary: the step's summary.
+        parts: the parts that it was assembled from.
+        location: the step and stage.
     """
     ranks: dict[StatisticsSettings, set[tuple[str, int]]] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""Closed steps: their aggregation, what follows from it, and verdicts that later events change."""
+"""Closed steps: their aggregation, the work after it, and verdicts that later events change."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class StepOrdering:
         """Add an aggregated step; return the steps whose turn it is, in order.
 
         Args:
-            attempt_id: of the step.
-            step: that was aggregated.
+            attempt_id: the step's attempt.
+            step: the aggregated step.
             owed: steps of the attempt that are still to be aggregated; each ends in such a call.
         """
         waiting = self._waiting.setdefault(attempt_id, [])
@@ -67,13 +67,13 @@ class StepWork:
     """Aggregates closed steps and judges them again; used from one event loop.
 
     Args:
-        runner: carries out what comes of it.
-        state: of the coordinator.
+        runner: carries out the resulting instructions.
+        state: the coordinator's state.
         catalogue: the store's reading side.
         aggregator: computes the summaries.
         triggers: evaluates the rules for each aggregated step.
         keep_steps: how many closed steps of an attempt keep the statistics of their parts.
-        clock: of the service.
+        clock: the service's clock.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StepWork:
             "the aggregation of", self._aggregate, self._aggregation_failed
         )
         self._rejudged: dict[Rejudge, tuple[float, float]] = {}
-        """Step -> when a new verdict on it was first and last asked for; monotonic seconds."""
+        """Step -> first and last time that a new verdict on it was requested; monotonic seconds."""
 
     def adopt(self, left_over: Iterable[Aggregate]) -> None:
         """Note the steps that an earlier coordinator left: few of them run at a time."""
@@ -117,7 +117,7 @@ class StepWork:
         attempt = self._state.attempt(step.attempt_id)
         run = "" if attempt is None else attempt.run
         late = await self._too_late(step)
-        if late is not None:  # its parts may be gone: what was aggregated of them stays
+        if late is not None:  # its parts may be gone: their aggregated numbers stay
             await self._runner.write(late)
         else:
             forgotten = attempt is None or step.step not in attempt.steps
@@ -130,9 +130,9 @@ class StepWork:
 
     @contextlib.asynccontextmanager
     async def _turn(self, step: Aggregate) -> AsyncIterator[None]:
-        """Let a few of the steps at a time that an earlier coordinator left; others need not wait.
+        """Let a few of an earlier coordinator's steps run at a time; other steps need not wait.
 
-        Side by side, hundreds of them would all end at once: a coordinator that is killed before
+        In parallel, hundreds of them would all end at once: a coordinator that is killed before
         would have done nothing.
         """
         if step not in self._left_over:
@@ -205,8 +205,8 @@ class StepWork:
     async def _retire(self, step: Aggregate) -> None:
         """Delete the parts and weight records of steps that are too old now, a step at a time.
 
-        Their step summaries and the verdicts on their weights stay. Mostly it is one step; where
-        fewer are kept than before, one transaction of all of them would hold up others for seconds.
+        Their step summaries and the verdicts on their weights stay. Usually it is one step. If
+        fewer are kept than before, one transaction of all of them would block others for seconds.
         """
         oldest = await self._newest_retired(step.attempt_id, step.step)
         if oldest is None:
@@ -217,7 +217,7 @@ class StepWork:
             await self._runner.write([Delete("summaries", key), Delete("weights", key)])
 
     async def _newest_retired(self, attempt_id: int, step: int) -> int | None:
-        """Return the newest step whose parts are not kept where `step` is the newest closed."""
+        """Return the newest step whose parts are not kept if `step` is the newest closed one."""
         return await asyncio.to_thread(
             self._catalogue.oldest_but, attempt_id, step, self.keep_steps
         )
@@ -230,7 +230,7 @@ class StepWork:
         self._rejudged[step] = first, now
 
     async def rejudge(self) -> None:
-        """Write the verdicts that events have changed, once no more come; to be called often."""
+        """Write the verdicts that events have changed, once no more come; call it often."""
         now = self._clock.mono()
         due = [
             step

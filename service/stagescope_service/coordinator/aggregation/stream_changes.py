@@ -1,4 +1,4 @@
-"""The findings of what a step's payloads say of their streams otherwise than the step before."""
+"""Findings that a step's payloads describe their streams differently than the step before."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from stagescope_wire.links import Link
 from stagescope_wire.nonfinite import Json, JsonObject
 
 _NEAR: Final = 10
-"""Steps before and after one among which its neighbours are looked for."""
+"""Steps before and after a step that are searched for its neighbours."""
 _KEPT: Final = 20
-"""Newest changes that a finding lists, beside the first one."""
+"""Newest changes that a finding lists, besides the first one."""
 _PAYLOADS: Final = 10_000
 
 
@@ -41,8 +41,8 @@ def stream_changes(
 ) -> list[Put | Delete]:
     """Return the findings of attributes that change in a step, or no longer do.
 
-    The step after it is looked at again, as it may have been aggregated before. An attribute of an
-    attempt has one finding, however often it changes.
+    The step after it is checked again, because it may have been aggregated before. An attribute of
+    an attempt has one finding, however often it changes.
     """
     near = catalogue.steps(attempt_id, before=step + _NEAR, limit=2 * _NEAR)
     steps = sorted(row["step"] for row in near)
@@ -68,7 +68,7 @@ def stream_changes(
 
 
 class _Said:
-    """What the payloads of an attempt's steps say of their streams; each step is read once."""
+    """How the payloads of an attempt's steps describe their streams; each step is read once."""
 
     def __init__(self, catalogue: Catalogue, attempt_id: int) -> None:
         self._catalogue, self._attempt_id = catalogue, attempt_id
@@ -85,7 +85,7 @@ class _Said:
 
 
 def _changes(step: int, earlier: Sequence[int], said: _Said) -> dict[str, list[_Change]]:
-    """Return attribute -> its changes in a step, each against the last step before that says it."""
+    """Return attribute -> its changes in a step, against the last step before that has it."""
     unknown = {
         (place, attribute): _text(values)
         for place, own in said.of(step).items()
@@ -131,7 +131,7 @@ class _Record:
         return cls(_parsed(first), _parsed(newest), steps)
 
     def replaced(self, step: int, changes: Sequence[_Change]) -> _Record:
-        """Return the record with other changes of a step; what is older than the list stays."""
+        """Return the record with other changes of a step; changes older than the list stay."""
         kept = sorted({each.step for each in self.newest})
         if self.steps > len(kept) and step <= kept[0]:
             return self
@@ -148,7 +148,7 @@ class _Record:
         return _Record(first, shown, count)
 
     def row(self, attribute: str, run: str, attempt_id: int) -> Put | Delete:
-        """Return the finding, or its deletion where nothing changes."""
+        """Return the finding, or its deletion if nothing changes."""
         finding_id = row_id(STREAM_CHANGED, run, attempt_id, attribute)
         if not self.steps:
             return Delete("findings", {"finding_id": finding_id})

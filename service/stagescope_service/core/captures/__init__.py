@@ -1,1 +1,1 @@
-"""Capture requests: the plan that is in force, and the agreement of ranks on the captured steps."""
+"""Capture requests: the active plan, and the agreement of ranks on the captured steps."""

@@ -40,7 +40,7 @@ WITHDRAWN: Final = "withdrawn"
 OPEN_PHASES: Final = (ASKED, AGREED)
 
 MIN_ROUND_TRIP: Final = 0.25
-"""Seconds by which the BEGIN of a step may arrive late."""
+"""Seconds; the BEGIN of a step may arrive this late."""
 
 MAX_ROUND_TRIP: Final = 5.0
 """Seconds; a rank that took longer was stopped or away, and does not measure the round trip."""
@@ -142,11 +142,11 @@ class Agreement(Described):
     agreed_wall: float | None = None
     """Unix seconds of the agreement; null: there is none."""
     start: Step | None = None
-    """The trainer's step from which on every rank knows it; null: not fixed."""
+    """The first of the trainer's steps in which every rank knows it; null: not fixed."""
     round_trip: float | None = None
     """Seconds from the request to the last acknowledgement."""
     step_seconds: float | None = None
-    """Median seconds from the begin of a step to that of the next; null: not known."""
+    """Median seconds between the begins of successive steps; null: not known."""
     steps: Annotated[CaptureSteps | None, described_by(object)] = None
     """The steps that are captured: their numbers, or `{every, start, count}`; null: not fixed."""
     missed_steps: list[int] = dataclasses.field(default_factory=list)
@@ -162,7 +162,7 @@ class Agreement(Described):
     reason: str | None = None
     """Why it ended."""
     estimates: list[Estimate] = dataclasses.field(default_factory=list)
-    """What the ranks estimate that it costs, by rank and stage; 64 at most, the largest."""
+    """The ranks' estimates of its cost, by rank and stage; at most the 64 largest."""
 
     @classmethod
     def from_json(cls, stored: JsonObject) -> Agreement:
@@ -236,11 +236,11 @@ def members_of(
     sizes: Mapping[str, int | None],
     live: Mapping[tuple[str, int], tuple[str, int | None]],
 ) -> tuple[Member, ...]:
-    """Return the ranks that a request asks: of each role those that it names.
+    """Return the requested ranks of each role.
 
     Args:
-        ranks: of the request.
-        roles: that run its stages.
+        ranks: the ranks that the request names.
+        roles: the roles that run its stages.
         sizes: role -> world_size; None if it is unknown: then the live ranks.
         live: (role, rank) -> (incarnation, applied revision).
     """
@@ -297,7 +297,7 @@ def check(
     start = start_step(participants.top_step, round_trip, participants.step_seconds)
     steps, passed = resolve(request["steps"], start)
     if pending.number > 1 and isinstance(steps, list):
-        # Asked again, for a rank that missed a step: another one in its place, and what is left.
+        # Asked again for a rank that missed a step: one step in its place, and the remaining ones.
         steps, passed = sorted({start, *steps}), []
     agreed = dataclasses.replace(
         pending,
@@ -322,7 +322,7 @@ def check(
 
 
 def largest(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Return the estimates to store, by rank; of very many ranks only the largest."""
+    """Return the estimates to store, by rank: only the largest if there are very many."""
     most = sorted(estimates, key=lambda each: -(each.get("bytes") or 0))[:_ESTIMATES_STORED]
     return sorted(most, key=lambda each: (each["role"], each["rank"], str(each["stage"])))
 

@@ -121,7 +121,7 @@ def _rank_notes(
         suggestion = f" (did you mean {', '.join(meant)}?)" if meant else ""
         fields.append(f"nobody has the role {', '.join(strange)}{suggestion}; there are {known}")
     members = {(each.role, each.rank) for each in participants.members}
-    if not needs_ranks(request):  # what the service does by itself includes raw callers
+    if not needs_ranks(request):  # the service alone carries it out, for raw callers, too
         members |= {each for each in attempt.by_rank if each[0] in (request["roles"] or there)}
     unknown = unmatched_ranks(request["ranks"], (rank for _, rank in members))
     if unknown and members:

@@ -1,7 +1,7 @@
-"""The plan that is in force: the captures with a revision, without I/O.
+"""The active plan: the captures with a revision, without I/O.
 
-A change is committed before it is sent to any rank: `wire` shows what `publish` received, so that
-no rank has seen a revision that a crash undid.
+A change is committed before it is sent to any rank. `wire` returns what `publish` received, so no
+rank has seen a revision that a crash undid.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Publication(NamedTuple):
 
 
 class Plan:
-    """The captures in force, with a revision that grows with every change."""
+    """The active captures, with a revision that grows with every change."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Plan:
             new_id: returns a new id.
 
         Raises:
-            Conflict: the same request is in force already.
+            Conflict: the same request is active already.
         """
         for known in self.entries.values():
             if has_passed(known):
@@ -144,7 +144,7 @@ class Plan:
         """Withdraw a capture.
 
         Raises:
-            NotFound: no such capture is in force.
+            NotFound: no such capture is active.
         """
         if capture_id not in self.entries:
             raise NotFound(
@@ -186,10 +186,10 @@ class Plan:
         return {"revision": self.revision, "captures": captures}
 
     def keeps(self, *, run: str, stage: str, role: str, rank: int, step: int | None) -> list[str]:
-        """Return the selectors by which the plan keeps parts of this payload, without repeats.
+        """Return the plan's selectors that keep parts of this payload, without repeats.
 
-        Sections, names of tensors, and `parameter/*` and `gradient/*` for what a rank recorded of
-        its model for a capture; see `stagescope_wire.keep`.
+        Selectors are sections, names of tensors, and `parameter/*` and `gradient/*` for what a rank
+        recorded of its model for a capture; see `stagescope_wire.keep`.
         """
         words: dict[str, None] = {}
         for capture in self.for_run(run):

@@ -72,7 +72,7 @@ class CaptureRequests:
         """Add a request that `validate_capture` returned; `check` continues with it.
 
         Raises:
-            Conflict: the same request is in force, all its steps have begun, its steps count from
+            Conflict: the same request is active, all its steps have begun, its steps count from
                 the present step and several runs are live, or a stage looks misspelt.
         """
         capture = {**capture, "run": run_of(self.state.registry, capture)}
@@ -104,7 +104,7 @@ class CaptureRequests:
         """Withdraw a request; a rank that acknowledges the new revision has dropped it.
 
         Raises:
-            NotFound: no such capture is in force.
+            NotFound: no such capture is active.
         """
         entry = self.plan.remove(capture_id)
         self._forget(capture_id)
@@ -210,7 +210,7 @@ class CaptureRequests:
         steps = entry.request["steps"]
         start: int | None = None
         passed: list[int] = []
-        # Nobody acknowledges it: the least round trip is assumed, for ranks that record a tensor
+        # No rank acknowledges it: the least round trip is assumed, for ranks that record a tensor
         # only where it is kept.
         first = 0 if top is None else start_step(top, 0.0, participants.step_seconds)
         if agreement_rules.is_relative(steps) and top is None:
@@ -219,7 +219,7 @@ class CaptureRequests:
             start = first
             steps, passed = agreement_rules.resolve(steps, start)
         elif isinstance(steps, list) and top is not None:
-            # They stay: what of them is still to come is kept.
+            # They stay: the parts that are still to come are kept.
             passed = [step for step in steps if step <= top]
             if pending.number > 1:  # a rank has missed one
                 start = first
@@ -300,7 +300,7 @@ class CaptureRequests:
         return participants_of(self.state.registry, request)
 
     def notes(self, entry: CaptureEntry) -> list[str]:
-        """Return what the requester should know: a request may wait for what never comes."""
+        """Return notes for the requester: a request may wait for something that never comes."""
         return notes(self.state.registry, entry)
 
     def _estimates_of(
