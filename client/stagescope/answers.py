@@ -89,7 +89,7 @@ class Metrics(Mapping[str, float]):
 
     @property
     def stage(self) -> str | None:
-        """The stage from which the numbers are computed."""
+        """The stage whose numbers these are."""
         return self._about.get("stage")
 
     @property
@@ -119,7 +119,7 @@ class Metrics(Mapping[str, float]):
 
     @property
     def step_comparable(self) -> str:
-        """The same of the whole step: that of one rank or role may hide what the others show."""
+        """The verdict on the whole step: one rank or role may hide a problem of the others."""
         return str(self._about.get("step_comparable") or self.comparable)
 
     @property
@@ -144,7 +144,7 @@ class Metrics(Mapping[str, float]):
 
     @property
     def about(self) -> JsonObject:
-        """The fields of the answer beside the metrics."""
+        """The fields of the answer besides the metrics."""
         return MappingProxyType(self._about)
 
     def __getitem__(self, name: str) -> float:
@@ -293,7 +293,7 @@ class Record(Mapping[str, Json]):
 
     @property
     def heading(self) -> str:
-        """What the object is."""
+        """The title of the object."""
         return self._title
 
     def lines(self, *, width: int = 80) -> list[str]:

@@ -27,11 +27,11 @@ _SHOWN_STEPS: Final = 20
 
 
 class Triggers(Table):
-    """The rules in force, one row each: the metric and its bounds, and the last firing.
+    """The active rules, one row each: the metric and its bounds, and the last firing.
 
-    `about` holds the `revision`, its author, and as in the answer `rules`, `runs`, `budgets` (of
-    the runs that rules may capture) and `pinned` (steps whose payloads are kept). A webhook's URL
-    is not shown: rules that have one are set again from the document that they came in.
+    `about` holds the `revision`, its author, `rules`, `runs`, `budgets` (of the runs that rules may
+    capture) and `pinned` (steps whose payloads are kept). It does not show a webhook's URL: to set
+    a rule with a webhook again, use your own document.
 
     Usage:
         >>> triggers = session.triggers()
@@ -144,7 +144,7 @@ class CaptureRequests(Connection):
     """Captures, triggers and pinned steps; most methods need the operate token."""
 
     def plan(self, run: str | None = None) -> Table:
-        """Return the captures in force, or with `run` those that apply to that run.
+        """Return the active captures, or with `run` those that apply to that run.
 
         `about["revision"]` is the plan's revision.
         """
@@ -213,7 +213,7 @@ class CaptureRequests(Connection):
                 tensor, msprobe writes only what differs from it.
             data_dir: directory of the dumps; default: the service's.
             keep: names of payload tensors to keep.
-            parameters, gradients: patterns of the names of which to keep each rank's shards.
+            parameters, gradients: patterns of names; each rank's matching shards are kept.
             limits: {"bytes", "seconds", "reserve_bytes", "tokens"} of a dump.
             force: start even if the estimated cost is too high or a stage seems to be misspelt.
             strict: raise failures in the training process.
@@ -223,7 +223,7 @@ class CaptureRequests(Connection):
 
         Raises:
             InvalidPlan: a field has a value that cannot be carried out.
-            Conflict: an equal request is in force, its steps have begun, or a stage seems to be a
+            Conflict: an equal request is active, its steps have begun, or a stage seems to be a
                 misspelling of a known one.
             Forbidden: the token allows only reading, or a path is outside the allowed roots.
         """
@@ -250,8 +250,8 @@ class CaptureRequests(Connection):
     ) -> CaptureProgress:
         """Wait until a capture has ended; return its progress.
 
-        It also returns once none of the requested ranks is alive any more, and, without `timeout`,
-        once none of them has reported for a minute: the run may not exist.
+        It also returns once no requested rank is alive any more. Without `timeout` it also returns
+        once none of them has reported for a minute, because the run may not exist.
 
         Args:
             capture_id: the capture.
@@ -280,13 +280,13 @@ class CaptureRequests(Connection):
         """Withdraw a capture from the plan and return it; its dumps are kept.
 
         Raises:
-            NotFound: no such capture is in force.
+            NotFound: no such capture is active.
         """
         answer = self._transport.change("DELETE", f"/captures/{segment(capture_id, 'capture_id')}")
         return Record(answer or {"capture_id": capture_id}, title="withdrawn capture")
 
     def triggers(self, run: str | None = None) -> Triggers:
-        """Return the rules in force with their last firing (in `run`), budgets, pinned steps."""
+        """Return the active rules with their last firing (in `run`), budgets, pinned steps."""
         return Triggers.of_answer(self.get("/triggers", run=run))
 
     def set_triggers(self, document: JsonObject | str) -> Record:
@@ -310,8 +310,8 @@ class CaptureRequests(Connection):
     ) -> Table:
         """Return the stored steps of a run in which rules would have fired, with the values.
 
-        No action is taken. The default `document` is the rules in force; `steps` is how many of
-        the newest steps are evaluated (1000).
+        No action is taken. The default `document` is the active rules; `steps` is how many of the
+        newest steps are evaluated (1000).
         """
         body = {"yaml": document} if isinstance(document, str) else dict(document or {})
         filters = {"run": run, "steps": steps}
@@ -321,11 +321,11 @@ class CaptureRequests(Connection):
     def test_webhook(self, rule: str) -> Record:
         """Send a test message to the webhook of a rule; needs the operate token.
 
-        It tells the rule's newest firing, or a made-up one. `delivered` says whether the other side
-        took it, `answer` what it answered, `reason` why the message did not arrive.
+        The message describes the rule's newest firing, or a made-up one. `delivered` says whether
+        the receiver accepted it. `answer` is its reply, `reason` why the message did not arrive.
 
         Raises:
-            NotFound: no rule in force is called so.
+            NotFound: no active rule has this name.
             InvalidInput: the rule has no webhook.
         """
         answer = self._transport.change("POST", f"/triggers/{segment(rule, 'rule')}/test") or {}

@@ -1,7 +1,7 @@
 """The report of a comparison of dumps, and `Changes`: what differs between two attempts.
 
-The text fits 80 columns: the verdict, the first difference, likely and excluded causes; then every
-section with one line per tensor, and below it one per rank and microbatch.
+The text fits 80 columns. It begins with the verdict, the first difference, and likely and excluded
+causes. Every section follows, with one line per tensor, and below it one per rank and microbatch.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class _TextWriter:
                 yield from self._tensor(tensor)
 
     def _rest(self, pair: JsonObject) -> Iterator[Line]:
-        """Yield a summary of what is not shown: the number of tensors per verdict."""
+        """Yield the number of tensors per verdict, for the tensors that are not listed."""
         verdicts = [
             tensor["verdict"] for section in pair["sections"] for tensor in section["tensors"]
         ]

@@ -98,7 +98,7 @@ class ComparisonRequests(Connection):
         Args:
             a, b, c: `run[@attempt][:step]` (without a step: all steps that every side still has),
                 or `{"directory": path}` on the service's machine.
-            tolerances: `PATTERN=ATOL[,RTOL]`: differences that count as noise, beside the defaults.
+            tolerances: `PATTERN=ATOL[,RTOL]`: more differences that count as noise.
             wait: seconds to wait for the answer.
 
         Raises:
@@ -133,13 +133,13 @@ class ComparisonRequests(Connection):
         """Return the first operator, parameter and gradient in which two dumps differ.
 
         Args:
-            a, b: run, attempt, step, stage, role, rank, part, capture_id; fields that `b` lacks
-                are those of `a`.
+            a, b: run, attempt, step, stage, role, rank, part, capture_id; `b` inherits missing
+                fields from `a`.
             factor: threshold in eps of the coarsest dtype up to that operator; default: 4, and 100
                 between devices of two kinds.
             by_dtype: dtype -> threshold of the relative difference; replaces `factor`.
             exact: every number must be equal.
-            skip_sharded: skip tensors of which each rank holds a different shard.
+            skip_sharded: skip tensors whose shard differs by rank.
             limit: most differing rows in the answer; all are counted.
 
         Usage:

@@ -229,7 +229,7 @@ class Connection:
         return FindingRows.of_answers(rows, groups, link_text=self._link_text)
 
     def _poll(self, path: str, body: JsonObject, wait: float) -> Json:
-        """Repeat a POST that takes long until it is answered, for `wait` seconds at most."""
+        """Repeat a slow POST until the service returns a result, for at most `wait` seconds."""
         deadline = time.monotonic() + wait
         while True:
             try:

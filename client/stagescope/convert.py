@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _NONE: Final[Kinds] = {}
 _Library: TypeAlias = Any
-"""The module pandas, polars or pyarrow, none of which has to be installed."""
+"""The module pandas, polars or pyarrow; each is optional."""
 
 
 def kinds(columns: Columns, known: Kinds = _NONE) -> Kinds:

@@ -224,12 +224,12 @@ _LOGGED: Final = "log it"
 
 
 class Diagnosis(Table):
-    """Symptoms, one row each: what was found first, the surest first.
+    """Symptoms, one row each: those that were found come first, the most certain first.
 
-    What another symptom explains comes after it, what ended comes last.
+    A symptom that another one explains comes after it. Symptoms that ended come last.
 
-    Text and HTML display what was found as paragraphs; what was not measured and what was not found
-    follow in short. Text counts what was not measured by what would record it.
+    Text and HTML display the found symptoms as paragraphs, then the unmeasured and the absent ones
+    in short. Text counts the unmeasured symptoms by what would record them.
 
     Usage:
         >>> diagnosis = session.doctor()
@@ -245,8 +245,7 @@ class Diagnosis(Table):
         return _FullDiagnosis.from_table(self)
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return the diagnosis as lines of at most `width` columns; of what was found nothing is
-        cut."""
+        """Return the diagnosis as lines of at most `width` columns; found symptoms are not cut."""
         lines = wrapped("", str(self.about.get("text") or ""), width)
         for row in self.found:
             lines += ["", *_paragraph(row, width)]

@@ -1,7 +1,7 @@
 """Answers about operators: the content of a dump, the first non-finite result, and divergences.
 
-Names of operators are long (`Module.model.layers.27.self_attn.o_proj.Linear.forward.0`): in text
-each has a line of its own and is never shortened.
+Names of operators are long (`Module.model.layers.27.self_attn.o_proj.Linear.forward.0`). In text
+each has its own line and is never shortened.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _finite(row: Row) -> str:
 
 
 def _of_unknown(count: int) -> str:
-    """Return of how many tensors it is not known whether they are finite."""
+    """Return that so many tensors have no Min and Max."""
     tensors = "1 tensor has" if count == 1 else f"{count} tensors have"
     return f"{tensors} no Min and Max"
 
@@ -227,7 +227,7 @@ class Divergence(Record):
 
 
 class Stack(Record):
-    """The Python frames from which an operator was called, the innermost first."""
+    """The Python frames that called an operator, the innermost first."""
 
     __slots__ = ()
 

@@ -109,7 +109,7 @@ class BarTable(Table):
 
 
 class PlottedTable(BarTable):
-    """A table that the service can draw; in a notebook a small picture stands above its rows.
+    """A table that the service can draw; a notebook shows a small picture above its rows.
 
     Usage:
         >>> rounds = session.step(5).rounds()
@@ -139,7 +139,7 @@ class PlottedTable(BarTable):
             draw: returns the figure.
             label: the column that names a row.
             column: the column of the small picture.
-            refusal: why there is no figure of these rows; "" if there is one.
+            refusal: why these rows have no figure; "" if they have one.
         """
         found = cls.with_bars(table, label=label, column=column)
         found._draw, found._refusal = draw, refusal
@@ -153,7 +153,7 @@ class PlottedTable(BarTable):
 
         Raises:
             MissingExtra: plotly is not installed.
-            InvalidInput: the rows are a slice, of which there is no figure.
+            InvalidInput: the rows are a slice; only whole steps have a figure.
         """
         if self._refusal:
             raise InvalidInput(f"there is no figure {self._refusal}", expected="all rows")

@@ -66,9 +66,9 @@ class CaptureProgress(Record):
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether no requested rank is alive any more: it waits for the run's next attempt.
+        """Whether no requested rank is alive any more: the capture waits for the next attempt.
 
-        Where none has reported yet, it waits for the run, or for the ranks.
+        If no rank has reported yet, it waits for the run, or for the ranks.
         """
         ranks = self["ranks"]
         return bool(ranks) and not self.ended and not any(row["there"] for row in ranks)
@@ -189,7 +189,7 @@ def _step_line(step: JsonObject, run: str | None, kept: Sequence[str], *, of_att
     Args:
         step: the step.
         run: of the capture.
-        kept: what the service keeps where it asks no rank.
+        kept: data that the service keeps if it asks no rank.
         of_attempt: whether to name the attempt.
     """
     number, collected = step["step"], step["collected"]

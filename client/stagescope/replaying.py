@@ -172,10 +172,10 @@ _ORDER: Final = (
 class Replay(Table):
     """One row per intermediate of a microbatch, in the order in which data flow.
 
-    Columns: `verdict` (see VERDICTS), `compared` and `differ` (numbers of elements that were
-    compared and that differ), `max_abs` and `mean_abs` of |d|, `coordinate` of the largest |d|, its
-    `sample_id`, `stored` and `computed` value, `dtype` and `dtype_stored`, `outside` (number of
-    elements that differ outside of the mask).
+    Column `verdict` is explained at VERDICTS. `compared`, `differ` and `outside` count elements:
+    those compared, those that differ, and those that differ outside of the mask. `max_abs` and
+    `mean_abs` are of |d|. `coordinate`, `sample_id`, `stored` and `computed` describe the element
+    with the largest |d|. The types are `dtype` and `dtype_stored`.
 
     Usage:
         >>> result = stagescope.replay(session.step(5), loss)
@@ -251,8 +251,8 @@ def replay(
 
     Raises:
         NotFound: nothing that `fn` returns is stored; the message lists what is.
-        InvalidInput: `fn` does not return a mapping of names to numbers, or an intermediate has
-            another shape than the stored one; or tensors of the batch have the wrong rows.
+        InvalidInput: `fn` does not return a mapping of names to numbers, an intermediate has not
+            the stored shape, or tensors of the batch have the wrong rows.
     """
     batch = check_rows(batch_of(source))
     rows: list[Row] = []

@@ -113,7 +113,7 @@ class ReplayRollouts:
         Args:
             group_id: its group; compared as text.
             run_id: which of the group's samples, a number or a text.
-            step: its step; default: that of the first source that has not served it yet.
+            step: its step; default: the step of the first source that has not served it yet.
             prompt: token ids of the requested prompt; a trajectory of another prompt is refused.
 
         Raises:

@@ -35,9 +35,9 @@ def is_bundle(url: str | Path) -> bool:
 
 
 def open_bundle(path: str | Path, timeout: float) -> tuple[ServiceLocation, Callable[[], None]]:
-    """Serve an archive on loopback, read only; return where, and what ends it.
+    """Serve an archive on loopback, read only; return its location, and a function that ends it.
 
-    It ends with this process, too.
+    It also ends with this process.
 
     Raises:
         InvalidInput: there is no such file, or it is no bundle.
@@ -132,7 +132,7 @@ class FileRequests(Connection):
         timeout: float = 120.0,
         on_progress: OnProgress = _ignore,
     ) -> Record:
-        """Save what is known of a run, or of one of its steps: verdicts, tables, figures, advice.
+        """Save a report about a run or one of its steps: verdicts, tables, figures, advice.
 
         Usage:
             >>> session.save_report("report.html", "qwen3-8b")          # one file for a browser
@@ -142,13 +142,13 @@ class FileRequests(Connection):
             path: ends in .html, .json or .md, or `format` is given.
             run: its name.
             step: that step in detail; default: the whole run.
-            attempt: only this attempt; default: the attempts in force.
+            attempt: only this attempt; default: the current attempts.
             format: html, json or md; default: the one that the path's ending names.
-            timeout: seconds in which the service may make it.
+            timeout: most seconds that the service may need.
             on_progress: called as bytes arrive.
 
         Raises:
-            InvalidInput: the path has another ending, or that of another format.
+            InvalidInput: the path's ending is unknown, or does not match `format`.
             NotFound: there is no such run or step.
         """
         path = Path(path)
@@ -174,7 +174,7 @@ class FileRequests(Connection):
         timeout: float = 600.0,
         on_progress: OnProgress = _ignore,
     ) -> Record:
-        """Save a step as one archive without secrets, for whoever must look at it elsewhere.
+        """Save a step as one archive without secrets, to look at it elsewhere.
 
         `stagescope attach PATH` and `stagescope.attach(PATH)` open it, without a service.
 
@@ -184,12 +184,12 @@ class FileRequests(Connection):
             step: the trainer's step.
             attempt: its number; default: the newest that has the step.
             tensors: with the step's tensors: log-probs, and prompts and responses as token ids.
-            limit_bytes: most bytes of its files; what does not fit is named in its manifest.
-            timeout: seconds in which the service may make it.
+            limit_bytes: most bytes of its files; the manifest names what does not fit.
+            timeout: most seconds that the service may need.
             on_progress: called as bytes arrive.
 
         Raises:
-            InvalidInput: the path has another ending than .tar.gz or .tgz.
+            InvalidInput: the path does not end in .tar.gz or .tgz.
             NotFound: there is no such run or step.
         """
         path = Path(path)
@@ -224,7 +224,7 @@ class FileRequests(Connection):
 def _saved(
     title: str, run: str, attempt: int | None, step: int | None, **file: Json | Path
 ) -> Record:
-    """Return what was saved; an attempt or a step that nobody named is left out."""
+    """Return a record of the saved file; it omits an attempt or a step that is None."""
     fields: dict[str, Json | Path] = {"run": run, "attempt": attempt, "step": step, **file}
     shown = {
         name: str(value) if isinstance(value, Path) else value

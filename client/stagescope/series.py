@@ -31,11 +31,11 @@ _READABLE: Final = 40
 class Series(Table):
     """One row per step, ascending: `step`, `attempt`, ..., and one column of values per series.
 
-    A value is None if the step has none (`reason` says why) and NaN if it is NaN. `comparable` is
-    the verdict on the step's two streams: read it before you trust a number. `begun_again` names
-    the ranks that repeated the step within its attempt: both passes count. `series` names the
-    columns of values; `about["series"]` describes each, for scalars with their `low` and `high`
-    over ranks and parts.
+    A value is None if the step has none (`reason` says why) and NaN if it is NaN. Read `comparable`
+    before you trust a number: it is the verdict on the step's two streams. `begun_again` names
+    the ranks that repeated the step within its attempt. Both passes count. `series` names the
+    columns of values. Each has a description in `about["series"]`; scalars also have `low` and
+    `high` there, over ranks and parts.
 
     Usage:
         >>> series = session.series("rollout_corr/k3_kl", by="rank")
@@ -111,7 +111,7 @@ class Series(Table):
         return lines + [line for note in self.notes() for line in render.wrapped("", note, width)]
 
     def _marks(self, width: int) -> str:
-        """Return a line with a `^` below each step of a sparkline that was begun again."""
+        """Return a line with a `^` below each step of a sparkline that was repeated."""
         again = [bool(ranks) for ranks in self["begun_again"]]
         return "".join(
             _AGAIN_MARK if any(again[a:b]) else " " for a, b in _step_ranges(len(again), width)
@@ -164,7 +164,7 @@ class Series(Table):
         return "\n".join([render.clip(self.heading, 80), *self.lines()])
 
     def _repr_html_(self) -> str:
-        """Return a line a series: a dashed rule before an attempt, a triangle where begun again."""
+        """Return one line per series: dashed rules before attempts, triangles at repeated steps."""
         attempts, again = self["attempt"], self["begun_again"]
         rules = [at for at in range(1, len(attempts)) if attempts[at] != attempts[at - 1]]
         marks = [at for at, ranks in enumerate(again) if ranks]

@@ -69,14 +69,14 @@ def attach(
 ) -> Session:
     """Connect to the service of this machine's user, or to the one at `url`; or open a bundle.
 
-    `url` may be an archive of `stagescope bundle`: a process of its own then serves it on loopback,
+    `url` may be an archive of `stagescope bundle`: a separate process then serves it on loopback,
     read only, until the session is closed. That needs the extra `service`, and no service.
 
-    The default of `url` is that of the service in the Ray cluster that this process has joined, as
-    `init` has it; then `STAGESCOPE_URL`, then the URL in `$STAGESCOPE_HOME/service.json`, which
-    `stagescope serve` writes. The default of `token` is `STAGESCOPE_TOKEN`, then that file's
-    tokens if the URL is the file's. `timeout` is the deadline of each call with its retries [s].
-    `link_text` returns the words in which errors and findings show what to look at, by default
+    Without `url`, the session connects to the service in the Ray cluster that this process has
+    joined, as `init` does. Next it tries `STAGESCOPE_URL`, then `$STAGESCOPE_HOME/service.json`,
+    which `stagescope serve` writes. Without `token` it uses `STAGESCOPE_TOKEN`, then that file's
+    tokens if the URL is the file's. Each call with its retries has the deadline `timeout` [s].
+    The callback `link_text` returns the words that errors and findings use for links, by default
     calls of the session's methods.
 
     Raises:
@@ -103,7 +103,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
     """The data of the service, one method per noun; safe to use from several threads.
 
     Each answer names its run and attempt. The default of `run` is the run whose training stage
-    began last, that of `attempt` is the run's latest.
+    began last. The default of `attempt` is the run's latest.
 
     Usage:
         >>> session.runs(), session.steps(), session.findings(), session.doctor()
@@ -144,13 +144,13 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
     ) -> Step:
         """Return one step, bound to the run and attempt that answer now.
 
-        `"latest"` is the step that began last, which may have no numbers yet; `"measured"` is the
-        newest closed step with numbers (the latest if it has numbers and none is closed);
+        `"latest"` is the step that began last, which may have no numbers yet. `"measured"` is the
+        newest closed step with numbers (the latest if it has numbers and none is closed).
         `"captured"` is the newest step with captured operators.
 
         Raises:
-            NotFound: there is no such step; for `"measured"`, no step of the run has numbers, and
-                the message says what the latest lacks.
+            NotFound: there is no such step. For `"measured"`, no step of the run has numbers; the
+                message says what the latest lacks.
         """
         if step == "measured":
             return self._measured(run, attempt)
@@ -182,12 +182,12 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         superseded: bool = False,
         limit: int = 10_000,
     ) -> Series:
-        """Return one number over the steps of a run, a row a step, a column a series.
+        """Return one number over the steps of a run: one row per step, one column per series.
 
         Args:
             metric: a published metric (`rollout_corr/k3_kl`), or the name of a scalar (`loss`).
             by: one series per rank, round or staleness; for scalars only per rank. The default is
-                one value per step: the step's own, or of a scalar the mean over ranks and parts.
+                one value per step: the step's own, or a scalar's mean over ranks and parts.
             run, attempt: restrict to these; the default of `attempt` is each step's current one.
             stage: for scalars: only this stage.
             role, rank: only these.
@@ -209,7 +209,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         return Series.from_answer(answer)
 
     def metric_names(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
-        """Return the names that `series` and `plot` take: published metrics and logged scalars.
+        """Return the names that `series` and `plot` accept: published metrics and logged scalars.
 
         Usage:
             >>> session.metric_names()["name"]
@@ -279,15 +279,15 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
     def doctor(
         self, run: str | None = None, attempt: int | None = None, *, step: int | None = None
     ) -> Diagnosis:
-        """Hold the rulebook against a run: what is sick, since when, and how sure that is.
+        """Diagnose a run by the rulebook: what is wrong, since when, and how sure that is.
 
         Usage:
             >>> session.doctor().found[0]["title"]
 
         Args:
             run: its name; default: the run whose training stage began last.
-            attempt: only this attempt; default: the attempts in force.
-            step: look at the steps up to this one alone.
+            attempt: only this attempt; default: the current attempts.
+            step: use only the steps up to this one.
         """
         name = run or self.step("latest").run
         path = f"/runs/{segment(name, 'run')}/diagnosis"
@@ -354,9 +354,9 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             from_step: the first step.
             anew: forget what was written to these targets, and write everything again.
             page_url: address under which readers open the service's page; default: this session's.
-            follow: go on as steps close, until it is interrupted; else write what there is.
-            every: seconds after which the service is asked again.
-            report: is called with lines: problems, findings, steps that are written again, and,
+            follow: continue as steps close, until interrupted; otherwise write existing steps.
+            every: seconds between two requests to the service.
+            report: called with lines about problems, findings, steps that are written again, and,
                 with `follow`, every step.
 
         Raises:

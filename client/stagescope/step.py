@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stagescope.capture_requests import CaptureRequests
 
 _LACKS: Final = {"gap": "", "missing": "missing "}
-"""Column of what a step lacks -> what stands before its value in text."""
+"""Column of data that a step lacks -> prefix of its value in text."""
 
 
 def _of_slice(filters: Mapping[str, object]) -> str:
@@ -124,12 +124,12 @@ class Step:
         """Return the mismatch per round, or per true turn or staleness.
 
         The default is the true turn where `turn_ids` are recorded, else the round. Rounds are
-        segments of the mask: a turn that is masked as a whole takes no number there.
+        segments of the mask: a turn that is masked as a whole has no number there.
 
-        `about["whole"]` has the same columns for the step, to which the rows add up. `comparable`
-        is of a row's own tokens, `step_comparable` of the whole step: the text marks rows with `*`
-        where these can be compared and the step cannot. `plot` draws the
-        rounds of the step against the steps before, and no turns: ask with `by="round"`.
+        `about["whole"]` has the same columns for the step: the sum of the rows. `comparable` is
+        about a row's own tokens, `step_comparable` about the whole step. The text marks a row with
+        `*` if it can be compared and the step cannot. `plot` compares the rounds of the step with
+        the steps before. It cannot draw turns: ask with `by="round"`.
 
         Usage:
             >>> session.step(5).rounds(by="round").plot(compare=3)
@@ -196,7 +196,7 @@ class Step:
         return self.figure("rank-rounds", metric=metric)
 
     def timeline(self) -> plotly.graph_objects.Figure:
-        """Return a figure of the step's stages: a lane a rank, and who waits for whom.
+        """Return a figure of the step's stages, one lane per rank, with the waits between them.
 
         Usage:
             >>> session.step(5).timeline()
@@ -227,10 +227,10 @@ class Step:
             "place", "end", "position", "probability", "lattice", "staleness", "engine"
         ] = "place",
     ) -> PlottedTable:
-        """Return |d| and d (d = p - q, nats) by where tokens stand, or how probable or stale.
+        """Return |d| and d (d = p - q, nats) by the position, probability or staleness of tokens.
 
-        By `lattice`: by the largest power of two that d is a multiple of. Where it is not recorded
-        the table is empty and `about["note"]` says why.
+        `by="lattice"` groups by the largest power of two that divides d. If the data is not
+        recorded, the table is empty and `about["note"]` says why.
 
         Usage:
             >>> session.step(5).anatomy("probability").plot()
@@ -300,10 +300,10 @@ class Step:
 
         Usage:
             >>> step = session.step(5)
-            >>> step.sample(step.tokens()[0]["sample_uid"])     # that of the worst token
+            >>> step.sample(step.tokens()[0]["sample_uid"])     # the worst token's sample
 
         Raises:
-            InvalidInput: None, which a token has whose stage recorded no sample ids.
+            InvalidInput: the uid is None: the token's stage recorded no sample ids.
             NotFound: its tensors are not kept, or there is no such sample.
         """
         if sample_uid is None:
@@ -543,7 +543,7 @@ class Step:
         """Return the Python frames of an operator's call, the innermost first.
 
         Args:
-            stack_id: that of a row of `operators`.
+            stack_id: the `stack_id` in a row of `operators`.
             stage, role, rank, part, capture_id: identify its dump if there are several.
         """
         params = self._params(
@@ -572,7 +572,7 @@ class Step:
         return NonFiniteOperators.from_table(table, title="first non-finite operators")
 
     def _table(self, noun: str, limit: int, **params: QueryValue) -> Table:
-        # Rounds have an additional column: the one by which they are grouped.
+        # Rounds have an additional column: the one that groups them.
         by = {str(params.get("by") or "round"): "int"} if noun == "rounds" else {}
         path, params = self._path(noun), self._params(**params)
         noun = noun.replace("operators/non-finite", "non_finite")

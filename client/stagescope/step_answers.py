@@ -125,7 +125,7 @@ def _heading(row: JsonObject) -> str:
 _SHOWN_TOKENS: Final = 4000
 """Tokens of the text in a notebook."""
 _FULL_SHADE: Final = 0.5
-"""|d| in nats from which on a token is shaded fully."""
+"""Smallest |d|, in nats, that shades a token fully."""
 _SHADE: Final = "213,94,0"
 _NOT_FINITE: Final = "204,0,160"
 _LEGEND: Final = (
@@ -151,7 +151,7 @@ _COLUMNS: Final[dict[str, tuple[str, str]]] = {
 
 
 class SampleTokens(Table):
-    """One row a token, in the order of the sample; d = p - q in nats.
+    """One row per token, in the order of the sample; d = p - q in nats.
 
     A column that was not recorded is None throughout; `about["unrecorded"]` says how to record it,
     `about["texts_reason"]` why there are no texts.

@@ -34,9 +34,9 @@ SHOWN_ROWS: Final = 20
 class Table:
     """Rows of one kind, stored by column; immutable.
 
-    Missing values are None; non-finite numbers are floats. `about` holds the fields of the answer
-    beside its rows (run, attempt, completeness, ...). `truncated` is true if the service has more
-    rows than the limit.
+    Missing values are None. Non-finite numbers are floats. `about` holds the answer's other fields
+    (run, attempt, completeness, ...). `truncated` is true if the service has more rows than the
+    limit.
 
     Usage:
         >>> table = session.step(5).rounds()
@@ -90,8 +90,8 @@ class Table:
     ) -> Table:
         """Return a table of `rows` as the service sends them, with the columns of `order` first.
 
-        Missing fields become None; the strings "nan", "inf" and "-inf" become floats in columns of
-        numbers. `columns` are those that every row has: a table without rows has them, too.
+        Missing fields become None. In columns of numbers the strings "nan", "inf" and "-inf" become
+        floats. `columns` are those that every row has: a table without rows has them, too.
         """
         rows = list(rows)
         present = dict.fromkeys(name for row in rows for name in row) if rows else dict(columns)
@@ -111,7 +111,7 @@ class Table:
 
     @property
     def title(self) -> str:
-        """What the rows are."""
+        """The title of the rows."""
         return self._title
 
     @property
@@ -126,7 +126,7 @@ class Table:
 
     @property
     def about(self) -> JsonObject:
-        """The fields of the answer beside its rows."""
+        """The fields of the answer besides its rows."""
         return MappingProxyType(self._about)
 
     @property
@@ -262,7 +262,7 @@ class Table:
 
     @property
     def _has_step_verdicts(self) -> bool:
-        """Whether rows have a verdict of their own beside that of their step."""
+        """Whether rows have their own verdict beside the step's."""
         return {"comparable", "step_comparable"} <= self._columns.keys()
 
     def _foot(self, rows: int | None) -> list[str]:
@@ -310,17 +310,17 @@ class Table:
 
 
 MARK: Final = "*"
-"""Behind a verdict that would mislead without that of its step."""
+"""Suffix of a verdict that would mislead without the step's verdict."""
 _TRUSTED: Final = ("comparable", "exact")
 
 
 def is_misleading(own: Json, step: Json) -> bool:
-    """Return whether a row or slice can be compared by itself, and its step cannot."""
+    """Return whether a row or slice can be compared alone, although its step cannot."""
     return own in _TRUSTED and step is not None and step not in _TRUSTED
 
 
 def step_verdict_notes(about: JsonObject) -> list[str]:
-    """Return the verdict on the whole step, where that of an answer's own numbers misleads."""
+    """Return the verdict on the whole step if the verdict on the answer's numbers misleads."""
     step, cause = about.get("step_comparable"), about.get("step_cause")
     if not is_misleading(about.get("comparable"), step):
         return []
@@ -342,7 +342,7 @@ def comparability_notes(about: JsonObject) -> list[str]:
 
 
 def begun_again(about: JsonObject) -> list[str]:
-    """Return a sentence on the ranks that began the answer's step again within its attempt."""
+    """Return a sentence on the ranks that repeated the answer's step within its attempt."""
     ranks = about.get("begun_again")
     if not ranks:
         return []
@@ -350,7 +350,7 @@ def begun_again(about: JsonObject) -> list[str]:
 
 
 def begun_again_steps(table: Table, *, mark: str = "") -> list[str]:
-    """Return a sentence on the steps of `table` that were begun again within their attempt.
+    """Return a sentence on the steps of `table` that were repeated within their attempt.
 
     It names the ranks if they are the same for all of these steps. `mark` is its prefix.
     """
@@ -382,7 +382,7 @@ _GAP_TEXTS: Final = {
 
 
 def coverage_notes(coverage: JsonObject) -> list[str]:
-    """Return what was announced but is not in the numbers, and what they do not tell apart."""
+    """Return data that was announced but is not in the numbers, and limits of the numbers."""
     gaps = [f"{coverage[name]} {text}" for name, text in _GAP_TEXTS.items() if coverage.get(name)]
     notes = [f"not in these numbers: {', '.join(gaps)}; see losses and findings"] if gaps else []
     if pieces := coverage.get("fragmented_sequences"):
@@ -409,7 +409,7 @@ def token_accounting(coverage: JsonObject) -> str | None:
         return None
     reasons = ", ".join(f"{tokens} {why}" for why, tokens in left_out.items() if tokens)
     is_partial = any(coverage.get(f"payloads_{state}") for state in _NOT_READ)
-    what = "that were read" if is_partial else "sent"  # nobody knows what the others hold
+    what = "that were read" if is_partial else "sent"  # the content of the others is unknown
     text = f"tokens: {coverage['tokens']} of {sent} {what} count"
     if reasons:
         text += f"; left out: {reasons}"

@@ -115,11 +115,11 @@ def show_json(value: object) -> None:
 
 # --- progress -------------------------------------------------------------------------------
 _PROGRESS_AFTER: Final = 1.0
-"""Seconds after which a command says how far it is."""
+"""Seconds after which a command shows its progress."""
 _PROGRESS_EVERY: Final = 0.2
 _BAR: Final = 24
 IS_JSON: Final = "stagescope.json"
-"""Key of click's `meta`: the command prints JSON, and nothing else."""
+"""Key of click's `meta`: the command prints only JSON."""
 
 
 class ProgressLine:
@@ -131,7 +131,7 @@ class ProgressLine:
         self._began = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        """Set how far it is; a total of 0 means that it is not known."""
+        """Set the progress; a total of 0 means that it is unknown."""
         self._done, self._total = done, total
 
     def line(self) -> str:
@@ -146,7 +146,7 @@ class ProgressLine:
 
 @contextlib.contextmanager
 def progress(label: str, *, hidden: bool = False) -> Iterator[ProgressLine]:
-    """Show how far the block is, if it takes longer than a second and stderr is a terminal.
+    """Show the block's progress if it runs longer than a second and stderr is a terminal.
 
     With `hidden`, and in a command that prints JSON, nothing is shown.
     """

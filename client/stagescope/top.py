@@ -1,4 +1,4 @@
-"""A run as a screen of text: its steps, who waits for whom, findings and captures."""
+"""A run as a screen of text: its steps, which ranks wait, findings and captures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNDECIDED: Final = ("", "no numbers", "unknown")
 
 @dataclasses.dataclass(frozen=True)
 class RunSnapshot:
-    """What the service says of a run at one time; parts that it could not answer are empty."""
+    """The service's answers about a run at one time; parts that it could not answer are empty."""
 
     run: str
     attempt: JsonObject
@@ -66,7 +66,7 @@ class RunReader:
         self._rounds: tuple[object, Sequence[JsonObject]] = (None, ())
 
     def read(self) -> RunSnapshot:
-        """Return what the service says now.
+        """Return the service's current answers.
 
         Raises:
             StagescopeError: it cannot be reached, or there is no such run.
@@ -137,7 +137,7 @@ def screen(
     """Return at most `height` lines of at most `width` columns.
 
     Args:
-        snapshot: the newest that there is; None: none yet.
+        snapshot: the newest one; None: none yet.
         width, height: of the screen.
         run: its name, where there is no snapshot.
         problem: why the newest request was not answered; empty: it was.
@@ -222,10 +222,10 @@ def _step_lines(snapshot: RunSnapshot) -> list[Line]:
 
 @dataclasses.dataclass(frozen=True)
 class _RankRows:
-    """A line for each role and stage: its ranks as marks, and who is waited for.
+    """A line for each role and stage: its ranks as marks, and the ranks that others wait for.
 
     Attributes:
-        title: what the rows are of; empty: there are none.
+        title: the subject of the rows; empty: there are none.
         rows: role, how many ranks are gone and late, and the line, in the order of the stages.
     """
 
@@ -262,10 +262,10 @@ class _RankRows:
         return cls(title, rows)
 
     def lines(self, most: int | None = None) -> list[Line]:
-        """Return the title and the rows; at most so many lines, the title says how many more.
+        """Return the title and the rows in at most so many lines; the title counts the others.
 
-        The worst row of each role comes before any other: one whose ranks are gone, then the one
-        that most of them have not ended.
+        The worst row of each role comes before any other: a row whose ranks are gone, then the row
+        that most ranks have not ended.
         """
         if not self.rows or most == 0:
             return []

@@ -36,7 +36,7 @@ from stagescope_wire.nonfinite import Json, JsonObject
 
 QueryValue: TypeAlias = str | int | float | bool | Sequence[str] | None
 Params: TypeAlias = Mapping[str, QueryValue]
-"""Query parameters; those of None are left out, a sequence is given several times."""
+"""Query parameters; None is left out, a sequence is repeated."""
 
 _INITIAL_BACKOFF: Final = 0.1
 _MAX_BACKOFF: Final = 1.0
@@ -96,7 +96,7 @@ class Transport:
 
         Raises:
             Unreachable: nothing answered before the deadline.
-            StagescopeError: the service refused; the class is that of the answer's code.
+            StagescopeError: the service refused; the answer's code selects the class.
         """
         return self._call("GET", path, params=params, retry=_if_unavailable if retry else _never)
 
@@ -120,7 +120,7 @@ class Transport:
     ) -> Json:
         """Request a change with the operate token; return the JSON of the answer, or None.
 
-        `timeout` is another deadline than that of each call [s].
+        `timeout` replaces the usual deadline of a call [s].
 
         Raises:
             StagescopeError: as `get`; after `Unreachable` the change may have been made.
@@ -149,12 +149,12 @@ class Transport:
     ) -> None:
         """Call `write(chunk, total size)` for each chunk of the bytes that `path` answers.
 
-        The request is repeated while the service is busy, for `timeout` seconds; each chunk of
-        the answer may take as long.
+        The request is repeated while the service is busy, for at most `timeout` seconds. The same
+        limit applies to each chunk of the answer.
 
         Raises:
             Unreachable: nothing answered, or the answer broke off.
-            StagescopeError: the service refused; the class is that of the answer's code.
+            StagescopeError: the service refused; the answer's code selects the class.
         """
         deadline = time.monotonic() + timeout
         request = self._request("GET", path, params=params)
@@ -288,7 +288,7 @@ class Transport:
         wrong = body.get("wrong") or body.get("detail") or body.get("title")
         advice, see = str(body.get("advice") or ""), links_from_json(body.get("see"))
         own = without_links(advice, see)
-        # Of another version, the links may be said otherwise: they stay in the text as they are.
+        # Another version may word the links differently: they then stay in the text as they are.
         advice, see = (advice, ()) if own is None else (own, see)
         if not isinstance(wrong, str):
             wrong = f"{self.location.url} answered {status} {response.reason_phrase}".rstrip()

@@ -1,3 +1,3 @@
-"""What workers, service and client exchange: events, captures, keep configurations and errors."""
+"""The shared format of workers, service and client: events, captures, keep settings and errors."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """Capture requests: their fields, their validation, and which stages they match.
 
-A capture is a plain dict, so that it is sent and stored unchanged; `validate_capture` alone defines
+A capture is a plain dict, so that it is sent and stored unchanged. Only `validate_capture` defines
 its content. Workers, service and client share this module.
 """
 
@@ -58,7 +58,7 @@ SHORTHANDS: Final[Mapping[str, str]] = {
     "list": "msprobe's list: names of what is collected",
     "data_mode": "msprobe's data_mode: 'all', or some of 'forward', 'backward', 'input', 'output'",
 }
-"""Fields from which a config is built, for the most common requests."""
+"""Fields for the most common requests; stagescope builds a config from them."""
 
 _CONTENT_FIELDS: Final = ("config", "config_path", "keep", "parameters", "gradients", *SHORTHANDS)
 """A request without any of these captures msprobe's statistics."""

@@ -110,7 +110,7 @@ def _locate(url: str | None) -> tuple[ServiceLocation, JsonObject | None]:
 def find_in_ray(token: str | None = None) -> ServiceLocation | None:
     """Return the service of the Ray cluster that this process has joined; it never joins one.
 
-    None: it has joined none, no service answers there, or its API serves another host alone.
+    None: it has joined none, no service answers there, or its API serves only another host.
     """
     ray = sys.modules.get("ray")
     is_initialized = getattr(ray, "is_initialized", None)
@@ -134,9 +134,9 @@ def find_in_ray(token: str | None = None) -> ServiceLocation | None:
 def _with_tokens(
     location: ServiceLocation, token: str | None, written: JsonObject | None
 ) -> ServiceLocation:
-    """Return a location with `token`, else the environment's, else those of its service.json.
+    """Return a location with `token`, else the environment's, else its service.json's tokens.
 
-    `location.note` says why the file has none for it.
+    `location.note` says why the file has no token for it.
 
     Raises:
         Unauthorized: as `find`.
@@ -272,11 +272,11 @@ def read_token(path: str | Path) -> str:
 
 
 def check_token(text: str | None, what: str) -> str | None:
-    """Return a credential without the white space around it; None where nothing is left.
+    """Return a credential without surrounding white space; None if nothing is left.
 
     Args:
-        text: as it was given.
-        what: where it comes from, for the error, which does not show it.
+        text: the credential as given.
+        what: its source, for the error, which does not show the credential.
 
     Raises:
         Unauthorized: no HTTP header can hold it.

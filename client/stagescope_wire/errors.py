@@ -10,7 +10,7 @@
         * `UnknownName` - an answer has no such column, metric or field (also a `KeyError`)
     * `Unauthorized` - no token, or a wrong one (401)
     * `Forbidden` - a token that may read but not operate, or a path outside the allowed roots (403)
-    * `Conflict` - the request contradicts what is in force (409)
+    * `Conflict` - the request contradicts the current state (409)
     * `TooManyRequests` - a token has sent as many as it may in a minute: retry (429)
     * `NotReady` - the service is starting, or its catalogue cannot be opened: retry (503)
     * `Unreachable` - the service, a node or an artifact cannot be reached (502)
@@ -178,7 +178,7 @@ class Forbidden(StagescopeError):
 
 
 class Conflict(StagescopeError):
-    """Raised when a request contradicts what is in force."""
+    """Raised when a request contradicts the current state."""
 
     status = 409
     code = "conflict"
@@ -225,7 +225,7 @@ class CaptureError(StagescopeError):
 
 
 class ComparisonFailed(StagescopeError):
-    """Raised when a comparison breaks off, such as without memory; not for damaged files."""
+    """Raised when a comparison fails, such as without memory; not for damaged files."""
 
     code = "comparison_failed"
 

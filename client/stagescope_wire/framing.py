@@ -8,8 +8,8 @@
 
 with payload = `{"tensors": {name: {"dtype", "shape", "offsets": bool}}, "strings", "meta"}`. The
 bytes of tensor `name` of event `seq` are the safetensors entry `{seq}/{name}`, its row offsets
-(int64) `{seq}/{name}/offsets`. `stagescope_wire.nonfinite` says what stands for what JSON cannot
-hold: non-finite numbers, large ints, and lone surrogates in texts and names.
+(int64) `{seq}/{name}/offsets`. `stagescope_wire.nonfinite` replaces values that JSON cannot hold:
+non-finite numbers, large ints, and lone surrogates in texts and names.
 
 It uses numpy alone, so that a training image does not need safetensors.
 """
@@ -31,7 +31,7 @@ from stagescope_wire.tensorfile import Array, WireTensor, make_header, plan_entr
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
 _MAX_REPR: Final = 1000
 _UNWRITABLE: Final = (TypeError, ValueError, OverflowError, RecursionError)
-"""What is raised for values that have no JSON: nested too deep, or that contain themselves."""
+"""Errors raised for values without JSON: nested too deep, or that contain themselves."""
 
 
 class WirePayload(TypedDict):
@@ -57,7 +57,7 @@ class SendResult:
     refused: Mapping[int, str]
     refused_in_part: Mapping[int, str]
     pause: float = 0.0
-    """Seconds for which a service that is behind asks to wait before the next batch."""
+    """Seconds that an overloaded service asks to wait before the next batch."""
 
     def __bool__(self) -> bool:
         return bool(self.refused or self.refused_in_part)
@@ -73,7 +73,7 @@ class SendResult:
 
 
 class BatchHeader(NamedTuple):
-    """Whose batch a body is, and which of its events have a payload."""
+    """The sender of a batch, and the events that have a payload."""
 
     sender: tuple[Json, ...]
     payloads: tuple[int, ...]
@@ -83,7 +83,7 @@ def read_header(body: bytes) -> BatchHeader:
     """Read the header of a body of `pack_batch`, which is untrusted.
 
     Raises:
-        InvalidInput: it is none, or is cut off.
+        InvalidInput: the body is no batch, or is cut off.
     """
     try:
         (length,) = struct.unpack_from("<Q", body)
@@ -142,9 +142,9 @@ def _describe(seq: int, payload: WirePayload) -> tuple[str, dict[str, tuple[str,
 
 
 def _write_event(event: Sequence[Json], unwritable: Mapping[Json, str]) -> str:
-    """Return the JSON of an event; of one that has none, an event that the service refuses.
+    """Return the JSON of an event, or an event that the service refuses if it has no JSON.
 
-    The others of the batch arrive, and the service has a finding about this one.
+    The batch's other events arrive, and the service reports a finding about this one.
     """
     seq = event[2] if len(event) > 2 else None
     reason = unwritable.get(seq) if isinstance(seq, int) else None
@@ -161,7 +161,7 @@ def _write(value: object) -> str:
 
 
 def _plain(value: object) -> Json:
-    """Return what `json` has no type for: a number of numpy as a number, anything else as text."""
+    """Convert a value that `json` has no type for: a numpy number to a number, others to text."""
     if isinstance(value, np.generic | np.ndarray):
         return spell(value.tolist())
     if isinstance(value, set | frozenset):

@@ -1,12 +1,12 @@
 """Keep configurations: which tensors and numbers of a stage are kept, and in which sections.
 
-A configuration is a plain dict, so that it is sent in a process's settings and stored unchanged;
-`validate_keep` alone defines its content. Ranks consult it before they copy tensors that are only
-needed if they are kept, the service before it writes a file, and readers when they open one.
+A configuration is a plain dict, so that it is sent in a process's settings and stored unchanged.
+Only `validate_keep` defines its content. Ranks read it before they copy tensors that are only
+needed if they are kept. The service reads it before it writes a file, readers when they open one.
 
-What to keep is listed as selectors: names of sections, of single tensors or of numbers. A section
-is a group of tensors that belong together, by their names in `PAYLOAD_TENSORS`; parameters and
-gradients are `parameter/NAME` and `gradient/NAME`, datums `datums/KEY`.
+Selectors list what to keep: names of sections, of single tensors or of numbers. A section is a
+group of tensors that belong together, by their names in `PAYLOAD_TENSORS`. Parameters and
+gradients are `parameter/NAME` and `gradient/NAME`, datums are `datums/KEY`.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def matching_selectors(
 
 
 def capture_selectors(capture: CaptureSpec) -> tuple[str, ...]:
-    """Return the selectors by which a capture keeps data of the stages that it matches."""
+    """Return the selectors of the data that a capture keeps in the stages that it matches."""
     shards = (f"{_PREFIXES[name]}/*" for name in _SHARDS if capture.get(name))
     return (*read_selectors(capture["keep"]), *shards)
 
@@ -261,7 +261,7 @@ def _may_hold(section: str, stage: str, name: str) -> bool:
 
 
 def is_loss(name: str) -> bool:
-    """Return whether a name is that of a loss, such as `loss`, `pg_loss` or `actor/pg_loss`."""
+    """Return whether a name means a loss, such as `loss`, `pg_loss` or `actor/pg_loss`."""
     return name not in _LOSS_INTERMEDIATES and name.rpartition("/")[2].rpartition("_")[2] == "loss"
 
 

@@ -1,7 +1,7 @@
-"""Links: which answers of the service to look at, as data that each reader is shown in its words.
+"""Links to answers of the service, as data that each kind of client shows in its own words.
 
-The service's JSON has the paths in the text of the advice and the links beside it; the command line
-shows the same links as commands, a session as calls of its methods.
+The service's JSON has the paths in the advice's text, and the links beside it. The command line
+shows the same links as commands, a session shows them as calls of its methods.
 
 Usage:
     >>> links = (Link("stages", step=5, shows="who has arrived"), Link("losses"))
@@ -21,7 +21,7 @@ from stagescope_wire.nonfinite import JsonObject
 _OF_RUN: Final = frozenset(
     {"devices", "exact", "findings", "losses", "series", "stacks", "steps", "weights"}
 )
-"""Nouns whose answers are of one run, besides those of a step."""
+"""Nouns whose answers are about one run, besides those about a step."""
 
 STEP_NOUNS: Final = frozenset(
     {
@@ -37,7 +37,7 @@ class Link:
     """An answer of the service.
 
     Attributes:
-        noun: what is answered, as the last word of its path: `stages`, `losses`, `captures`.
+        noun: the last word of the answer's path: `stages`, `losses`, `captures`.
         step: the step that it is about: a number, or `latest`.
         name: the id of one of them, such as of a capture.
         run: the run that it is about; None: the service's default.
@@ -82,7 +82,7 @@ class Link:
         return {**self.query, **run, **attempt}
 
     def within(self, run: str | None, attempt: int | None = None) -> Link:
-        """Return the link with a run and an attempt, where the answer is about one and has none."""
+        """Return the link with a run and an attempt, if its answer needs one and names none."""
         if self.step is None and self.noun not in _OF_RUN:
             return self
         if self.step is None and self.noun == "devices":

@@ -52,7 +52,7 @@ _OTHER_NAMES: Final = {
 
 @functools.lru_cache(maxsize=4096)
 def closest(name: str) -> str | None:
-    """Return the known tensor name of which `name` looks like a misspelling, else None.
+    """Return the known tensor name that `name` seems to misspell, else None.
 
     A known name with a prefix or suffix word (`old_values`, `rewards_scaled`) is a different name,
     as is a name with a slash.
@@ -73,7 +73,7 @@ def closest(name: str) -> str | None:
 
 
 def closest_stage(name: str, stages: Collection[str]) -> str | None:
-    """Return the stage of `stages` of which `name` looks like a misspelling, else None.
+    """Return the stage of `stages` that `name` seems to misspell, else None.
 
     A stage may have any name. A misspelling has the same words in another order (`update_actor`)
     or differs by a letter or two.
@@ -89,7 +89,7 @@ def closest_stage(name: str, stages: Collection[str]) -> str | None:
 
 
 def closest_by_words(name: str, names: Iterable[str]) -> str | None:
-    """Return the one of `names` (runs, keys of settings) of which `name` looks like a misspelling.
+    """Return the one of `names` (runs, keys of settings) that `name` seems to misspell.
 
     None if `name` is known or a different name. Names are compared word by word (separated by `-`,
     `_` and `.`): a misspelling omits, adds, changes or swaps letters within a word. Another number
@@ -149,7 +149,7 @@ def _is_typo(word: str, intended: str) -> bool:
 
 
 def closest_field(name: str, words: Iterable[str]) -> str | None:
-    """Return the field of `words` of which `name` looks like a misspelling, else None.
+    """Return the field of `words` that `name` seems to misspell, else None.
 
     A misspelling omits, adds, changes or swaps letters; a name with a prefix or suffix word
     (`tp_rank`, `max_capture_budget`) is a different name.
@@ -200,12 +200,12 @@ _warned_runs: set[str] = set()
 def normal_run_name(given: object, *, fallback: str = "run") -> str:
     """Return a text as a valid name of a run: `qwen3/grpo` is `qwen3-grpo`.
 
-    A valid name stays as it is. One that is too long, or has letters that are not ASCII, gets a
-    checksum, so that two of them differ.
+    A valid name stays as it is. A name that is too long or not ASCII gets a checksum, so that two
+    such names differ.
 
     Args:
         given: the text.
-        fallback: where nothing of it is left.
+        fallback: the name if nothing of the text is left.
 
     Raises:
         InvalidInput: it is no text.

@@ -1,6 +1,6 @@
-"""JSON values, and what JSON cannot hold: non-finite numbers are the strings "nan", "inf", "-inf".
+"""JSON values, and values that JSON lacks: the strings "nan", "inf", "-inf" stand for such floats.
 
-JSON has no such numbers, and null means unknown; the client turns the strings back into floats. A
+JSON has no non-finite numbers, and null means unknown. The client turns the strings into floats. A
 string may also be a name (a run may be called `nan`), so the column decides: `TEXT` lists the
 columns that never hold numbers. An int beyond 64 bits is a string of its digits, and a lone
 surrogate, which UTF-8 cannot hold, is its escape: many parsers refuse either.
@@ -20,7 +20,7 @@ JsonObject: TypeAlias = Mapping[str, Json]
 _NUMBERS: Final[Mapping[str, float]] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 MAX_DEPTH: Final = 100
-"""How deep JSON may be nested; parsers and Python itself have limits of their own."""
+"""Deepest nesting of JSON; parsers and Python have their own limits."""
 _INT64: Final = 1 << 63
 _MAX_BITS: Final = 2000
 
@@ -73,10 +73,10 @@ def valid_int(value: int) -> int | str:
 
 
 def spell(value: object, depth: int = MAX_DEPTH) -> Json:
-    """Return `value` as strict JSON can hold it.
+    """Return `value` in a form that strict JSON can hold.
 
     Non-finite numbers become their strings, ints beyond 64 bits their digits, and lone surrogates
-    their escapes. What is no JSON at all stays.
+    their escapes. Values of types that JSON lacks stay as they are.
 
     Raises:
         ValueError: it is nested more than `depth` deep.

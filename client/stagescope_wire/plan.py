@@ -128,7 +128,7 @@ class CaptureRequest(Capture, total=False):
 
 
 class KeepSpec(TypedDict):
-    """A configuration of what is kept, as `validate_keep` returns it; see `KEEP_FIELDS`."""
+    """A keep configuration, as `validate_keep` returns it; see `KEEP_FIELDS`."""
 
     every_n_steps: int | None
     steps: CaptureSteps | None

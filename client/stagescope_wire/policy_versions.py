@@ -2,10 +2,10 @@
 
 They travel as integers in the tensor `versions`, with their texts in the metadata under
 `VERSION_NAMES`. If the texts differ in one number alone, the integers are these numbers: they are
-ordered, and their distance from the trainer's version is known. Of one text alone that is so where
-its number stands beside words for a version at most (`step-42`, but not `Qwen3`). Else an integer
-is a hash of its text, the same in every process. Such versions have the order in which they appear,
-and no distance.
+ordered, and their distance from the trainer's version is known. A single text also gives its number
+if every word in it means a version (`step-42`, but not `Qwen3`). Otherwise each integer is a hash
+of its text, the same in every process. Such versions have the order in which they appear, and no
+distance.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _NUMBERED: Final = re.compile(r"(\D*)(\d{1,18})(\D*)\Z")
 _TAG: Final = re.compile(
     r"(?:global|steps?|iter|iteration|version|ver|v|weights?|ckpt|checkpoint|[\W_])*\Z", re.I
 )
-"""What stands around the number of a version where no other text shows that it is one."""
+"""Text around a number that shows that it is a version, if there is no other text."""
 
 
 def is_numbered(version: int) -> bool:
-    """Return whether an integer is a number of a version, not the hash of a text."""
+    """Return whether an integer is a version's number, not a text's hash."""
     return version < _UNNUMBERED
 
 
 def encode_versions(texts: Iterable[str]) -> tuple[list[int], dict[str, str]]:
-    """Return the integer of each text, and the names of the integers; none of plain integers.
+    """Return the integer of each text, and the names of the integers; plain integers have none.
 
     Raises:
         InvalidTensor: more than `MAX_NAMES` different texts that are no integers.

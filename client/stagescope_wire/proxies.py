@@ -1,8 +1,8 @@
 """Reach an address directly, or through the proxy that STAGESCOPE_PROXY names.
 
-Clusters set http_proxy for the world outside. Such a proxy cannot reach the cluster's own
-addresses, and it reads the access token of a request over plain HTTP. httpx would use it, and does
-not know networks (10.0.0.0/8) in no_proxy. So no client of this project reads these variables.
+Clusters set http_proxy for outside addresses. Such a proxy cannot reach the cluster's own
+addresses, and it can read the access token of a plain HTTP request. By default httpx uses it, and
+does not know networks (10.0.0.0/8) in no_proxy. So no client of this project reads these variables.
 
 httpx is imported only where a connection is made: see `discovery`.
 """
@@ -35,7 +35,7 @@ _CREDENTIAL: Final = re.compile(r"\b(bearer|basic)\s+[^\s'\"]+", re.IGNORECASE)
 
 
 def proxy_of(url: str) -> str | None:
-    """Return the proxy for requests to `url`; None: none, as always for this host's loopback.
+    """Return the proxy for requests to `url`, or None; this host's loopback never has one.
 
     Raises:
         InvalidInput: STAGESCOPE_PROXY is not the URL of a proxy.
@@ -63,7 +63,7 @@ def way_to(url: str) -> str:
 
 
 def first_address(url: str) -> tuple[str, int]:
-    """Return host and port to which a request to `url` connects: the proxy's, else its own."""
+    """Return the host and port that a request to `url` connects to: the proxy's, else its own."""
     parts = urlsplit(proxy_of(url) or url)
     return parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 80)
 
@@ -95,7 +95,7 @@ def _made(kind: Callable[..., T], url: str) -> T:
 
 def _options(url: str) -> dict[str, Any]:
     # Loading the system's certificates takes 40 ms and is useless without TLS; an empty context
-    # trusts no server. SSL_CERT_FILE, which trust_env stands for here, is used with TLS.
+    # trusts no server. With TLS, trust_env makes httpx use SSL_CERT_FILE.
     is_plain = url.startswith("http:")
     verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain else True
     return {"verify": verify, "proxy": proxy_of(url), "trust_env": True}
@@ -112,14 +112,14 @@ def _unusable(error: ImportError | ValueError) -> InvalidInput:
 
 
 def unused_variable(url: str) -> str | None:
-    """Return the variable that names a proxy for the scheme of `url`; None where none is set."""
+    """Return the variable that names a proxy for the scheme of `url`; None if none is set."""
     scheme = urlsplit(url).scheme
     names = (f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
     return next((name for name in names if os.environ.get(name)), None)
 
 
 def unused_proxy(url: str) -> str:
-    """Return a hint where a variable names a proxy that is not used for `url`; empty if none."""
+    """Return a hint if a variable names a proxy that is not used for `url`, else an empty text."""
     name = unused_variable(url)
     if name is None or is_loopback(url) or os.environ.get(VARIABLE):
         return ""
@@ -140,10 +140,10 @@ def reason_of(error: Exception) -> str:
 
 
 def is_foreign(response: httpx.Response) -> bool:
-    """Return whether an error was answered by another server than stagescope, such as a proxy.
+    """Return whether an error came from another server than stagescope, such as a proxy.
 
     Every error of the service is a JSON object with a `code` that is a text. Read the response's
-    body before.
+    body first.
     """
     if response.is_success:
         return False

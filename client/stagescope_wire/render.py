@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from stagescope_wire.nonfinite import Json, JsonObject
 
 MISSING: Final = "-"
-"""The text of an unknown value (null); that of a NaN is nan."""
+"""The text of an unknown value (null); a NaN is nan."""
 GAP: Final = "  "
 _MIN_WIDTH: Final = 24
 """Cells of up to this width are never shortened: a time, an id, a stage's name."""
@@ -125,7 +125,7 @@ def format_bytes(count: float) -> str:
 
 
 class Line(NamedTuple):
-    """A line of text, and how it is meant: title, good, bad, dim or plain ('')."""
+    """A line of text with its style: title, good, bad, dim or plain ('')."""
 
     text: str
     tone: str = ""
@@ -144,7 +144,7 @@ def escaped(text: str) -> str:
 
 
 def width_of(text: str) -> int:
-    """Return the width of `text` in terminal columns (wide characters take two)."""
+    """Return the width of `text` in terminal columns (wide characters need two)."""
     if text.isascii():
         return len(text)
     widths = (
@@ -261,7 +261,7 @@ def _are_paths(values: Sequence[Json]) -> bool:
 def _fit(
     cells: Mapping[str, Sequence[str]], width: int, *, uncut: Sequence[str] = ()
 ) -> tuple[dict[str, int], list[str]]:
-    """Return the width of each column that fits, and the names of those that do not.
+    """Return the width of each column that fits, and the names of the other columns.
 
     Long cells are shortened down to `_MIN_WIDTH`, which keeps names, times and ids complete. Then
     columns are left out: first those of `uncut` if not everything fits, then those without any
@@ -337,8 +337,8 @@ def html_table(
 def html_bars(names: Sequence[str], values: Sequence[Json], what: str) -> str:
     """Return a small picture of bars as HTML; a value that is missing or not finite is a gap.
 
-    It has no script and takes the colour of the text around it; a bar's name and value are shown
-    where the pointer rests on it.
+    It has no script and has the colour of the text around it. A bar shows its name and value while
+    the pointer rests on it.
 
     Args:
         names: of the bars.
@@ -373,11 +373,11 @@ def html_line(
     rules: Sequence[int] = (),
     marks: Sequence[int] = (),
 ) -> str:
-    """Return a small picture of a line as HTML: a value that is missing is a gap.
+    """Return a small picture of a line as HTML; a missing value is a gap.
 
-    It has no script and takes the colour of the text around it. Of values that share a pixel the
-    least and the greatest are drawn, so that no peak is hidden; a value that is not finite is a
-    red bar of the full height, whatever stands beside it.
+    It has no script and has the colour of the text around it. If values share a pixel, the picture
+    shows the least and the greatest, so that no peak is hidden. A non-finite value is a red bar of
+    the full height, whatever else is in its pixel.
 
     Args:
         values: from left to right.

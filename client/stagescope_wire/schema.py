@@ -38,14 +38,14 @@ SCHEMA: Final = 1
 HELLO: Final = "hello"
 """world_size, data_rank, layout {LAYOUT_COLUMNS: value}, fingerprint {...}, settings {...},
 resumed_from_step, pid, watchdog (path of the file that `stagescope_wire.stacks` describes), launch
-(a text that each start of its launcher has of its own), single (True: the process knows of no other
-rank of its role). Unknown is absent."""
+(a text that differs in each start of its launcher), single (True: the process knows of no other
+rank of its role). Unknown fields are absent."""
 BEGIN: Final = "begin"
 """work fields (WORK_FIELDS), device_time."""
 END: Final = "end"
 """work fields, begin_seq (the seq of the matching BEGIN, since a part may be repeated), begin_wall,
-begin_mono, status 'ok' | 'failed', error_type, error_message, interrupted (True where the exception
-means that somebody stopped the training), scalars {name: float}, payload
+begin_mono, status 'ok' | 'failed', error_type, error_message, interrupted (True if the exception
+means that a person stopped the training), scalars {name: float}, payload
 (PAYLOAD_FIELDS) or None, payload_dropped {reason, bytes, tensors} if the process had to drop the
 payload, device_seconds."""
 LOG: Final = "log"
@@ -71,10 +71,10 @@ truncated."""
 WEIGHTS: Final = "weights"
 """work fields (policy_version: the version of these weights), side (WEIGHT_SIDES), kind
 (WEIGHT_KINDS), tensors [(name, checksum, dtype, shape, shard), ...], device {device_kind,
-device_index, device_serial} that holds them. checksum: an int from 0 below 2**64, or None if it
-could not be computed. shard: None; 'copy' (all ranks of the side hold the same); 'tp copy' (all
-tensor-parallel ranks do); or, of a DTensor, (global shape, offsets or None, placement, names of
-the mesh's dimensions), with `shape` the local one."""
+device_index, device_serial} that holds them. The checksum is an int from 0 below 2**64, or None if
+it could not be computed. The shard is None, 'copy' (all ranks of the side hold the same) or
+'tp copy' (all tensor-parallel ranks do). For a DTensor it is (global shape, offsets or None,
+placement, names of the mesh's dimensions), and `shape` is the local one."""
 
 KINDS: Final = frozenset(
     {HELLO, BEGIN, END, LOG, END_STEP, FINISH, DROPPED, REFUSED, DUMP, STACKS, WEIGHTS}
@@ -129,10 +129,10 @@ PAIRS: Final = (("old", "rollout"), ("current", "rollout"), ("old", "recomputed"
 the first available pair, the noise floor from ('old', 'recomputed')."""
 
 UPDATE_PAIR: Final = ("current", "old")
-"""(p, q) streams of the first mini-batch of an update, before which no update lies between them."""
+"""(p, q) streams of an update's first mini-batch, where no update separates them."""
 
 CURRENT_ALONE: Final = ("current", "current")
-"""The same where no other stream is recorded beside the current one: sums by sample remain."""
+"""The same if only the current stream is recorded: sums by sample remain."""
 
 PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "response_mask": "1 = model token, 0 = environment or padding; required with two streams",
@@ -168,7 +168,7 @@ PER_TOKEN: Final = (
     *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
     "round_ids", "turn_ids", "advantages", "rollout_is_weights", "clipped",
 )  # fmt: skip
-"""Tensors with one value per token: those of a payload have the same rows and tokens."""
+"""Tensors with one value per token: in one payload they have the same rows and tokens."""
 INTEGER_TENSORS: Final = frozenset(
     {
         "responses", "positions", "round_ids", "turn_ids", "versions", "token_offset",
@@ -252,10 +252,10 @@ class Sender:
     clock_error: float | None = None
     """Half of the best round trip, in seconds: the uncertainty of the offset."""
     started: float | None = None
-    """Wall clock at which this incarnation began: of two that did the same work, the later one
-    counts."""
+    """Wall clock at which this incarnation began. If two incarnations did the same work, the later
+    one wins."""
     plan_revision: int | None = None
-    """Revision of the plan in force here; the answer to a batch has the plan where another is."""
+    """Revision of the sender's plan; the reply to a batch has the plan if the service's differs."""
 
     def wire(self) -> WireTuple:
         """Return the sender as it is sent."""

@@ -24,9 +24,9 @@ def sparkline(
 ) -> str:
     """Return the values as a line of at most `width` bars; each bar is the maximum of its steps.
 
-    A space is a gap, `!` a value that is not finite. With `extremes`, where there are more steps
-    than bars, two bars stand for a stretch: its minimum and its maximum, in their order. A drop is
-    then seen as well as a spike.
+    A space is a gap, `!` a value that is not finite. With `extremes`, if there are more steps than
+    bars, two bars show a stretch: its minimum and its maximum, in their order. So both a drop and a
+    spike are visible.
     """
     if extremes and len(values) > width:
         stretches = [
@@ -50,9 +50,9 @@ def sparkline(
 
 
 def _extremes(values: Sequence[Value]) -> tuple[Value, Value]:
-    """Return the smallest and the largest value in their order; twice the one not finite, if any.
+    """Return the smallest and the largest value in their order; twice a non-finite one, if any.
 
-    None twice where there is no value.
+    Return None twice if there is no value.
     """
     present = [(at, value) for at, value in enumerate(values) if value is not None]
     bad = [value for _, value in present if not math.isfinite(value)]

@@ -1,9 +1,9 @@
 """A spool: batches of events as files, for processes that cannot reach the service.
 
 `STAGESCOPE_URL=file:///shared/spool` names the directory. Each process has a folder in it, named by
-its incarnation, with the body of each batch (`stagescope_wire.framing`) as `00000001.events`, ...,
-and `sender.json`, its newest sender, written again as long as the process is alive. Every file is
-renamed into its place, so that a reader sees whole files only.
+its incarnation. The folder has the body of each batch (`stagescope_wire.framing`) as
+`00000001.events`, ..., and the newest sender as `sender.json`, which a live process keeps writing.
+Every file is renamed into its place, so that a reader sees whole files only.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def directory_of(url: str | None) -> Path | None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file at once, with mode 0600: it may hold tokens of prompts.
+    """Write a file atomically, with mode 0600: it may hold tokens of prompts.
 
     Raises:
-        OSError: it cannot be written; nothing of it is there.
+        OSError: it cannot be written; no part of it is left.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -65,7 +65,7 @@ def batches(folder: Path, after: int = 0) -> Iterator[tuple[int, Path]]:
 
 
 def folders(directory: Path) -> list[Path]:
-    """Return the folders of processes in a spool, none if it is something else.
+    """Return the folders of processes in a spool; none if the directory is no spool.
 
     Raises:
         InvalidInput: this user may not read it.

@@ -73,7 +73,7 @@ def read_watchdog(path: str | Path) -> dict[str, Json] | None:
     watchdog has not fired since it was armed.
 
     Raises:
-        Forbidden: the path is not that of a watchdog's file.
+        Forbidden: the path names no watchdog's file.
         OSError: the file cannot be read.
     """
     path = Path(path)

@@ -3,8 +3,8 @@
 The format is https://github.com/huggingface/safetensors: 8 bytes with the header's length, a JSON
 header `{name: {dtype, shape, data_offsets}, "__metadata__": {str: str}}`, and the data without
 holes. This module does not use the safetensors library, because that copies every tensor once more
-and has no bfloat16 for numpy. bfloat16 is uint16 in numpy and BF16 in the file, so that torch and
-every other reader of safetensors reads it as bfloat16.
+and has no bfloat16 for numpy. A bfloat16 tensor is uint16 in numpy and BF16 in the file, so that
+torch and every other reader of safetensors reads it as bfloat16.
 
 Our own metadata is one JSON text under `stagescope`; the row offsets of packed tensors are tensors
 named `{name}.row_offsets`.

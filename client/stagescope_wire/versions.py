@@ -1,6 +1,6 @@
 """The supported versions of other packages, remarks about others, and how to install extras.
 
-The workers and the service read these ranges; those of trainers stand beside their integrations.
+The workers and the service read these ranges. The ranges of trainers are in their integrations.
 Installed versions come from the packages' metadata, so that no package is imported.
 """
 
@@ -103,7 +103,7 @@ class Remark:
 def install_command(*extras: str) -> str:
     """Return the command that installs extras of stagescope.
 
-    It names the source: on package indexes the name belongs to nobody, or to another project.
+    It names the source, because on package indexes the name is free or another project's.
     """
     return f"pip install '{_source()}[{','.join(extras)}]'"
 

@@ -29,7 +29,7 @@ from stagescope_wire.render import printable
 
 @question(RUN)
 def plan(session: Session, run: str | None) -> Table:
-    """The captures in force; with --run those that apply to it."""
+    """The active captures; with --run those that apply to it."""
     return session.plan(run)
 
 
@@ -145,7 +145,7 @@ def _wait_for(session: Session, capture_id: str, timeout: float | None) -> Captu
         )
         click.echo(printable(text), err=True)
     if final["state"] != "complete":
-        # So that a script can detect it.
+        # A script can detect it by the exit code.
         click.get_current_context().meta["stagescope.exit_code"] = 1
     return final
 
@@ -245,7 +245,7 @@ def triggers(
     only: str | None,
     limit: int,
 ) -> Table | Record:
-    """The rules in force; `test` rules on a stored run, or a webhook; `set` other rules.
+    """The active rules; `test` rules on a stored run, or a webhook; `set` other rules.
 
     \b
     stagescope triggers                          rules, last firings, budgets, pinned steps

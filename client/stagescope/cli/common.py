@@ -52,7 +52,7 @@ EXTRAS: Final[Mapping[str, tuple[str, str]]] = {
     "msprobe": ("msprobe", "in trainings: captures of operators"),
     "trackers": ("mlflow", "`forward` into TensorBoard, MLflow and OpenTelemetry"),
 }  # fmt: skip
-"""Extra -> a module that it brings, by which it is found, and what it is for."""
+"""Extra -> a module that shows that the extra is installed, and what the extra is for."""
 
 
 class CommandGroup(click.Group):
@@ -140,7 +140,7 @@ Answer: TypeAlias = Table | Metrics | Record
 Option: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 """A click decorator that adds an option or argument to a command."""
 OptionValue: TypeAlias = Any
-"""The value of an option as click parsed it: its type is that of the option."""
+"""The value of an option as click parsed it, in the option's own type."""
 
 
 _EPILOG: Final = "\b\nExit codes:\n" + "\n".join(
@@ -227,7 +227,7 @@ MEASURED: Final = _step_argument("measured")
 CAPTURED: Final = _step_argument("captured")
 RUN: Final = click.option("--run", help="Name of the run (default: the last that began a stage).")
 NAMED_RUN: Final = click.argument("named_run", required=False, metavar="[RUN]")
-"""The same as --run, which stands beside it."""
+"""The same as --run; a command has both."""
 ATTEMPT: Final = click.option("--attempt", type=click.IntRange(min=1), help="Attempt's number.")
 STAGE: Final = click.option("--stage", help="Only this stage.")
 ROLE: Final = click.option("--role", help="Only this role.")

@@ -72,7 +72,7 @@ def non_finite(step: Step, **filters: OptionValue) -> Table:
 
 @step_question(CAPTURED, STAGE, ROLE, RANK, PART, CAPTURE, first=(click.argument("stack_id"),))
 def stack(step: Step, stack_id: str, **filters: OptionValue) -> Record:
-    """The Python frames from which an operator was called (its `stack_id`), innermost first."""
+    """The Python frames that called an operator (its `stack_id`), innermost first."""
     return step.stack(stack_id, **filters)
 
 
@@ -89,8 +89,8 @@ def divergence(
 ) -> Record:
     """The first operator in which two dumps differ.
 
-    A side is named by run, attempt, step, stage, role, rank, part and capture; fields that the
-    second side lacks are those of the first: `stagescope divergence step=5,rank=0 rank=1`.
+    Name a side by run, attempt, step, stage, role, rank, part and capture. The second side takes
+    missing fields from the first: `stagescope divergence step=5,rank=0 rank=1`.
     """
     return session.divergence(_of_run(a, run), b, **options)
 

@@ -83,7 +83,7 @@ def _urls(target: str | None, from_log: Path | None) -> list[str]:
 
 
 class _Given(TypedDict):
-    """What the user says of an engine."""
+    """The user's description of an engine."""
 
     name: str | None
     run: str | None

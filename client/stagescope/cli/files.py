@@ -153,7 +153,7 @@ def forward(
 ) -> Table:
     """Write a run's closed steps and findings into runs of trackers, its stages into traces.
 
-    What was written is remembered: a second call writes what is new, or changed meanwhile.
+    The command remembers what it wrote. A second call writes only what is new or has changed.
     """
     # MLflow's client tries for minutes by default; what fails here is tried again anyway.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")

@@ -227,7 +227,7 @@ def _only(what: str) -> Option:
 
 @question(RUN, ATTEMPT, _only("kinds: 'payload*'"), LIMIT)
 def losses(session: Session, **options: OptionValue) -> Table:
-    """What was announced and never arrived, with the reasons."""
+    """Lost data: announced, but never arrived, with the reasons."""
     return session.losses(**options)
 
 
@@ -245,7 +245,7 @@ def findings(session: Session, **options: OptionValue) -> Table:
     click.option("--all", "everything", is_flag=True, help="Say what was not measured, and why."),
 )
 def doctor(session: Session, everything: bool, **options: OptionValue) -> Table:
-    """What is sick in a run, since when, how sure that is, and what to do next."""
+    """Diagnose a run: what is wrong, since when, how sure that is, and what to do next."""
     with terminal.progress("doctor"):
         found = session.doctor(**options)
     return found.all() if everything else found
@@ -340,5 +340,5 @@ def unpin(session: Session, **options: OptionValue) -> Record:
     click.argument("b", metavar="RUN[@ATTEMPT]"),
 )
 def diff(session: Session, a: str, b: str) -> Changes:
-    """What changed between two attempts or runs: code, options, packages, placement."""
+    """Changes between two attempts or runs: code, options, packages, placement."""
     return session.diff(a, b)

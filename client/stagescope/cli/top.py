@@ -58,7 +58,7 @@ def top(
     token_file: Path | None,
     timeout: float,
 ) -> None:
-    """A run live: its steps and verdicts, who waits for whom, findings, captures; q quits."""
+    """A run live: its steps and verdicts, which ranks wait, findings, captures; q quits."""
     token = None if token_file is None else discovery.read_token(token_file)
     with attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session:
         reader = RunReader(session, run or str(session.step("latest").run))
@@ -92,7 +92,7 @@ class _Screen:
         self._suspend = False
 
     def show(self) -> None:
-        """Show the run until somebody quits; the terminal is then as it was."""
+        """Show the run until the user quits, then restore the terminal."""
         with self._signals(), _screen_of_its_own() as (enter, leave):
             asking = threading.Thread(target=self._ask, name="top", daemon=True)
             asking.start()
@@ -114,7 +114,7 @@ class _Screen:
                 self._ended.set()
 
     def _keys(self) -> bool:
-        """Read keys; return whether none of them quits."""
+        """Read keys; return True unless one of them quits."""
         keys = os.read(sys.stdin.fileno(), 64).decode("utf-8", "replace")
         # An escape alone quits; with more behind it, it is an arrow or the like.
         return bool(keys) and not any(
@@ -145,14 +145,14 @@ class _Screen:
     def _draw(self) -> None:
         size = shutil.get_terminal_size((80, 24))
         lines = screen(self._snapshot, width=size.columns, height=size.lines, problem=self._problem)
-        # In one piece and over what is there, so that nothing flickers.
+        # Overwrite the screen in one piece, so that nothing flickers.
         text = "\x1b[K\n".join(map(_styled, lines))
         sys.stdout.write(f"\x1b[H{text}\x1b[K\x1b[J")
         sys.stdout.flush()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Draw anew in a window of another size; end and suspend as other programs do."""
+        """Redraw when the window's size changes; end and suspend as other programs do."""
 
         def resized(number: int, frame: FrameType | None) -> None:
             self._notify()

@@ -1,8 +1,8 @@
-"""Decides which steps are written to which target, and remembers them.
+"""Decide which steps to write to each target, and remember them.
 
-A file by run and target, `$STAGESCOPE_HOME/forward/RUN-HASH.json` (mode 0600), holds what was
-written: of each step its attempt and checksums. It is saved after each write, so that after a
-restart nothing is written twice, but for the steps of a write that was cut off.
+One file per run and target, `$STAGESCOPE_HOME/forward/RUN-HASH.json` (mode 0600), has the attempt
+and checksums of each written step. It is saved after each write. After a restart nothing is written
+twice, except the steps of a write that was interrupted.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from stagescope_wire.nonfinite import Json
 from stagescope_wire.render import printable, stretches
 
 PREFIX: Final = "stagescope/service/"
-"""In the section of the numbers that integrations add to a trainer's log, under `stagescope/`, with
-no name of theirs: TensorBoard merges two series of one name, and W&B has one axis for a name."""
+"""Integrations also write under `stagescope/` in a trainer's log, but never these names:
+TensorBoard merges two series of one name, and W&B has one axis for a name."""
 TRACKERS: Final[Mapping[str, type[Tracker]]] = {
     "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": Wandb, "swanlab": SwanLab,
     "trackio": Trackio, "otlp": Otlp,
@@ -55,7 +55,7 @@ Report = Callable[[str], object]
 
 @dataclasses.dataclass
 class Cursor:
-    """What was written to one target."""
+    """Record of the steps and findings that were written to one target."""
 
     path: Path
     steps: dict[str, list[Json]] = dataclasses.field(default_factory=dict)
@@ -64,7 +64,7 @@ class Cursor:
 
     @classmethod
     def load(cls, path: Path) -> Cursor:
-        """Return the cursor in a file; an empty one where there is none.
+        """Return the cursor in a file, or an empty one if there is no file.
 
         Raises:
             InvalidInput: it cannot be read.
@@ -117,7 +117,7 @@ class Delivery:
 
     @contextlib.contextmanager
     def held(self, *, anew: bool) -> Iterator[None]:
-        """Open the target and load what was written; no other process forwards to it meanwhile.
+        """Open the target, load what was written, and keep other processes from forwarding to it.
 
         Raises:
             MissingExtra: the tracker's client is not installed.
@@ -135,7 +135,7 @@ class Delivery:
                     advice="end it first",
                 ) from error
             self.cursor = Cursor(self.path) if anew else Cursor.load(self.path)
-            if anew:  # lest a write that fails leaves what was written before
+            if anew:  # a failed write must not leave the old state
                 self._save()
             try:
                 yield
@@ -144,17 +144,17 @@ class Delivery:
 
     @property
     def notice(self) -> str:
-        """What the tracker's reader should know, once."""
+        """Note for the tracker's reader, shown once."""
         return self._tracker.notice if self._tracker is not None else ""
 
     def deliver(self, steps: Sequence[ClosedStep], report: Report, *, patient: bool) -> None:
-        """Write what is new; where the tracker fails, say so and do nothing until it is due.
+        """Write what is new; if the tracker fails, report it and do nothing until the next try.
 
         Args:
             steps: closed steps.
-            report: takes a line about each problem, step that is written again, and finding.
-            patient: whether steps whose numbers are being made are waited for, and each step that
-                is written is reported: the run is followed.
+            report: accepts a line about each problem, step that is written again, and finding.
+            patient: follow the run: wait for steps whose numbers are not ready, and report each
+                step that is written.
         """
         if time.monotonic() < self._retry_at:
             return
@@ -203,7 +203,7 @@ class Delivery:
         due = [step for step in wanted if self._known(step)[:2] != [step.attempt, step.mark]]
         self.left = {step.step for step in due if self._is_waited_for(step, patient)}
         if self._kind.is_ordered and patient and self.left:
-            # What comes after it would have to be written again.
+            # Later steps would have to be rewritten.
             due = [step for step in due if step.step < min(self.left)]
         due = [step for step in due if step.step not in self.left]
         if not self._kind.is_ordered or not due:
@@ -334,11 +334,11 @@ def forward(
         prefix: before each name.
         from_step: the first step.
         anew: forget what was written.
-        page_url: address under which readers open the page; default: that of the connection.
-        every: go on as steps close, and look each so many seconds; None: once.
-        stopped: ends it, where it goes on.
-        report: takes lines about problems, findings and steps that are written again; where it goes
-            on, about every step.
+        page_url: address at which readers open the page; default: the connection's.
+        every: continue as steps close, and look again after this many seconds; None: once.
+        stopped: ends the loop, with `every`.
+        report: accepts lines about problems, findings and steps that are written again; with
+            `every`, about every step.
 
     Raises:
         InvalidInput: a target or the prefix cannot be read.

@@ -1,4 +1,4 @@
-"""What is forwarded: closed steps with their numbers, verdict and stages, and findings."""
+"""The forwarded records: closed steps with their numbers, verdict and stages, and findings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STAGE_ROWS: Final = 1_000_000
 _SERIES_STEPS: Final = 20_000
 """Most steps that `/series` answers."""
 _WITNESSES: Final = ("logprob_abs_diff/mean", "counts/tokens")
-"""Numbers that are asked for over all steps at once: where one changed, the step is read again."""
+"""Numbers that are read for all steps at once: if one changed, the step is read again."""
 _OF_ONE_STREAM: Final = ("counts/", "nonfinite/", "logprob/")
 """Beginnings of the numbers that a step has whose streams are a copy of each other."""
 _IS_COMPARABLE: Final[Mapping[str, float]] = {"comparable": 1.0, "exact": 1.0, "suspect": 0.0}
@@ -34,14 +34,14 @@ _STAGE_FIELDS: Final = (
     "clock_error", "policy_version", "error_type", "error_message", "incarnation", "revision",
 )  # fmt: skip
 _COMMANDS: Final = STEP_NOUNS | {"exact", "findings", "losses", "steps"}
-"""What advice may name as a command of `stagescope`; the rest as a path of the API."""
+"""Nouns that advice names as a command of `stagescope`; it names others as a path of the API."""
 _PENDING: Final = ("being aggregated", "not read yet")
-"""Parts of a gap's text that say that the numbers are to come."""
+"""Parts of a gap's text that mean that the numbers will arrive later."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClosedStep:
-    """A closed step as it is listed; `mark` is another where something of it changed."""
+    """A closed step in a list; its `mark` changes whenever the step changes."""
 
     step: int
     attempt: int
@@ -60,7 +60,7 @@ class ClosedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step as it is written; `values` has only what was measured."""
+    """A step to write; `values` has only measured numbers."""
 
     run: str
     step: int
@@ -79,13 +79,13 @@ class StepRecord:
 
     @property
     def text(self) -> str:
-        """Attempt, verdict, completeness and what the numbers lack, on one line."""
+        """Attempt, verdict, completeness and gaps of the numbers, on one line."""
         facts = [f"attempt {self.attempt}", self.verdict or "no numbers", self.complete, self.gap]
         return ", ".join(fact for fact in facts if fact)
 
     @property
     def checksum(self) -> str:
-        """Of what was measured; not of `gap`, which later says that retention removed rows."""
+        """Checksum of the measured values, without `gap`: retention may change that later."""
         stages = [[row.get(name) for name in _STAGE_FIELDS] for row in self.stages]
         numbers = sorted(self.values.items())
         return _checksum([self.attempt, numbers, self.verdict, self.complete, stages])
@@ -155,7 +155,7 @@ class RunRecords:
             verdict = f"{found.comparable} ({found.cause})" if found.cause else found.comparable
             if found.comparable in _IS_COMPARABLE:
                 values["step/comparable"] = _IS_COMPARABLE[found.comparable]
-            # Equal streams of one producer differ by 0, which nobody measured.
+            # Equal streams of one producer differ by 0, but that is no measurement.
             is_copy = found.comparable == "not measured"
             values |= {
                 name: value
@@ -181,7 +181,7 @@ class RunRecords:
         )
 
     def findings(self) -> list[FindingRecord]:
-        """Return errors and warnings that are not over, those with one cause as one."""
+        """Return errors and warnings that have not ended, one record per cause."""
         noun = "findings/groups"
         groups = self._connection.table(f"/{noun}", {"run": self.run}, noun=noun)
         return [

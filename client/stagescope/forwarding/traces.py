@@ -13,7 +13,7 @@ from stagescope.table import Row
 
 _SPANS_A_CALL: Final = 512
 _SECONDS: Final = 10.0
-"""How long a collector may take to answer, with the exporter's own retries."""
+"""Time in which a collector must reply, with the exporter's own retries."""
 _EXPORTER_LOG: Final = "opentelemetry.exporter"
 _ATTRIBUTES: Final = {
     "stage": "stagescope.stage", "role": "stagescope.role", "rank": "stagescope.rank",
@@ -157,7 +157,7 @@ def _number(parts: Sequence[object], size: int) -> int:
 
 
 class _Said(logging.Handler):
-    """Collects what a library logs, instead of printing it, while it is entered."""
+    """Collects what a library logs inside the block, instead of printing it."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Write steps into runs of TensorBoard, MLflow, W&B, SwanLab and Trackio, by their own clients.
 
-Each client is imported when its target is opened. A tracker raises what its client raises; once
+Each client is imported when its target is opened. A tracker raises what its client raises. After
 `write` has returned, the client has the steps.
 """
 
@@ -27,7 +27,7 @@ _OWN_FILE: Final = ".stagescope"
 _TITLE: Final = 63
 """Characters of an alert's title in W&B."""
 _METRICS_A_CALL: Final = 1000
-"""Most metrics that MLflow takes in one call."""
+"""Most metrics that MLflow accepts in one call."""
 _TAG: Final = 5000
 """Most characters of a tag in MLflow."""
 
@@ -42,11 +42,11 @@ class Tracker(ABC):
     """
 
     of_stages: ClassVar[bool] = False
-    """Whether it takes stages, of every attempt, instead of numbers of the attempts in force."""
+    """Whether it accepts stages of every attempt, instead of numbers of the current attempts."""
     is_ordered: ClassVar[bool] = False
-    """Whether a step hides those after it that were written before: they are written again."""
+    """Whether writing a step hides later steps that were written before: they are rewritten."""
     notice: str = ""
-    """What its reader should know, once."""
+    """Note for its reader, shown once."""
 
     def __init__(self, address: str, prefix: str, page: str) -> None:
         self.address = address
@@ -87,10 +87,9 @@ def installed(what: str, extra: str) -> Iterator[None]:
 
 
 class TensorBoard(Tracker):
-    """An event file of its own in a directory: TensorBoard shows it in the run of that directory.
+    """A separate event file in a directory: TensorBoard shows it in the run of that directory.
 
-    Numbers are 32-bit, the only ones that TensorBoard's own loader reads. It drops the points after
-    a step that comes again.
+    TensorBoard's own loader reads only 32-bit numbers. It drops the points after a repeated step.
     """
 
     is_ordered = True
@@ -151,7 +150,7 @@ class TensorBoard(Tracker):
         self._writer.add_event(self._events.Event(wall_time=wall, step=step, summary=summary))
 
     def _await_next_second(self) -> None:
-        """Wait until a new file comes after those that are there.
+        """Wait until the name of a new file sorts after the existing ones.
 
         TensorBoard reads files by their names, which begin with the second in which each was made.
         """
@@ -228,7 +227,7 @@ class MLflow(Tracker):
 
 
 class Wandb(Tracker):
-    """A run of Weights & Biases, resumed beside its trainer; steps have an axis of their own."""
+    """A run of Weights & Biases, resumed beside its trainer; steps have a separate axis."""
 
     def __init__(self, address: str, prefix: str, page: str) -> None:
         super().__init__(address, prefix, page)
@@ -276,7 +275,7 @@ class Wandb(Tracker):
         return self._run
 
     def _resumed(self) -> Any:
-        """Open the run; as a second writer beside the trainer's where this version can do that."""
+        """Open the run, as a second writer beside the trainer's if this version supports that."""
         # Nothing of this process but the numbers: neither its console, files, load nor its end.
         own: dict[str, Any] = {
             "silent": True, "console": "off", "disable_git": True, "disable_code": True,

@@ -1,4 +1,4 @@
-"""`Batch`: the exact recorded data of one step, and what of it is missing.
+"""`Batch`: the exact recorded data of one step, and a list of what is missing.
 
 Usage::
 
@@ -9,8 +9,8 @@ Usage::
         part.numbers["loss"]
     batch.gaps                              # what is missing or disagrees, as text
 
-A batch is one safetensors file with the rows of all stages, joined by sample id. `parts` says which
-rows a stage processed in which mini-batch, and holds the values of repeated passes (epochs).
+A batch is one safetensors file. It has the rows of all stages, joined by sample id. `parts` says
+which rows a stage processed in each mini-batch, and holds the values of repeated passes (epochs).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _UPDATES: Final = ("actor_update", "critic_update")
 
 
 class Tensor(NamedTuple):
-    """A tensor's dtype and its values; those of bfloat16 are its bits as uint16."""
+    """A tensor's dtype and its values; a bfloat16 tensor has its bits as uint16."""
 
     dtype: str
     values: Array
@@ -55,8 +55,8 @@ class BatchPart:
         rows: int64, indices of the batch's rows.
         names: all recorded tensors.
         widths: the width of each token-wise tensor; the batch's may be wider.
-        own: tensors whose values are not the batch's: of a later pass over the same rows, without
-            rows (a loss), or in disagreement.
+        own: tensors whose values are not the batch's. They come from a later pass over the same
+            rows, have no rows (a loss), or disagree with the batch.
         numbers: scalars by name.
         lengths: row lengths of tensors in `own` that were recorded ragged, int64 [rows].
         about: `policy_version`, `data_rank` and `layout` of the rank, as far as they are known.
@@ -187,7 +187,7 @@ class BatchData:
     def microbatches(self, stage: str | None = None) -> Iterator[Self]:
         """Yield the batch as a stage processed it, one part at a time in the order of `parts_of`.
 
-        Each microbatch has all tensors of its rows; those of earlier stages are cut to its width.
+        Each microbatch has all tensors of its rows. Tensors of earlier stages are cut to its width.
         Tensors that the part itself recorded are bitwise as recorded.
         """
         return map(self.microbatch, self.parts_of(stage))

@@ -1,8 +1,8 @@
 """Read and write a batch as one safetensors file; a file is untrusted input.
 
-Tensors with rows keep their names, tensors without rows are `other/NAME`. `lengths/NAME` are the
-row lengths of a ragged tensor, `rows/I` the rows of part I, and `part/I/NAME` the tensors of part
-I that are not those of the batch. Everything else is JSON in the metadata.
+Tensors with rows keep their names, tensors without rows are `other/NAME`. The row lengths of a
+ragged tensor are `lengths/NAME`. The rows of part I are `rows/I`. The tensors of part I that
+differ from the batch's are `part/I/NAME`. Everything else is JSON in the metadata.
 """
 
 from __future__ import annotations

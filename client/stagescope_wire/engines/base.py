@@ -26,7 +26,7 @@ class Sampling:
         temperature: divides the logits; 0 selects the most likely token.
         top_p: sample from the smallest set of tokens with this probability; 1 keeps all.
         top_k: sample from this number of most likely tokens; 0 keeps all.
-        seed: of the sampling, if the engine supports one; None: the engine's own.
+        seed: seed of the sampling, if the engine supports one; None: the engine's own.
         stop: texts at which to stop.
     """
 

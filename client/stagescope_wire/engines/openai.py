@@ -301,8 +301,8 @@ class SGLangEngine(OpenAIEngine):
 
     Each entry of `meta_info.output_token_logprobs` and `input_token_logprobs` is (log-prob, token
     id, text or null); the first input token has null. Log-probs of output tokens are after
-    temperature unless the server runs with `SGLANG_RETURN_ORIGINAL_LOGPROB`; those of input tokens
-    are raw.
+    temperature unless the server runs with `SGLANG_RETURN_ORIGINAL_LOGPROB`. Input tokens have raw
+    log-probs.
     """
 
     def generate(

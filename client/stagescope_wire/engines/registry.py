@@ -60,7 +60,7 @@ _SGLANG_SETTINGS: Final = (
 
 
 def connect(url: str, *, key_file: str | Path | None = None, timeout: float = 120.0) -> HttpEngine:
-    """Return the engine at `url`; its class is that of the detected kind of server.
+    """Return the engine at `url`; the detected kind of server selects its class.
 
     Args:
         url: `http://HOST:PORT`, or HOST:PORT.

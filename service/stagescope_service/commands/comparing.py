@@ -118,9 +118,9 @@ def compare(
 ) -> None:
     """Whether two or three dumps are the same, and where they differ first.
 
-    A side is a directory or a file of any format that is read (kept files, a batch, NexRL, slime,
-    AReaL, NeMo-RL, prime-rl, verl), or RUN[@ATTEMPT][:STEP] of a running service. Every rank,
-    microbatch and trajectory that a side has is compared; rows pair by sample.
+    A side is RUN[@ATTEMPT][:STEP] of a running service, or a directory or file in a known format
+    (kept files, a batch, NexRL, slime, AReaL, NeMo-RL, prime-rl, verl). The command compares every
+    rank, microbatch and trajectory that a side has. Rows pair by sample.
 
     Exit status: 0 same or within noise, 1 different, 2 could not be compared.
     """
@@ -154,7 +154,7 @@ def compare(
 @_outputs
 @click.pass_context
 def compare_dumps(ctx: click.Context, /, **options: Unpack[CompareDumpsOptions]) -> None:
-    """Compare NexRL's dumps: takes the flags of its compare_debug_dumps.py.
+    """Compare NexRL's dumps: accepts the flags of its compare_debug_dumps.py.
 
     Exit status: 0 same or within noise, 1 different, 2 could not be compared.
     """
@@ -258,7 +258,7 @@ def _compare_locally(dumps: Sequence[Dump], options: OutputOptions) -> _Report:
 
         mapper = ray_tasks()
     tolerances = Tolerances.parse(options["tolerances"])
-    pairwise.warm(_announce_compilation)  # before the bar, which is on a line of its own
+    pairwise.warm(_announce_compilation)  # before the bar, which has its own line
     with _progress_bar() as update:
         return as_json(compare_sides(dumps, tolerances=tolerances, mapper=mapper, progress=update))
 
@@ -335,7 +335,7 @@ def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
     with click.progressbar(length=1, label="comparing", file=sys.stderr) as bar:
 
         def update(done: int, total: int) -> None:
-            # `total` grows while tasks are added; the last step is that of the verdict.
+            # `total` grows while tasks are added; the last step is the verdict.
             bar.length = total + 1
             bar.update(done - bar.pos)
 

@@ -58,7 +58,7 @@ def export(
     """Write a dump in NexRL's layout, for scripts that were made for NexRL's files.
 
     SOURCE is a directory or file of this project, NexRL, slime, AReaL, NeMo-RL, prime-rl,
-    verl or msprobe; OUT a new directory. What NexRL's layout has no place for is listed.
+    verl or msprobe. OUT is a new directory. Data without a place in NexRL's layout is listed.
     """
     try:
         from stagescope_service.dumps.discover import open_dump

@@ -45,7 +45,7 @@ Tables: TypeAlias = "dict[Location, TableRow]"
 def wait_for_tables(session: Session, run: str, key: str, dumps: Sequence[OperatorDump]) -> Tables:
     """Wait until the service has read operator dumps; return their table rows.
 
-    It gives up when nothing happens for longer than the largest dump may take.
+    It gives up when nothing happens for longer than the largest dump may need.
     """
     tables: Tables = {}
     left = {_sent(each.work) for each in dumps}
@@ -135,7 +135,7 @@ def _cut_file(dump: OperatorDump, byte: int) -> Path:
 
 
 def unread_tables(dumps: Sequence[OperatorDump], tables: Tables) -> Iterator[str]:
-    """Yield the operator dumps of which the service has no table, each with the reason."""
+    """Yield the operator dumps that have no table in the service, each with the reason."""
     for each in dumps:
         row = tables.get(_sent(each.work))
         if row is None or row["state"] == "announced":

@@ -52,15 +52,15 @@ class ImportReport(TypedDict):
     """The result of an import, as `--json` prints it.
 
     Attributes:
-        nothing_new: whether the run held all of it before.
+        nothing_new: whether the run already held all data.
         processes, events, payloads: how many were sent and accepted.
         operators: ranks' dumps of msprobe's whose statistics became tables.
         problems: files that could not be read.
         refused: what the service refused.
-        left_out: name -> why values in the files are no values of that name, such as zeros that
-            stand for a missing stream.
-        missing: name -> number of rows without a value of it, where others have one.
-        notes: what else to know of the files: what they do not say and the import decided, and
+        left_out: name -> why values in the files are no values of that name, such as zeros in place
+            of a missing stream.
+        missing: name -> number of rows without a value, if other rows have one.
+        notes: other remarks about the files: facts that they lack and the import decided, and
             dumps without any call.
     """
 
@@ -125,15 +125,15 @@ def import_directory(
 
     Dumps of this project, NexRL (self-hosted, remote API, Weaver), slime, AReaL, NeMo-RL, prime-rl,
     verl and msprobe.
-    The files are read here and sent to the service, which keeps what it needs. The same directory
-    again, into the same run, counts once and says "nothing new"; one that grew becomes the run's
-    next attempt. A run that is not of this directory is left alone, unless --new-attempt is given:
-    the newest attempt answers for the run. Exit status 1 where that refuses, or where a file could
-    not be read: the others are there.
+    This command reads the files and sends them to the service, which keeps what it needs. The same
+    directory again, into the same run, counts once and prints "nothing new". A directory that grew
+    becomes the run's next attempt. A run of another directory stays unchanged, unless --new-attempt
+    is given: the newest attempt answers for the run. Exit status 1: the service refused data, or a
+    file could not be read. All other data was imported.
 
-    A spool (what processes wrote whose STAGESCOPE_URL is file:///DIRECTORY) holds their own runs:
-    it is sent as they would have sent it, again and again without counting twice, and with
-    --follow while they train.
+    A spool holds the runs of processes whose STAGESCOPE_URL is file:///DIRECTORY. The command sends
+    it as these processes would. You can repeat that: nothing counts twice. --follow sends while
+    they train.
     """
     token = None if token_file is None else discovery.read_token(token_file)
     if spool.folders(directory) if directory.is_dir() else False:
@@ -184,13 +184,13 @@ def import_dump(
 
     Args:
         session: with an operate token.
-        dump: of the directory.
+        dump: the directory's dump.
         run: name of the run.
-        new_attempt: whether a run that is not of this directory gets another attempt.
-        on_progress: called with the payloads that are taken in, and how many there are, about.
+        new_attempt: whether a run of another directory gets another attempt.
+        on_progress: called with the number of ingested payloads, and about how many there are.
 
     Raises:
-        Conflict: the run exists, its newest attempt is not of this directory, and `new_attempt` is
+        Conflict: the run exists, its newest attempt is from another directory, and `new_attempt` is
             False.
         StagescopeError: the service cannot be reached, or the token may not operate.
     """

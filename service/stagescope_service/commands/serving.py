@@ -97,10 +97,10 @@ class ServeOptions(TypedDict, total=False):
 def serve(address: str | None, as_json: bool, **options: Unpack[ServeOptions]) -> None:
     """Start the service, or show where it runs already.
 
-    It joins the cluster at --address, else RAY_ADDRESS, else the one of this home's service, else
-    the one that `ray start` left on this machine; where there is none it starts one. It joins a
-    cluster that a driver's ray.init made for itself only by its --address. The service outlives
-    this command and every training job; `stagescope stop` ends it. Each setting can also be given
+    It joins the Ray cluster at --address, else RAY_ADDRESS, else the one of this home's service,
+    else the one that `ray start` left on this machine. If none exists, it starts one. It joins a
+    cluster that a driver's ray.init made for itself only with --address. The service outlives
+    this command and every training job. `stagescope stop` ends it. You can also give each setting
     as STAGESCOPE_<NAME>.
     """
     for remark in versions.remarks(versions.SERVICE):
@@ -165,7 +165,7 @@ def stop(address: str | None, as_json: bool) -> None:
 
 
 def _others_mode(directory: Path) -> int | None:
-    """Return the mode of a directory that others than its owner may read, else None."""
+    """Return a directory's mode if other users may read it, else None."""
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
     except OSError:  # it is on the head node
@@ -273,7 +273,7 @@ def _announce(info: ServiceInfo, settings: Settings) -> None:
 def attach(bundle: Path, port: int, as_json: bool, until_eof: bool) -> None:
     """Open an archive of `stagescope bundle`: the same page and client, read only, no service.
 
-    It serves on loopback alone with a token of its own, until Ctrl-C; what it unpacked is removed.
+    It serves only on loopback with its own access token, until Ctrl-C. It removes unpacked files.
     """
     try:
         from stagescope_service.api.app import make_app

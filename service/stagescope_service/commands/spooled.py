@@ -1,4 +1,4 @@
-"""What processes wrote into a spool, sent to the service as they would have sent it."""
+"""Send the files of a spool to the service as the processes that wrote them would."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHOWN: Final = 20
 
 
 class SpoolReport(TypedDict):
-    """What was taken in, as `--json` prints it.
+    """Counts of the imported data, as `--json` prints them.
 
     Attributes:
         runs: their names.
@@ -95,7 +95,7 @@ class _Spool:
         self._taken: dict[Path, int] = {}
         """Folder -> the number of the last batch that the service has."""
         self._alive: dict[Path, int] = {}
-        """Folder -> when its process last said that it is alive."""
+        """Folder -> last time at which its process reported that it is alive."""
         self._said = ""
         self.report: SpoolReport = {
             "runs": [], "processes": 0, "batches": 0, "payloads": 0, "refused": [], "unread": [],
@@ -120,7 +120,7 @@ class _Spool:
             ended.wait(pause)
 
     def _send(self, folder: Path, path: Path) -> float:
-        """Send a batch and wait until its payloads are stored; return the pause that is asked."""
+        """Send a batch and wait until its payloads are stored; return the requested pause."""
         try:
             if path.stat().st_size > MAX_BYTES:
                 raise InvalidInput(f"{path.name} has more than {MAX_BYTES} bytes")

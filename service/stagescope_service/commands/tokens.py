@@ -19,10 +19,10 @@ _COUNT: Final = click.IntRange(1, 1_000_000)
 
 @click.group()
 def token() -> None:
-    """The tokens of people, teams and programs; a service that runs follows within a second.
+    """The access tokens of people, teams and programs; a running service follows within a second.
 
     They are in tokens.json of the home (STAGESCOPE_HOME), as hashes: a token is printed once. The
-    two tokens read.token and operate.token of the home stay beside them.
+    home's two other tokens, read.token and operate.token, stay valid.
     """
 
 

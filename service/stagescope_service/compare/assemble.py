@@ -1,10 +1,10 @@
 """Assemble the comparisons of all shards into one result a tensor, with its verdict.
 
 A loss is a mean over tokens. If no log-prob differs by more than noise, the loss may still differ
-by more than its tolerance of 1e-5, since it inherits the noise of its inputs. With differences d of
-n inputs and weights a (advantages), the mean moves by a * mean(d), and by a random part of the
-order a * rms(d) / sqrt(n). A difference within these bounds is noise; a difference beyond them,
-such as from another entropy coefficient, is not.
+by more than its tolerance of 1e-5, since it inherits the noise of its inputs. Let d be the
+differences of n inputs, and a their weights (advantages). The mean moves by a * mean(d), and by a
+random part of the order a * rms(d) / sqrt(n). A difference within these bounds is noise. A larger
+difference, such as from another entropy coefficient, is not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PAIRED: Final = ("compared", "tokens differ", "lengths differ")
 
 
 class _Criteria(NamedTuple):
-    """What verdicts depend on beside the numbers; see `assemble`."""
+    """Inputs of a verdict besides the numbers; see `assemble`."""
 
     tolerances: Tolerances
     noise_floor: NoiseFloor | None
@@ -87,7 +87,7 @@ def assemble(
 def with_totals(
     tensors: Sequence[TensorResult], unmatched: Mapping[int | None, Collection[str]]
 ) -> tuple[tuple[TensorResult, ...], int]:
-    """Add the total number of trajectories of its step to each tensor; return it of all steps too.
+    """Add its step's total number of trajectories to each tensor; also return it for all steps.
 
     Args:
         tensors: tensors of all steps.
@@ -106,7 +106,7 @@ def with_totals(
 
 
 def heaviest(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the heaviest verdict, `same` of none."""
+    """Return the heaviest verdict, `same` if there are none."""
     return max(verdicts, key=lambda verdict: verdict.weight, default=Verdict.SAME)
 
 
@@ -279,7 +279,7 @@ def _reason(
 _INPUTS: Final = LOG_PROBS | {
     "entropy", "values", "advantages", "prob_ratio", "elementwise_loss", "returns",
 }  # fmt: skip
-"""Tensors by token of which losses and metrics are means."""
+"""Tensors by token; losses and metrics are means of them."""
 _WEIGHTED: Final = LOG_PROBS | {"prob_ratio"}
 """Inputs that a policy loss multiplies by the advantages."""
 _DEVIATIONS: Final = 4.0
@@ -292,7 +292,7 @@ def judge_derived(tensors: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
     """Return the results with losses and metrics judged by the noise of their inputs.
 
     This applies if all inputs of a step are the same or within noise, and not all are the same.
-    Tolerances that the user set stay in force.
+    Tolerances that the user set still apply.
     """
     inputs: dict[int | None, list[TensorResult]] = {}
     for tensor in tensors:
@@ -356,7 +356,7 @@ def _judged_shard(shard: ShardResult, allowed: Tolerance) -> ShardResult:
 
 
 def _expected_shift(found: Pairwise, shards: int) -> float:
-    """Return how far noise may move the mean of a shard's values, of which there are `shards`."""
+    """Return how far noise may move the mean of one shard's values; `shards` counts the shards."""
     tokens = max(found.finite / shards, 1.0)
     return abs(found.mean_difference) + _DEVIATIONS * found.root_mean_square / math.sqrt(tokens)
 

@@ -1,8 +1,8 @@
 """Likely causes of the differences between two dumps, checks for each, and excluded causes.
 
-Causes are rules over the results, and each names its evidence. The checks are those that users of
-dumps have collected: padding and max_length where shapes differ; entropy_coeff, FP16 against FP32
-and seeds where losses differ; dump options where data is missing.
+Causes are rules over the results, and each names its evidence. Users of dumps collected the checks.
+If shapes differ, check padding and max_length. If losses differ, check entropy_coeff, FP16 against
+FP32 and seeds. If data is missing, check the dump options.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BROKE_OFF: Final = "broke_off"
 """Key in the metadata of a dump (`about`): a sentence if its attempt ended within the step."""
 
 _SERVICE_SETTINGS: Final = frozenset({"keep", "capture", "capture_budget", "imported"})
-"""Settings of what is kept and captured: they change no number of the training."""
+"""Settings for keeping and capturing data: they change no number of the training."""
 _AGREE: Final = (Verdict.SAME, Verdict.WITHIN_NOISE)
 
 
@@ -30,7 +30,7 @@ class _StationCause(NamedTuple):
     title: str
     checks: tuple[str, ...]
     given: str = ""
-    """The station of which the title says that it is equal; '' for none."""
+    """The station that the title calls equal; '' for none."""
     otherwise: str = ""
     """The title where that station was not compared."""
 
@@ -152,7 +152,7 @@ def _station_causes(result: PairResult) -> list[Cause]:
 
 
 def _is_equal(result: PairResult, station: str) -> bool:
-    """Return whether a station was compared, in all that the first difference is of, and agrees."""
+    """Return whether a station agrees and was compared in all data of the first difference."""
     own = [tensor for tensor in result.tensors if tensor.verdict is Verdict.DIFFERENT][:1]
     compared = [
         tensor

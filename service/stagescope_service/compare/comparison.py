@@ -71,8 +71,8 @@ def compare(
 ) -> DumpComparison:
     """Compare two or three dumps.
 
-    Every rank, part and trajectory that a side has counts. Rows pair by sample, not by position;
-    of padded rows only the values under their masks count. Missing, damaged or refused files
+    Every rank, part and trajectory that a side has counts. Rows pair by sample, not by position.
+    In padded rows only the values under their masks count. Missing, damaged or refused files
     become findings. Memory is bounded by two shards for each task that the mapper runs at a time.
 
     Args:
@@ -215,7 +215,7 @@ class PairComparer:
             self._findings.add_outcome(outcome, (None, None), matches[key])
 
     def _work_items(self, match: SectionMatch) -> list[WorkItem]:
-        """Return the pairs of entries to compare: of the same samples, where these are known."""
+        """Return the pairs of entries to compare; they have the same samples where known."""
         entry_pairs = list(match.entry_pairs())
         located = (*flow.SAMPLE_SECTIONS, *flow.IDENTIFYING_SECTIONS, *flow.NAMED_SECTIONS)
         if match.section in located:
@@ -298,10 +298,10 @@ class PairComparer:
         self._every_sample_differs = bool(differ) and not equal - differ
 
     def _is_explained(self, side: int, problem: DumpProblem) -> bool:
-        """Return whether a missing file is none: every sample is there, in other parts.
+        """Return whether a missing file lacks nothing, since other parts hold every sample.
 
-        Ranks may have different numbers of parts (dynamic batches), so a file that a reader misses
-        in a grid of parts may never have existed. If another entry has its location, the file is
+        Ranks may have different numbers of parts (dynamic batches), so a file that a reader expects
+        in a grid of parts may not exist at all. If another entry has its location, the file is
         missing.
         """
         entry = problem.entry
@@ -409,7 +409,7 @@ def _non_finite_findings(tensors: Sequence[TensorResult]) -> list[ComparisonFind
 def _is_uneven(item: WorkItem, outcome: TaskOutcome) -> bool:
     """Return whether a side has no entry where the other has rows, or another number of rows.
 
-    A file of numbers alone (NexRL's `loss` beside `is_loss_debug`) has no rows that could differ.
+    A file of numbers alone (NexRL's `loss` next to `is_loss_debug`) has no rows that could differ.
     """
     one, other = outcome.indexes
     is_lacking = None in item.pair or (
@@ -422,8 +422,8 @@ def _is_uneven(item: WorkItem, outcome: TaskOutcome) -> bool:
 def _is_permuted(outcomes: Sequence[tuple[WorkItem, TaskOutcome]]) -> bool:
     """Return whether the rows of all shards of a pass seem to be the same in another order.
 
-    Of rows without ids and tokens these are the same lengths in another order: samples that moved
-    to another rank or microbatch are seen in all shards together alone.
+    For rows without ids and tokens this means the same lengths in another order. Samples that moved
+    to another rank or microbatch show only in all shards together.
     """
     lengths: dict[tuple[PassKey, str], list[Int64]] = {}
     for item, outcome in outcomes:

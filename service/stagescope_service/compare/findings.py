@@ -1,4 +1,4 @@
-"""Findings of a comparison beside its numbers: what is missing, on which side, what it means."""
+"""Findings of a comparison besides its numbers: missing data, its side, and what it means."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stagescope_wire.render import counted
 _HARMLESS = ("unknown", "superseded", "gap")
 """Kinds of problems that leave nothing out."""
 _UNKNOWN_SECTION = "other"
-"""Section of a file with an unreadable header, and of tensors without a section of their own."""
+"""Section of a file with an unreadable header, and of tensors without their own section."""
 
 
 class FindingCollector:
@@ -43,7 +43,7 @@ class FindingCollector:
         """Section -> number of rows at each location that were paired by it alone."""
 
     def add(self, finding: ComparisonFinding) -> None:
-        """Keep a finding, unless it is there already."""
+        """Keep a finding, unless it is already kept."""
         if finding not in self.findings:
             self.findings.append(finding)
 
@@ -70,7 +70,7 @@ class FindingCollector:
         Args:
             outcome: result of the task.
             pair: the entries that it compared.
-            match: the match to which they belong.
+            match: the match of the entries.
             is_moved: the samples of these entries have another location on the other side.
         """
         for side, problem in outcome.problems:
@@ -143,7 +143,7 @@ class FindingCollector:
         """Add every missing, damaged or refused file, what readers left out, and the counts.
 
         Args:
-            is_explained: returns whether a problem of a side is none, and makes no finding.
+            is_explained: returns whether a side's problem is harmless and makes no finding.
         """
         self._add_counts()
         for side, dump in enumerate(self._dumps):
@@ -212,7 +212,7 @@ class FindingCollector:
     def _lacks_files(self, side: int, section: str) -> bool:
         """Return whether a file that may hold rows of a section is lost or could not be read.
 
-        What one side lacks then proves no difference, since that file may hold it.
+        Data that one side lacks then proves no difference, since that file may hold it.
         """
         return any(
             at == side

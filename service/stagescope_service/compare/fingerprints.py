@@ -16,12 +16,12 @@ AREAS: Final = (
 """Areas of a fingerprint; those that decide numbers come first."""
 
 Weight = Literal["numbers", "place", "start", "unknown"]
-"""What a difference may change: numbers, the machine, or only this start. It is unknown if one
-side does not have the value."""
+"""Possible effect of a difference: on numbers, on the machine, or only on this start. If one side
+lacks the value, the effect is unknown."""
 
 _ORDER: Final[Mapping[Weight, int]] = {"numbers": 0, "place": 1, "start": 2, "unknown": 3}
 _COMPLETE_AREAS: Final = ("config", "packages", "environment")
-"""Areas that are recorded completely: what such a list lacks does not exist on that side."""
+"""Areas that are recorded completely: a value missing in them does not exist on that side."""
 _IMPORTED: Final = "imported"
 """Key in the configuration of a run that was imported from files."""
 
@@ -31,13 +31,13 @@ _LAYOUT: Final = (
     "vpp_rank", "vpp_size", "cp_rank", "cp_size", "sp_rank", "sp_size", "ep_rank", "ep_size",
     "etp_rank", "etp_size", "engine", "engine_version", "framework", "framework_version",
 )  # fmt: skip
-# Ray and launchers set these anew at every start; a training computes no number from them.
+# Ray and launchers set these at every start; a training computes no number from them.
 _STARTUP_VARIABLES: Final = re.compile(
     r"RAY_(JOB|SESSION|RAYLET|NODE|WORKER|CLIENT|LAUNCHER|ADDRESS|GCS)|MASTER_(ADDR|PORT)|"
     r"TORCHELASTIC_|SLURM_(JOB|STEP|TASK|LAUNCH|SRUN)|XDG_|STAGESCOPE_(ATTEMPT|URL|HOME|RUN)"
 )
 _KEEP_SETTINGS: Final = re.compile(r"keep(\.|\Z)")
-"""Settings of what is kept, which change nothing that is computed."""
+"""Settings for keeping data: they change no computed number."""
 _RAY_WORKER: Final = "default_worker.py"
 
 
@@ -45,7 +45,7 @@ _Streams: TypeAlias = "Mapping[tuple[str, str], Mapping[str, Sequence[object]]]"
 
 
 class FingerprintDifference(NamedTuple):
-    """A value that differs between the two sides; None where a side does not have it."""
+    """A value that differs between the two sides; None if a side lacks it."""
 
     area: str
     name: str
@@ -83,7 +83,7 @@ def in_order(differences: Sequence[FingerprintDifference]) -> list[FingerprintDi
 
 
 def stream_differences(a: _Streams, b: _Streams) -> list[FingerprintDifference]:
-    """Return what two sides say differently of the streams that both have, such as a temperature.
+    """Return different attributes of streams that both sides have, such as a temperature.
 
     Args:
         a, b: (stage, stream) -> attribute -> its distinct values.
@@ -104,9 +104,9 @@ def _one_or_all(values: Sequence[object] | None) -> object:
 
 
 def not_compared(a: AttemptFingerprint, b: AttemptFingerprint) -> list[str]:
-    """Return sentences on what neither side knows, so that no difference of it can be seen.
+    """Return sentences on values that neither side knows, so that no difference can show.
 
-    What one side alone knows is a difference of weight `unknown`.
+    A value that only one side knows is a difference of weight `unknown`.
     """
     one, other = a.fingerprint or {}, b.fingerprint or {}
     said = {
@@ -125,7 +125,7 @@ def not_compared(a: AttemptFingerprint, b: AttemptFingerprint) -> list[str]:
 
 
 def _code(fingerprint: Mapping[str, object]) -> dict[str, object]:
-    """Return module -> hash of what a side had loaded."""
+    """Return module -> hash of the code that a side loaded."""
     code = fingerprint.get("code")
     return {str(name): value for name, value in code.items()} if isinstance(code, Mapping) else {}
 
@@ -166,7 +166,7 @@ def _fingerprint_changes(
             yield FingerprintDifference("code", name, of_a[name], of_b[name], "numbers")
     for area in ("git", "config", "packages", "drivers", "environment"):
         one, other = a.get(area), b.get(area)
-        # Of an imported run only this configuration is known.
+        # Only this configuration of an imported run is known.
         is_complete = area in _COMPLETE_AREAS and not any(
             not isinstance(each, Mapping) or _IMPORTED in each for each in (one, other)
         )
@@ -197,11 +197,11 @@ _START_OPTION: Final = re.compile(
     r"|(?:log|output|out)[-_]?(?:dir|file|path))(?:[-_.]|$)",
     re.IGNORECASE,
 )
-"""Options that say where a start continues, connects and writes, by whole words of their names."""
+"""Options for where a start continues, connects and writes, by whole words of their names."""
 
 
 def _options(arguments: object) -> list[tuple[str, str]]:
-    """Return (option, value) of a command line; of `name=value` too."""
+    """Return the (option, value) pairs of a command line, `name=value` included."""
     found: list[tuple[str, str]] = []
     option = ""
     for argument in map(str, arguments if isinstance(arguments, list) else [arguments]):

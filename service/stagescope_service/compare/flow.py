@@ -12,14 +12,14 @@ TEXTS: Final[Mapping[str, str]] = {
     "input": "prompt_text", "prompt": "prompt_text",
     "output": "response_text", "response": "response_text",
 }  # fmt: skip
-"""Texts of rows that stand for tokens if a file has none -> name of the tensor they become."""
+"""Texts of rows that replace tokens if a file has none -> name of the tensor they become."""
 TARGETS: Final = "loss_fn_inputs/target_tokens"
 """Tokens of a datum, shifted left by one: its mask, log-probs and advantages align with them."""
 TOKENS: Final = frozenset({
     "tokens", "prompts", "responses", "input_ids", "input_tokens", TARGETS, *TEXTS.values(),
 })  # fmt: skip
 TOKEN_IDS: Final = TOKENS - {"prompts", *TEXTS.values()}
-"""Those that say which tokens were sampled; equal texts may be made of other tokens."""
+"""Tensors that show which tokens were sampled; equal texts may come from other tokens."""
 MASKS: Final = frozenset({"response_mask", "loss_mask", "attention_mask", "effective_valid"})
 LOG_PROBS: Final = frozenset({
     "rollout_log_probs", "old_log_probs", "log_probs", "ref_log_probs", "recomputed_log_probs",
@@ -57,7 +57,7 @@ def sort_key(section: str, name: str) -> tuple[int, int, str]:
 
 
 def station(section: str, name: str) -> str:
-    """Return the station of the flow to which a tensor belongs."""
+    """Return a tensor's station in the flow."""
     position = sort_key(section, name)[0]
     return STATIONS[sum(start <= position for start in _STARTS) - 1]
 

@@ -38,12 +38,12 @@ _WEIGHTS: Final = {verdict: weight for weight, verdict in enumerate(Verdict)}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ComparisonFinding:
-    """Something that a user must know beside the numbers.
+    """Something that a user must know besides the numbers.
 
     Attributes:
-        kind: the kind of a reader's `Problem` (a file), or 'section' (on one side only), 'only'
-            (samples, tensors or locations on one side only), 'replicas', 'conflict', 'coverage',
-            'shapes', 'left out', 'empty', 'note'.
+        kind: 'section' (on one side only), 'only' (samples, tensors or locations on one side only),
+            'replicas', 'conflict', 'coverage', 'shapes', 'left out', 'empty' or 'note'. A finding
+            about a file has the kind of the reader's `Problem`.
         message: what was found, and what to do.
         side: index of the side, None for both.
         section: the section, None if it concerns no single one.
@@ -154,7 +154,7 @@ class PairResult:
         first: first difference, None if nothing differs.
         tensors: all tensors in the order of the flow.
         findings: see `ComparisonFinding`.
-        keys: section -> kinds of keys by which its rows were paired.
+        keys: section -> kinds of keys that paired its rows.
         noise_floor: the noise floor that log-probs were compared with.
         samples: number of trajectories of either side, each counted once.
         causes, excluded: likely causes, and what the evidence excludes.

@@ -1,8 +1,8 @@
 """How two sides split their samples over shards: the rows of shards that do not name them.
 
-A loss and its intermediates are of the rows of a microbatch, but their files may hold neither ids
-nor tokens (NexRL's `is_loss_debug`, `loss`). The shard of the same rank and part that has tokens
-(`forward_data`, `batch_inputs`) identifies the rows. Where the sides split their samples in another
+A loss and its intermediates belong to a microbatch's rows, but their files may hold neither ids nor
+tokens (NexRL's `is_loss_debug`, `loss`). The shard of the same rank and part that has tokens
+(`forward_data`, `batch_inputs`) identifies the rows. If the sides split their samples in another
 order, or into other parts, nothing pairs by its location alone.
 """
 
@@ -43,7 +43,7 @@ Keys = tuple[str, ...]
 
 
 class _RankPart(NamedTuple):
-    """Rank and part of a location, and its step where the sides hold several steps."""
+    """Rank and part of a location, and its step if the sides hold several steps."""
 
     step: int | None
     rank: int | None
@@ -121,7 +121,7 @@ class RowAssignment:
         """Return a shard's index with the keys that other shards know of its rows.
 
         A file of a whole step (NexRL's `old_log_probs`) may hold the rows of rank 0's first part,
-        then those of its second, ...: this is assumed only if the log-probs of these shards agree.
+        then those of its second, and so on. This is assumed only if the shards' log-probs agree.
         """
         keys = self._keys_of(side, index.entry)
         if index.entry.location.rank is None and not keys:
@@ -211,7 +211,7 @@ class RowAssignment:
     def _is_elsewhere(self, side: int, entry: DumpEntry, kind: str, key: str) -> bool:
         """Return whether a side holds a row in an entry's stage and role, at another location only.
 
-        Stages split a step differently (a whole rank's rows, then minibatches of them), so other
+        Stages split a step differently (a whole rank's rows, then minibatches of them). So other
         stages and roles count only if the side does not know the entry's own.
         """
         locations = list(self._locations[side].get((kind, key), ()))
@@ -225,7 +225,7 @@ class RowAssignment:
         return bool(locations) and self._rank_part(entry) not in rank_parts
 
     def has_same_samples(self, pair: EntryPair) -> bool:
-        """Return whether two shards are of the same samples, as far as is known."""
+        """Return whether two shards have the same samples, as far as is known."""
         if not self.is_moved(pair):
             return True
         one, other = self._samples_of(pair, self._common_kind([pair]))
@@ -281,7 +281,7 @@ class RowAssignment:
         return _RankPart(step, location.rank, location.part)
 
     def _common_kind(self, entry_pairs: Iterable[EntryPair]) -> str:
-        """Return a kind of key by which the rows of all identified entries are known."""
+        """Return a kind of key that the rows of all identified entries have."""
         identified = [
             keys
             for pair in entry_pairs

@@ -57,7 +57,7 @@ class SectionMatch:
         section: the section under which they are reported.
         entries: the entries of each side.
         common_locations: location of every entry -> the form of it that both sides share.
-        borrowed: the section of one side's entries, where it is another one.
+        borrowed: the section of one side's entries, if it is another one.
     """
 
     section: str
@@ -66,13 +66,13 @@ class SectionMatch:
     borrowed: str = ""
 
     def pass_of(self, entry: DumpEntry) -> BatchPass:
-        """Return the pass to which an entry belongs."""
+        """Return the pass of an entry."""
         location = self.common_locations[entry.location]
         part = location.part
         return BatchPass(location.step, location.stage, part.occurrence, part.epoch)
 
     def pass_of_pair(self, pair: EntryPair) -> BatchPass:
-        """Return the pass to which a pair belongs."""
+        """Return the pass of a pair."""
         entry = pair[0] or pair[1]
         assert entry is not None
         return self.pass_of(entry)
@@ -126,9 +126,9 @@ def plan(a: Dump, b: Dump) -> tuple[list[SectionMatch], list[ComparisonFinding]]
 def one_sided_verdict(a: Dump, b: Dump) -> Verdict:
     """Return the verdict on a section or stage that only one side has.
 
-    Two runs of this project record the same where they do the same: a section that one of them
+    Two runs of this project that do the same work record the same data: a section that one of them
     lacks was not computed, or not kept. Other formats have variants that hold different sections,
-    and so have runs that were imported from them.
+    and so do runs that were imported from them.
     """
     is_one_format = all(dump.kind == OWN and not _is_imported(dump) for dump in (a, b))
     return Verdict.NOT_COMPARABLE if is_one_format else Verdict.SAME
@@ -155,8 +155,8 @@ def _match_section(
             len({getattr(entry.location, coordinate) for entry in side}) <= 1 for side in (a, b)
         )
 
-    # Two frameworks name a stage differently, and step 5 of one run is step 0 of another's replay:
-    # a coordinate with at most one value on each side is not compared.
+    # Two frameworks name a stage differently, and step 5 of one run is step 0 of another's replay.
+    # So a coordinate with at most one value on each side is not compared.
     any_step, any_stage, any_role = map(is_unique, ("step", "stage", "role"))
     common_locations = {
         location: location._replace(
@@ -231,10 +231,9 @@ class WorkItem:
     """A pair of entries to compare.
 
     Attributes:
-        match: the match to which it belongs.
+        match: the match that it is part of.
         pair: entries of one location, or of the same samples.
-        has_no_counterpart: the pair is one entry, whose samples lie in other parts of the other
-            side.
+        has_no_counterpart: the pair is one entry; other parts of the other side hold its samples.
     """
 
     match: SectionMatch
@@ -248,7 +247,7 @@ class WorkItem:
 
     @property
     def pass_key(self) -> PassKey:
-        """The pass to which it belongs; a sample occurs once in it."""
+        """The pass that it is part of; a sample occurs once in a pass."""
         return (self.match.section, self.match.borrowed, self.match.pass_of_pair(self.pair))
 
     @property
@@ -281,7 +280,7 @@ class TaskRunner:
         self._by_files: dict[_Files, list[WorkItem]] = {}
         self._prefetched: dict[_ItemKey, TaskOutcome] = {}
         self.differing_samples: frozenset[str] = frozenset()
-        """Labels of samples of which only tokens and masks are compared."""
+        """Labels of samples that are compared by tokens and masks alone."""
 
     def prefetch(self, matches: Sequence[SectionMatch]) -> None:
         """Let later calls compare these matches together with other items of their files."""
@@ -316,7 +315,7 @@ class TaskRunner:
         return [self._prefetched.pop(item.key) for item in items]
 
     def run_all(self, tasks: Sequence[PairTask | JoinTask]) -> list[TaskOutcome]:
-        """Return the outcome of each task; each runs on its own."""
+        """Return the outcome of each task; each runs alone."""
         return [outcome for outcome in self._run([(t,) for t in tasks]) if outcome is not None]
 
     def _task(

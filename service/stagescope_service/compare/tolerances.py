@@ -1,4 +1,4 @@
-"""What counts as noise: thresholds by dtype and by name, and the noise floor of a run.
+"""Noise limits: thresholds by dtype and by name, and the noise floor of a run.
 
 A pair of values is over its tolerance where |d| > atol + rtol * max(|x|, |y|). A tensor whose
 values are equal is `same`; one that differs without a pair over its tolerance is `within noise`.
@@ -8,13 +8,13 @@ Reasons of the defaults:
 * Tokens, masks, ids and all integers are exact: they are copied, never computed.
 * float32: 1e-5 + 1e-4 |x|, as in NexRL's script: a log-prob is a reduction over a
   vocabulary of 1e5 values, each rounded to 6e-8.
-* bfloat16: 2 units in the last place of its 8 bits (2^-7 relative); float16: of its 11 bits.
-* losses: 1e-5 absolute, NexRL's threshold for loss, pg_loss and entropy_loss, plus 1e-6 |x|, since
-  a loss that is a sum over 1e5 tokens in float32 is rounded by more. If the inputs of a loss are
-  within noise, so is the difference that this noise causes in the loss (`derived`).
-* gradients and parameters: values close to 0 make a relative threshold for each value useless, so
-  the relative error of the tensor counts: 1e-5 for bfloat16, which is `equivalent` in miles'
-  severity guide; 1e-10 for float32, whose rounding is 2^16 times finer.
+* bfloat16: 2 units in the last place of its 8 bits (2^-7 relative); float16: the same, in 11 bits.
+* losses: 1e-5 absolute, NexRL's threshold for loss, pg_loss and entropy_loss, plus 1e-6 |x|. The
+  rounding of a sum over 1e5 tokens in float32 needs the second part. If the inputs of a loss are
+  within noise, the difference that this noise causes in the loss is also noise (`derived`).
+* gradients and parameters: a relative threshold for each value is useless if values are close to 0.
+  So the relative error of the tensor counts: 1e-5 for bfloat16, `equivalent` in miles' severity
+  guide, and 1e-10 for float32. The rounding of float32 is 2^16 times finer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Tolerance:
 
     Attributes:
         atol, rtol: absolute and relative tolerance of each value.
-        relative: tolerance of the tensor's relative error (`Pairwise.relative`): up to it the
-            tensor is within noise whatever its single values are; None if only these count.
+        relative: tolerance of the tensor's relative error (`Pairwise.relative`). Up to it the
+            tensor is within noise, whatever its values are. None: only single values count.
         reason: why this tolerance applies.
         is_given: whether the user set it; otherwise it is a default.
     """

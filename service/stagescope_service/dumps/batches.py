@@ -31,8 +31,8 @@ def read_batch(
     """Return one step as a batch, from files alone.
 
     Args:
-        path: a batch's file; a service's data_dir, or any directory in it: of a run, an attempt, a
-            step, a node's ring; or a dump that another project wrote (see `discover`).
+        path: a batch's file, a service's data_dir, a directory in it (of a run, an attempt, a step,
+            a node's ring), or a dump of another project (see `discover`).
         step: which step; optional if there is only one.
         run, attempt_key: which ones, if the directory holds several; default: the only run, and
             its attempt that wrote last.

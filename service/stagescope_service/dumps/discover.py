@@ -82,7 +82,7 @@ def open_dump(path: Path, *, step: int | None = None, kind: str | None = None) -
         kind: the format, one of `KINDS`; None detects it.
 
     Raises:
-        NotFound: there is no such path, nothing in it is of a known format, or of that step.
+        NotFound: there is no such path, or it has no known format or no such step.
         InvalidInput: an unknown kind, or files of several formats.
         InvalidTensor: `path` is one damaged file, so that its format cannot be detected.
         TooLarge: more than `listing.MAX_FILES` files.

@@ -61,13 +61,13 @@ KEY_PREFIX: Final = "import-"
 IMPORTED: Final = "imported"
 """Key of the dump's name in the configuration of an imported attempt."""
 NOTES: Final = "notes"
-"""Key of what a reader decided itself, in `Dump.about`: sentences for whoever imports."""
+"""Key in `Dump.about` of the reader's own decisions, as sentences for the user who imports."""
 _PARAMETER_PREFIXES: Final = {"parameters": "parameter", "gradients": "gradient"}
 _NAMED: Final = 5
 _WITH_PROCESSES: Final = (OWN, BATCH, NEXRL)
-"""Formats that say what process recorded a file; its first one is read twice."""
+"""Formats that name the process that recorded a file; its first file is read twice."""
 _OF_PROCESS: Final = ("data_rank", "layout")
-"""What this project's files say of the process that recorded them."""
+"""Fields in this project's files about the process that recorded them."""
 _SECONDS: Final = 1e-3
 """Between two events: their order is known, their times are not."""
 
@@ -166,8 +166,8 @@ def import_key(dump: Dump, run: str) -> str:
     """Return the attempt key of a dump in a run, derived from the run and the state of its files.
 
     A directory that grew thus becomes another attempt, and is not mistaken for the earlier import.
-    The key includes the run because processes are named by it: those of a second run would be taken
-    for those of the first.
+    The key includes the run because it names processes: otherwise a second run's processes would be
+    mistaken for the first's.
     """
     files = {entry.path: entry for entry in dump.entries}
     for directory, location in rank_dumps(dump):
@@ -182,9 +182,9 @@ def import_key(dump: Dump, run: str) -> str:
 
 
 def is_of_no_step(entry: DumpEntry) -> bool:
-    """Return whether a file is of a step below 0, which no run has.
+    """Return whether a file has a step below 0, which no run has.
 
-    NexRL's `compute_log_prob` is told no step: what it dumps of its forward passes is of step -1.
+    NexRL's `compute_log_prob` does not know the step: it dumps its forward passes as step -1.
     """
     return entry.location.step is not None and entry.location.step < 0
 
@@ -246,7 +246,7 @@ class _ProcessReplay:
         self._seq = 0
 
     def hello(self, keep: Mapping[str, object], first: DumpEntry | None) -> ProcessEvents:
-        """Return the event that registers the process, with what its first file says of it."""
+        """Return the event that registers the process, with the fields from its first file."""
         about = {name: value for name, value in self._dump.about.items() if name != NOTES}
         imported = {IMPORTED: self._dump.name, "kind": self._dump.kind, **about}
         records, _ = self._read([] if first is None else [first])
@@ -340,7 +340,7 @@ def _merge(records: Sequence[DumpContents]) -> tuple[WirePayload, dict[str, floa
 
 
 def _meta(record: DumpContents) -> dict[str, object]:
-    """Return the metadata of a record's payload: of this project's files those that it had."""
+    """Return the metadata of a record's payload; this project's files keep theirs."""
     described = {name: value for name, value in record.about.items() if name not in ("meta", "job")}
     return {**described, **mapping(record.about, "meta")}
 
@@ -354,7 +354,7 @@ def _scalars(numbers: Mapping[str, float | int]) -> dict[str, float | int]:
     """Return the numbers of a record under the names of a stage's scalars.
 
     NexRL's loss files hold the other numbers of a microbatch as `metrics`: its `metrics/entropy` is
-    the scalar `entropy`, unless the file holds that, too.
+    the scalar `entropy`, unless the file also holds that.
     """
     found: dict[str, float | int] = {}
     for name, value in numbers.items():
@@ -414,9 +414,9 @@ def copy_operator_dumps(
 ) -> list[OperatorDump]:
     """Return the ranks' operator dumps in directories that the service reads.
 
-    Their JSON files are copied to the service's data directory, each dump to a directory of its
-    own: the service writes a table beside them and reads nothing outside its roots. If that
-    directory is not on this machine, nothing is copied.
+    Their JSON files are copied to the service's data directory, each dump to its own directory. The
+    service writes a table beside them and reads nothing outside its roots. If that directory is not
+    on this machine, nothing is copied.
 
     Args:
         found: directories of ranks, with their places.
@@ -424,7 +424,7 @@ def copy_operator_dumps(
         data_dir: the service's data directory; None if it is not on this machine.
 
     Raises:
-        InvalidInput: two dumps are of one place.
+        InvalidInput: two dumps have one place.
         StoreError: the disk reported an error.
     """
     dumps: dict[Location, OperatorDump] = {}
@@ -461,5 +461,5 @@ def copy_operator_dumps(
 
 
 def _operator_files(directory: Path) -> list[Path]:
-    """Return the files of operators of a rank's directory, those with the calls first."""
+    """Return the files of operators of a rank's directory; the files with calls come first."""
     return [directory / name for name in OPERATOR_FILES if (directory / name).is_file()]

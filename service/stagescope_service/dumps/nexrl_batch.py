@@ -1,8 +1,8 @@
 """The complete batch of a step, as NexRL's file of the old log-probs holds it.
 
-NexRL's file has one tensor, `old_log_probs` of every sample. Here it also has the tensors without
-which the mismatch of these log-probs is unknown: the rollout's log-probs, the mask, and what the
-ranks recorded beside them. Samples that context-parallel ranks share are put together first.
+NexRL's file has one tensor, `old_log_probs` of every sample. Here it also has the tensors that
+determine the mismatch of these log-probs: the rollout's log-probs, the mask, and others that the
+ranks recorded with them. Samples that context-parallel ranks share are assembled first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CompleteBatch:
         tensors: [rows] or [rows, tokens], padded.
         info: NexRL's `batch_info`, with ids and metadata of this project.
         location: the stage of the rows as a place; None if unknown or not unique.
-        left_out: what the batch does not say or lacks.
+        left_out: facts and data that the batch lacks.
     """
 
     tensors: Mapping[str, WireTensor]
@@ -62,9 +62,9 @@ def complete_batch(
 
     Args:
         dump: the dump to read.
-        step: of which step.
-        records: of the section old_log_probs.
-        trajectories: entries of that section; None: no more than NexRL's own tensor is wanted.
+        step: the step.
+        records: records of the section old_log_probs.
+        trajectories: entries of that section; None: return only NexRL's own tensor.
     """
     holders = [record for record in records if _OLD in record.tensors]
     if not holders:
@@ -113,7 +113,7 @@ def _order(batch: Batch, stage: str) -> int:
 
 
 def _rows_with(batch: Batch, name: str) -> Int64:
-    """Return the rows of which a part recorded a tensor."""
+    """Return the rows for which a part recorded a tensor."""
     rows = [part.rows for part in batch.parts if name in part.names]
     return np.unique(np.concatenate(rows)).astype(np.int64) if rows else np.empty(0, np.int64)
 

@@ -3,12 +3,12 @@
 Files and keys are those of NexRL 1.4's DataDumper and, for `is_loss_debug` and `batch_inputs`, of
 its Weaver service: see `nexrl`. NexRL numbers the microbatches of a rank and has no other parts.
 If a dump has several stages, epochs or mini-batches, they are numbered consecutively in that order,
-those of the update first; `extra_info` holds the stage and part of each, the ids of its rows and
-what its process said, and `stagescope.json` the place of each file, which `nexrl.open_nexrl` reads.
-A file of `param` or `gradient` is of one parameter; further ones, and those of further stages and
-parts (`name@stage.part`), are under `more`. Tensors that NexRL has no file for, such as the
-rollout's log-probs beside an update's, are in a file of the same rank and microbatch, or in that of
-the old log-probs. What has no place is in `Exported.left_out`.
+the update first. `extra_info` holds the stage and part of each, the ids of its rows and the fields
+of its process. `stagescope.json` holds the place of each file for `nexrl.open_nexrl`.
+A file of `param` or `gradient` has one parameter. Others, and those of other stages and parts
+(`name@stage.part`), are under `more`. NexRL has no file for some tensors, such as the rollout's
+log-probs beside an update's. They are in a file of the same rank and microbatch, or with the old
+log-probs. Values without any place are listed in `Exported.left_out`.
 """
 
 from __future__ import annotations
@@ -349,9 +349,9 @@ class _Writer:
 
 
 def _riders(sections: Mapping[str, Sequence[DumpEntry]]) -> dict[DumpEntry, list[DumpEntry]]:
-    """Return the entries without a file of their own, by the file of the same place to hold them.
+    """Return the entries without their own file, by the file of the same place that holds them.
 
-    So a place has again what it had: both streams, and the advantages that an update got.
+    So the export keeps everything of a place: both streams, and the advantages that an update got.
     """
     files: dict[Location, DumpEntry] = {}
     for section in _MICRO:

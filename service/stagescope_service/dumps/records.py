@@ -1,18 +1,18 @@
 """The contents of a dump, in one form for every format: the contract that the readers implement.
 
-A `Dump` lists its entries without reading their tensors; `Dump.read` reads one entry, so memory is
-bounded by one file. A file may hold several sections, each of which is an entry of its own; one
-section of a file has one place.
+A `Dump` lists its entries without reading their tensors. `Dump.read` reads one entry, so memory is
+bounded by one file. A file may hold several sections, and each is one entry. One section of a file
+has one place.
 
 Tensors have common names, whatever the file calls them: `tokens` (a whole trajectory, prompt
 included), `prompts`, `responses`, `loss_mask` (as wide as `tokens`), `response_mask` (as wide as
 `responses`), `rollout_log_probs`, `old_log_probs`, `log_probs`, `ref_log_probs`, `entropy`,
 `rewards`, `values`, `advantages`, `returns`, `prob_ratio`, `elementwise_loss`, `effective_valid`,
-`loss`, `pg_loss`, `entropy_loss`; any other tensor keeps its own name. `DumpContents.about` says
-where a dtype or a layout was converted.
+`loss`, `pg_loss`, `entropy_loss`. Any other tensor keeps its own name. Conversions of a dtype or a
+layout are in `DumpContents.about`.
 
-A sample_uid is `{group_id}_{index}`, where the index is that of the trajectory in its group
-(NexRL's `run_id`). `DumpEntry.key` distinguishes the entries of one file.
+A sample_uid is `{group_id}_{index}`: the index counts the trajectories of a group (NexRL's
+`run_id`). `DumpEntry.key` distinguishes the entries of one file.
 
 Values that a reader cannot represent as tensors, numbers or texts are listed in
 `DumpContents.about["left_out"]` as {name: reason}; nothing is dropped silently.
@@ -107,8 +107,8 @@ class DumpContents:
         groups: group_id of each row, or None.
         row_texts: other texts of each row by name (`run_id`, `task_id`, `uid`, ...).
         mask: name of the tensor that selects the tokens of row tensors that count, or None. Token
-            ids and masks themselves count wherever a row has tokens.
-        about: metadata beside the tensors, plain JSON values.
+            ids and masks themselves count for all tokens of a row.
+        about: metadata besides the tensors, plain JSON values.
         problems: rows of the file that were not read.
     """
 
@@ -194,6 +194,6 @@ class Dump(Protocol):
 
 
 def mapping(values: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Return the dict under a name; an empty one where the value is anything else."""
+    """Return the dict under a name, or an empty one if the value is anything else."""
     found = values.get(name)
     return found if isinstance(found, dict) else {}

@@ -1,24 +1,24 @@
 """Pair the calls of two operator tables, whose counters may differ.
 
 A counter does not identify a call: after one extra `linear` on one side, every later one has
-another number. Calls are paired in order, at two levels:
+another number. Calls pair in order, at two levels:
 
 1. by direction, module path or API, enclosing module, file and function of the source (without the
    line, since code moves) and the shapes of its tensors;
 2. in the gaps that this leaves, by direction and module path or API alone: sizes and sources may
    differ.
 
-Before that, calls that are equal in every number at the beginning and at the end are paired, so
-that an extra call among similar ones is not paired with its neighbour. At last, a module that is
-called at another position of the order is paired by its full name.
+Before that, calls at the beginning and at the end pair if they are equal in every number. So an
+extra call among similar ones does not pair with its neighbour. At last, a module that is called at
+another position of the order pairs by its full name.
 
 The parts of a path that wrappers add (FSDP, checkpointing, torch.compile) do not count.
 
-The alignment is a longest common subsequence by Myers' greedy algorithm ("An O(ND) Difference
-Algorithm and Its Variations", Algorithmica 1986), which is linear if two sequences differ little,
+The alignment is a longest common subsequence, by Myers' greedy algorithm ("An O(ND) Difference
+Algorithm and Its Variations", Algorithmica 1986). It is linear if two sequences differ little,
 whatever repeats. The common beginning and end are removed first, then every element that the other
-side lacks. If the rest would still cost too much, elements are paired by order of occurrence, and
-the result is marked.
+side lacks. If the rest would still cost too much, elements pair by order of occurrence, and the
+result is marked.
 """
 
 from __future__ import annotations

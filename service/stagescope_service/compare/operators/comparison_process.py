@@ -1,6 +1,6 @@
 """Comparisons of large operator tables, which run in a separate process.
 
-Pairing a hundred thousand calls holds Python's lock for up to a second at a time, in which the API
+Pairing a hundred thousand calls holds Python's lock for up to a second at a time. Meanwhile the API
 could answer no other request. Starting a process takes about one second, so small tables
 (`SMALL_ROWS`) are compared in the calling process.
 

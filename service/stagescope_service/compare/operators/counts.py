@@ -1,14 +1,13 @@
-"""Counts that differ by what rounding moves: tokens per expert, elements per bin.
+"""Counts that differ only by rounding: tokens per expert, elements per bin.
 
-A count rests on decisions. Where rounding moves a value across the edge of a bin, or another expert
-ahead in a near tie, one count is one higher and another one lower: 31 tokens against 30 are no
-divergence, 31 against 3 are one. Of n elements about t x n are so close to an edge that a relative
-difference of t (the threshold of the coarsest dtype up to there) moves them. Counts are near if
-they differ by at most 1 + t x n, as their total does; their norm may differ by that for each.
+A count depends on decisions. Rounding may move a value across the edge of a bin, or change which
+expert wins a near tie. Then one count rises by one and another falls by one: 31 tokens against 30
+are no divergence, and 31 against 3 are one. A relative difference of t (the threshold of the
+coarsest dtype up to there) moves about t x n of n elements across an edge. Counts are near if they
+and their total differ by at most 1 + t x n. Their norm may differ by that for each count.
 
-What is made of counts alone is near as they are: copies, casts and views of them, which have the
-same extremes, and results of calls (`cumsum`, a division by their sum) that read nothing else and
-differ by no larger share.
+Values made from near counts alone are also near. Copies, casts and views have the same extremes. A
+call (`cumsum`, a division by the sum) must read nothing else, and differ by no larger share.
 """
 
 from __future__ import annotations
@@ -135,8 +134,8 @@ def near_counts(rows: JoinedRows, differing: Flags, threshold: Floats) -> Flags:
 
     Args:
         rows: rows of paired calls, in execution order.
-        differing: those whose statistics differ.
-        threshold: of the coarsest dtype up to each row.
+        differing: rows whose statistics differ.
+        threshold: threshold of the coarsest dtype up to each row.
     """
     found = np.zeros(len(rows.pair), bool)
     at_differing = np.flatnonzero(differing).tolist()
@@ -146,7 +145,7 @@ def near_counts(rows: JoinedRows, differing: Flags, threshold: Floats) -> Flags:
     for at in at_differing:
         calls[int(rows.pair[at])].append(at)
     shares: dict[_Extremes, float] = {}
-    """Counts that are near -> the largest share by which they may differ."""
+    """Near counts -> their largest allowed difference, as a share."""
     for pair, members in calls.items():
         share = _share_of_inputs(rows, pair, members, shares)
         for at in members:
@@ -168,8 +167,8 @@ def near_sizes(rows: JoinedRows, differing: Flags, threshold: Floats) -> Flags:
 
     Args:
         rows: rows of paired calls, in execution order.
-        differing: those whose values, which are no tensors, differ.
-        threshold: of the coarsest dtype up to each row.
+        differing: rows whose values differ and are no tensors.
+        threshold: threshold of the coarsest dtype up to each row.
     """
     found = np.zeros(len(rows.pair), bool)
     for at in np.flatnonzero(differing).tolist():
@@ -255,7 +254,7 @@ def _limit(extremes: _Extremes, threshold: float) -> float:
 def _share_of_inputs(
     rows: JoinedRows, pair: int, members: list[int], shares: dict[_Extremes, float]
 ) -> float:
-    """Return by which share results of a call may differ, as its inputs are counts; else 0."""
+    """Return the share that results of a call may differ by if its inputs are counts, else 0."""
     if not shares:
         return 0.0
     inputs = [at for at in members if _section(rows, at) in _INPUTS]

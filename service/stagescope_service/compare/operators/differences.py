@@ -7,30 +7,30 @@ Each row gets the first verdict that holds, in this order:
 * `shape`
 * `non_finite`: NaN or infinities on one side only, or of another kind
 * `checksum`: if there are no statistics (msprobe's xor), or with `exact`
-* `value`: of a number or text that is no tensor
+* `value`: another number or text, for a value that is no tensor
 * `statistics`: the relative difference is over the row's threshold
 
 **Relative difference**: max(|dMax|, |dMin|, |dMean|) / max(|Max|, |Min|) or
-|dNorm| / max(|Norm|), whichever is larger; denominators are the larger of both sides. The mean is
+|dNorm| / max(|Norm|), whichever is larger. Denominators are the larger of both sides. The mean is
 divided by the extremes and not by itself, since a mean near zero is all noise. Numbers that are not
-finite on both sides are left out (a Norm of float16 overflows on finite data), and so are extremes
-that are the limit of their own dtype on both sides: -FLT_MAX of a mask differs by dtype.
+finite on both sides are left out (a Norm of float16 overflows on finite data). Extremes that are
+the limit of their own dtype on both sides are left out: -FLT_MAX of a mask differs by dtype.
 
 Some rows are no difference, and are counted separately:
 
-* what identifies a process or a call instead of measuring it (see `evidence.identifies`): process
+* values that identify a process or a call and measure nothing (see `evidence.identifies`): process
   groups, peers, tags, addresses of objects, whether a call was recomputed;
-* counts that differ by what rounding moves, such as tokens per expert (see `counts`);
+* counts that differ only by rounding, such as tokens per expert (see `counts`);
 * values that no call read (see `evidence`): memory before it is written, views of it;
-* gradients that are zero but for rounding on both sides, such as that of a bias before BatchNorm
-  or of the keys of an attention. An element of a one-dimensional gradient is a sum of n gradients
-  g of the call's results. It is zero but for rounding up to rms(g) x sqrt(n) x (t + t32 x sqrt(n)):
-  each g was rounded on its own (t, the row's threshold), and the sum and what g was made from in
-  float32 (t32, that of float32; the bound of a sum is eps x sum |g|: N. Higham, "Accuracy and
+* gradients that are zero except for rounding on both sides, such as a bias's before BatchNorm or
+  those of an attention's keys. An element of a one-dimensional gradient is a sum of n gradients g
+  of the call's results. Rounding explains it up to rms(g) x sqrt(n) x (t + t32 x sqrt(n)). Each g
+  was rounded alone (t, the row's threshold). The sum and the inputs of g were rounded in float32
+  (t32, the threshold of float32). The bound of a sum is eps x sum |g| (N. Higham, "Accuracy and
   Stability of Numerical Algorithms", 2002, 4.2).
 
-**Threshold**: `factor` (4) times the eps of the coarsest floating dtype that either side had up to
-this call, included: a value that was rounded once stays rounded. 0 for integers and booleans.
+**Threshold**: `factor` (4) times an eps. It is the eps of the coarsest floating dtype on either
+side up to and including this call: a rounded value stays rounded. 0 for integers and booleans.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _LIMITS: Final[Mapping[str, float]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What counts as different.
+    """Thresholds over which numbers are different.
 
     Attributes:
         factor: multiple of eps. Another device or kernel rounds in another order: use 100 or more
@@ -118,7 +118,7 @@ class RowDifferences(NamedTuple):
     not_read: int
     """Number of rows whose values differ in memory that no call read."""
     zero_gradients: int
-    """Number of rows that differ in gradients that are zero but for rounding."""
+    """Number of rows that differ in gradients that are zero except for rounding."""
     identifiers: int
     """Number of rows that differ in what identifies a process or a call."""
     near_counts: int
@@ -243,7 +243,7 @@ def _coarsest(
 
 
 def _row_thresholds(rows: JoinedRows, coarsest: Floats) -> Floats:
-    """Return the threshold of each row, given those of the pairs; 0 of what does not round."""
+    """Return each row's threshold from the pairs' `coarsest`; 0 for dtypes that do not round."""
     rounds_a = _by_dtype(rows.a, EPS, 0.0)[rows.row_a] > 0
     rounds_b = _by_dtype(rows.b, EPS, 0.0)[rows.row_b] > 0
     tensors = is_tensor(rows.a)[rows.row_a] | is_tensor(rows.b)[rows.row_b]
@@ -288,7 +288,7 @@ def _identifiers(rows: JoinedRows, verdict: Verdicts) -> Flags:
 def _zero_gradients(
     rows: JoinedRows, verdict: Verdicts, threshold: Floats, thresholds: Thresholds
 ) -> Flags:
-    """Return which rows differ in gradients that are zero but for rounding on both sides."""
+    """Return which rows differ in gradients that are zero except for rounding on both sides."""
     found = np.zeros(len(verdict), bool)
     of_float32 = thresholds.for_dtype("float32")
     gradients_a, gradients_b = _ResultGradients(rows.a), _ResultGradients(rows.b)
@@ -312,7 +312,7 @@ class _ResultGradients:
         self._of_modules: defaultdict[tuple[str | None, str | None], list[int]] | None = None
 
     def sum_to_zero(self, row: int, threshold: float, of_float32: float) -> bool:
-        """Return whether a row is a gradient that is zero but for rounding."""
+        """Return whether a row is a gradient that is zero except for rounding."""
         side = self._side
         size = tensor_size(side, row)
         calls = self._made_of(row) if size is not None and size[0] == 1 else []
@@ -388,7 +388,7 @@ def _checksums_differ(rows: JoinedRows) -> Flags:
 
 
 def _by_checksum(rows: JoinedRows, thresholds: Thresholds) -> Flags:
-    """Return where a checksum decides: where there are no statistics, or everywhere if `exact`."""
+    """Return where a checksum decides: in rows without statistics, or everywhere if `exact`."""
     known: Flags = rows.a.is_known("max")[rows.row_a] | rows.b.is_known("max")[rows.row_b]
     return ~known | thresholds.exact
 
@@ -410,7 +410,7 @@ def _values_differ(rows: JoinedRows, threshold: Floats) -> Flags:
 
 
 def _same_device(x: str | None, y: str | None) -> bool:
-    """Return whether devices are of one kind; an index alone is of any accelerator."""
+    """Return whether devices have one kind; an index alone may be any accelerator."""
     kinds = {(device or "").partition(":")[0] for device in (x, y)}
     indexes = {kind for kind in kinds if kind.isdecimal()}
     return len(kinds) == 1 or (bool(indexes) and "cpu" not in kinds)

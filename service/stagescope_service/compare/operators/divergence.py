@@ -1,12 +1,12 @@
 """The first operator in which two dumps differ: two ranks, steps, attempts, runs or devices.
 
 Operators are in the execution order of the first side. If an operator's input is the first row
-that differs, its cause was not recorded (an operator that msprobe does not hook, or the data):
-`first_sections` names the sections of that call that differ, and `first_note` says that no call
+that differs, its cause was not recorded (an operator that msprobe does not hook, or the data).
+Then `first_sections` names the sections of that call that differ. `first_note` says that no call
 before it returned such values.
 
-Parameters and gradients of parameters (levels L0 and mix) have answers of their own: between
-data-parallel replicas on different data every activation differs, and no parameter may.
+Parameters and gradients of parameters (levels L0 and mix) have their own answers: between
+data-parallel replicas on different data every activation differs, but no parameter may.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SideCall(Row):
     operator: str | None
     """The module's path, or the function's name."""
     module_class: str | None
-    """Class of the module; null: it is none."""
+    """Class of the module; null: it is no module."""
     direction: str | None
     """Direction in the name: `forward`, `backward`, `parameters_grad` or `debug`; null: the name
     has none."""
@@ -86,18 +86,18 @@ class SideValue(SideCall):
     """An argument or result of one side."""
 
     shape: list[int] | None
-    """Shape of the tensor in elements; null: it is none."""
+    """Shape of the tensor in elements; null: it is no tensor."""
     type: str | None
     """Type of the value, such as `torch.Tensor`."""
     dtype: str | None
-    """Dtype of the tensor; null: it is none."""
+    """Dtype of the tensor; null: it is no tensor."""
     non_finite: NonFinite
     checksum: str | None
-    """msprobe's checksum, where it was requested; null: there is none."""
+    """msprobe's checksum, if it was requested; null: there is none."""
     value: str | None
-    """Text of the value of what is no tensor; null: it is one."""
+    """Text of a value that is no tensor; null: it is a tensor."""
     placements: str | None
-    """Placements of a DTensor; null: it is none."""
+    """Placements of a DTensor; null: it is no DTensor."""
     min: Number | None
     """Least value of the tensor's elements; null: unknown."""
     max: Number | None
@@ -114,9 +114,9 @@ class DivergentRow(Row):
     verdict: Annotated[
         str, one_of("missing", "type", "shape", "non_finite", "checksum", "value", "statistics")
     ]
-    """In what it differs, the first that holds; `missing`: one side alone has it."""
+    """Kind of the difference, the first that applies; `missing`: only one side has the row."""
     section: Section | None
-    """What of the call it is; null: unknown."""
+    """Section of the call that has the row; null: unknown."""
     index: str | None
     """Which argument or result of the section: position and keys, joined by dots."""
     relative: Number | None
@@ -131,7 +131,7 @@ class DivergentRow(Row):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OperatorDivergence(Described):
-    """The first operator in which two dumps differ, and how much else does."""
+    """The first operator in which two dumps differ, and counts of the other differences."""
 
     same: bool
     """Whether no row differs and both sides have the same operators."""
@@ -172,10 +172,10 @@ class OperatorDivergence(Described):
     not_read: int
     """Number of rows whose values differ in memory that no call read: no difference."""
     zero_gradients: int
-    """Number of rows that differ in gradients that are zero but for rounding: no difference."""
+    """Number of rows that differ in gradients that are zero except for rounding: no difference."""
     identifiers: int
-    """Number of rows that differ in what identifies a process or a call, such as a process group, a
-    peer, or whether the call was recomputed: no difference."""
+    """Number of rows that differ in values that identify a process or a call, such as a process
+    group, a peer, or whether the call was recomputed: no difference."""
     near_counts: int
     """Number of rows that differ in counts (`histc`, `bincount`) by what rounding moves: no
     difference, but with `exact`."""
@@ -252,7 +252,7 @@ def first_divergent(
 class DifferenceCurve(TypedDict):
     """The rows that both sides have, in execution order, as columns; for a figure.
 
-    Of many rows the one with the largest difference and the first that differs of each stretch.
+    If there are many, each stretch keeps its largest difference and its first row that differs.
     """
 
     order: list[int]
@@ -279,7 +279,7 @@ def difference_curve(
     Args:
         a, b: operator tables.
         thresholds: what counts as different.
-        points: number of stretches of which rows are returned.
+        points: number of stretches; each returns some rows.
 
     Raises:
         NotFound: a table does not exist.
@@ -372,8 +372,8 @@ class _Listing:
     def note(self, at: int) -> str | None:
         """Return a note if no recorded call returned an input that is the first differing row.
 
-        A result is identified by its extremes, since a view has those of its tensor. If a result
-        of either side has them, even by chance, there is no note.
+        Extremes identify a result, since a view has its tensor's extremes. If a result of either
+        side has them, even by chance, there is no note.
         """
         sides = ((self.one, int(self.found.row_a[at])), (self.other, int(self.found.row_b[at])))
         verdict = VERDICTS[int(self.found.verdict[at])]

@@ -1,22 +1,22 @@
 """Which recorded values of a call are evidence of the computation.
 
-msprobe records every argument, including memory whose values the call does not read. `torch.empty`
-is not recorded, so such memory has no origin in a dump and is recognised by its use. What an
-earlier tensor left in it differs between two healthy runs, and may be NaN. Values are
+msprobe records every argument, including memory whose values the call does not read. It does not
+record `torch.empty`, so such memory has no origin in a dump, and only its use shows what it is. Old
+contents of this memory differ between two healthy runs, and may be NaN. Values are
 
 * `EVIDENCE`: read or computed by the call. This is the default.
-* `MEMORY`: not read by the call: the destination of a write, the source of a view, the tensor of
-  which only the shape is used (`zeros_like`), the result of `empty`. A later call that reads it
-  has it as evidence.
+* `MEMORY`: not read by the call. Examples: the destination of a write, the source of a view, a
+  tensor whose shape alone is used (`zeros_like`), the result of `empty`. For a later call that
+  reads it, it is evidence.
 * `CARRIED`: a result that may contain such memory: a view, or a partly written buffer. It is
   evidence, unless `MEMORY` of the same call differs in the same way.
 
-Calls that FSDP makes to gather and free its shards (with the innermost frame in
-torch/distributed/fsdp) are no evidence: parameters and gradients are recorded where the model reads
-and computes them. Nor are calls of the probe, which copies what it records.
+FSDP's calls that gather and free its shards (innermost frame in torch/distributed/fsdp) are no
+evidence: parameters and gradients are recorded where the model reads and computes them. Calls of
+the probe, which copies the values that it records, are no evidence either.
 
-Some values measure nothing and identify (`identifies`): the process group of a collective, its
-peers and tags, generators, streams and the addresses of objects, whether a call was recomputed or
+Some values measure nothing and only identify (`identifies`): the process group of a collective,
+its peers and tags, generators, streams, addresses of objects, and whether a call was recomputed or
 is awaited. Two healthy ranks differ in them.
 """
 
@@ -91,7 +91,7 @@ _DESTINATIONS: Final[Mapping[str, tuple[str, ...]]] = {
 """Collective -> position and name of the argument that it fills."""
 
 _RECOMPUTED: Final = "is_recompute"
-"""A field that msprobe writes beside a call's arguments."""
+"""A field that msprobe writes next to a call's arguments."""
 _OF_GROUPS: Final = _names(
     "group group_name group_id group_ranks group_tag ranks process_group pg hcom comm_group"
     " group_ep group_tp ep_rank_id tp_rank_id rank_id"
@@ -107,11 +107,11 @@ _SCALARS: Final = ("int", "str", "bool", "NoneType", None)
 """Types of values that name a rank, a tag or a group, or whether a call waits (`async_op`); sizes
 are in lists."""
 _MAKES_GROUPS: Final = re.compile(r"group|mesh|store|rank")
-"""Functions of torch.distributed that are told ranks, also in lists, and no data."""
+"""Functions of torch.distributed whose arguments are ranks, also in lists, and no data."""
 _HANDLES: Final = (
     ".ProcessGroup", ".DeviceMesh", ".Generator", ".Stream", ".Event", ".Work", "Store",
 )  # fmt: skip
-"""How the types of objects end that stand for something outside of the computation."""
+"""Endings of the types of objects that belong to something outside of the computation."""
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9a-f]+|(?<==)0x[0-9a-f]{6,}", re.IGNORECASE)
 """Where an object is, in the text that Python prints for it."""
 
@@ -140,8 +140,8 @@ def use_of(
     """Return how a call uses one of its values.
 
     Args:
-        kind, operator, direction: of the call (`Tensor`, `__setitem__`, `forward`).
-        section, index: of the value (`input_args`, `0`).
+        kind, operator, direction: the call's (`Tensor`, `__setitem__`, `forward`).
+        section, index: the value's (`input_args`, `0`).
         by_tensor: it is a `__getitem__` with a tensor as index, which copies its selection.
     """
     if direction != "forward" or operator is None or kind in ("Module", "Cell"):
@@ -191,9 +191,9 @@ def identifies(
     """Return whether a value that is no tensor identifies a process or a call.
 
     Args:
-        kind, operator: of the call (`Distributed`, `all_reduce`).
-        section, index: of the value (`input_kwargs`, `group`).
-        value_type, value: what msprobe recorded (`torch.ProcessGroup`).
+        kind, operator: the call's (`Distributed`, `all_reduce`).
+        section, index: the value's (`input_kwargs`, `group`).
+        value_type, value: msprobe's record (`torch.ProcessGroup`).
     """
     if section == _RECOMPUTED or (value_type or "").endswith(_HANDLES):
         return True

@@ -1,9 +1,9 @@
 """Entry point of the process that runs msprobe's comparison of two dumps of full tensors.
 
 `python -m stagescope_service.compare.operators.msprobe_compare A B OUT` compares the dumps in two
-directories, each of one rank; `OUT` is an empty one for msprobe's table. msprobe forks, prints, and
-patches modules that it imports, so this process imports nothing else. It loads tensors with
-`weights_only`, so no code in a file is run.
+directories, each of one rank. `OUT` is an empty directory for msprobe's table. This process imports
+nothing else, because msprobe forks, prints, and patches modules that it imports. It loads tensors
+with `weights_only`, so no code in a file is run.
 """
 
 from __future__ import annotations

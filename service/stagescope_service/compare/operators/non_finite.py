@@ -6,24 +6,24 @@ status:
 
 * `culprit`: NaN, +inf or both infinities, anywhere; -inf from an operator that is not known to
   pass masks on (`log` of 0, a product with a weight, a sum).
-* `mask`: infinities that `masked_fill`, `where`, `full` and similar operators wrote; and -inf
-  alone, in a forward pass, from an operator with -inf in its inputs that neither multiplies
-  matrices nor sums up, or from a module with a mask inside. A parameter is no mask.
+* `mask`: infinities that `masked_fill`, `where`, `full` and similar operators wrote. In a forward
+  pass also -inf alone, from an operator with -inf in its inputs that neither multiplies matrices
+  nor sums up, or from a module with a mask inside. A parameter is no mask.
 * `perhaps_mask`: a module's forward output with -inf alone from finite inputs, if no operator
   inside it was recorded (level L0 records none).
 * `not_read`: memory that no call has read (see `evidence`): the result of `empty`, a view of it,
   and what FSDP itself called to gather its shards.
 
 The answer is the first `culprit`, or without one the first `perhaps_mask`, with `certain` false.
-Gradients of values that a script saved (level debug) stand beside these in the dump, and are made
+Gradients of values that a script saved (level debug) are next to these in the dump, but are made
 after all of them: they come last.
 Masks and memory that was not read are counted, and the first masks are listed. -FLT_MAX is finite.
 
-Over ranks the position of a call is that in the order of names that most ranks share (of equally
-many the longest; a rank whose dump was cut off earlier shares it too). The rank with the lowest
-position is the earliest. Ranks in another order (pipeline stages, another path through the model)
-are listed in `order_differs`, and count only if no rank of the shared order found anything: then
-ranks whose own inputs were finite come first.
+Ranks are compared by the position of a call in the order of names that most ranks share, or the
+longest such order if several tie. A rank whose dump was cut off earlier shares it too. The rank
+with the lowest position is the earliest. `order_differs` lists ranks in another order (pipeline
+stages, another path through the model). They count only if no rank of the shared order found
+anything. Then ranks whose own inputs were finite come first.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ _Status = Literal["culprit", "mask", "perhaps_mask", "not_read"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankNonFinite:
-    """What one rank found.
+    """Result of one rank.
 
     Attributes:
         first: the row of the first non-finite result, None without one.
@@ -244,7 +244,7 @@ def _results(call: _Call) -> list[NonFiniteRow]:
 
 
 def _evident_results(call: _Call) -> list[NonFiniteRow]:
-    """Return the results that are evidence; a view of non-finite memory is none."""
+    """Return the results that are evidence; a view of non-finite memory is no evidence."""
     memory = any(_use(row) == Use.MEMORY for row in call)
     excluded = {Use.MEMORY, Use.CARRIED} if memory else {Use.MEMORY}
     return [row for row in _results(call) if _use(row) not in excluded]

@@ -1,8 +1,8 @@
 """Compare two dumps of full tensors by msprobe in a separate process, and read its table.
 
 msprobe is the established tool for full tensors (cosine, element-wise errors), so its numbers are
-shown unchanged. Its verdicts are left out: between a bfloat16 and a float32 model they called 510
-of 900 operators wrong, and with one weight 1.5 times too large they called all 900 right.
+shown unchanged. Its verdicts are left out: in a test with a bfloat16 and a float32 model they
+called 510 of 900 operators wrong. With one weight 1.5 times too large they called all 900 right.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The tensors of a record by row, which of their values count, and the rows of whole ranks.
 
-Of a padded tensor only the values under its mask can be compared: padding on the left, on the
-right and to another width leaves the rows the same. This is index arithmetic over whole tensors,
-without a loop over rows or tokens.
+Only the values under a padded tensor's mask can be compared. Padding on the left, on the right or
+to another width does not change the rows. This is index arithmetic over whole tensors, without a
+loop over rows or tokens.
 
 Files of a whole step may hold the rows of rank 0's first part, then those of its second, and so
-on. NexRL's `old_log_probs` is such a file: it has neither ids, tokens nor a mask. That its rows
-have this order is assumed only if the log-probs of the ranks' own shards agree with it.
+on. NexRL's `old_log_probs` is such a file: it has neither ids, tokens nor a mask. This order of
+rows is assumed only if the log-probs of the ranks' own shards agree with it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class RowExtent(NamedTuple):
 
     Attributes:
         kind: 'mask' (where its mask is 1), 'span' (from the first 1 to the last), 'full' (all but
-            padding), 'row' (all, since padding is unknown), 'response' (of a whole sequence, the
-            span of a mask of its response alone).
+            padding) or 'row' (all, since padding is unknown). In a whole sequence whose mask covers
+            its response alone, 'response' is the span of that mask.
         keep: bool of each value, None = all.
     """
 
@@ -74,7 +74,7 @@ class RowExtent(NamedTuple):
 
 
 class ContentsRows:
-    """The row tensors of a record; `count` is None where it has none."""
+    """The row tensors of a record; `count` is None if it has none."""
 
     def __init__(
         self, record: DumpContents, find_mask: Callable[[ContentsRows], Bools | None] | None = None
@@ -257,7 +257,7 @@ class ContentsRows:
     def _sampled(self, name: str) -> Bools | None:
         """Return which tokens of responses the policy made, from the first to the last.
 
-        Of a row without any, all tokens but padding.
+        In a row without any, return all tokens except padding.
         """
         mask = self.mask_of(name)
         if mask is None:
@@ -300,7 +300,7 @@ def _unshifted(record: DumpContents) -> DumpContents:
 
 
 def _with_texts_as_tokens(record: DumpContents) -> DumpContents:
-    """Return a record; if it has texts and no tokens, their UTF-8 bytes stand for tokens."""
+    """Return a record; if it has texts and no tokens, their UTF-8 bytes replace tokens."""
     if not record.row_texts or any(name in TOKENS for name in record.tensors):
         return record
     tensors = dict(record.tensors)
@@ -335,8 +335,8 @@ _SAME_ROWS_RATIO: Final = 0.5
 def rows_start_at(before: ContentsRows, now: ContentsRows, start: int) -> bool:
     """Return whether a shard's rows are those from `start` on in a file of the whole step.
 
-    The file has log-probs before the update and the shard those in it: they are close for the same
-    rows, and not for a row and its neighbour.
+    The file has log-probs from before the update, the shard has log-probs from the update. They are
+    close for the same rows, and not for a row and its neighbour.
     """
     old, new = before.find("old_log_probs"), now.find("log_probs")
     mask = None if new is None else now.mask_of("log_probs")

@@ -43,7 +43,7 @@ class Join:
 
     Attributes:
         counterparts: (index of a shard of the first side, its counterparts on the second).
-        keys: the kinds of keys by which rows were paired.
+        keys: the kinds of keys that paired rows.
         unmatched: labels of rows that only one side has, of each side.
         unidentified: number of rows of each side that have neither key nor counterpart.
         replicas: number of rows left out as repetitions, of each side.
@@ -277,7 +277,7 @@ def _join_named(
 
 
 def _shards_by_name(side: Sequence[ShardIndex]) -> dict[str, list[tuple[int, NamedShard]]]:
-    """Return the shards of each name; of replicas (the same box again) the first."""
+    """Return the shards of each name; keep only the first of replicas (the same box again)."""
     by_name: dict[str, dict[tuple[object, ...], tuple[int, NamedShard]]] = {}
     for at, index in enumerate(side):
         for name, shard in index.named.items():

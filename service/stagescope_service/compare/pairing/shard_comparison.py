@@ -72,7 +72,7 @@ class RowTable:
         numbers: float64 [rows, len(pairwise.ROW)].
         lengths: int64 [rows, 2], number of values that count on each side.
         states: int8 [rows], `token_alignment.COMPARED` and so on.
-        values: float64 [rows, 2] of tensors with one value a row, else None.
+        values: float64 [rows, 2] for tensors with one value per row, else None.
     """
 
     labels: tuple[str, ...]
@@ -94,7 +94,7 @@ class ShardComparison:
         rows: the same by row, None without rows.
         largest, unequal, over: locations of values; see `Pairwise`.
         extent: how values were chosen; see `TokenAlignment.kind`, 'all' without rows.
-        key: the kind of key by which rows were paired; 'place' or 'name' without rows.
+        key: the kind of key that paired the rows; 'place' or 'name' without rows.
         has_fragments: rows may be fragments of samples: a repeated label is no replica.
         shapes_differ: the shapes differ, and values were not compared.
         problem: why not all values were compared, empty if they were.
@@ -130,7 +130,7 @@ def compare_rows(
 ) -> list[ShardComparison]:
     """Compare every row tensor that both records have, over the rows that pair.
 
-    Tokens and masks come first: of rows in which they differ no other tensor is compared.
+    Tokens and masks come first. If they differ in a row, no other tensor of that row is compared.
 
     Args:
         a, b: the two records.
@@ -213,7 +213,7 @@ class _RowComparer:
     cache: ValueCache
 
     def compare(self, name: str, excluded: Bools) -> ShardComparison:
-        """Compare a tensor; `excluded`: bool [pairs], rows of which no value is compared."""
+        """Compare a tensor; `excluded`, bool [pairs], marks rows to leave out."""
         a, b, pairing = self.a, self.b, self.pairing
         tensors = one, other = a.tensor(name), b.tensor(name)
         dtypes, section = (one.dtype, other.dtype), a.record.entry.section
@@ -280,7 +280,7 @@ class _RowComparer:
     ) -> ShardComparison:
         """Return a comparison that names the rows whose lengths differ, the first being `pair`.
 
-        Of tokens and masks the end of the shorter row is a difference; of others it is a problem.
+        In tokens and masks another length is a difference. In other tensors it is a problem.
         """
         table = comparison.rows
         assert table is not None

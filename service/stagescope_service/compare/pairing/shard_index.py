@@ -15,7 +15,7 @@ BY_RESPONSE: Final = "response tokens"
 BY_PROMPT: Final = "prompt and place among its trajectories"
 BY_ROW: Final = "place and row"
 PAIRING_KEYS: Final = (BY_SAMPLE_ID, BY_GROUP_AND_RUN, BY_RESPONSE, BY_PROMPT, BY_ROW)
-"""Kinds of keys by which rows are paired, the surest first; reports name them."""
+"""Kinds of keys that pair rows, the most certain first; reports name them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class NamedShard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """What a record holds, without its values.
+    """Contents of a record, without its values.
 
     Attributes:
         entry: entry of the record.
@@ -110,7 +110,7 @@ def group_and_run_ids(record: DumpContents) -> tuple[str, ...] | None:
 
 
 def as_mapping(value: object) -> Mapping[str, object]:
-    """Return a JSON value as a mapping, an empty one if it is none."""
+    """Return a JSON value if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 

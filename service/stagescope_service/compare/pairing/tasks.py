@@ -51,7 +51,7 @@ from stagescope_wire.errors import ComparisonFailed, InvalidTensor, StagescopeEr
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskOutcome:
-    """What a task found.
+    """Result of a task.
 
     Attributes:
         comparisons: the tensors and numbers that were compared.
@@ -79,7 +79,7 @@ class PairTask:
     """Compare two records of one location.
 
     Attributes:
-        dumps, entries: of each side; an entry without a counterpart is only described.
+        dumps, entries: one of each side; an entry without a counterpart is only described.
         section: the section under which the comparisons are reported.
         tolerances, exclude: see `compare_rows`.
         index_only: describe the rows to join them later, and compare none.
@@ -107,7 +107,7 @@ class Counterpart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JoinTask:
-    """Compare one shard with its counterparts, of which one is in memory at a time."""
+    """Compare one shard with its counterparts; only one of them is in memory at a time."""
 
     dumps: tuple[Dump, Dump]
     entry: DumpEntry
@@ -119,7 +119,7 @@ class JoinTask:
 
 @dataclasses.dataclass
 class _FileCache:
-    """What the tasks of the same files share.
+    """Data that the tasks of the same files share.
 
     Attributes:
         records: records read so far; as long as they live their files stay mapped.
@@ -143,7 +143,7 @@ def run_tasks(tasks: Sequence[PairTask | JoinTask]) -> tuple[TaskOutcome | None,
     """Run tasks on the same files one after the other, so that each file is mapped once.
 
     Returns:
-        The outcome of each, None of one that was skipped; see `PairTask.prefetch`.
+        The outcome of each task, None if it was skipped; see `PairTask.prefetch`.
 
     Raises:
         ComparisonFailed: an error that is no fault of the files.
@@ -158,7 +158,7 @@ def run_tasks(tasks: Sequence[PairTask | JoinTask]) -> tuple[TaskOutcome | None,
 
 
 def _run_task(task: PairTask | JoinTask, cache: _FileCache) -> TaskOutcome:
-    """Run one task; what is wrong with its files is part of its outcome.
+    """Run one task; problems of its files are part of its outcome.
 
     Raises:
         ComparisonFailed: any other error, which is no fault of the files.
@@ -278,7 +278,7 @@ def _compare_counterpart(
 
 
 def _rows_of(dump: Dump, record: DumpContents) -> ContentsRows:
-    """Return a record's rows; those of a whole step take the masks of its ranks if need be."""
+    """Return a record's rows; rows of a whole step use its ranks' masks if they lack one."""
     if record.entry.location.rank is not None:
         return ContentsRows(record)
     return ContentsRows(record, lambda rows: mask_of_ranks(dump, record.entry, rows))

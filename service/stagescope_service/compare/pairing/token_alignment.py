@@ -40,7 +40,7 @@ class RowPairing:
     Attributes:
         rows_a, rows_b: int64 [pairs], the rows of each pair.
         labels: a name of each pair.
-        key: the kind of key by which they were paired; one of `shard_index.PAIRING_KEYS`.
+        key: the kind of key that paired them; one of `shard_index.PAIRING_KEYS`.
         by_position: rows are fragments of samples: values pair by their token positions.
         in_order: row r of one side pairs with row r of the other.
     """
@@ -57,7 +57,7 @@ class ValueLocation(NamedTuple):
     """Location of a pair of values on both sides.
 
     Attributes:
-        sample: the sample, None of a tensor without rows.
+        sample: the sample, None for a tensor without rows.
         position: index of the value among those of the sample that count, from 0.
         locations: locations of the two records.
         coordinates: coordinates in the two tensors as they were kept.
@@ -111,10 +111,10 @@ def align_tokens(
         a, b: the records.
         name: name of the tensor.
         pairing: which rows pair.
-        excluded: bool [pairs], pairs of rows of which no value is compared.
+        excluded: bool [pairs], pairs of rows whose values are not compared.
 
     Returns:
-        The values of rows that have the same number of values on both sides. Of tokens and masks
+        The values of rows that have the same number of values on both sides. For tokens and masks
         also the common beginning of the other rows.
     """
     tensors = one, other = a.tensor(name), b.tensor(name)
@@ -294,8 +294,8 @@ def _positions(selected: _SelectedValues, rows: Int64) -> Int64:
     """Return the token positions of the selected values of one side.
 
     Without `positions`, a value's position is its column plus the row's `token_offset`, as in the
-    statistics; without that, its column from the first value of the row that counts, since a whole
-    row may be padded on the left.
+    statistics. Without that, columns count from the row's first value that is not left out, since a
+    whole row may be padded on the left.
     """
     tensor, index, edges = selected.tensor, selected.flat_index, selected.edges
     row = row_of_each(edges)

@@ -152,7 +152,7 @@ class _Trajectory(TypedDict):
 
 
 class TrajectoryReport(_Trajectory, total=False):
-    """Comparison of a trajectory: of what both sides have of it."""
+    """Comparison of a trajectory, over the fields that both sides have."""
 
     tokens_equal: bool
     tokens_lengths: list[int]
@@ -198,7 +198,7 @@ class ComparisonReport(TypedDict):
 
 
 def as_json(comparison: DumpComparison) -> dict[str, Json]:
-    """Return the fields of `ComparisonReport` as a dict, to which callers may add their own."""
+    """Return the fields of `ComparisonReport` as a dict; callers may add their own fields."""
     return {**comparison_report(comparison)}
 
 
@@ -252,7 +252,7 @@ _MASK_TENSORS: Final = ("loss_mask", "response_mask")
 
 
 def _trajectories(tensors: Sequence[TensorResult]) -> TrajectoriesReport:
-    """Return the comparison of each trajectory: of its tokens, its mask and its reward."""
+    """Return the comparison of each trajectory's tokens, mask and reward."""
     rows: dict[str, TrajectoryReport] = {}
     compared = (*_TOKEN_TENSORS, *_MASK_TENSORS, "rewards")
     for tensor in tensors:

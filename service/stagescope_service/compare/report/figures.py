@@ -22,7 +22,7 @@ from stagescope_service.figure_style import COLOURS, SCALE, finished, ticks_of_p
 
 MAX_BARS: Final = 200
 MAX_DETAILED: Final = 6
-"""Most differing tensors that have figures of their own: the first in the flow."""
+"""Most differing tensors that have their own figures: the first in the flow."""
 
 _DISTANCE: Final = "|d| = |A - B|"
 _WITHOUT_DISTANCE: Final = ("tokens", "masks")
@@ -50,9 +50,9 @@ class _TitledTensor(NamedTuple):
 
 
 def pictures(pair: PairReport) -> list[go.Figure]:
-    """Return figures of two sides: of the flow, then of the first tensors that differ.
+    """Return figures of two sides: the flow, then the first tensors that differ.
 
-    If everything is the same there are none.
+    If everything is the same, return none.
     """
     tensors = _tensors(pair)
     if all(tensor.report["verdict"] == "same" for tensor in tensors):

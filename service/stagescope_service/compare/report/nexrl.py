@@ -1,12 +1,12 @@
 """Add the keys of NexRL's comparison report to ours, so that its consumers keep working.
 
-It also has what NexRL's script leaves out: every trajectory and not only the first five, every rank
-and microbatch, and non-finite numbers in strict JSON.
+It also has data that NexRL's script leaves out: every trajectory and not only the first five, every
+rank and microbatch, and non-finite numbers in strict JSON.
 
-The keys keep NexRL's definitions: of tensors of one shape all values count, padding too (it does
-not use masks); `std` is with n - 1; `is_close` is |a - b| <= 1e-5 + 1e-4 |b| for every value, for
-scalars |a - b| < 1e-5. The `verdict` beside them is ours: it is of paired rows and values under
-their masks.
+The keys keep NexRL's definitions. If two tensors have one shape, all values count, padding too (it
+uses no masks). `std` divides by n - 1. `is_close` is |a - b| <= 1e-5 + 1e-4 |b| for every value,
+and |a - b| < 1e-5 for scalars. The `verdict` beside them is ours: it compares paired rows, and
+values under their masks.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def _unbiased(found: Pairwise, side: str) -> dict[str, float]:
 
 
 def _non_finite_statistics(one: WireTensor, other: WireTensor) -> _Json:
-    """Return the same of tensors that are empty or hold NaN or infinities, which all count."""
+    """Return the same for tensors that are empty or hold NaN or infinities, which all count."""
     x, y = (widened(each).astype(np.float64).reshape(-1) for each in (one, other))
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # of means of no values

@@ -1,10 +1,10 @@
 """AReaL's batches, as its guide saves them: `torch.save(batch, "batch_data.pt")`.
 
-A dict of padded tensors [rows, tokens] (or a TensorDict), or a list of such dicts, one a
-trajectory. `input_ids`, `loss_mask`, `logprobs` and `versions` have the whole trajectory, prompt
-included, and are not shifted: index t is token t. `prox_logp` is shifted by one (index t is token
-t + 1), and once `advantages` are there AReaL has rolled the others to fit: `about["alignment"]`
-says which it is.
+The file holds a dict of padded tensors [rows, tokens] (or a TensorDict), or a list with one such
+dict per trajectory. Four tensors cover the whole trajectory with its prompt, and index t is token
+t: `input_ids`, `loss_mask`, `logprobs` and `versions`. `prox_logp` is shifted by one: index t is
+token t + 1. In a file with `advantages` AReaL has already rolled the others to match. The shift of
+each tensor is in `about["alignment"]`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def open_areal(path: Path, *, step: int | None = None) -> FileDump:
 
     Args:
         path: the file or directory.
-        step: a batch has none, so any step finds nothing.
+        step: a batch has no step, so any step finds nothing.
 
     Raises:
         NotFound: no such path, or no batch of AReaL's in it.

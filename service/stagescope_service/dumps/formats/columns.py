@@ -33,7 +33,7 @@ NULLS: Final = "null_values"
 FROM_TEXTS: Final = "numbers_from_texts"
 """Key in `DumpContents.about`: names of columns of numbers that the file holds as texts."""
 _NUMBER_COLUMNS: Final = ("rewards",)
-"""Columns of which texts of numbers are read as numbers: `json.dumps(default=str)` makes them."""
+"""Columns whose numbers may be texts, as `json.dumps(default=str)` writes them."""
 _NULL: Final = type(None)
 _INT64: Final = 1 << 63
 _DEPTH: Final = 16
@@ -54,7 +54,7 @@ class Columns:
         tensors: see `records.DumpContents`.
         numbers: single numbers.
         texts: a text for each row.
-        about: plain values that are none of these.
+        about: all other plain values.
         left_out: name -> why the value could not be converted.
         upcast: name -> the dtype in the file, if it was widened.
         from_texts: names of numbers that the file holds as texts.
@@ -104,7 +104,7 @@ class Columns:
         self.odd += other.odd
 
     def restore_dtypes(self, tags: Mapping[str, object]) -> None:
-        """Give tensors the dtypes that they had before JSON, as far as these hold the values."""
+        """Give tensors the dtypes that they had before JSON, if these hold the values."""
         for name, tag in tags.items():
             wire = self.tensors.get(name)
             restored = None if wire is None else _as_dtype(wire, str(tag))
@@ -115,7 +115,7 @@ class Columns:
         """Add policy versions that are texts; False if there are none.
 
         Raises:
-            InvalidTensor: a row has none, or something else.
+            InvalidTensor: a row has no text.
         """
         coded = text_versions(values)
         if coded is not None:
@@ -179,13 +179,13 @@ def collect_rows(
 ) -> Columns:
     """Convert each name that any row has to a column.
 
-    Numbers become a tensor [rows] (NaN where a row has none); lists and one-dimensional tensors
-    become ragged rows (empty where a row has none), tensors of [1, n] too; texts and plain dicts
-    become texts. `about[MISSING]` counts the rows that lack a value, by name; `about[NULLS]` the
-    nulls in lists, which are read as NaN.
+    Numbers become a tensor [rows] (NaN where a row has none). Lists and tensors of [n] or [1, n]
+    become ragged rows (empty where a row has none). Texts and plain dicts become texts. The counts
+    of rows without a value, by name, are in `about[MISSING]`. Nulls in lists are read as NaN, and
+    their counts are in `about[NULLS]`.
 
-    Rewards are numbers where any value is one, and items of lists where most are: `odd` names the
-    other values, which are NaN.
+    Rewards are numbers if any value is one. Items of lists are numbers if most of them are. All
+    other values are NaN, and `odd` names them.
 
     Args:
         rows: dicts of plain values and `FileTensor`.
@@ -244,12 +244,12 @@ def unique_samples(names: Sequence[str], found: Columns) -> tuple[str, ...] | No
 
 
 def odd_problem(found: Columns, entry: DumpEntry, rows: Sequence[str]) -> list[DumpProblem]:
-    """Return the problem of the values that are no numbers; none if there are none.
+    """Return the problem of the values that are no numbers, if there are any.
 
     Args:
         found: the columns.
         entry: the entry that they were read from.
-        rows: what each row is called, such as `line 3`.
+        rows: the name of each row, such as `line 3`.
     """
     if not found.odd:
         return []
@@ -318,7 +318,7 @@ def _scalars(values: list[FileValue], kinds: set[type]) -> WireTensor:
 
 
 def are_numbers(texts: Iterable[str]) -> bool:
-    """Return whether texts, of which empty ones do not count, are numbers, and some are."""
+    """Return whether all non-empty texts are numbers, and at least one exists."""
     given: list[FileValue] = [text for text in texts if text]
     return bool(given) and _numbers_in_texts(given) is not None
 
@@ -401,7 +401,7 @@ def _of_one_dtype(wires: list[WireTensor], upcast: dict[str, str], name: str) ->
 
 
 def _row(value: FileValue, dtype: str | None) -> WireTensor:
-    """Return a row; a list has the dtype of the tensors beside it where that holds its values."""
+    """Return a row; a list gets the dtype of the column's tensors if that holds its values."""
     if not isinstance(value, FileTensor):  # as short lists of a converted file are
         found = _from_list(value) if isinstance(value, list) else None
         if found is None:
@@ -420,7 +420,7 @@ def _row(value: FileValue, dtype: str | None) -> WireTensor:
 
 
 def _as_dtype(wire: WireTensor, tag: str) -> WireTensor | None:
-    """Return a tensor in another dtype; None if that is unknown or does not hold the values."""
+    """Return a tensor in another dtype; None if the dtype is unknown or cannot hold the values."""
     _, shape, values, offsets = wire
     if tag not in CODES:
         return None

@@ -1,4 +1,4 @@
-"""The content of one file as plain values: of a .pt, a .jsonl or a converted .json file.
+"""The content of one .pt, .jsonl or converted .json file as plain values.
 
 Tensors are `FileTensor`; everything else is dicts, lists, numbers, texts and None. A converted
 file is a JSON tree beside a safetensors file that holds its tensors and its long lists of numbers.
@@ -56,7 +56,7 @@ def read_content(path: Path) -> FileValue:
     """Read a file by its suffix.
 
     Returns:
-        The saved value; of a .jsonl file the list of its lines.
+        The saved value, or the list of the lines of a .jsonl file.
 
     Raises:
         NotFound: there is no such file.
@@ -88,8 +88,8 @@ class JsonLine(NamedTuple):
 def json_lines(path: Path) -> Iterator[JsonLine]:
     r"""Yield the lines of a JSON Lines file that are not blank.
 
-    They are separated by `\n` alone. A JSON text may hold the other characters at which Python
-    splits lines, such as U+2028 and U+0085.
+    Only `\n` separates them. A JSON text may hold the other characters that Python splits lines at,
+    such as U+2028 and U+0085.
 
     Raises:
         NotFound: there is no such file.
@@ -149,8 +149,8 @@ def read_shared(path: Path) -> FileValue:
 def first_values(path: Path, most: int = _MAX_VALUES) -> list[str | int]:
     """Return the first texts and integers in a file, cheaply; see `pickle_scan.peek`.
 
-    Of a .jsonl file those of its first line that is an object: a damaged one before it costs its
-    own row alone. [] for an unreadable or foreign file.
+    From a .jsonl file it reads the first line that is an object; damaged lines before it are
+    skipped. Return [] for an unreadable or foreign file.
     """
     if path.suffix == ".pt":
         return peek(path, most)
@@ -179,7 +179,7 @@ def _first_object(path: Path) -> FileValue:
 
 
 def damage_of(path: Path) -> StagescopeError | None:
-    """Return why a file cannot be read whose first values do not identify its format.
+    """Return why a file without an identified format cannot be read.
 
     None if it is intact, or not of a kind that this project reads. A truncated file may belong to
     a dump, so it is never ignored as a foreign file.

@@ -37,11 +37,11 @@ def objects_in(
 def fitting_rows(
     rows: Sequence[NamedRow], *, per_token: Collection[str], masks: Collection[str]
 ) -> tuple[list[NamedRow], dict[str, str]]:
-    """Return the rows whose values of each token are as many as their tokens, and why others not.
+    """Return the rows with one value per token, and why the other rows do not fit.
 
-    Values that a row lacks and others have are NaN; a mask has none, so an empty one of a row with
-    tokens does not fit. A name that fits fewer than half of the rows is left as it is: its file has
-    another layout.
+    Values that a row lacks and others have become NaN. A mask cannot have NaN, so an empty mask of
+    a row with tokens does not fit. A name that fits fewer than half of the rows stays as it is: its
+    file has another layout.
 
     Args:
         rows: the rows.
@@ -74,7 +74,7 @@ def fitting_rows(
 
 
 def left_out_problem(entry: DumpEntry, wrong: Mapping[str, str], total: int) -> list[DumpProblem]:
-    """Return the problem of the rows that are left out; none if there are none.
+    """Return the problem of the rows that are left out, if there are any.
 
     Raises:
         InvalidTensor: no row is left.
@@ -96,14 +96,14 @@ def _is_absent(value: FileValue, *, is_mask: bool) -> bool:
 
 
 def _count(value: FileValue) -> int:
-    """Return the number of values of a list or one-dimensional tensor; 0 of anything else."""
+    """Return the number of values of a list or one-dimensional tensor, else 0."""
     if isinstance(value, FileTensor):
         return int(value.wire[2].size) if len(value.wire[1]) > 0 else 0
     return len(value) if isinstance(value, list) else 0
 
 
 def _odd_integer(value: FileValue) -> str | None:
-    """Return where a list holds anything but whole numbers of 64 bits, and what; else None."""
+    """Return the place and the text of a list item that is no whole number of 64 bits, or None."""
     for at, each in enumerate(value if isinstance(value, list) else ()):
         is_number = type(each) in NUMBERS and (not isinstance(each, float) or each.is_integer())
         if not is_number or (isinstance(each, int) and each not in INTEGERS_64):

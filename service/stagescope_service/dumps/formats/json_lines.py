@@ -1,6 +1,6 @@
 """The rows of a file that has a JSON object in each line.
 
-A line that cannot be read costs its own row alone: the others are read, and a problem names it.
+A line that cannot be read loses only its own row: the others are read, and a problem names it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ObjectLines:
         return [f"line {number}" for number in self.rows]
 
     def convert(self, read: Callable[[dict[str, FileValue]], _T]) -> tuple[ObjectLines, list[_T]]:
-        """Return what `read` makes of each row, and the lines without those that it refuses.
+        """Return the result of `read` for each row, and the lines without the refused ones.
 
         Raises:
             InvalidTensor: it refuses every row.
@@ -63,7 +63,7 @@ class ObjectLines:
         return lines, [*found.values()]
 
     def problems(self, entry: DumpEntry) -> list[DumpProblem]:
-        """Return the problem of the lines that are no rows; none if each is one."""
+        """Return the problem of the lines that are no rows, if there are any."""
         if not self.unread:
             return []
         return [lines_problem(self.path, self.unread, f"the other {len(self.rows)}", entry)]
@@ -80,7 +80,7 @@ def lines_problem(
 
 
 def read_object_lines(path: Path) -> ObjectLines:
-    """Read a file with a JSON object in each line, of which blank ones do not count.
+    """Read a file with a JSON object in each line; skip blank lines.
 
     Raises:
         NotFound: there is no such file.

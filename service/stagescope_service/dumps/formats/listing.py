@@ -41,8 +41,7 @@ class ListedFile(NamedTuple):
 class FileDump:
     """A `records.Dump` of files; `reader` reads one entry and is a function of a module.
 
-    `ranks` are the directories in it with msprobe's statistics of operators, each of a place of its
-    own.
+    `ranks` are its directories with msprobe's statistics of operators; each has its own place.
     """
 
     name: str
@@ -67,7 +66,7 @@ def file_dump(
     *,
     step: int | None,
 ) -> FileDump:
-    """Return the dump of the entries of a step, or of all, of which no two have the same place."""
+    """Return the dump of a step's entries, or of all; keep one entry per place."""
     of_step = [entry for entry in entries if step in (None, entry.location.step)]
     chosen, alike = distinct(sorted(of_step, key=entry_order))
     return FileDump(str(path), kind, chosen, [*problems, *alike], reader)
@@ -76,9 +75,9 @@ def file_dump(
 def distinct(
     entries: Sequence[DumpEntry], location: Location | None = None
 ) -> tuple[list[DumpEntry], list[DumpProblem]]:
-    """Return the entries of which no two files have the same place, and the files left out.
+    """Return the entries of one file per place, and the files left out.
 
-    The first of files of one place is read: that with the shortest name, `1` before `01`.
+    If several files have one place, the one with the shortest name is read: `1` before `01`.
 
     Args:
         entries: sections of files.
@@ -135,8 +134,8 @@ def entry_order(entry: DumpEntry) -> tuple[object, ...]:
 def files_below(root: Path) -> tuple[list[ListedFile], list[DumpProblem]]:
     """Return every file below a directory, sorted by name, and the problems met.
 
-    Symbolic links that lead out of the directory are refused. Links to themselves are skipped, and
-    so are hidden files: they are still being written. A hidden directory with files is a problem.
+    Symbolic links out of the directory are refused. Links to themselves are skipped. Hidden files
+    are skipped, since they are still being written. A hidden directory with files is a problem.
 
     Raises:
         NotFound: there is no such directory.
@@ -209,7 +208,7 @@ def _holds_files(directory: Path) -> bool:
 
 
 def _is_circular(path: Path) -> bool:
-    """Return whether a link leads to itself; there is no file behind it to leave out."""
+    """Return whether a link leads to itself, so that it has no file."""
     try:
         path.stat()
     except OSError as error:
@@ -230,9 +229,9 @@ def missing_parts(
 ) -> Iterator[tuple[str, tuple[int, Part]]]:
     """Yield the (kind, (rank, part)) that are missing from an otherwise complete grid.
 
-    Ranks may have different numbers of microbatches in each mini-batch (dynamic batches). A part of
-    a rank is therefore expected if the rank has a later part of the same mini-batch, has the part
-    in another kind, or has a later mini-batch and nothing of this one; or if most ranks have it.
+    Ranks may have different numbers of microbatches in each mini-batch (dynamic batches). A part is
+    therefore expected of a rank that has the part in another kind, a later part of the mini-batch,
+    or a later mini-batch and nothing of this one. Every rank needs a part that most ranks have.
 
     Args:
         kinds: kind -> its (rank, part) that exist. Every rank of any kind is expected in all kinds.

@@ -1,13 +1,13 @@
 """Directories of msprobe's dumps: full tensors by operator.
 
-The directory of a rank holds `dump.json`, its sidecars and, where tensors were dumped,
-`dump_tensor_data/{operator}.{direction}.{which}.pt`, one tensor a file.
+The directory of a rank holds `dump.json`, its sidecars and, if tensors were dumped,
+`dump_tensor_data/{operator}.{direction}.{which}.pt`, one tensor per file.
 At level debug it holds `debug.json`.
 `stagescope_service.dumps.msprobe` reads the operator statistics (`stagescope operators`).
 
-The names on a directory's path say of which step, stage and rank it is. msprobe itself writes
-`{dump_path}/step{N}/{rankR | procPID | pidPID}/dump.json`; whoever sets `dump_path` decides what is
-above it:
+The names on a directory's path give its step, stage and rank. msprobe itself writes
+`{dump_path}/step{N}/{rankR | procPID | pidPID}/dump.json`. Each user chooses the `dump_path` above
+it:
 
 * `step_{N}/{stage}[/part]/step0/rankR`: this project's captures and verl's. msprobe's own counter
   stays 0.
@@ -15,9 +15,9 @@ above it:
 * `{stage}/{PID}/step{N}/rankR`: several engines below one stage.
 * `step{N}/rankR`: no stage.
 
-Where a capture of this project wrote DONE.json, that says the place itself. Other names, such as a
-PID or a host, matter only where two directories would otherwise be of the same place: then they
-become part of the stage's name. No two directories ever share a place.
+If a capture of this project wrote DONE.json, that file states the place. Other names, such as a PID
+or a host, matter only if two directories would otherwise have the same place. Then they become
+part of the stage's name. No two directories ever share a place.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ _NAMED_STAGES: Final = frozenset(
      "compute_log_prob", "old_log_prob", "ref_log_prob", "actor_train", "update_actor",
      "update_critic"}
 )  # fmt: skip
-"""Stages by which a dump's own directory is recognised: any other name may be of the run."""
+"""Stages that identify a dump's own directory: any other name may belong to the run."""
 
 
 class Places(NamedTuple):
     """The places of a dump's directories.
 
     Attributes:
-        ranks: the directories in their order, each with a place of its own.
-        notes: what the names do not say and was decided here, a sentence each.
-        problems: directories that are left out, as their place is another's.
+        ranks: the directories in their order, each with its own place.
+        notes: facts that the names lack and this module decided, one sentence each.
+        problems: directories that are left out because another has their place.
     """
 
     ranks: list[RankDump]
@@ -78,11 +78,11 @@ class Places(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """What the names on the path of a directory say.
+    """Facts that the names on the path of a directory give.
 
     Attributes:
         process: the name of the directory of a process whose rank is unknown.
-        others: names that say none of it.
+        others: names that give none of these facts.
         inside: the path below the dump's root.
     """
 
@@ -97,7 +97,7 @@ class _Names(NamedTuple):
     inside: str
 
     def location(self) -> Location:
-        """Return the place, of step 0 where the names say none."""
+        """Return the place, in step 0 if the names give none."""
         return Location(self.step or 0, self.stage, self.role, self.rank, self.part)
 
     def in_stage(self) -> tuple[object, ...]:
@@ -109,7 +109,7 @@ def find_places(root: Path, directories: Iterable[Path]) -> Places:
     """Return the places of directories below `root`, no two alike.
 
     Args:
-        root: the directory that was named; its name and those above it say a step and a stage only
+        root: the directory that was named. Its name and those above it give a step and a stage only
             in the layouts that cannot be mistaken.
         directories: each holds the files of one rank.
     """
@@ -141,7 +141,7 @@ def _refused(each: _Names, other: Path) -> DumpProblem:
 
 
 def _names_of(root: Path, directory: Path) -> _Names:
-    """Return what the names on a directory's path say."""
+    """Return the facts that the names on a directory's path give."""
     directory = directory.absolute()
     names = directory.parts
     below = len(root.parts)
@@ -207,7 +207,7 @@ def _in_step(found: _Names, names: Sequence[str], outer: int, inner: int, below:
 def _outer_step(names: Sequence[str], steps: Sequence[int], inner: int, below: int) -> int | None:
     """Return the index of the trainer's step above msprobe's own, None without one.
 
-    Above the root only where nothing but a stage and its part are between.
+    Names above the root count only if at most a stage and its part are between.
     """
     for index in reversed(steps[: steps.index(inner)]):
         between = names[index + 1 : inner]
@@ -223,7 +223,7 @@ def _number_of(step: str) -> int | None:
 
 
 def _written_place(directory: Path) -> Location | None:
-    """Return the place in the DONE.json of a capture, None without one that says it."""
+    """Return the place in the DONE.json of a capture, None if there is no such place."""
     done = read_done(directory)
     if done is None:
         return None
@@ -237,7 +237,7 @@ def _written_place(directory: Path) -> Location | None:
 
 
 def _stage_among(names: Sequence[str]) -> int | None:
-    """Return the index of the stage's name: a known one, else the innermost that is no process."""
+    """Return the index of the stage: a known name, else the innermost that is no process."""
     named = [index for index, name in enumerate(names) if name in _NAMED_STAGES]
     named = named or [index for index, name in enumerate(names) if not _PROCESS.match(name)]
     return named[-1] if named else None
@@ -273,7 +273,7 @@ def _number(named: Sequence[_Names], notes: dict[str, None]) -> list[_Names]:
 
 
 def _distinguish(named: Sequence[_Names], notes: dict[str, None]) -> list[_Names]:
-    """Return them with the names that say nothing else in the stage, where two places are alike."""
+    """Return them; where two places are alike, the stage includes the names without a meaning."""
     found = list(named)
     for _ in range(2):
         places: defaultdict[str | None, list[object]] = defaultdict(list)
@@ -283,7 +283,7 @@ def _distinguish(named: Sequence[_Names], notes: dict[str, None]) -> list[_Names
         if not alike:
             break
         found = [_with_others(each) if each.stage in alike else each for each in found]
-        # What is still alike differs in the spelling of a step: `step1` and `step01`.
+        # Places that are still alike differ in the spelling of a step: `step1` and `step01`.
         found = [each._replace(others=tuple(each.inside.split("/")[:-1])) for each in found]
     before = {each.stage for each in named}
     for stage in sorted({each.stage or "" for each in found if each.stage not in before}):
@@ -303,11 +303,11 @@ def _natural(name: str) -> tuple[int, str]:
 KIND: Final = "msprobe"
 DUMP_FILES: Final = ("dump.json", "debug.json")
 OPERATOR_FILES: Final = (*DUMP_FILES, "stack.json", "construct.json", "DONE.json")
-"""Files of a rank's directory from which the statistics of its operators are read."""
+"""Files of a rank's directory that hold the statistics of its operators."""
 TENSOR_FOLDER: Final = "dump_tensor_data"
 
 _SETTINGS: Final = re.compile(r"(?:.*[_-])?config(?:uration)?s?(?:[_-].*)?\.(?:json|ya?ml)\Z")
-"""What msprobe was told to dump: users and collectors keep it beside its dump."""
+"""Configuration of msprobe: users and collectors keep it beside its dump."""
 _TABLE: Final = "operators.parquet"
 _GRADIENT: Final = ".parameters_grad."
 
@@ -342,7 +342,7 @@ def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
     """List the full tensors of a dump of msprobe's, and the ranks that have statistics.
 
     Args:
-        path: a directory at any level: of a rank, a step, a stage or all.
+        path: a directory at any level: a rank's, a step's, a stage's or the whole dump.
         step: only this step.
 
     Raises:

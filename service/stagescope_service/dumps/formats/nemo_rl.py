@@ -1,14 +1,14 @@
 """NeMo-RL's `train_data_step{N}.jsonl` in its log directory: a line a sequence.
 
-Read in NeMo-RL 0.6.0: `Logger.log_batched_dict_as_jsonl` writes rows one by one, each value a list
-of one item. `token_ids`, `token_loss_mask`, `advantages`, `generation_logprobs` and `prev_logprobs`
-are of the whole sequence, index t of token t, padded to the batch's width: `input_lengths` has the
-length. The loss counts the tokens of both masks, and never the first token of a sequence.
+In NeMo-RL 0.6.0 `Logger.log_batched_dict_as_jsonl` writes rows one by one, each value a list of one
+item. Five columns cover the whole sequence, index t is token t: `token_ids`, `token_loss_mask`,
+`advantages`, `generation_logprobs` and `prev_logprobs`. They are padded to the batch's width, and
+`input_lengths` has the length. The loss counts the tokens in both masks, never a sequence's first.
 
 With `force_on_policy_ratio` (and no `seq_logprob_error_threshold`) NeMo-RL computes no
-`prev_logprobs` and writes zeros: they are left out, and the record says so. With dynamic sampling
-`rewards` are those of the batch before it was filtered, which are no values of these rows:
-`filtered_rewards` are. `val_data_step{N}.jsonl` holds texts alone.
+`prev_logprobs` and writes zeros. The reader leaves them out and records that. With dynamic sampling
+`rewards` belong to the unfiltered batch and not to these rows; `filtered_rewards` belong to them.
+`val_data_step{N}.jsonl` holds texts alone.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def open_nemo_rl(path: Path, *, step: int | None = None) -> FileDump:
     """List a file of NeMo-RL's training data, or a directory of them.
 
     Args:
-        path: The file or directory: logger.log_dir, or exp_NNN in it.
-        step: Only this step.
+        path: the file or directory: logger.log_dir, or exp_NNN in it.
+        step: only this step.
 
     Raises:
         NotFound: no such path, or no training data of NeMo-RL's in it.

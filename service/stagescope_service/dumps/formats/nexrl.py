@@ -92,7 +92,7 @@ _METADATA: Final = frozenset(
 )  # fmt: skip
 """NexRL's metadata about the tensors of the same file."""
 OF_JOB: Final = ("policy_version", "data_rank", "layout", "settings")
-"""What an export says of the process that recorded a file."""
+"""Fields in an export about the process that recorded a file."""
 DTYPES: Final = "dtypes"
 """Key in `extra_info` and `batch_info` of exports as JSON: the dtype of each tensor."""
 _OF_EXPORTS: Final = ("meta", "job")
@@ -220,9 +220,9 @@ def _duplicate(found: ListedFile, other: DumpEntry) -> DumpProblem:
 
 
 def missing_files(root: Path, entries: Iterable[DumpEntry]) -> list[DumpProblem]:
-    """Return the files that a step's ranks and microbatches lack and others have.
+    """Return the files that some ranks and microbatches of a step lack and others have.
 
-    Ranks are numbered from 0, and every rank writes: those below the highest are expected.
+    Ranks are numbered from 0, and every rank writes: all ranks below the highest are expected.
     """
     steps: dict[int, dict[str, set[tuple[int, Part]]]] = defaultdict(lambda: defaultdict(set))
     suffixes: dict[str, str] = {}
@@ -280,7 +280,7 @@ def read_entry(entry: DumpEntry) -> DumpContents:
 
 
 def _join_lines(lines: Sequence[dict[str, FileValue]], path: Path) -> FileValue:
-    """Return the trajectories of several lines as those of one."""
+    """Return the trajectories of several lines as the trajectories of one line."""
     if len(lines) == 1:
         return lines[0]
     batches = [each for each in lines if "trajectories" in each]

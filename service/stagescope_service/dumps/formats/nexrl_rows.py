@@ -27,7 +27,7 @@ TRAJECTORY_TENSORS: Final = frozenset(
         "is_val", "rollout_log_probs", *_EXTRA_FIELDS,
     }
 )  # fmt: skip
-"""Tensors that have a place of their own in NexRL's trajectories; others are extra fields."""
+"""Tensors that have their own place in NexRL's trajectories; others are extra fields."""
 _NUMBERS: Final = ("run_id", "task_id")
 
 
@@ -73,9 +73,9 @@ def trajectory(row: Mapping[str, RowValue], *, is_val: bool = False) -> dict[str
 
     `is_val` is the default of a row without one.
 
-    A mask, or log-probs of the rollout, of the response alone are preceded by zeros for the prompt,
-    as NexRL's live trajectories have them in `extra_fields["logprobs"]`; tokens outside of
-    `attention_mask` are padding. What NexRL has no name for is in `extra_fields` under its own.
+    If a mask or the rollout's log-probs cover only the response, zeros for the prompt precede them,
+    as in `extra_fields["logprobs"]` of NexRL's live trajectories. Tokens outside of
+    `attention_mask` are padding. Fields without a name in NexRL keep theirs, in `extra_fields`.
     """
     tokens = np.asarray(row["tokens"])
     mask = np.asarray(row["loss_mask"] if "loss_mask" in row else row["response_mask"])

@@ -13,7 +13,7 @@ from stagescope_wire.tensorfile import Array
 NUMBERS: Final = frozenset({int, float, bool})
 """Types of numbers."""
 INTEGERS_64: Final = range(-(1 << 63), 1 << 63)
-"""What an int64 holds."""
+"""Range of an int64."""
 BOOLS: Final = {"True": 1.0, "False": 0.0}
 """Texts of truth values, as numbers."""
 _MAX_TEXT: Final = 100_000
@@ -22,24 +22,24 @@ _KINDS: Final[Mapping[type, str]] = {str: "a text", list: "a list", dict: "an ob
 
 
 class OddValue(NamedTuple):
-    """A value of a row that is no number, in a column of numbers: the row has none there."""
+    """A value that is no number, in a column of numbers; the row has no number there."""
 
     row: int
     """Index in the rows that were read."""
     column: str
     """Name in the file."""
     what: str
-    """What it is, in words."""
+    """Description of the value."""
 
 
 def without_odd(
     values: list[FileValue], *, is_number: bool
 ) -> tuple[list[FileValue], list[tuple[int, str]]]:
-    """Return the values of a column, null for those that are odd, and what is odd in which row.
+    """Return the values of a column, null for odd ones, and (row, description) of the odd ones.
 
     Args:
-        values: of each row.
-        is_number: the column is of numbers where any value is one, also as a text.
+        values: one value per row.
+        is_number: the column has numbers if any value is a number, also as a text.
     """
     given = [value for value in values if value is not None]
     if not is_number and all(isinstance(value, list) for value in given):
@@ -52,7 +52,7 @@ def without_odd(
         ]
         wrong_rows = {row for row, _ in odd_rows}
         return [None if at in wrong_rows else each for at, each in enumerate(values)], odd_rows
-    # Of other columns that mix numbers and texts none is wrong: they are kept as texts.
+    # Other columns that mix numbers and texts are valid: they are kept as texts.
     if not is_number and not {*map(type, given)} <= NUMBERS:
         return values, []
     if {*map(type, given)} == {FileTensor}:
@@ -88,7 +88,7 @@ def _are_mostly_numbers_of_tokens(given: Sequence[FileValue]) -> bool:
 def _without_odd_items(
     values: list[FileValue],
 ) -> tuple[list[FileValue], list[tuple[int, str]]]:
-    """Return lists of numbers with null for each item that is none, where most items are."""
+    """Return lists with null for each item that is no number, if most items are numbers."""
     items = [item for value in values if isinstance(value, list) for item in value]
     given = [item for item in items if item is not None]
     wrong = sum(number_in(item) is None for item in given)
@@ -112,7 +112,7 @@ def _without_odd_items(
 
 
 def number_in(value: FileValue, *, of_text: bool = False) -> float | None:
-    """Return a value as a number, with `of_text` that in a text, too; None if it is none."""
+    """Return a value as a number, or None; with `of_text` also a number in a text."""
     if isinstance(value, FileTensor):
         tag, _, array, _ = value.wire
         return float(number_of(tag, array)) if array.size == 1 else None
@@ -127,7 +127,7 @@ def number_in(value: FileValue, *, of_text: bool = False) -> float | None:
 
 
 def value_in_words(value: FileValue) -> str:
-    """Return what a value is that is no number."""
+    """Return a description of a value that is no number."""
     if isinstance(value, int):
         return "an integer beyond the numbers of 64 bits"
     kind = _KINDS.get(type(value), f"a {type(value).__name__}")

@@ -1,8 +1,8 @@
 """This project's own files: payloads that captures, the configuration or the ring kept.
 
-`{run}/{attempt key}/step_N/{stage}[/part]/{role}_rank{r}_{identity}_{seq}.safetensors`, one file a
-payload, or the files that the catalogue lists. Each section of a file is an entry: those listed in
-the file (`store.kept`), or those of its stage (`stagescope_wire.keep`); masks are in each.
+`{run}/{attempt key}/step_N/{stage}[/part]/{role}_rank{r}_{identity}_{seq}.safetensors` (one file
+per payload), or the files that the catalogue lists. Each section of a file is an entry. The file
+lists its sections (`store.kept`), else its stage does (`stagescope_wire.keep`). Each has the masks.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def open_files(name: str, files: Iterable[tuple[Path, Location]]) -> FileDump:
 
     Args:
         name: of the dump, such as `run@attempt:step`.
-        files: each with its place; unknown fields of it are filled from the metadata of the file.
-            Of two files of one place the later written is read.
+        files: each with its place; the file's metadata fills unknown fields of the place. If two
+            files have one place, the later written is read.
     """
     entries: dict[tuple[str, Location], DumpEntry] = {}
     problems: list[DumpProblem] = []

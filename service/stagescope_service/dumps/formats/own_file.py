@@ -85,7 +85,7 @@ def read_payload(entry: DumpEntry) -> DumpContents:
             "meta": mapping(metadata, "meta"),
             "settings": mapping(metadata, "settings") or mapping(job, "settings"),
             "job": job,
-            # Of a ring: what the service added from the rollout's payload.
+            # In a ring's file: the tensors that the service added from the rollout's payload.
             "joined_tensors": metadata.get("joined_tensors") or [],
         },
     )
@@ -94,7 +94,7 @@ def read_payload(entry: DumpEntry) -> DumpContents:
 def holds_sample(path: Path, sample_uid: str) -> bool:
     """Return whether a file has a row of this sample; reads only its header.
 
-    A file that cannot be read may hold it: reading it says what is wrong.
+    Return True for a file that cannot be read: reading it later shows the error.
     """
     try:
         ids = _strings(describe_file(path).metadata).get("sample_ids", ())
@@ -144,7 +144,7 @@ def _int(values: Mapping[str, object], name: str) -> int | None:
 
 
 def sections_in(metadata: Mapping[str, object], names: Iterable[str]) -> dict[str, list[str]]:
-    """Return section -> names of tensors and numbers: as the file lists them, else by its stage."""
+    """Return section -> names of tensors and numbers, as the file or else its stage lists them."""
     listed = metadata.get("sections")
     if isinstance(listed, dict) and all(isinstance(group, list) for group in listed.values()):
         return {str(n): [*map(str, group)] for n, group in listed.items() if n in SECTIONS}
@@ -221,7 +221,7 @@ class PayloadFile(NamedTuple):
     """When it was written; default: the file's own time."""
     numbers: Mapping[str, float] = {}
     consumed_step: int | None = None
-    """Of a rollout without a step: the step that consumed some of its samples."""
+    """The step that consumed some of the samples, for a rollout without a step."""
 
 
 class PayloadFiles:

@@ -1,14 +1,14 @@
-"""prime-rl's token exports: `token_exports/step_{N}/rank_{R}.jsonl`, a line a sequence.
+"""prime-rl's token exports: `token_exports/step_{N}/rank_{R}.jsonl`, one line per sequence.
 
-Read in prime-rl 0.8.0 (`enable_token_export`) and in its form of May 2026
-(`experimental.token_export`), which has `rewards` and `training_mode` beside it. Per-token values
-are of the whole sequence, prompt included, index t of token t, without padding. prime-rl writes
-null for a number that is not finite, and for all tokens of a column that it did not compute: the
-first are read as nan and counted, the others are left out.
+Checked with prime-rl 0.8.0 (`enable_token_export`) and with its form of May 2026
+(`experimental.token_export`), which also has `rewards` and `training_mode`. Per-token values cover
+the whole sequence with its prompt, without padding, and index t is token t. A null is a number that
+is not finite: the reader counts it and returns NaN. A column of nulls alone is one that prime-rl
+did not compute: the reader leaves it out.
 
-`trainer_logprobs` are those of the update's own forward passes: all micro-steps of a step have the
-weights that it began with. The marker `STABLE` in a step's directory says that every rank has
-written its file; forms without it never write one.
+The update's own forward passes compute `trainer_logprobs`: all micro-steps of a step use the
+weights that the step began with. The marker `STABLE` in a step's directory means that every rank
+has written its file. Forms without it never write one.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def open_prime_rl(path: Path, *, step: int | None = None) -> FileDump:
 
     Args:
         path: `token_exports`, a directory above it or in it, or one file.
-        step: Only this step.
+        step: only this step.
 
     Raises:
         NotFound: no such path, or no token export in it.
@@ -173,8 +173,8 @@ def read_entry(entry: DumpEntry) -> DumpContents:
         },
     }
     groups, _ = prompt_ids(sequences)
-    # The order of a prompt's sequences is that of packing, and differs from run to run: samples
-    # pair by their content.
+    # Packing decides the order of a prompt's sequences, so it differs from run to run: samples pair
+    # by their content.
     return DumpContents(
         entry, found.tensors, {}, None, groups, found.texts, "response_mask", found.metadata(),
         [*lines.problems(entry), *odd_problem(found, entry, lines.names())],
@@ -182,7 +182,7 @@ def read_entry(entry: DumpEntry) -> DumpContents:
 
 
 def _columns_of(rows: Sequence[Mapping[str, FileValue]], found: Columns) -> dict[str, str]:
-    """Return the per-token columns, theirs -> ours; those that are null throughout are left out."""
+    """Return the per-token columns, theirs -> ours, without those that are null throughout."""
     columns: dict[str, str] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         lists = [row.get(name) for row in rows]

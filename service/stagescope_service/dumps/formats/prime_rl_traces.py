@@ -1,15 +1,15 @@
 """prime-rl's traces with the trainer's annotations: `monitors/file/traces`, since September 2026.
 
-Read in prime-rl and verifiers of September 2026: `stream` has every episode as it arrived, a line
-an episode, whose traces are graphs of messages with token ids, masks and the engine's log-probs.
-What is learnt later is in `annotations/PRODUCER`, a line an update of a trace: the orchestrator's
-say which step took it, the trainer's have log-probs and entropies of a branch of it, index t of
-token t of the path from the root to a leaf. A stream is one file (`stream.jsonl`), or a directory
-of numbered ones, of which the full ones are compressed (`stream/00000.jsonl.zst`).
+Checked with prime-rl and verifiers of September 2026. `stream` has one line per episode, in order
+of arrival. Its traces are graphs of messages with token ids, masks and the engine's log-probs.
+`annotations/PRODUCER` has one line per later update of a trace. The orchestrator's updates name the
+step that used it. The trainer's have log-probs and entropies of one branch, the path from the root
+to a leaf: index t is token t. A stream is one file (`stream.jsonl`), or a directory of numbered
+files; full files are compressed (`stream/00000.jsonl.zst`).
 
 A branch that the trainer annotated is a row of the step. Both of its values are null outside the
-loss's mask; a log-prob alone is null where it is not finite, and read as nan. In the first form the
-trainer wrote values of every token: those that the engine did not sample are of no interest.
+loss's mask. A log-prob alone is null if it is not finite, and read as NaN. The first form has
+values of every token, but those of tokens that the engine did not sample are not used.
 prime-rl rounds per-token values to four decimals (`monitors.file.float_decimals`).
 """
 
@@ -86,7 +86,7 @@ class _Line:
 
 @dataclasses.dataclass
 class _Step:
-    """The lines that a step's rows are made of, and its traces."""
+    """The lines with a step's rows, and its traces."""
 
     traces: set[str] = dataclasses.field(default_factory=set)
     updates: list[_Line] = dataclasses.field(default_factory=list)
@@ -111,10 +111,10 @@ def open_prime_rl_traces(path: Path, *, step: int | None = None) -> FileDump:
 
     Args:
         path: `monitors/file/traces`, a directory above it, or the trainer's annotations in it.
-        step: Only this step.
+        step: only this step.
 
     Raises:
-        NotFound: no such path, no annotations of the trainer in it, or no step of them.
+        NotFound: no such path, no annotations of the trainer in it, or no such step.
         InvalidTensor: the traces of several runs.
         TooLarge: more files than a dump has.
         StoreError: the disk reported an error.
@@ -151,7 +151,7 @@ def _stamp(found: Sequence[ListedFile]) -> tuple[tuple[str, int], ...]:
 
 
 _Unread = defaultdict[Path, dict[int, str]]
-"""Of each file: the number of a line -> what of it was not read, and why."""
+"""File -> number of a line -> the part of the line that was not read, and why."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -245,7 +245,7 @@ def _branches(update: Json) -> list[tuple[int, dict[str, list[Any]]]]:
 
 
 def _traces_of(episode: Json) -> list[Any] | None:
-    """Return the traces of an episode; None where they are no list."""
+    """Return the traces of an episode; None if they are no list."""
     traces = episode.get("traces") or []
     return traces if isinstance(traces, list) else None
 
@@ -258,7 +258,7 @@ def _producers(root: Path) -> list[str]:
 
 
 def _chunks(directory: Path, name: str) -> list[Path]:
-    """Return the files of a stream in order; of one that is being compressed the plain one."""
+    """Return the files of a stream in order; a file that is being compressed counts once, plain."""
     with disk_errors(directory):
         folder, plain = directory / name, directory / f"{name}.jsonl"
         if not folder.is_dir():
@@ -420,7 +420,7 @@ def _rewards(trace: Json) -> list[tuple[Any, Any]]:
 
 
 def _odd_reward(trace: Json) -> str | None:
-    """Return what the rewards of a trace are in words, where they are no numbers; else None."""
+    """Return a description of a trace's rewards if they are no numbers, else None."""
     rewards = trace.get("rewards")
     if rewards is not None and not isinstance(rewards, dict):
         return value_in_words(rewards)
@@ -439,7 +439,7 @@ def _paths(nodes: Sequence[Json]) -> list[list[int]]:
     """Return the paths from a root to each leaf, in the order of the leaves.
 
     Raises:
-        InvalidTensor: a node's parent is none of those before it.
+        InvalidTensor: a node's parent is not before it.
     """
     parents = [node.get("parent") for node in nodes]
     for index, parent in enumerate(parents):
@@ -517,7 +517,7 @@ def _record(entry: DumpEntry, rows: Sequence[_Row]) -> DumpContents:
         "streams": _STREAMS,
     }
     groups, _ = prompt_ids(sequences)
-    # Traces are named anew in each run: samples pair by their content.
+    # Each run gives traces new names: samples pair by their content.
     return DumpContents(
         entry, found.tensors, {}, None, groups, found.texts, "response_mask", found.metadata()
     )

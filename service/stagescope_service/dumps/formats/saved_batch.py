@@ -65,7 +65,7 @@ def open_batch(path: Path, *, step: int | None = None) -> FileDump:
 
     Args:
         path: the file, or the directory that holds it.
-        step: only if it is of this step.
+        step: only this step.
 
     Raises:
         NotFound: no such path, or no saved batch there.

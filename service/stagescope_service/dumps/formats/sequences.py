@@ -1,9 +1,9 @@
 """Rows of whole sequences, prompt included, as the responses that other formats have.
 
-NeMo-RL and prime-rl write every per-token value for the whole sequence, index t of token t. A
-response begins at the first token that the mask selects; what is before is the prompt. Statistics
-need `response_mask` as wide as the streams, and samples pair with those of formats that have
-responses alone.
+NeMo-RL and prime-rl write every per-token value for the whole sequence: index t is token t. A
+response begins at the first token that the mask selects; the prompt is before it. Statistics need
+`response_mask` as wide as the streams, and samples pair with samples of formats that have only
+responses.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class SequenceRow:
     """One sequence: its tokens, which of them are the model's, and values of each token.
 
     Args:
-        tokens: Of the whole sequence, without padding.
-        mask: As long: which tokens are the model's.
-        values: By name of the record, as long.
+        tokens: the whole sequence, without padding.
+        mask: which tokens are the model's; as long.
+        values: values by name in the record; as long.
 
     Raises:
         InvalidTensor: a value has another length.
@@ -64,7 +64,7 @@ class SequenceRow:
         self.counts = counts
         """Whether the loss counts this sequence."""
         self.begin = next((at for at, one in enumerate(mask) if one), len(tokens))
-        """Where the response begins; a sequence without a token of the model's has none."""
+        """Index of the response's first token; a sequence without a model token has no response."""
 
     @property
     def prompt(self) -> list[int]:
@@ -100,7 +100,7 @@ def response_tensors(rows: Sequence[SequenceRow]) -> dict[str, WireTensor]:
 
 
 def row_values(values: Iterable[FileValue], *, whole: bool = False) -> WireTensor:
-    """Return a number of each row, nan where one is missing; `whole`: int64 where none is."""
+    """Return one number per row, NaN if missing; with `whole` int64 if none is missing."""
     found, missing = numbers(values)
     array = np.array(found, np.int64 if whole and not missing else np.float64)
     return str(array.dtype), array.shape, array, None
@@ -147,10 +147,10 @@ def numbers(values: Iterable[FileValue]) -> tuple[list[float], int]:
 
 
 def token_values(name: str, values: Sequence[FileValue]) -> list[float]:
-    """Return a sequence's values of each token, nan for a null.
+    """Return a sequence's value per token, NaN for a null.
 
     Raises:
-        InvalidTensor: one is no number; the message follows the line's name.
+        InvalidTensor: a value is no number; the message follows the line's name.
     """
     for at, value in enumerate(values):
         if value is not None and number_in(value) is None:
@@ -175,7 +175,7 @@ def token_ids(name: str, values: Sequence[FileValue]) -> list[int]:
     """Return a sequence's token ids.
 
     Raises:
-        InvalidTensor: one is no whole number of 64 bits.
+        InvalidTensor: an id is no whole number of 64 bits.
     """
     for at, value in enumerate(token_values(name, values)):
         if not (value.is_integer() and abs(value) < _INT64):
@@ -191,7 +191,7 @@ def add_row_values(
     *,
     whole: bool = False,
 ) -> None:
-    """Add a number of each row; what is none there is nan, and in `found.odd`."""
+    """Add one number per row; other values become NaN and are listed in `found.odd`."""
     values = [row.get(column) for row in rows]
     found.odd += [
         OddValue(row, column, value_in_words(value))
@@ -202,7 +202,7 @@ def add_row_values(
 
 
 def is_constant(values: Iterable[float], constant: float = 0.0) -> bool:
-    """Return whether all values are this one; of none, False."""
+    """Return whether all values equal `constant`; False if there are none."""
     kinds = set(values)
     return kinds == {constant}
 

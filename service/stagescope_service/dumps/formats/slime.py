@@ -181,7 +181,7 @@ def _is_wanted(name: str, own: tuple[str, ...] | None, elsewhere: set[str]) -> b
 
 
 def _plain_sample(row: dict[str, FileValue]) -> dict[str, FileValue]:
-    """Add slime's implicit mask: ones where there is none, zeros of a removed sample."""
+    """Add slime's implicit mask: ones if a sample has no mask, zeros if it was removed."""
     length = _length(row)
     name = "loss_masks" if "loss_masks" in row else "loss_mask"
     if row.get("remove_sample") or row.get(name) is None:
@@ -220,7 +220,7 @@ def _add_responses(found: Columns, rows: list[dict[str, FileValue]]) -> None:
 
 
 def _add_versions(found: Columns, rows: list[dict[str, FileValue]]) -> None:
-    """Add the policy version of each sample: of a sample of several its first, and their texts."""
+    """Add the first policy version of each sample; add all as texts if a sample has several."""
     versions = [_versions(row.get("weight_versions")) for row in rows]
     mixed = sum(len(each) > 1 for each in versions)
     if mixed:

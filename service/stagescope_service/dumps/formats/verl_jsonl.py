@@ -1,8 +1,8 @@
 """verl's generations: `trainer.rollout_data_dir` and `trainer.validation_data_dir`.
 
-`{step}.jsonl`, a line a trajectory: `input`, `output`, `gts`, `score`, `step` and the other values
-of the reward function. They hold texts, no tokens, and not verl's `uid`. A sample is therefore
-named by its prompt: the group is a hash of `input`, the index counts the lines with that prompt.
+`{step}.jsonl`, one line per trajectory: `input`, `output`, `gts`, `score`, `step` and the other
+values of the reward function. They hold texts, no tokens, and not verl's `uid`. The prompt
+therefore names a sample: the group is a hash of `input`, the index counts the prompt's lines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KIND: Final = "verl"
 _FILE: Final = re.compile(r"\d{1,18}\Z")
 _NAMES: Final = {"score": "rewards"}
 _TEXTS: Final = ("input", "output", "gts", "uid")
-"""Columns that are texts; of others numbers are expected."""
+"""Columns that are texts; all others should be numbers."""
 
 
 def is_verl(found: ListedFile) -> bool:

@@ -1,8 +1,8 @@
 """One step of a dump as one `Batch`: the rows of every stage, rank and part side by side.
 
-Rows are aligned by sample id; where a stage has none, by position, if an earlier stage has the same
-ranks with as many rows. Every entry is read twice, first for its shapes and then for its values, so
-that beside the batch no more than one file is in memory.
+Rows are aligned by sample id. Rows of a stage without ids are aligned by position, if an earlier
+stage has the same ranks with as many rows. Every entry is read twice, first for its shapes and then
+for its values. So at most one file is in memory, besides the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stagescope_wire.batch.data import flow_index
 from stagescope_wire.errors import NotFound, StagescopeError
 
 _RECOMPUTED: Final = ("entropy", "values", "loss")
-"""Values that every pass over the rows computes anew, beside `log_probs` and what follows it."""
+"""Values that every pass over the rows recomputes, like `log_probs` and the tensors after it."""
 _AssemblyKey: TypeAlias = "tuple[str, str | None, int, int, str]"
 """(stage, role, occurrence, epoch, tensor)"""
 

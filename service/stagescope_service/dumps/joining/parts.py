@@ -47,7 +47,7 @@ class DumpParts:
     files: list[dict[str, object]]
 
     def by_precedence(self) -> list[int]:
-        """Return the indexes of the parts; of several that hold a row's values the first counts."""
+        """Return the indexes of the parts; the first part that holds a row's values wins."""
         return sorted(range(len(self.parts)), key=lambda index: _precedence(self.parts[index]))
 
     def strings(self) -> dict[str, tuple[str, ...]]:
@@ -65,7 +65,7 @@ class DumpParts:
         return {name: tuple(texts) for name, texts in found.items()}
 
     def meta(self, dump: Dump) -> dict[str, object]:
-        """Return the metadata beside the tensors: of the step, and by stage."""
+        """Return the metadata of the step and of each stage."""
         versions: list[object] = []
         stages: dict[str, dict[str, object]] = {}
         settings: Mapping[str, object] = {}
@@ -250,7 +250,7 @@ class _Scanner:
         return "left" if leading > trailing else "right"
 
     def newest_parts(self) -> list[RecordedPart]:
-        """Return the parts in order; of work that was reported twice the newer."""
+        """Return the parts in order; if work was reported twice, return the newer report."""
         newest: dict[_PartKey, RecordedPart] = {}
         for key, part in sorted(self._parts.items(), key=lambda item: _written_at(item[1])):
             if key[0] in newest:
@@ -277,9 +277,9 @@ def _sort_key(part: RecordedPart) -> tuple[object, ...]:
 
 
 def _precedence(part: RecordedPart) -> tuple[object, ...]:
-    """Order parts so that of a row's values those count that count in the statistics, too.
+    """Order parts so that the same values of a row count as in the statistics.
 
-    What a rank recorded last in a stage comes first, but for what an update may have changed
+    A rank's last record in a stage comes first, except values that an update may have changed
     (`PartRecord.precedence`).
     """
     stage, number = _sort_key(part)[:2], part.part
@@ -315,7 +315,7 @@ def _missing_ranks(parts: Iterable[RecordedPart]) -> list[Gap]:
 
 
 def _count_rows(record: DumpContents, tensors: Mapping[str, WireTensor]) -> int:
-    """Return the number of rows: that of the sample ids, unless no tensor has as many."""
+    """Return the number of rows: the number of sample ids, unless no tensor has as many rows."""
     if record.samples is not None:
         count = len(record.samples)
         rows = {_rows_of(each) for each in tensors.values() if each[1] or each[3] is not None}

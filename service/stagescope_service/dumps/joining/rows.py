@@ -31,15 +31,15 @@ class RecordedPart:
     Attributes:
         count: number of its rows.
         texts: other texts of each row, by name.
-        shapes: of its tensors that have rows, side by side.
+        shapes: shapes of its tensors that have rows, side by side.
         about: `DumpContents.about` of its entries.
         rows: their indices among the step's rows; None if unknown.
-        consumed: of a rollout that several steps consumed: the indices, in this part, of the rows
-            that this step consumed; None: all.
-        is_whole: its rows are complete samples, each once, not fragments of them, as
-            context-parallel ranks and split samples have.
-        checksum: of its tensors, where a layout says that samples may be split and no tensor how.
-        span: of fragments, one more than the last position of their tokens; None if unknown.
+        consumed: indices, in this part, of the rows that this step consumed, if several steps
+            consumed a rollout; None: all.
+        is_whole: its rows are complete samples, each once. Context-parallel ranks and split samples
+            have fragments instead.
+        checksum: checksum of its tensors, if a layout allows split samples and no tensor says how.
+        span: one more than the last position of the fragments' tokens; None if unknown.
     """
 
     stage: str
@@ -82,7 +82,7 @@ class RecordedPart:
 
     @property
     def process(self) -> dict[str, object]:
-        """What its files say of the process that recorded it."""
+        """Fields in its files about the process that recorded it."""
         job = mapping(self.about, "job")
         names = ("policy_version", "data_rank", "layout")
         return {name: job[name] for name in names if job.get(name) is not None}
@@ -131,7 +131,7 @@ class RowIndex:
         return True
 
     def select_consumed(self, part: RecordedPart) -> None:
-        """Set the rows of a rollout's part to those that the step consumed of it."""
+        """Limit a rollout's part to the rows that the step consumed."""
         rows = np.array([self._by_sample.get(name, -1) for name in part.samples or ()], np.int64)
         part.consumed = np.flatnonzero(rows >= 0)
         part.rows = rows[part.consumed]
@@ -241,8 +241,8 @@ class Column:
         """Write the rows that are still missing; return whether the others agree, bit by bit.
 
         Only the tokens that both hold are compared: a wider block adds tokens to a narrower row.
-        `assembled`: the rows were assembled from fragments; they have lengths and no padding of
-        their own.
+        With `assembled`, the rows were assembled from fragments. Such rows have lengths and no
+        padding.
         """
         lengths = block.lengths
         self.is_ragged |= lengths is not None and not assembled
@@ -296,7 +296,7 @@ class Column:
         return not ((bits(ours) != bits(theirs)) & self._within(common, ours)).any()
 
     def _overlap(self, rows: Int64, block: RowBlock) -> tuple[Array, Array]:
-        """Return the column's values where the block lies, and the block's."""
+        """Return the column's values at the block's place, and the block's values."""
         theirs = np.ascontiguousarray(block.values)
         if self.values.ndim == 1:
             return self.values[rows], theirs
@@ -352,7 +352,7 @@ class Assembly:
         self.values[...] = 0
         self._state = np.zeros(values.shape[:2], np.uint8)
         self.differing = 0
-        """Values of tokens that two fragments hold and that differ."""
+        """Number of values of tokens that two fragments hold and that differ."""
 
     def write(self, rows: Int64, tokens: TokenPositions, values: Array) -> None:
         """Write the tokens of a part's rows; counted tokens replace others."""

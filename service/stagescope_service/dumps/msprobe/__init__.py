@@ -1,1 +1,1 @@
-"""What msprobe wrote, read as operator tables in Parquet."""
+"""Read msprobe's files as operator tables in Parquet."""

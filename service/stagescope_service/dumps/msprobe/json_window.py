@@ -238,9 +238,9 @@ class JsonWindow:
 
 
 def holds_records(path: Path) -> bool:
-    """Return whether a file of msprobe's has a record, or is none that should have one.
+    """Return whether a file of msprobe's has a record, or is a file that needs none.
 
-    A damaged file may have some, and task structure records the modules alone.
+    A damaged file may have records. Task structure records only the modules.
     """
     try:
         with open_file(path) as file:
@@ -261,7 +261,7 @@ class DumpFile:
     """Reads one dump.json or debug.json record by record, in file order."""
 
     header: dict[str, str | None]
-    """The fields beside `data`; those after it are known after the last record."""
+    """The fields besides `data`; fields after it are known after the last record."""
     truncated_at: int | None
     """Byte at which the file is truncated, or None; known after the last record."""
     last_name: str | None

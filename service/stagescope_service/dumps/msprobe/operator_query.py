@@ -125,8 +125,8 @@ def load_columns(
     """Read complete columns for a computation.
 
     Returns:
-        Texts as `CodedText`, shapes too (`[2, 6]`); floats as float64 in which NaN may also be an
-        unknown value, with `{name}_known` (bool) for each column of floats; order as int32.
+        Texts and shapes (`[2, 6]`) as `CodedText`, order as int32, and floats as float64. A NaN may
+        also be an unknown value, so each column of floats has a column `{name}_known` (bool).
 
     Raises:
         InvalidInput, NotFound, StoreError: see `read_operators`.

@@ -35,7 +35,7 @@ from stagescope_service.store.tensorfile import disk_errors, sync_directory
 from stagescope_wire.errors import NotFound
 
 DUMP_NAMES: Final = ("dump.json", "debug.json")
-"""What msprobe writes of calls, and of values that a script saved at level debug."""
+"""Files with msprobe's records of calls, and of values that a script saved at level debug."""
 SCHEMA_VERSION: Final = 1
 ROW_GROUP: Final = 16_384
 SUMMARY_KEY: Final = b"stagescope.operators"
@@ -88,13 +88,13 @@ class OperatorSummary:
     """Byte at which dump.json, else debug.json, is truncated."""
     last_name: str | None = None
     measured: int = 0
-    """Tensors with a least and a largest value: NaN and infinities are found in these alone."""
+    """Tensors with a least and a largest value: only these can show NaN and infinities."""
     unmeasured: int = 0
-    """Tensors that may hold NaN and infinities, of which nothing is known."""
+    """Tensors that may hold NaN and infinities, but have no statistics."""
     non_finite_rows: int = 0
     first_non_finite: FirstNonFinite | None = None
     problems: list[str] = dataclasses.field(default_factory=list)
-    """What the files lack, and why."""
+    """Data that the files lack, and why."""
 
     def fields(self) -> dict[str, object]:
         """Return it as JSON values."""
@@ -185,7 +185,7 @@ def _write(writer: pq.ParquetWriter, rows: list[_Row]) -> None:
 
 
 def _add_file(summary: OperatorSummary, dump: DumpFile, name: str) -> None:
-    """Add what a file that was read says of itself."""
+    """Add the fields that a file that was read has about itself."""
     header = dump.header
     summary.task = summary.task or header["task"]
     summary.framework = summary.framework or header["framework"]

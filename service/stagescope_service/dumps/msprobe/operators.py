@@ -1,14 +1,14 @@
 """msprobe's records as rows (one per operator call, direction and argument), and their names.
 
-A record holds sections (`input_args`, `output`, ...) of lists and dicts; its leaves are dicts whose
-`type` is a text (an argument may itself be named `type` or `dtype`), or null. A leaf is identified
-by its section and its path inside it: `1.hidden_states`. A call without leaves has one row without
-a section, so that it stays visible.
+A record holds sections (`input_args`, `output`, ...) of lists and dicts. Its leaves are null, or
+dicts whose `type` is a text (an argument may itself be named `type` or `dtype`). A leaf's section
+and its path inside it identify the leaf: `1.hidden_states`. A call without leaves has one row
+without a section, so that it stays visible.
 
-NaN and infinities in a tensor are detected from Max and Min, and NaN from the Norm, too: some
-devices leave NaN out of extremes. An infinite Norm is none: that of finite float16 values
-overflows. -FLT_MAX of a mask is finite. A number may be a text (`"nan"`, `"inf"`), as some versions
-of msprobe write it; null is not known.
+Max and Min show NaN and infinities in a tensor. The Norm also shows NaN, because some devices leave
+NaN out of extremes. An infinite Norm shows nothing, because it overflows for finite float16 values.
+-FLT_MAX of a mask is finite. A number may be a text (`"nan"`, `"inf"`), as some versions of msprobe
+write it. Null is unknown.
 
 Names of records:
 
@@ -20,10 +20,10 @@ Names of records:
 stack.json and construct.json name the source line and the parent module of each operator. Both are
 optional, and may be truncated or malformed: what they lack is unknown, and `problems` says why.
 Only names and stacks up to a limit are held in memory. The source of an operator is the innermost
-frame whose file does not belong to torch, torch_npu, mindspore, msprobe or this project's workers:
-a model's own code, of the user or of a library such as transformers. If every frame belongs to one
-of these, it is the innermost frame. Only forward calls have a stack; a backward call has that of
-its forward call.
+frame in a model's own code, of the user or of a library such as transformers. Files of torch,
+torch_npu, mindspore, msprobe and this project's workers do not count, unless every frame is in
+them: then the innermost frame is the source. Only forward calls have a stack. A backward call
+inherits its forward call's stack.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ class Leaf(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """Whether the recorded numbers tell whether the tensor is finite."""
+        """Whether the recorded numbers show whether the tensor is finite."""
         return self.non_finite is not None or (self.min is not None and self.max is not None)
 
     @property
     def is_unmeasured(self) -> bool:
-        """Whether it is a tensor that may hold NaN, of which no number tells."""
+        """Whether it is a tensor that may hold NaN, but has no number that shows it."""
         if self.is_measured or self.dtype is None or self.shape is None or 0 in self.shape:
             return False
         return _ROUNDED.match(self.dtype.lower()) is not None
@@ -192,7 +192,7 @@ def _walk(
 
 
 def _single(value: JsonValue) -> JsonValue:
-    """Return the only item of a list: a parameter's gradient is in a list of its own."""
+    """Return the only item of a list: a parameter's gradient is in its own list."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -333,7 +333,7 @@ def read_parents(path: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def read_done(directory: Path) -> dict[str, JsonValue] | None:
-    """Return what a capture wrote in DONE.json; None without one, {} if it is damaged."""
+    """Return the content of a capture's DONE.json; None without a file, {} if it is damaged."""
     try:
         with open_file(directory / "DONE.json") as file:
             content = json.loads(file.read(_MAX_DONE))

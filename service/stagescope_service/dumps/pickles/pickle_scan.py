@@ -102,7 +102,7 @@ def check_zip(path: Path, size: int) -> bool:
 def globals_of(path: Path) -> list[str]:
     """Return the globals of a file's pickle (`module.name`), and a protocol torch does not load.
 
-    Of a damaged or very long pickle only those in its beginning.
+    A damaged or very long pickle gives only those in its beginning.
     """
     found: dict[str, None] = {}
     texts: list[str] = []

@@ -34,7 +34,7 @@ _STORAGES: Final[Mapping[str, str]] = {
     "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
 }  # fmt: skip
 _LOCAL_HEADER: Final = struct.Struct("<26xHH")
-"""Of a zip file's member: the lengths of its name and of its extra field, at byte 26."""
+"""The lengths of the name and of the extra field of a zip file's member, at byte 26."""
 _STATEFUL: Final = (PickledArray, PickledDtype, PickledTensorDict)
 _MARK: Final = object()
 

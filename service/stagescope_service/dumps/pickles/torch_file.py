@@ -1,9 +1,8 @@
 """Reading files of `torch.save` without running any code in them.
 
-The only file here that imports torch, and only if necessary: plain files are read by
-`plain_torch_file`. Others are loaded with `torch.load(weights_only=True)`, which beside torch's own
-tensors accepts only the names of `torch_stand_ins`: numpy's scalars, dtypes and arrays, TensorDict,
-and jagged tensors.
+Only this file imports torch, and only if necessary: `plain_torch_file` reads plain files. Others
+are loaded with `torch.load(weights_only=True)`. Besides torch's own tensors, that accepts only the
+names of `torch_stand_ins`: numpy's scalars, dtypes and arrays, TensorDict, and jagged tensors.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ __all__ = [
 ]
 
 MAX_COPIED_BYTES: Final = 4 << 30
-"""Bytes that a file's tensors may take beyond those of the file: tensors that are not contiguous
-in it (expanded, transposed) are copied."""
+"""Bytes that a file's tensors may need beyond the file's size: tensors that are not contiguous in
+it (expanded, transposed) are copied."""
 _DEPTH: Final = 64
 _REFUSED_GLOBAL: Final = re.compile(r"GLOBAL ([A-Za-z_][\w.]*\w) ")
 """The name in torch's own refusal."""
@@ -67,9 +66,9 @@ def read_torch_file(path: Path, *, most_bytes: int = MAX_BYTES) -> FileValue:
         most_bytes: a larger file is refused.
 
     Returns:
-        The saved value as dicts with texts as keys, lists, numbers, texts, bytes and None, with
-        `FileTensor` for tensors and numpy arrays (views of the mapped file) and `Unreadable` for
-        anything else.
+        The saved value as dicts with texts as keys, lists, numbers, texts, bytes and None. Tensors
+        and numpy arrays are `FileTensor` (views of the mapped file), anything else is
+        `Unreadable`.
 
     Raises:
         NotFound: there is no such file.
@@ -162,7 +161,7 @@ def _only_stand_ins(serialization: ModuleType) -> Iterator[None]:
 
 
 def _is_of_torch(allowed: object) -> bool:
-    """Return whether torch itself accepts it, and no stand-in is there for it."""
+    """Return whether torch itself accepts it, and it has no stand-in."""
     target = allowed[0] if isinstance(allowed, tuple) else allowed
     module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
     return str(module).startswith("torch.") and f"{module}.{name}" not in STAND_INS

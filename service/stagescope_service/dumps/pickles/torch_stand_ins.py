@@ -1,9 +1,9 @@
 """Stand-ins for classes of numpy, tensordict and torch while a file of torch.save is loaded.
 
 torch's loader finds them by the names in the pickle (`STAND_INS`). Each parses the pickled state
-itself, so that neither numpy's nor tensordict's own unpickling sees untrusted bytes, and files of
-any version of these libraries open, whether they are installed or not. So do jagged tensors, whose
-class torch accepts in some versions and since 2.15 no longer.
+itself, so neither numpy's nor tensordict's own unpickling sees untrusted bytes. Files of any
+version of these libraries open, whether they are installed or not. Jagged tensors also open,
+although torch accepts their class only in some versions, and since 2.15 no longer.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class PickledTensorDict:
 
 
 class PickledJagged:
-    """`torch.nested`'s tensor of the layout `jagged`, from the arguments that it was made of."""
+    """`torch.nested`'s tensor of the layout `jagged`, from its constructor's arguments."""
 
     def __init__(self, arguments: object = None) -> None:
         self._arguments = arguments
@@ -126,7 +126,7 @@ class PickledJagged:
         """Return its values and the offsets of its rows.
 
         Raises:
-            ValueError: the values are not its rows one behind the other, or it is damaged.
+            ValueError: the values are not its rows in sequence, or it is damaged.
         """
         found = self._arguments if isinstance(self._arguments, dict) else {}
         if found.get("lengths") is not None or found.get("_ragged_idx") != 1:
