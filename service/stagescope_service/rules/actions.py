@@ -26,7 +26,7 @@ _CAPTURE_FIELDS: Final = (
 
 @dataclasses.dataclass(frozen=True)
 class CaptureTemplate:
-    """A capture to request: of the affected stage unless `stages` names others, from the next step.
+    """A capture to request from the next step: the affected stage, or the stages in `stages`.
 
     `request` holds the fields of `stagescope_wire.captures.CAPTURE_FIELDS` as they were given. With
     `if_allowed` it is requested if the run has a budget, and skipped silently otherwise.
@@ -61,7 +61,7 @@ class CaptureTemplate:
         return cls(ranks, given, if_allowed)
 
     def check(self, field: str) -> None:
-        """Refuse what no capture may request, but for the places of files, which runs decide.
+        """Refuse an invalid request, except places of files, on which each run decides.
 
         Raises:
             InvalidPlan: with the field that is wrong.
@@ -105,7 +105,7 @@ class FindingTemplate(fields.Declared):
 
     Attributes:
         advice: what to try; `{step}` in it becomes the step.
-        see: what of the step to look at: last words of paths below `/steps/{step}`.
+        see: parts of the step to look at: last words of paths below `/steps/{step}`.
     """
 
     SHOWS_DEFAULTS = True
@@ -116,7 +116,7 @@ class FindingTemplate(fields.Declared):
 
     @classmethod
     def parse(cls, value: object, field: str) -> FindingTemplate:
-        """Read a template; `true` is one of defaults."""
+        """Read a template; `true` means the default one."""
         return super().parse({} if value is True else value, field)
 
     def wire(self, *, secrets: bool = True) -> dict[str, Json]:

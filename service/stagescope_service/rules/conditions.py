@@ -57,10 +57,10 @@ class When(fields.Declared):
         non_finite: The value is NaN or infinite.
         median_ratio: The value exceeds this multiple of the median of the run's previous steps.
         noise_ratio: The value exceeds this multiple of the same metric of the noise floor.
-        standard_errors: The value exceeds the largest of the bounds above it ('>', the median's,
-            the noise floor's) by this number of standard errors of a mean that is equal to it.
-            Of several series in a step each is held to a number that normal noise of any of them
-            exceeds as seldom as that of one exceeds this.
+        standard_errors: The value exceeds each bound above it ('>', the median's, the noise
+            floor's) by this number of standard errors of a mean equal to the bound. If a step has
+            several series, the number grows: normal noise of any series then exceeds it as rarely
+            as noise of one alone.
         z_score: The value is further from the mean of the last steps than this, on either side.
     """
 
@@ -158,8 +158,8 @@ class When(fields.Declared):
 
 
 def _for_each_of(standard_errors: float, series: int) -> float:
-    """Return the standard errors that normal noise of any of several series exceeds as seldom as
-    that of one exceeds `standard_errors`."""
+    """Return the number of standard errors for several series: normal noise of any of them exceeds
+    it as rarely as noise of one exceeds `standard_errors`."""
     normal = NormalDist()
     return -normal.inv_cdf(normal.cdf(-standard_errors) / max(series, 1))
 

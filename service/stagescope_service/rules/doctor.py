@@ -1,7 +1,7 @@
 """The rulebook as data: rules read from YAML, and compared with a run's history.
 
-A rule names a function of `evidence` and its parameters, and says what a symptom means: what to do
-next, what to record where the evidence is lacking, and where the field met it.
+A rule names a function of `evidence` with its parameters, and says what a symptom means. It also
+says what to do next, what to record if evidence is lacking, and where the field met it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stagescope_service.rules.symptoms import mismatch, reports, streams, trends
 from stagescope_wire.errors import InvalidPlan, StagescopeError
 
 FAMILIES: Final = ("service", "precision", "mismatch", "reward", "time", "settings")
-"""What is looked at, in the order in which it has to be trusted."""
+"""Subjects of the rules, in the order in which you must be able to trust them."""
 EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
     function.__name__: function
     for function in (
@@ -44,14 +44,14 @@ _OF_THE_NEWEST: Final = frozenset(
         "noise_floor", "straggler", "current_differs", "versions_ahead",
     }
 )  # fmt: skip
-"""Functions that look at the newest steps alone: the others know since when by themselves."""
+"""Functions that look only at the newest steps; the others find the first step themselves."""
 _OF_ONE: Final = frozenset({"rank_apart", "engine_apart", "straggler"})
-"""Functions that name one rank or engine: another one has another since."""
+"""Functions that name one rank or engine; a search for the first step stops at another one."""
 _ORDER: Final = {"found": 0, "not measured": 1, "not found": 2}
 _EVENTS: Final = frozenset({"jump", "step_change"})
-"""Functions of what happens in one step: a cause begins there, too."""
+"""Functions of an event in one step: its cause begins in that step, too."""
 _AT_ONCE: Final = 2
-"""Most steps between the begins of a symptom and of what explains it, either way."""
+"""Maximum steps between the begins of a symptom and its explanation, in either direction."""
 
 
 class Condition(NamedTuple):
@@ -91,10 +91,10 @@ class SymptomRule(fields.Declared):
         evidence: how it is found.
         meaning: what the symptom means.
         next: what to do, the first thing first; commands begin with `stagescope`.
-        sources: where the field met it; empty: it is of this service alone.
+        sources: where the field met it; empty: only this service knows it.
         figure: the path of a figure, with {run}, {attempt} and {step}; None: there is none.
         record: what to record where it is not measured; None: nothing can be done.
-        explained_by: names of rules. Where one of them is found, too, this one follows from it.
+        explained_by: names of rules. If one of them is found, too, this one follows from it.
         findings: kinds of findings that say the same as its evidence, which does not read them.
     """
 
@@ -164,11 +164,11 @@ def rulebook() -> tuple[SymptomRule, ...]:
 
 
 def diagnose(history: RunHistory, rules: Sequence[SymptomRule] | None = None) -> list[Diagnosis]:
-    """Compare rules with a history; what was found comes first, the surest first.
+    """Compare rules with a history; found symptoms come first, the surest first.
 
-    A symptom that another found one explains follows those that none explains, and one that ended
-    follows those that last. A rule whose evidence cannot be computed is 'not measured', with the
-    error: one damaged step must not hide what the others say.
+    Explained symptoms follow unexplained ones, and ended ones follow those that last. If the
+    evidence of a rule cannot be computed, the rule is 'not measured', with the error: one damaged
+    step must not hide what the others say.
     """
     found = [
         Diagnosis(rule, _evidence(rule, history))
@@ -199,8 +199,8 @@ def _explained(symptom: Diagnosis, found: Sequence[Diagnosis]) -> Diagnosis:
 
 
 def _explains(cause: Diagnosis, symptom: Diagnosis) -> bool:
-    """Return whether a symptom follows from another: it is declared so, or the same step names the
-    other as the likelier cause, and the other began no later, and lasts as long."""
+    """Return whether a cause explains a symptom: the rule or the same step's checks name it. The
+    cause must begin no later and last as long."""
     rule, evidence = symptom.rule, symptom.evidence
     is_declared = cause.rule.name in rule.explained_by or evidence.likelier in cause.rule.causes
     if cause.evidence.verdict != "found" or not is_declared:
@@ -214,9 +214,9 @@ def _explains(cause: Diagnosis, symptom: Diagnosis) -> bool:
 
 
 def unexplained(found: Sequence[Diagnosis], history: RunHistory) -> dict[str, int]:
-    """Return kind -> how many warnings and errors still stand that no rule could judge.
+    """Return kind -> the number of open warnings and errors that no rule could judge.
 
-    A rule that is not measured looks at nothing.
+    A rule that is not measured judges nothing.
     """
     kinds = [
         kind
@@ -246,11 +246,11 @@ def add_earlier(
     attempt: int,
     last: int | None = None,
 ) -> list[Diagnosis]:
-    """Add which symptoms an earlier attempt ended with.
+    """Add the symptoms that an earlier attempt ended with.
 
     Args:
-        found: of `history`. What is known of an attempt already stays as it is, as does what is
-            found since a step of this attempt, or before it.
+        found: diagnoses of `history`. A diagnosis stays as it is if it already names an attempt, or
+            its symptom began in this attempt or earlier.
         history: of the run.
         earlier: of the attempt alone.
         attempt: its number.
@@ -300,9 +300,9 @@ def _evidence(rule: SymptomRule, history: RunHistory) -> Evidence:
 def _since_step(rule: SymptomRule, history: RunHistory, found: Evidence) -> int | None:
     """Return the first step that shows a symptom without a break until now.
 
-    Rules look at the newest steps alone. As long as a rule finds its symptom in what was known at
-    an earlier step, the search goes back, by twice as many steps each time, and then between the
-    last two.
+    Rules look only at the newest steps. While a rule finds its symptom in the history up to an
+    earlier step, the search goes back twice as far each time. It then narrows down between the last
+    two.
     """
     if found.since_step is None or rule.evidence.function not in _OF_THE_NEWEST:
         return None

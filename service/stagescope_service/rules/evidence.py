@@ -1,7 +1,7 @@
 """Evidence for and against a symptom, and the statistics that it rests on.
 
-The functions of `trends`, `mismatch` and `reports` return it: each is pure in a run's history, and
-its keyword parameters are what a rule's `evidence` may give.
+Functions of `trends`, `mismatch` and `reports` return it. Each is pure in a run's history, and its
+keyword parameters are what a rule's `evidence` may give.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from stagescope_service.statistics.cell import Bool, Float64, Int64
 from stagescope_wire.render import counted
 
 ENDED_AFTER: Final = 3
-"""Steps without a symptom that may still go on."""
+"""Maximum number of steps without a symptom that may still continue."""
 Verdict = Literal["found", "not found", "not measured"]
 ABS_DIFF: Final = "logprob_abs_diff/mean"
 
 
 class Before(NamedTuple):
-    """What an earlier attempt showed of a symptom."""
+    """A symptom in an earlier attempt."""
 
     attempt: int
     """The number of the newest attempt that showed it."""
     since_step: int | None
-    """The first step of that attempt that did; None: not a matter of steps."""
+    """The first step of that attempt that showed it; None: it does not depend on steps."""
     text: str
     """The attempt, the steps, and the first sentence of its evidence."""
     is_end: bool
@@ -37,19 +37,19 @@ class Before(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What a rule found.
+    """The result of a rule.
 
     Attributes:
         verdict: 'not measured' where the history lacks what the rule needs.
-        sure: the share of what was examined that shows the symptom, 0 to 1.
-        since_step: the first step that shows it; None: not a matter of steps.
-        where: the round, rank, operator or stage; '' if it is of the whole step.
+        sure: share of the examined items that show the symptom, 0 to 1.
+        since_step: the first step that shows it; None: it does not depend on steps.
+        where: the round, rank, operator or stage; '' if it concerns the whole step.
         supports: sentences with the numbers that speak for it.
         against: those that speak against it.
-        last_step: the last step that shows it, where it ended; None: it lasts, or is of no step.
-        likelier: a check that the same step's streams fail, and that explains those of the rule.
-        note: what is no symptom, but matters to a comparison of two runs; '' if nothing.
-        before: what an earlier attempt showed; it stands among the sentences, too.
+        last_step: the last step that shows it, if it ended; None: it lasts, or has no step.
+        likelier: a failed check of the same step's streams that explains the rule's own checks.
+        note: facts that are no symptom, but matter to a comparison of two runs; '' if none.
+        before: the symptom in an earlier attempt; the sentences mention it, too.
     """
 
     verdict: Verdict
@@ -63,10 +63,10 @@ class Evidence:
     note: str = ""
     before: Before | None = None
     waits: bool = False
-    """Whether more steps are lacking alone, and nothing that could be recorded."""
+    """Whether only more steps are lacking, and nothing that could be recorded."""
 
     def ended_after(self, steps: Iterable[int], last: int, silent: int = ENDED_AFTER) -> Evidence:
-        """Return the same, ended where more than `silent` of some steps follow the last one that
+        """Return a copy that ended if more than `silent` of the steps follow the last one that
         shows it."""
         after = sum(step > last for step in steps)
         if after <= silent:
@@ -75,29 +75,29 @@ class Evidence:
         return dataclasses.replace(self, last_step=last, against=(*self.against, text))
 
     def with_before(self, before: Before) -> Evidence:
-        """Return the same with what showed it before."""
+        """Return a copy that also names an earlier attempt with the symptom."""
         if self.verdict == "found":
             return dataclasses.replace(self, supports=(*self.supports, before.text), before=before)
         return dataclasses.replace(self, against=(*self.against, before.text), before=before)
 
 
 def not_measured(reason: str, *, waits: bool = False) -> Evidence:
-    """Return that the history lacks what is needed; `waits`: more steps alone."""
+    """Return that the history lacks the data; `waits`: it only lacks more steps."""
     return Evidence("not measured", against=(reason,), waits=waits)
 
 
 def not_found(*against: str) -> Evidence:
-    """Return that the symptom is not there, and why."""
+    """Return that the symptom was not found, and why."""
     return Evidence("not found", against=against)
 
 
 def found(sure: float, since_step: int | None, where: str, *supports: str) -> Evidence:
-    """Return that the symptom is there."""
+    """Return that the symptom was found."""
     return Evidence("found", sure, since_step, where, supports)
 
 
 _SURE: Final = 2.0
-"""Standard errors of a rate: of Wilson's bounds (Probable Inference, 1927), 97.7 % on one side."""
+"""Standard errors in Wilson's bounds of a rate (Probable Inference, 1927): 97.7 % on one side."""
 
 
 class Period(NamedTuple):
@@ -106,24 +106,23 @@ class Period(NamedTuple):
     first: int
     """Index of the first value that shows it."""
     share: float
-    """Of the newest trials, how many show it, 0 to 1."""
+    """Share of the newest trials that show it, 0 to 1."""
 
 
 def rate_period(marked: Float64, trials: Float64, share: float, window: int) -> Period | None:
-    """Return the period for which a rate has been over a share; None: it is not now.
+    """Return the period for which a rate has been over a share; None: it is not over it now.
 
     It begins where Wilson's lower bound of the rate over the newest `window` values exceeds the
-    share, and ends where the upper one is below it or nothing is marked any more: between the two
-    it goes on as it was, so that a rate at the share itself does not come and go. Its first value
-    is, of those in the window where it began, the one since which the marks exceed the share of
-    the trials by most. All of that depends on the values up to there alone: it stays where it is
-    while the period lasts, whatever comes.
+    share. It ends where the upper bound is below the share, or no value is marked any more. Between
+    the two it continues, so that a rate near the share does not flicker. Its first value lies in
+    the window where it began: from there on, the marks exceed the share of the trials by most.
+    Later values never move it while the period lasts.
 
     Args:
-        marked: of each value, how many of its trials show the symptom.
-        trials: of each value.
+        marked: number of trials of each value that show the symptom.
+        trials: number of trials of each value.
         share: the rate that is too high.
-        window: how many values a rate is taken over.
+        window: number of values that a rate is taken over.
     """
     ends = np.arange(1, len(marked) + 1)
     begins = np.maximum(ends - window, 0)
@@ -147,7 +146,7 @@ def rate_period(marked: Float64, trials: Float64, share: float, window: int) -> 
 
 
 def event_period(marks: Bool, window: int) -> Period | None:
-    """Return the period in which each `window` values have an event; None: the newest have none."""
+    """Return the period with an event in each `window` values; None: the newest have none."""
     events = np.flatnonzero(marks)
     if not len(events) or len(marks) - 1 - events[-1] >= window:
         return None
@@ -220,11 +219,11 @@ def of_rate(
 
     Args:
         steps: the steps.
-        marked: of each step, how many of its trials show the symptom.
-        trials: of each step; None: one.
+        marked: number of trials of each step that show the symptom.
+        trials: number of trials of each step; None: one.
         share: the rate that is too high.
-        window: how many of the newest steps a rate is taken over.
-        texts: what the newest of them show.
+        window: number of newest steps that a rate is taken over.
+        texts: sentences on the newest of them.
     """
     given = np.ones(len(steps)) if trials is None else trials.astype(np.float64)
     period = rate_period(marked.astype(np.float64), given, share, window)

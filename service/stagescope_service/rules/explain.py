@@ -215,7 +215,7 @@ def _distinct(role_ranks: Iterable[tuple[str | None, int | None]]) -> tuple[Rank
 def _one_of(affected: Sequence[RankKey], series: SeriesKey) -> tuple[str | None, int | None]:
     """Return the single (role, rank) of a firing; for several only their common role.
 
-    Of ranks that are counted none is the worst.
+    A count of ranks has no worst rank.
     """
     metric = series.metric
     is_count = metric == names.MISSING_RANKS or metric.startswith(names.NONFINITE_SCALAR)

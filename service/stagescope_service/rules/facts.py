@@ -1,4 +1,4 @@
-"""What the store knows of one closed step: the facts that rules and symptoms judge."""
+"""The facts of one closed step that rules and symptoms judge, read from the store."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StepFacts:
     # --- statistics -----------------------------------------------------------------------------
     @cached_property
     def whole(self) -> StepSummary | None:
-        """The statistics of the step; None: none that can be read, as of another version."""
+        """The statistics of the step; None: none, or another version wrote them."""
         if self.row is None or self.row["step_summary"] is None:
             return None
         try:
@@ -84,7 +84,7 @@ class StepFacts:
         return self.whole
 
     def of_stage(self, stage: str | None) -> StepSummary | None:
-        """Return the statistics of a stage, None for the step; None: it has none."""
+        """Return the statistics of a stage, or of the step if it is None; None: there are none."""
         if self.whole is None or stage in (None, self.whole.stage):
             return self.whole
         return self._of_stage(stage)
@@ -127,8 +127,8 @@ class StepFacts:
         return self.parts()
 
     def parts(self, pair: tuple[str, str] | None = None) -> list[PartRecord]:
-        """Return what each rank reported of a pair of streams, or of every pair; [] if it cannot
-        be read."""
+        """Return the report of each rank on a pair of streams, or on every pair; [] if it cannot be
+        read."""
         name = None if pair is None else pair_name(pair)
         rows = self._catalogue.summaries(self.attempt_id, self.step, pair=name)
         if not rows:

@@ -42,7 +42,7 @@ class Declared:
     where the document has another name for a field."""
 
     EXPECTED: ClassVar[str] = ""
-    """What an error says is expected; empty: the names of the fields."""
+    """The expectation that an error states; empty: the names of the fields."""
     SHOWS_DEFAULTS: ClassVar[bool] = False
     """Whether `wire` also returns fields that have their default."""
 

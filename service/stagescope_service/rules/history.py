@@ -1,4 +1,4 @@
-"""What a diagnosis rests on: the history of one run, read from the catalogue as it is asked for."""
+"""The history of one run for a diagnosis, read from the catalogue on demand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEWEST: Final = 10
 READ: Final = 3
 """Newest measured steps whose step summaries are read: they may be large."""
 PARTIAL: Final = 200
-"""Newest partial steps of which the missing ranks are read."""
+"""Newest partial steps whose missing ranks are read."""
 SYNC: Final = "weight_sync"
 """The stage of a weight sync."""
 _ROWS: Final = 20_000
@@ -42,7 +42,7 @@ _NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class StepInForce(NamedTuple):
-    """A step in force: no later attempt repeats it."""
+    """A current step: no later attempt repeats it."""
 
     step: int
     attempt_id: int
@@ -55,7 +55,7 @@ class StepInForce(NamedTuple):
 
 
 class MissingRank(NamedTuple):
-    """Where a rank is missing.
+    """The steps and stages that a rank is missing in.
 
     Attributes:
         steps: the steps that closed without it, ascending.
@@ -68,11 +68,11 @@ class MissingRank(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossOfStep:
-    """What the loss did to the kept tokens of a step.
+    """The effect of the loss on the kept tokens of a step.
 
     Attributes:
-        tokens: how many these are.
-        shares: a fate of `loss_fate.NAMES` -> its share of their sum of |d|, 0 to 1.
+        tokens: number of these tokens.
+        shares: a fate of `loss_fate.NAMES` -> its share of the sum of |d|, 0 to 1.
         unrecorded: a field of `loss_fate.LossTokens` -> how to record it.
     """
 
@@ -85,7 +85,7 @@ class KeptTensors(Protocol):
     """Reads what the ring and the kept files still hold of a step."""
 
     def loss(self, step: StepInForce) -> LossOfStep:
-        """Return what the loss did to a step's tokens.
+        """Return the effect of the loss on a step's tokens.
 
         Raises:
             StagescopeError: its streams are not kept.
@@ -102,14 +102,14 @@ class KeptTensors(Protocol):
 
 
 class RunHistory:
-    """The history of a run, or of one attempt of it, in the steps that are in force.
+    """The history of the current steps of a run, or of one of its attempts.
 
     Args:
         catalogue: the reading side of the store.
         run: the run's name.
-        attempt: only this attempt, by its number; None: the attempts in force.
+        attempt: only this attempt, by its number; None: all current steps.
         last: the last step to look at; None: the newest.
-        kept: reads tensors; None: what rests on them is not measured.
+        kept: reads tensors; None: symptoms that need tensors are not measured.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RunHistory:
         """Return the facts of a step."""
 
     def until(self, last: int) -> RunHistory:
-        """Return what was known of the steps up to `last`, without tensors."""
+        """Return the history up to the step `last`, without tensors."""
         found = RunHistory.__new__(RunHistory)
         for name in ("run", "attempts", "_catalogue", "_ids", "_number", "facts"):
             setattr(found, name, getattr(self, name))
@@ -149,7 +149,7 @@ class RunHistory:
     # --- steps ----------------------------------------------------------------------------------
     @cached_property
     def _rows(self) -> list[JsonObject]:
-        """The newest `STEPS` closed steps in force, ascending, with their published numbers."""
+        """The newest `STEPS` current closed steps, ascending, with their published numbers."""
         found: list[JsonObject] = []
         seen: set[int] = set()
         for row in self._catalogue.step_metrics(self._ids, version=VERSION, last=self._last):
@@ -171,7 +171,7 @@ class RunHistory:
         )
 
     def earlier_attempts(self) -> Iterator[int]:
-        """Yield the attempts before that of the last step that have closed steps, newest first."""
+        """Yield the attempts before the last step's one that have closed steps, newest first."""
         newest = self.newest_attempt_id
         before = None if self._last is None else self._last + 1
         for attempt_id in reversed(self._ids):
@@ -181,21 +181,21 @@ class RunHistory:
                     yield self._number[attempt_id]
 
     def attempt_of(self, step: int) -> int | None:
-        """Return the number of the attempt that did a step which is in force."""
+        """Return the number of the attempt that did a current step."""
         return self._attempt_of.get(step)
 
     @cached_property
     def _attempt_of(self) -> Mapping[int, int]:
-        """Closed step in force -> the number of its attempt."""
+        """Current closed step -> the number of its attempt."""
         return {step.step: step.attempt for step in self.steps}
 
     def number_of(self, attempt_id: int) -> int:
-        """Return the number of an attempt that is looked at, by its id in the catalogue."""
+        """Return the number of an attempt of this history, by its id in the catalogue."""
         return self._number[attempt_id]
 
     @cached_property
     def steps(self) -> list[StepInForce]:
-        """The closed steps in force, ascending."""
+        """The current closed steps, ascending."""
         return [
             StepInForce(
                 int(row["step"]),
@@ -218,7 +218,7 @@ class RunHistory:
         return self._as_series("partial steps", self._rows, values)
 
     def missing(self) -> dict[tuple[str, int], MissingRank]:
-        """Return (role, rank) -> in which of the newest `PARTIAL` partial steps it is missing."""
+        """Return (role, rank) -> the newest `PARTIAL` partial steps that it is missing in."""
         partial = [row for row in self._rows if row["completeness"] == "partial"][-PARTIAL:]
         wanted = {(row["attempt_id"], row["step"]) for row in partial}
         found: dict[tuple[str, int], MissingRank] = {}
@@ -237,7 +237,7 @@ class RunHistory:
         return found
 
     def mean_staleness(self, steps: Sequence[int]) -> float:
-        """Return the mean staleness of the tokens of some steps; NaN where it is not known."""
+        """Return the mean staleness of the tokens of some steps; NaN if it is unknown."""
         wanted = set(steps)
         chosen = [step for step in self.measured if step.step in wanted]
         counts: dict[int, float] = defaultdict(float)
@@ -249,7 +249,7 @@ class RunHistory:
 
     @property
     def newest_attempt_id(self) -> int | None:
-        """The catalogue's id of the attempt of the last step that is looked at."""
+        """The catalogue's id of the last step's attempt."""
         if self._last is not None and self.steps:
             return self.steps[-1].attempt_id
         return self._ids[-1] if self._ids else None
@@ -263,8 +263,8 @@ class RunHistory:
     def slices(
         self, by: Dimension, name: str, steps: Sequence[StepInForce] | None = None
     ) -> list[tuple[StepInForce, Mapping[SliceKey, float]]]:
-        """Return a published number of the slices of some measured steps, ascending; of the newest
-        where `steps` is None."""
+        """Return a published number of the slices of measured steps, ascending. Without `steps`,
+        the newest measured steps are read."""
         chosen = self.measured[-NEWEST:] if steps is None else steps
         if not chosen:
             return []
@@ -337,10 +337,10 @@ class RunHistory:
     # --- the newest measured step ---------------------------------------------------------------
     @cached_property
     def newest(self) -> StepFacts | None:
-        """The newest step with numbers; None: of the newest, none has any that can be read.
+        """The newest step with readable numbers; None: none of the newest has any.
 
-        Where an older version wrote them, no step has: not every step of a long run is read to
-        find that out, each time that a rule asks.
+        If an older version wrote them, no step has any. Only the newest steps are read, so that a
+        rule does not read every step of a long run to find that out.
         """
         found = (self.read(step) for step in reversed(self.measured[-_CACHED:]))
         return next((each for each in found if each is not None), None)
@@ -352,7 +352,7 @@ class RunHistory:
         return [(step, each.summary.summary) for step, each in found if each is not None]
 
     def read(self, step: StepInForce) -> StepFacts | None:
-        """Return a step with its statistics; None: none are kept of a version that can be read."""
+        """Return a step with its statistics; None: this version can read none."""
         found = self.facts(step)
         return None if found.whole is None else found
 
@@ -392,17 +392,17 @@ class RunHistory:
     # --- what else the service knows --------------------------------------------------------------
     @cached_property
     def findings(self) -> list[FindingRow]:
-        """The findings in force up to the last step, the most recently seen first."""
+        """The findings of current steps up to the last one, the most recently seen first."""
         return [row for row in self.every_finding if self._is_row_in_force(row)]
 
     @property
     def every_finding(self) -> list[FindingRow]:
-        """Those, and the ones of steps done again or of an attempt that is over."""
+        """The same, with findings of repeated steps and of attempts that are over."""
         return [row for row in self._every_finding if self._is_known(row["step"])]
 
     @cached_property
     def losses(self) -> list[LossRow]:
-        """What was announced and never arrived, in force, up to the last step."""
+        """Announced data of current steps that never arrived, up to the last step."""
         known = (row for row in self._every_loss if self._is_known(row["step"]))
         return [row for row in known if self._is_row_in_force(row)]
 
@@ -424,11 +424,11 @@ class RunHistory:
         return self._catalogue.losses(attempt_id=self._ids, limit=_ROWS) if self._ids else []
 
     def _is_known(self, step: int | None) -> bool:
-        """Return whether a step is looked at; None: of no step."""
+        """Return whether the history includes a step; None (no step) is always included."""
         return self._last is None or step is None or step <= self._last
 
     def _is_row_in_force(self, row: FindingRow | LossRow) -> bool:
-        """Return whether a row is in force; one of no step is while its attempt is."""
+        """Return whether a row is current; without a step it is as current as its attempt."""
         attempt_id, step = row["attempt_id"], row["step"]
         newest = self.newest_attempt_id
         if attempt_id is None:
@@ -441,7 +441,7 @@ class RunHistory:
         return self._attempt_of.get(step, number) <= number
 
     def settings(self, name: str) -> Mapping[str, object]:
-        """Return a table among the settings of the newest attempt that has one."""
+        """Return a settings table of the newest attempt that has one."""
         for attempt_id in reversed(self._ids):
             for settings in self._catalogue.settings_with(attempt_id, name):
                 table = settings.get(name)
@@ -459,7 +459,7 @@ class RunHistory:
 
 
 def number(value: object) -> float:
-    """Return a stored number; a spelled one stands for one that is not finite."""
+    """Return a stored number; a string stands for one that is not finite."""
     return _NON_FINITE[value] if isinstance(value, str) else float(value)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""What a webhook is told: a firing as JSON, or as the message of a chat tool.
+"""The messages of a webhook: a firing as JSON, or in the format of a chat tool.
 
 Formats and limits are those of the tools' documentation:
 
@@ -9,8 +9,8 @@ Formats and limits are those of the tools' documentation:
 - DingTalk: Markdown; a message of at most 20000 bytes.
 - WeCom: Markdown of at most 4096 bytes.
 
-DingTalk and WeCom document no escapes, so that their markup's characters are replaced by similar
-ones: no value may become a link, a mention or a heading.
+DingTalk and WeCom document no escapes. Similar characters replace their markup's characters, so
+that no value becomes a link, a mention or a heading.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DINGTALK_BYTES: Final = 20_000
 WECOM_BYTES: Final = 4096
 _TITLE: Final = 120
 _LONGEST: Final = (2000, 1000, 500, 250, 120, 60, 30)
-"""Characters to which values are cut, one after the other, until the message fits."""
+"""Maximum characters of a value, tried in this order until the message fits."""
 _SIMILAR: Final = str.maketrans("<*[]`", "\uff1c\uff0a\uff3b\uff3d'")
 """Fullwidth characters, and an apostrophe for the mark of code."""
 _OPENS: Final = "Open in stagescope"
@@ -47,7 +47,7 @@ _WECOM_COLOURS: Final = {"error": "warning", "warning": "warning", "info": "info
 
 
 class Told(TypedDict):
-    """A firing as a webhook is told it."""
+    """A firing as a webhook receives it."""
 
     rule: str
     run: str
@@ -67,7 +67,7 @@ class Told(TypedDict):
     link: str | None
     """The page of the step; None where the API's address is unknown."""
     test: NotRequired[bool]
-    """True in a test message, of a firing that is over or made up."""
+    """True in a test message, whose firing is over or made up."""
 
 
 def link_of(page: str, run: str, step: int, attempt: int | None) -> str:
@@ -75,9 +75,9 @@ def link_of(page: str, run: str, step: int, attempt: int | None) -> str:
 
     Args:
         page: address of the service's page, such as `http://head:8700`.
-        run: of the step.
-        step: its number.
-        attempt: its attempt's number; None: the newest.
+        run: name of the run.
+        step: number of the step.
+        attempt: number of its attempt; None: the newest.
     """
     query = "" if attempt is None else f"?attempt={attempt}"
     return f"{page.rstrip('/')}/#/runs/{quote(run, safe='')}/steps/{step}{query}"
@@ -87,8 +87,8 @@ def request_of(webhook: Webhook, told: Told, now: float) -> tuple[str, bytes]:
     """Return the URL to call, signed where the webhook has a secret, and the body to post.
 
     Args:
-        webhook: whom to tell.
-        told: what.
+        webhook: the receiver.
+        told: the firing.
         now: Unix seconds.
     """
     content = _BUILDERS[webhook.format](told)
@@ -126,11 +126,11 @@ class _Parts(NamedTuple):
     """Names and values; unknown ones are left out."""
     advice: str
     done: str
-    """What the service did; empty if nothing."""
+    """The actions of the service; empty if there were none."""
 
     @property
     def sections(self) -> tuple[tuple[str, str], ...]:
-        """Names and texts of what to try and what was done, where there are any."""
+        """Names and texts of the advice and of the actions; absent ones are left out."""
         texts = (("What to try", self.advice), ("Done", self.done))
         return tuple(each for each in texts if each[1])
 
@@ -191,7 +191,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def _fitting(told: Told, build: Callable[[_Parts], bytes | None]) -> bytes:
-    """Return the message with the longest values for which `build` finds that it fits."""
+    """Return the message with the longest values that `build` accepts."""
     for most in _LONGEST:
         content = build(_parts(told, most))
         if content is not None:

@@ -36,8 +36,8 @@ MEANS: Final[Mapping[str, tuple[Field, Field, Field]]] = {
     "logprob_abs_diff/mean": (Field.D_ABS_SUM, Field.D_SUM, Field.D_M2),
     "training/rollout_probs_diff_mean": (Field.A_SUM, Field.A_SUM, Field.A_M2),
 }
-"""Means of |x| over tokens, whose standard error a cell tells -> the fields of the sum of |x|, the
-sum of x, and the sum of squares around its mean."""
+"""Means of |x| over tokens, with a known standard error -> the fields of three sums: of |x|, of x,
+and of squares of x around its mean."""
 
 _ROUND: Final = re.compile(r"^per_round/round_\d+_")
 _NAMED: Final = 5

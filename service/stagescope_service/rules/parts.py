@@ -1,7 +1,7 @@
-"""The mismatch of a step taken apart: how much of it has which cause, and what is left.
+"""The parts of a step's mismatch, by cause, and the rest.
 
-Stale tokens, the line, and the noise floor or rounding are counted: `unexplained` is without them.
-Rejected and worst tokens are places in which |d| lies, whatever its cause, and overlap the others.
+Stale tokens, the line, and the noise floor or rounding are counted: `unexplained` excludes them.
+Rejected and worst tokens are places of |d|, whatever its cause, and overlap the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stagescope_wire.render import counted
 _OTHER_TOKENS: Final = frozenset(
     {"constant", "probabilities", "coverage", "padding", "shifted", "unrelated"}
 )
-"""Checks of streams that are not of the same tokens: a line through them has no meaning."""
+"""Checks that fail if the streams have different tokens: a line through these has no meaning."""
 _REJECTED: Final = {Fate.REJECTED: "in_loss", Fate.ZERO_WEIGHT: "weight"}
 """Fate of tokens that importance sampling drops -> the field of the loss that decides it."""
 
@@ -40,19 +40,19 @@ class MismatchPart(Described):
     """`stale tokens`, `temperature or truncation`, `noise floor`, `rounding`, `rejected tokens`,
     `worst tokens` or `unexplained`."""
     share: Number | None
-    """Its share, 0 to 1, of the sum of |p - q|; that of `temperature or truncation` is one of the
-    sum of squares of p - q over the fresh tokens. null: not measured."""
+    """Share of the sum of |p - q|, 0 to 1; for `temperature or truncation`, share of the sum of
+    squares of p - q over the fresh tokens. null: not measured."""
     text: str
-    """What it is a share of and rests on, or why it is not measured."""
+    """The whole and the basis of the share, or why it is not measured."""
     counted: bool = True
-    """Whether `unexplained` is without it; parts that are not counted overlap others."""
+    """Whether `unexplained` excludes it; parts that are not counted overlap others."""
 
 
 def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
-    """Take the mismatch of the newest measured step apart; [] where no step has both streams.
+    """Split the mismatch of the newest measured step into parts; [] if no step has both streams.
 
-    The noise floor (the trainer against itself) and rounding are means of |d| of the same kind as
-    the mismatch, so that the larger of them is the share that either explains of the fresh tokens.
+    The noise floor (the trainer against itself) and rounding are means of |d|, as the mismatch is.
+    The larger of them is the share of the fresh tokens that either explains.
     """
     newest = history.newest
     if newest is None:
@@ -113,7 +113,7 @@ def _share(value: float) -> float | None:
 
 
 def _floor_of(fresh: Cell, floor: float) -> float:
-    """Return a floor of mean |d| over that of the fresh tokens, at most 1."""
+    """Return the ratio of a floor to mean |d| of the fresh tokens, at most 1."""
     mean = fresh[Field.D_ABS_SUM] / fresh.tokens if fresh.tokens else 0.0
     return min(1.0, floor / mean) if mean > 0.0 else 1.0
 
@@ -127,10 +127,10 @@ def _stale_share(summary: Summary, total: Cell) -> float | None:
 
 # --- temperature or truncation ------------------------------------------------------------------
 class FittedLine(NamedTuple):
-    """What a line through p and q explains of d.
+    """The part of d that a line through p and q explains.
 
     Attributes:
-        share: of the sum of squares of d, 0 to 1; None: not measured.
+        share: share of the sum of squares of d, 0 to 1; None: not measured.
         text: the line, or why there is none.
     """
 
@@ -143,12 +143,12 @@ def fitted_line(cell: Cell, comparability: Comparability) -> FittedLine:
 
     A temperature scales q, a renormalised truncation shifts it: p = a + b q. The least-squares line
     of p on q leaves M2(p) - C(p, q)^2 / M2(q) of the sum of d^2 = M2(d) + n mean(d)^2. Noise of q
-    alone flattens that line, and noise of p the line of q on p, so that the smaller of what the two
-    lines remove counts: noise of one side then explains about 0 (noise of variance s on either
-    side of a stream of variance v, s / 2(v + s)). Two parameters fit 2 / n of any sum of squares;
-    that is taken off, with n the number of tokens that d's size is spread over,
-    (sum |d|)^2 / sum d^2. A temperature's relation is affine within a context alone, so that the
-    line of all tokens finds less than all of it: about 0.45 of a temperature of 0.7.
+    flattens that line, and noise of p flattens the line of q on p. The smaller amount that the two
+    lines remove counts: noise of one side then explains about 0. (Noise of variance s on both sides
+    of a stream of variance v explains s / 2(v + s).) Two parameters fit 2 / n of any sum of
+    squares. That is subtracted, where n is the number of tokens that d's size is spread over,
+    (sum |d|)^2 / sum d^2. The relation is affine only within a context, so the line of all tokens
+    finds about 0.45 of a temperature of 0.7.
 
     Args:
         cell: the tokens.
@@ -220,7 +220,7 @@ def _worst(summary: Summary, total: Cell) -> MismatchPart:
 
 # --- what is left -------------------------------------------------------------------------------
 def _unexplained(stale: float | None, line: float | None, floor: float) -> MismatchPart:
-    """Return what is left of the sum of |d| once the counted parts are taken off.
+    """Return the rest of the sum of |d| without the counted parts.
 
     Without the line, d is sqrt(1 - line) times as large; the floor is subtracted from that.
     """

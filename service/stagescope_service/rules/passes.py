@@ -17,7 +17,7 @@ _TOKENS, _NON_FINITE, _D_ABS_SUM, _P_SUM = (
     ROW.index(name) for name in ("tokens", "non_finite", "d_abs_sum", "p_sum")
 )
 _RESIDUE: Final = 1e-12
-"""Difference of two sums of the same numbers that rounding leaves, over their size."""
+"""Maximum relative difference that rounding leaves between two sums of the same numbers."""
 
 
 class FirstPass(NamedTuple):
@@ -26,20 +26,20 @@ class FirstPass(NamedTuple):
     role: str
     rank: int
     part: Part
-    """The piece of the stage that it is of."""
+    """Its piece of the stage."""
     sample: str
     """Its id, or its row."""
     tokens: int
-    """Those with two finite values."""
+    """Number of tokens with two finite values."""
     non_finite: int
-    """The other ones under the mask."""
+    """Number of the other tokens under the mask."""
     mean: float
     """Mean |current - old| of `tokens` in nats; 0.0: these are equal; NaN: there are none."""
     rounding: float
-    """Mean error in nats that the dtypes of the two make."""
+    """Mean error in nats caused by the dtypes of the two streams."""
     is_of_sums: bool = False
-    """Whether `mean` is |mean of current - old|, of streams that two stages recorded: noise
-    cancels in it, and only equality can be told from it."""
+    """Whether `mean` is |mean of current - old| of streams that two stages recorded. Noise cancels
+    in it: only its equality to 0 means something."""
 
     @property
     def is_equal(self) -> bool:
@@ -70,8 +70,8 @@ def first_passes(parts: Sequence[PartRecord]) -> list[FirstPass]:
 def passes_apart(current: Sequence[PartRecord], old: Sequence[PartRecord]) -> list[FirstPass]:
     """Return the samples of a first mini-batch whose old log-probs another stage recorded.
 
-    A sample of which one of the sums lacks a token is left out, unless current log-probs that are
-    not finite are all that it lacks.
+    A sample is left out if one of its sums lacks a token, unless the only tokens that it lacks are
+    current log-probs that are not finite.
 
     Args:
         current: the parts of current against rollout, or of current alone (`CURRENT_ALONE`).
@@ -97,7 +97,7 @@ def passes_apart(current: Sequence[PartRecord], old: Sequence[PartRecord]) -> li
 
 
 def is_first(part: Part) -> bool:
-    """Return whether a part of a stage is of the first mini-batch of its step."""
+    """Return whether a part of a stage belongs to the first mini-batch of its step."""
     return not (part.occurrence or part.epoch or part.minibatch)
 
 
@@ -140,7 +140,7 @@ def _sums(parts: Sequence[PartRecord]) -> dict[str, _Sum]:
 
 
 def _counted(parts: Sequence[PartRecord], pair: tuple[str, str]) -> set[str]:
-    """Return the keys of the parts that count: replicas, and later passes, do not."""
+    """Return the keys of the parts that count, without replicas and later passes."""
     try:
         return {*assemble(parts, pairs=[pair]).counted}
     except InvalidInput:

@@ -134,8 +134,8 @@ class Publisher:
     def _slices(self, rule: Rule, step_summary: StepSummary) -> Iterator[_Slice]:
         """Yield the slices of a rule that have tokens.
 
-        Of the tokens of one staleness, only numbers that a cell holds are known, unless every
-        token has that staleness.
+        For one staleness only the numbers that a cell holds are known, unless every token has that
+        staleness.
         """
         summary = step_summary.summary
         is_sliced = rule.staleness is not None and summary.is_staleness_known
@@ -173,7 +173,7 @@ class Publisher:
 
     # --- from the stage events ----------------------------------------------------------------
     def _seconds(self, rule: Rule) -> dict[SeriesKey, float]:
-        """Return the seconds of the slowest rank of each stage; by rank, of each rank."""
+        """Return the seconds of the slowest rank of each stage, or of each rank if `by` is rank."""
         slowest: dict[SeriesKey, float] = {}
         for (stage, role, rank), seconds in self.facts.seconds.items():
             if rule.stage in (None, stage):

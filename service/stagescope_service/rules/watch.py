@@ -1,13 +1,13 @@
 """The state machine of rules over the steps of one run: which steps fire which rules.
 
-Pure, and a function of the steps alone: the final firings do not depend on the order in which steps
-are aggregated, or how often (within the last `REACH` steps; a step that arrives after as many newer
-ones is not evaluated).
+Pure, and a function of the steps alone. The final firings do not depend on the order in which steps
+are aggregated, or how often. This holds within the last `REACH` steps; a step that arrives after as
+many newer ones is not evaluated.
 
 Cooldown is by series: a firing names every series that met the conditions, and these do not fire
-again for `cooldown` steps; any other series fires at once. A rule's costly actions (`acts`) follow
-at most once in as many steps, whichever series fire: a NaN that spreads from rank to rank is
-reported for each, and requests one capture.
+again for `cooldown` steps. Any other series fires at once. A rule's costly actions (`acts`) follow
+at most once in as many steps, whichever series fire. A NaN that spreads from rank to rank is
+reported for each rank, and requests one capture.
 
 The predecessors of a step are those that the run continued from: attempt 2, resumed at step 5, has
 steps 4, 3, ... of attempt 1 before its own 5.
@@ -268,7 +268,7 @@ class RuleWatch:
     def _not_cooling(
         self, rule: Rule, at: At, named: frozenset[SeriesKey]
     ) -> tuple[frozenset[SeriesKey], At | None]:
-        """Return which series are not in cooldown, and the firing whose actions are."""
+        """Return the series that are not in cooldown, and the firing whose actions are."""
         since: At | None = None
         fired = self._fired[rule.name]
         before = fired[: bisect.bisect_left(fired, at)]

@@ -1,4 +1,4 @@
-"""The webhook of a rule: where it is, in which format it is told, and its secret."""
+"""The webhook of a rule: its URL, the format of its messages, and its secret."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Webhook:
 
     Attributes:
         url: It may contain secrets: show only `host`.
-        format: Of the message: JSON, or the message of a chat tool.
-        secret: Signs the message, where the chat tool asks for it.
+        format: The format of the message: JSON, or the message of a chat tool.
+        secret: Signs the message if the chat tool requires it.
     """
 
     url: str = dataclasses.field(repr=False)

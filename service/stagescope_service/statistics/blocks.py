@@ -1,8 +1,8 @@
 """Statistics of one block of tokens: short loops over buffers that fit into the L1 cache.
 
-Tokens are widened to float64, exponentials are polynomials that vectorize, and second moments
-are taken around the block's first value: it is an element of the block, so cancellation costs
-at most a factor of the block's length in rounding. `out` is always a cell's vector.
+Tokens are widened to float64, and exponentials are polynomials that vectorize. Second moments are
+taken around the block's first value. It is an element of the block, so cancellation costs at most a
+factor of the block's length in rounding. `out` is always a cell's vector.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ FAR_BELOW: Final = math.log(_cell.SMALL)
 
 @exact
 def larger(a: float, b: float) -> float:
-    """The larger number; the builtin `max` would add seconds of compile time."""
+    """Return the larger number; the builtin `max` would add seconds of compile time."""
     return a if a > b else b
 
 
 @exact
 def smaller(a: float, b: float) -> float:
-    """The smaller number."""
+    """Return the smaller number."""
     return a if a < b else b
 
 
@@ -73,7 +73,7 @@ def load(raw: UInt8, kind: int, start: int, out: Float64, n: int) -> None:
 
 @exact
 def all_finite(p: Float64, q: Float64, n: int) -> bool:
-    """Whether no value of a block is NaN or infinite."""
+    """Return whether no value of a block is NaN or infinite."""
     bad = 0
     for i in range(n):
         # x - x is 0 for finite values, NaN otherwise.
@@ -83,7 +83,7 @@ def all_finite(p: Float64, q: Float64, n: int) -> bool:
 
 @fused
 def exponentials_of_d(x: Float64, n: int, em1: Float64, k3: Float64, exp: Float64) -> None:
-    """e^x - 1, e^x - 1 - x and e^x for |x| <= 700, each to a few units in the last place.
+    """Compute e^x - 1, e^x - 1 - x and e^x for |x| <= 700, to a few units in the last place.
 
     x = k ln 2 + r with |r| <= 0.3466; e^r - 1 = r + c(r), c the Taylor series from r^2/2 to
     r^12/12! (relative error below 1e-14). k3 is composed so that no terms cancel.
@@ -116,7 +116,7 @@ def exponentials_of_d(x: Float64, n: int, em1: Float64, k3: Float64, exp: Float6
 
 @fused
 def exponentials_of_q(x: Float64, n: int, em1: Float64, exp: Float64) -> None:
-    """e^x - 1 and e^x for |x| <= 700, as `exponentials_of_d`."""
+    """Compute e^x - 1 and e^x for |x| <= 700, like `exponentials_of_d`."""
     for i in range(n):
         value = x[i]
         shifted = value * 1.4426950408889634 + 6755399441055744.0
@@ -142,7 +142,7 @@ def exponentials_of_q(x: Float64, n: int, em1: Float64, exp: Float64) -> None:
 
 @exact
 def exponentials_of_d_wide(x: Float64, n: int, em1: Float64, k3: Float64, exp: Float64) -> None:
-    """The same for any finite x; rare, so it calls the C library."""
+    """Compute the same for any finite x; rare, so it calls the C library."""
     for i in range(n):
         em1[i], exp[i] = math.expm1(x[i]), math.exp(x[i])
         k3[i] = em1[i] - x[i]
@@ -195,7 +195,7 @@ def ranges(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> None:
 
 @reduction
 def log_prob_sums(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> tuple[float, float]:
-    """Sums of d, p and q; returns the cross sums at lag +1 and -1 around (p[0], q[0])."""
+    """Sum d, p and q; return the cross sums at lag +1 and -1 around (p[0], q[0])."""
     d0, p0, q0 = d[0], p[0], q[0]
     absolute = sd = sdd = sp = spp = sq = sqq = spq = 0.0
     for i in range(n):
@@ -225,9 +225,9 @@ def log_prob_sums(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> t
 def lagged(
     p: Float64, q: Float64, n: int, cross: float, side: int, carry: Float64, out: Float64
 ) -> None:
-    """Moments of pairs at lag 1; side 0 is (p, next q), side 1 is (p, previous q).
+    """Add the moments of pairs at lag 1; side 0 is (p, next q), side 1 is (p, previous q).
 
-    The sums over all but the first or last token follow from those of the full block; `carry`
+    The sums over all but the first or last token follow from the sums of the full block. `carry`
     holds the last token of the preceding block, if that block is adjacent to this one.
     """
     p0, q0, count = p[0], q[0], float(n)
@@ -262,7 +262,7 @@ def lagged(
 
 @reduction
 def lag_sums(p: Float64, q: Float64, n: int, out: Float64) -> None:
-    """Sums of |p - q| at lags 1 and 2 inside the block."""
+    """Sum |p - q| at lags 1 and 2 inside the block."""
     ahead = behind = 0.0
     for i in range(n - 1):
         ahead += abs(p[i] - q[i + 1])
@@ -278,8 +278,8 @@ def lag_sums(p: Float64, q: Float64, n: int, out: Float64) -> None:
 
 @exact
 def lag_sums_across(p: Float64, q: Float64, n: int, carry: Float64, out: Float64) -> None:
-    """The same for pairs that span the preceding block. `carry` is (p, q of its last token, the
-    number of its tokens in this run: 0, 1 or 2, p, q of the token before the last)."""
+    """Do the same for pairs that span the preceding block. Its `carry` is (p, q of the last token,
+    number of tokens in this run: 0, 1 or 2, p, q of the token before the last)."""
     if carry[2] < 1.0:
         return
     out[AT.AHEAD_1] += abs(carry[0] - q[0])
@@ -315,7 +315,7 @@ def rounding(p: Float64, q: Float64, n: int, out: Float64) -> None:
 
 @exact
 def _exp_sums(p_sum: float, q_sum: float, p_low: bool, q_low: bool, out: Float64) -> None:
-    """Write the sums of e^p - 1 and e^p, of which one is known: the second if `p_low`."""
+    """Write the sums of e^p - 1 and e^p: the second is known if `p_low`, else the first."""
     n = out[AT.TOKENS]
     out[AT.U_SUM], out[AT.P_EXP_SUM] = p_sum - n if p_low else p_sum, p_sum if p_low else p_sum + n
     out[AT.V_SUM], out[AT.Q_EXP_SUM] = q_sum - n if q_low else q_sum, q_sum if q_low else q_sum + n
@@ -325,9 +325,9 @@ def _exp_sums(p_sum: float, q_sum: float, p_low: bool, q_low: bool, out: Float64
 def probability_sums(
     em1: Float64, k3: Float64, exp_d: Float64, v: Float64, exp_q: Float64, n: int, out: Float64
 ) -> None:
-    """Sums over e^p, e^q and their ratio; `em1` is e^d - 1, `v` is e^q - 1.
+    """Sum over e^p, e^q and their ratio; `em1` is e^d - 1, `v` is e^q - 1.
 
-    Deviations are those of e^p - 1, or of e^p where that has more digits; the same of q.
+    Deviations are taken of e^p - 1, or of e^p if that has more digits; the same for q.
     """
     p_low, q_low = out[AT.P_MAX] < FAR_BELOW, out[AT.Q_MAX] < FAR_BELOW
     of_q = exp_q if q_low else v
@@ -370,7 +370,7 @@ def probability_sums(
 
 @reduction
 def ratio_sums(em1: Float64, exp_d: Float64, n: int, out: Float64) -> None:
-    """Sum and second moment of e^clamp(d), of which `em1` is e^d - 1; RAW_SUM is known."""
+    """Compute the sum and second moment of e^clamp(d); `em1` is e^d - 1, and RAW_SUM is known."""
     ratio = sw = sww = 0.0
     for i in range(n):
         x = exp_d[i]
@@ -395,7 +395,7 @@ def ratio_sums(em1: Float64, exp_d: Float64, n: int, out: Float64) -> None:
 
 @exact
 def _distance(x: float, y: float) -> float:
-    """|e^x - e^y|; NaN where both overflow (x and y above 709 are no log-probs)."""
+    """Return |e^x - e^y|; NaN if both overflow (x and y above 709 are no log-probs)."""
     if abs(x - y) < 1.0:
         return math.exp(y) * abs(math.expm1(x - y))
     return abs(math.exp(x) - math.exp(y))
@@ -405,7 +405,7 @@ def _distance(x: float, y: float) -> float:
 def probability_sums_wide(
     p: Float64, q: Float64, em1: Float64, k3: Float64, exp_d: Float64, n: int, out: Float64
 ) -> None:
-    """`probability_sums` for values where e^q * e^d differs from e^p in float64; rare."""
+    """Do `probability_sums` for values where e^q * e^d differs from e^p in float64; rare."""
     p_low, q_low = out[AT.P_MAX] < FAR_BELOW, out[AT.Q_MAX] < FAR_BELOW
     su = sv = sa = 0.0
     low, high = np.inf, -np.inf

@@ -1,13 +1,13 @@
 """A cell: the statistics of a set of tokens as one packed float64 vector.
 
-Cells of disjoint sets of tokens merge into the cell of their union: counts and sums add, extremes
-take the extreme, second moments follow Chan, Golub and LeVeque (Updating Formulae and a Pairwise
+Cells of disjoint sets of tokens merge into the cell of their union. Counts and sums add, extremes
+take the extreme. Second moments follow Chan, Golub and LeVeque (Updating Formulae and a Pairwise
 Algorithm for Computing Sample Variances, 1979). The mean of a moment is its sum over `TOKENS`.
 
-d = p - q. `U` and `V` are e^p - 1 and e^q - 1: near certainty (1 - e^p ~ 1e-8) the moments of
-e^p itself would be rounding noise. `A` is |e^p - e^q|, `W` the applied importance weight minus 1.
-Probabilities and weights also have a sum of their own (`P_EXP_SUM`, `WEIGHT_SUM`, ...): far below 1
-a value minus 1 has few digits of the value, as near 1 the value has few of the difference.
+d = p - q. Fields `U` and `V` are e^p - 1 and e^q - 1: near certainty (1 - e^p ~ 1e-8) the moments
+of e^p itself would be rounding noise. Field `A` is |e^p - e^q|, `W` the applied importance weight
+minus 1. Probabilities and weights also have their own sum (`P_EXP_SUM`, `WEIGHT_SUM`, ...). Far
+below 1, value - 1 keeps few digits of the value; near 1, the value keeps few of value - 1.
 """
 
 from __future__ import annotations
@@ -100,22 +100,22 @@ class Field(enum.IntEnum):
     U_SUM = enum.auto()
     V_SUM = enum.auto()
     P_EXP_SUM = enum.auto()
-    """Of e^p, where U_SUM is of e^p - 1."""
+    """Sum of e^p; U_SUM is the sum of e^p - 1."""
     Q_EXP_SUM = enum.auto()
     W_SUM = enum.auto()
     RAW_SUM = enum.auto()
-    """Of e^clamp(d) - 1: the raw weight minus 1."""
+    """Sum of e^clamp(d) - 1: the raw weight minus 1."""
     WEIGHT_SUM = enum.auto()
-    """Of the applied weight."""
+    """Sum of the applied weight."""
     RATIO_SUM = enum.auto()
-    """Of e^clamp(d): the raw weight."""
+    """Sum of e^clamp(d): the raw weight."""
     K3_SUM = enum.auto()
     CHI2_SUM = enum.auto()
     EXP_ABS_SUM = enum.auto()
     P_LACKS_ABS = enum.auto()
-    """Of |q| where p is exactly 0 and q is not."""
+    """Sum of |q| where p is exactly 0 and q is not."""
     Q_LACKS_ABS = enum.auto()
-    """Of |p| where q is exactly 0 and p is not."""
+    """Sum of |p| where q is exactly 0 and p is not."""
     NEXT_N = enum.auto()
     """Pairs (p of a token, q of the next one in its run), for the shift by one."""
     NEXT_P_SUM = enum.auto()
@@ -125,24 +125,24 @@ class Field(enum.IntEnum):
     LAST_P_SUM = enum.auto()
     LAST_Q_SUM = enum.auto()
     LAG2_N = enum.auto()
-    """Pairs of tokens at lag 2 in a run; those at lag 1 are NEXT_N."""
+    """Pairs of tokens at lag 2 in a run; NEXT_N counts those at lag 1."""
     AHEAD_1 = enum.auto()
-    """Of |p of a token - q of the next one in its run|, over NEXT_N pairs."""
+    """Sum of |p of a token - q of the next one in its run|, over NEXT_N pairs."""
     BEHIND_1 = enum.auto()
-    """Of |p of a token - q of the one before|, over NEXT_N pairs."""
+    """Sum of |p of a token - q of the one before|, over NEXT_N pairs."""
     AHEAD_2 = enum.auto()
-    """Of |p of a token - q of the second next one|, over LAG2_N pairs."""
+    """Sum of |p of a token - q of the second next one|, over LAG2_N pairs."""
     BEHIND_2 = enum.auto()
     SEGMENTS = enum.auto()
     """Contiguous stretches of the mask that the tokens come from."""
     EDGE_ZERO = enum.auto()
-    """Tokens in the runs of p = q = 0 with which stretches begin and end."""
+    """Tokens in the runs of p = q = 0 at the begin and the end of stretches."""
     EDGE_CAPPED = enum.auto()
     """The same with at most EDGE tokens of each such run."""
     TRAIL_CAPPED = enum.auto()
-    """Of these, the tokens of the runs with which stretches end."""
+    """The part of EDGE_CAPPED in the runs at the end of stretches."""
     TRAIL_SQUARES = enum.auto()
-    """Of the squares of the lengths of those runs, each capped at EDGE: how much they vary."""
+    """Sum of the squared lengths of those runs, each capped at EDGE: how much they vary."""
     D_MIN = enum.auto()
     A_MIN = enum.auto()
     P_MIN = enum.auto()
@@ -302,16 +302,16 @@ class Cell:
         return int(self[Field.MASKED])
 
     def mean(self, total: Field) -> float:
-        """Mean over the counted tokens of the quantity whose sum is `total`."""
+        """Return the mean over the counted tokens of the quantity whose sum is `total`."""
         return self[total] / self.tokens if self.tokens else math.nan
 
     def mean_weight(self, above_1: Field) -> float:
-        """Mean of the weights, given the sum of those minus 1: W_SUM or RAW_SUM."""
+        """Return the mean of the weights, given the sum of weight - 1: W_SUM or RAW_SUM."""
         return self.mean(SUM_OF_WEIGHTS[above_1])
 
     def std(self, second: Field, low: Field, high: Field) -> float:
-        """Standard deviation with n - 1; NaN below two tokens, as torch.std; 0 where min = max;
-        inf where its sum exceeds float64, in whichever direction."""
+        """Return the standard deviation with n - 1: NaN below two tokens, as torch.std; 0 if min =
+        max; inf if its sum exceeds float64, in either direction."""
         if self.tokens < 2:
             return math.nan
         if self[low] == self[high]:
@@ -321,7 +321,7 @@ class Cell:
         return math.sqrt(max(self[second], 0.0) / (self.tokens - 1))
 
     def extreme(self, field: Field) -> float:
-        """A minimum or maximum."""
+        """Return a minimum or maximum."""
         return self[field] if self.tokens else math.nan
 
     @property
@@ -330,9 +330,9 @@ class Cell:
         return max(abs(self[Field.D_MIN]), abs(self[Field.D_MAX])) if self.tokens else math.nan
 
     def carrying(self, size: Field, total: Field, moment: Field) -> float:
-        """Return (sum |x|)^2 / (sum x^2): how many tokens of one size would have these sums.
+        """Return (sum |x|)^2 / (sum x^2): the number of tokens of one size with these sums.
 
-        Noise of a few large tokens is that of few, however many others there are.
+        Noise of a few large tokens is noise of few, however many others exist.
 
         Args:
             size: the sum of |x|.
@@ -345,8 +345,8 @@ class Cell:
         return self[size] ** 2 / squares if squares > 0.0 else 0.0
 
     def correlation(self, x2: Field, y2: Field, xy: Field) -> float:
-        """Pearson's correlation; NaN where p or q is constant, or a moment exceeds float64. That of
-        e^p and e^q is also NaN where one of them varies by rounding alone or its squares underflow.
+        """Return Pearson's correlation; NaN if p or q is constant, or a moment exceeds float64. For
+        e^p and e^q it is also NaN if one varies only by rounding or its squares underflow.
         """
         if self[Field.P_MIN] >= self[Field.P_MAX] or self[Field.Q_MIN] >= self[Field.Q_MAX]:
             return math.nan

@@ -1,14 +1,14 @@
 """Checks of whether two streams are comparable, each computed from one cell.
 
-d = p - q, r = e^d. If q is the distribution that sampled, E[r] = 1 (`calibration`), and noise of
-either side leaves d almost uncorrelated with q, since E[d | context] is of second order. A
-temperature instead makes d proportional to q within a context: corr(d, q) is then the square root
+d = p - q, r = e^d. If q is the distribution that sampled, E[r] = 1 (`calibration`). Noise of either
+side then leaves d almost uncorrelated with q, since E[d | context] is of second order. A
+temperature instead makes d proportional to q within a context. Then corr(d, q) is the square root
 of the share of q's variance that is within contexts, at any temperature. Under truncation E[r] is
 the mass that was kept. The bounds were calibrated on the batches of `tests/support/sampler.py`.
 
-A check that tests noise (`temperature`, `calibration`) needs both: a number of standard errors that
-noise alone reaches with a stated probability, and a size that matters. Of differences that hardly
-exist even certain ones are of no consequence, and their noise is that of few tokens.
+A check that tests noise (`temperature`, `calibration`) needs a number of standard errors that noise
+alone reaches with a stated probability, and a size that matters. Tiny differences do not matter
+even if they are certain, and their noise is that of few tokens.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ MANY: Final = 128
 POSITIVE_BOUND: Final = 1e-3
 """Rounding can leave a log-prob slightly above 0."""
 SHIFTED_RATIO: Final = 0.5
-"""mean |d| at another lag over that at lag 0, below which the streams are shifted."""
+"""mean |d| at another lag over mean |d| at lag 0, below which the streams are shifted."""
 UNRELATED: Final = 0.75
 """Correlation of p and q below which they are different quantities."""
 DRIFTED_UNRELATED: Final = 0.2
-"""The same where older policy versions sampled the tokens: an update that goes far lowers the
-correlation of the same tokens, and only other tokens leave nearly none."""
+"""The same if older policy versions sampled the tokens. An update that goes far lowers the
+correlation of the same tokens; only other tokens leave nearly none."""
 FLAT: Final = 0.1
 """Standard deviation of both streams, in nats, below which noise alone may decorrelate them."""
 FAR_TOKENS: Final = 8
 FAR_SHARE: Final = 0.01
 """Minimum number and share of tokens with |d| over 0.5 in streams of different tokens."""
 ONE_SIGN: Final = 0.98
-"""Minimum |sum of d| over sum of |d| where all d have one sign, but for noise."""
+"""Minimum |sum of d| over sum of |d| if all d have one sign, except for noise."""
 CUT_UNRELATED: Final = 0.18
-"""The same where all d have one sign: of a nearly flat distribution a cut keeps tokens of similar
-log-probs, d is the mass of the others, and the correlation of one token's p and q 0.35 to 0.8."""
+"""`UNRELATED` if all d have one sign. A cut of a nearly flat distribution keeps tokens of similar
+log-probs, and d is the mass of the others: the correlation of p and q is 0.35 to 0.8."""
 FITS: Final = 0.5
-"""mean |d| over that at the other lags, below which tokens certainly fit their own."""
+"""mean |d| over the means at the other lags, below which tokens certainly fit their own."""
 SCALED_CORRELATION: Final = 0.4
 """Minimum |corr(d, q)| of a temperature; noise alone stays below 0.2 in the smallest batches."""
 SCALED_SLOPE: Final = 0.02
@@ -57,8 +57,8 @@ SCALED_SIZE: Final = 1e-3
 """Minimum mean |d| of a temperature, in nats: a smaller difference does not matter. A temperature
 of 0.98 makes 2e-3 where a model is sure of nearly every token, or of none."""
 SCALED_ALARMS: Final = 6.3e-5
-"""Probability with which independent noise makes a temperature of any of the slices that a check
-looks at: 4 standard errors on either side, and more where there are several slices."""
+"""Probability that independent noise makes a temperature of any slice that a check looks at: 4
+standard errors on either side, and more if there are several slices."""
 SCALED_Z: Final = 4.0
 """Standard errors that normal noise has with a probability of `SCALED_ALARMS`."""
 NOISE_RATIO: Final = 1.3
@@ -67,26 +67,26 @@ STRONG_RATIO: Final = 1.15
 CALIBRATION_Z: Final = 6.0
 CALIBRATION_BIAS: Final = 1e-3
 CUT_SHARE: Final = 0.7
-"""Minimum share of the unequal tokens in which a q that was cut lies above p. Where tokens of
-another model, or other tokens, lower the mean of e^d, it is 0.5 to 0.6."""
+"""Minimum share of the unequal tokens in which a q that was cut lies above p. It is 0.5 to 0.6 if
+tokens of another model, or other tokens, lower the mean of e^d."""
 CUT_CORRELATION: Final = 0.05
-"""Minimum corr(d, q) of a q that was cut, where noise hides that."""
+"""Minimum corr(d, q) of a q that was cut, if noise hides that."""
 CUT_SPREAD_OUT: Final = 0.3
-"""Minimum share of the tokens that carry the sum of |d| of a q that was cut, where noise of q hides
-that. Noise alone has 0.64, and tokens that are scored as others, 5 % of all, below 0.2."""
+"""Minimum share of the tokens that carry the sum of |d| of a q that was cut, if noise of q hides
+that. Noise alone has 0.64. Tokens that are scored as others, 5 % of all, have below 0.2."""
 CUT_P_SHARE: Final = 0.9
 """Minimum share of the unequal tokens in which a p that was cut lies above q. A q of another model
 raises the mean of e^d, and p lies above it in 0.5 to 0.9."""
 CUT_ONE_SIDED: Final = 0.9
-"""Minimum |sum of d| over the sum of |d| of a vocabulary that was cut, but for noise."""
+"""Minimum |sum of d| over the sum of |d| of a vocabulary that was cut, except for noise."""
 SCALED_ONE_SIDED: Final = 0.85
-"""Minimum |corr(d, q)| of a temperature where all d have one sign: log-probs that were scaled
-without renormalising them. A cut reaches 0.72."""
+"""Minimum |corr(d, q)| of a temperature if all d have one sign: log-probs that were scaled without
+renormalising them. A cut reaches 0.72."""
 EDGE_RATIO: Final = 3.0
-"""mean |d| of edge tokens of rounds over that of the others, from which they stand apart."""
+"""mean |d| of edge tokens of rounds over the mean of the others, from which they differ."""
 EDGE_SHARE: Final = 0.2
-"""Minimum share of the edge tokens that carry the sum of their |d|: noise has 0.64, one token of 32
-that is far off 0.03, and says nothing about the others."""
+"""Minimum share of the edge tokens that carry the sum of their |d|. Noise has 0.64. One token of 32
+that is far off has 0.03, and says nothing about the others."""
 ROUNDED_SHARE: Final = 0.98
 
 SHIFTS: Final = (
@@ -119,7 +119,7 @@ class Scope:
 
     Attributes:
         check: Its result.
-        tokens: Number of tokens that it covers: if it failed, of the failing slices.
+        tokens: Number of tokens that it covers; if it failed, only those of the failing slices.
         unknown: Number of tokens of other slices that do not certainly fit either.
     """
 
@@ -128,7 +128,7 @@ class Scope:
     unknown: float
 
     def explains(self, broader: Scope) -> bool:
-        """Return whether enough of what a failed broader check covers certainly fits."""
+        """Return whether enough tokens of a failed broader check certainly fit."""
         rest = broader.tokens - self.tokens - self.unknown
         return rest >= REST * broader.tokens
 
@@ -165,7 +165,7 @@ def calibration(cell: Cell) -> Calibration:
 
 
 def _needs_more(cell: Cell, least: int = MANY) -> str:
-    """Return why a check was not made of so few tokens."""
+    """Return why a check was not made: the tokens are too few."""
     count = "1 token counts" if cell.tokens == 1 else f"{cell.tokens} tokens count"
     return f"not checked: {count}, and it needs {least}"
 
@@ -213,8 +213,8 @@ def _values(count: float) -> str:
 def shifted(cell: Cell, p: str, q: str, *, filled: float = 0.0) -> Check:
     """Check whether p fits the preceding or following tokens better than its own.
 
-    `filled`: the sum of |d| of tokens that were filled in. Of the first and the last token of a
-    round there are fewer pairs at other lags, which such a value does not enlarge.
+    `filled`: the sum of |d| of tokens that were filled in. The first and the last token of a round
+    have fewer pairs at other lags, which such a value does not enlarge.
     """
     own, others = lag_means(cell)
     values = {"lag_0": own, **{where: mean for mean, where in others}}
@@ -253,7 +253,7 @@ def unrelated(cell: Cell, p: str, q: str, *, drifts: bool = False) -> Check:
     """Check whether p and q describe the same tokens.
 
     `drifts`: whether older policy versions sampled tokens of the cell. A trainer that moved far
-    since then scores the same tokens otherwise; other tokens have no correlation left.
+    since then scores the same tokens differently; other tokens have no correlation left.
     """
     correlation = cell.correlation(Field.P_M2, Field.Q_M2, Field.PQ_C)
     values = {"correlation": correlation}
@@ -285,7 +285,7 @@ def unrelated(cell: Cell, p: str, q: str, *, drifts: bool = False) -> Check:
 
 
 def rounded(cell: Cell, p: str, q: str) -> Check:
-    """Check whether one stream is the other rounded to bfloat16: d is then rounding error alone."""
+    """Check whether one stream is the other rounded to bfloat16: d is then only rounding error."""
     unequal = cell.tokens - cell[Field.EQUAL]
     same = (cell[Field.SAME_BF16] - cell[Field.EQUAL]) / unequal if unequal > 0 else math.nan
     held = {side: held_by_bfloat16(cell, side) for side in ("P", "Q")}
@@ -313,25 +313,25 @@ def held_by_bfloat16(cell: Cell, side: str) -> float:
 def scaled(cell: Cell, p: str, q: str, sequences: Sequences, *, slices: int = 1) -> Check:
     """Check whether d grows with q, as it does between temperatures.
 
-    With r = corr(d, q), the slope of d on q is b = cov(d, q) / var(q), and its z is r sqrt(m). Of
-    independent noise sum(q d) has the variance sum(q^2 d^2), by Cauchy and Schwarz at most
-    sum(q^2) sum(d^2) / m, where m is the geometric mean of how many tokens carry d and q, those of
+    With r = corr(d, q), the slope of d on q is b = cov(d, q) / var(q), and its z is r sqrt(m). For
+    independent noise sum(q d) has the variance sum(q^2 d^2). By Cauchy and Schwarz this is at most
+    sum(q^2) sum(d^2) / m. Here m is the geometric mean of the numbers of tokens that carry d and q,
     (sum |x|)^2 / sum(x^2), and no more than carry d. So a few large d, or the few unsure tokens of
     a sure model, prove nothing; m counts only the share of them that different responses have.
-    Noise of the trainer leaves b = 0. Noise of q is part of d, too, with the opposite sign: it
-    leaves k = -cov(d, q) / var(d) = 1 (errors in variables), less where the trainer has its own;
-    k has the standard error k sqrt((1 / r^2 - 1) / m).
+    Noise of the trainer leaves b = 0. Noise of q is part of d, too, with the opposite sign. It
+    leaves k = -cov(d, q) / var(d) = 1 (errors in variables), or less if the trainer has its own.
+    The standard error of k is k sqrt((1 / r^2 - 1) / m).
 
-    Suspect are |r| >= `SCALED_CORRELATION`, |b| >= `SCALED_SLOPE`, |k| >= `NOISE_RATIO`, a mean |d|
-    of at least `SCALED_SIZE`, and a |z|, for b < 0 also a k above 1, of so many standard errors
-    that normal noise has them in any of the slices with a probability of `SCALED_ALARMS`.
+    A slope is suspect if |r| >= `SCALED_CORRELATION`, |b| >= `SCALED_SLOPE`, |k| >= `NOISE_RATIO`
+    and mean |d| >= `SCALED_SIZE`. Normal noise must reach |z|, and for b < 0 also k above 1, in any
+    of the slices with at most the probability `SCALED_ALARMS`.
 
     Args:
         cell: the tokens.
         p, q: the names of the streams.
-        sequences: those that the tokens are of. The copies of one response, of a group that a sure
-            model answers alike, are evidence once.
-        slices: how many slices of their kind are checked, each of which may be suspect by chance.
+        sequences: the samples of the tokens. Copies of one response, in a group that a sure model
+            answers alike, are evidence once.
+        slices: number of slices of this kind that are checked; each may be suspect by chance.
     """
     variance, spread = cell[Field.Q_M2], cell[Field.D_M2]
     covariance = cell[Field.PQ_C] - variance
@@ -371,7 +371,7 @@ def scaled(cell: Cell, p: str, q: str, sequences: Sequences, *, slices: int = 1)
 
 
 def _beyond_one(ratio: float, correlation: float, z: float) -> float:
-    """Return the standard errors by which -cov(d, q) / var(d) is above 1; see `scaled`."""
+    """Return how many standard errors -cov(d, q) / var(d) lies above 1; see `scaled`."""
     rest = math.sqrt(max(1.0 - correlation * correlation, 0.0))
     return (ratio - 1.0) * abs(z) / (ratio * rest) if rest else math.inf
 
@@ -382,7 +382,7 @@ def _normal_bound(chance: float) -> float:
 
 
 def biased(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
-    """Check whether the mean ratio is 1; the check is `renormalised` where mass is missing.
+    """Check whether the mean ratio is 1; the check is `renormalised` if mass is missing.
 
     `sequences`: see `scaled`.
     """
@@ -427,7 +427,7 @@ def biased(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
 
 
 def one_sided(cell: Cell) -> float:
-    """Return |sum of d| over the sum of |d|: 1 where all d have one sign, NaN where all are 0."""
+    """Return |sum of d| over the sum of |d|: 1 if all d have one sign, NaN if all are 0."""
     size = cell[Field.D_ABS_SUM]
     return abs(cell[Field.D_SUM]) / size if size > 0.0 else math.nan
 
@@ -435,10 +435,10 @@ def one_sided(cell: Cell) -> float:
 def _is_cut(cell: Cell, bias: float, above: float) -> bool:
     """Return whether one stream was renormalised over a cut vocabulary.
 
-    Every token that a cut keeps gains the mass of the others: d has one sign but for noise. The
-    scores of another model differ in both directions, and other tokens are few that are far off.
-    Noise hides the sign of small gains where q is the stream that was cut. The gain is larger in
-    less certain contexts, so that d still rises with q, or it is of nearly all tokens.
+    Every token that a cut keeps gains the mass of the others: d has one sign except for noise. The
+    scores of another model differ in both directions, and other tokens are few that are far off. If
+    q is the stream that was cut, noise hides the sign of small gains. The gain is larger in less
+    certain contexts, so that d still rises with q, or nearly all tokens have it.
 
     Args:
         cell: The tokens.
@@ -456,15 +456,15 @@ def _is_cut(cell: Cell, bias: float, above: float) -> bool:
 
 
 def few_carry(found: Bin) -> bool:
-    """Return whether a few of some tokens carry the sum of their |d|; False where the squares are
-    not known."""
+    """Return whether a few of some tokens carry the sum of their |d|; False if the squares are
+    unknown."""
     return found.carrying < EDGE_SHARE * found.tokens
 
 
 def edge_token(edge: Edge, found: Bin, others: Bin) -> Check | None:
-    """Return the check that fails where the mean ratio is 1 but for the edge tokens of rounds.
+    """Return the check that fails if the mean ratio is 1 except for the edge tokens of rounds.
 
-    Of normal noise E[e^d] is 1 where the mean of d is -variance / 2, and the mean of |d| is the
+    For normal noise E[e^d] is 1 if the mean of d is -variance / 2, and the mean of |d| is the
     standard deviation times sqrt(2 / pi). None: it is not so.
     """
     size, of_edge = (each.d_abs_sum / each.tokens for each in (others, found))

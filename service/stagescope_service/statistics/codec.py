@@ -34,7 +34,7 @@ VERSION: Final = 1
 _DOCUMENT: Final = "document"
 """The tensor that holds the JSON document: as metadata it would have to fit into a header."""
 _LEVEL: Final = 1
-"""Of compression: most of a summary are empty cells, of which higher levels save little more."""
+"""Compression level: most of a summary are empty cells, and higher levels save little more."""
 _MOST_BYTES: Final = 1 << 30
 """A summary that decompresses to more is refused."""
 

@@ -1,8 +1,8 @@
-"""Whether two streams are comparable at all, to be known before their numbers are trusted.
+"""Whether two streams are comparable, which must be known before their numbers are trusted.
 
-Each check (`checks`) runs on all tokens, on each rank and each round, and some on each sample
-(`sample_checks`), so that the total does not hide a faulty part. Failed checks come first, the
-most likely cause at the front: a cause precedes the ones that it explains.
+Each check (`checks`) runs on all tokens, on each rank and each round. Some also run on each sample
+(`sample_checks`), so that the total does not hide a faulty part. Failed checks come first, the most
+likely cause at the front. A cause precedes the ones that it explains.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ WHAT_TO_CHECK: Final = {
     "versions": "which policy version sampled which tokens, and how engine and trainer count them: "
     "the slice of staleness 0 is the mismatch alone",
 }
-"""What to look at for each cause, the likeliest cause first."""
+"""Advice on each cause, the likeliest cause first."""
 LIKELIEST_FIRST: Final = (*WHAT_TO_CHECK,)
 _MOST: Final = 0.5
 """Minimum share of the sum of |d| in missing tokens for them to explain the difference."""
@@ -87,12 +87,12 @@ _LISTED: Final = 5
 _OF_MEAN_RATIO: Final = frozenset({"renormalised", "calibration"})
 """Checks that the first or last tokens of rounds alone can fail."""
 _BY_EDGES: Final = _OF_MEAN_RATIO | {"shifted", "unrelated"}
-"""The same where they are so far off that they outweigh all others."""
+"""The same if they are so far off that they outweigh all others."""
 _DECISIVE: Final = frozenset(
     {"constant", "probabilities", "coverage", "unrelated", "temperature", "calibration"}
 )
-"""Checks without which streams are not comparable. The others are of what not every step has:
-neighbours in a round, tokens that differ, policy versions that are reported."""
+"""Checks without which streams are not comparable. The others need data that not every step has:
+neighbours in a round, tokens that differ, reported policy versions."""
 _OF_RATIOS: Final = _OF_MEAN_RATIO | {"rounded", "temperature", "first_token", "last_token"}
 """Checks that one cause may fail in the smaller counts of a rank."""
 
@@ -101,10 +101,10 @@ _OF_RATIOS: Final = _OF_MEAN_RATIO | {"rounded", "temperature", "first_token", "
 class Comparability:
     """All checks, and a verdict.
 
-    'comparable'; 'exact': two producers agree in all tokens; 'not measured': the streams are equal
-    and one is a copy of the other, their producers are unknown, or a token is finite in neither;
-    'suspect'; 'unknown': no check failed, and one that the verdict rests on could not be made, for
-    too few tokens or since policy drift explains as well what it found.
+    The verdict is 'comparable' or 'suspect', or 'exact' if two producers agree in all tokens. It is
+    'not measured' if the streams are equal, and one is a copy of the other, their producers are
+    unknown, or a token is finite in neither. It is 'unknown' if no check failed but a necessary one
+    was not possible: tokens are too few, or policy drift explains its result as well.
     """
 
     verdict: str
@@ -117,7 +117,7 @@ class Comparability:
 
     @property
     def undecided(self) -> tuple[Check, ...]:
-        """The checks that the verdict rests on and that could not be made or not be decided."""
+        """The checks that the verdict needs and that could not be made or decided."""
         return tuple(each for each in self.checks if _is_undecided(each))
 
     @property
@@ -175,7 +175,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
 
 
 def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparability]:
-    """Run the checks that the own tokens of each rank allow, and those of each of its samples.
+    """Run the checks that each rank's own tokens allow, and the checks of each of its samples.
 
     Args:
         summary: The statistics of the step.
@@ -204,7 +204,7 @@ def _of_rank(row: RankRow, checks: Sequence[Check], samples: Sequence[Scope]) ->
 
 
 def _samples_of_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[list[Scope]]:
-    """Return the checks of the samples of which each rank holds a piece that counts."""
+    """Return, for each rank, the checks of the samples that it holds a counting piece of."""
     rank_of = np.full(len(summary.sources), -1, np.int64)
     for at, row in enumerate(ranks):
         rank_of[[source for source in row.sources if 0 <= source < len(rank_of)]] = at
@@ -219,7 +219,7 @@ def _samples_of_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[list[S
 
 
 class _Part(NamedTuple):
-    """A rank or a round: its name, its tokens, and who computed them, or those of the step."""
+    """A rank or a round: its name, its tokens, and their producers, or those of the step."""
 
     name: str
     cell: Cell
@@ -236,7 +236,7 @@ def _without_explained(scopes: Sequence[Scope]) -> list[Check]:
     kept = [scope.check for scope in scopes]
     for name in ("shifted", "unrelated"):
         failed = [s for s in scopes if s.check.name == name and s.check.status == "suspect"]
-        # Of checks of as many tokens the first one, made of all of them at once, is the broadest.
+        # Among checks of equally many tokens the first one, over all at once, is the broadest.
         failed.reverse()
         failed.sort(key=lambda scope: scope.tokens)
         for broader in failed[1:]:
@@ -249,9 +249,9 @@ def _without_explained(scopes: Sequence[Scope]) -> list[Check]:
 def _by_edge_tokens(scopes: Sequence[Scope], summary: Summary) -> list[Scope]:
     """Return the checks, with `first_token` or `last_token` for those that these alone fail.
 
-    More than `_FAR` off, they are suspect whether another check fails or not. They then make all
-    means of |d| at other lags smaller than that of a token's own, and spoil the correlation.
-    Samples that are out of place beside them fail their own checks.
+    If they are more than `_FAR` off, they are suspect whether another check fails or not. They then
+    spoil the correlation, and make mean |d| at other lags smaller than at a token's own. Samples
+    that are out of place beside them fail their own checks.
     """
     found = [*scopes]
     suspects = {scope.check.name for scope in scopes if scope.check.status == "suspect"}
@@ -334,12 +334,12 @@ def causes_of_ranks(
 
 
 def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparability:
-    """Run the checks that need one cell alone: of a rank, a round, a turn or a staleness.
+    """Run the checks that need only one cell, of a rank, a round, a turn or a staleness.
 
     Args:
         cell: The cell.
-        summary: The statistics of all tokens, which the cell is of.
-        produced: Who computed its tokens; of a round, a turn or a staleness, those of the step.
+        summary: The statistics of all tokens, including the cell's.
+        produced: Who computed its tokens; for a round, a turn or a staleness, the step's producers.
     """
     checks = _check_cell(
         cell,
@@ -351,7 +351,7 @@ def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparabil
     checks.append(bitwise_equal(cell, summary.pair, produced))
     if any(check.status == "suspect" and check.name in _BY_EDGES for check in checks):
         scopes = _by_edge_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
-        # Whose first and last tokens are far off the profiles of all tokens do not tell.
+        # The profiles of all tokens do not show which slice has first or last tokens far off.
         checks = [scope.check for scope in scopes[: len(checks)]]
     return _rank_checks(cell, checks, is_of_many=_is_of_many(cell, summary))
 
@@ -363,13 +363,13 @@ def _rank_checks(
     *,
     is_of_many: bool = False,
 ) -> Comparability:
-    """Rank the checks; of several with one name, keep the first failed one.
+    """Rank the checks; if several have one name, keep the first failed one.
 
     Args:
         cell: The tokens.
         found: Their checks.
-        sure: Those of the cell, where they are known.
-        is_of_many: Whether a check that these are too few for was made of them and others.
+        sure: The sure tokens of the cell, if they are known.
+        is_of_many: Whether a check that needs more tokens was made of these and others.
     """
     by_name: dict[str, Check] = {}
     for check in found:
@@ -451,9 +451,9 @@ def _check_cell(
     Args:
         cell: the tokens.
         pair: the names of the streams.
-        sequences: those of the step.
-        slices: how many slices of the cell's kind are checked.
-        drift: of the step.
+        sequences: the sequences of the step.
+        slices: number of slices of the cell's kind that are checked.
+        drift: the drift of the step.
         filled: the sum of |d| of its tokens that were filled in.
     """
     checks: tuple[Callable[[Cell, str, str], Check], ...] = (

@@ -62,13 +62,13 @@ def tails(d: Float64, em1: Float64, n: int, out: Float64) -> None:
 
 @exact
 def clamped(x: float) -> float:
-    """e^x - 1 with x clamped."""
+    """Return e^x - 1 with x clamped."""
     return smaller(larger(math.expm1(x), CLAMP_LOW), CLAMP_HIGH)
 
 
 @reduction
 def weights(em1: Float64, exp_d: Float64, n: int, rule: Float64, out: Float64) -> None:
-    """The applied weights, and minus 1. `rule` is `StatisticsSettings.weight_rule()`."""
+    """Sum the applied weights, and weight - 1. `rule` is `StatisticsSettings.weight_rule()`."""
     least, most = clamped(out[AT.D_MIN]), clamped(out[AT.D_MAX])
     out[AT.W_MIN], out[AT.W_MAX] = least, most
     upper, lower = rule[0], rule[1]

@@ -1,4 +1,4 @@
-"""Checks of whether both streams have a value in every token under the mask, and only there."""
+"""Checks that both streams have a value in every token under the mask, and only there."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ FEW_ZEROS: Final = 8
 ROUNDED_TO_ONE: Final = 0.02
 """Nats: a probability nearer to 1 rounds to 1 in bfloat16, and a little further with its noise."""
 ELSEWHERE: Final = 6.0
-"""mean |d| beside the zeros of a stream over that of other tokens, above which they stand for what
-it lacks. Of other token ids it is up to 5, since a sure model makes the largest differences."""
+"""Ratio of mean |d| beside a stream's zeros to mean |d| elsewhere, above which zeros are missing
+values. With other token ids it is up to 5, as a sure model makes the largest differences."""
 APART: Final = 0.05
-"""mean |d| of tokens of which 1 % are scored as others; noise of int8 makes less."""
+"""mean |d| of tokens if 1 % of them are scored as others; noise of int8 makes less."""
 LACKING_SHARE: Final = 0.01
 TEMPLATE: Final = 16
 """Tokens of a template at one end of a stretch that may have probability 1 on both sides."""
 _FAR: Final = 1.0
-"""Nats. An exact 0 whose other stream is further away is a missing value: truncation to the only
-token that is left gives at most -log(top_p), and rounding less."""
+"""Nats. An exact 0 whose other stream is further away is a missing value. Truncation to the only
+token that is left gives at most -log(top_p), and rounding gives less."""
 _DEEP: Final = 3.0
-"""The same of a top_p of 0.05. Greedy sampling takes the likeliest token, which other weights do
-not make that unlikely."""
+"""The same for a top_p of 0.05. Greedy sampling takes the likeliest token, and other weights do not
+make that so unlikely."""
 _IMPOSSIBLE: Final = 6.0
-"""The same, where no noise of a sure token gets: the usual zeros lie beside values near 0."""
+"""The same, beyond all noise of a sure token: the usual zeros lie beside values near 0."""
 _BOUNDS: Final = ((_FAR, 5, 0.2), (_DEEP, 1, 0.05), (_IMPOSSIBLE, 1, 1.0))
-"""Bounds of |d|, the minimum of zeros beyond each, and the maximum probability that as many tokens
-are all usual zeros: one token is often far off for another reason, and five seldom are."""
+"""Bounds of |d|, the minimum of zeros beyond each, and the maximum probability that all of these
+are usual zeros. One token is often far off for another reason; five seldom are."""
 _ODDS: Final = 10.0
-"""Minimum odds of a zero among tokens that are far off, over those among all others: of other ids
-it is up to 4, since a sure model makes the largest differences."""
+"""Minimum odds of a zero among tokens that are far off, over the odds among all others. With other
+ids it is up to 4, since a sure model makes the largest differences."""
 _LISTED: Final = 3
 
 
@@ -47,8 +47,8 @@ def coverage(cell: Cell, p: str, q: str) -> Check:
 
     Truncated sampling also gives an exact 0 to the only token that it kept; the other stream is
     then close to 0, too. For missing tokens the other stream is as far from 0 as elsewhere.
-    Misaligned streams have such zeros on both sides, or the zeros of padding on one: most of
-    their difference is then in other tokens (`explains`, a share of the sum of |d|).
+    Misaligned streams have such zeros on both sides, or the zeros of padding on one. Most of their
+    difference is then in other tokens (`explains`, a share of the sum of |d|).
     """
     in_zeros = cell[Field.P_LACKS_ABS] + cell[Field.Q_LACKS_ABS]
     values = {
@@ -110,11 +110,11 @@ def _filled(cell: Cell, side: str, zeros: float) -> bool:
 def padding(cell: Cell) -> Check:
     """Check whether stretches of the mask begin or end in zeros that belong to padding.
 
-    A confident model has exact zeros, too. In a share f of its tokens, f / (1 - f) of them are
-    expected at each edge of a stretch. Tokens of a template (`<think>`, the brackets of a tool's
-    call, the end of a turn) add some, about as many at the end of each stretch, while the zeros of
-    padding fill rows of several lengths up to one width: their number varies, and is 0 in few rows,
-    unlike that of responses that end in an endless repetition.
+    A confident model has exact zeros, too. If their share is f, f / (1 - f) of them are expected at
+    each edge of a stretch. Tokens of a template (`<think>`, the brackets of a tool's call, the end
+    of a turn) add some, about as many at the end of each stretch. The zeros of padding fill rows of
+    several lengths up to one width. So their number varies, and is 0 in few rows. Responses that
+    end in an endless repetition differ in that.
     """
     edge, capped, trail, squares, n = (
         cell[field]
@@ -177,8 +177,8 @@ def _filled_zeros(summary: Summary, ranks: Sequence[RankRow]) -> Check:
     """Check whether a stream is exactly 0 in tokens where the other one is far from it.
 
     The check `coverage` of a cell compares means. A sure model, a coarse format and truncation give
-    many exact zeros close to the other stream, which hide a few that stand for missing values.
-    Where zeros are usual, tokens that are far off for another reason have some by chance.
+    many exact zeros close to the other stream, which hide a few missing values. If zeros are usual,
+    tokens that are far off for another reason have some by chance.
     """
     worst, total = summary.worst, summary.total
     size = np.abs(worst.p - worst.q)
@@ -194,8 +194,8 @@ def _filled_zeros(summary: Summary, ranks: Sequence[RankRow]) -> Check:
         # Misaligned streams have such zeros on both sides.
         if count < max(enough, n / 2, 3 * int(on_other.sum())):
             continue
-        # Of a sure model with other token ids, nearly all tokens that are far off are usual zeros,
-        # and the more so those that differ most.
+        # If a sure model has other token ids, nearly all tokens that are far off are usual zeros,
+        # most of all those that differ most.
         of_all = total[Field.ABS_OVER_2 if least == _FAR else Field.ABS_OVER_3]
         if n > count and of_all >= LACKING_SHARE * total.masked:
             continue

@@ -1,8 +1,8 @@
-"""Equality of the two streams, which is exact if two producers computed them, and the first token
-in which they differ.
+"""Equality of the two streams, and the first token in which they differ.
 
-Equal are numbers, not bits: the streams may arrive in different dtypes, and -0.0 equals 0.0, since
-both are the log of 1 (one framework writes the one, another the other). NaN equals nothing.
+Equality is exact if two producers computed the streams. Numbers are equal, not bits: the streams
+may arrive in different dtypes. -0.0 equals 0.0, since both are the log of 1, and frameworks write
+either of them. NaN equals nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def bitwise_equal(
         cell: The tokens.
         pair: Names of p and q.
         produced: Who computed these tokens, or those of the step that they belong to.
-        ranks: The ranks that hold them; where some copied and others did not, they are named.
+        ranks: The ranks that hold them; they are named if some copied and others did not.
     """
     p, q = pair
     share = cell.share(Field.EQUAL)
@@ -159,9 +159,9 @@ def unequal_tokens(cell: Cell) -> int:
 def first_difference(summary: Summary) -> Difference | None:
     """Return the first known token in which the two streams differ.
 
-    None if they are equal, and if no differing token was kept: a summary keeps only the first
-    non-finite tokens, including those that are finite in neither stream. `unequal_tokens`
-    distinguishes the two cases.
+    None if they are equal, or if no differing token was kept; `unequal_tokens` distinguishes the
+    two cases. A summary keeps only the first non-finite tokens, including those that are finite in
+    neither stream.
     """
     non_finite, sequences, keys = summary.non_finite, summary.sequences, summary.sequences.keys()
 

@@ -1,9 +1,9 @@
 """Values that a stream holds in place of log-probs that it lacks: clamps and fill values.
 
-An engine or a trainer that has no log-prob of a token may give a number instead: -9999 (vLLM, for
--inf), -100, -1e4, the logarithm of the small number that keeps log(0) away, -1. The other stream
-has an ordinary log-prob there, so that these are the tokens that differ most. Exact zeros, which a
-sure model has, too, are the subject of `coverage.missing_values`.
+An engine or a trainer without a log-prob of a token may give a number instead. Examples are -9999
+(vLLM, for -inf), -100, -1e4, -1, and the logarithm of the small number that keeps log(0) away. The
+other stream has an ordinary log-prob there, so these tokens differ most. Exact zeros, which a sure
+model also has, are the subject of `coverage.missing_values`.
 
 A value alone does not tell whether it was filled in or scored wrongly. It was filled in if
 
@@ -44,16 +44,16 @@ _ENOUGH: Final = 8
 """Minimum number of other values that show how many digits a stream has."""
 _COARSE_SHARE: Final = 0.05
 _DIGITS: Final = 12
-"""Binary digits of a coarse number, and 1e4 times of which a decimal one is a multiple of 1."""
+"""Binary digits of a coarse number; a coarse decimal one is a multiple of 1e-4."""
 _COINCIDENCE: Final = 2e-3
 """Maximum probability that tokens which differ most have one value by chance."""
 _PRIOR: Final = 20
-"""Pairs of values of which one is taken to be equal, beside those that are looked at."""
+"""Pairs of values that are added to the observed pairs; one of them counts as equal."""
 _NEAR: Final = 0.5
 """Maximum difference, in nats, of the other stream's values of one token in copies of a response,
 whose contexts are the same."""
 _RATIO: Final = 0.7
-"""The same of the logarithm of a value near 0, as noise of a logit makes it."""
+"""The same for the logarithm of a value near 0, as noise of a logit makes it."""
 _SUREST: Final = 1e-4
 """Nats. Values nearer to 0 count as one."""
 _REPEATED: Final = "the same number in each, while its other values differ"
@@ -73,27 +73,27 @@ class Filled(NamedTuple):
     """Tokens of a stream that were filled with one value."""
 
     side: int
-    """0: of p, 1: of q."""
+    """0: values of p, 1: values of q."""
     value: float
     tokens: Bool
-    """Of the worst ones."""
+    """Mask of the worst tokens."""
     why: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Filling:
-    """The values that were filled in, those that make the largest difference first."""
+    """The values that were filled in, the largest difference first."""
 
     values: tuple[Filled, ...]
     worst: Tokens
     sizes: Float64
-    """|d| of those of the worst tokens that were filled in, 0 of the others."""
+    """|d| of each worst token that was filled in; 0 for the others."""
     source: Int64
-    """The payload of each."""
+    """The payload of each worst token."""
 
     @classmethod
     def of(cls, summary: Summary) -> Filling:
-        """Return those of a summary."""
+        """Return the filled-in values of a summary."""
         values, worst = tuple(_values(summary)), summary.worst
         filled = np.zeros(len(worst), bool)
         for each in values:
@@ -103,7 +103,7 @@ class Filling:
         return cls(values, worst, sizes, summary.sequences.source[worst.sequence])
 
     def of_sources(self, sources: Sequence[int] | None) -> float:
-        """Return the sum of |d| in payloads, None: in all."""
+        """Return the sum of |d| in payloads; None: in all."""
         chosen = self.sizes if sources is None else self.sizes[np.isin(self.source, [*sources])]
         return _sum(chosen)
 
@@ -114,8 +114,8 @@ class Filling:
     def share_of_edge(self, edge: Bin) -> Literal["all", "few", "unknown"]:
         """Return whether the tokens that were filled in are the first or the last ones of rounds.
 
-        `edge`: the sums of these. 'all': they are most of these and no others; 'few': without them
-        these differ hardly.
+        `edge`: the sums of the edge tokens. 'all': most of these and no others were filled in;
+        'few': the other edge tokens hardly differ.
         """
         filled, count = _sum(self.sizes), int((self.sizes > 0.0).sum())
         if not count:
@@ -159,7 +159,7 @@ def _sum(values: Float64) -> float:
 
 
 def _why(value: float, tokens: Bool, own: Float64, other: Float64) -> str:
-    """Return why tokens of one value were filled in, '' if that does not show."""
+    """Return why tokens of one value were filled in, '' if nothing shows it."""
     others = own[~tokens & ~_is_chosen(own)]
     if _is_chosen(np.array([value])).all() and _has_digits(others):
         return "a round number or the logarithm of one, which its other values are not"
@@ -185,7 +185,7 @@ def _why(value: float, tokens: Bool, own: Float64, other: Float64) -> str:
 
 
 def _is_chosen(values: Float64) -> Bool:
-    """Return which values are powers of ten, -9999 or logarithms of numbers that avoid log(0)."""
+    """Return a mask of the powers of ten, -9999 and logarithms of numbers that avoid log(0)."""
     with np.errstate(over="ignore"):
         single = values.astype(np.float32)
     near = np.abs(values[:, None] / _LOGARITHMS - 1.0) < 2.0**-22
@@ -207,7 +207,7 @@ def _has_digits(values: Float64) -> bool:
 
 
 def _equal_by_chance(values: Float64) -> float:
-    """Return the most likely probability that two tokens have one value, or a little more."""
+    """Return a slightly high estimate of the probability that two tokens have one value."""
     n = len(values)
     _, counts = np.unique(values, return_counts=True)
     equal = float((counts * (counts - 1)).sum()) / 2.0
@@ -215,7 +215,7 @@ def _equal_by_chance(values: Float64) -> float:
 
 
 def _independent(other: Float64) -> int:
-    """Return the number of tokens, where those that may be copies of one count once."""
+    """Return the number of tokens; those that may be copies of one token count once."""
     ordered = np.sort(other)
     ratio = np.diff(np.log(np.maximum(-ordered, _SUREST)))
     return 1 + int(((np.diff(ordered) > _NEAR) | (ratio < -_RATIO)).sum())

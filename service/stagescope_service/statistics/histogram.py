@@ -72,11 +72,11 @@ class Histogram:
 
 
 def midpoint(bucket: int) -> float:
-    """The value in a bucket with the smallest relative distance to both bounds."""
+    """Return the value in a bucket with the smallest relative distance to both bounds."""
     low, high = bounds(bucket)
     return 2.0 * low * high / (low + high)
 
 
 def bounds(bucket: int) -> tuple[float, float]:
-    """(exclusive lower, inclusive upper) bound of a bucket."""
+    """Return the (exclusive lower, inclusive upper) bound of a bucket."""
     return 2.0 ** (bucket / 8), 2.0 ** ((bucket + 1) / 8)

@@ -8,12 +8,12 @@ compared by content: the positions of model tokens, the rollout's log-probs, the
 * pieces of one sample, if their positions differ,
 * a **contradiction**, if they have the same positions with different content.
 
-Rows with other log-probs or another mask are nevertheless copies, if all rows that their two parts
-share by id have the same token ids, or the same log-probs of the rollout, wherever both have them.
+Rows with other log-probs or another mask are still copies if their parts agree in all rows that
+they share by id. They must have the same token ids, or rollout log-probs, wherever both have them.
 
-The samples of a contradicted id are distinguished by owner (the ranks that hold the same rows,
-see `PartRecord.group`), within an owner by part, and each gets a distinct name. p may differ
-between copies of a sample: replicas recompute it, and a later epoch has other weights.
+The samples of a contradicted id are distinguished by owner (the ranks that hold the same rows, see
+`PartRecord.group`), and within an owner by part. Each gets a distinct name. Copies of a sample may
+differ in p: replicas recompute it, and a later epoch has other weights.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SAME_BITS: Final = 1e-6
 _OTHER_DTYPE: Final = 2.0**-7
 """Relative error of q that a different dtype explains: bfloat16 has 8 significant bits."""
 _ENOUGH_VALUES: Final = 4
-"""Different token ids, or log-probs of the rollout, that two parts must have in common to show that
-their rows are of the same samples."""
+"""Minimum number of different token ids, or rollout log-probs, that two parts must share to show
+that their rows are of the same samples."""
 _COMPUTED: Final = 0.5
 """Maximum difference in nats of two computations of one log-prob, if q is not a rollout's."""
 
@@ -132,7 +132,7 @@ class _Whole:
         """(role, sample) -> the owner that has its tokens."""
         self._pieces: set[str] = set()
         self._shares: set[str] = set()
-        """Roles of which several owners hold one sample: their ids name the same samples."""
+        """Roles in which several owners hold one sample: their ids name the same samples."""
         for record in records:
             sequences = record.full_summary.sequences
             if record.cp_rank is not None or sequences.placed[:, 0].any():
@@ -144,7 +144,7 @@ class _Whole:
                     self._shares.add(record.role)
 
     def is_another_sample(self, record: PartRecord, name: str) -> bool:
-        """Return whether a row without a model token is another sample than those of its id."""
+        """Return whether a row without a model token is another sample than the rows of its id."""
         holder = self._owner_of.get((record.role, name), owner_of(record))
         is_piece = name in self._pieces or record.cp_rank is not None
         return holder != owner_of(record) and not is_piece and record.role not in self._shares
@@ -265,7 +265,7 @@ class _SharedRows:
         self._rows: dict[str, dict[str, _Row]] = {}
         """Part key -> sample -> its row, one of several."""
         self._ambiguous: set[tuple[str, str]] = set()
-        """(part key, sample) of which the part has several rows: the id does not tell which."""
+        """(part key, sample) for which the part has several rows: the id does not identify one."""
         self._known: dict[tuple[str, str], bool] = {}
         for sample, rows in by_sample.items():
             for row in rows:

@@ -1,7 +1,7 @@
 """Decorators that compile the loops of this package.
 
-An `entry` is cached on disk beside the sources, with everything that it calls. numba invalidates a
-cache only when the cached function's own file changes; here the key covers the sources of all
+An `entry` is cached on disk beside the sources, with everything that it calls. Only a change of the
+cached function's own file makes numba discard a cache. Here the key covers the sources of all
 compiled loops and the layout of a cell.
 """
 
@@ -30,7 +30,7 @@ def exact(function: Function) -> Function:
 
 
 def fused(function: Function) -> Function:
-    """Like `exact`, but a product may be fused with a subsequent addition."""
+    """Compile like `exact`, but a product may be fused with a subsequent addition."""
     compiled = numba.njit(error_model="numpy", fastmath={"contract"})
     return cast(Function, compiled(function))
 
@@ -45,7 +45,7 @@ def reduction(function: Function) -> Function:
 
 
 def entry(*signatures: object, nogil: bool = False) -> Callable[[Function], Function]:
-    """Like `exact`, for these signatures only; compiled or loaded from disk at the first call.
+    """Compile like `exact`, for these signatures only, or load from disk, at the first call.
 
     With `nogil` it releases the GIL.
 

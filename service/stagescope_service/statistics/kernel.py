@@ -1,8 +1,8 @@
 """One pass over the model's tokens: cells, histograms, worst tokens, rows.
 
-Each segment is processed in blocks of at most 256 tokens; each block becomes a cell (see
-`blocks`), which merges into the segment's cell, which merges into those of its round, turn,
-staleness and row.
+Each segment is processed in blocks of at most 256 tokens. Each block becomes a cell (see `blocks`),
+which merges into the segment's cell. That cell merges into those of its round, turn, staleness and
+row.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ ROW: Final = (
     "lag1_n", "lag2_n", "ahead_1", "behind_1", "ahead_2", "behind_2", "weight_sum",
     "pp_sum", "qq_sum", "pq_sum",
 )  # fmt: skip
-"""Columns of a row's vector, defined as in a cell; `raw_sum` and `w_sum` are of weight minus 1, the
-last three of products."""
+"""Columns of a row's vector, defined as in a cell. `raw_sum` and `w_sum` sum weight - 1, the last
+three sum products."""
 
 _WIDTH: Final = _cell.WIDTH
 _FIRST_MIN: Final = int(AT.D_MIN)
@@ -71,7 +71,7 @@ def _reset(cell: Float64) -> None:
 
 @exact
 def _merge_into(cell: Float64, other: Float64) -> None:
-    """Chan's merge of `other` into `cell`."""
+    """Merge `other` into `cell` by Chan's formula."""
     for i in range(_MOMENTS.shape[0]):
         n, x, y = _MOMENTS[i, 0], _MOMENTS[i, 1], _MOMENTS[i, 2]
         a, b, m = cell[n], other[n], _FIRST_SECOND + i
@@ -226,7 +226,7 @@ def _keep_first_unequal(
 ) -> int:
     """Keep the first token of a block whose d is not 0; later ones of its segment sort after it.
 
-    `at` is the sample's order, the block's first token, what is added to a token for its position,
+    `at` is the sample's order, the block's first token, the offset from a token to its position,
     and the segment.
     """
     order, first, position, segment = at

@@ -27,7 +27,7 @@ class Claim:
         skips: (row, first, last) stretches that were counted before, or that belong to a row
             which its sender replaced.
         fresh: number of tokens that count now.
-        other_mask: the claim with a row that replaces one of this summary and masks other tokens.
+        other_mask: the claim with a row that replaces one of this summary but masks other tokens.
     """
 
     skips: tuple[tuple[int, int, int], ...]
@@ -64,16 +64,16 @@ class Ledger:
     ) -> Claim:
         """Add a summary's coverage and return the part of it that does not count.
 
-        Of several rows of a sample the one that is claimed first counts. In a summary these are
-        claimed from the last row to the first.
+        If a sample has several rows, the one that is claimed first counts. The rows of a summary
+        are claimed from last to first.
 
         Args:
             summary: The summary of one part.
             cp_rank: Its context-parallel rank, None if samples are not split.
             places: The place of each of its sequences.
-            sender: A rank, or the ranks of a role: of two rows of it that begin with their sample
-                and have tokens in common, only one counts at all.
-            name: What `Claim.other_mask` calls this claim.
+            sender: A rank, or the ranks of a role. If two of its rows begin with their sample and
+                share tokens, only one of them counts at all.
+            name: The name of this claim in `Claim.other_mask`.
         """
         sequences = summary.sequences
         cover = sequences.cover[np.argsort(sequences.cover[:, 0], kind="stable")]
@@ -142,7 +142,7 @@ class Copies:
         """Sample in a part of a group of replicas -> its mask, and the part that has it."""
 
     def differing(self, record: PartRecord, holder: PartRecord) -> str | None:
-        """Register a part's samples; return a part before it with other numbers or masks of them.
+        """Register a part's samples; return an earlier part with other numbers or masks for them.
 
         The parts come in the order of their precedence: the first one counts.
 
@@ -194,8 +194,8 @@ class Copies:
 def _passes(record: PartRecord, piece: tuple[object, ...]) -> list[tuple[object, ...]]:
     """Return the keys under which a piece of a sample has one content.
 
-    All ranks of a role compute it alike in one pass, and one rank in all of them, unless its
-    weights change in between: those of `old` log-probs do not.
+    All ranks of a role compute it alike in one pass. One rank computes it alike in all passes,
+    unless its weights change in between. The weights of `old` log-probs do not.
     """
     role, part = record.role, record.part
     keys: list[tuple[object, ...]] = [(*piece, role, part.epoch, part.occurrence)]

@@ -1,4 +1,4 @@
-"""What the loss did to each token: trained on it, or left it without a gradient, and why.
+"""The fate of each token in the loss: trained on, or left without a gradient, and why.
 
 Arrays in, codes and sums out. A token has one fate, the first that applies in the order of `Fate`.
 """
@@ -19,21 +19,21 @@ Int8 = npt.NDArray[np.int8]
 
 
 class Fate(enum.IntEnum):
-    """What the loss did to a token, in the order in which it is decided."""
+    """The fate of a token in the loss, in the order in which it is decided."""
 
     NOT_MODEL = 0
     """Environment or padding: the mask is 0."""
     REJECTED = 1
-    """Under the mask of the streams and not under that of the update, or not in the loss."""
+    """Under the mask of the streams but not under the update's, or not in the loss."""
     ZERO_WEIGHT = 2
     """The importance weight that the loss applies is 0 (IcePop)."""
     ZERO_ADVANTAGE = 3
     CLIPPED_LOW = 4
     """The ratio of the policy loss is cut at its lower bound in every pass: no gradient."""
     CLIPPED_HIGH = 5
-    """The same at its upper bound, that of dual clipping included."""
+    """The same at its upper bound, or at the bound of dual clipping."""
     UNKNOWN = 6
-    """No reason against it is recorded, but neither that the update of the step ended."""
+    """No reason against it is recorded, but the end of the step's update is not recorded either."""
     TRAINED = 7
 
 
@@ -55,7 +55,7 @@ LOSS_FIELDS: Final = ("in_loss", "weight", "advantage", "clipped")
 
 @dataclasses.dataclass(frozen=True)
 class LossTokens:
-    """What is recorded of the loss's tokens, [rows, tokens] each; None: it is not recorded.
+    """The recorded data of the loss's tokens, [rows, tokens] each; None: not recorded.
 
     Attributes:
         mask: 1 = model token.
@@ -78,7 +78,7 @@ class LossTokens:
         return [name for name in LOSS_FIELDS if getattr(self, name) is None]
 
     def fates(self) -> UInt8:
-        """Return the `Fate` of each token; what is not recorded excludes nothing."""
+        """Return the `Fate` of each token; fields that are not recorded exclude nothing."""
         rest = Fate.TRAINED if self.updated else Fate.UNKNOWN
         fates = np.full(self.mask.shape, rest, np.uint8)
         # The last assignment wins: from the last fate to the first.
@@ -102,17 +102,17 @@ class FateSum:
     fate: Fate
     tokens: int
     finite: int
-    """Of these, tokens whose p and q are finite: those of `abs_diff_sum`."""
+    """Number of them whose p and q are finite, as in `abs_diff_sum`."""
     abs_diff_sum: float
     """Sum of |p - q| in nats."""
 
 
 def sums(fates: UInt8, d: Float64) -> list[FateSum]:
-    """Return the tokens and the mismatch of each fate of model tokens that occurs.
+    """Return the tokens and the mismatch of each fate that occurs among model tokens.
 
     Args:
         fates: of `LossTokens.fates`.
-        d: p - q in nats; not finite where one of them is not.
+        d: p - q in nats; not finite if one of them is not.
     """
     finite = np.isfinite(d)
     size = np.where(finite, np.abs(d), 0.0)
@@ -128,8 +128,8 @@ def sums(fates: UInt8, d: Float64) -> list[FateSum]:
 def raw_weights(d: Float64, mask: Bool, settings: StatisticsSettings) -> Float64:
     """Return the importance weights before they are cut, [rows, tokens].
 
-    exp(d) of a token, or where the run weighs sequences exp of the sum of d over the row's model
-    tokens; both clamped as verl does.
+    This is exp(d) of a token. If the run weighs sequences, it is exp of the sum of d over the row's
+    model tokens. Both are clamped as verl does.
 
     Args:
         d: p - q in nats.

@@ -60,7 +60,7 @@ def publish(summary: Summary) -> Metrics:
 
 
 def publish_cell(cell: Cell, pair: tuple[str, str] = ("old", "rollout")) -> Metrics:
-    """Return the published numbers of one cell: of a round, a turn, a staleness, a rank."""
+    """Return the published numbers of one cell, for a round, a turn, a staleness or a rank."""
     p, q = pair
     return {
         **_probabilities(cell),
@@ -239,7 +239,7 @@ def _norm_factor(mean: float) -> float:
 def _by_sequence(
     applied: Float64, above_1: Float64, raw: Float64, settings: StatisticsSettings
 ) -> Metrics:
-    """Statistics of the sequences' mean weights: applied, the same minus 1, and raw."""
+    """Return statistics of the sequences' mean weights: applied, applied minus 1, and raw."""
     if not applied.size:
         names = ("mean", "std", "max", "min", "max_deviation")
         return {f"seq_{name}": math.nan for name in names}
@@ -301,8 +301,8 @@ _MANTISSA: Final = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 def rounding_floor(summary: Summary, cell: Cell) -> float:
     """Return the larger of the two streams' mean error of rounding.
 
-    The mean error of a value x = m * 2^e is a quarter of its last place, 2^(e - bits); over
-    mantissas m uniform in their logarithm 2^e averages |x| / (2 ln 2).
+    The mean error of a value x = m * 2^e is a quarter of its last place, 2^(e - bits). If mantissas
+    m are uniform in their logarithm, 2^e averages |x| / (2 ln 2).
     """
     floors = []
     for side, stream in zip("PQ", summary.pair, strict=True):

@@ -73,7 +73,7 @@ _MIN: Final = int(AT.X_MIN)
 
 @exact
 def empty(cell: Float64) -> None:
-    """Reset a cell to that of no values."""
+    """Reset a cell to one without values."""
     for i in range(WIDTH):
         cell[i] = 0.0
     cell[AT.EXPONENT] = NO_EXPONENT
@@ -95,7 +95,7 @@ def _rescale(cell: Float64, exponent: float) -> None:
 
 @exact
 def merge_into(cell: Float64, other: Float64) -> None:
-    """Chan's merge of `other` into `cell`; of equal extremes the lowest coordinate is kept.
+    """Merge `other` into `cell` by Chan's formula; equal extremes keep the lowest coordinate.
 
     `other` may be rescaled in place.
     """
@@ -139,7 +139,7 @@ _MAGNITUDE: Final = np.int64(0x7FFF_FFFF_FFFF_FFFF)
 
 @exact
 def _kind_of(x: float) -> int:
-    """0 NaN, 1 +inf, 2 -inf."""
+    """Return 0 for NaN, 1 for +inf, 2 for -inf."""
     return 0 if x != x else (1 if x > 0 else 2)
 
 
@@ -203,14 +203,14 @@ _range_of_64: Final = _range_of_bits(np.int64)
 
 @exact
 def _range(x: Float64, n: int) -> tuple[float, float]:
-    """The lowest and the highest of float64 values; non-finite if any value is."""
+    """Return the lowest and the highest of float64 values; non-finite if any value is."""
     low, high = _range_of_64(x.view(np.int64), n)
     return np.int64(low).view(np.float64), np.int64(high).view(np.float64)
 
 
 @exact
 def _range_of_single(x: Float32, n: int) -> tuple[float, float]:
-    """`_range` for float32."""
+    """Return the same for float32."""
     low, high = _range_of_32(x.view(np.int32), n)
     return (
         np.float64(np.int32(low).view(np.float32)),
@@ -220,7 +220,7 @@ def _range_of_single(x: Float32, n: int) -> tuple[float, float]:
 
 @exact
 def _largest(d: Float64, n: int) -> float:
-    """The largest |d|, compared by bits."""
+    """Return the largest |d|, compared by bits."""
     bits, high = d.view(np.int64), np.int64(0)
     for i in range(n):
         size = bits[i] & _MAGNITUDE
@@ -236,7 +236,7 @@ def _subtract(x: Float64, y: Float64, d: Float64, n: int) -> None:
 
 @reduction
 def _differences(d: Float64, n: int) -> tuple[float, float, float]:
-    """Sums of |d|, d and d^2."""
+    """Return the sums of |d|, d and d^2."""
     absolute = signed = squares = 0.0
     for i in range(n):
         z = d[i]
@@ -256,7 +256,7 @@ def _count_unequal(d: Float64, n: int) -> float:
 
 @reduction
 def _moments(x: Float32 | Float64, n: int) -> tuple[float, float]:
-    """Sums of x and x^2 around the first value, in float64."""
+    """Return the sums of x and x^2 around the first value, in float64."""
     first = np.float64(x[0])
     total = squares = 0.0
     for i in range(n):
@@ -268,7 +268,7 @@ def _moments(x: Float32 | Float64, n: int) -> tuple[float, float]:
 
 @reduction
 def _moments_with(x: Float64, y: Float64, n: int) -> tuple[float, float, float]:
-    """Sums of y, y^2 and x y, each around its first value."""
+    """Return the sums of y, y^2 and x y, each around its first value."""
     x0, y0 = x[0], y[0]
     total = squares = cross = 0.0
     for i in range(n):
@@ -281,7 +281,7 @@ def _moments_with(x: Float64, y: Float64, n: int) -> tuple[float, float, float]:
 
 @exact
 def _sums(x: Float64, y: Float64, d: Float64, n: int, unequal: float, cell: Float64) -> None:
-    """Sums, and second moments around the block's own first values."""
+    """Compute sums, and second moments around the block's own first values."""
     count = float(n)
     cell[AT.FINITE] = count
     sx, sxx = _moments(x, n)

@@ -33,7 +33,7 @@ class ElementLocation(NamedTuple):
     Attributes:
         origin: the caller's number of the call.
         at: flat coordinate inside that call's arrays.
-        x, y: the values; of integers, exactly.
+        x, y: the values; integers are exact.
     """
 
     origin: int
@@ -44,14 +44,14 @@ class ElementLocation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pairwise:
-    """The result of `compare_values`; summaries of disjoint values merge into that of their union.
+    """The result of `compare_values`; summaries of disjoint values merge into one of their union.
 
-    d = x - y. Every mean, moment and sum is of the pairs that are finite on both sides, NaN if
+    d = x - y. Means, moments and sums cover the pairs that are finite on both sides, and are NaN if
     there are none.
 
     Attributes:
         cell: by `PairField`, as Python floats: they are read more often than merged.
-        largest: the largest |d|; the first of several. None without a finite pair.
+        largest: the largest |d|, the first of equal ones; None without a finite pair.
         unequal: the first unequal pair, by origin and coordinate.
         over: the first pair over the tolerance.
     """
@@ -222,8 +222,7 @@ def compare_values(
 
     Args:
         x, y: of the same number of values, in memory order; bfloat16 as uint16.
-        dtypes: their dtype tags. Where one is an integer and the other is not, integers over
-            2^53 are rounded.
+        dtypes: their dtype tags. If only one of them is an integer, integers over 2^53 are rounded.
         mask: a bool per value; only values at True count.
         offsets: int64 [rows + 1]: the rows of the second result; by default one row.
         tolerance: (atol, rtol): a pair is over it where |d| > atol + rtol * max(|x|, |y|).

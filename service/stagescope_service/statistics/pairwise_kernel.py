@@ -97,7 +97,7 @@ def _widen(raw: UInt8, kind: int, start: int, out: Float64, integers: Int64, n: 
 
 @exact
 def _integer_differences(x: Int64, y: Int64, d: Float64, n: int) -> None:
-    """x - y of int64, rounded once: the difference itself needs 65 bits."""
+    """Compute x - y of int64, rounded once: the difference itself needs 65 bits."""
     for i in range(n):
         if x[i] >= y[i]:
             d[i] = float(np.uint64(x[i]) - np.uint64(y[i]))

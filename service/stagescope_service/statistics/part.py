@@ -12,15 +12,15 @@ from stagescope_service.statistics.summary import Produced, Summary
 from stagescope_wire.schema import ROLES, Part
 
 GroupKey = tuple[object, ...]
-"""What identifies a set of ranks: their role, how they are grouped, the index, the cp rank."""
+"""The identity of a set of ranks: their role, their grouping, the index, the cp rank."""
 Priority = tuple[bool, int, int, int, int, int, str, tuple[int, int], int, str, str]
 Precedence = tuple[bool, int, int, tuple[int, str], tuple[int, int], int, int, int, str, str]
 
 _FIRST_PART: Final = Part()
 _ROW_CONTENT: Final = [ROW.index(name) for name in ("tokens", "q_sum", "qq_sum", "non_finite")]
 _ENOUGH_ROWS: Final = 32
-"""Minimum tokens for equal rows to show: by sums of a rank's log-probs of the rollout, or by the
-token ids and masks of a payload."""
+"""Minimum tokens that show equal rows, by sums of a rank's rollout log-probs, or by the token ids
+and masks of a payload."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +72,14 @@ class PartRecord:
 
     @property
     def token_digest(self) -> str:
-        """A hash of the token ids and masks of rows without sample ids; '' where they do not tell
-        these rows from others: they are not known, or few."""
+        """A hash of the token ids and masks of rows without sample ids; '' if they do not
+        distinguish these rows from others, because they are unknown or few."""
         full = self.full_summary
         return full.token_digest if full.total.masked >= _ENOUGH_ROWS else ""
 
     @property
     def order(self) -> Priority:
-        """Sort key by which parts are merged, and samples get their names."""
+        """Sort key: the order in which parts are merged and samples get their names."""
         part, role = self.part, role_order(self.role)
         piece = (part.epoch, part.occurrence, part.minibatch, part.microbatch)
         # A driver's copy of the batch comes last: it would cut across what the ranks hold.
@@ -95,9 +95,9 @@ class PartRecord:
 
     @property
     def precedence(self) -> Precedence:
-        """Sort key: of parts that hold the same tokens, the lowest counts.
+        """Sort key: among parts that hold the same tokens, the lowest counts.
 
-        What a rank handed over last counts. A later epoch does not, since its weights have moved.
+        The newest data of a rank counts. A later epoch does not, since its weights have moved.
         Neither does a later pass of `current` log-probs, which an update may precede.
         """
         part = self.part
@@ -129,7 +129,7 @@ class PartRecord:
 
     @property
     def _rank_position(self) -> tuple[int, int]:
-        """tp 0 first, then the last pp, where they are known."""
+        """Sort key: tp 0 first, then the last pp, if they are known."""
         return int(self.layout.get("tp_rank") or 0), -int(self.layout.get("pp_rank") or 0)
 
     @property
@@ -177,16 +177,16 @@ class RankRow:
 
 
 def role_order(role: str) -> tuple[int, str]:
-    """Sort key of a role: those of `schema.ROLES` come before others."""
+    """Return the sort key of a role; those of `schema.ROLES` come before others."""
     return (ROLES.index(role) if role in ROLES else len(ROLES), role)
 
 
 def same_rows(counted: Sequence[PartRecord]) -> tuple[tuple[tuple[str, int], ...], ...]:
     """Return the ranks that handed over the same rows and each count.
 
-    The rollout's log-probs of two samples are never equal in every bit, and neither are their sums;
-    those of a stream that is constant are. Ranks that name samples, a data_rank or a dp_rank said
-    which rows they hold; a group has at least one rank that did not.
+    The rollout's log-probs of two samples are never equal in every bit, and neither are their sums,
+    except in a constant stream. Ranks that name samples, a data_rank or a dp_rank said which rows
+    they hold. A group has at least one rank that did not.
     """
     contents: dict[tuple[str, int], list[tuple[Part, bytes]]] = {}
     cells_of: dict[tuple[str, int], list[Cell]] = {}

@@ -3,8 +3,8 @@
 A probe sends `{"schema", "tensors", "strings", "meta"}`, a raw caller a dict of arrays, lists or
 torch tensors. torch is never imported: a tensor is recognised by its methods.
 
-The kernel's input is a `TokenBatch`: padded `[rows, tokens]`, packed `[tokens]` with `cu_seqlens`,
-and ragged rows with offsets all become flat views and `row_offsets`; contiguous arrays are not
+The kernel's input is a `TokenBatch`. Padded `[rows, tokens]`, packed `[tokens]` with `cu_seqlens`,
+and ragged rows with offsets all become flat views and `row_offsets`. Contiguous arrays are not
 copied.
 """
 
@@ -168,7 +168,7 @@ def to_wire(name: str, value: object) -> WireTensor:
         return tag, (0,), np.empty(0, tag), rows
     if isinstance(value, list | tuple) and hasattr(value[0], "__len__"):
         parts = [_row(name, row) for row in value]
-        # An empty list has no dtype of its own: it has that of the other rows.
+        # An empty list has no dtype of its own: it gets the dtype of the other rows.
         typed = [part for part, row in zip(parts, value, strict=True) if len(row)] or parts
         parts = [part if len(part[2]) else (typed[0][0], *part[1:]) for part in parts]
         if len({part[0] for part in parts}) != 1 or any(len(part[1]) != 1 for part in parts):
@@ -215,7 +215,7 @@ class TokenBatch:
     Attributes:
         p, q: [tokens] log-probs of the trainer and of the rollout; bfloat16 as uint16.
         p_dtype, q_dtype: Their dtype tags.
-        mask: uint8 to uint64 [tokens], the bit patterns of the mask; `mask_one` is that of 1.
+        mask: uint8 to uint64 [tokens], the bit patterns of the mask; `mask_one`: that for 1.
         positions, round_ids, turn_ids, token_ids: int64 [tokens] or None (token_ids any int).
         versions: int64 [tokens] or [rows] or None.
         token_offset, round_offset: int64 [rows] or None.
@@ -224,7 +224,7 @@ class TokenBatch:
         version_names: The texts of versions that are texts.
         policy_version: The trainer's, for staleness.
         producers: The producers of p and q; None where not reported.
-        problems: What of the payload was not read, and leaves its numbers as they are.
+        problems: The parts of the payload that were not read; its numbers do not need them.
     """
 
     pair: tuple[str, str]
@@ -265,7 +265,7 @@ class TokenBatch:
         return self.positions is not None or self.token_offset is not None
 
     def positions_of(self, token: Int64, row: Int64) -> Int64:
-        """Return the positions of tokens in their samples; `row`: of each of them."""
+        """Return the positions of tokens in their samples; `row` has the row of each token."""
         return positions_of(token, row, self.row_offsets, self.positions, self.token_offset)
 
     def continues(self, token: Int64, row: Int64) -> Bool:
@@ -343,9 +343,9 @@ def available_pairs(names: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
 def update_pair(
     names: Mapping[str, object], strings: Mapping[str, object]
 ) -> tuple[str, str] | None:
-    """Return the pair of streams by which a payload of a first mini-batch is compared with the old
-    log-probs: `schema.UPDATE_PAIR`, or `CURRENT_ALONE` where the sample ids pair its sums with
-    those of another stage; None: it is not."""
+    """Return the pair of streams that compares a first mini-batch's payload with the old log-probs.
+    It is `schema.UPDATE_PAIR`, or `CURRENT_ALONE` if the sample ids pair its sums with the sums of
+    another stage; None: there is no such pair."""
     present = _streams_in(names)
     if "response_mask" not in names or "current" not in present:
         return None
@@ -403,7 +403,7 @@ def producer_of(meta: Mapping[str, object] | None, stream: str) -> str | None:
 
 
 PROCESS: Final = "process "
-"""Before the incarnation of a process that stands for its engine instance or producer."""
+"""Prefix of the incarnation of a process that stands for its engine instance or producer."""
 EMPTY_ID: Final = "(empty)"
 """The id of a row whose id is an empty text."""
 

@@ -1,16 +1,16 @@
 """Profiles: sums of d by where a token stands, how probable it is, and how coarse its d is.
 
 d = p - q. The bins of every dimension add up to all tokens under the mask, and profiles of disjoint
-tokens add. Indexes count in powers of two, so that a bin is a contiguous stretch of tokens: most
-blocks lie inside one bin, whose sums are those that the block's cell has already.
+tokens add. Indexes count in powers of two, so that a bin is a contiguous stretch of tokens. Most
+blocks lie inside one bin, whose sums the block's cell already has.
 
 * `place`, `end`, `position`: tokens since the first one of the round, tokens until its last one,
   position in the sample. Bin 0 is index 0, bin b > 0 the indexes 2^(b-1) to 2^b - 1. `LAST` of
   `end` is the last token of the sample; `UNKNOWN` are the tokens of a round that may begin or end
   in another piece of the sample.
-* `probability`: of e^q by `CHANCES`, a bin holds its lower bound.
-* `lattice`: by the largest power of two of which d is a multiple; values that were rounded to a
-  narrow dtype differ by few of them.
+* `probability`: e^q by `CHANCES`; a bin holds its lower bound.
+* `lattice`: the largest power of two that d is a multiple of. Values that were rounded to a
+  narrow dtype differ by a small multiple of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stagescope_service.statistics.jit import exact, reduction
 
 Dimension = Literal["place", "end", "position", "probability", "lattice"]
 Edge = Literal["first", "last"]
-"""Of a round."""
+"""The first or last tokens of rounds."""
 DIMENSIONS: Final[tuple[Dimension, ...]] = ("place", "end", "position", "probability", "lattice")
 BINS: Final = 66
 LAST: Final = 64
@@ -36,16 +36,16 @@ UNKNOWN: Final = 65
 CHANCES: Final = (1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
 """Bounds of the bins of probabilities, ascending."""
 OVER_ONE: Final = len(CHANCES) + 1
-"""Of `probability`: q is above 0, so that it is no log-prob."""
+"""Bin of `probability`: q is above 0, so it is no log-prob."""
 NOT_FINITE: Final = UNKNOWN
-"""Of `probability`: q is not finite. Of `lattice`: d is not."""
+"""Bin of `probability` if q is not finite, and of `lattice` if d is not."""
 
 FINEST: Final = -12
 ZERO: Final = 0
 FINER: Final = 1
-"""Of `lattice`: d is no multiple of 2^FINEST; bin 2 + k is d of the lattice 2^(FINEST + k)."""
+"""Bin of `lattice`: d is no multiple of 2^FINEST; bin 2 + k has d of the lattice 2^(FINEST + k)."""
 COARSEST: Final = FINER + 1 - FINEST
-"""Of `lattice`: d is a multiple of 1."""
+"""Bin of `lattice`: d is a multiple of 1."""
 
 COLUMNS: Final = ("tokens", "nonfinite", "d_sum", "d_abs_sum", "d_square_sum")
 WIDTH: Final = len(COLUMNS)
@@ -58,7 +58,7 @@ def exponent(key: int) -> int:
 
 
 class Bin(NamedTuple):
-    """The sums of one bin; those of d are over `tokens`, whose p and q are finite, in nats."""
+    """The sums of one bin; sums of d are in nats over `tokens`, whose p and q are finite."""
 
     key: int
     tokens: int
@@ -69,7 +69,7 @@ class Bin(NamedTuple):
 
     @property
     def carrying(self) -> float:
-        """(sum |d|)^2 / sum d^2: how many tokens of one size would have these sums."""
+        """(sum |d|)^2 / sum d^2: the number of tokens of one size with these sums."""
         if self.d_square_sum == 0.0:
             return 0.0
         return self.d_abs_sum * (self.d_abs_sum / self.d_square_sum)
@@ -127,7 +127,7 @@ def _sum(key: int, bins: Sequence[Bin]) -> Bin:
 
 
 class Placement(NamedTuple):
-    """Where a token stands."""
+    """The place of a token in its round and its sample."""
 
     before: int
     """Tokens of its round before it, negative if that is not known."""
@@ -136,11 +136,11 @@ class Placement(NamedTuple):
     last: int
     """The bin of the round's last token in `end`."""
     position: int
-    """In its sample."""
+    """Its position in its sample."""
 
 
 class Counts(NamedTuple):
-    """What tokens are counted in."""
+    """The buffers and the table in which tokens are counted."""
 
     slots: Int32
     """Buffer for the numbers of a block."""
@@ -258,7 +258,7 @@ def add(
     Args:
         q, d: float64 [n].
         n: the number of tokens.
-        placement: of the first token.
+        placement: the place of the first token.
         part: the block's cell.
         counts: added to.
     """

@@ -23,16 +23,16 @@ _ONE_SIGN: Final = 0.9
 """Minimum |sum of d| over sum of |d|, without the largest, of a sample of a cut vocabulary and of
 the median sample."""
 _CUT_Z: Final = 8.0
-"""Standard errors by which the correlation of a sample of a cut vocabulary lies below the median
-sample's, to report it as unrelated; by Fisher's z = artanh(correlation), whose error is
+"""Minimum distance below the median sample's correlation, in standard errors, of an unrelated
+sample of a cut vocabulary. The errors are those of Fisher's z = artanh(correlation), which are
 1 / sqrt(tokens - 3) (On the "Probable Error" of a Coefficient of Correlation, 1921)."""
 _RELATED: Final = 0.35
 _RELATED_Z: Final = 2.0
 """Correlation of a sample's own p and q, and its standard errors (of the same z), beyond which they
 are of the same tokens."""
 _DRIFTED_Z: Final = 5.0
-"""Standard errors below the median sample's correlation, beyond which a sample is unrelated where
-an update that went far, since older policy versions sampled, lowers that of all of them."""
+"""Standard errors below the median sample's correlation, beyond which a sample of stale tokens is
+unrelated. An update that went far since they were sampled lowers the correlation of all."""
 _R: Final = 0.999
 """Maximum |correlation|, where z is finite."""
 _OUTLIER: Final = 0.3
@@ -99,7 +99,7 @@ def check_samples(summary: Summary) -> SampleChecks:
         strange = judged & ~moved & (far >= np.maximum(_SAMPLE_FAR, _SAMPLE_FAR_SHARE * n))
         strange &= own > 0.7 * least
         correlation, below, is_cut, is_odd = _of_cut_vocabulary(column, judged)
-        # Of one of many samples, each of few noisy tokens, a neighbour fits as well by chance.
+        # With many samples of few noisy tokens, a neighbour may fit as well by chance.
         z = np.arctanh(np.clip(correlation, -_R, _R)) * np.sqrt(n - 3.0)
         strange &= ~((correlation > _RELATED) & (z > _RELATED_Z))
         if summary.has_stale_tokens and _median(correlation[judged]) < UNRELATED:
@@ -112,12 +112,12 @@ def check_samples(summary: Summary) -> SampleChecks:
 def _of_cut_vocabulary(
     column: Mapping[str, Float64], judged: Bool
 ) -> tuple[Float64, Float64, Bool, Bool]:
-    """Return each sample's correlation, the standard errors by which it lies below the median
-    sample's (0 where one token alone decides), whether its vocabulary is cut, and whether it is
-    then odd.
+    """Return each sample's correlation, and the standard errors by which it lies below the median
+    sample's (0 if one token alone decides). Also return whether its vocabulary is cut, and whether
+    it is then odd.
 
-    Of a cut vocabulary every d has one sign, in all samples: that is no sample's own fault. At any
-    lag |p - q| is then the mass that was cut, and only the correlation of p and q tells whether
+    With a cut vocabulary every d has one sign in all samples, so this is no fault of one sample. At
+    any lag |p - q| is then the mass that was cut. Only the correlation of p and q shows whether
     they are of the same tokens.
     """
     n, p, q, size = (column[name] for name in ("tokens", "p_sum", "q_sum", "d_abs_sum"))

@@ -3,7 +3,7 @@
 A **run** is a maximal stretch of 1s in a row; it also ends where `positions` jump (context-parallel
 parts, zigzag). The round of a run is its index in the row plus `round_offset`, or its value in
 `round_ids`. A **segment** is a part of a run with constant round, turn and version and no skipped
-token; a **stretch** is a run, or an unskipped piece of one, as positions of its sample.
+token. A **stretch** is a run, or an unskipped piece of one, as positions of its sample.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NO_SKIP: Final[UInt8] = np.empty(0, np.uint8)
 
 
 class TokenColumns(NamedTuple):
-    """What ends a run or a segment besides the mask: arrays [tokens], or empty where not given."""
+    """Columns besides the mask that end a run or a segment: arrays [tokens], empty if not given."""
 
     positions: Int64 = NONE
     round_ids: Int64 = NONE
@@ -128,7 +128,7 @@ def _find_general(
     mask: Mask, one: np.uint64, offsets: Int64, row_round: Int64,
     positions: Int64, rounds: Int64, turns: Int64, versions: Int64, skip: UInt8,
 ) -> Found:  # fmt: skip
-    """Like `_find_plain`, if anything besides the mask can end a run or a segment."""
+    """Find segments if anything besides the mask can end a run or a segment."""
     table, n = np.empty((64, 6), np.int64), 0
     for row in range(offsets.size - 1):
         begin, end = offsets[row], offsets[row + 1]
@@ -184,7 +184,7 @@ def find(
         row_offsets: int64 [rows + 1].
         token_offset: int64 [rows], position of each row's first token in its sample; default 0.
         round_offset: int64 [rows], round of each row's first run in its sample; default 0.
-        columns: what else may end a run or a segment.
+        columns: further columns that may end a run or a segment.
     """
     row_round = np.zeros(len(row_offsets) - 1, np.int64) if round_offset is None else round_offset
     common = (mask, np.uint64(one), row_offsets, row_round)

@@ -47,7 +47,7 @@ class StatisticsSettings:
 
     @classmethod
     def of_run(cls, settings: JsonObject) -> StatisticsSettings:
-        """Return those of a run's settings.
+        """Return the settings for the statistics among a run's settings.
 
         Raises:
             InvalidInput: a rollout_is or threshold that verl does not have.
@@ -103,5 +103,5 @@ class StatisticsSettings:
 
 
 def clamped_exp(log_ratio: Float64) -> Float64:
-    """e^x with x clamped to verl's safety bound of ±20."""
+    """Return e^x with x clamped to verl's safety bound of ±20."""
     return np.exp(np.clip(log_ratio, -CLAMP, CLAMP))

@@ -1,9 +1,9 @@
-"""What the policy versions of a step's tokens mean for the checks of its streams.
+"""The effect of the policy versions of a step's tokens on the checks of its streams.
 
 The tokens of older policy versions are checked like all others. The mean of e^(p - q) is 1 for any
-two policies, and noise of an update leaves d uncorrelated with q; only an update that sharpens or
+two policies, and noise of an update leaves d uncorrelated with q. Only an update that sharpens or
 flattens the policy scales log-probs, as a temperature does. Tokens of the trainer's own version
-tell the two apart, where enough of them are known.
+distinguish the two, if enough of them are known.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from stagescope_service.statistics.checks import MANY, SCALED_Z, Check
 from stagescope_service.statistics.summary import Summary
 
 DRIFTED_SLOPE: Final = 0.115
-"""Maximum distance of a slope from 1 that policy drift may have made: an update that sharpens the
-policy as a temperature of 0.9 does, which is a lot for one, gives up to 1 / 0.9 - 1 = 0.111, while
-a wrong temperature of 0.8 gives 0.12 to 0.25."""
+"""Maximum distance of a slope from 1 that policy drift may have made. An update that sharpens the
+policy like a temperature of 0.9, a lot for one, gives up to 1 / 0.9 - 1 = 0.111. A wrong
+temperature of 0.8 gives 0.12 to 0.25."""
 
 _ALIKE: Final = 0.5
 
@@ -54,7 +54,7 @@ class Drift:
         )
 
     def judged(self, check: Check) -> Check:
-        """Return a check of tokens that may be stale, with what staleness means for it."""
+        """Return a check of tokens that may be stale, with the effect of staleness on it."""
         if check.status != "suspect":
             return check
         if check.name == "temperature":
@@ -78,7 +78,7 @@ class Drift:
 
 
 def differ_alike(all_tokens: Cell, fresh: Cell) -> bool:
-    """Return whether fresh tokens differ half as much as all or more; True of too few to tell.
+    """Return whether fresh tokens differ half as much as all or more; True if they are too few.
 
     A temperature moves fresh and stale tokens alike, an update the stale ones alone.
     """

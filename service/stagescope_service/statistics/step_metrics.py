@@ -1,12 +1,12 @@
 """The published numbers of a step summary in a form for series over many steps.
 
 A step summary holds every sequence of the step; a series over 10 000 steps needs one number of
-each. Its published numbers are therefore stored beside it at aggregation: those of the step as
-JSON, those of its ranks, rounds and stalenesses as one float64 matrix each.
+each. The published numbers are therefore stored beside it at aggregation. Those of the step are
+JSON; those of its ranks, rounds and stalenesses are one float64 matrix each.
 
-Beside the step's own numbers the JSON holds, where they were measured, those of the trainer against
-itself (`noise_floor/{name}`), and some of its first stalenesses (`staleness_{k}/{name}`): curves
-over all steps need them, and the matrices of a thousand ranks are too large to be read for that.
+The JSON also holds the numbers of the trainer against itself (`noise_floor/{name}`), if they were
+measured, and some of the first stalenesses (`staleness_{k}/{name}`). Curves over all steps need
+them, and the matrices of a thousand ranks are too large to be read for that.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def step_metrics(
 
     Args:
         step_summary: the step summary.
-        noise: that of the trainer against itself; None: not recorded.
+        noise: the summary of the trainer against itself; None: not recorded.
         verdict: the comparability verdict of the step's answer.
         suspects: the failed checks.
         summary_wall: the time of the aggregation; the row is valid for that aggregation only.

@@ -5,12 +5,12 @@ and the driver's copy of the ranks' rows are left out. Rows of different samples
 are distinguished (`identity`). A part that repeats only some tokens is listed in
 `StepSummary.to_recompute`; the caller recomputes its statistics with `skip_of(...)` and assembles
 again.
-Without ids the layout decides: of the ranks that hold the same rows (data_rank, else dp and cp
+Without ids the layout decides. Among the ranks that hold the same rows (data_rank, else dp and cp
 rank) the one with tp 0 and the last pp counts, in the lowest epoch.
 
-What counts depends only on the parts' numbers, roles and ranks (`PartRecord.precedence`), never on
-the order of arrival. Of what a rank handed over twice the newest counts; roles of `schema.ROLES`
-come before others (a driver).
+The result depends only on the parts' numbers, roles and ranks (`PartRecord.precedence`), never on
+the order of arrival. If a rank handed something over twice, the newest counts. Roles of
+`schema.ROLES` come before others (a driver).
 
 For every step: counted tokens + tokens left out with a reason = tokens sent (`StepSummary.sent`).
 """
@@ -71,7 +71,7 @@ class StepSummary:
         left_out: Key -> why it did not count.
         tokens_left_out: Reason -> number of tokens under the mask that it excludes.
         sent: Tokens under the mask of all parts.
-        contradictions: Ids that name several samples, each of which counts.
+        contradictions: Ids that name several samples; all of these count.
         differing: (key, key of the copy that goes before it) of copies whose numbers or masks
             differ.
         to_recompute: Parts to recompute; until then their tokens are missing.
@@ -396,7 +396,7 @@ class _TokenAccounting:
         if record.token_digest:
             earlier = self._digests.setdefault((*record.group, record.token_digest), record)
             return (None, None) if earlier is record else (REPEATED, earlier)
-        # Of rows without token ids another pass is known by its numbers alone.
+        # Without token ids, only its numbers identify another pass.
         earlier = self._digests.setdefault((*record.group, record.summary.digest), record)
         is_repeated = earlier.part.occurrence != record.part.occurrence
         return (REPEATED if is_repeated else None), None

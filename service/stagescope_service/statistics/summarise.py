@@ -40,7 +40,7 @@ _START, _STOP, _ROW, _ROUND, _TURN, _VERSION = range(6)
 MAX_ROUNDS: Final = 4096
 """Maximum number of distinct rounds, turns and versions."""
 MAX_ENGINES: Final = 4096
-"""Maximum number of engine instances of a payload; of more none is told apart."""
+"""Maximum number of engine instances of a payload; above it, engines are not distinguished."""
 _MARKS: Final = 8
 """Nominal marks on a row's grid: at least half as many for one run, at most twice as many."""
 _MAX_STRETCHES: Final = 1024
@@ -136,7 +136,7 @@ class _SliceKeys(NamedTuple):
     slots: Int64
     """[segments, 3]: index in `rounds`, `turns`, `ages`, or -1."""
     ignored: tuple[str, ...]
-    """Tensors that tell more apart than the limit."""
+    """Tensors with more distinct values than the limit."""
 
 
 def _slice_keys(batch: TokenBatch, table: Int64) -> _SliceKeys:
@@ -268,8 +268,8 @@ def _by_engine(batch: TokenBatch, rows: Float64) -> dict[str, Float64]:
 def _placement(batch: TokenBatch, table: Int64, every: Int64) -> Int64:
     """Return where segments lie in their rounds, int64 [segments, 3], see `kernel.accumulate`.
 
-    `every` are the segments without a skipped token. Where a round begins and ends is not known of
-    a piece of a sample: it may go on in another one.
+    `every` are the segments without a skipped token. The begin and end of a round are unknown in a
+    piece of a sample: it may continue in another one.
     """
     start, stop, row = every[:, _START], every[:, _STOP], every[:, _ROW]
     follows = batch.continues(start, row)  # segments of a round, by turn or version
@@ -318,7 +318,7 @@ def _sequences(
 
 
 def _token_digest(batch: TokenBatch, cover: Int64) -> str:
-    """Return a hash of the model tokens' ids and positions where rows have no sample ids."""
+    """Return a hash of the model tokens' ids and positions if rows have no sample ids."""
     if batch.sample_ids is not None or batch.token_ids is None or not len(cover):
         return ""
     _, first, last, token = cover.T
@@ -334,9 +334,9 @@ def _token_digest(batch: TokenBatch, cover: Int64) -> str:
 def _marks(batch: TokenBatch, cover: Int64) -> tuple[Int64, Float32]:
     """Return marks: tokens that every copy of a sample keeps, to distinguish it from others.
 
-    They are the row's first and last model tokens, and those at multiples of a power of two chosen
-    by the extent of the row: for two rows with the same positions the coarser grid is a subset of
-    the finer one.
+    They are the row's first and last model tokens, and those at multiples of a power of two. The
+    power depends on the extent of the row: for two rows with the same positions the coarser grid is
+    a subset of the finer one.
 
     Returns:
         int64 [marks, 3]: sequence, position, token id (or `UNKNOWN`); float32 [marks]: their q.

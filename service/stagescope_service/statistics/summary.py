@@ -218,14 +218,14 @@ class Summary:
 
     @property
     def fresh(self) -> Cell:
-        """The cell of the tokens of staleness 0 if that of all tokens is known, else of all."""
+        """The cell of the tokens of staleness 0 if every token's age is known, else of all."""
         if not self.is_staleness_known:
             return self.total
         return self.staleness.get(0) or Cell(cells.empty())
 
     @property
     def has_stale_tokens(self) -> bool:
-        """Whether older policy versions sampled tokens; of a rank alone it is not known."""
+        """Whether older policy versions sampled tokens; unknown for a rank alone."""
         return bool((self.staleness.keys > 0).any())
 
     @property
@@ -235,9 +235,9 @@ class Summary:
 
     @property
     def is_staleness_known(self) -> bool:
-        """Whether the age of every token is known and can be that of the trainer's past.
+        """Whether the age of every token is known and possible for a past trainer.
 
-        Of merged payloads each decides by its own texts and tensors whether its tokens have one.
+        In a merged summary, each payload decides by its own texts and tensors about its tokens.
         """
         known = bool(self.staleness.keys.size) and self.are_versions_numbered
         return known and not self.has_impossible_versions and not self.tokens_of_unknown_age
@@ -249,7 +249,7 @@ class Summary:
 
     @property
     def version_labels(self) -> tuple[str, ...]:
-        """The policy versions under the mask, the oldest first where their order is known."""
+        """The policy versions under the mask, the oldest first if their order is known."""
         named, codes = self.version_names, [*self.versions]
         if not self.are_versions_numbered:
             codes = [*(code for code in codes if code not in named), *named]
@@ -275,7 +275,7 @@ class Summary:
     def are_versions_numbered(self) -> bool:
         """Whether the order of the policy versions is known.
 
-        Texts without a number have none, nor have those of ranks that write other texts around it.
+        Texts without a number have no order, and texts around a number must be equal on all ranks.
         """
         named = self.version_names
         return all(map(is_numbered, named)) and differ_in_number(named.values())

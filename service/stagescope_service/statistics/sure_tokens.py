@@ -1,10 +1,10 @@
-"""Whether a temperature makes the difference of the streams, told by the tokens of a sure model.
+"""Whether a temperature causes the difference of the streams, shown by tokens of a sure model.
 
-d = p - q. A temperature moves every token whose probability is above one half in one direction:
-1 / sum((q_i / q_1)^s) grows with s. It moves unlikely tokens in the other one. A cut moves all
-tokens in one direction, and the scores of another model move the sure ones in both: of d that is
-mu + sigma n, with mu of one sign, the share of the wrong sign tells sigma. This needs no straight
-line, which a temperature has within a context alone.
+d = p - q. A temperature moves every token whose probability is above one half in one direction: 1 /
+sum((q_i / q_1)^s) grows with s. It moves unlikely tokens in the other one. A cut moves all tokens
+in one direction. The scores of another model move the sure ones in both. If d is mu + sigma n, with
+mu of one sign, the share of the wrong sign shows sigma. This needs no straight line, which a
+temperature has only within a context.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from stagescope_service.statistics.summary import Summary
 FEW: Final = 8
 """Minimum sure tokens, and unlikely ones that are looked at where there are as many."""
 ENOUGH: Final = 32
-"""Minimum sure tokens to show a temperature where no other check fails: noise moves as many in one
+"""Minimum sure tokens to show a temperature if no other check fails: noise moves as many in one
 direction with a probability of 2^-31."""
 SPREAD: Final = 0.045
-"""Nats by which sure tokens differ from the move of a temperature. An engine of int8 makes up to
-0.04, another model, of logits that are 0.3 nats off, 0.055 and more."""
+"""Maximum distance, in nats, of sure tokens from the move of a temperature. An engine of int8 makes
+up to 0.04. Another model, with logits that are 0.3 nats off, makes 0.055 and more."""
 CLEAR: Final = (0.97, 0.5)
-"""Minimum share of |d| of sure tokens, less that of the other sign, and minimum share of them that
-carry it, of a temperature beside which the spread is small, however many nats it is: a temperature
-of 0.4 makes 2.5 times the noise of one of 1."""
+"""Minimum share of |d| of sure tokens, less the share of the other sign, and minimum share of them
+that carry it. They hold for a temperature with a relatively small spread, however many nats it is:
+a temperature of 0.4 makes 2.5 times the noise of one of 1."""
 ONE_SIDED: Final = 0.9
-"""Minimum share of |d| of sure tokens, less that of the other sign, of a temperature that no
+"""Minimum share of |d| of sure tokens, less the share of the other sign, for a temperature that no
 straight line shows."""
 CARRYING: Final = 0.2
-"""Minimum share of the sure tokens that carry the sum of their |d|: a temperature moves all of
-them, and tokens that are scored as others are a few, all of which p finds unlikely."""
+"""Minimum share of the sure tokens that carry the sum of their |d|. A temperature moves all of
+them. Tokens that are scored as others are a few, and p finds all of these unlikely."""
 ONE_WAY: Final = 0.8
-"""Share of |d| of unlikely tokens, less that of the other sign, above which they moved in the
-direction of the sure ones. A cut leaves 0.9 or more, but for noise."""
+"""Share of |d| of unlikely tokens, less the share of the other sign, above which they moved like
+the sure ones. A cut leaves 0.9 or more, except for noise."""
 BEYOND_NOISE: Final = 2.0
-"""Minimum ratio of what unlikely tokens moved against the sure ones, on average, to `spread`: noise
-of an engine of int8 moves some against a shallow cut, by as much as the spread."""
+"""Minimum ratio of the mean move of unlikely tokens against the sure ones to `spread`. Noise of an
+engine of int8 moves some against a shallow cut, by as much as the spread."""
 _SURE: Final = CHANCES.index(0.5) + 1
 """The bin of 0.5 to 0.9; those above it hardly move."""
 _HALF: Final = _SURE - 1
@@ -55,16 +55,16 @@ _HALF: Final = _SURE - 1
 
 @dataclasses.dataclass(frozen=True)
 class SureTokens:
-    """How tokens moved whose probability is 0.5 to 0.9, and the unlikeliest ones.
+    """The moves of tokens whose probability is 0.5 to 0.9, and of the unlikeliest ones.
 
     Attributes:
-        tokens: how many sure ones.
-        side: sum of d over the sum of |d| of the sure ones: 1 where p lies above q in all.
-        spread: by how much they differ from the move of a temperature, in nats.
-        unlikely: sum of d over the sum of |d| of the unlikely ones; NaN where there are none.
-        against: mean of |d| of the unlikely ones, those that moved as the sure ones counted as 0.
+        tokens: number of sure ones.
+        side: sum of d over the sum of |d| of the sure ones: 1 if p lies above q in all.
+        spread: their distance from the move of a temperature, in nats.
+        unlikely: sum of d over the sum of |d| of the unlikely ones; NaN if there are none.
+        against: mean of |d| of the unlikely ones; those that moved like the sure ones count as 0.
         carrying: share of the sure ones that carry the sum of |d|.
-        different: how many of them are not copies, which the same response in a group has.
+        different: number of sure ones that are no copies, as equal responses of a group are.
     """
 
     tokens: int
@@ -77,7 +77,7 @@ class SureTokens:
 
     @classmethod
     def of(cls, summary: Summary) -> SureTokens | None:
-        """Return what the profiles of a step tell; None: too few sure tokens differ."""
+        """Return the moves in a step's profiles; None: too few sure tokens differ."""
         bins = summary.profiles.bins("probability")
         sure = [each for each in bins if each.key == _SURE]
         tokens, side = sum(each.tokens for each in sure), _side(sure)
@@ -105,21 +105,21 @@ class SureTokens:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether they all moved as far as one temperature moves them, but for noise."""
+        """Whether they all moved as far as one temperature moves them, except for noise."""
         side, carrying = CLEAR
         is_clear = abs(self.side) >= side and self.carrying >= carrying
         return self.spread <= SPREAD or is_clear
 
     @property
     def crosses(self) -> bool:
-        """Whether unlikely tokens moved against the sure ones: False where there are none."""
+        """Whether unlikely tokens moved against the sure ones; False if there are none."""
         is_noise = self.against < BEYOND_NOISE * self.spread
         return self.side * self.unlikely <= ONE_WAY and not is_noise
 
     def judged(self, scaling: Check, ratio: Check, p: str, q: str) -> tuple[Check, Check]:
-        """Return the checks of the slope and of the mean ratio, with what the sure tokens tell.
+        """Return the checks of the slope and of the mean ratio, corrected by the sure tokens.
 
-        Where one of the two failed, the other may be the one that it should be.
+        If one of the two failed, the other may be the one that should fail.
 
         Args:
             scaling: the check `temperature` of all tokens.
@@ -149,7 +149,7 @@ class SureTokens:
         return scaling, ratio
 
     def _show(self, scaling: Check) -> bool:
-        """Return whether they show a temperature by themselves, of a size that matters."""
+        """Return whether they alone show a temperature of a size that matters."""
         return (
             scaling.values.get("abs_diff", 0.0) >= SCALED_SIZE
             and abs(self.side) >= ONE_SIDED
@@ -162,13 +162,13 @@ class SureTokens:
 def is_temperature(scaling: Check, ratio: Check, sure: SureTokens | None) -> bool:
     """Return whether a slope explains a mean ratio other than 1.
 
-    The sure tokens tell, where they are known; of a cut where unlikely ones moved against them.
+    The sure tokens decide, if they are known; for a cut only if unlikely ones moved against them.
 
-    Truncation has the opposite slope: the mass that q loses is larger in less certain contexts,
-    so d rises with q as it does for a flatter q. With a colder q, which lacks rare tokens on
-    average, d falls with q, as it does where q is of another model, which raises the mean ratio.
-    All d have one sign where log-probs were scaled without renormalising them, and of a deep cut,
-    whose d do not follow q as closely.
+    Truncation has the opposite slope: the mass that q loses is larger in less certain contexts, so
+    d rises with q as it does for a flatter q. A colder q lacks rare tokens on average, and d falls
+    with q. It also falls if q is of another model, which raises the mean ratio. All d have one sign
+    if log-probs were scaled without renormalising them. So have those of a deep cut, but they do
+    not follow q as closely.
     """
     if scaling.status != "suspect":
         return False

@@ -1,9 +1,9 @@
 """Upserts of the logical rows that `tables.compact` stores.
 
-A row is upserted by the ids of its key. Two rows of one logical key might get other ids, if
-their works or senders differ in a column that is not of the key (a process that moves to another
-attempt, a policy version that becomes known at a stage's end): such a row is read, merged in memory
-and replaced. So is a row of which only a part of a work's or sender's columns are given.
+A row is upserted by the ids of its key. Two rows of one logical key may get other ids if their
+works or senders differ in a column outside the key. Examples are a process that moves to another
+attempt, or a policy version that becomes known at a stage's end. Such a row is read, merged in
+memory and replaced, as is a row with only some columns of a work or sender.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _JSON_MOST: Final = 2000
 """Characters (ASCII) of JSON that is stored once. Longer JSON stays in its rows: a row of an index
 of PostgreSQL has at most 2704 bytes."""
 _RESERVED: Final = bytearray(20)
-"""As much as the end of a stage, a payload or an artifact adds to its row. (SQLite's driver takes a
+"""Bytes that the end of a stage, a payload or an artifact adds to its row. (SQLite's driver takes a
 bytearray as it is, and looks for an adapter of bytes.)"""
 
 
@@ -55,15 +55,15 @@ class _Compact:
     view: sa.Table
     table: sa.Table
     work: tuple[str, ...]
-    """The columns that say which work; with `work_key` where the logical rows have it."""
+    """The columns that identify the work; with `work_key` if the logical rows have it."""
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Logical column -> column of a text's id."""
     after: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    """Logical column -> column of the difference, and from what."""
+    """Logical column -> column of the difference, and the column that it is relative to."""
     shared_json: tuple[str, ...] = ()
-    """JSON that is often equal: with an id where it is, else in the row."""
+    """JSON that is often equal: stored once with an id if it is, else in the row."""
     ends: frozenset[str] = frozenset()
-    """Columns whose values take what a row reserved for them."""
+    """Columns whose values use the space that a row reserved for them."""
 
     @functools.cached_property
     def key(self) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ def delete(
 
 
 def remove_works(connection: sa.Connection, ids: Ids, attempt_id: int, step: int) -> None:
-    """Delete the works of a step to which no row refers any more."""
+    """Delete the works of a step that no row refers to any more."""
     used = [
         sa.exists().where(compact.table.c.work_id == works.c.work_id)
         for compact in COMPACT_VIEWS.values()
@@ -209,7 +209,7 @@ def _unclear(ids: Ids, columns: Columns, work_ids: Sequence[int]) -> dict[int, N
 
 
 def _replace(connection: sa.Connection, ids: Ids, compact: _Compact, rows: Sequence[Row]) -> None:
-    """Merge rows with the stored ones, and write them anew."""
+    """Merge rows with the stored ones and replace these."""
     name = compact.view.name
     unknown = dict.fromkeys(compact.view.c.keys())
     stored_ids: list[sa.Label[int]] = [
@@ -269,7 +269,7 @@ def _sender_columns(compact: _Compact) -> tuple[str, ...]:
 
 
 def _cells(connection: sa.Connection, ids: Ids, compact: _Compact, columns: Columns) -> Columns:
-    """Return the stored columns of rows, but for the ids of works and senders."""
+    """Return the stored columns of rows, without the ids of works and senders."""
     if compact.table is scalar_rows and "value" in columns and "nonfinite" not in columns:
         columns = columns | _split_values(columns["value"])
     cells: Columns = {
@@ -321,7 +321,7 @@ def _differences(values: Sequence[int | None], bases: Sequence[int]) -> list[int
 
 
 def _reserved(compact: _Compact, columns: Columns) -> Sequence[bytearray | None]:
-    """Return what a row reserves for its end: nothing where the end is given."""
+    """Return the space that each row reserves for its end; None if the end is given."""
     ended = compact.ends & columns.keys()
     if not ended:
         return [_RESERVED] * _count(columns)
@@ -371,7 +371,7 @@ def _split_artifact(artifact_id: str) -> dict[str, object]:
 def _paths(
     connection: sa.Connection, ids: Ids, columns: Columns
 ) -> tuple[Sequence[int | None], Sequence[str | None]]:
-    """Return (id of the common path, own path) of artifacts, one of which is None."""
+    """Return (id of the common path, own path) of artifacts; one of the two is None."""
     paths, owners = columns["path"], columns["owner"]
     common: list[str | None] = []
     for path, number, owner in zip(paths, columns["number"], owners, strict=True):
@@ -385,7 +385,7 @@ def _paths(
 def _shared(
     connection: sa.Connection, ids: Ids, values: Sequence[Any]
 ) -> tuple[Sequence[int | None], Sequence[str | None]]:
-    """Return (id of the JSON, the JSON itself) of values, one of which is None."""
+    """Return (id of the JSON, the JSON itself) of values; one of the two is None."""
     documents = [None if value is None else dump_json(value) for value in values]
     counts = Counter(text for text in documents if text is not None and len(text) <= _JSON_MOST)
     shared = {
@@ -431,7 +431,7 @@ def _is_later(step: int | None, than: int | None) -> bool:
 
 
 def _advance_begins(connection: sa.Connection, ids: Ids, columns: Columns) -> None:
-    """Record each attempt's training stage that began last."""
+    """Record the training stage that began last, by attempt."""
     names = ("attempt_id", "begun_wall", "begin_wall", "step")
     columns = {"begin_wall": [None] * _count(columns), **columns}
     latest: dict[int, Key] = {}

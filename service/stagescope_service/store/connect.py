@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import psycopg
 
 REVISION: Final = "0012"
-"""Of the tables: a catalogue of another revision is refused."""
+"""Revision of the tables; a catalogue of another revision is refused."""
 
 _VERSION: Final = sa.Table(
     "alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True)
@@ -44,7 +44,7 @@ BUSY_SECONDS: Final = 5.0
 
 _WAL_BYTES: Final = 64 << 20
 _ENCODINGS: Final = ("UTF8", "SQL_ASCII")
-"""Encodings of PostgreSQL's databases that hold every text; SQL_ASCII takes bytes as they come."""
+"""Encodings of PostgreSQL's databases that hold every text; SQL_ASCII keeps bytes as they are."""
 _OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables; upserts are older
 _SHARED_FILESYSTEMS: Final = re.compile(
     r"nfs\d?|lustre|gpfs|cifs|smb\w*|9p|afs|beegfs|ceph|wekafs|ocfs2|gfs2?|glusterfs|pvfs2|orangefs"

@@ -48,10 +48,10 @@ class Delete(NamedTuple):
 
 
 class RemoveRows(NamedTuple):
-    """Delete rows of a step, at most `limit`: of the tables in `tables.STEP_ROWS`.
+    """Delete rows of a step, at most `limit`, from the tables in `tables.STEP_ROWS`.
 
-    What outlives them are the step's own row with its summary, its metrics, findings, losses,
-    dumps, and files that still exist.
+    Other rows remain: the step's own row with its summary, its metrics, findings, losses, dumps,
+    and files that still exist.
     """
 
     attempt_id: int
@@ -93,17 +93,17 @@ class Snapshot:
     """The state with which a coordinator continues after its predecessor; plain rows by table.
 
     * `runs`, `attempts`, `captures`: all of them (including removed captures).
-    * `processes`: those that neither finished nor lapsed, those with a payload in state
-      'announced', and all of the attempts that have not ended or are the newest of their run.
+    * `processes`: all that neither finished nor lapsed, or have a payload in state 'announced'.
+      Also all of attempts that have not ended or are the newest of their run.
     * `steps`: those not closed, and the last closed ones of each attempt; without their blobs.
-    * `stages`: the open ones, and those of these steps in attempts that have not ended or are
-      the newest of their run; of work without a step the unfinished ones.
+    * `stages`: the open ones. In attempts that have not ended or are the newest of their run also
+      those of these steps, and the unfinished ones without a step.
     * `unaggregated`: (attempt_id, step) of closed steps whose summary lacks parts ingested later.
     * `armed`: dumps that began and did not report an end.
     * `undigested`: `operators` of announced dumps whose operator table was not built since.
     * `asked_stacks`: `stacks` that were requested and not delivered.
     * `payloads`: those in state 'announced', and those of these steps in these attempts.
-    * `findings`: of each run's newest attempt, and those of no attempt.
+    * `findings`: all of each run's newest attempt, and all without an attempt.
     """
 
     runs: list[RunRow]
@@ -134,9 +134,9 @@ class Store(Protocol):
     **Order.** Submissions are applied in the order of the calls: if two set the same column of
     the same row, the later one wins.
 
-    **Outage.** While the database cannot be written (locked, disk full, unreachable, privileges
-    revoked, a table missing) nothing is discarded: submissions stay queued, `health()` reports the
-    reason, and writes are retried until they succeed or the store is closed.
+    **Outage.** While the database cannot be written, nothing is discarded. Submissions stay queued,
+    `health()` reports the reason, and writes are retried until they succeed or the store is closed.
+    A lock, a full disk, a lost server, revoked privileges or a missing table may cause it.
 
     **Refusal.** A write whose values the database can never accept (a wrong type, a violated
     constraint, an unknown column) concerns its submission alone. The submission fails as a whole

@@ -1,4 +1,4 @@
-"""Copies of catalogues: all of one in another database, or one run in a file of its own."""
+"""Copies of catalogues: a whole one into another database, or one run into its own file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from stagescope_service.store.tables.compact import KNOWN_TEXTS
 from stagescope_wire.errors import CatalogueUnavailable
 
 MAX_WORKS: Final = 200_000
-"""Works (a part of a stage in a step) of a run whose rows are taken for every step."""
+"""Maximum works (a part of a stage in a step) of a run for a copy of the rows of every step."""
 MAX_BLOB_BYTES: Final = 256 << 20
-"""Of all step summaries, and of all stored slices: with more, only those near the step."""
+"""Maximum bytes of all step summaries, and of all slices; above it only those near the step."""
 NEAR: Final = 25
-"""Steps before and after the step whose summaries are always taken."""
+"""Steps before and after the step whose summaries are always copied."""
 _AT_ONCE: Final = 1000
 
 LEFT_OUT: Final[Mapping[str, str]] = {
@@ -28,7 +28,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "meta": "it is the service's own",
     "trigger_rules": "they are of no run, and may hold the secrets of webhooks",
 }
-"""Tables that are not taken -> why."""
+"""Tables that are not copied -> why."""
 OF_STEPS: Final = ("summaries", "samples", "weights")
 """Tables with many rows a step, besides those of works."""
 _TEXTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -42,7 +42,7 @@ _TEXTS: Final[Mapping[str, tuple[str, ...]]] = {
 _BLOBS: Final[Mapping[str, tuple[str, str]]] = {
     "steps": ("step_summary", "summaries"), "step_metrics": ("slices", "numbers by rank and round"),
 }  # fmt: skip
-"""Table -> its large column, and what that holds."""
+"""Table -> its large column, and the content of the column."""
 
 Redact = Callable[[Any, str], Any]  # any value of a column
 """Returns a value of a column without secrets, given the column's name."""
@@ -50,7 +50,7 @@ Redact = Callable[[Any, str], Any]  # any value of a column
 
 @dataclasses.dataclass(frozen=True)
 class Omission:
-    """Rows that were not taken."""
+    """Rows that were not copied."""
 
     what: str
     reason: str
@@ -70,11 +70,11 @@ def copy_catalogue(
 ) -> list[Copied]:
     """Copy every row of a catalogue into an empty one, all or nothing.
 
-    Both are read again in the end: each table has as many rows here as there.
+    Both are read again at the end: each table must have as many rows in both.
 
     Args:
-        source: its URL. Nobody may write to it meanwhile: of SQLite its lock is held, so that a
-            service that runs keeps its writes; of PostgreSQL the lock of its writer is taken.
+        source: its URL. No other process may write to it meanwhile. SQLite's lock is held, so that
+            a running service keeps its writes; for PostgreSQL the lock of its writer is taken.
         target: the URL of a catalogue without rows, or of an empty database; its tables are made.
         on_rows: called with the rows copied so far and those to copy.
 
@@ -143,7 +143,7 @@ def _copy_all(
 
 
 def _advance_sequence(connection: sa.Connection, table: sa.Table) -> None:
-    """Let keys that the database generates go on after those that were copied."""
+    """Let keys that the database generates continue after the copied ones."""
     for column in table.primary_key:
         if column.autoincrement is True:
             last = sa.select(sa.func.max(column)).scalar_subquery()
@@ -166,11 +166,11 @@ def copy_run(
         target: the new file; it must not exist.
         run: its name.
         attempt_id: the attempt of the step.
-        step: all its rows are taken; those of other steps if there are not too many.
+        step: all its rows are copied; those of other steps if there are not too many.
         redact: is applied to every text and every JSON value.
 
     Returns:
-        What was left out of this run.
+        The omitted rows of this run.
 
     Raises:
         CatalogueUnavailable: the catalogue cannot be read at the moment.
@@ -251,7 +251,7 @@ def _blob_bytes(connection: sa.Connection, name: str, condition: sa.ColumnElemen
 
 
 def _without_blobs(name: str, near: sa.ColumnElement[bool]) -> sa.Select[object]:
-    """Select the rows of a table, its blobs only where `near` is so."""
+    """Select the rows of a table, with their blobs only where `near` is true."""
     blob = _BLOBS[name][0]
     return sa.select(
         *(
@@ -264,7 +264,7 @@ def _without_blobs(name: str, near: sa.ColumnElement[bool]) -> sa.Select[object]
 def _conditions(
     run: str, attempt_id: int, step: int, *, all_steps: bool
 ) -> dict[str, sa.ColumnElement[bool]]:
-    """Return which rows of each table are taken."""
+    """Return the condition of the rows to copy, by table."""
     tables = metadata.tables
     attempts, works = tables["attempts"].c, tables["works"].c
     of_run = sa.select(attempts.attempt_id).where(attempts.run == run)
@@ -327,7 +327,7 @@ def batches(connection: sa.Connection, query: sa.Select[Any]) -> Iterator[list[d
 # --- paths ----------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class PlacedFile:
-    """Where the file of an artifact lies, or that of an operator table where `key` is its key."""
+    """The path of an artifact's file, or of an operator table's if `key` is its key."""
 
     path: str
     bytes: int
@@ -338,7 +338,7 @@ class PlacedFile:
 
 
 def place_files(catalogue: Path, files: Sequence[PlacedFile]) -> None:
-    """Write where files lie into a catalogue that nobody else has open."""
+    """Write the paths of files into a catalogue that no other process has open."""
     artifacts = sa.text(
         "UPDATE artifact_rows SET path = :path, path_id = NULL, bytes = :bytes, "
         "checksum = :checksum WHERE (prefix_id, owner_id, number) = (SELECT prefix_id, owner_id, "

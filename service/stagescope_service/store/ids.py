@@ -1,8 +1,8 @@
-"""The ids of what many rows have in common: texts, works, senders and clocks.
+"""The ids of shared values: texts, works, senders and clocks.
 
-They are in memory, so that a row costs no query, and new ones are inserted in the transaction of
-the rows that refer to them. Where such a transaction fails, `clear` must be called: its ids are
-not in the catalogue.
+They are in memory, so that a row costs no query. New ones are inserted in the transaction of the
+rows that refer to them. If such a transaction fails, call `clear`: its ids are not in the
+catalogue.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from stagescope_service.store.tables.compact import KNOWN_TEXTS, clocks, senders
 Key = tuple[Any, ...]
 
 _MOST: Final = 20_000
-"""Maximum entries of a kind in memory; beyond that those of the kind are read again when they are
-needed. A work takes 0.6 KB, a sender 0.4 KB, a text or a clock mostly 0.2 KB."""
+"""Maximum entries of a kind in memory; beyond that the kind is read again when it is needed. A work
+takes 0.6 KB, a sender 0.4 KB, a text or a clock mostly 0.2 KB."""
 _CHUNK: Final = 400
 
 
 class Owned(NamedTuple):
-    """A work or a sender, and the attempt that it is of."""
+    """A work or a sender, and its attempt."""
 
     id: int
     attempt_id: int | None
@@ -38,7 +38,7 @@ class Ids:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything that was read or created."""
+        """Forget all that was read or created."""
         self.forget_works()
         self._forget_texts()
         self._forget_clocks()
@@ -48,11 +48,11 @@ class Ids:
         self.last_begun: dict[int, float] = {}
         """attempt_id -> when the last training stage began that the catalogue knows"""
         self.seen: set[int] = set()
-        """Hashes of JSON that was written once: written again, it gets an id."""
+        """Hashes of JSON that was written once; at the second time it gets an id."""
         self._next: dict[str, int] = {}
 
     def forget_works(self) -> None:
-        """Forget the works; to be called where some were deleted."""
+        """Forget the works; call it after some were deleted."""
         self.works: dict[Key, int] = {}
         """(attempt_id, step, policy_version, stage, part, work_key) -> id"""
         self.places: dict[Key, int] = {}
@@ -74,7 +74,7 @@ class Ids:
         self.senders_of: dict[str, list[Owned]] = {}
 
     def forget_many(self) -> None:
-        """Bound the memory; to be called between transactions or groups of rows."""
+        """Bound the memory; call it between transactions or groups of rows."""
         if max(len(self.works), len(self.places), len(self._steps)) > _MOST:
             self.forget_works()
         if len(self.texts) > _MOST:
@@ -95,7 +95,7 @@ class Ids:
         return _looked_up(connection, self.texts, wanted, self._add_texts)
 
     def of_clocks(self, connection: sa.Connection, wanted: Sequence[Key]) -> list[int | None]:
-        """Return the ids of (offset, error); the same may have several."""
+        """Return the ids of (offset, error); equal ones may have several."""
         return _looked_up(connection, self.clocks, wanted, self._add_clocks)
 
     def of_works(self, connection: sa.Connection, wanted: Sequence[Key]) -> list[int]:
@@ -103,7 +103,7 @@ class Ids:
         return _looked_up(connection, self.works, wanted, self._add_works)
 
     def of_places(self, connection: sa.Connection, wanted: Sequence[Key]) -> list[int]:
-        """Return the ids of works of which the key is not known."""
+        """Return the ids of works whose key is unknown."""
         return _looked_up(connection, self.places, wanted, self._add_places)
 
     def of_senders(self, connection: sa.Connection, wanted: Sequence[Key]) -> list[int]:
@@ -216,7 +216,7 @@ def _looked_up(
     wanted: Sequence[_Known],
     add: Callable[[sa.Connection, Iterable[_Known]], None],
 ) -> list[_Id]:
-    """Return the ids of what is wanted; what is not known yet is added."""
+    """Return the ids of the wanted values; unknown ones are added."""
     find = known.__getitem__
     try:
         return list(map(find, wanted))

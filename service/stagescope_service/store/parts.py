@@ -1,4 +1,4 @@
-"""Conversion of catalogue rows to the parts from which a step summary is assembled.
+"""Conversion of catalogue rows to the parts of a step summary.
 
 The coordinator (step summaries of closed steps) and the API (slices and open steps) share it, so
 that equal rows give equal numbers.

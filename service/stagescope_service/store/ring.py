@@ -5,12 +5,12 @@ share of it, so that there is always room for the newest. It leaves free disk sp
 never raises into ingestion: payloads that could not be kept are counted and reported.
 
 All state is in the names of its files, so a new process continues with the files it finds:
-`{attempt_id}~{step}~{seq}~{incarnation}.safetensors`, and `{attempt_id}~{step}.pin` or
-`{name}.pin` for what is pinned.
+`{attempt_id}~{step}~{seq}~{incarnation}.safetensors`, and `{attempt_id}~{step}.pin` or `{name}.pin`
+for pins.
 
-A machine whose Ray begins anew is a new node, and so is the head of the next cluster on the same
-disk: a ring takes over the directories that gone nodes left there (`rings_left`). Their payloads
-stay where they are, since the catalogue has their paths, and count as its own.
+A machine whose Ray restarts is a new node, and so is the head of the next cluster on the same disk.
+A ring takes over the directories that gone nodes left there (`rings_left`). Their payloads stay in
+place, since the catalogue has their paths, and count as its own.
 """
 
 from __future__ import annotations
@@ -377,7 +377,7 @@ def rings_left(rings: Path, own: str, alive: Collection[str]) -> list[Path]:
     Args:
         rings: the directory of all rings of a data directory.
         own: name of the directory of the node that asks.
-        alive: names of those of living nodes, `own` among them.
+        alive: names of the directories of living nodes, `own` among them.
     """
     if own not in alive or not rings.is_dir():
         return []
@@ -407,7 +407,7 @@ def _step_name(attempt_id: int, step: int | None) -> str:
 
 
 def _checked_size(path: Path) -> int:
-    """Return the size of a file; 0 where it is damaged, and removed, or cannot be read now."""
+    """Return the size of a file; 0 if it is damaged, and removed, or cannot be read now."""
     try:
         return check_file(path)
     except InvalidTensor:

@@ -37,7 +37,7 @@ from stagescope_service.store.tables import (
 from stagescope_wire.nonfinite import JsonObject
 
 Query: TypeAlias = "sa.Select[*tuple[Any, ...]]"
-"""A query of any columns: `rows` is given the type of its rows."""
+"""A query of any columns; `rows` gets the type of its rows."""
 
 R = TypeVar("R")
 
@@ -56,10 +56,10 @@ def rows(
     """Return a query's rows as plain dicts.
 
     Args:
-        row: their type, a TypedDict with the columns that are selected.
+        row: the type of the rows, a TypedDict with the selected columns.
         connection: in a transaction.
         query: the query.
-        parameters: its values, where it is made without them.
+        parameters: the values of its parameters, if it has any.
     """
     found = connection.execute(query, parameters).mappings()
     return [cast("R", dict(mapping)) for mapping in found]
@@ -142,7 +142,7 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
 
 
 def _text(condition: str) -> sa.TextClause:
-    """Return the condition of a partial index, which must match the index's text exactly."""
+    """Return the condition of a partial index; it must match the index's text exactly."""
     return sa.text(condition)  # a literal column of this type would end in "= 1"
 
 

@@ -1,8 +1,8 @@
-"""The store on a SQL database: one thread that commits what is queued in groups.
+"""The store on a SQL database: one thread that commits the queued writes in groups.
 
-A commit costs a disk flush regardless of its size. Writes are therefore committed in groups:
-everything that arrives during one flush goes into the next transaction, merged into as few
-statements as leave what the writes leave one after the other (`WriteBatch`).
+A commit costs a disk flush regardless of its size, so writes are committed in groups. Everything
+that arrives during one flush goes into the next transaction. It is merged into as few statements as
+possible, with the result of the writes one after the other (`WriteBatch`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ GROUP_ROWS: Final = 20_000
 """Maximum rows of a group, so that no caller waits for an endless transaction."""
 
 _COMMIT_DELAY: Final = 0.005
-"""Seconds between two groups: a transaction costs more than its rows, so that calls of few events
-took 1.35 to 1.5 times the CPU of a bare actor's without a delay, and 1.1 to 1.25 times with it."""
+"""Seconds between two groups, as a transaction costs more than its rows. Calls of few events took
+1.35 to 1.5 times the CPU of a bare actor's without a delay, and 1.1 to 1.25 times with it."""
 _FIRST_PAUSE: Final = 0.05
 _MAX_PAUSE: Final = 2.0
 
@@ -56,7 +56,7 @@ class _Submission:
 
 
 _Outcome: TypeAlias = "StoreError | Sequence[RefusedWrite]"
-"""Of a submission: why it failed as a whole, or the writes that were left out."""
+"""The outcome of a submission: why it failed as a whole, or the writes that were left out."""
 
 
 class SqlStore:
@@ -264,7 +264,7 @@ class SqlStore:
         return None
 
     def _wait(self, seconds: float) -> bool:
-        """Wait before the next try; return False if the store shall give up instead."""
+        """Wait before the next try; return False if the store should give up instead."""
         until = time.monotonic() + seconds
         with self._changed:
             # A submission also wakes this wait, but is no reason to retry earlier.
@@ -396,7 +396,7 @@ class WriteBatch:
 
         Args:
             connection: in a transaction.
-            ids: those that the writer knows; to be cleared where the transaction fails.
+            ids: the writer's ids; clear them if the transaction fails.
         """
         ids = ids or Ids()
         ids.forget_many()

@@ -64,7 +64,7 @@ def columns_of(names: Iterable[str], rows: Iterable[Mapping[str, object]]) -> Co
 
 
 def stored(dialect: sa.Dialect, kind: Any, values: Sequence[Any]) -> Sequence[object]:
-    """Return the values of a column as the driver takes them: JSON as text, flags."""
+    """Return the values of a column in the form for the driver: JSON as text, flags."""
     if isinstance(kind, Flag):
         # SQLite's driver looks for an adapter of each bool, which takes longer than the rest of it.
         flag = int if dialect.name == "sqlite" else bool
@@ -87,15 +87,15 @@ def upsert(
     *,
     newer: str | None = None,
 ) -> None:
-    """Insert rows; of those whose key is there, set the columns `sets`.
+    """Insert rows; if the key of a row exists, set only the columns `sets`.
 
-    With `newer` only where the value of that column is greater than the stored one.
+    With `newer`, set them only if the value of that column is greater than the stored one.
     """
     _execute(connection, table, columns, _Conflict(sets, newer))
 
 
 class _Conflict(NamedTuple):
-    """What an upsert does where the key is there."""
+    """The action of an upsert if the key exists."""
 
     sets: frozenset[str]
     newer: str | None

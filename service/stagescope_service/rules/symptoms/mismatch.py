@@ -24,7 +24,7 @@ from stagescope_service.statistics.step_metrics import Dimension, SliceKey
 from stagescope_wire.render import counted
 
 _FEW: Final = 8
-"""Tokens that are few: those that carry a mean say nothing about the others."""
+"""Number of tokens that are few: if they carry a mean, it says nothing about the others."""
 _CARRIED: Final = ": a few tokens carry it, and it says nothing about the others"
 
 
@@ -34,8 +34,8 @@ class _Mean(NamedTuple):
     value: float
     tokens: float
     least: float
-    """Mean |d| without the tokens that are far off, where these are few; of other metrics `value`.
-    Each of them counts as the largest one, so that it is at most what the others have."""
+    """Mean |d| without the tokens that are far off, if these are few; for other metrics `value`.
+    Each of the few counts as the largest one, so this is a lower bound."""
 
 
 _Slices: TypeAlias = "list[tuple[StepInForce, dict[SliceKey, _Mean]]]"
@@ -63,7 +63,7 @@ def rank_apart(
 ) -> Evidence:
     """Return the rank whose metric is `factor` times the others' median, step after step.
 
-    Of two ranks it is the one with the higher value, in half of the steps at least.
+    With two ranks, the one with the higher value must be the same in at least half of the steps.
     """
     slices = [each for each in _means(history, "rank", metric) if len(each[1]) >= 2]
     if len(slices) < least:
@@ -126,7 +126,7 @@ def rounds_rise(
     """Return whether a metric rises with the round, and more than its tokens grow less sure.
 
     In `share` of the newest steps Spearman's rank correlation with the round is at least 0.8, and
-    the last round has `factor` times the first one's; so does the metric divided by the mean of -q.
+    the last round has `factor` times the first one's. The metric over the mean of -q does, too.
     The same noise of the logits makes |d| larger where a token is less sure (arXiv 2512.23087), and
     later rounds of a healthy run often are.
     """
@@ -192,8 +192,8 @@ def engine_apart(
 ) -> Evidence:
     """Return the engine instance whose mean |d| is `factor` times the others', in each step.
 
-    Each of the newest `READ` steps must show it, over `tokens` tokens of it and of the others, and
-    more than a few of them must carry it.
+    Each of the newest `READ` steps must show it, over at least `tokens` tokens of each engine
+    instance. More than a few tokens must carry it.
     """
     apart: list[tuple[int, str, float, float]] = []
     examined = 0
@@ -256,7 +256,7 @@ def stale(
 ) -> Evidence:
     """Return whether tokens of older policy versions have a larger mismatch than fresh ones.
 
-    Where no step has fresh tokens, the youngest of the newest steps are compared with the older.
+    If no step has fresh tokens, the youngest ones of the newest steps are compared with the older.
     """
     slices = _means(history, "staleness", metric)
     if not any(len(values) for _, values in slices):
@@ -296,8 +296,8 @@ def stale(
 
 
 def versions_ahead(history: RunHistory) -> Evidence:
-    """Return whether tokens are of policy versions that the trainer does not have yet, in one of
-    the newest `READ` steps."""
+    """Return whether tokens in one of the newest `READ` steps have policy versions that the trainer
+    has not reached yet."""
     looked = [(step, summary.staleness) for step, summary in history.summaries]
     known = [(step, ages) for step, ages in looked if ages.keys.size]
     if not known:
@@ -354,7 +354,7 @@ def _pooled(steps: Sequence[_Ages], first: int, last: int | None = None) -> _Mea
 
 
 def _by_age(steps: Sequence[_Ages], factor: float, text: str) -> Evidence:
-    """Compare the youngest of tokens that are all old with the older ones."""
+    """Compare the youngest tokens with the older ones, if none are fresh."""
     ages = [(age, mean.tokens) for each in steps for age, mean in each.by_age.items()]
     youngest = min(age for age, tokens in ages if age > 0 and tokens)
     young = _pooled(steps, youngest, youngest).value

@@ -1,4 +1,4 @@
-"""Evidence of what was reported: samples, findings, losses, times, settings."""
+"""Evidence from reports: samples, findings, losses, times, settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from stagescope_service.store.tables import FindingRow, LossRow
 from stagescope_wire.render import counted
 
 TRIGGER: Final = "trigger_"
-"""Begin of the kind of a finding that a trigger's rule made."""
+"""Prefix of the kinds of findings that triggers' rules make."""
 
 
 def groups(
@@ -40,10 +40,10 @@ def groups(
 
     Args:
         history: of the run.
-        kind: 'equal': all rewards of a group are equal, so that its advantages are 0; 'low' or
-            'high': they are equal to the lowest or highest reward of the steps up to there;
-            'single': a group has one sample.
-        share: of the groups, over which they are many.
+        kind: 'equal': all rewards of a group are equal, so its advantages are 0. 'low' or 'high':
+            they equal the lowest or highest reward of the steps up to there. 'single': a group has
+            one sample.
+        share: share of the groups above which they are many.
     """
     every = history.groups
     if not every:
@@ -76,15 +76,15 @@ def groups(
 
 
 def _of_kind(row: RewardGroupsRow, kind: Literal["equal", "low", "high", "single"]) -> int:
-    """Return how many groups of a step are of a kind."""
+    """Return the number of groups of a step that are of a kind."""
     return {
         "equal": row["equal"], "low": row["low"], "high": row["high"], "single": row["single"],
     }[kind]  # fmt: skip
 
 
 def _reward_edges(rows: Sequence[RewardGroupsRow]) -> tuple[Float64, Float64]:
-    """Return the lowest and highest reward of the `NEWEST` steps up to each; of all steps up to it
-    where those have one reward alone."""
+    """Return the lowest and highest reward of the `NEWEST` steps up to each step. If those have
+    only one reward, all steps up to it count."""
     low = np.array([row["lowest"] for row in rows], np.float64)
     high = np.array([row["highest"] for row in rows], np.float64)
     begins = [max(0, at + 1 - NEWEST) for at in range(len(rows))]
@@ -98,8 +98,8 @@ def _reward_edges(rows: Sequence[RewardGroupsRow]) -> tuple[Float64, Float64]:
 def truncated(
     history: RunHistory, *, names: Sequence[str], bound: float = 0.1, share: float = 0.2
 ) -> Evidence:
-    """Return whether many responses end at the longest length: by the trainer's own scalar, else
-    by the share of samples that have exactly the largest number of tokens."""
+    """Return whether many responses have the maximum length. The trainer's own scalar decides, else
+    the share of samples that have exactly the largest number of tokens."""
     logged = history.scalars(names)
     if logged:
         return beyond(logged[0], bound, NEWEST, 0.5)
@@ -121,7 +121,7 @@ def finding(
     besides: Sequence[str] = (),
     open_only: bool = False,
 ) -> Evidence:
-    """Return the findings of some kinds (patterns with `*`) that are not of those `besides`."""
+    """Return the findings of some kinds (patterns with `*`), without the kinds `besides`."""
     rows = [
         row
         for row in history.findings
@@ -135,7 +135,7 @@ def finding(
 
 
 def stream_changes(history: RunHistory, *, kind: str) -> Evidence:
-    """Note what the streams' payloads say otherwise than in steps before: it may be on purpose."""
+    """Note how the streams' payloads differ from those of earlier steps: it may be on purpose."""
     rows = [row for row in history.findings if row["kind"] == kind]
     if not rows:
         return not_found("no step says of its streams anything else than the step before")
@@ -145,9 +145,9 @@ def stream_changes(history: RunHistory, *, kind: str) -> Evidence:
 
 
 def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
-    """Return the findings of some kinds that still hold in the newest attempt that is looked at.
+    """Return the findings of some kinds that still hold in the newest attempt of the history.
 
-    A rank that went on, and an attempt that ended, hold up nobody any more.
+    A rank that went on, or whose attempt ended, holds up no other rank any more.
     """
     rows = [row for row in history.every_finding if row["kind"] in kinds]
     held = [
@@ -180,13 +180,13 @@ def _found(
 ) -> Evidence:
     """Return the evidence of reported rows, ended where enough steps closed since the last one.
 
-    What belongs to no step is of the last step of its attempt. A trigger's rule is silent during
+    A row without a step counts in the last step of its attempt. A trigger's rule is silent during
     its cooldown, whether its condition holds or not.
 
     Args:
         history: of the run.
-        rows: that were reported.
-        lines: what they say.
+        rows: the reported rows.
+        lines: the texts of the rows.
         of: the rows whose ranks are named; None: all.
     """
     named = rows if of is None else of
@@ -231,7 +231,7 @@ def _listed(ranks: Sequence[str]) -> str:
 
 
 def scalars_not_finite(history: RunHistory) -> Evidence:
-    """Return which logged numbers are NaN or infinite, on which ranks, and where first."""
+    """Return the logged numbers that are NaN or infinite, their ranks, and the first place."""
     rows = history.non_finite_scalars
     if not history.scalar_names:
         return not_measured("no scalar is logged")
@@ -254,7 +254,7 @@ _UNENDED: Final = "stage"
 
 
 def lost(history: RunHistory) -> Evidence:
-    """Return what was announced and never arrived, apart from ends of stages."""
+    """Return the announced data that never arrived, except ends of stages."""
     rows = [row for row in history.losses if row["kind"] != _UNENDED]
     if not rows:
         return not_found("nothing was lost")
@@ -287,7 +287,7 @@ def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
 
 
 def _unended(history: RunHistory, losses: Sequence[LossRow]) -> list[LossRow]:
-    """Return the stages that the end of a process cut off, unless somebody interrupted it."""
+    """Return the stages that the end of a process cut off, without interrupted processes."""
     interrupted = {
         (row["attempt_id"], row["role"], row["rank"])
         for row in history.every_finding
@@ -339,7 +339,7 @@ def partial(history: RunHistory, *, share: float = 0.1) -> Evidence:
 
 
 _NAMED: Final = 5
-"""Ranks of which a line says in which steps they are missing."""
+"""Maximum number of ranks for which a line lists the missing steps."""
 
 
 def _missing_text(role: str, rank: int, missing: MissingRank) -> str:
@@ -349,10 +349,10 @@ def _missing_text(role: str, rank: int, missing: MissingRank) -> str:
 
 
 def unreported(history: RunHistory) -> Evidence:
-    """Return which steps are missing between those that were reported.
+    """Return the steps that are missing between the reported ones.
 
-    Steps usually follow each other by the median of their distances. What is missing before an
-    attempt's first step was trained by one that never reached the service.
+    The median of their distances is the usual distance of steps. An attempt that never reached the
+    service trained the steps missing before another attempt's first step.
     """
     steps = history.steps
     if len(steps) < 3:
@@ -413,9 +413,9 @@ def straggler(history: RunHistory, *, factor: float = 1.5, least: float = 0.05) 
 
 
 def settings(history: RunHistory, *, table: str, values: Mapping[str, object]) -> Evidence:
-    """Note which settings of a trainer let two runs differ in their last bits.
+    """Note the settings of a trainer that let two runs differ in their last bits.
 
-    They harm no training, and a framework's defaults are among them: it is no symptom.
+    They harm no training, and a framework's defaults are among them, so they are no symptom.
     """
     recorded = history.settings(table)
     if not recorded:

@@ -1,4 +1,4 @@
-"""Evidence of the streams themselves: what makes them incomparable, and what their values show."""
+"""Evidence from the streams: what makes them incomparable, and what their values show."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from stagescope_service.statistics.profiles import (
 _OF_THE_MEAN: Final = {"renormalised", "temperature", "calibration"}
 """Checks of whether another distribution sampled the tokens."""
 _LASTING: Final = 3
-"""Newest steps of which one has to be suspect."""
+"""Number of newest steps; one of them has to be suspect."""
 LASTING: Final = 6
 """Minimum steps of a temperature that lasts, and how many of them are read."""
 _FEW: Final = 3
-"""First and last steps whose log-probs are held against each other."""
+"""Number of first and of last steps whose log-probs are compared."""
 _MOVED: Final = 0.25
-"""Minimum share of what updates would have done to the logarithm of the log-probs' mean or spread.
-Logits that are twice as large change one of them by half of that and more."""
+"""Minimum share of the change that updates would have made to the logarithm of the log-probs' mean
+or spread. Logits that are twice as large change one of them by half of that or more."""
 _AT_EDGES: Final = ("first_token", "last_token")
-"""Checks of the tokens at the edges of rounds, which alone can fail those."""
+"""Checks of tokens at the edges of rounds; these tokens alone can make them fail."""
 
 
 def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> Evidence:
-    """Return whether the checks of a step's streams name one of these causes, in one of the newest
-    three steps."""
+    """Return whether the stream checks of one of the newest three steps name one of these
+    causes."""
     measured = history.measured
     newest = measured[-steps:]
     if history.newest is None or not newest:
@@ -88,8 +88,8 @@ def sampling(history: RunHistory, *, checks: Sequence[str], double: float = 2.0)
     """Return whether the checks name one of these causes, or a temperature lasts that policy drift
     does not explain.
 
-    One step of stale tokens does not tell a temperature from an update that sharpens the policy as
-    much. Many steps do: updates add up, and after those that make it `double` as steep its
+    One step of stale tokens does not distinguish a temperature from an update that sharpens the
+    policy as much. Many steps do: updates add up. Once they make it `double` as steep, its
     log-probs have another mean or another spread.
     """
     named = suspect(history, checks=checks)
@@ -99,8 +99,8 @@ def sampling(history: RunHistory, *, checks: Sequence[str], double: float = 2.0)
 
 
 def _lasting_slope(history: RunHistory, enough: float) -> Evidence | None:
-    """Return a temperature that was undecided in each of the newest steps, and that updates cannot
-    have made: log-probs would be `enough` (a logarithm) steeper or flatter by now, and are not."""
+    """Return a temperature that was undecided in each of the newest steps, if it is no update.
+    Updates would have made log-probs `enough` (a logarithm) steeper or flatter by now."""
     undecided = itertools.takewhile(lambda each: each.verdict == "unknown", history.measured[::-1])
     run = [*undecided][::-1]
     if len(run) < LASTING:
@@ -138,13 +138,13 @@ def _lasting_slope(history: RunHistory, enough: float) -> Evidence | None:
 
 
 def _undecided_slope(found: Comparability) -> float:
-    """Return the slope that policy drift explains as well; NaN where there is none."""
+    """Return the slope that policy drift explains as well; NaN if there is none."""
     slopes = [each.values.get("slope") for each in found.undecided if each.name == "temperature"]
     return math.nan if not slopes or slopes[0] is None else slopes[0]
 
 
 def _ends(history: RunHistory, name: str, since: int) -> tuple[float, float]:
-    """Return the means of a number's first and last steps since one."""
+    """Return the means of a number's first and of its last steps, beginning at a step."""
     series = history.metric(name).finite
     values = series.values[series.steps >= since]
     if len(values) < LASTING:
@@ -153,7 +153,7 @@ def _ends(history: RunHistory, name: str, since: int) -> tuple[float, float]:
 
 
 def _or_suspect(own: Evidence, history: RunHistory, checks: Sequence[str]) -> Evidence:
-    """Return what was found, else what the checks of the streams name."""
+    """Return the own evidence if it was found, else the evidence of the stream checks."""
     if own.verdict == "found":
         return own
     named = suspect(history, checks=checks)
@@ -167,8 +167,8 @@ def _ranks_named(texts: Sequence[str]) -> list[str]:
 
 
 def rounded(history: RunHistory, *, checks: Sequence[str], share: float = 0.5) -> Evidence:
-    """Return whether a stream's dtype alone explains the mismatch, or most of it, or whether the
-    checks of the streams name it."""
+    """Return whether a stream's dtype explains the mismatch, or most of it, or the stream checks
+    name it."""
     return _or_suspect(_rounded(history, share), history, checks)
 
 
@@ -195,8 +195,8 @@ def edge_token(
 ) -> Evidence:
     """Return whether the tokens at one edge of rounds differ `factor` times as much as the others.
 
-    Each of the newest `READ` steps must show it, over `tokens` tokens of the edge at least of which
-    more than a few carry it, or the checks of the streams name it.
+    Each of the newest `READ` steps must show it, over at least `tokens` tokens of the edge, and
+    more than a few of them must carry it. The same holds if the stream checks name it.
     """
     return _or_suspect(_edge_token(history, edge, factor, tokens), history, checks)
 
@@ -227,8 +227,8 @@ def _edge_token(history: RunHistory, edge: Edge, factor: float, tokens: int) -> 
 def lattice(history: RunHistory, *, share: float = 0.5, tokens: int = 64) -> Evidence:
     """Return whether `share` of the differences are multiples of a power of two.
 
-    Differences of values that were rounded to a narrow dtype are; of float32 log-probs about one in
-    2000 is by chance.
+    Rounding to a narrow dtype causes such differences. Among float32 log-probs about one in 2000 is
+    one by chance.
     """
     for step, summary in history.summaries:
         bins = summary.profiles.bins("lattice")

@@ -44,9 +44,9 @@ def jump(
         at: 'attempt', or 'first sync': between the first step of an attempt, which samples with
             the weights that the engine loaded, and the next ones.
         metric: a published name.
-        factor: least ratio of the medians after and before.
-        least: least median after.
-        steps: most steps on either side.
+        factor: minimum ratio of the medians after and before.
+        least: minimum median after.
+        steps: maximum steps on either side.
     """
     series = history.metric(metric).finite
     if at == "first sync":
@@ -148,12 +148,12 @@ def step_change(
     """Return whether a metric rises at once inside an attempt, and stays there until now.
 
     The steps are split where the two medians leave the smallest sum of absolute deviations of the
-    logarithms, each side with at least 3 of them (`steps` in all), and then before every value
-    that lies above the geometric mean of the two without a break. The later median is `factor`
-    times the earlier one, at least 80 % of it arises between the 3 steps (or 2, at the begin) on
-    either side, and every later value lies above the geometric mean, those of later attempts
-    included. The newest attempt that shows it is named, else nothing is found in the newest. A
-    rise of over `_CLEAR` noise widths needs `_FEWEST` steps.
+    logarithms, with at least 3 steps on each side (`steps` in all). The split then moves before
+    every value that lies above the geometric mean of the two without a break. The later median is
+    `factor` times the earlier one. At least 80 % of the rise lies between the 3 steps (or 2, at the
+    begin) on either side. Every later value, also of later attempts, lies above the geometric mean.
+    The newest attempt that shows it is named. A rise of over `_CLEAR` noise widths needs `_FEWEST`
+    steps.
     """
     series = history.metric(metric).finite
     if not len(series):
@@ -174,17 +174,17 @@ def step_change(
 
 
 _CLEAR: Final = 100.0
-"""Noise widths of a rise that few steps show: chance makes none as large."""
+"""Noise widths of a rise that few steps show: chance makes no rise as large."""
 _STEADY: Final = 30.0
 _ORDERED: Final = 0.8
-"""Noise widths and Kendall's tau of a growth that few steps show: chance orders four values so in 1
-of 6 runs, and does not make two of them four times as large as the first as well."""
+"""Noise widths and Kendall's tau of a growth that few steps show. Chance orders four values so in 1
+of 6 runs, but does not also make two of them four times as large as the first."""
 _NOISE: Final = 0.1
-"""Least noise width of healthy steps, over their median: their samples differ."""
+"""Minimum noise width of healthy steps, over their median, as their samples differ."""
 _FEWEST: Final = 4
 """Steps of such a rise, two on either side."""
 _AT_ONCE: Final = 0.8
-"""Share of a rise between two steps, from which it comes at once."""
+"""Minimum share of a rise that lies between two steps, if it comes at once."""
 
 
 def _is_clear(before: Float64, lowest: float, widths: float = _CLEAR) -> bool:
@@ -202,8 +202,8 @@ def _change_in(
         own: the values of the attempt.
         first: the first index at which a change is looked for.
         after: the values of later attempts.
-        factor: least ratio of the medians after and before.
-        least: least median after.
+        factor: minimum ratio of the medians after and before.
+        least: minimum median after.
         is_short: whether the attempt has few steps: they must rise by many noise widths.
     """
     if len(own) < _FEWEST:
@@ -238,8 +238,8 @@ def _change_at(values: Float64, least: int, first: int) -> int:
 
     Args:
         values: of an attempt.
-        least: how many values lie on either side of the split.
-        first: the first index at which a change is looked for; 1: before it lies one value alone.
+        least: minimum number of values on either side of the split.
+        first: the first index at which a change is looked for; 1: only one value lies before it.
     """
     split = at = _split(values, 1 if first == 1 else least, least)
     between = math.sqrt(max(float(np.median(values[:at]) * np.median(values[at:])), 0.0))
@@ -269,10 +269,10 @@ def growth(
 ) -> Evidence:
     """Return whether a metric grows step by step in the newest attempt, beside its staleness.
 
-    Kendall's tau of value and step is at least 0.5, and the median of the last quarter of the steps
-    at least `factor` times that of the first (and at least `least`). A growth of over `_CLEAR`
-    noise widths, or a steady one of over `_STEADY`, needs `_FEWEST` steps. Where the tokens grow
-    older, those of staleness 0 have to grow so.
+    Kendall's tau of value and step is at least 0.5. The median of the last quarter of the steps is
+    at least `factor` times the first quarter's, and at least `least`. A growth of over `_CLEAR`
+    noise widths, or a steady one of over `_STEADY`, needs `_FEWEST` steps. If the tokens grow
+    older, the metric of staleness 0 has to grow so.
     """
     series = history.metric(metric).finite
     if not len(series):
@@ -308,7 +308,7 @@ def growth(
 
 
 _OLDER: Final = 0.5
-"""Versions by which the mean staleness rises where tokens grow older."""
+"""Rise of the mean staleness, in versions, that means that tokens grow older."""
 
 
 def _grows_clearly(values: Float64) -> bool:
@@ -352,7 +352,7 @@ def scalar_above(
     steps: int = NEWEST,
     share: float = 0.5,
 ) -> Evidence:
-    """The same of the first logged scalar whose name matches a pattern."""
+    """Return the same for the first logged scalar whose name matches a pattern."""
     found = _logged(history, names)
     return found if isinstance(found, Evidence) else beyond(found, bound, steps, share)
 
@@ -377,8 +377,8 @@ def scalar_flat(
 ) -> Evidence:
     """Return whether a scalar does not rise: a training's reward.
 
-    It rises where the median of the last quarter of the steps exceeds that of the first by at
-    least `rise` times the spread (1.48 MAD) of the steps around their local median.
+    It rises if its median over the last quarter of the steps exceeds the first quarter's enough: by
+    `rise` times the spread (1.48 MAD) of the steps around their local median.
     """
     series = _logged(history, names, steps)
     if isinstance(series, Evidence):
@@ -406,7 +406,7 @@ def scalar_spike(
     """Return whether a scalar exceeded `factor` times the median of the `steps` steps up to there,
     in one of the newest `steps`.
 
-    Of several roles that log it the first one is told of which it is so.
+    If several roles log it, the evidence names the first one that shows it.
     """
     logged = _logged(history, names)
     if isinstance(logged, Evidence):
@@ -416,7 +416,7 @@ def scalar_spike(
 
 
 _FEW: Final = 5
-"""Finite values that a median is taken over at least."""
+"""Minimum number of finite values for a median."""
 
 
 def _spike(series: Series, factor: float, window: int) -> Evidence:
@@ -452,8 +452,8 @@ def _spike(series: Series, factor: float, window: int) -> Evidence:
 
 
 def _medians_up_to(values: Float64, window: int) -> Float64:
-    """Return of each value the median of the newest `window` up to it; NaN, which is no value, for
-    those that have fewer than `_FEW` finite ones."""
+    """Return for each value the median of the newest `window` values up to it. Values with fewer
+    than `_FEW` finite ones get NaN, which is no value."""
     found = np.full(len(values), np.nan)
     for at in range(len(values)):
         own = values[max(0, at + 1 - window) : at + 1]
@@ -465,7 +465,7 @@ def _medians_up_to(values: Float64, window: int) -> Float64:
 def _logged(history: RunHistory, names: Sequence[str], steps: int = 0) -> Series | Evidence:
     """Return the first scalar whose name matches a pattern, or why it is not measured.
 
-    With `steps`, only its finite values, and so many are needed.
+    With `steps`, only its finite values count, and that many are needed.
     """
     found = history.scalars(names)
     if not found:

@@ -16,15 +16,15 @@ from stagescope_wire.batch.converters import keys_of, prompts_of, response_spans
 from stagescope_wire.tensorfile import Array
 
 _TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "turn_ids"))
-"""The tensors that hold the tokens of a turn and of its prompt, either way."""
+"""The tensors with the tokens of a turn and of its prompt, in either layout."""
 
 
 def retokenised(history: RunHistory, *, share: float = 0.01) -> Evidence:
     """Return whether the prompt of a turn does not begin with the turn before it.
 
-    Rows of one group_id and run_id are turns of one trajectory where each row has a single turn_id.
-    Those of the newest `READ` steps whose tokens are kept are read; `share` of their follow-up
-    prompts have to differ.
+    Rows of one group_id and run_id are turns of one trajectory if each row has a single turn_id.
+    The newest `READ` steps with kept tokens are read; `share` of their follow-up prompts must
+    differ.
     """
     if history.kept is None:
         return not_measured("tensors cannot be read here")
@@ -71,13 +71,13 @@ def turn_stops(
 ) -> Evidence:
     """Return the turn that lost model tokens at once, and did not get them back.
 
-    A turn's size is its tokens over those of the step's other turns, which a larger or smaller
-    batch leaves as it is. It falls below `factor` times its median of up to `_BEFORE` steps before,
-    further than it varied, and stays there until now. Turns of few tokens vary too much: of one
-    with `tokens` tokens and a `share` of the step's is asked. Where the newest step's tensors are
-    kept, as many of its samples must have the turn and no token of it under the mask: else its
-    responses became shorter. Where they are not, `_BEFORE` steps before and `_AFTER` from it on
-    must show it.
+    A turn's size is its tokens over those of the step's other turns, so that the batch size does
+    not matter. It falls below `factor` times its median of up to `_BEFORE` steps before, further
+    than it varied, and stays there until now. Turns of few tokens vary too much, so a turn needs
+    `tokens` tokens and a `share` of the step's. If the newest step's tensors are kept, as many of
+    its samples must have the turn and no token of it under the mask: else its responses became
+    shorter. If they are not kept, `_BEFORE` steps before and `_AFTER` steps from it on must show
+    it.
     """
     steps = history.slices("turn", "counts/masked_tokens", history.measured[-_SEARCHED:])
     steps = [(step, sizes) for step, sizes in steps if len(sizes) > 1 and any(sizes.values())]
@@ -119,19 +119,19 @@ def turn_stops(
 
 
 _SEARCHED: Final = 200
-"""Newest measured steps whose turns are looked at."""
+"""Number of newest measured steps whose turns are searched."""
 _BEFORE: Final = 5
-"""Steps before that a turn's usual size is taken from."""
+"""Number of steps before, which set a turn's usual size."""
 _AFTER: Final = 3
-"""Steps that show by themselves that a turn stays small."""
+"""Number of steps that suffice to show that a turn stays small."""
 _VARIED: Final = 20
-"""Steps before that show how much a turn's size varies."""
+"""Number of steps before that show how much a turn's size varies."""
 
 
 def _begin_of_loss(
     own: Float64, total: Float64, factor: float, tokens: int, share: float
 ) -> int | None:
-    """Return the index from which a turn's size stays low; None: it never fell at once."""
+    """Return the index where a turn's size fell at once and stayed low; None: it never did."""
     others = total - own
     with np.errstate(divide="ignore", invalid="ignore"):
         sizes = np.where(others > 0.0, own / others, np.nan)
@@ -161,15 +161,15 @@ class _Masked(NamedTuple):
 
     @property
     def besides(self) -> str:
-        """What to say of the samples that are not counted; "" where there are none."""
+        """Text on the samples that are not counted; "" if there are none."""
         return f" ({self.without} more train on no turn)" if self.without else ""
 
 
 def _masked_turns(history: RunHistory) -> _Masked | None:
-    """Return which turns are fully masked in samples of the newest step; None: it is not kept.
+    """Return the turns that are fully masked in samples of the newest step; None: not kept.
 
-    A sample that trains on no turn is left out: a filter of whole samples, as of those that are too
-    long, masks it. Where a row holds one turn, its trajectory is the sample.
+    A sample that trains on no turn is left out: a filter of whole samples, such as too long ones,
+    masks it. If a row holds one turn, its trajectory is the sample.
     """
     if history.kept is None or not history.measured:
         return None
@@ -213,13 +213,13 @@ class _Turn(NamedTuple):
     run: str
     turn: int
     given: Int64
-    """What the turn begins with: its prompt, or all tokens of the row."""
+    """The begin of the turn: its prompt, or all tokens of the row."""
     left: tuple[Int64, ...]
-    """What it leaves to the next one: prompt and response; twice where padding is not certain."""
+    """The expected begin of the next turn: prompt and response; two if padding is uncertain."""
 
 
 def _following(batch: Batch) -> Iterator[tuple[_Turn, _Turn]]:
-    """Yield each two turns that follow each other in a trajectory."""
+    """Yield each pair of turns that follow each other in a trajectory."""
     by_run: dict[tuple[str, str], dict[int, _Turn]] = {}
     again: set[tuple[str, str]] = set()
     for row in _turns(batch):
@@ -261,8 +261,8 @@ def _turns(batch: Batch) -> Iterator[_Turn]:
 
 
 def _without_left_padding(prompts: Sequence[Array]) -> list[Array]:
-    """Strip the padding on the left of equally long rows: the id that the longest run of equal ids
-    at a row's begin is made of. Where it is no padding, all rows lose the same begin."""
+    """Strip the padding on the left of equally long rows: the id that makes up the longest run of
+    equal ids at a row's begin. If it is no padding, all rows lose the same begin."""
     runs = [_run_length(prompt) for prompt in prompts]
     longest = int(np.argmax(runs)) if runs else 0
     if not runs or runs[longest] < 2:
@@ -275,13 +275,13 @@ def _without_left_padding(prompts: Sequence[Array]) -> list[Array]:
 
 
 def _run_length(ids: Array) -> int:
-    """Return how many ids at the begin are equal."""
+    """Return the number of equal ids at the begin."""
     others = np.flatnonzero(ids != ids[0]) if len(ids) else ids
     return int(others[0]) if len(others) else len(ids)
 
 
 def _first_difference(before: _Turn, after: _Turn) -> int | None:
-    """Return the position at which a turn does not go on from the one before; None: it does."""
+    """Return the position where a turn does not continue the one before; None: it does."""
     found = []
     for left in before.left:
         shared = min(len(left), len(after.given))

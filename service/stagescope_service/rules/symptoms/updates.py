@@ -15,33 +15,33 @@ from stagescope_wire.render import counted
 from stagescope_wire.schema import Part
 
 _FEW: Final = 16
-"""Fewest tokens of a sample whose mean is compared with those of samples that differ, too."""
+"""Minimum tokens of a sample for a comparison with samples that differ, too."""
 _ROUNDED: Final = 2.0
-"""Mean errors of rounding that two passes differ by where half of the tokens are rounded to the
-next value of a narrow dtype."""
+"""Number of mean rounding errors between two passes if half of the tokens are rounded to the next
+value of a narrow dtype."""
 _ENOUGH: Final = 3
-"""Fewest samples of a rank, or of a piece of a stage, whose median is its noise."""
+"""Minimum samples of a rank, or of a piece of a stage, for a median that is its noise."""
 _NAMED: Final = 6
-"""Samples and ranks that a text names."""
+"""Maximum number of samples and of ranks that a text names."""
 
 
 def current_differs(
     history: RunHistory, *, factor: float = 10.0, least: float = 1e-4, bound: float = 0.03
 ) -> Evidence:
-    """Return which samples' current log-probs in the first mini-batch are not the old ones.
+    """Return the samples whose current log-probs in the first mini-batch are not the old ones.
 
-    No update lies between the two, so that they are equal, or differ by the noise of two passes.
-    That noise is the median of the rank, or of the piece of the stage, that differs least.
-    Where another stage recorded the old ones, sums by sample are compared: what differs is found
-    there only where the noise is 0. Tokens that are not finite differ.
-    Each of the newest steps that has both, `READ` at most, must show it.
+    No update lies between the two, so they are equal, or differ by the noise of two passes. That
+    noise is the median of the rank, or of the piece of the stage, that differs least. If another
+    stage recorded the old ones, sums by sample are compared. A difference is then found only if the
+    noise is 0. Tokens that are not finite differ. Each of the newest steps that has both, `READ` at
+    most, must show it.
 
     Args:
         history: of the run.
-        factor: of the noise, from which a sample's mean |current - old| is off.
-        least: the same in nats.
-        bound: a median in nats that no noise has: samples of such a rank or piece are off from
-            there on.
+        factor: multiple of the noise above which a sample's mean |current - old| is off.
+        least: the same limit in nats.
+        bound: a median in nats that no noise has. Samples of a rank or piece above it are off if
+            they exceed it themselves.
     """
     looked: list[_Step] = []
     for step in reversed(history.steps[-_SEARCHED:]):
@@ -66,7 +66,7 @@ def current_differs(
 
 
 _SEARCHED: Final = 10
-"""Newest steps in which both streams are looked for."""
+"""Number of newest steps in which both streams are looked for."""
 _ONE_PART: Final = (
     "in a payload of several mini-batches updates lie between the two: give each its minibatch "
     "number",
@@ -74,7 +74,7 @@ _ONE_PART: Final = (
 
 
 class _Step(NamedTuple):
-    """What a step's first mini-batch shows."""
+    """The first mini-batch of a step."""
 
     step: StepInForce
     passes: Sequence[FirstPass]
@@ -120,7 +120,7 @@ def _groups_of(each: FirstPass) -> tuple[_Group, ...]:
 
 def _medians(passes: Sequence[FirstPass]) -> Mapping[_Group, float]:
     """Return how far two passes differ in the usual sample of each rank and of each piece of the
-    stage, where these have enough; else in that of all samples."""
+    stage. If these have too few samples, all samples count together."""
     groups: dict[_Group, list[float]] = {}
     for each in passes:
         for group in _groups_of(each) if math.isfinite(each.mean) else ():

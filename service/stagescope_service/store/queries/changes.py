@@ -1,4 +1,4 @@
-"""The query for what changes while trainings run: the newest rows of each noun."""
+"""The query for rows that change while trainings run: the newest rows of each noun."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stagescope_service.store.tables import (
 ChangedRow: TypeAlias = dict[str, Any]  # of several tables, compared and never looked into
 _MAX_ATTEMPTS: Final = 32
 _NEWEST_ATTEMPTS: Final = 8
-"""Attempts that are read even where they ended long ago."""
+"""Attempts that are read even if they ended long ago."""
 _MAX_STEPS: Final = 64
 """Newest steps of an attempt that are read; earlier ones hardly ever change."""
 _MAX_FINDINGS: Final = 64
@@ -42,8 +42,8 @@ class Recent(NamedTuple):
     findings: list[ChangedRow]
     """Columns of `findings`, the last seen first."""
     captures: list[ChangedRow]
-    """Columns of `captures`, the last requested first, with `acknowledged` (live processes of its
-    run that applied its revision) and `dumps` (state -> number) where it is in force."""
+    """Columns of `captures`, the last requested first. Active ones have `acknowledged` (live
+    processes of the run that applied its revision) and `dumps` (state -> number)."""
 
 
 class ChangeQueries(Reader):
@@ -98,7 +98,7 @@ def _attempts(since: float) -> Query:
     chosen = [table[name] for name in (
         "attempt_id", "run", "number", "ended_wall", "end_reason", "resumed_from_step",
     )]  # fmt: skip
-    # By their ids too: the clock of what is imported is that of its training.
+    # By their ids too: an imported attempt has the clock of its training.
     newest = sa.select(sa.func.max(table.attempt_id) - _NEWEST_ATTEMPTS).scalar_subquery()
     may_change = sa.or_(
         table.ended_wall.is_(None), table.ended_wall > since, table.attempt_id > newest
@@ -148,7 +148,7 @@ def _captures() -> Query:
 
 
 def _revisions(ids: list[int]) -> Query:
-    """Select how many live processes of each attempt have applied which revision of the plan."""
+    """Select the number of live processes by attempt and applied revision of the plan."""
     table = processes.c
     alive = table.finished_wall.is_(None) & table.lapsed_wall.is_(None)
     by = (table.attempt_id, table.plan_revision)
@@ -172,7 +172,7 @@ def _add_progress(
     known: list[ChangedRow],
     made: list[ChangedRow],
 ) -> None:
-    """Add how far each capture has come to its row."""
+    """Add the progress of each capture to its row."""
     run_of = {row["attempt_id"]: row["run"] for row in running}
     for row in requested:
         row["acknowledged"] = sum(

@@ -1,7 +1,7 @@
-"""Queries over all steps of a run at once, for figures: only what a curve needs of each step.
+"""Queries over all steps of a run at once, for figures: only the columns that a curve needs.
 
-`steps` holds a blob of every step, behind which SQLite finds a column only by reading all of the
-blob. What these queries read of it lies before the blob.
+`steps` holds a blob of every step. SQLite finds a column behind the blob only by reading all of it.
+The columns of these queries lie before the blob.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class StoredNumbers(NamedTuple):
     places: list[tuple[int, int]]
     """(attempt_id, step)."""
     several_versions: bool
-    """Whether the tokens of any of the steps are of several policy versions."""
+    """Whether the tokens of any of the steps come from several policy versions."""
     values: list[tuple[float | str | None, ...]]
     """For each of the requested names; "nan", "inf" or "-inf" is a number that is not finite, None
     is not published."""
 
 
 class MarkedStep(NamedTuple):
-    """Something that happened in a step: findings or dumps of one kind."""
+    """Findings or dumps of one kind in a step."""
 
     attempt_id: int
     step: int
     kind: str
     severity: str
     times: int
-    """How many there are."""
+    """Number of them."""
     text: str
 
 
@@ -99,7 +99,7 @@ class CurveQueries(Reader):
     ) -> StoredNumbers:
         """Return some published numbers of the steps that have numbers, ascending by step.
 
-        Of a step that is aggregated at this moment, the numbers may be those before.
+        The numbers of a step that is being aggregated may be the previous ones.
         """
         table = TABLES["step_metrics"].c
         suspects = sa.type_coerce(table.suspects, sa.Text)

@@ -85,7 +85,7 @@ _OUTLINES: Final[dict[str, tuple[str, str]]] = {
 
 
 class Outline(TypedDict):
-    """What a finding, loss or firing is about."""
+    """A finding, loss or firing in brief."""
 
     attempt_id: ReadOnly[int | None]
     step: ReadOnly[int | None]

@@ -67,22 +67,22 @@ class ScalarValues(TypedDict):
     role: str
     rank: NotRequired[int]
     mean: float | None
-    """Of the finite values, as `low` and `high`; null if there is none."""
+    """Mean of the finite values; null, as `low` and `high`, if there is none."""
     low: float | None
     high: float | None
     count: int
-    """Of all values."""
+    """Number of all values."""
     nan: int
     posinf: int
     neginf: int
 
 
 class RewardGroupsRow(TypedDict):
-    """How many groups of samples a step has, and of which rewards.
+    """The number of groups of samples in a step, by their rewards.
 
-    `rewarded` groups have two samples and more, each with a finite reward. Of them are `equal`
-    those with one reward alone, `low` and `high` those with the step's `lowest` or `highest` alone
-    (null: none is rewarded).
+    `rewarded` groups have two samples and more, each with a finite reward. `equal` ones have a
+    single reward. `low` and `high` ones have only the step's `lowest` or `highest` reward (null:
+    none is rewarded).
     """
 
     attempt_id: int
@@ -115,12 +115,12 @@ class _ScalarName(TypedDict):
 
 
 class SettledPayloads(NamedTuple):
-    """What the catalogue knows of a process's payloads."""
+    """The payloads of a process in the catalogue."""
 
     newest: int | None
     """The highest seq of all its payloads; None if it has none."""
     states: Mapping[int, str]
-    """Seq -> final state, of those that were asked for and are settled."""
+    """Seq -> final state, for the requested payloads that are settled."""
 
 
 class MeasurementQueries(Reader):
@@ -342,7 +342,7 @@ class MeasurementQueries(Reader):
         Args:
             attempts: ids of the attempts.
             steps: the steps.
-            measured: steps of which to select only the payloads that are not ingested (few).
+            measured: steps for which only the payloads that are not ingested are selected (few).
         """
         columns = TABLES["payloads"].c
         superseded = _superseded(attempts, "incarnation", "work_key", "end_seq")
@@ -408,8 +408,8 @@ class MeasurementQueries(Reader):
     def reward_groups(
         self, attempts: Sequence[int], *, last: int | None = None
     ) -> list[RewardGroupsRow]:
-        """Return what each step of some attempts, up to `last`, has of groups of samples; steps
-        whose samples name no group are left out."""
+        """Return the groups of samples of each step of some attempts, up to `last`. Steps whose
+        samples name no group are left out."""
         return self._rows(RewardGroupsRow, rollouts.reward_groups(attempts, last))
 
     def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[SampleRow]:
@@ -427,7 +427,7 @@ class MeasurementQueries(Reader):
 def _superseded(attempts: Filter, *names: str) -> Query:
     """Select columns of the superseded stages of attempts, which are few."""
     columns = TABLES["stages"].c
-    # The text of the partial index, by which they are found.
+    # The text of the partial index that finds them.
     where = sa.text("stages.superseded")
     found = [columns[name] for name in names]
     is_known = (column.is_not(None) for column in found)
@@ -437,8 +437,8 @@ def _superseded(attempts: Filter, *names: str) -> Query:
 def _scalar_names(attempt_id: int) -> Query:
     """Select the `name`s of an attempt's scalars, and the `last` step of each.
 
-    They are in a table of their own, regardless of the number of scalars. Where the last one was
-    deleted since, those of earlier steps are searched.
+    They are in a table of their own, regardless of the number of scalars. If the last one was
+    deleted since, the scalars of earlier steps are searched.
     """
     names, table = scalar_names.c, TABLES["scalars"].c
     own = (table.attempt_id == names.attempt_id) & (table.name == names.name)

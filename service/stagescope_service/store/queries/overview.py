@@ -53,7 +53,7 @@ class ListedRun(RunRow):
     """A run as its query returns it."""
 
     attempt_id: int | None
-    """Of the newest attempt; null: the run has none."""
+    """Id of the newest attempt; null: the run has none."""
 
 
 class ListedAttempt(AttemptColumns):
@@ -78,7 +78,7 @@ class TrainingAttempt(AttemptColumns):
 
 
 class StepOverview(StepState):
-    """How far a step and its numbers have come."""
+    """The progress of a step and its numbers."""
 
     has_summary: bool
     """Whether it has a step summary."""
@@ -91,7 +91,7 @@ class ListedStep(StepOverview, StepColumns):
     attempt: int
     """The attempt's number."""
     losses: int
-    """Their number."""
+    """Number of losses of the step."""
 
 
 class Count(TypedDict, total=False):

@@ -67,8 +67,8 @@ class Reader:
     def snapshot(self) -> Iterator[Self]:
         """Yield a copy whose queries all see the catalogue as it is now, for one thread.
 
-        For answers that follow from several queries: what is committed between two of them would
-        make one contradict the other.
+        For answers that follow from several queries: a commit between two of them would make one
+        contradict the other.
         """
         if self._pinned is not None:
             yield self
@@ -133,7 +133,7 @@ class Reader:
         return self._rows(row, query if limit is None else query.limit(limit).offset(offset))
 
 
-# Most of what a small query costs is to put it together: half of 2 ms.
+# Building a small query is most of its cost: half of 2 ms.
 @functools.lru_cache(maxsize=256)
 def all_rows(name: str, order: str, without: str = "") -> Query:
     """Select a table's rows by columns (`-name` descending), some of its columns left out."""

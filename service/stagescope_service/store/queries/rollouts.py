@@ -40,7 +40,7 @@ def side_by_side(attempts: Sequence[ListedAttempt], attempt_id: int) -> list[int
 def consumed_samples() -> Query:
     """Select the rows that other processes' rollouts wrote for the samples that a step consumed.
 
-    Made once, since it runs for each step, and one that is made anew leaves 500 objects in cycles;
+    It is built once, since it runs for each step, and each new one leaves 500 objects in cycles.
     `of_consumed` returns its parameters.
     """
     attempt_id: sa.BindParameter[int] = sa.bindparam("attempt_id")
@@ -106,7 +106,7 @@ def rollout_payloads(
 
 
 def reward_groups(attempt_ids: Sequence[int], last: int | None) -> Query:
-    """Select, by attempt and step, how many groups of samples there are, and of which rewards.
+    """Select the number of groups of samples by attempt and step, and by their rewards.
 
     A group counts as rewarded if it has two samples and more, each with a finite reward.
     """

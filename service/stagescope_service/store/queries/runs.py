@@ -284,7 +284,7 @@ class RunQueries(Reader):
     ) -> dict[tuple[str, str, int], int]:
         """Return (stage, role, rank) -> the number of parts of the stage in a step.
 
-        None: of the work without a step.
+        None counts the work without a step.
         """
         table = TABLES["stages"]
         where = [
@@ -319,7 +319,7 @@ class RunQueries(Reader):
         role: Filter = None,
         rank: Filter = None,
     ) -> list[ProcessColumns]:
-        """Return the processes of an attempt by role, rank and time: also those that are gone."""
+        """Return the processes of an attempt by role, rank and time, also those that are gone."""
         where = conditions("processes", attempt_id=attempt_id, role=role, rank=rank)
         query = all_rows("processes", "role rank first_wall", without="hello settings")
         return self._rows(ProcessColumns, query.where(*where))

@@ -3,7 +3,7 @@
 Keys are natural, so that writing a row twice changes nothing. There are no foreign keys: events
 arrive in any order, and a stage may be known before its process has said hello. Times end in
 `_wall` (Unix seconds of the service's clock where an offset is known) or `_mono` (the process's
-monotonic clock, seconds). Whoever changes anything here gives `connect.REVISION` a new value.
+monotonic clock, seconds). Give `connect.REVISION` a new value with every change here.
 """
 
 from __future__ import annotations
@@ -157,12 +157,12 @@ TABLES: Final = {
     for name, table in (*metadata.tables.items(), *views.tables.items())
     if table.name not in COMPACT
 }
-"""The tables that are written and read by their names; those of `compact` are behind views."""
+"""The tables that are written and read by their names; `compact` tables are behind views."""
 
 STEP_ROWS: Final = (
     "stages", "scalars", "payloads", "summaries", "samples", "weights", "artifacts",
 )  # fmt: skip
-"""The tables whose rows of old steps are removed; of artifacts those whose file is gone."""
+"""The tables whose rows of old steps are removed; `artifacts` only once the file is gone."""
 
 
 def step_rows(name: str, attempt_id: int, step: int) -> list[sa.ColumnElement[bool]]:

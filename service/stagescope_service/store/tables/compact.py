@@ -1,14 +1,14 @@
 """The tables that grow with every rank and step, and the views under which their rows are read.
 
-What many rows have in common is stored once, and a row refers to it by a small integer: the work
-that it is about (`works`), the rank that did it (`senders`), the offset of its clock (`clocks`),
-and texts (`texts`). The rows of a work lie together, so a step's rows are found by its works and
-need no index of their own. The views `stages`, `scalars`, `payloads` and `artifacts` have the
-logical columns, and the ids too, for queries that need them.
+Values that many rows have in common are stored once, and a row refers to them by a small integer:
+its work (`works`), the rank that did it (`senders`), the offset of the rank's clock (`clocks`), and
+texts (`texts`). The rows of a work lie together, so a step's rows are found by its works and need
+no index of their own. The views `stages`, `scalars`, `payloads` and `artifacts` have the logical
+columns, and the ids too, for queries that need them.
 
 Some columns hold a difference: `begin_after` is `begin_seq - revision`, mostly 0, which takes no
-space in SQLite. `reserved` takes the space that the end of a stage or payload needs later, so that
-a row does not grow inside a full page, which would leave pages half empty.
+space in SQLite. `reserved` keeps the space that the end of a stage or payload needs later. So a row
+does not grow inside a full page, which would leave pages half empty.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ clocks = table("clocks", key("clock_id", Int), *columns(Real, "clock_offset cloc
 scalar_names = table(
     "scalar_names", key("attempt_id", Int), key("name", Text), Column("last_step", Int)
 )
-"""The names of an attempt's scalars; `last_step` is the last step with one, null if there is none.
+"""The names of an attempt's scalars; `last_step` is the last step with one, null if none has any.
 
-It is advanced with the scalars and never taken back: a query must see that there is still one.
+It only advances with the scalars, so a query must check that one still exists.
 """
 
 training_begins = table(
     "training_begins", key("attempt_id", Int), *columns(Real, "begun_wall begin_wall"),
     Column("step", Int),
 )  # fmt: skip
-"""Of each attempt the training stage (any but rollout_generate) that began last."""
+"""The training stage (any but rollout_generate) that began last, by attempt."""
 
 stage_rows = _compact(
     "stage_rows",
@@ -147,7 +147,7 @@ COMPACT: Final = frozenset(
 """The names of these tables, which are read through the views."""
 
 NO_OWNER: Final = -1
-"""`owner_id` of an artifact whose id is not `prefix/owner/number`: then the prefix is all of it."""
+"""`owner_id` of an artifact whose id is not `prefix/owner/number`: the prefix is the whole id."""
 PATH_MARK: Final = "{payload}"
 """Stands in an artifact's common path for `number~owner`."""
 
@@ -200,7 +200,7 @@ VIEWS: Final = {
         f"FROM artifact_rows r {_JOINED}"
     ),
 }
-"""Name -> what its view selects."""
+"""Name -> the query of its view."""
 
 
 @event.listens_for(metadata, "after_create")

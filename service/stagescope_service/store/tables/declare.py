@@ -1,4 +1,4 @@
-"""How the tables are declared."""
+"""Functions that declare the tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ metadata: Final = sa.MetaData(
 )
 
 views: Final = sa.MetaData()
-"""Views under which the rows of `tables.compact` are read: what they declare is logical."""
+"""Views with the logical columns of the rows of `tables.compact`."""
 
 _INT_LAYOUT: Final = ("_rank", "_size", "_index")
 
@@ -30,17 +30,17 @@ def key(name: str, kind: Any) -> Column[object]:
 
 
 def columns(kind: Any, names: str) -> list[Column[object]]:
-    """Return a column for each of `names`, which spaces divide."""
+    """Return a column for each of `names`, which are separated by spaces."""
     return [Column(name, kind) for name in names.split()]
 
 
 def layout() -> list[Column[Any]]:
-    """Return the columns that say where a rank stands in its parallel layout."""
+    """Return the columns of a rank's place in its parallel layout."""
     return [Column(name, Int if name.endswith(_INT_LAYOUT) else Text) for name in LAYOUT_COLUMNS]
 
 
 def place(*extra: str) -> list[Column[Any]]:
-    """Return the columns that say which work of which rank a row is about."""
+    """Return the columns that identify the rank and the work of a row."""
     return [
         *columns(Int, "attempt_id step policy_version"),
         *columns(Text, "stage role"),
@@ -61,12 +61,12 @@ def view(name: str, *parts: Any) -> sa.Table:
 
 
 def partial_index(name: str, *names: str, where: str) -> Index:
-    """Return an index of the rows of which `where` is so; a query must say it word for word."""
+    """Return an index of the rows where `where` is true; a query must repeat it word for word."""
     return Index(name, *names, sqlite_where=sa.text(where), postgresql_where=sa.text(where))
 
 
 class RankWork(PartColumns):
-    """The columns of `place` but the stage: which work of which rank a row is about."""
+    """The columns of `place` without the stage: they identify the rank and the work of a row."""
 
     attempt_id: int
     step: int | None
@@ -76,13 +76,13 @@ class RankWork(PartColumns):
 
 
 class StageWork(RankWork):
-    """The columns of `place` of work in a stage."""
+    """The columns of `place`, with the stage."""
 
     stage: str
 
 
 class LayoutRow(TypedDict):
-    """The columns of `layout`: where a rank stands in its parallel layout."""
+    """The columns of `layout`: a rank's place in its parallel layout."""
 
     cluster: str | None
     node: str | None

@@ -32,9 +32,9 @@ findings = table(
     Column("advice", Text),
     *columns(Real, "first_wall last_wall"),
     Column("count", Int),
-    # Since when it is no longer so; null where it still is, or never ends.
+    # The end of the problem; null if it lasts or never ends.
     Column("over_wall", Real),
-    # What to look at: a list of `Link.to_json`; null: nothing, or it stands in the advice.
+    # Things to look at, a list of `Link.to_json`; null: none, or the advice names them.
     Column("see", StrictJson()),
     # A run may have some in each of its steps. Lists are in the order of `last_wall`: without it
     # in the index of steps, SQLite takes the other one, and reads all findings for those of a step.
@@ -65,9 +65,9 @@ class FindingInBrief(Row):
     severity: Annotated[str, Field(examples=["error", "warning", "info"])]
     """`error`, `warning` or `info`."""
     message: str
-    """What is wrong, and where."""
+    """The problem and its place."""
     evidence: dict[str, Json] | None
-    """What it rests on, by its kind; non-finite numbers are `nan`, `inf`, `-inf`."""
+    """The evidence, in the form of its kind; non-finite numbers are `nan`, `inf`, `-inf`."""
     first_wall: float
     """Unix seconds: when it was seen first."""
     last_wall: float
@@ -84,7 +84,7 @@ class FindingColumns(FindingInBrief):
     run: Run | None
     """The run's name; null: it is about none."""
     advice: str
-    """What to try, and the paths of what to look at."""
+    """Things to try, and the paths of things to look at."""
 
 
 class FindingRow(FindingColumns):
@@ -110,7 +110,7 @@ losses = table(
 
 
 class LossInBrief(Row):
-    """Something that was announced and never arrived, or was dropped."""
+    """Data that was announced and never arrived, or was dropped."""
 
     loss_id: str
     """Id of the loss."""
@@ -119,17 +119,17 @@ class LossInBrief(Row):
     rank: Rank | None
     """The rank that lost it, in its role, from 0; null: unknown."""
     step: Step | None
-    """The trainer's step; null: it is of none, or that is not known."""
+    """The trainer's step; null: it has none, or it is unknown."""
     stage: Stage | None
-    """The stage's name; null: it is of none, or that is not known."""
+    """The stage's name; null: it has none, or it is unknown."""
     kind: Annotated[str, Field(examples=["payload", "event", "stage"])]
-    """What was lost: `payload`, `stage`, `dump`, `event` or `scalar`."""
+    """The lost data: `payload`, `stage`, `dump`, `event` or `scalar`."""
     reason: str | None
     """Why it did not arrive."""
     count: int | None
     """Number of payloads, stages, dumps, events or scalars that were lost; null: one."""
     bytes: int | None
-    """Size in bytes of what was lost; null or 0: unknown."""
+    """Size in bytes of the lost data; null or 0: unknown."""
     wall: float
     """Unix seconds: when the service found it, or, by the rank's clock, when the rank reported
     it."""
@@ -198,7 +198,7 @@ trigger_rules = table(
     key("revision", Int),
     Column("wall", Real),
     *columns(Text, "by source digest"),
-    # With the URLs of webhooks, secrets included: answers show hosts alone.
+    # With the URLs of webhooks, secrets included: answers show only hosts.
     *columns(StrictJson(), "document since"),
 )
 
@@ -238,7 +238,7 @@ class PinnedOf(Row):
     payloads: int
     """Number of payloads and kept files that the pin holds."""
     bytes: int
-    """Size in bytes of what it holds."""
+    """Size in bytes of the pinned data."""
     gone: int
     """Number of payloads that had left the rings before."""
     reasons: list[str]
@@ -249,11 +249,11 @@ class FiredPins(Row):
     """The results of pins."""
 
     steps: list[PinnedOf]
-    """What was pinned of each step; steps that the attempt does not have are left out."""
+    """The pins of each step, without steps that the attempt lacks."""
 
 
 class FiredCapture(Row):
-    """The result of a capture; both fields are absent where it does not apply."""
+    """The result of a capture; both fields are absent if it does not apply."""
 
     capture_id: NotRequired[str]
     """Id of the capture that was requested."""
@@ -267,17 +267,17 @@ class FiredWebhook(Row):
     host: str
     """Host of the webhook."""
     delivered: bool
-    """Whether it took the message: it answered with a status from 200 to 299 and, of a chat tool,
-    without an error in the body."""
+    """Whether it accepted the message: it answered with a status from 200 to 299 and, if it is a
+    chat tool, without an error in the body."""
     reason: str | None
-    """Why not."""
+    """Why it was not delivered."""
 
 
 class FiredActions(Row):
-    """The results of a firing's actions; those that its rule does not have are absent."""
+    """The results of a firing's actions; actions outside its rule are absent."""
 
     pin: NotRequired[FiredPins]
-    """What was pinned."""
+    """The pinned data."""
     capture: NotRequired[FiredCapture]
     """Whether a capture was requested."""
     webhook: NotRequired[FiredWebhook]
@@ -298,11 +298,11 @@ class FiringInBrief(Row):
     role: Role | None
     """Role of the ranks that it concerns; null: none, or several roles."""
     rank: Rank | None
-    """The rank that it concerns, from 0; null: none, or several of which none is worse."""
+    """The rank that it concerns, from 0; null: none, or several and none is worse."""
     round: int | None
     """Index of the round that it concerns, from 0; null: none."""
     message: str
-    """What fired, where, and the value."""
+    """The condition that fired, its place, and the value."""
     wall: float
     """Unix seconds: when it fired."""
     withdrawn_wall: float | None
@@ -316,7 +316,7 @@ class FiringFacts(FiringInBrief):
     revision: int | None
     """Revision of the rules."""
     evidence: dict[str, Json]
-    """The numbers, what they were held against, the token, the ranks concerned."""
+    """The numbers, what they were compared with, the token, the ranks concerned."""
 
 
 class FiringColumns(FiringFacts):

@@ -1,4 +1,4 @@
-"""What ranks handed over, and what was read in it."""
+"""Data that ranks handed over, and the results of reading it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ step_metrics = table(
     key("attempt_id", Int),
     key("step", Int),
     Column("version", Int),
-    # Where `steps.summary_wall` differs, the row is of an earlier aggregation of the step.
+    # If `steps.summary_wall` differs, the row is from an earlier aggregation of the step.
     Column("summary_wall", Real),
     *columns(Text, "stage verdict"),
     *columns(StrictJson(), "suspects metrics"),
@@ -277,7 +277,7 @@ RecordedBy = Annotated[
 
 
 class WeightVersion(Row):
-    """How many weights of one version have which verdict."""
+    """The number of weights of one version by verdict."""
 
     version: int
     """The policy version."""
@@ -285,7 +285,7 @@ class WeightVersion(Row):
     """The trainer's step at which the version was recorded, the highest of several; null:
     unknown."""
     records: int
-    """Number of records on which it rests: one for each call of a rank, repeated ones too."""
+    """Number of compared records: one for each call of a rank, repeated ones too."""
     agree: int
     """Number of weights of verdict `agrees`."""
     differ: int
@@ -295,14 +295,14 @@ class WeightVersion(Row):
     not_comparable: int
     """Number of weights of verdict `not comparable`."""
     replicas_differ: int
-    """Number of weights of which replicas hold something else."""
+    """Number of weights whose replicas hold something else."""
     complete: bool
     """Whether all expected ranks have recorded, or no further one will."""
     ranks: RecordedBy
     names: dict[str, list[str]]
     """`differs`, `missing` and `replicas differ` -> names of the first such weights, 20 at most."""
     wall: float | None
-    """Unix seconds: when the last of it was recorded."""
+    """Unix seconds: when the last record of it was made."""
 
 
 class WeightVerdictRow(WeightVersion):

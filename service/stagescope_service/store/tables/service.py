@@ -1,4 +1,4 @@
-"""What the service keeps: files, registered engines, who ordered what, values of its own."""
+"""Data of the service: captures, files, registered engines, the audit log, its own values."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class CaptureColumns(Row):
     created_wall: float
     """Unix seconds."""
     removed_wall: float | None
-    """Unix seconds: when it was withdrawn or ended; null: it is in force."""
+    """Unix seconds: when it was withdrawn or ended; null: it is active."""
     removed_by: str | None
-    """Who withdrew it; `service` where it ended; null: it is in force."""
+    """Who withdrew it; `service` if it ended; null: it is active."""
     revision: int
-    """Revision of the plan from which on ranks know its present state."""
+    """First revision of the plan that tells ranks its present state."""
 
 
 class CaptureRow(CaptureColumns):
@@ -116,7 +116,7 @@ operators = table(
     *place(),
     *columns(Text, "node_id dump_path"),
     Column("announced_wall", Real),
-    # What was announced last, and what was digested: where they differ, it is to be digested.
+    # The last announced mark and the digested one: if they differ, the dump must be digested.
     *columns(Int, "mark digested_mark"),
     Column("truncated", Flag()),
     *columns(Text, "state reason path checksum task level"),
@@ -200,9 +200,9 @@ class ArtifactRow(PartColumns):
     deleted_wall: float | None
     policy_version: int | None
     sections: dict[str, list[str]] | None
-    """Of a kept file: section -> names."""
+    """Section -> names, for a kept file."""
     tensors: dict[str, list[Json]] | None
-    """Of a kept file: tensor -> [dtype, shape, rows or None]."""
+    """Tensor -> [dtype, shape, rows or None], for a kept file."""
 
 
 engines = table(
@@ -224,15 +224,15 @@ class RegisteredEngine(Row):
     kind: Annotated[str | None, Field(examples=["vllm", "sglang", "llama.cpp", "openai"])]
     """Kind of the engine, as it was registered; null: not given."""
     model: str | None
-    """What it serves."""
+    """The model that it serves."""
     version: str | None
     """Version of the engine, as it was registered; null: not given."""
     run: Run | None
     """The run that uses it."""
     note: str | None
-    """What people should know of it; null: nothing was given."""
+    """Text for other users; null: none was given."""
     settings: dict[str, Json] | None
-    """As reported by the engine; null: not given."""
+    """Settings that the engine reported; null: none."""
     by: str
     """Who registered it."""
     wall: Wall
@@ -248,18 +248,18 @@ audit = table(
 
 
 class AuditEntry(Row):
-    """Something that somebody did."""
+    """An action that a user or a program requested."""
 
     audit_id: int
     """Number of the entry, from 1."""
     wall: float | None
     """When, in Unix seconds."""
     by: str | None
-    """Who: the name of the token, what its sender calls itself, and the address it came from."""
+    """Who: the name of the access token, what its sender calls itself, and the address."""
     action: str | None
-    """What, such as `add_capture`, `remove_capture`, `set_triggers`, `pin`, `ask_stacks`."""
+    """The action, such as `add_capture`, `remove_capture`, `set_triggers`, `pin`, `ask_stacks`."""
     detail: dict[str, Json] | None
-    """What was requested."""
+    """The details of the request."""
 
 
 meta = table("meta", key("key", Text), Column("value", StrictJson()))

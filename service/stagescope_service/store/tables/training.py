@@ -1,4 +1,4 @@
-"""Runs, their attempts and processes, and the steps and stages that these went through."""
+"""Runs, their attempts and processes, and the steps and stages of these."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ processes = table(
     *columns(StrictJson(), "settings hello"),
     *columns(Real, "first_wall last_wall clock_offset clock_error finished_wall lapsed_wall"),
     *columns(Int, "dropped_events dropped_payloads dropped_bytes"),
-    # Which reports are in these counts, so that none counts twice after a restart either.
+    # The reports in these counts, so that none counts twice, even after a restart.
     Column("dropped_seqs", StrictJson()),
     *columns(Flag(), "raw unkeyed"),
     *columns(Int, "max_step plan_revision"),
@@ -143,9 +143,9 @@ steps = table(
     Column("step_summary", Blob),
     Column("summary_wall", Real),
     Column("pinned", Flag()),
-    # What the summary must hold, and what it was made of: where they differ, it is aggregated.
+    # The mark that the summary must reach and its own: if they differ, it is aggregated.
     *columns(Int, "parts_mark summary_mark"),
-    # Of a step whose rows retention removes: false while it does, true afterwards; else null.
+    # False while retention removes the step's rows, true afterwards; else null.
     Column("rows_removed", Flag()),
     partial_index("ix_steps_open", "attempt_id", where="closed_wall IS NULL"),
     partial_index("ix_steps_removable", "attempt_id", "step", where=REMOVABLE),
