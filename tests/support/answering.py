@@ -158,7 +158,7 @@ class Answering:
         if path == "/steps/5/rounds":
             context["whole"] = {"abs_diff_mean": "nan", "tokens": 41}
         if path == "/plan":
-            captures = list(self.captures.values())
+            captures = [{"state": "asked", **each} for each in self.captures.values()]
             return JSONResponse({"revision": len(captures), "captures": captures})
         if path == "/steps/5/metrics":
             return JSONResponse(self._metrics(context))

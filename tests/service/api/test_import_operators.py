@@ -273,7 +273,7 @@ def test_the_file_that_was_cut_off_is_named(
     tensor = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "Max": 1, "Min": 0}
     saved = json.dumps({"level": "debug", "data": {"loss.0.debug": tensor, "x.0.debug": tensor}})
     (rank / "debug.json").write_text(saved[:-30])
-    (problem,) = import_dump(session, open_dump(tmp_path), "saved")["problems"]
+    (problem,) = import_dump(session, open_dump(tmp_path), "cut-off")["problems"]
     assert Path(problem["path"]).name == "debug.json"
     assert "debug.json was cut off while it was written, at byte" in problem["message"]
 

@@ -236,7 +236,9 @@ _MAX_BYTES: Final = 1 << 21
 _DIGITS: Final = 12
 _MAIN: Final = "__main__"
 _RAY_WORKER: Final = "default_worker.py"
-_OURS: Final = frozenset({"stagescope", "stagescope_workers", "sitecustomize"})
+_OURS: Final = frozenset({
+    "stagescope", "stagescope_wire", "stagescope_workers", "stagescope_service", "sitecustomize",
+})  # fmt: skip
 """Our own packages; `packages` has their version."""
 
 
