@@ -221,7 +221,7 @@ def test_an_admin_sees_who_is_logged_in_and_who_did_what(browser: Browser, live:
         visit.settle()
         assert "boss, may operate" in text(visit, "#session")
         visit.page.click("#session >> text=audit")
-        visit.wait_until("document.querySelector('main table')")
+        visit.wait_until("document.querySelector('main').innerText.includes('token ada')")
         visit.settle()
         assert "token ada (operate" in text(visit)
         assert "add_capture" in text(visit)
