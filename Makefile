@@ -21,7 +21,7 @@ LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 # Where the environment forbids bytecode, each of the tests' processes would compile every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo dist pictures test test-ray test-trainings test-trackers test-verl test-own test-lowest verl check check-fast bench bench-verl soak trial-head-loss trial-ranks format clean help
+.PHONY: demo dist pictures test test-ray test-trainings test-trackers test-verl test-own test-lowest verl check check-fast prose bench bench-verl soak trial-head-loss trial-ranks format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -97,6 +97,7 @@ check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pyright
+	$(BIN)/python -m tests.support.prose --check
 	$(MAKE) test test-ray test-trainings
 
 # What needs neither Ray, a database, a browser nor msprobe, but the longest searches of hypothesis.
@@ -108,7 +109,11 @@ FAST := tests/test_structure.py tests/client $(addprefix tests/service/,core sta
 check-fast: $(VENV)/installed-dev  ## while editing: format, lint, mypy, the tests of pure code
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -m tests.support.prose --check
 	$(BIN)/mypy & $(BIN)/python -m pytest -q $(PARALLEL) $(FAST); status=$$?; wait $$! && exit $$status
+
+prose: $(VENV)/installed-dev  ## the sentences of documentation and docstrings that are hard to read
+	$(BIN)/python -m tests.support.prose
 
 bench: $(VENV)/installed-dev  ## every benchmark; ratios against a reference of the same run
 	@for file in $(filter-out %/bench_verl.py,$(wildcard tests/benchmarks/bench_*.py)); do echo "== $$file"; $(BIN)/python -m "tests.benchmarks.$$(basename $$file .py)" || exit 1; done

@@ -17,6 +17,7 @@ import torch
 import stagescope
 from stagescope import cli
 from stagescope_workers import init
+from tests.support import prose
 from tests.support.api import Service, service
 from tests.support.command_line import invoke
 from tests.support.investigated_run import investigated
@@ -223,3 +224,11 @@ def test_every_exception_is_needed() -> None:
     texts = [command for _, command in commands()] + [block.source for block in blocks("python")]
     for part in NOT_RUN:
         assert any(re.search(part, text) for text in texts), part
+
+
+def test_pages_and_docstrings_are_easy_to_read() -> None:
+    totals, rows = prose.examine(prose.files([str(ROOT / name) for name in prose.PATHS]))
+    for kind, (most_rows, most_long) in prose.LIMITS.items():
+        assert totals[kind].words > 10_000
+        assert totals[kind].rate <= most_rows, rows[:20]
+        assert totals[kind].share <= most_long, rows[:20]
