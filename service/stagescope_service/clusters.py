@@ -224,8 +224,9 @@ def _on_this_machine() -> str:
         Unreachable: none answers.
         InvalidInput: several do, and `ray start` left none of them.
     """
-    left = utils.read_ray_address()
-    known = [*dict.fromkeys([*([left] if left else []), *sorted(_local_addresses())])]
+    left: str | None = utils.read_ray_address()
+    first = [left] if left else []
+    known: list[str] = [*dict.fromkeys([*first, *sorted(_local_addresses())])]
     answering = [address for address in known if _answers(address)]
     if not answering:
         tried = f"; tried {', '.join(known)}" if known else ""

@@ -93,7 +93,8 @@ def test_the_service_goes_on_in_a_new_cluster_and_no_step_is_missing(home: Home)
         old = home.processes()
         (head,) = [each for each in old if each.name() == "gcs_server"]
         os.kill(head.pid, signal.SIGKILL)
-        status = eventually(lambda: (found := home.json("status"))["ready"] is False and found)
+        eventually(lambda: home.json("status")["ready"] is False)
+        status = home.json("status")
         assert "the Ray cluster of the service does not answer" in status["reason"]
         assert home.call("status").returncode == 3
         said = home.serve()

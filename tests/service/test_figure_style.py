@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ def test_panels_fill_the_figure_from_the_top() -> None:
 
 
 def test_empty_is_axes_and_a_sentence() -> None:
-    drawn = style.empty("Title <x>", "nothing was measured", x="step", y="nat")
+    drawn: Any = style.empty("Title <x>", "nothing was measured", x="step", y="nat")
     assert drawn.layout.title.text == "Title &lt;x&gt;"
     assert drawn.layout.annotations[0].text == "nothing was measured"
     assert (drawn.layout.xaxis.title.text, drawn.layout.yaxis.title.text) == ("step", "nat")

@@ -142,7 +142,9 @@ class FakeCoordinator:
         revision = self.plan["revision"]
         receipts = dict(self.receipts) if self.settle_at_once else {}
         now = self.wall()
-        key = {} if self.attempt_key is None else {"attempt_key": self.attempt_key}
+        key: dict[str, object] = (
+            {} if self.attempt_key is None else {"attempt_key": self.attempt_key}
+        )
         return key | {
             "coordinator": self.name, "wall": now, "revision": revision, "receipts": receipts,
             "poll_seconds": 20.0,

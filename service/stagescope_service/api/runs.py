@@ -192,17 +192,17 @@ def _ranges(verdicts: Sequence[_StepVerdict]) -> Iterator[ExactRange]:
     ):
         steps = list(group)
         non_finite = sum(each.non_finite for each in steps)
-        yield {
-            "from_step": steps[0].step,
-            "to_step": steps[-1].step,
-            "steps": len(steps),
-            "attempt": attempt,
-            "verdict": verdict,
-            "tokens": sum(each.tokens for each in steps),
-            "unequal": sum(each.unequal for each in steps),
-            "non_finite": non_finite,
-            "reason": None if reason is None else _with_non_finite(reason, non_finite),
-        }
+        yield ExactRange(
+            from_step=steps[0].step,
+            to_step=steps[-1].step,
+            steps=len(steps),
+            attempt=attempt,
+            verdict=verdict,
+            tokens=sum(each.tokens for each in steps),
+            unequal=sum(each.unequal for each in steps),
+            non_finite=non_finite,
+            reason=None if reason is None else _with_non_finite(reason, non_finite),
+        )
 
 
 def _with_non_finite(reason: str, non_finite: int) -> str:

@@ -108,7 +108,7 @@ def slope_in_fresh(
 
 def versions(summary: Summary) -> Check:
     """Check which policy versions sampled the tokens."""
-    known = summary.version_labels
+    known: list[str] = [*summary.version_labels]
     values = {"versions": float(len(known))}
     if not known:
         return Check(

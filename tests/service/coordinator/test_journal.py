@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, cast
 
 import pytest
-import sqlalchemy as sa
+import sqlalchemy.exc as sa_errors
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.support.journal import World
@@ -81,7 +81,7 @@ class RefusingStore(SqlStore):
         super()._check_file()
         if self.chance is not None and self.chance.random() < 0.05:
             self.outages += 1
-            raise sa.exc.OperationalError("", {}, sqlite3.OperationalError("no such table: x"))
+            raise sa_errors.OperationalError("", {}, sqlite3.OperationalError("no such table: x"))
 
 
 def test_what_is_acknowledged_is_on_disk_whatever_the_store_refuses(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -48,6 +49,7 @@ def record_of(
         p[np.array(ages) > 0] -= 5.0  # drift, which is no mismatch
     version = None if ages is None else 10
     samples = [f"{name}{rank}" for name in "abcd"]
+    texts: Mapping[str, str] = {}
     if names:
         codes, texts = encode_versions(names)
         version, extra = 10, {"versions": np.array(codes)}

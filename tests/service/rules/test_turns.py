@@ -153,6 +153,8 @@ class SimulatedRun(RunHistory):
         random = np.random.default_rng(seed)
         self.measured = [StepInForce(step, 1, 1, "ok", ()) for step in range(1, 31)]
         self._sizes: list[dict[SliceKey, float]] = []
+        rows = turns = lengths = np.empty(0, np.int64)
+        trains = np.empty(0, np.bool_)
         for _ in self.measured:
             numbers = random.geometric(0.4, 64)
             rows = np.repeat(np.arange(64), numbers)

@@ -423,7 +423,10 @@ def error_fields(error: BaseException | None) -> dict[str, object]:
     """
     if error is None:
         return {"error_type": None, "error_message": None}
-    fields = {"error_type": type(error).__name__, "error_message": _message(error)}
+    fields: dict[str, object] = {
+        "error_type": type(error).__name__,
+        "error_message": _message(error),
+    }
     return fields | ({"interrupted": True} if _is_interruption(error) else {})
 
 

@@ -82,7 +82,9 @@ def test_one_token_of_another_expert(tmp_path: Path, dtype: str) -> None:
         ("float32", (3100, 200, 2000, 1100), (3050, 190, 2050, 1110), False),
     ],
 )
-def test_rounding_moves_few(tmp_path: Path, first: str, a: Values, b: Values, same: bool) -> None:
+def test_rounding_moves_few(
+    tmp_path: Path, first: str, a: Sequence[float], b: Sequence[float], same: bool
+) -> None:
     assert compare(tmp_path, histogram(*a), histogram(*b), first=first).same == same
 
 

@@ -209,8 +209,9 @@ def test_an_empty_mask_does_not_fit_a_response_with_tokens(tmp_path: Path, batch
 
 def test_log_probs_that_a_sample_lacks_are_nan(tmp_path: Path, batch: Batch) -> None:
     absent: tuple[list[float] | None, ...] = (None, [])
+    path = tmp_path / "a.pt"
     for lacking in absent:
-        path = slime_rollout_file(tmp_path / "a.pt", batch)
+        slime_rollout_file(path, batch)
         record = read(
             open_dump(change_sample(path, 2, rollout_log_probs=lacking)),
             "trajectories",
