@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -174,12 +175,27 @@ def _ask_ray(ray: Any, found: list[JsonObject]) -> None:
         found.append(ray.get(api.where.remote(), timeout=_RAY_SECONDS))
 
 
+def load_httpx() -> None:
+    """Import httpx without its command line.
+
+    The command line imports rich, which draws a number from Python's global generator. In a
+    training that has seeded the generator, this would change every number that follows.
+    """
+    if "httpx" not in sys.modules:
+        sys.modules["httpx._main"] = None  # type: ignore[assignment] # its import fails, as httpx allows
+        try:
+            importlib.import_module("httpx")
+        finally:
+            sys.modules.pop("httpx._main", None)
+
+
 def check_url(url: str) -> str:
     """Return `url` without its trailing slash.
 
     Raises:
         InvalidInput: not an http or https URL, or one with a query or a password.
     """
+    load_httpx()
     import httpx
 
     shown = without_password(repr(url))
@@ -201,6 +217,7 @@ def without_password(url: str) -> str:
 
 def is_loopback(url: str) -> bool:
     """Return whether `url` names this machine by a loopback name."""
+    load_httpx()
     import httpx
 
     return httpx.URL(url).host in _LOOPBACK
@@ -215,6 +232,7 @@ def _other_host(written: JsonObject, path: Path) -> str:
 
 
 def _same_service(one: str, other: str) -> bool:
+    load_httpx()
     import httpx
 
     def key(url: str) -> tuple[str, str, int | None, str]:

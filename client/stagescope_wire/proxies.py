@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
-from stagescope_wire.discovery import is_loopback, without_password
+from stagescope_wire.discovery import is_loopback, load_httpx, without_password
 from stagescope_wire.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def transport(url: str) -> httpx.HTTPTransport:
     Raises:
         InvalidInput: STAGESCOPE_PROXY cannot be used.
     """
+    load_httpx()
     import httpx
 
     return _made(httpx.HTTPTransport, url)
@@ -81,6 +82,7 @@ def transport(url: str) -> httpx.HTTPTransport:
 
 def async_transport(url: str) -> httpx.AsyncHTTPTransport:
     """Return what connects to `url` from an event loop; see `transport`."""
+    load_httpx()
     import httpx
 
     return _made(httpx.AsyncHTTPTransport, url)
@@ -132,6 +134,7 @@ def reason_of(error: Exception) -> str:
     It names hosts and errnos. But where the request itself is wrong, it quotes headers, and one of
     them holds a credential: then only the type is named.
     """
+    load_httpx()
     import httpx
 
     hides = isinstance(error, (httpx.LocalProtocolError, UnicodeError))

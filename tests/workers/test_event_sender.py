@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -373,3 +376,31 @@ def test_thread_outlives_a_mistake_of_its_own(
     stage(probe, 1)
     wait_for(lambda: steps(coordinator) == [1])
     assert failed.is_set()
+
+
+def test_retries_draw_nothing_from_the_trainings_generators() -> None:
+    program = """
+import random
+import numpy
+import torch
+from stagescope_workers import init
+
+def states():
+    return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+before = states()
+probe = init(run="r", role="actor", rank=0, world_size=1)
+with probe.stage("actor_update", step=1) as stage:
+    stage.record(log_probs=torch.zeros(2, 3), response_mask=torch.ones(2, 3))
+assert not probe.close(timeout=1.5)
+assert states() == before
+"""
+    nowhere = {"STAGESCOPE_URL": "http://127.0.0.1:9", "STAGESCOPE_TOKEN": "t" * 40}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **nowhere},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

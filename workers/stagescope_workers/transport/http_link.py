@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from stagescope_wire import proxies
+from stagescope_wire.discovery import load_httpx
 from stagescope_wire.errors import (
     NotFound,
     NotReady,
@@ -82,6 +83,7 @@ class HttpLink(ServiceLink):
             found: the source of the URL, for messages.
             timeout: seconds for an answer, beyond the time that the service may wait by itself.
         """
+        load_httpx()
         import httpx
 
         self._url = url

@@ -10,7 +10,6 @@ kept until the actor answers, dies or another actor has its name.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from stagescope_workers.transport.calls import (
     Clock,
     ServiceAnswer,
     ServiceLink,
+    jitter,
 )
 from stagescope_workers.transport.outbox import BATCH_EVENTS, Entry, Outbox
 
@@ -374,7 +374,7 @@ class EventSender:
             )
             backoff.fail()
             if self.is_unauthorized:
-                backoff.until = time.monotonic() + _UNAUTHORIZED_SECONDS * random.uniform(0.5, 1.0)
+                backoff.until = time.monotonic() + _UNAUTHORIZED_SECONDS * jitter.uniform(0.5, 1.0)
             self._connecting.until = backoff.until
             if _is_refusal(error):
                 self._refusals += activity == "sending"
