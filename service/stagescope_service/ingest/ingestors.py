@@ -245,11 +245,7 @@ class IngestWorker:
 
     # --- the ring: None where it cannot be used, or holds the payload no longer ---------------
     def recompute(
-        self,
-        key: PayloadKey,
-        job: StepJob,
-        pair: tuple[str, str],
-        skips: Sequence[TokenRange],
+        self, key: PayloadKey, job: StepJob, pair: tuple[str, str], skips: Sequence[TokenRange]
     ) -> bytes | None:
         """Return a payload's summary without tokens that count elsewhere."""
         return self._of_ring(Recomputer.recompute, key, job, pair, skips)

@@ -50,11 +50,7 @@ from stagescope_service.store.tables import SummaryRow
 from stagescope_wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope_wire.names import MAX_ID
 from stagescope_wire.nonfinite import Json, JsonObject
-from stagescope_wire.schema import (
-    RECENT_TENSORS,
-    STREAM_TENSORS,
-    WRITTEN_AFTER_HAND_OVER,
-)
+from stagescope_wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
 
 """(row, first position, last) of tokens, half open."""
 
@@ -175,11 +171,7 @@ class PayloadReader:
         yield once.summary
 
     def _keep(
-        self,
-        key: PayloadKey,
-        job: IngestJob,
-        payload: Payload,
-        copies: Mapping[str, Skips],
+        self, key: PayloadKey, job: IngestJob, payload: Payload, copies: Mapping[str, Skips]
     ) -> Iterator[Put]:
         recent = {name: t for name, t in payload.tensors.items() if name in RECENT_TENSORS}
         if recent:

@@ -185,11 +185,7 @@ class Ids:
 
     # --- rows of these tables -----------------------------------------------------------------
     def _insert(
-        self,
-        connection: sa.Connection,
-        table: sa.Table,
-        id_name: str,
-        keys: Sequence[Key],
+        self, connection: sa.Connection, table: sa.Table, id_name: str, keys: Sequence[Key]
     ) -> list[tuple[Key, int]]:
         """Insert rows; return each key with its new id."""
         if not keys:

@@ -169,10 +169,7 @@ class Ring:
             return taken
 
     def keep(
-        self,
-        key: RingKey,
-        tensors: Mapping[str, WireTensor],
-        metadata: JsonObject | None = None,
+        self, key: RingKey, tensors: Mapping[str, WireTensor], metadata: JsonObject | None = None
     ) -> RingEntry | None:
         """Keep a payload; return None if that is not possible now (`health()` has the reason).
 

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from stagescope_service.rules.conditions import HISTORY
 from stagescope_service.rules.document import Rules
 from stagescope_service.rules.series import SeriesKey, Values, pack, unpack
-from stagescope_service.rules.watch import (
-    REACH,
-    At,
-    Firing,
-    FiringChanges,
-    FiringRecord,
-    RuleWatch,
-)
+from stagescope_service.rules.watch import REACH, At, Firing, FiringChanges, FiringRecord, RuleWatch
 
 METRIC = "logprob_abs_diff/mean"
 

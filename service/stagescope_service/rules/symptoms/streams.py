@@ -22,14 +22,7 @@ from stagescope_service.rules.evidence import (
 from stagescope_service.rules.history import READ, RunHistory
 from stagescope_service.statistics import Comparability
 from stagescope_service.statistics.checks import few_carry
-from stagescope_service.statistics.profiles import (
-    COARSEST,
-    FINER,
-    NOT_FINITE,
-    ZERO,
-    Edge,
-    exponent,
-)
+from stagescope_service.statistics.profiles import COARSEST, FINER, NOT_FINITE, ZERO, Edge, exponent
 
 _OF_THE_MEAN: Final = {"renormalised", "temperature", "calibration"}
 """Checks of whether another distribution sampled the tokens."""

@@ -178,10 +178,7 @@ class FileQueries(Reader):
     ) -> list[KeptFile]:
         """Return the kept files that may be deleted, the oldest first; see `files.kept_files`."""
         query = kept_files(
-            node_id=node_id,
-            before_wall=before_wall,
-            attempt_id=attempt_id,
-            before_step=before_step,
+            node_id=node_id, before_wall=before_wall, attempt_id=attempt_id, before_step=before_step
         )
         return self._rows(KeptFile, query.limit(limit))
 

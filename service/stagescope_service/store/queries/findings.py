@@ -136,44 +136,28 @@ class FindingQueries(Reader):
     """Queries for findings, losses, stacks, trigger rules and their firings."""
 
     def finding_outlines(
-        self,
-        *,
-        any_of: AnyOf | None = None,
-        limit: int = LIMIT,
-        **filters: Unpack[FindingFilter],
+        self, *, any_of: AnyOf | None = None, limit: int = LIMIT, **filters: Unpack[FindingFilter]
     ) -> list[FindingOutline]:
         """Return the findings in brief, the newest first."""
         where = _conditions("findings", any_of, **filters)
         return self._outlines(FindingOutline, "findings", where, limit)
 
     def loss_outlines(
-        self,
-        *,
-        any_of: AnyOf | None = None,
-        limit: int = LIMIT,
-        **filters: Unpack[LossFilter],
+        self, *, any_of: AnyOf | None = None, limit: int = LIMIT, **filters: Unpack[LossFilter]
     ) -> list[LossOutline]:
         """Return the losses in brief, the newest first."""
         where = _conditions("losses", any_of, **filters)
         return self._outlines(LossOutline, "losses", where, limit)
 
     def firing_outlines(
-        self,
-        *,
-        any_of: AnyOf | None = None,
-        limit: int = LIMIT,
-        **filters: Unpack[FiringFilter],
+        self, *, any_of: AnyOf | None = None, limit: int = LIMIT, **filters: Unpack[FiringFilter]
     ) -> list[FiringOutline]:
         """Return the firings in brief, the newest first, including withdrawn ones."""
         where = _conditions("firings", any_of, **filters)
         return self._outlines(FiringOutline, "firings", where, limit)
 
     def _outlines(
-        self,
-        row: type[R],
-        name: EventsTable,
-        where: Sequence[sa.ColumnElement[bool]],
-        limit: int,
+        self, row: type[R], name: EventsTable, where: Sequence[sa.ColumnElement[bool]], limit: int
     ) -> list[R]:
         table = TABLES[name]
         columns, order = _OUTLINES[name]

@@ -372,12 +372,7 @@ class MeasurementQueries(Reader):
         return self._rows(PayloadStates, query.group_by(*by).order_by(*by))
 
     def summaries(
-        self,
-        attempt_id: int,
-        step: Filter = None,
-        *,
-        stage: Filter = None,
-        pair: Filter = None,
+        self, attempt_id: int, step: Filter = None, *, stage: Filter = None, pair: Filter = None
     ) -> list[SummaryRow]:
         """Return the summaries of payloads with their blobs, by stage, rank and part."""
         where = conditions("summaries", attempt_id=attempt_id, step=step, stage=stage, pair=pair)
@@ -394,12 +389,7 @@ class MeasurementQueries(Reader):
         )
 
     def samples(
-        self,
-        attempt_id: int,
-        step: Filter = None,
-        *,
-        sample_uid: Filter = None,
-        limit: int = LIMIT,
+        self, attempt_id: int, step: Filter = None, *, sample_uid: Filter = None, limit: int = LIMIT
     ) -> list[SampleRow]:
         """Return samples by step and sample_uid."""
         where = conditions("samples", attempt_id=attempt_id, step=step, sample_uid=sample_uid)

@@ -313,11 +313,7 @@ class RunQueries(Reader):
         return self._page(StageRow, "stages", where, "begin_wall rank", limit)
 
     def processes(
-        self,
-        attempt_id: Filter = None,
-        *,
-        role: Filter = None,
-        rank: Filter = None,
+        self, attempt_id: Filter = None, *, role: Filter = None, rank: Filter = None
     ) -> list[ProcessColumns]:
         """Return the processes of an attempt by role, rank and time, also those that are gone."""
         where = conditions("processes", attempt_id=attempt_id, role=role, rank=rank)

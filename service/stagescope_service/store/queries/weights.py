@@ -83,12 +83,7 @@ class WeightQueries(Reader):
         return self._values(versions_of_step(attempt_id, step))
 
     def weight_verdicts(
-        self,
-        attempt_id: int,
-        *,
-        version: int | None = None,
-        limit: int = LIMIT,
-        offset: int = 0,
+        self, attempt_id: int, *, version: int | None = None, limit: int = LIMIT, offset: int = 0
     ) -> list[WeightVerdictRow]:
         """Return the verdicts of an attempt's versions, or of one, the newest first."""
         where = conditions("weight_verdicts", attempt_id=attempt_id, version=version)
