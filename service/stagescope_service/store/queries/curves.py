@@ -12,9 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 
-from stagescope_service.store import connect
-from stagescope_service.store.queries.reader import Reader
-from stagescope_service.store.snapshot import Query
+from stagescope_service.store.queries.reader import Reader, between
 from stagescope_service.store.tables import TABLES, StepMarks
 from stagescope_service.store.tables.compact import works
 
@@ -168,35 +166,30 @@ class CurveQueries(Reader):
         self, attempts: Sequence[int], *, first: int | None = None, last: int | None = None
     ) -> list[MarkedStep]:
         """Return the findings of steps by kind and severity, each with one of the messages."""
-        table = TABLES["findings"].c
-        by = (table.attempt_id, table.step, table.kind, table.severity)
-        query = (
-            sa.select(*by, sa.func.count(), sa.func.min(table.message))
-            .where(
-                table.attempt_id.in_(list(attempts)),
-                table.step.is_not(None),
-                *between(table.step, first, last),
-            )
-            .group_by(*by)
-            .order_by(table.step, table.attempt_id, table.kind)
-        )
-        return [MarkedStep(*row) for row in self._tuples(query)]
+        return self._marked("findings kind severity message", attempts, first, last)
 
     def dumps_by_step(
         self, attempts: Sequence[int], *, first: int | None = None, last: int | None = None
     ) -> list[MarkedStep]:
         """Return the dumps of steps by capture (`kind`) and state (`severity`)."""
-        table = TABLES["dumps"].c
-        by = (table.attempt_id, table.step, table.capture_id, table.state)
+        return self._marked("dumps capture_id state stage", attempts, first, last)
+
+    def _marked(
+        self, names: str, attempts: Sequence[int], first: int | None, last: int | None
+    ) -> list[MarkedStep]:
+        """Return marks, given the table and its columns that are `kind`, `severity` and `text`."""
+        name, *of_mark, text = names.split()
+        table = TABLES[name].c
+        by = [table[column] for column in ("attempt_id", "step", *of_mark)]
         query = (
-            sa.select(*by, sa.func.count(), sa.func.min(table.stage))
+            sa.select(*by, sa.func.count(), sa.func.min(table[text]))
             .where(
                 table.attempt_id.in_(list(attempts)),
                 table.step.is_not(None),
                 *between(table.step, first, last),
             )
             .group_by(*by)
-            .order_by(table.step, table.attempt_id, table.capture_id)
+            .order_by(table.step, table.attempt_id, by[2])
         )
         return [MarkedStep(*row) for row in self._tuples(query)]
 
@@ -249,16 +242,3 @@ class CurveQueries(Reader):
             return [document[name] for name in known]
         text = sa.type_coerce(column, sa.Text)
         return [sa.func.json_extract(text, f'$."{name}"') for name in known]
-
-    def _tuples(self, query: Query) -> Sequence[tuple[Any, ...]]:
-        """Return the rows of a query as tuples: a dict a row would take longer than the query."""
-        with connect.catalogue_errors(self._where), self._connect() as connection:
-            return connection.execute(query).all()
-
-
-def between(
-    column: sa.ColumnElement[object], first: int | None, last: int | None
-) -> list[sa.ColumnElement[bool]]:
-    """Return the conditions of a range of steps, both ends included."""
-    bounds = [column >= first] if first is not None else []
-    return bounds + ([column <= last] if last is not None else [])

@@ -10,13 +10,13 @@ from typing_extensions import NotRequired, Unpack
 
 from stagescope_service.store import connect
 from stagescope_service.store.queries import rollouts
-from stagescope_service.store.queries.curves import between
 from stagescope_service.store.queries.overview import StepOverview
 from stagescope_service.store.queries.reader import (
     LIMIT,
     Filter,
     RankFilter,
     Reader,
+    between,
     conditions,
     of_few,
 )

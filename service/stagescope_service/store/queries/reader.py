@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, TypeVar, cast
 
 import sqlalchemy as sa
 
@@ -102,6 +102,11 @@ class Reader:
         with connect.catalogue_errors(self._where), self._connect() as connection:
             return [*connection.scalars(query)]
 
+    def _tuples(self, query: Query) -> Sequence[tuple[Any, ...]]:
+        """Return the rows of a query as tuples: a dict a row would take longer than the query."""
+        with connect.catalogue_errors(self._where), self._connect() as connection:
+            return connection.execute(query).all()
+
     def _each(self, row: type[R], query: Query) -> Iterator[R]:
         """Yield the rows of a query as they are read, for results larger than memory."""
         with connect.catalogue_errors(self._where), self._connect() as connection:
@@ -138,12 +143,16 @@ class Reader:
 def all_rows(name: str, order: str, without: str = "") -> Query:
     """Select a table's rows by columns (`-name` descending), some of its columns left out."""
     table, left_out = TABLES[name], without.split()
-    by = [
-        table.c[column[1:]].desc() if column.startswith("-") else table.c[column]
-        for column in order.split()
-    ]
     chosen = (column for column in table.columns if column.name not in left_out)
-    return sa.select(*chosen).order_by(*by)
+    return sa.select(*chosen).order_by(*order_of(table, order))
+
+
+def order_of(table: sa.Table, order: str) -> list[sa.ColumnElement[object]]:
+    """Return the columns that sort rows, `-name` descending, separated by spaces."""
+    return [
+        table.c[name[1:]].desc() if name.startswith("-") else table.c[name]
+        for name in order.split()
+    ]
 
 
 def conditions(table: str, /, **filters: object) -> list[sa.ColumnElement[bool]]:
@@ -160,6 +169,14 @@ def conditions(table: str, /, **filters: object) -> list[sa.ColumnElement[bool]]
         for key, value in filters.items()
         if value is not None
     ]
+
+
+def between(
+    column: sa.ColumnElement[object], first: int | None, last: int | None
+) -> list[sa.ColumnElement[bool]]:
+    """Return the conditions of a range of steps, both ends included."""
+    bounds = [column >= first] if first is not None else []
+    return bounds + ([column <= last] if last is not None else [])
 
 
 def of_few(name: str, attempts: Filter) -> list[sa.ColumnElement[bool]]:

@@ -13,13 +13,14 @@ does not grow inside a full page, which would leave pages half empty.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import sqlalchemy as sa
 from sqlalchemy import Column, Index, event
+from sqlalchemy.schema import SchemaItem
 
 from stagescope_service.store.columns import Blob, Flag, Int, Real, Text
-from stagescope_service.store.tables.declare import columns, key, metadata, partial_index, table
+from stagescope_service.store.tables.declare import columns, key, metadata, partial_index
 from stagescope_wire.schema import PART_FIELDS
 
 INGESTED: Final = 0
@@ -28,13 +29,17 @@ KNOWN_TEXTS: Final = ("ingested", "announced", "ok", "ring", "kept", "open", "un
 """Texts with fixed ids, from 0: the first two take no space, and indexes name ids of states."""
 
 
-def _compact(name: str, *parts: Any) -> sa.Table:
-    return table(name, *parts, sqlite_with_rowid=False)
+def _table(name: str, *parts: SchemaItem) -> sa.Table:
+    return sa.Table(name, metadata, *parts, sqlite_strict=True)
 
 
-texts = table("texts", key("text_id", Int), Column("text", Text), sa.UniqueConstraint("text"))
+def _compact(name: str, *parts: SchemaItem) -> sa.Table:
+    return sa.Table(name, metadata, *parts, sqlite_strict=True, sqlite_with_rowid=False)
 
-works = table(
+
+texts = _table("texts", key("text_id", Int), Column("text", Text), sa.UniqueConstraint("text"))
+
+works = _table(
     "works",
     key("work_id", Int),
     *columns(Int, "attempt_id step policy_version"),
@@ -45,7 +50,7 @@ works = table(
     Index(None, "work_key"),
 )
 
-senders = table(
+senders = _table(
     "senders",
     key("sender_id", Int),
     Column("incarnation", Text),
@@ -55,9 +60,9 @@ senders = table(
     Index(None, "incarnation"),
 )
 
-clocks = table("clocks", key("clock_id", Int), *columns(Real, "clock_offset clock_error"))
+clocks = _table("clocks", key("clock_id", Int), *columns(Real, "clock_offset clock_error"))
 
-scalar_names = table(
+scalar_names = _table(
     "scalar_names", key("attempt_id", Int), key("name", Text), Column("last_step", Int)
 )
 """The names of an attempt's scalars; `last_step` is the last step with one, null if none has any.
@@ -65,7 +70,7 @@ scalar_names = table(
 It only advances with the scalars, so a query must check that one still exists.
 """
 
-training_begins = table(
+training_begins = _table(
     "training_begins", key("attempt_id", Int), *columns(Real, "begun_wall begin_wall"),
     Column("step", Int),
 )  # fmt: skip

@@ -1,14 +1,17 @@
-"""Functions that declare the tables."""
+"""Functions that declare the tables: a TypedDict is the type of a row, its fields the columns."""
 
 from __future__ import annotations
 
-from typing import Any, Final, TypedDict
+import types
+from typing import Any, Final, TypedDict, Union, get_args, get_origin
 
 import sqlalchemy as sa
 from sqlalchemy import Column, Index
+from sqlalchemy.schema import SchemaItem
+from typing_extensions import get_type_hints
 
-from stagescope_service.store.columns import Int, Text
-from stagescope_wire.schema import LAYOUT_COLUMNS, PART_FIELDS, PartColumns
+from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
+from stagescope_wire.schema import PartColumns
 
 metadata: Final = sa.MetaData(
     naming_convention={
@@ -21,12 +24,13 @@ metadata: Final = sa.MetaData(
 views: Final = sa.MetaData()
 """Views with the logical columns of the rows of `tables.compact`."""
 
-_INT_LAYOUT: Final = ("_rank", "_size", "_index")
+_KINDS: Final[dict[Any, Any]] = {str: Text, int: Int, float: Real, bool: Flag(), bytes: Blob}
+"""Type of a field -> type of its column; other types are JSON."""
 
 
-def key(name: str, kind: Any) -> Column[object]:
+def key(name: str, kind: Any, *, is_generated: bool = False) -> Column[object]:
     """Return a column of the primary key."""
-    return Column(name, kind, primary_key=True, autoincrement=False)
+    return Column(name, kind, primary_key=True, autoincrement=is_generated)
 
 
 def columns(kind: Any, names: str) -> list[Column[object]]:
@@ -34,30 +38,40 @@ def columns(kind: Any, names: str) -> list[Column[object]]:
     return [Column(name, kind) for name in names.split()]
 
 
-def layout() -> list[Column[Any]]:
-    """Return the columns of a rank's place in its parallel layout."""
-    return [Column(name, Int if name.endswith(_INT_LAYOUT) else Text) for name in LAYOUT_COLUMNS]
+def table(
+    name: str, row: type, keys: str, *parts: SchemaItem, is_generated: bool = False
+) -> sa.Table:
+    """Declare a table.
 
-
-def place(*extra: str) -> list[Column[Any]]:
-    """Return the columns that identify the rank and the work of a row."""
-    return [
-        *columns(Int, "attempt_id step policy_version"),
-        *columns(Text, "stage role"),
-        Column("rank", Int),
-        *(Column(name, Int) for name in (*PART_FIELDS, *extra)),
-    ]
-
-
-def table(name: str, *parts: Any, **options: Any) -> sa.Table:
-    """Declare a table."""
+    Args:
+        name: of the table.
+        row: the TypedDict of its rows.
+        keys: the columns of the primary key, separated by spaces.
+        parts: indexes and constraints.
+        is_generated: whether the database generates the key.
+    """
+    declared = _columns(row, keys, is_generated=is_generated)
     # With a rowid: WITHOUT ROWID repeats these long keys in every index, and was half as fast.
-    return sa.Table(name, metadata, *parts, sqlite_strict=True, **options)
+    return sa.Table(name, metadata, *declared, *parts, sqlite_strict=True)
 
 
-def view(name: str, *parts: Any) -> sa.Table:
-    """Declare the logical rows of a compact table: their key and columns."""
-    return sa.Table(name, views, *parts)
+def view(name: str, row: type, keys: str) -> sa.Table:
+    """Declare the logical rows of a compact table, as `table` does."""
+    return sa.Table(name, views, *_columns(row, keys))
+
+
+def _columns(row: type, keys: str, *, is_generated: bool = False) -> list[Column[object]]:
+    hints = get_type_hints(row)
+    kinds = {name: _KINDS.get(_required(hint), StrictJson()) for name, hint in hints.items()}
+    own = [key(name, kinds.pop(name), is_generated=is_generated) for name in keys.split()]
+    return own + [Column(name, kind) for name, kind in kinds.items()]
+
+
+def _required(hint: Any) -> Any:
+    """Return the type of a field that is not null."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = {*get_args(hint)} - {types.NoneType}
+    return hint
 
 
 def partial_index(name: str, *names: str, where: str) -> Index:
@@ -66,7 +80,7 @@ def partial_index(name: str, *names: str, where: str) -> Index:
 
 
 class RankWork(PartColumns):
-    """The columns of `place` without the stage: they identify the rank and the work of a row."""
+    """The columns that identify the rank and the work of a row, without the stage."""
 
     attempt_id: int
     step: int | None
@@ -76,13 +90,13 @@ class RankWork(PartColumns):
 
 
 class StageWork(RankWork):
-    """The columns of `place`, with the stage."""
+    """The columns that identify the rank and the work of a row."""
 
     stage: str
 
 
 class LayoutRow(TypedDict):
-    """The columns of `layout`: a rank's place in its parallel layout."""
+    """A rank's place in its parallel layout."""
 
     cluster: str | None
     node: str | None
