@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Final, TypedDict
+from typing import Final, TypedDict, cast
 
 from stagescope_service.core.catalogue_rows import row_id
-from stagescope_service.core.findings import finding
+from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.rules.actions import FindingTemplate
 from stagescope_service.rules.budget import ORDERED_BY
@@ -16,6 +16,7 @@ from stagescope_service.rules.names import is_nonfinite, scalar_of
 from stagescope_service.rules.series import shown
 from stagescope_service.store.tables.findings import FiredActions, FiringColumns
 from stagescope_wire.links import Link, with_links
+from stagescope_wire.nonfinite import Json, JsonObject
 
 
 class FiringKey(TypedDict):
@@ -103,6 +104,13 @@ def _see(act: Act) -> list[Link]:
     return [Link.to_step(noun, act.row["step"]) for noun in (template.see if template else ())]
 
 
+_PLACE: Final = ("run", "step", "stage", "role", "rank", "wall")
+
+
+def _columns(row: JsonObject, *names: str) -> dict[str, Json]:
+    return {name: row[name] for name in names}
+
+
 def finding_of(act: Act) -> list[Put]:
     """Return the finding of a firing, if its rule makes one."""
     template, row = act.rule.actions.finding, act.row
@@ -111,13 +119,7 @@ def finding_of(act: Act) -> list[Put]:
     made = finding(
         f"trigger_{act.rule.name}",
         row["message"],
-        run=row["run"],
-        attempt_id=row["attempt_id"],
-        step=row["step"],
-        stage=row["stage"],
-        role=row["role"],
-        rank=row["rank"],
-        wall=row["wall"],
+        **cast("FindingLocation", _columns(row, "attempt_id", *_PLACE)),
         severity=template.severity,
         evidence={**shown(row["evidence"]), "round": row["round"]},
         advice=_advice(act),
@@ -137,21 +139,13 @@ def told_of(act: Act, done: FiredActions, page: str | None) -> Told:
     row = act.row
     attempt = row["evidence"].get("attempt")
     template = act.rule.actions.finding
-    return {
-        "rule": row["rule"],
-        "run": row["run"],
-        "attempt_id": row["attempt_id"],
-        "step": row["step"],
-        "stage": row["stage"],
-        "role": row["role"],
-        "rank": row["rank"],
-        "round": row["round"],
-        "message": row["message"],
-        "wall": row["wall"],
-        "evidence": dict(shown(row["evidence"])),
+    told = {
+        **_columns(row, "rule", "attempt_id", "round", "message", *_PLACE),
+        "evidence": shown(row["evidence"]),
         "attempt": attempt,
         "severity": None if template is None else template.severity,
         "advice": with_links(_advice(act), _see(act)),
         "actions": done,
         "link": None if page is None else link_of(page, row["run"], row["step"], attempt),
     }
+    return cast("Told", told)

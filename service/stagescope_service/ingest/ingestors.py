@@ -26,8 +26,7 @@ from stagescope_service.ingest.recompute import JoinAnswer, Recomputer, Source
 from stagescope_service.ingest.rollout_join import RolloutRows
 from stagescope_service.store.artifacts import confine, read_piece, ring_directory
 from stagescope_service.store.contract import Put
-from stagescope_service.store.pins import Pinned
-from stagescope_service.store.ring import DEFAULT_RESERVE, Ring, rings_left
+from stagescope_service.store.ring import DEFAULT_RESERVE, Pinned, Ring, rings_left
 from stagescope_wire.errors import Forbidden, StagescopeError, Unreachable
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.stacks import read_watchdog

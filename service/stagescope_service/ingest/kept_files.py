@@ -149,15 +149,12 @@ def artifact_row(
     **columns: Json,
 ) -> Put:
     """Return the row of a payload's file on a node, with further `columns`."""
-    names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", *PART_FIELDS)
-    work: JsonObject = job
     return Put(
         "artifacts",
         {
             "artifact_id": f"{kind}/{key.incarnation}/{key.seq}",
-            "incarnation": key.incarnation,
-            "seq": key.seq,
-            **{name: work.get(name) for name in names},
+            **key._asdict(),
+            **work_of(job),
             "kind": kind,
             "node_id": node_id,
             "path": str(path),
@@ -170,10 +167,17 @@ def artifact_row(
     )
 
 
+def work_of(job: PayloadWork) -> dict[str, Json]:
+    """Return the columns of a payload's rank and work."""
+    names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", *PART_FIELDS)
+    fields: JsonObject = job
+    return {name: fields.get(name) for name in names}
+
+
 def plain_job(key: PayloadKey, job: IngestJob, *but: str) -> dict[str, Json]:
     """Return a file's own metadata: its run, attempt and work, and the payload's identity."""
     reported = {name: value for name, value in job.items() if name not in (*_ORDERS, *but)}
-    return {**reported, "incarnation": key.incarnation, "seq": key.seq}
+    return {**reported, **key._asdict()}
 
 
 _STAGES: Final = ("*/*/step_*/*", "*/*/step_*/*/*")

@@ -19,7 +19,7 @@ from stagescope_service.core.catalogue_rows import text
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
 from stagescope_service.core.stream_attributes import stream_attributes
-from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
+from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job, work_of
 from stagescope_service.ingest.non_finite import (
     NonFiniteCounts,
     Once,
@@ -46,7 +46,6 @@ from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import pair_name
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES
 from stagescope_service.store.ring import Ring, RingKey
-from stagescope_service.store.tables import SummaryRow
 from stagescope_wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope_wire.names import MAX_ID
 from stagescope_wire.nonfinite import Json, JsonObject
@@ -240,24 +239,8 @@ def _with_producers(job: IngestJob, meta: JsonObject) -> dict[str, Json]:
 
 def summary_row(key: PayloadKey, job: PayloadJob, summary: Summary) -> Put:
     """Return the row of a payload's summary of one pair."""
-    row: SummaryRow = {
-        "incarnation": key.incarnation,
-        "seq": key.seq,
-        "pair": pair_name(summary.pair),
-        "attempt_id": job["attempt_id"],
-        "step": job["step"],
-        "policy_version": job["policy_version"],
-        "stage": job["stage"],
-        "role": job["role"],
-        "rank": job["rank"],
-        "data_rank": job["data_rank"],
-        "occurrence": job["occurrence"],
-        "epoch": job["epoch"],
-        "minibatch": job["minibatch"],
-        "microbatch": job["microbatch"],
-        "summary": summary_to_bytes(summary),
-    }
-    return Put("summaries", row)
+    own = {**key._asdict(), "pair": pair_name(summary.pair), "data_rank": job["data_rank"]}
+    return Put("summaries", {**work_of(job), **own, "summary": summary_to_bytes(summary)})
 
 
 def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator[Put]:

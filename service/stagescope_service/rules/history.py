@@ -18,10 +18,10 @@ from stagescope_service.statistics.step_metrics import VERSION, Dimension, Slice
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import NON_FINITE_NAMES
-from stagescope_service.store.queries.measurements import RewardGroupsRow
+from stagescope_service.store.queries.rollouts import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, LossRow, SampleRow
 from stagescope_wire.batch import Batch
-from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.nonfinite import JsonObject, number
 from stagescope_wire.schema import ROLES
 
 STEPS: Final = 2000
@@ -38,7 +38,6 @@ _ROWS: Final = 20_000
 _CACHED: Final = 16
 """Measured steps that a history and those of its earlier steps keep together."""
 _ORDER: Final = {role: at for at, role in enumerate(ROLES)}
-_NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class StepInForce(NamedTuple):
@@ -258,7 +257,7 @@ class RunHistory:
     def metric(self, name: str) -> Series:
         """Return a published number of the steps that have it."""
         rows = [row for row in self._rows if name in (row["metrics"] or {})]
-        return self._as_series(name, rows, [number(row["metrics"][name]) for row in rows])
+        return self._as_series(name, rows, [float(number(row["metrics"][name])) for row in rows])
 
     def slices(
         self, by: Dimension, name: str, steps: Sequence[StepInForce] | None = None
@@ -456,11 +455,6 @@ class RunHistory:
             for (stage, role, rank), seconds in self._facts_of(step).seconds.items():
                 found.setdefault((stage, role), {}).setdefault(step.step, {})[rank] = seconds
         return found
-
-
-def number(value: object) -> float:
-    """Return a stored number; a string stands for one that is not finite."""
-    return _NON_FINITE[value] if isinstance(value, str) else float(value)  # type: ignore[arg-type]
 
 
 def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:

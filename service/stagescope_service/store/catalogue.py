@@ -21,6 +21,7 @@ from stagescope_service.store.queries.findings import FindingQueries
 from stagescope_service.store.queries.measurements import MeasurementQueries
 from stagescope_service.store.queries.overview import Count
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.queries.rollouts import RolloutQueries
 from stagescope_service.store.queries.runs import RunQueries
 from stagescope_service.store.queries.weights import WeightQueries
 from stagescope_service.store.snapshot import rows
@@ -95,6 +96,7 @@ class Catalogue(
     RunQueries,
     MeasurementQueries,
     CurveQueries,
+    RolloutQueries,
     WeightQueries,
     CaptureQueries,
     FindingQueries,

@@ -13,7 +13,6 @@ self-contained::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -29,9 +28,7 @@ from stagescope_service.store.tensorfile import (
     write_tensors,
 )
 from stagescope_wire.errors import InvalidTensor
-from stagescope_wire.nonfinite import Json, JsonObject
-
-_SPELLED: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+from stagescope_wire.nonfinite import Json, JsonObject, number
 
 
 class Kept(NamedTuple):
@@ -89,13 +86,9 @@ def from_metadata(tensors: Mapping[str, WireTensor], metadata: JsonObject, path:
     """
     try:
         fields = {name: dict(metadata[name]) for name in _FIELDS}
-        fields["scalars"] = {str(n): _number(value) for n, value in fields["scalars"].items()}
+        fields["scalars"] = {str(n): float(number(value)) for n, value in fields["scalars"].items()}
         for name in ("sections", "strings"):
             fields[name] = {str(n): [*map(str, texts)] for n, texts in fields[name].items()}
         return Kept(dict(tensors), **fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidTensor(f"{path} is no file that was kept of a stage: {error!r}") from error
-
-
-def _number(value: Json) -> float:
-    return _SPELLED[value] if value in _SPELLED else float(value)

@@ -20,8 +20,8 @@ def test_rollouts_are_given_to_another_node_before_the_new_coordinator_called(
         await ingestor.serve("dead")
         assert await ingestor.rollouts([], ["s1"]) == []
         with pytest.raises(Superseded):
-            await ingestor.unpin(1, 1, caller="new")
+            await ingestor.call("unpin", 1, 1, caller="new")
         await ingestor.serve("new")
-        assert await ingestor.unpin(1, 1, caller="new")
+        assert await ingestor.call("unpin", 1, 1, caller="new")
 
     asyncio.run(asyncio.wait_for(work(), 120))

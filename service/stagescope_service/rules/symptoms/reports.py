@@ -25,7 +25,7 @@ from stagescope_service.rules.evidence import (
 )
 from stagescope_service.rules.history import NEWEST, MissingRank, RunHistory
 from stagescope_service.statistics.cell import Float64
-from stagescope_service.store.queries.measurements import RewardGroupsRow
+from stagescope_service.store.queries.rollouts import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, LossRow
 from stagescope_wire.render import counted
 

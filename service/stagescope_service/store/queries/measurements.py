@@ -9,7 +9,6 @@ import sqlalchemy as sa
 from typing_extensions import NotRequired, Unpack
 
 from stagescope_service.store import connect
-from stagescope_service.store.queries import rollouts
 from stagescope_service.store.queries.overview import StepOverview
 from stagescope_service.store.queries.reader import (
     LIMIT,
@@ -24,7 +23,6 @@ from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import (
     TABLES,
     PayloadRow,
-    SampleRow,
     ScalarRow,
     StreamRow,
     SummaryRow,
@@ -77,26 +75,6 @@ class ScalarValues(TypedDict):
     neginf: int
 
 
-class RewardGroupsRow(TypedDict):
-    """The number of groups of samples in a step, by their rewards.
-
-    `rewarded` groups have two samples and more, each with a finite reward. `equal` ones have a
-    single reward. `low` and `high` ones have only the step's `lowest` or `highest` reward (null:
-    none is rewarded).
-    """
-
-    attempt_id: int
-    step: int
-    groups: int
-    single: int
-    rewarded: int
-    equal: int
-    low: int
-    high: int
-    lowest: float | None
-    highest: float | None
-
-
 class PayloadStates(TypedDict):
     """The payloads of a step in one state: how many, and one of the reasons."""
 
@@ -124,7 +102,7 @@ class SettledPayloads(NamedTuple):
 
 
 class MeasurementQueries(Reader):
-    """Queries for scalars, payloads, summaries, streams and samples."""
+    """Queries for scalars, payloads, summaries and streams."""
 
     def scalars(
         self,
@@ -387,31 +365,6 @@ class MeasurementQueries(Reader):
             conditions("streams", attempt_id=attempt_id, stage=stage),
             "stream role stage",
         )
-
-    def samples(
-        self, attempt_id: int, step: Filter = None, *, sample_uid: Filter = None, limit: int = LIMIT
-    ) -> list[SampleRow]:
-        """Return samples by step and sample_uid."""
-        where = conditions("samples", attempt_id=attempt_id, step=step, sample_uid=sample_uid)
-        return self._page(SampleRow, "samples", where, "step sample_uid clock", limit)
-
-    def reward_groups(
-        self, attempts: Sequence[int], *, last: int | None = None
-    ) -> list[RewardGroupsRow]:
-        """Return the groups of samples of each step of some attempts, up to `last`. Steps whose
-        samples name no group are left out."""
-        return self._rows(RewardGroupsRow, rollouts.reward_groups(attempts, last))
-
-    def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[SampleRow]:
-        """Return the rows that other processes wrote for the samples that a step consumed."""
-        parameters = rollouts.of_consumed(attempts, attempt_id, step)
-        return self._rows(SampleRow, rollouts.consumed_samples(), parameters)
-
-    def rollout_payloads(
-        self, attempts: Sequence[int], step: int, versions: Collection[int | None]
-    ) -> list[PayloadRow]:
-        """Return ingested rollouts of a step, or of no step and one of `versions`, oldest first."""
-        return self._rows(PayloadRow, rollouts.rollout_payloads(attempts, step, versions))
 
 
 def _superseded(attempts: Filter, *names: str) -> Query:
