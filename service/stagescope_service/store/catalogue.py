@@ -34,7 +34,6 @@ from stagescope_service.store.tables import (
     OperatorTableRow,
     RegisteredEngine,
 )
-from stagescope_wire.errors import CatalogueUnavailable
 from stagescope_wire.nonfinite import Json
 
 
@@ -115,13 +114,7 @@ class Catalogue(
     def check(self) -> None:
         """Raise `CatalogueUnavailable` unless a catalogue of this version exists."""
         with connect.catalogue_errors(self._where), self._connect() as connection:
-            revision = connect.revision_of(connection)
-        if revision != connect.REVISION:
-            raise CatalogueUnavailable(
-                f"catalogue {self._where} is of revision {revision!r}",
-                expected=repr(connect.REVISION),
-                advice="use the stagescope that wrote it, or give another catalogue",
-            )
+            connect.check_revision(connection, f"catalogue {self._where}")
 
     def engines(self) -> list[RegisteredEngine]:
         """Return the registered engines, by name."""

@@ -89,7 +89,7 @@ def copy_catalogue(
     reading, writing = connect.writer_engine(source), connect.writer_engine(target)
     try:
         with connect.catalogue_errors(where), reading.begin() as old:
-            _check_revision(old, where)
+            connect.check_revision(old, f"catalogue {where}")
             with connect.catalogue_errors(there), writing.begin() as new:
                 connect.make_tables(new)
                 _check_empty(new, there)
@@ -104,16 +104,6 @@ def copy_catalogue(
     finally:
         reading.dispose()
         writing.dispose()
-
-
-def _check_revision(connection: sa.Connection, where: str) -> None:
-    revision = connect.revision_of(connection)
-    if revision != connect.REVISION:
-        raise CatalogueUnavailable(
-            f"catalogue {where} is of revision {revision}",
-            expected=f"revision {connect.REVISION}",
-            advice="use the stagescope that wrote it",
-        )
 
 
 def _check_empty(connection: sa.Connection, where: str) -> None:
@@ -273,9 +263,7 @@ def _conditions(
         own &= works.step.is_(None) | ((works.attempt_id == attempt_id) & (works.step == step))
     own_works = sa.select(works.work_id).where(own)
     found: dict[str, sa.ColumnElement[bool]] = {"works": own}
-    for name, columns in _TEXTS.items():
-        found[name] = tables[name].c.work_id.in_(own_works)
-        assert all(column in tables[name].c for column in columns)
+    found |= {name: tables[name].c.work_id.in_(own_works) for name in _TEXTS}
     texts = sa.union(
         *(
             sa.select(tables[name].c[column]).where(found[name])

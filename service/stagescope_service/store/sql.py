@@ -33,6 +33,7 @@ from stagescope_service.store.contract import (
 )
 from stagescope_service.store.ids import Ids
 from stagescope_service.store.snapshot import read_snapshot
+from stagescope_service.store.statements import Conflict
 from stagescope_service.store.tables import STEP_ROWS, TABLES, step_rows
 from stagescope_wire.errors import CatalogueUnavailable, StoreError
 
@@ -439,11 +440,10 @@ def _put(
         for column in names:
             kind = table.columns[column].type
             columns[column] = statements.stored(connection.dialect, kind, columns[column])
-        if name in statements.NUMBERED:
-            statements.insert(connection, table, columns)
-        else:
-            sets = frozenset(names).difference(statements.KEYS[name])
-            statements.upsert(connection, table, columns, sets)
+        conflict = None
+        if name not in statements.NUMBERED:
+            conflict = Conflict(frozenset(names).difference(statements.KEYS[name]))
+        statements.insert(connection, table, columns, conflict)
 
 
 def _delete(connection: sa.Connection, name: str, deletes: Iterable[Delete]) -> None:

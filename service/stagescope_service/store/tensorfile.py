@@ -35,20 +35,10 @@ from stagescope_wire.tensorfile import (
 )
 
 __all__ = [
-    "MAX_BYTES",
-    "Description",
-    "TensorFile",
-    "WireTensor",
-    "Written",
-    "check_file",
-    "describe_file",
-    "disk_errors",
-    "map_tensors",
-    "read_tensors",
-    "size_of",
-    "sync_directory",
+    "MAX_BYTES", "Description", "TensorFile", "WireTensor", "Written", "check_file",
+    "describe_file", "disk_errors", "map_tensors", "read_tensors", "size_of", "sync_directory",
     "write_tensors",
-]
+]  # fmt: skip
 
 MAX_BYTES: Final = 16 << 30
 

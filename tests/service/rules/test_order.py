@@ -15,7 +15,6 @@ from tests.service.rules.test_doctor import (
     STAGE,
     Batch,
     Change,
-    after_first,
     found_in,
     healthy_scalars,
     last_tokens,
@@ -283,7 +282,7 @@ def frozen(batch: Batch) -> None:
     batch.p = np.minimum(batch.p, -1e-9)
 
 
-@pytest.mark.parametrize("last", [6, 7, 8])
+@pytest.mark.parametrize("last", [6, 8])
 def test_a_lost_weight_sync_is_found_in_few_steps(last: int, live: Service) -> None:
     run = f"frozen-{last}"
     train(live, run, frozen, steps=range(1, last + 1), syncs=True)
@@ -300,7 +299,7 @@ def test_a_lost_weight_sync_is_found_in_few_steps(last: int, live: Service) -> N
     assert fired["explained_by"] == ["mismatch_grows"]
 
 
-@pytest.mark.parametrize(("by", "last"), [(2.0, 5), (2.0, 6), (1.5, 8), (1.3, 10)])
+@pytest.mark.parametrize(("by", "last"), [(2.0, 5), (1.3, 10)])
 def test_a_mismatch_that_grows_steadily_is_found_in_few_steps(
     by: float, last: int, live: Service
 ) -> None:
@@ -328,7 +327,7 @@ def test_a_mismatch_that_varies_does_not_grow_in_few_steps(live: Service) -> Non
         assert rows_of(live, run)["mismatch_grows"]["verdict"] == "not measured"
 
 
-@pytest.mark.parametrize("steps", [5, 6, 9])
+@pytest.mark.parametrize("steps", [5, 9])
 def test_a_clear_jump_is_found_in_few_steps(steps: int, live: Service) -> None:
     def change(batch: Batch) -> None:
         batch.p = batch.q.copy()
@@ -450,10 +449,3 @@ def test_settings_that_harm_no_training_are_a_note(live: Service) -> None:
     assert "verl_settings: data.shuffle is True, not False" in shown
     train(live, "in-order", steps=range(1, 4), settings={"verl": {"data.shuffle": False}})
     assert live.get("/runs/in-order/diagnosis")["notes"] == []
-
-
-def test_a_jump_with_the_first_sync_is_of_runs_that_report_it(live: Service) -> None:
-    train(live, "synced", after_first, steps=range(1, 13), syncs=True)
-    assert found_in(rows_of(live, "synced")) - {"trigger_fired"} == {"mismatch_jump_at_first_sync"}
-    train(live, "not-synced", after_first, steps=range(1, 13))
-    assert found_in(rows_of(live, "not-synced")) - {"trigger_fired"} == {"mismatch_jump"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -291,15 +290,3 @@ def test_shared_filesystems_are_refused(kind: str, refused: bool) -> None:
 def test_urls_that_name_no_usable_database(url: str) -> None:
     with pytest.raises(CatalogueUnavailable):
         SqlStore(url).open()
-
-
-def test_a_later_catalogue_is_refused_with_advice(tmp_path: Path) -> None:
-    store = SqlStore(url_of(tmp_path))
-    store.open()
-    store.close()
-    with sqlite3.connect(tmp_path / "catalogue.db") as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
-    connection.close()
-    with pytest.raises(CatalogueUnavailable, match="does not know"):
-        store.open()
-    shutil.rmtree(tmp_path)

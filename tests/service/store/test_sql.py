@@ -11,7 +11,6 @@ import pytest
 from tests.support.stores import (
     ON_SQLITE,
     eventually,
-    keyed,
     rows_of,
     stage_row,
     training,
@@ -21,7 +20,7 @@ from tests.support.stores import (
 
 from stagescope_service.store import connect
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.contract import Delete, Put
+from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 from stagescope_wire.errors import CatalogueUnavailable, StoreError
 
@@ -33,22 +32,9 @@ def test_a_receipt_means_that_another_process_sees_the_row(store: SqlStore, tmp_
     assert other.execute("SELECT run, number, unkeyed FROM attempts").fetchall() == [("r", 1, 0)]
     assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     other.close()
-
-
-@ON_SQLITE
-def test_commits_are_flushed(store: SqlStore) -> None:
     assert store._writer is not None
     with store._writer.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2  # FULL
-
-
-def test_a_put_sets_its_columns_and_leaves_the_others(store: SqlStore) -> None:
-    write(store, stage_row(0, 5))
-    key = {"incarnation": "incarnation-0", "work_key": "5||actor_update|0.0.0.0", "revision": 0}
-    write(store, Put("stages", {**key, "end_wall": 7.0, "status": "ok"}))
-    write(store, Put("stages", {**key, "status": None}))
-    (row,) = rows_of(store, "stages")
-    assert (row["begin_wall"], row["end_wall"], row["status"]) == (1005.0, 7.0, None)
 
 
 def test_submissions_from_many_threads_stay_in_order(store: SqlStore) -> None:
@@ -87,14 +73,6 @@ def test_a_poison_row_fails_its_own_submission_alone(store: SqlStore) -> None:
             assert type(error) is StoreError, name
     assert {row["run"] for row in rows_of(store, "runs")} == {"r", "a", "b"}
     assert store.health().healthy
-
-
-def test_a_delete_comes_between_what_came_before_and_after(store: SqlStore) -> None:
-    write(store, stage_row(0, 1), stage_row(0, 2), stage_row(1, 1))
-    store.submit(
-        [stage_row(0, 3), Delete("stages", {"incarnation": "incarnation-0"}), stage_row(0, 9)]
-    ).result(30)
-    assert keyed(rows_of(store, "stages"), "rank", "step").keys() == {(0, 9), (1, 1)}
 
 
 def test_audit_rows_are_numbered(store: SqlStore) -> None:
