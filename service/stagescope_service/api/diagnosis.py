@@ -23,7 +23,7 @@ from stagescope_service.api.samples import loss_of
 from stagescope_service.api.target import Target
 from stagescope_service.dumps.joining.join import Selection
 from stagescope_service.rules.doctor import Diagnosis, add_earlier, diagnose, unexplained
-from stagescope_service.rules.history import LossOfStep, RunHistory, StepInForce
+from stagescope_service.rules.history import CurrentStep, LossOfStep, RunHistory
 from stagescope_service.rules.parts import mismatch_parts
 from stagescope_wire.batch import Batch
 from stagescope_wire.errors import NotFound
@@ -184,7 +184,7 @@ class _KeptTensors:
         self._deps = deps
         self._run = run
 
-    def loss(self, step: StepInForce) -> LossOfStep:
+    def loss(self, step: CurrentStep) -> LossOfStep:
         target = self._target(step)
         size = sum(row["bytes"] for row in payload_artifacts(self._deps, target, step.step))
         if size > _MAX_BYTES:
@@ -202,7 +202,7 @@ class _KeptTensors:
             unrecorded={str(each["name"]): str(each["record"]) for each in unrecorded},
         )
 
-    def batch(self, step: StepInForce, names: Sequence[str]) -> Batch | None:
+    def batch(self, step: CurrentStep, names: Sequence[str]) -> Batch | None:
         target = self._target(step)
         files = payload_artifacts(self._deps, target, step.step)
         there: set[str] = set()
@@ -212,7 +212,7 @@ class _KeptTensors:
             return None
         return batch_of(self._deps, target, Selection(names, None))
 
-    def _target(self, step: StepInForce) -> Target:
+    def _target(self, step: CurrentStep) -> Target:
         return self._deps.finder.step(self._run, step.attempt, step.step)
 
 

@@ -192,7 +192,7 @@ def location_of(job: PayloadJob) -> FindingLocation:
 Skips = tuple[tuple[int, int, int], ...]
 
 
-class Once(NamedTuple):
+class CountedOnce(NamedTuple):
     """A payload's statistics, each token once.
 
     Attributes:
@@ -211,7 +211,7 @@ def summarise_once(
     settings: StatisticsSettings,
     key: PayloadKey,
     skip: npt.NDArray[np.uint8] | None = None,
-) -> Once:
+) -> CountedOnce:
     """Compute a payload's statistics; rows that are copies of one sample count once.
 
     Different rows with one id are separate samples, which the step summary names (`identity`).
@@ -229,18 +229,18 @@ def summarise_once(
     summary = summarise(batch, settings, skip=skip, name=name)
     samples = summary.sequences.samples
     if not all(samples) or not Ledger().claim(summary, None, [*map(RowIdentity, samples)]).skips:
-        return Once(summary)
+        return CountedOnce(summary)
     part = PartRecord(key=name, summary=summary, stage="", role="", rank=0)
     places = resolve([part]).places_of(name, summary)
     copies = Ledger().claim(summary, None, places).skips
     if not copies:
-        return Once(summary)
+        return CountedOnce(summary)
     again = skip_of(batch, copies)
     once = summarise(batch, settings, skip=again if skip is None else again | skip, name=name)
     left_out = Counter(summary.left_out)
     left_out[REPEATED] += summary.total.masked - once.total.masked
     once = dataclasses.replace(once, left_out=dict(left_out))
-    return Once(once, copies, _differing(summary, places, {row for row, _, _ in copies}))
+    return CountedOnce(once, copies, _differing(summary, places, {row for row, _, _ in copies}))
 
 
 def _differing(

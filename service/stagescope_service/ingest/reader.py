@@ -21,8 +21,8 @@ from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadK
 from stagescope_service.core.stream_attributes import stream_attributes
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job, work_of
 from stagescope_service.ingest.non_finite import (
+    CountedOnce,
     NonFiniteCounts,
-    Once,
     Skips,
     location_of,
     log_prob_rows,
@@ -127,7 +127,7 @@ class PayloadReader:
         payload: Payload,
         problems: list[StagescopeError],
         known: list[StagescopeError],
-    ) -> Iterator[Once]:
+    ) -> Iterator[CountedOnce]:
         """Yield the batches to read; problems are added to `problems`.
 
         Problems of shapes and dtypes that a probe has reported itself are added to `known` as well.

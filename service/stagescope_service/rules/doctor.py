@@ -16,7 +16,7 @@ from importlib import resources
 from typing import Annotated, Any, Final, NamedTuple
 
 from stagescope_service.rules import fields
-from stagescope_service.rules.evidence import Before, Evidence, not_measured
+from stagescope_service.rules.evidence import EarlierSymptom, Evidence, not_measured
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.rules.symptoms import mismatch, reports, streams, trends, turns, updates
 from stagescope_wire.errors import InvalidPlan, StagescopeError
@@ -279,13 +279,13 @@ def _is_asked(evidence: Evidence, history: RunHistory, attempt: int) -> bool:
     return begun_in is not None and begun_in > attempt
 
 
-def _before(attempt: int, shown: Evidence, last: int | None) -> Before:
+def _before(attempt: int, shown: Evidence, last: int | None) -> EarlierSymptom:
     until = last if shown.last_step is None else shown.last_step
     had = "ended with it" if until is None else f"had it up to step {until}"
     since = "" if shown.since_step is None else f", since step {shown.since_step}"
     first = f": {shown.supports[0]}" if shown.supports else ""
     text = f"attempt {attempt} {had}{since}{first}"
-    return Before(attempt, shown.since_step, text, is_end=until is None)
+    return EarlierSymptom(attempt, shown.since_step, text, is_end=until is None)
 
 
 def _evidence(rule: SymptomRule, history: RunHistory) -> Evidence:

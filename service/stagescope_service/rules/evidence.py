@@ -22,7 +22,7 @@ Verdict = Literal["found", "not found", "not measured"]
 ABS_DIFF: Final = "logprob_abs_diff/mean"
 
 
-class Before(NamedTuple):
+class EarlierSymptom(NamedTuple):
     """A symptom in an earlier attempt."""
 
     attempt: int
@@ -61,7 +61,7 @@ class Evidence:
     last_step: int | None = None
     likelier: str | None = None
     note: str = ""
-    before: Before | None = None
+    before: EarlierSymptom | None = None
     waits: bool = False
     """Whether only more steps are lacking, and nothing that could be recorded."""
 
@@ -74,7 +74,7 @@ class Evidence:
         text = f"last seen in step {last}: {counted(after, 'step')} closed since"
         return dataclasses.replace(self, last_step=last, against=(*self.against, text))
 
-    def with_before(self, before: Before) -> Evidence:
+    def with_before(self, before: EarlierSymptom) -> Evidence:
         """Return a copy that also names an earlier attempt with the symptom."""
         if self.verdict == "found":
             return dataclasses.replace(self, supports=(*self.supports, before.text), before=before)

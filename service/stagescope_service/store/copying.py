@@ -57,7 +57,7 @@ class Omission:
 
 
 @dataclasses.dataclass(frozen=True)
-class Copied:
+class CopiedTable:
     """The rows of a table that were copied."""
 
     table: str
@@ -67,7 +67,7 @@ class Copied:
 # --- all of a catalogue ---------------------------------------------------------------------
 def copy_catalogue(
     source: str, target: str, *, on_rows: Callable[[int, int], None] = lambda done, total: None
-) -> list[Copied]:
+) -> list[CopiedTable]:
     """Copy every row of a catalogue into an empty one, all or nothing.
 
     Both are read again at the end: each table must have as many rows in both.
@@ -119,7 +119,7 @@ def _check_empty(connection: sa.Connection, where: str) -> None:
 
 def _copy_all(
     old: sa.Connection, new: sa.Connection, on_rows: Callable[[int, int], None]
-) -> list[Copied]:
+) -> list[CopiedTable]:
     counts = {name: _count(old, table) for name, table in metadata.tables.items()}
     done, total = 0, sum(counts.values())
     for table in metadata.tables.values():
@@ -129,7 +129,7 @@ def _copy_all(
             on_rows(done, total)
         if new.dialect.name == "postgresql":
             _advance_sequence(new, table)
-    return [Copied(name, counts[name]) for name in counts]
+    return [CopiedTable(name, counts[name]) for name in counts]
 
 
 def _advance_sequence(connection: sa.Connection, table: sa.Table) -> None:

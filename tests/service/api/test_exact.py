@@ -11,7 +11,7 @@ from tests.support.stores import write
 
 from stagescope.series import Exact
 from stagescope_service.coordinator.aggregation import assembly
-from stagescope_service.coordinator.firings import Act, finding_of
+from stagescope_service.coordinator.firings import DueFiring, finding_of
 from stagescope_service.core.findings import finding
 from stagescope_service.rules.document import read_yaml
 from stagescope_service.rules.replay import replay
@@ -433,7 +433,7 @@ def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
     parsed = read_yaml(textwrap.dedent(rules))
     (fired,), _ = replay(live.catalogue, "r", parsed, most=10)
     assert (fired["rank"], fired["evidence"]["cause"]["name"]) == (3, "shifted")
-    (put,) = finding_of(Act(parsed.rules[0], fired))
+    (put,) = finding_of(DueFiring(parsed.rules[0], fired))
     advice = put.row["advice"]
     assert advice.startswith(
         "explain first why the streams cannot be compared (shifted, on actor rank 3)"

@@ -34,7 +34,7 @@ from stagescope_service.rules.doctor import (
     read_symptom,
     rulebook,
 )
-from stagescope_service.rules.history import RunHistory, StepInForce
+from stagescope_service.rules.history import CurrentStep, RunHistory
 from stagescope_service.rules.parts import fitted_line
 from stagescope_service.rules.symptoms.turns import retokenised
 from stagescope_service.statistics import Comparability, examine, summarise
@@ -704,11 +704,11 @@ class Turns:
     """A history of one step, whose batch is given: prompts that no `Rank` sends."""
 
     def __init__(self, batch: StepBatch) -> None:
-        self.steps = [StepInForce(1, 1, 1, "comparable", ())]
+        self.steps = [CurrentStep(1, 1, 1, "comparable", ())]
         self.kept = self
         self._batch = batch
 
-    def batch(self, step: StepInForce, names: Sequence[str]) -> StepBatch | None:
+    def batch(self, step: CurrentStep, names: Sequence[str]) -> StepBatch | None:
         return self._batch if {*names} <= {*self._batch.tensors} else None
 
 

@@ -14,7 +14,7 @@ from tests.service.rules.test_doctor import STAGE, live, rows_of  # noqa: F401 -
 from tests.support.api import Rank, Service
 
 import stagescope
-from stagescope_service.rules.history import LossOfStep, RunHistory, StepInForce
+from stagescope_service.rules.history import CurrentStep, LossOfStep, RunHistory
 from stagescope_service.rules.symptoms.turns import turn_stops
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey
 from stagescope_wire.batch import Batch
@@ -136,10 +136,10 @@ class SimulatedKept:
     def __init__(self, turns: Int64, on: Int64) -> None:
         self._turns, self._on = turns, on
 
-    def loss(self, step: StepInForce) -> LossOfStep:
+    def loss(self, step: CurrentStep) -> LossOfStep:
         raise NotImplementedError
 
-    def batch(self, step: StepInForce, names: Sequence[str]) -> Batch | None:
+    def batch(self, step: CurrentStep, names: Sequence[str]) -> Batch | None:
         if [*names] != ["turn_ids", "response_mask"]:
             return None
         tensors = {"turn_ids": Tensor("int64", self._turns), names[1]: Tensor("int64", self._on)}
@@ -151,7 +151,7 @@ class SimulatedRun(RunHistory):
 
     def __init__(self, seed: int, *, filtered: float, keeps: bool) -> None:
         random = np.random.default_rng(seed)
-        self.measured = [StepInForce(step, 1, 1, "ok", ()) for step in range(1, 31)]
+        self.measured = [CurrentStep(step, 1, 1, "ok", ()) for step in range(1, 31)]
         self._sizes: list[dict[SliceKey, float]] = []
         rows = turns = lengths = np.empty(0, np.int64)
         trains = np.empty(0, np.bool_)
@@ -171,8 +171,8 @@ class SimulatedRun(RunHistory):
         self.kept = SimulatedKept(ids, on) if keeps else None
 
     def slices(
-        self, by: Dimension, name: str, steps: Sequence[StepInForce] | None = None
-    ) -> list[tuple[StepInForce, Mapping[SliceKey, float]]]:
+        self, by: Dimension, name: str, steps: Sequence[CurrentStep] | None = None
+    ) -> list[tuple[CurrentStep, Mapping[SliceKey, float]]]:
         return list(zip(self.measured, self._sizes, strict=True))
 
 

@@ -18,7 +18,7 @@ from stagescope_service.rules.evidence import (
     short,
     spearman,
 )
-from stagescope_service.rules.history import NEWEST, READ, RunHistory, StepInForce
+from stagescope_service.rules.history import NEWEST, READ, CurrentStep, RunHistory
 from stagescope_service.statistics.cell import Field, Float64
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey
 from stagescope_wire.render import counted
@@ -38,7 +38,7 @@ class _Mean(NamedTuple):
     Each of the few counts as the largest one, so this is a lower bound."""
 
 
-_Slices: TypeAlias = "list[tuple[StepInForce, dict[SliceKey, _Mean]]]"
+_Slices: TypeAlias = "list[tuple[CurrentStep, dict[SliceKey, _Mean]]]"
 
 
 def _means(history: RunHistory, by: Dimension, metric: str) -> _Slices:

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from stagescope_service.rules.evidence import Evidence, not_found, not_measured, short
-from stagescope_service.rules.history import READ, RunHistory, StepInForce
+from stagescope_service.rules.history import READ, CurrentStep, RunHistory
 from stagescope_service.rules.passes import FirstPass
 from stagescope_wire.render import counted
 from stagescope_wire.schema import Part
@@ -76,14 +76,14 @@ _ONE_PART: Final = (
 class _Step(NamedTuple):
     """The first mini-batch of a step."""
 
-    step: StepInForce
+    step: CurrentStep
     passes: Sequence[FirstPass]
     off: Sequence[FirstPass]
     text: str
 
 
 def _judge(
-    step: StepInForce, passes: Sequence[FirstPass], factor: float, least: float, bound: float
+    step: CurrentStep, passes: Sequence[FirstPass], factor: float, least: float, bound: float
 ) -> _Step:
     medians = _medians(passes)
     noise = min(medians.values(), default=0.0)
