@@ -26,7 +26,7 @@ FAMILIES: Final = ("service", "precision", "mismatch", "reward", "time", "settin
 EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
     function.__name__: function
     for function in (
-        trends.jump, trends.step_change, trends.growth, trends.above, trends.scalar_above,
+        trends.jump, trends.step_change, trends.growth, trends.scalar_above,
         trends.scalar_falls, trends.scalar_flat, trends.scalar_spike,
         mismatch.rank_apart, mismatch.rounds_rise, mismatch.noise_floor, mismatch.engine_apart,
         mismatch.hidden_tails, mismatch.stale, mismatch.versions_ahead,

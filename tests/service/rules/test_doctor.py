@@ -697,7 +697,7 @@ def of_turns(**tensors: npt.NDArray[np.generic]) -> str:
         {name: Tensor("int64", values) for name, values in tensors.items()},
         {"group_ids": ("g", "g"), "run_ids": ("0", "0")},
     )
-    return retokenised(cast(RunHistory, Turns(batch))).verdict
+    return retokenised(cast(RunHistory, Turns(batch)), share=0.01).verdict
 
 
 class Turns:
@@ -1110,7 +1110,7 @@ def test_what_to_do_next_is_of_the_attempt_that_is_asked_for(live: Service) -> N
         ({"extra": 1}, "has no field 'extra'"),
         ({"family": "weather"}, "family is 'weather'"),
         ({"evidence": {"function": "guess"}}, "evidence is 'guess'"),
-        ({"evidence": {"function": "above", "metric": "x"}}, "evidence: .*'bound'"),
+        ({"evidence": {"function": "scalar_above", "names": ["x"]}}, "evidence: .*'bound'"),
         ({"evidence": {"function": "lost", "bound": 1}}, "evidence: .*'bound'"),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_turn_that_is_masked_in_half_of_the_samples_is_found(live: Service) ->
     ]
     # Without the tensors so few steps show no usual size.
     history = RunHistory(live.catalogue, "turn-masked")
-    assert turn_stops(history).verdict == "not found"
+    assert turn_stops(history, factor=0.6).verdict == "not found"
 
 
 def test_shorter_responses_are_no_masked_turn(live: Service) -> None:
@@ -97,7 +97,7 @@ def test_a_turn_that_a_filter_drops_is_found_by_its_size_alone(live: Service) ->
         "found", "turn 2", 7, 1.0,
     )  # fmt: skip
     history = RunHistory(live.catalogue, "turn-dropped")
-    assert turn_stops(history).since_step == 7
+    assert turn_stops(history, factor=0.6).since_step == 7
 
 
 def test_a_smaller_batch_is_no_turn_that_stops(live: Service) -> None:
@@ -179,5 +179,5 @@ class SimulatedRun(RunHistory):
 @pytest.mark.parametrize(("filtered", "keeps"), [(0.0, False), (0.05, True)])
 def test_turns_that_vary_are_none_that_stop(filtered: float, keeps: bool) -> None:
     runs = (SimulatedRun(seed, filtered=filtered, keeps=keeps) for seed in range(300))
-    verdicts = [turn_stops(run) for run in runs]
+    verdicts = [turn_stops(run, factor=0.6) for run in runs]
     assert [each.supports for each in verdicts if each.verdict != "not found"] == []

@@ -34,7 +34,7 @@ TRIGGER: Final = "trigger_"
 
 
 def groups(
-    history: RunHistory, *, kind: Literal["equal", "low", "high", "single"], share: float = 0.5
+    history: RunHistory, *, kind: Literal["equal", "low", "high", "single"], share: float
 ) -> Evidence:
     """Return whether many groups of samples teach nothing.
 
@@ -95,9 +95,7 @@ def _reward_edges(rows: Sequence[RewardGroupsRow]) -> tuple[Float64, Float64]:
     return lows, np.where(alone, np.fmax.accumulate(high), highs)
 
 
-def truncated(
-    history: RunHistory, *, names: Sequence[str], bound: float = 0.1, share: float = 0.2
-) -> Evidence:
+def truncated(history: RunHistory, *, names: Sequence[str], bound: float, share: float) -> Evidence:
     """Return whether many responses have the maximum length. The trainer's own scalar decides, else
     the share of samples that have exactly the largest number of tokens."""
     logged = history.scalars(names)
@@ -114,20 +112,13 @@ def truncated(
     return Evidence("found", cut, None, "", (text,))
 
 
-def finding(
-    history: RunHistory,
-    *,
-    kinds: Sequence[str],
-    besides: Sequence[str] = (),
-    open_only: bool = False,
-) -> Evidence:
+def finding(history: RunHistory, *, kinds: Sequence[str], besides: Sequence[str] = ()) -> Evidence:
     """Return the findings of some kinds (patterns with `*`), without the kinds `besides`."""
     rows = [
         row
         for row in history.findings
         if any(fnmatch.fnmatchcase(row["kind"], kind) for kind in kinds)
         and row["kind"] not in besides
-        and not (open_only and row["over_wall"] is not None)
     ]
     if not rows:
         return not_found(f"no finding {' or '.join(kinds)}")
@@ -314,7 +305,7 @@ def _after(history: RunHistory, rows: Sequence[FindingRow | LossRow]) -> list[st
     ]
 
 
-def partial(history: RunHistory, *, share: float = 0.1) -> Evidence:
+def partial(history: RunHistory, *, share: float) -> Evidence:
     """Return whether steps close without some of their ranks, and which ranks those are."""
     series = history.partial()
     if not len(series):
@@ -377,7 +368,11 @@ def unreported(history: RunHistory) -> Evidence:
     return evidence.ended_after([each.step for each in steps], gaps[-1][1].step - 1)
 
 
-def straggler(history: RunHistory, *, factor: float = 1.5, least: float = 0.05) -> Evidence:
+_SLOWER: Final = 0.05
+"""Seconds by which a rank must be slower than the others."""
+
+
+def straggler(history: RunHistory, *, factor: float) -> Evidence:
     """Return the rank that takes `factor` times the others' median in a stage, step after step."""
     worst: Evidence | None = None
     examined = 0
@@ -393,7 +388,7 @@ def straggler(history: RunHistory, *, factor: float = 1.5, least: float = 0.05) 
             slowest = max(ranks, key=lambda rank: ranks[rank])
             others = [value for rank, value in ranks.items() if rank != slowest]
             usual = float(np.median(others))
-            if ranks[slowest] > max(factor * usual, usual + least):
+            if ranks[slowest] > max(factor * usual, usual + _SLOWER):
                 slow[slowest] += 1
                 since.setdefault(slowest, step)
                 ratios[slowest].append(ranks[slowest] / usual if usual else math.inf)

@@ -25,9 +25,7 @@ _NAMED: Final = 6
 """Maximum number of samples and of ranks that a text names."""
 
 
-def current_differs(
-    history: RunHistory, *, factor: float = 10.0, least: float = 1e-4, bound: float = 0.03
-) -> Evidence:
+def current_differs(history: RunHistory, *, factor: float, least: float, bound: float) -> Evidence:
     """Return the samples whose current log-probs in the first mini-batch are not the old ones.
 
     No update lies between the two, so they are equal, or differ by the noise of two passes. That
