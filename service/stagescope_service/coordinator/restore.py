@@ -198,11 +198,7 @@ def _restore_span(state: State, row: StageRow) -> None:
     if attempt is None:
         return
     work = _work(row)
-    span = Span(
-        **_columns(row, _SPAN),
-        work=work,
-        superseded=bool(row["superseded"]),
-    )
+    span = Span(**_columns(row, _SPAN), work=work, superseded=bool(row["superseded"]))
     step = attempt.stepless if work.step is None else attempt.steps.get(work.step)
     if step is not None:
         spans.keep(step, span)

@@ -22,18 +22,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.core.findings import describe
-from stagescope_service.core.instructions import (
-    AnnouncedDump,
-    IngestJob,
-    PayloadJob,
-    PayloadKey,
-)
+from stagescope_service.core.instructions import AnnouncedDump, IngestJob, PayloadJob, PayloadKey
 from stagescope_service.ingest.cluster_state import HeadWatch, NodeList
-from stagescope_service.ingest.ingestors import (
-    IngestorClient,
-    IngestorDied,
-    IngestWorker,
-)
+from stagescope_service.ingest.ingestors import IngestorClient, IngestorDied, IngestWorker
 from stagescope_service.ingest.reader import Outcome
 from stagescope_service.ingest.recompute import JoinAnswer, Source
 from stagescope_service.ingest.relay_actor import start_relays

@@ -40,9 +40,9 @@ from stagescope_wire.nonfinite import Json
 class CaptureQueries(Reader):
     """Queries for captures, dumps and operators."""
 
-    def captures(self, *, run: Filter = None, state: Filter = None) -> list[CaptureRow]:
+    def captures(self, *, run: Filter = None) -> list[CaptureRow]:
         """Return captures, the most recently requested first, including removed ones."""
-        where = conditions("captures", run=run, state=state)
+        where = conditions("captures", run=run)
         return self._page(CaptureRow, "captures", where, "-created_wall capture_id")
 
     def capture(self, capture_id: str) -> CaptureRow | None:

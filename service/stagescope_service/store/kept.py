@@ -19,7 +19,6 @@ from typing import Final, NamedTuple
 
 from stagescope_service.store.artifacts import make_directory
 from stagescope_service.store.tensorfile import (
-    MAX_BYTES,
     WireTensor,
     Written,
     disk_errors,
@@ -66,7 +65,7 @@ def bytes_of(kept: Kept) -> int:
     return size_of(kept.tensors, kept.about())
 
 
-def read_kept(path: Path, *, most_bytes: int = MAX_BYTES) -> Kept:
+def read_kept(path: Path) -> Kept:
     """Read a kept file; its content is untrusted.
 
     Raises:
@@ -74,7 +73,7 @@ def read_kept(path: Path, *, most_bytes: int = MAX_BYTES) -> Kept:
         InvalidTensor: it is damaged, or not a kept file.
         StoreError: the file cannot be read.
     """
-    file = read_tensors(path, most_bytes=most_bytes)
+    file = read_tensors(path)
     return from_metadata(file.tensors, file.metadata, path)
 
 

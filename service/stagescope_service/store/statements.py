@@ -96,10 +96,7 @@ class Conflict(NamedTuple):
 
 
 def insert(
-    connection: sa.Connection,
-    table: sa.Table,
-    columns: Columns,
-    conflict: Conflict | None = None,
+    connection: sa.Connection, table: sa.Table, columns: Columns, conflict: Conflict | None = None
 ) -> None:
     """Insert rows.
 

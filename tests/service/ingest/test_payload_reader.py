@@ -25,8 +25,8 @@ from stagescope_service.ingest.recompute import Recomputer
 from stagescope_service.statistics import PartRecord, assemble
 from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.statistics.payload import read_value
-from stagescope_service.store.tensorfile import read_tensors
 from stagescope_service.store.ring import Ring
+from stagescope_service.store.tensorfile import read_tensors
 from stagescope_wire.errors import InvalidTensor
 from stagescope_wire.schema import Event, Part, Work
 from stagescope_wire.tensorfile import WireTensor

@@ -8,15 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.support.stores import (
-    ON_SQLITE,
-    eventually,
-    rows_of,
-    stage_row,
-    training,
-    url_of,
-    write,
-)
+from tests.support.stores import ON_SQLITE, eventually, rows_of, stage_row, training, url_of, write
 
 from stagescope_service.store import connect
 from stagescope_service.store.catalogue import Catalogue

@@ -15,8 +15,9 @@ from stagescope_service.store.queries.reader import (
     RankFilter,
     Reader,
     ScopeFilter,
-    between,
+    StepWindow,
     conditions,
+    in_window,
     order_of,
 )
 from stagescope_service.store.tables import (
@@ -201,23 +202,20 @@ class FindingQueries(Reader):
         kind: str,
         attempts: Sequence[int],
         steps: Sequence[int] | None = None,
-        *,
-        first: int | None = None,
-        last: int | None = None,
+        **window: Unpack[StepWindow],
     ) -> list[FindingPlace]:
         """Return the places of findings of a kind, in order.
 
         Args:
             kind: the kind.
             attempts: ids of the attempts.
-            steps: the steps; None selects all from `first` to `last`, both included.
-            first, last: None means no bound.
+            steps: the steps; None selects all in the window.
+            window: the first and the last step.
         """
         table = TABLES["findings"]
         columns = [table.c[name] for name in ("attempt_id", "step", "role", "stage", "rank")]
-        where = [table.c.kind == kind, columns[0].in_(list(attempts))]
+        where = [table.c.kind == kind, *in_window("findings", attempts, **window)]
         where.append(columns[1].is_not(None) if steps is None else columns[1].in_(list(steps)))
-        where += between(columns[1], first, last)
         return self._rows(FindingPlace, sa.select(*columns).where(*where).order_by(*columns))
 
     def losses(
@@ -232,13 +230,13 @@ class FindingQueries(Reader):
         return self._events(LossRow, "losses", limit, offset, any_of, **filters)
 
     def lost_payloads(
-        self, attempts: Sequence[int], *, first: int | None = None, last: int | None = None
+        self, attempts: Sequence[int], **window: Unpack[StepWindow]
     ) -> list[LostPayloads]:
         """Return the steps that lost payloads."""
         table = TABLES["losses"]
         by = (table.c.attempt_id, table.c.step)
-        where = [by[0].in_(list(attempts)), by[1].is_not(None), table.c.kind == "payload"]
-        where += between(by[1], first, last)
+        where = [*in_window("losses", attempts, **window), by[1].is_not(None)]
+        where.append(table.c.kind == "payload")
         count = sa.func.sum(sa.func.coalesce(table.c.count, 1)).label("count")
         query = sa.select(*by, count, sa.func.min(table.c.reason).label("reason")).where(*where)
         return self._rows(LostPayloads, query.group_by(*by))

@@ -15,8 +15,9 @@ from stagescope_service.store.queries.reader import (
     Filter,
     RankFilter,
     Reader,
-    between,
+    StepWindow,
     conditions,
+    in_window,
     of_few,
 )
 from stagescope_service.store.snapshot import Query
@@ -164,9 +165,8 @@ class MeasurementQueries(Reader):
         attempts: Sequence[int],
         *,
         version: int,
-        first: int | None = None,
-        last: int | None = None,
         numbers: Literal["metrics", "slices"] | None = "metrics",
+        **window: Unpack[StepWindow],
     ) -> Generator[StepNumbers, None, None]:
         """Yield every step of attempts with its numbers, the newest step and attempt first.
 
@@ -191,7 +191,7 @@ class MeasurementQueries(Reader):
                 *(found.c[name] for name in wanted),
             )
             .outerjoin(found, current)
-            .where(steps.c.attempt_id.in_(list(attempts)), *between(steps.c.step, first, last))
+            .where(*in_window("steps", attempts, **window))
             .order_by(steps.c.step.desc(), steps.c.attempt_id.desc())
         )
         yield from self._each(StepNumbers, query)
@@ -223,11 +223,10 @@ class MeasurementQueries(Reader):
                 ),
             )
             .where(
-                table.c.attempt_id.in_(list(attempts)),
+                *in_window("scalars", attempts, first=first, last=last),
                 table.c.name == name,
                 *self._answers(attempts),
                 *self._of_newest(attempts),
-                *between(table.c.step, first, last),
                 *conditions("scalars", **filters),
             )
             .group_by(*(table.c[column] for column in of))

@@ -18,7 +18,7 @@ from stagescope_service.store.tables import TABLES
 from stagescope_wire.nonfinite import JsonObject
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 Filter: TypeAlias = str | int | bool | Sequence[str] | Sequence[int] | None
 
@@ -36,6 +36,13 @@ class ScopeFilter(TypedDict, total=False):
 
     run: Filter
     attempt_id: Filter
+
+
+class StepWindow(TypedDict, total=False):
+    """Selects the rows of steps from `first` to `last`, both included; None means no bound."""
+
+    first: int | None
+    last: int | None
 
 
 R = TypeVar("R")
@@ -172,11 +179,19 @@ def conditions(table: str, /, **filters: object) -> list[sa.ColumnElement[bool]]
 
 
 def between(
-    column: sa.ColumnElement[object], first: int | None, last: int | None
+    column: sa.ColumnElement[object], first: int | None = None, last: int | None = None
 ) -> list[sa.ColumnElement[bool]]:
     """Return the conditions of a range of steps, both ends included."""
     bounds = [column >= first] if first is not None else []
     return bounds + ([column <= last] if last is not None else [])
+
+
+def in_window(
+    name: str, attempts: Sequence[int], **window: Unpack[StepWindow]
+) -> list[sa.ColumnElement[bool]]:
+    """Return the conditions of the rows of attempts in a window of steps."""
+    table = TABLES[name].c
+    return [table.attempt_id.in_(list(attempts)), *between(table.step, **window)]
 
 
 def of_few(name: str, attempts: Filter) -> list[sa.ColumnElement[bool]]:

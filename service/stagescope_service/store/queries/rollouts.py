@@ -9,7 +9,7 @@ from typing import Final, TypedDict
 import sqlalchemy as sa
 
 from stagescope_service.store.queries.overview import ListedAttempt
-from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, between, conditions
+from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions, in_window
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import PayloadRow, SampleRow, payloads, samples
 from stagescope_wire.schema import STEP_SUMMARY_STAGES
@@ -60,15 +60,10 @@ class RolloutQueries(Reader):
     """Queries for samples, and for the rollouts that a trainer consumed."""
 
     def samples(
-        self,
-        attempt_id: int,
-        step: Filter = None,
-        *,
-        sample_uid: Filter = None,
-        limit: int = LIMIT,
+        self, attempt_id: int, step: Filter = None, *, limit: int = LIMIT
     ) -> list[SampleRow]:
         """Return samples by step and sample_uid."""
-        where = conditions("samples", attempt_id=attempt_id, step=step, sample_uid=sample_uid)
+        where = conditions("samples", attempt_id=attempt_id, step=step)
         return self._page(SampleRow, "samples", where, "step sample_uid clock", limit)
 
     def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[SampleRow]:
@@ -164,10 +159,9 @@ def _reward_groups(attempt_ids: Sequence[int], last: int | None) -> Query:
         sa.func.count(sa.case((reward.between(-_MOST, _MOST), 1))) == number
     )
     where: list[sa.ColumnElement[bool]] = [
-        samples.c.attempt_id.in_(attempt_ids),
+        *in_window("samples", attempt_ids, last=last),
         samples.c.step.is_not(None),
         samples.c.group_id.is_not(None),
-        *between(samples.c.step, None, last),
     ]
     groups = (
         sa.select(

@@ -117,16 +117,9 @@ class RunQueries(Reader):
         """Return one run, or None."""
         return self._first(ListedRun, overview.runs(run))
 
-    def live_runs(self, since: float = 0.0) -> list[ListedRun]:
-        """Return the live runs with a last contact at `since` or later.
-
-        Processes that finished or lapsed do not count.
-        """
-        return [
-            row
-            for row in self._rows(ListedRun, overview.runs())
-            if row["live"] and (row["last_wall"] or 0.0) >= since
-        ]
+    def live_runs(self) -> list[ListedRun]:
+        """Return the live runs; processes that finished or lapsed do not count."""
+        return [row for row in self._rows(ListedRun, overview.runs()) if row["live"]]
 
     def attempts(self, run: str | None = None) -> list[ListedAttempt]:
         """Return the attempts of a run, or of all runs, newest first."""
@@ -305,12 +298,12 @@ class RunQueries(Reader):
         with connect.catalogue_errors(self._where), self._connect() as connection:
             return {(incarnation, seq) for incarnation, seq in connection.execute(chosen)}
 
-    def open_stages(self, attempt_id: Filter = None, *, limit: int = LIMIT) -> list[StageRow]:
+    def open_stages(self, attempt_id: Filter = None) -> list[StageRow]:
         """Return stages that began and did not end, oldest first."""
         table = TABLES["stages"]
         where = [*of_few("stages", attempt_id), table.c.end_wall.is_(None)]
         where.append(sa.func.coalesce(table.c.status, "open") == "open")
-        return self._page(StageRow, "stages", where, "begin_wall rank", limit)
+        return self._page(StageRow, "stages", where, "begin_wall rank", LIMIT)
 
     def processes(
         self, attempt_id: Filter = None, *, role: Filter = None, rank: Filter = None

@@ -13,7 +13,7 @@ does not grow inside a full page, which would leave pages half empty.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy import Column, Index, event
@@ -29,12 +29,17 @@ KNOWN_TEXTS: Final = ("ingested", "announced", "ok", "ring", "kept", "open", "un
 """Texts with fixed ids, from 0: the first two take no space, and indexes name ids of states."""
 
 
-def _table(name: str, *parts: SchemaItem) -> sa.Table:
-    return sa.Table(name, metadata, *parts, sqlite_strict=True)
+COMPACT: Final[set[str]] = set()
+"""The names of these tables, which are read through the views."""
+
+
+def _table(name: str, *parts: SchemaItem, **options: Any) -> sa.Table:
+    COMPACT.add(name)
+    return sa.Table(name, metadata, *parts, sqlite_strict=True, **options)
 
 
 def _compact(name: str, *parts: SchemaItem) -> sa.Table:
-    return sa.Table(name, metadata, *parts, sqlite_strict=True, sqlite_with_rowid=False)
+    return _table(name, *parts, sqlite_with_rowid=False)
 
 
 texts = _table("texts", key("text_id", Int), Column("text", Text), sa.UniqueConstraint("text"))
@@ -142,14 +147,6 @@ artifact_rows = _compact(
     Index(None, "work_id"),
     partial_index("ix_artifact_rows_live", "kind_id", where="deleted_wall IS NULL"),
 )
-
-COMPACT: Final = frozenset(
-    {
-        "texts", "works", "senders", "clocks", "scalar_names", "training_begins", "stage_rows",
-        "scalar_rows", "payload_rows", "artifact_rows",
-    }
-)  # fmt: skip
-"""The names of these tables, which are read through the views."""
 
 NO_OWNER: Final = -1
 """`owner_id` of an artifact whose id is not `prefix/owner/number`: the prefix is the whole id."""

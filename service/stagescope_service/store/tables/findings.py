@@ -9,11 +9,7 @@ from sqlalchemy import Index
 from typing_extensions import NotRequired
 
 from stagescope_service.fields import Rank, Role, Row, Run, Stage, Step
-from stagescope_service.store.tables.declare import (
-    RankWork,
-    partial_index,
-    table,
-)
+from stagescope_service.store.tables.declare import RankWork, partial_index, table
 from stagescope_wire.nonfinite import Json
 
 

@@ -8,12 +8,7 @@ from pydantic import Field
 from sqlalchemy import Index
 
 from stagescope_service.fields import Row, Step
-from stagescope_service.store.tables.declare import (
-    RankWork,
-    StageWork,
-    table,
-    view,
-)
+from stagescope_service.store.tables.declare import RankWork, StageWork, table, view
 from stagescope_wire.nonfinite import Json
 
 

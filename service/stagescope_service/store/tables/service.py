@@ -8,12 +8,7 @@ from pydantic import Field
 from sqlalchemy import Index
 
 from stagescope_service.fields import Row, Run, Wall
-from stagescope_service.store.tables.declare import (
-    StageWork,
-    partial_index,
-    table,
-    view,
-)
+from stagescope_service.store.tables.declare import StageWork, partial_index, table, view
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.plan import StoredCapture
 from stagescope_wire.schema import PartColumns

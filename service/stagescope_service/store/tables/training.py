@@ -8,13 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy import Index
 
 from stagescope_service.fields import RoleRank, Stage, one_of
-from stagescope_service.store.tables.declare import (
-    LayoutRow,
-    StageWork,
-    partial_index,
-    table,
-    view,
-)
+from stagescope_service.store.tables.declare import LayoutRow, StageWork, partial_index, table, view
 from stagescope_wire.nonfinite import Json
 
 
