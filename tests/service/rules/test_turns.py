@@ -1,7 +1,5 @@
 """A turn that stops training: its tokens fall at once beside those of the other turns."""
 
-# ruff: noqa: F811 - a fixture of another file is an argument here
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.service.rules.test_doctor import STAGE, live, rows_of  # noqa: F401 - a fixture
+from tests.service.rules.planted import STAGE, rows_of
 from tests.support.api import Rank, Service
 
 import stagescope
