@@ -242,13 +242,13 @@ def test_a_full_disk_stops_keeping_and_says_so_while_metrics_go_on(
         assert kept_rows(service, "full", 2) == []
         keeping = eventually(lambda: unhealthy(service))
         assert keeping["not_kept"] == 4
-        assert "bytes free, of which" in keeping["reason"]
+        assert "must stay free" in keeping["reason"]
         with service.session() as session:
             status = session.status()
             assert status["ready"] is True
             assert status["coordinator"]["keeping"]["healthy"] is False
             (said,) = [row for row in session.findings("full") if row["kind"] == "not_kept"]
-            assert "are left to others" in said["message"]
+            assert "must stay free" in said["message"]
             scalars = session.step(2, run="full").scalars(name="loss")
             assert len(scalars) == 4  # what is said of the step is as complete as ever
         ballast.unlink()

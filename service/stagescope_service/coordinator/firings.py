@@ -53,8 +53,8 @@ class DueFiring:
 
 _UPDATE: Final = "actor_update"
 _OWN_UPDATES: Final = (
-    "these are numbers of actor_update, whose mini-batches after the first differ by the step's "
-    "own updates, too: record old_log_probs of the pass before it to tell them apart"
+    "these are numbers of actor_update: its mini-batches after the first also contain the step's "
+    "own updates. Record old_log_probs of the pass before it to separate the two"
 )
 
 
@@ -95,7 +95,7 @@ def _advice(due: DueFiring) -> str:
         return advice
     first = f"explain first why the streams cannot be compared ({cause['name']}, on "
     first += f"{due.row['role']} rank {due.row['rank']}): {cause['text']}"
-    return f"{first}; once that is mended: {advice}" if advice else first
+    return f"{first}; once that is fixed: {advice}" if advice else first
 
 
 def _see(due: DueFiring) -> list[Link]:

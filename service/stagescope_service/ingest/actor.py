@@ -303,7 +303,7 @@ class RayIngestors(IngestorClient):
             await asyncio.wait([self._look_soon()])
         if not self._nodes.alive:
             raise Unreachable(
-                "the Ray cluster does not say which nodes it has", advice="it is asked again"
+                "the Ray cluster does not say which nodes it has", advice="the service asks again"
             )
 
     def start_relays(self, nodes: Set[str]) -> None:
@@ -368,7 +368,7 @@ class RayIngestors(IngestorClient):
         except Exception as error:
             raise Unreachable(
                 f"the ingestor of node {node} was not found: {describe(error)}",
-                advice="it is looked up again",
+                advice="the service looks it up again",
             ) from error
 
     async def _called(self, node_id: str | None, method: str, *arguments: object) -> Any:
@@ -433,5 +433,5 @@ class RayIngestors(IngestorClient):
             self._actors.forget(node_id)
             raise Unreachable(
                 f"the ingestor of node {node_id} cannot be reached: {describe(error)}",
-                advice="Ray starts it again",
+                advice="Ray restarts it",
             ) from error

@@ -112,21 +112,21 @@ class Keeper:
             free = shutil.disk_usage(self.data_dir).free
         if free < needed + self.reserve_bytes:
             raise StoreError(
-                f"the disk of {self.data_dir} has {free} bytes free, of which "
-                f"{self.reserve_bytes} are left to others: {needed} bytes do not fit"
+                f"the disk of {self.data_dir} has {free} bytes free, and {self.reserve_bytes} must "
+                f"stay free: {needed} bytes do not fit"
             )
 
     def _refusal(self, job: IngestJob) -> Put:
         reported = finding(
             NOT_KEPT,
-            f"what is to be kept is not: {self.reason}",
+            f"requested data was not kept: {self.reason}",
             run=job["run"],
             attempt_id=job["attempt_id"],
             wall=time.time(),
             severity="error",
             evidence={"node_id": self.node_id, "not_kept": self.not_kept, "step": job["step"]},
             advice="free space on the disk of data_dir, raise STAGESCOPE_KEPT_BYTES, or unpin "
-            "steps; statistics are complete, and keeping goes on by itself where there is room",
+            "steps. Statistics are complete. The service keeps data again when there is room",
         )
         return Put("findings", {**reported.row, "over_wall": None})
 

@@ -153,7 +153,7 @@ def value_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
     """Yield the finding of other values that are not finite."""
     if found := counts.of_values():
         text = (
-            f"values under the mask are not finite: {_listed(found)}, beside {counts.tokens} tokens"
+            f"values under the mask are not finite: {_listed(found)}, over {counts.tokens} tokens"
         )
         advice = (
             "look at the samples that they are of: a group of one sample has no standard "

@@ -192,14 +192,13 @@ class PayloadReader:
                     attempt_id=job["attempt_id"],
                     wall=time.time(),
                     evidence={"node_id": self.node_id, "not_kept": self.ring.not_kept},
-                    advice="statistics are complete; only looking at the tensors later is not "
-                    "possible for these steps",
+                    advice="statistics are complete; tensors of these steps cannot be read later",
                 )
         for entry in self.ring.take_unpinned():
             yield finding(
                 "pin_not_kept",
-                f"a payload of {entry.bytes} bytes came to a step whose payloads are pinned, and "
-                "pinned payloads take all that they may: it is not pinned",
+                f"a payload of {entry.bytes} bytes of a pinned step is not pinned: pinned payloads "
+                "already fill their share of the ring",
                 run=job["run"],
                 attempt_id=entry.key.attempt_id,
                 step=entry.key.step,
@@ -250,13 +249,12 @@ def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator
         ignored = ", ".join(summary.ignored)
         yield finding(
             "too_many_rounds",
-            f"{ignored} of {pair_name(summary.pair)} tell more than {MAX_ROUNDS} rounds, turns or "
-            "versions apart, or a round below 0: rounds are counted by the mask"
+            f"{ignored} of {pair_name(summary.pair)} distinguish more than {MAX_ROUNDS} rounds, "
+            "turns or versions, or name a round below 0: rounds are counted by the mask"
             + (f", from {MAX_ROUNDS} on as one" if "response_mask" in summary.ignored else ""),
             **location_of(job),
             evidence={"tensors": list(summary.ignored), "most": MAX_ROUNDS},
-            advice="round_ids and turn_ids count from 0 in each sample; all tokens count all the "
-            "same",
+            advice="count round_ids and turn_ids from 0 in each sample. All tokens still count",
         )
 
 
@@ -266,8 +264,8 @@ def _differing_rows(job: PayloadJob, samples: Sequence[str]) -> Put:
     named += ", ..." if len(samples) > _NAMED else ""
     return finding(
         "rows_differ",
-        f"{len(samples)} sample ids stand in several rows of one payload with other log-probs or "
-        f"another mask ({named}): the last row of each counts",
+        f"{len(samples)} sample ids occur in several rows of one payload whose log-probs or masks "
+        f"differ ({named}): the last row of each counts",
         **location_of(job),
         evidence={"samples": list(samples[:_LISTED])},
         advice="give each row a sample_id of its own; the id of a prompt belongs in group_ids",

@@ -64,11 +64,7 @@ class Rule(fields.Declared):
 
     @classmethod
     def parse(cls, value: object, field: str) -> Rule:
-        """Read a rule.
-
-        Raises:
-            InvalidPlan: with the field that is wrong.
-        """
+        """Read a rule."""
         made = super().parse(value, field)
         metric, age, when = made.metric, made.staleness, made.when
         names.check_metric(metric, made.by, f"{field}.metric")

@@ -231,7 +231,7 @@ def of_rate(
         return not_found(*texts)
     against: tuple[str, ...] = ()
     if period.share < share:
-        against = (f"{period.share:.0%} of the newest are fewer than {share:.0%}, but not surely",)
+        against = (f"{period.share:.0%} of the newest is below {share:.0%}, but within chance",)
     return Evidence("found", period.share, int(steps[period.first]), "", texts, against)
 
 

@@ -213,7 +213,7 @@ def _lasting(firing: Firing) -> str:
         rounds = sorted({one.round for one in series if one.round is not None})
         parts.append(metric + (f" on {ranks_text(role_ranks)}" if role_ranks else ""))
         parts[-1] += f" in {stretches('round', rounds)}" if rounds else ""
-    return f"; since before: {'; '.join(parts)}{_more(len(by_metric))}" if parts else ""
+    return f"; already reported: {'; '.join(parts)}{_more(len(by_metric))}" if parts else ""
 
 
 # --- the ranks --------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ _ADVICE: Final = {
     "does not exist": "restore it; what is queued is written then",
     "malformed": "the file is damaged; stop the service and restore or move it away",
     "not a database": "the file is not a catalogue; move it away or give another path",
-    "no such table": "it has not been made yet; start the service first",
+    "no such table": "it does not exist yet; start the service first",
     "no such column": "it is of another version; use the stagescope that wrote it",
     "disk I/O error": "check the disk under it",
 }

@@ -24,9 +24,9 @@ NEAR: Final = 25
 _AT_ONCE: Final = 1000
 
 LEFT_OUT: Final[Mapping[str, str]] = {
-    "audit": "it names people, and is of no run",
+    "audit": "it names people, and belongs to no run",
     "meta": "it is the service's own",
-    "trigger_rules": "they are of no run, and may hold the secrets of webhooks",
+    "trigger_rules": "they belong to no run, and may contain secrets of webhooks",
 }
 """Tables that are not copied -> why."""
 OF_STEPS: Final = ("summaries", "samples", "weights")

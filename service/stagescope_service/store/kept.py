@@ -90,4 +90,4 @@ def from_metadata(tensors: Mapping[str, WireTensor], metadata: JsonObject, path:
             fields[name] = {str(n): [*map(str, texts)] for n, texts in fields[name].items()}
         return Kept(dict(tensors), **fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidTensor(f"{path} is no file that was kept of a stage: {error!r}") from error
+        raise InvalidTensor(f"{path} is not a kept file of a stage: {error!r}") from error

@@ -322,15 +322,14 @@ class Ring:
         own = replaced.bytes if replaced else 0
         if needed > self.max_bytes:
             raise _NoRoom(
-                f"it has {needed} bytes and the ring takes {self.max_bytes}",
+                f"it has {needed} bytes, and the ring holds at most {self.max_bytes}",
                 advice="give the ring more bytes",
             )
         self._evict_to(self.max_bytes - needed + own, but=key)
         while (free := shutil.disk_usage(self.directory).free) < needed + self.reserve_bytes:
             if not self._evict_oldest(but=key):
                 raise _NoRoom(
-                    f"its disk has {free} bytes free, of which {self.reserve_bytes} are left to "
-                    "others",
+                    f"its disk has {free} bytes free, and {self.reserve_bytes} must stay free",
                     advice="free space on the disk of data_dir",
                 )
 
@@ -363,8 +362,8 @@ class Ring:
             needed = sum(entry.bytes for entry in own if not entry.pinned)
             if held + needed > self.max_pinned:
                 reason = (
-                    f"its {needed} bytes do not fit: pinned payloads take {held} of the "
-                    f"{self.max_pinned} bytes that they may"
+                    f"its {needed} bytes do not fit: pinned payloads use {held} of their "
+                    f"{self.max_pinned} bytes"
                 )
                 return Pinned(0, 0, reason)
             if len(self._pins) >= _MOST_PINS and name not in self._pins:

@@ -420,7 +420,7 @@ def test_notebook_and_terminal_show_the_same(live: Service) -> None:
         table = session.doctor("shown")
     assert [row["rule"] for row in table.found] == ["rank_apart", "mismatch_jump"]
     assert table.found[1]["explained_by"] == ["rank_apart"]
-    assert "One rank's mismatch stands apart" in repr(table)
+    assert "One rank's mismatch differs from the others'" in repr(table)
     assert "-> stagescope ranks" in repr(table)
     assert "<details open>" in table._repr_html_()
     shown = shown_by(live, "doctor", "shown")

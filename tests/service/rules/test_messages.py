@@ -181,7 +181,7 @@ def test_hosts_that_are_not_allowed_are_refused() -> None:
         "https://other/SECRET", "https://hooks.example.com@other/SECRET",
         "https://hooks.example.com.other/", "https://other\\@hooks.example.com.evil/",
     ):  # fmt: skip
-        with pytest.raises(InvalidPlan, match=r"rules\[0\].actions.webhook is of the host") as why:
+        with pytest.raises(InvalidPlan, match=r"rules\[0\].actions.webhook has the host") as why:
             rules(url).check_hosts(allowed)
         assert "STAGESCOPE_WEBHOOK_HOSTS: hooks.example.com" in str(why.value)
         assert "SECRET" not in str(why.value)

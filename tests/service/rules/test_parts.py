@@ -156,7 +156,7 @@ def test_rejected_tokens_have_their_share_of_the_mismatch(live: Service) -> None
     assert part["share"] == pytest.approx(expected, rel=1e-6)
     assert not part["counted"]
     assert "over the 1536 tokens" in part["text"]
-    assert "at least, for it is not recorded whether the trainer rejected them" in part["text"]
+    assert "at least: it is not recorded whether the trainer rejected them" in part["text"]
     # Without weights and without the mask of the update nothing is known.
     unknown = parts_of(live, "not-rejecting", lambda batch: None)["rejected tokens"]
     assert unknown["share"] is None

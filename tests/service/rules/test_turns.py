@@ -67,8 +67,8 @@ def test_a_turn_that_is_masked_in_half_of_the_samples_is_found(live: Service) ->
     assert (row["verdict"], row["where"], row["since_step"]) == ("found", "turn 1", 2)
     assert row["sure"] == 0.5
     assert row["for"] == [
-        "turn 1 has 960 model tokens a step before step 2, and 480 from it on, beside as many of "
-        "other turns",
+        "turn 1 has 960 model tokens a step before step 2, and 480 from it on, while others keep "
+        "theirs",
         "step 3: 8 of 16 samples with turn 1 have no token of it under the mask",
     ]
     # Without the tensors so few steps show no usual size.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.stores import DATABASES, database, rows_of, url_of, write
+from tests.support.stores import DATABASES, ON_SQLITE, database, rows_of, url_of, write
 
 from stagescope_service.store import connect
 from stagescope_service.store.columns import Flag, StrictJson, split_value
@@ -181,9 +180,8 @@ def test_rows_are_what_upserts_by_key_leave(
         transaction.rollback()
 
 
-def test_a_failed_transaction_leaves_no_ids(tmp_path: Path) -> None:
-    store = SqlStore(url_of(tmp_path))
-    store.open()
+@ON_SQLITE
+def test_a_failed_transaction_leaves_no_ids(store: SqlStore) -> None:
     whole = dict.fromkeys(("attempt_id", "role", "rank", *PART_FIELDS))
     work = {**whole, "incarnation": "i", "work_key": "w", "step": 1, "policy_version": None}
     good = Put("scalars", {**work, "stage": "s", "name": "loss", "value": 1.0})
@@ -193,4 +191,3 @@ def test_a_failed_transaction_leaves_no_ids(tmp_path: Path) -> None:
     write(store, good)
     (row,) = rows_of(store, "scalars")
     assert (row["stage"], row["name"], row["value"]) == ("s", "loss", 1.0)
-    store.close()

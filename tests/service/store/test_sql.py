@@ -87,9 +87,8 @@ def test_submissions_wait_for_open_and_open_again_changes_nothing(tmp_path: Path
     store.close()
 
 
-def test_close_writes_what_is_queued_and_refuses_later_ones(tmp_path: Path) -> None:
-    store = SqlStore(url_of(tmp_path))
-    store.open()
+@ON_SQLITE
+def test_close_writes_what_is_queued_and_refuses_later_ones(store: SqlStore) -> None:
     futures = [store.submit([stage_row(rank, 1)]) for rank in range(500)]
     store.close()
     assert all(future.exception(0) is None for future in futures)
@@ -97,7 +96,6 @@ def test_close_writes_what_is_queued_and_refuses_later_ones(tmp_path: Path) -> N
     store.open()
     assert len(rows_of(store, "stages")) == 500
     write(store, stage_row(0, 2))
-    store.close()
 
 
 def test_an_asker_that_went_away_does_not_stop_the_writer(store: SqlStore) -> None:

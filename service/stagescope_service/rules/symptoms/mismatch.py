@@ -88,7 +88,7 @@ def rank_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
     if not apart:
         text = f"no rank is {factor:g} times the others in {examined} steps"
         for (role, rank), count in of_few.most_common(1):
-            text += f"; in {count}, {role} {rank} is so by a few tokens alone"
+            text += f"; in {count}, {role} {rank} is so only because of a few tokens"
         return not_found(text)
     worst = max(apart, key=lambda key: len(apart[key]))
     (role, rank), count, last = worst, len(apart[worst]), apart[worst][-1]
@@ -96,7 +96,7 @@ def rank_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
     rest = [each.value for key, each in values.items() if key != worst]
     newest = values[worst].value if worst in values else math.nan
     text = (
-        f"{role} {rank} stands apart in {count} of {len(slices)} steps: {ABS_DIFF} is "
+        f"{role} {rank} differs in {count} of {len(slices)} steps: {ABS_DIFF} is "
         f"{short(newest)} in step {step.step}, {short(_median(rest))} at the "
         f"other{'' if len(rest) == 1 else 's'}"
     )
@@ -170,7 +170,7 @@ def noise_floor(history: RunHistory, *, factor: float) -> Evidence:
     newest = history.newest
     floor = None if newest is None else newest.published_noise
     if newest is None or floor is None:
-        return not_measured("no recomputed log-probs: the trainer is not held against itself")
+        return not_measured("no recomputed log-probs: the trainer cannot be compared with itself")
     mismatch, noise = newest.published[ABS_DIFF], floor[ABS_DIFF]
     text = (
         f"step {newest.step}: mean |d| is {short(mismatch)}, that of the trainer against "

@@ -103,7 +103,7 @@ def truncated(history: RunHistory, *, names: Sequence[str], bound: float, share:
         return beyond(logged[0], bound, NEWEST, 0.5)
     lengths = [int(row["tokens"]) for row in history.samples if row["tokens"]]
     if len(lengths) < 32:
-        return not_measured("neither a scalar of it nor 32 samples with their tokens")
+        return not_measured("neither such a scalar nor 32 samples with their token counts")
     longest = max(lengths)
     cut = sum(length == longest for length in lengths) / len(lengths)
     text = f"{cut:.0%} of {len(lengths)} samples have exactly {longest} tokens, the most"
@@ -149,7 +149,7 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     if held:
         return _found(history, held, _messages(history, held))
     if not rows:
-        return not_found("no rank was quiet for too long")
+        return not_found("no rank was silent for too long")
     last = max(rows, key=lambda row: row["first_wall"])
     return not_found(
         f"{counted(len(rows), 'rank')} held up others earlier, the last: {last['message']}"

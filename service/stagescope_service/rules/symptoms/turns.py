@@ -95,7 +95,7 @@ def turn_stops(history: RunHistory, *, factor: float) -> Evidence:
         after = float(np.median(counts[begin:, at]))
         text = (
             f"turn {turn} has {short(before)} model tokens a step before step "
-            f"{steps[begin][0].step}, and {short(after)} from it on, beside as many of other turns"
+            f"{steps[begin][0].step}, and {short(after)} from it on, while others keep theirs"
         )
         lines = [text]
         lost = 1.0 - after / before

@@ -104,7 +104,7 @@ def _judge(
         text += f", and not finite in {bad}"
     usual = medians.get(None, 0.0)
     if usual > 0.0:
-        text += f", and {short(usual)} nat apart in the median sample"
+        text += f", and differ by {short(usual)} nat in the median sample"
     return _Step(step, passes, off, text)
 
 
