@@ -113,7 +113,7 @@ class Catalogue(
 
     def check(self) -> None:
         """Raise `CatalogueUnavailable` unless a catalogue of this version exists."""
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             connect.check_revision(connection, f"catalogue {self._where}")
 
     def engines(self) -> list[RegisteredEngine]:
@@ -131,7 +131,7 @@ class Catalogue(
 
     def counts(self) -> dict[str, list[Count]]:
         """Return the Prometheus metrics, each as rows of labels and a `count`; see `overview`."""
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             queries = overview.counts()
             return {name: rows(Count, connection, query) for name, query in queries.items()}
 

@@ -175,14 +175,14 @@ def test_names_are_those_of_all_ranks_and_steps(real: Service) -> None:
 def test_the_number_of_queries_does_not_grow_with_the_steps(
     real: Service, monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]
 ) -> None:
-    asking = real.catalogue._connect
+    asking = real.catalogue._reading
     queries: list[int] = []
 
     def counted() -> object:
         queries.append(1)
         return asking()
 
-    monkeypatch.setattr(real.catalogue, "_connect", counted)
+    monkeypatch.setattr(real.catalogue, "_reading", counted)
     taken = []
     for limit in (1, 2, 100):
         queries.clear()

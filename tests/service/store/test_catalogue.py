@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy import event, exc
+from sqlalchemy import event
 from tests.support.stores import ON_SQLITE, stage_row, training, url_of, write
 
 from stagescope_service.store import connect
@@ -313,8 +313,8 @@ def test_counts(two_runs: SqlStore, catalogue: Catalogue) -> None:
 
 
 def test_a_catalogue_cannot_write(store: SqlStore, catalogue: Catalogue) -> None:
-    refused = pytest.raises(exc.DBAPIError, match=r"readonly|read-only")
-    with refused, catalogue._connect() as connection:
+    refused = pytest.raises(CatalogueUnavailable, match=r"readonly|read-only")
+    with refused, catalogue._reading() as connection:
         connection.execute(TABLES["runs"].insert(), {"run": "a"})
 
 

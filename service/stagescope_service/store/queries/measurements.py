@@ -8,7 +8,6 @@ from typing import Final, Literal, NamedTuple, TypedDict
 import sqlalchemy as sa
 from typing_extensions import NotRequired, Unpack
 
-from stagescope_service.store import connect
 from stagescope_service.store.queries.overview import StepOverview
 from stagescope_service.store.queries.reader import (
     LIMIT,
@@ -88,11 +87,6 @@ class PayloadStates(TypedDict):
     reason: str | None
 
 
-class _ScalarName(TypedDict):
-    name: str
-    last: int | None
-
-
 class SettledPayloads(NamedTuple):
     """The payloads of a process in the catalogue."""
 
@@ -137,9 +131,9 @@ class MeasurementQueries(Reader):
         """
         found: dict[str, int | None] = {}
         for attempt_id in attempts:
-            for row in self._rows(_ScalarName, _scalar_names(attempt_id)):
-                name, last = row["name"], found.get(row["name"])
-                found[name] = row["last"] if last is None else max(last, row["last"] or last)
+            for name, own in self._tuples(_scalar_names(attempt_id)):
+                last = found.get(name)
+                found[name] = own if last is None else max(last, own or last)
         return dict(sorted(found.items()))
 
     def oldest_but(self, attempt_id: int, step: int, keep: int) -> int | None:
@@ -307,7 +301,7 @@ class MeasurementQueries(Reader):
         found = sa.select(table.seq, state).where(
             own, table.seq.in_(list(seqs)), table.state_id != compact.ANNOUNCED
         )
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             states = {int(seq): str(state) for seq, state in connection.execute(found)}
             return SettledPayloads(connection.scalar(newest), states)
 
@@ -386,6 +380,6 @@ def _scalar_names(attempt_id: int) -> Query:
     own = (table.attempt_id == names.attempt_id) & (table.name == names.name)
     of_last = sa.exists().where(own, table.step.is_not_distinct_from(names.last_step))
     before = sa.select(sa.func.max(table.step)).where(own).scalar_subquery()
-    return sa.select(
-        names.name, sa.case((of_last, names.last_step), else_=before).label("last")
-    ).where(names.attempt_id == attempt_id, of_last | sa.exists().where(own))
+    return sa.select(names.name, sa.case((of_last, names.last_step), else_=before)).where(
+        names.attempt_id == attempt_id, of_last | sa.exists().where(own)
+    )

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, TypeVar, cast
 
@@ -89,11 +88,15 @@ class Reader:
             pinned._pinned = connection
             yield pinned
 
-    def _connect(self) -> AbstractContextManager[sa.Connection]:
-        if self._pinned is not None:
-            return contextlib.nullcontext(self._pinned)
-        self._reopen_if_replaced()
-        return self._engine.begin()
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sa.Connection]:
+        with connect.catalogue_errors(self._where):
+            if self._pinned is not None:
+                yield self._pinned
+                return
+            self._reopen_if_replaced()
+            with self._engine.begin() as connection:
+                yield connection
 
     def _reopen_if_replaced(self) -> None:
         if self._path and (found := connect.file_id(self._path)) != self._file:
@@ -101,22 +104,22 @@ class Reader:
             self._file = found
 
     def _rows(self, row: type[R], query: Query, parameters: JsonObject | None = None) -> list[R]:
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             return rows(row, connection, query, parameters)
 
     def _values(self, query: sa.Select[T]) -> list[T]:
         """Return the values of a query's only column."""
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             return [*connection.scalars(query)]
 
     def _tuples(self, query: Query) -> Sequence[tuple[Any, ...]]:
         """Return the rows of a query as tuples: a dict a row would take longer than the query."""
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             return connection.execute(query).all()
 
     def _each(self, row: type[R], query: Query) -> Iterator[R]:
         """Yield the rows of a query as they are read, for results larger than memory."""
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             streaming = connection.execution_options(yield_per=_AT_ONCE)
             # Close the cursor before returning the connection, even if not all rows are read: when
             # Python 3.10 frees an unclosed cursor later, it resets the cached statement that

@@ -8,7 +8,6 @@ from typing import TypedDict
 import sqlalchemy as sa
 from typing_extensions import Unpack
 
-from stagescope_service.store import connect
 from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.overview import (
     DescribedAttempt,
@@ -26,7 +25,6 @@ from stagescope_service.store.queries.reader import (
     conditions,
     of_few,
 )
-from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import (
     STEP_ROWS,
     TABLES,
@@ -63,33 +61,6 @@ class PartTiming(PartColumns):
     last: float | None
     longest: float | None
     """Monotonic seconds."""
-
-
-class _PartCount(TypedDict):
-    stage: str
-    role: str
-    rank: int
-    parts: int
-
-
-def timings(attempt_id: int, steps: Sequence[int]) -> Query:
-    """Select the columns of `PartTiming` of the parts of steps, without superseded stages."""
-    place = [stages.c[name] for name in ("step", "role", "stage", *PART_FIELDS)]
-    begun = stages.c.begin_wall + sa.func.coalesce(stages.c.clock_offset, 0.0)
-    return (
-        sa.select(
-            *place,
-            sa.func.min(begun).label("first"),
-            sa.func.max(begun).label("last"),
-            sa.func.max(stages.c.end_mono - stages.c.begin_mono).label("longest"),
-        )
-        .where(
-            stages.c.attempt_id == attempt_id,
-            stages.c.step.in_(list(steps)),
-            sa.func.coalesce(stages.c.superseded, sa.false()) == sa.false(),
-        )
-        .group_by(*place)
-    )
 
 
 class DiedAttempt(TypedDict):
@@ -286,17 +257,15 @@ class RunQueries(Reader):
             _not_superseded(),
         ]
         key = (table.c.stage, table.c.role, table.c.rank)
-        query = sa.select(*key, sa.func.count().label("parts")).where(*where).group_by(*key)
-        rows = self._rows(_PartCount, query)
-        return {(row["stage"], row["role"], row["rank"]): row["parts"] for row in rows}
+        found = self._tuples(sa.select(*key, sa.func.count()).where(*where).group_by(*key))
+        return {(stage, role, rank): parts for stage, role, rank, parts in found}
 
     def replaced(self, attempt_id: int, step: Filter = None) -> set[tuple[str, int | None]]:
         """Return (incarnation, seq) of payloads whose stage was superseded."""
         columns = TABLES["stages"].c
         where = conditions("stages", attempt_id=attempt_id, step=step, superseded=True)
         chosen = sa.select(columns.incarnation, columns.end_seq).where(*where)
-        with connect.catalogue_errors(self._where), self._connect() as connection:
-            return {(incarnation, seq) for incarnation, seq in connection.execute(chosen)}
+        return {(incarnation, seq) for incarnation, seq in self._tuples(chosen)}
 
     def open_stages(self, attempt_id: Filter = None) -> list[StageRow]:
         """Return stages that began and did not end, oldest first."""
@@ -328,8 +297,18 @@ class RunQueries(Reader):
         return [each for each in found if name in each]
 
     def timings(self, attempt_id: int, steps: Sequence[int]) -> list[PartTiming]:
-        """Return the begin times and durations of each part of steps."""
-        return self._rows(PartTiming, timings(attempt_id, steps))
+        """Return the begin times and durations of each part of steps, without superseded stages."""
+        place = [stages.c[name] for name in ("step", "role", "stage", *PART_FIELDS)]
+        begun = stages.c.begin_wall + sa.func.coalesce(stages.c.clock_offset, 0.0)
+        query = sa.select(
+            *place,
+            sa.func.min(begun).label("first"),
+            sa.func.max(begun).label("last"),
+            sa.func.max(stages.c.end_mono - stages.c.begin_mono).label("longest"),
+        ).where(
+            stages.c.attempt_id == attempt_id, stages.c.step.in_(list(steps)), _not_superseded()
+        )
+        return self._rows(PartTiming, query.group_by(*place))
 
 
 def _not_superseded() -> sa.ColumnElement[bool]:
