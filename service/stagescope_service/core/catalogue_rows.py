@@ -22,13 +22,9 @@ ATTEMPT_COLUMNS: Final = (
 """The columns of `attempts` that are attributes of an `Attempt`."""
 PROCESS_COLUMNS: Final = ("incarnation", "attempt_id", "role", "rank", "raw", "unkeyed")
 """The columns of `processes` that are always known, and attributes of a `Process`."""
+_RANK: Final = ("attempt_id", "role", "rank")
 OPTIONAL_PROCESS_COLUMNS: Final = ("world_size", "data_rank", "node_id", "max_step")
 _MOST: Final = 1 << 53
-
-
-def work_columns(work: Work) -> dict[str, Json]:
-    """Return the columns of a work's step, stage and part."""
-    return work.fields()
 
 
 def audit_row(wall: float, by: str, action: str, detail: JsonObject) -> Put:
@@ -87,20 +83,8 @@ def payload_row(
     process: Process, key: PayloadKey, work: Work, state: str, **columns: object
 ) -> Put:
     """Return the row of a payload's identity and state, with further `columns`."""
-    return Put(
-        "payloads",
-        {
-            "incarnation": key.incarnation,
-            "seq": key.seq,
-            "attempt_id": process.attempt_id,
-            "role": process.role,
-            "rank": process.rank,
-            **work_columns(work),
-            "work_key": work.key,
-            "state": state,
-            **columns,
-        },
-    )
+    own = {**key._asdict(), **named(process, _RANK), **work.fields()}
+    return Put("payloads", {**own, "work_key": work.key, "state": state, **columns})
 
 
 def scalar_rows(
@@ -138,21 +122,10 @@ def loss_row(
 ) -> Put:
     """Return the row of something that was announced and will not arrive."""
     identity = (process.incarnation, work.key, kind, columns.pop("identity", ""))
-    return Put(
-        "losses",
-        {
-            "loss_id": row_id(*identity),
-            "run": attempt.run,
-            "attempt_id": attempt.attempt_id,
-            "role": process.role,
-            "rank": process.rank,
-            "step": work.step,
-            "stage": work.stage,
-            "kind": kind,
-            "reason": text(reason),
-            **columns,
-        },
-    )
+    own = {**named(attempt, ("run", "attempt_id")), **named(process, ("role", "rank"))}
+    own |= named(work, ("step", "stage"))
+    what = {"loss_id": row_id(*identity), "kind": kind, "reason": text(reason)}
+    return Put("losses", {**own, **what, **columns})
 
 
 def integer(value: object) -> int | None:
