@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -91,9 +91,9 @@ def not_found(*against: str) -> Evidence:
     return Evidence("not found", against=against)
 
 
-def found(sure: float, since_step: int | None, where: str, *supports: str) -> Evidence:
-    """Return that the symptom was found."""
-    return Evidence("found", sure, since_step, where, supports)
+def listed(ranks: Sequence[str]) -> str:
+    """Return the first ranks as text, and how many more there are."""
+    return ", ".join(ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
 
 
 _SURE: Final = 2.0

@@ -17,7 +17,7 @@ from stagescope_service.rules.evidence import (
     ENDED_AFTER,
     Evidence,
     beyond,
-    found,
+    listed,
     not_found,
     not_measured,
     of_rate,
@@ -159,8 +159,12 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
 def _messages(history: RunHistory, rows: list[FindingRow]) -> list[str]:
     """Sort findings by step; return what the first ones say."""
     rows.sort(key=lambda row: (row["step"] is None, row["step"] or 0, row["first_wall"]))
-    lines = [f"{_of_earlier(history, row)}{row['message']}" for row in rows[:3]]
-    return lines if len(rows) <= 3 else [*lines, f"and {len(rows) - 3} more findings"]
+    return _first([f"{_of_earlier(history, row)}{row['message']}" for row in rows], 3, "findings")
+
+
+def _first(lines: Sequence[str], most: int, noun: str) -> list[str]:
+    more = [f"and {len(lines) - most} more {noun}"] if len(lines) > most else []
+    return [*lines[:most], *more]
 
 
 def _found(
@@ -183,7 +187,7 @@ def _found(
     named = rows if of is None else of
     ranks = sorted({f"{row['role']} {row['rank']}" for row in named if row["rank"] is not None})
     since = min((row["step"] for row in rows if row["step"] is not None), default=None)
-    evidence = found(1.0, since, _listed(ranks), *lines)
+    evidence = Evidence("found", 1.0, since, listed(ranks), tuple(lines))
     steps = [_step_of(history, row) for row in rows]
     known = [step for step in steps if step is not None]
     if not known or len(known) < len(steps):
@@ -215,10 +219,6 @@ def _of_earlier(history: RunHistory, row: FindingRow | LossRow) -> str:
     if attempt_id is None or attempt_id == history.newest_attempt_id:
         return ""
     return f"attempt {history.number_of(attempt_id)}: "
-
-
-def _listed(ranks: Sequence[str]) -> str:
-    return ", ".join(ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
 
 
 def scalars_not_finite(history: RunHistory) -> Evidence:
@@ -322,10 +322,8 @@ def partial(history: RunHistory, *, share: float) -> Evidence:
         if evidence.since_step is None or missing.steps[-1] >= evidence.since_step
     ]
     silent.sort(key=lambda each: (-each[2].steps[-1], -len(each[2].steps), each[:2]))
-    lines = [_missing_text(*each) for each in silent[:_NAMED]]
-    if len(silent) > _NAMED:
-        lines.append(f"and {len(silent) - _NAMED} more ranks")
-    where = _listed([f"{role} {rank}" for role, rank, _ in silent])
+    lines = _first([_missing_text(*each) for each in silent], _NAMED, "ranks")
+    where = listed([f"{role} {rank}" for role, rank, _ in silent])
     return dataclasses.replace(evidence, where=where, supports=(*evidence.supports, *lines))
 
 
@@ -355,16 +353,15 @@ def unreported(history: RunHistory) -> Evidence:
     if not gaps:
         return not_found(f"the {len(steps)} steps from {steps[0].step} on follow each other")
     texts = []
-    for before, after in gaps[:6]:
+    for before, after in gaps:
         first, last = before.step + 1, after.step - 1
         text = f"no step {first}" if first == last else f"no steps {first} to {last}"
         if after.attempt != before.attempt:
             text += f": attempt {after.attempt} begins with {after.step}, after {before.step} of "
             text += f"attempt {before.attempt}"
         texts.append(text)
-    if len(gaps) > 6:
-        texts.append(f"and {len(gaps) - 6} more gaps")
-    evidence = Evidence("found", 1.0, gaps[0][0].step + 1, "", tuple(texts))
+    since = gaps[0][0].step + 1
+    evidence = Evidence("found", 1.0, since, "", tuple(_first(texts, 6, "gaps")))
     return evidence.ended_after([each.step for each in steps], gaps[-1][1].step - 1)
 
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagescope_service.rules.evidence import Evidence, not_found, not_measured, short
+from stagescope_service.rules.evidence import Evidence, listed, not_found, not_measured, short
 from stagescope_service.rules.history import READ, CurrentStep, RunHistory
 from stagescope_service.rules.passes import FirstPass
 from stagescope_wire.render import counted
@@ -55,12 +55,9 @@ def current_differs(history: RunHistory, *, factor: float, least: float, bound: 
         return not_found(newest.text)
     ranks = sorted({(each.role, each.rank) for each in newest.off})
     lines = [_rank_text(role, rank, newest) for role, rank in ranks[:_NAMED]]
-    where = ", ".join(f"{role} {rank}" for role, rank in ranks[:_NAMED])
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    where = listed([f"{role} {rank}" for role, rank in ranks])
     share = len(newest.off) / len(newest.passes)
-    return Evidence(
-        "found", share, looked[-1].step.step, where + more, (newest.text, *lines), _ONE_PART
-    )
+    return Evidence("found", share, looked[-1].step.step, where, (newest.text, *lines), _ONE_PART)
 
 
 _SEARCHED: Final = 10
