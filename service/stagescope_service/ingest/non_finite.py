@@ -12,12 +12,12 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from stagescope_service.core.findings import FindingDetails, FindingLocation, finding
+from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import PayloadJob, PayloadKey
 from stagescope_service.statistics import (
     PartRecord,
@@ -139,35 +139,33 @@ def _named(counts: Mapping[str, _Kinds]) -> dict[str, int]:
 def log_prob_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
     """Yield the finding of log-probs that are not finite."""
     if found := counts.of_streams():
-        text = (
-            f"log-probs under the mask are not finite: {_listed(found)} of {counts.tokens} tokens"
-        )
-        tokens = Link.to_step(
+        see = Link.to_step(
             "tokens", job["step"], query={"kind": "nonfinite"}, shows="which they are"
         )
-        advice = "statistics are over the finite ones"
-        yield _finding("nonfinite_log_probs", text, job, found, advice, tokens)
+        yield finding(
+            "nonfinite_log_probs",
+            f"log-probs under the mask are not finite: {_listed(found)} of {counts.tokens} tokens",
+            **location_of(job),
+            severity="error",
+            evidence={**found},
+            advice="statistics are over the finite ones",
+            see=(see,),
+        )
 
 
 def value_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
     """Yield the finding of other values that are not finite."""
     if found := counts.of_values():
-        text = (
-            f"values under the mask are not finite: {_listed(found)}, over {counts.tokens} tokens"
+        yield finding(
+            "nonfinite_values",
+            f"values under the mask are not finite: {_listed(found)}, over {counts.tokens} tokens",
+            **location_of(job),
+            severity="error",
+            evidence={**found},
+            advice="look at the samples that they are of: a group of one sample has no standard "
+            "deviation, and a reward of NaN makes every advantage of its group NaN",
+            see=(Link.to_step("samples", job["step"], shows="the step's samples"),),
         )
-        advice = (
-            "look at the samples that they are of: a group of one sample has no standard "
-            "deviation, and a reward of NaN makes every advantage of its group NaN"
-        )
-        samples = Link.to_step("samples", job["step"], shows="the step's samples")
-        yield _finding("nonfinite_values", text, job, found, advice, samples)
-
-
-def _finding(
-    kind: str, text: str, job: PayloadJob, found: Mapping[str, int], advice: str, see: Link
-) -> Put:
-    details = {"severity": "error", "evidence": {**found}, "advice": advice, "see": (see,)}
-    return finding(kind, text, **location_of(job), **cast("FindingDetails", details))
 
 
 def _listed(counts: Mapping[str, int]) -> str:
