@@ -17,9 +17,9 @@ from stagescope_service.rules.facts import StepFacts
 from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.columns import NON_FINITE_NAMES
 from stagescope_service.store.queries.rollouts import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, LossRow, SampleRow
+from stagescope_service.store.tables.declare import NON_FINITE_NAMES
 from stagescope_wire.batch import Batch
 from stagescope_wire.nonfinite import JsonObject, number
 from stagescope_wire.schema import ROLES

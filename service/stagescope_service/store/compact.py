@@ -18,7 +18,6 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from stagescope_service.store import statements
-from stagescope_service.store.columns import dump_json, split_value
 from stagescope_service.store.ids import Ids, Key
 from stagescope_service.store.statements import Columns, Conflict, columns_of
 from stagescope_service.store.tables.compact import (
@@ -32,7 +31,7 @@ from stagescope_service.store.tables.compact import (
     training_begins,
     works,
 )
-from stagescope_service.store.tables.declare import views
+from stagescope_service.store.tables.declare import dump_json, split_value, views
 from stagescope_wire.schema import PART_FIELDS
 
 Row = Mapping[str, Any]

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from stagescope_service.store.columns import Flag, StrictJson, dump_json
 from stagescope_service.store.contract import Put, RemoveRows, Write
 from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables.declare import Flag, StrictJson, dump_json
 from stagescope_wire.errors import StoreError
 
 Columns: TypeAlias = dict[str, Sequence[Any]]

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from tests.support.stores import DATABASES, ON_SQLITE, database, rows_of, url_of, write
 
 from stagescope_service.store import connect
-from stagescope_service.store.columns import Flag, StrictJson, split_value
 from stagescope_service.store.compact import COMPACT_VIEWS
 from stagescope_service.store.contract import Delete, Put, RemoveRows, Write
 from stagescope_service.store.ids import Ids
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import SqlStore, WriteBatch
 from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables.declare import Flag, StrictJson, split_value
 from stagescope_wire.schema import PART_FIELDS
 
 _INTS = st.none() | st.integers(0, 3) | st.just(1 << 61)

@@ -14,9 +14,9 @@ from sqlalchemy.schema import CreateTable
 from tests.support.stores import url_of
 
 from stagescope_service.store import connect, statements
-from stagescope_service.store.columns import dump_json
 from stagescope_service.store.contract import Delete, Put, Write
 from stagescope_service.store.tables import TABLES, compact, metadata
+from stagescope_service.store.tables.declare import dump_json
 from stagescope_wire.errors import CatalogueUnavailable, StoreError
 from stagescope_wire.schema import LAYOUT_COLUMNS, PART_FIELDS
 

@@ -19,8 +19,17 @@ import sqlalchemy as sa
 from sqlalchemy import Column, Index, event
 from sqlalchemy.schema import SchemaItem
 
-from stagescope_service.store.columns import Blob, Flag, Int, Real, Text
-from stagescope_service.store.tables.declare import columns, key, metadata, partial_index
+from stagescope_service.store.tables.declare import (
+    Blob,
+    Flag,
+    Int,
+    Real,
+    Text,
+    columns,
+    key,
+    metadata,
+    partial_index,
+)
 from stagescope_wire.schema import PART_FIELDS
 
 INGESTED: Final = 0
