@@ -13,7 +13,6 @@ import pytest
 from tests.support.local import coordinator_of
 from tests.support.stores import eventually, rows_of, url_of
 
-from stagescope_service.api.hangs import stuck_rows
 from stagescope_service.coordinator.load import MIN_CALLS
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core import stack_requests
@@ -25,6 +24,7 @@ from stagescope_service.core.stack_requests import RankRequest
 from stagescope_service.core.state import State
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
+from stagescope_service.views.hangs.stuck import stuck_rows
 from stagescope_wire.errors import InvalidInput, NotFound
 from stagescope_wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, STACKS, Sender
 

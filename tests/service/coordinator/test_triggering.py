@@ -18,7 +18,6 @@ from tests.support.measure import payload
 from tests.support.stores import evidence_of
 from tests.support.triggering import PAGE, RuleBench, hook, rule, rules_of, run, training
 
-from stagescope_service.api.event_groups import outcomes
 from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.core.captures import agreement
 from stagescope_service.core.findings import finding
@@ -30,6 +29,7 @@ from stagescope_service.rules.watch import REACH
 from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import RingEntry
 from stagescope_service.store.tables.findings import FiredActions
+from stagescope_service.views.findings.groups import outcomes
 from stagescope_wire.errors import Conflict, InvalidPlan, NotFound
 
 PIN = {"finding": {}, "pin": 2}
