@@ -83,7 +83,7 @@ RAY_LOWEST := $(addprefix tests/integration/test_,probe_over_ray.py writers.py c
 PURE := tests/test_structure.py tests/deploy tests/examples/countdown/test_false_alarms.py \
 	tests/service/core tests/service/rules tests/service/http/test_page.py \
 	tests/service/figures/test_in_browser.py \
-	$(addprefix tests/service/coordinator/test_,journal.py triggering.py weight_comparer.py) \
+	$(addprefix tests/service/coordinator/,test_journal.py rules/test_triggering.py test_weights.py) \
 	$(addprefix tests/service/compare/,test_html_in_browser.py operators/test_divergence.py operators/test_evidence.py)
 
 test-lowest: $(LOWEST)/installed  ## the tests that versions can break, with the lowest that are supported

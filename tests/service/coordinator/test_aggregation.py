@@ -21,7 +21,7 @@ from stagescope_service.coordinator.aggregation.assembly import TOO_LATE
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.core.findings import NOT_AGGREGATED
 from stagescope_service.core.instructions import Aggregate, Instruction, Put
-from stagescope_service.core.operator_tables import again
+from stagescope_service.core.operators import again
 from stagescope_service.ingest.ingestors import IngestorDied
 from stagescope_service.ingest.operator_tables import TABLE
 from stagescope_service.store.contract import Delete, Write

@@ -11,7 +11,7 @@ from tests.support.stores import write
 
 from stagescope.series import Exact
 from stagescope_service.coordinator.aggregation import assembly
-from stagescope_service.coordinator.firings import Act, finding_of
+from stagescope_service.coordinator.rules.firings import Act, finding_of
 from stagescope_service.core.findings import finding
 from stagescope_service.rules.document import read_yaml
 from stagescope_service.rules.replay import replay

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Query
 from fastapi.responses import Response
-from fastapi.routing import APIRoute
 
 from stagescope_service.figures import (
     anatomy,
@@ -28,8 +26,7 @@ from stagescope_service.http.parameters import (
     Run,
     StepTarget,
 )
-from stagescope_service.http.requests import Answer, is_repeatable, pattern, query_fields
-from stagescope_service.views.encoding import JsonObject
+from stagescope_service.http.requests import Answer, pattern
 from stagescope_service.views.models import figures as models
 from stagescope_service.views.operators.tables import operator_target
 from stagescope_service.views.pages import step_number
@@ -80,47 +77,6 @@ class FigureAnswer(Response):
 
     def __init__(self, name: str, figure: go.Figure, found: Shown) -> None:
         super().__init__(drawn(name, figure, found))
-
-
-@router.get("/figures", response_model=models.Figures)
-async def figures(request: Request) -> Answer:
-    """List the figures with their parameters."""
-    routes = [
-        route for route in request.app.routes
-        if isinstance(route, APIRoute) and route.path.startswith("/figures/")
-    ]  # fmt: skip
-    rows = [_row(route) for route in sorted(routes, key=lambda route: route.path)]
-    return Answer({"rows": rows, "next": None})
-
-
-def _row(route: APIRoute) -> JsonObject:
-    parameters = []
-    for field in query_fields(route.dependant):
-        annotation = field.field_info.annotation
-        parameters.append(
-            {
-                "name": field.alias,
-                "description": field.field_info.description or "",
-                "required": field.field_info.is_required(),
-                "repeatable": is_repeatable(field),
-                "values": _values(annotation),
-            }
-        )
-    return {
-        "name": route.path.removeprefix("/figures/"),
-        "path": route.path,
-        "description": route.description.partition("\n\n")[0],
-        "parameters": parameters,
-    }
-
-
-def _values(annotation: object) -> list[str] | None:
-    if typing.get_origin(annotation) is Literal:
-        return [str(value) for value in typing.get_args(annotation)]
-    for each in typing.get_args(annotation):
-        if (values := _values(each)) is not None:
-            return values
-    return None
 
 
 @router.get("/figures/rounds", response_model=models.Figure)

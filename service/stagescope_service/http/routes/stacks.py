@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 
-from stagescope_service.core.stack_requests import ANSWERED, ASKED
+from stagescope_service.core.hangs.stack_requests import ANSWERED, ASKED
 from stagescope_service.http.auth import caller_of
 from stagescope_service.http.parameters import AttemptQueryOf, Deps, Rank, Role, Stage, StepTarget
 from stagescope_service.http.problems import check_ready

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from stagescope_service.core import hang_detection
-from stagescope_service.core.hang_detection import (
+from stagescope_service.core.entities import StageKey, StageTiming
+from stagescope_service.core.hangs import detection as hang_detection
+from stagescope_service.core.hangs.detection import (
     GONE,
     LIVE,
     SILENT,
@@ -16,8 +17,6 @@ from stagescope_service.core.hang_detection import (
     Limit,
     RankPosition,
     StageHistory,
-    StageKey,
-    StageTiming,
     Stuck,
     StuckRules,
     history,

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, TypedDict
 from typing_extensions import Unpack
 
 from stagescope_service.compare.operators import comparison_process
-from stagescope_service.core.operator_tables import TABLE_WRITTEN
+from stagescope_service.core.operators import TABLE_WRITTEN
 from stagescope_service.dumps.msprobe.operator_query import (
     OperatorFilter,
     load_columns,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
-from stagescope_service.core.operator_tables import TABLE_WRITTEN
+from stagescope_service.core.operators import TABLE_WRITTEN
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.tables import OperatorTableRow
 from stagescope_service.store.tensorfile import disk_errors

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from stagescope_service.core.operator_tables import TABLE_WRITTEN
+from stagescope_service.core.operators import TABLE_WRITTEN
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.tables import OperatorTableRow
 from stagescope_service.views.reading import operator_files

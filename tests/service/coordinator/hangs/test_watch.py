@@ -15,12 +15,12 @@ from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope_service.coordinator.load import MIN_CALLS
 from stagescope_service.coordinator.restore import restore
-from stagescope_service.core import stack_requests
-from stagescope_service.core.hang_detection import StuckRules
+from stagescope_service.core.hangs import stack_requests
+from stagescope_service.core.hangs.detection import StuckRules
+from stagescope_service.core.hangs.stack_requests import RankRequest
 from stagescope_service.core.instructions import (
     ReadWatchdogs,
 )
-from stagescope_service.core.stack_requests import RankRequest
 from stagescope_service.core.state import State
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope_service.coordinator.weight_comparer import renaming
-from stagescope_service.core.weights import (
+from stagescope_service.coordinator.weights import renaming
+from stagescope_service.core.weights.verdicts import (
     AGREES,
     COPY,
     DIFFERS,

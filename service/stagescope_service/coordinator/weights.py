@@ -15,8 +15,8 @@ from stagescope_service.coordinator.retries import RetriedWork, retried
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import FindingText, describe, finding
 from stagescope_service.core.instructions import CompareWeights, Delete, Put
-from stagescope_service.core.weight_records import manifest_of, record_of
-from stagescope_service.core.weights import (
+from stagescope_service.core.weights.records import manifest_of, record_of
+from stagescope_service.core.weights.verdicts import (
     AGREES,
     DIFFERS,
     MISSING,

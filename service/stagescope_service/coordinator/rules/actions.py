@@ -10,8 +10,8 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from stagescope_service.coordinator.firings import Act, made_up, told_of
-from stagescope_service.coordinator.webhooks import Webhooks
+from stagescope_service.coordinator.rules.firings import Act, made_up, told_of
+from stagescope_service.coordinator.rules.webhooks import Webhooks
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.fields import Attempt, Row, Run, Step, one_of

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import Process
 from stagescope_service.core.instructions import Put
-from stagescope_service.core.weights import COPY, TP_COPY, Shard, WeightRecord, WeightTensor
+from stagescope_service.core.weights.verdicts import (
+    COPY,
+    TP_COPY,
+    Shard,
+    WeightRecord,
+    WeightTensor,
+)
 from stagescope_wire.errors import InvalidEvent
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, Event, Work

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from stagescope_service.coordinator.firings import Act
+from stagescope_service.coordinator.rules.firings import Act
 from stagescope_service.rules.conditions import HISTORY
 from stagescope_service.rules.document import Rules
 from stagescope_service.rules.facts import StepFacts

@@ -18,7 +18,7 @@ from tests.support.measure import payload
 from tests.support.stores import evidence_of
 from tests.support.triggering import PAGE, RuleBench, hook, rule, rules_of, run, training
 
-from stagescope_service.coordinator.trigger_watch import TriggerWatch
+from stagescope_service.coordinator.rules.watch import TriggerWatch
 from stagescope_service.core.captures import agreement
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import NonFiniteScalars

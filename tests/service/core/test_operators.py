@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.trainings import Bench, Delivery, Rank
 
 from stagescope_service.core.instructions import AnnouncedDump, BuildOperatorTable, Instruction
-from stagescope_service.core.operator_tables import again, outcome
+from stagescope_service.core.operators import again, outcome
 
 STAGE = "actor_update"
 PATH = "/data/r/a1/step_1/actor_update/step0/rank0"

@@ -18,7 +18,7 @@ from tests.support.stores import evidence_of
 from tests.support.trainings import Delivery, Rank
 
 from stagescope_service.coordinator import retries
-from stagescope_service.coordinator.weight_comparer import NOT_COMPARED, WeightComparer, judge
+from stagescope_service.coordinator.weights import NOT_COMPARED, WeightComparer, judge
 from stagescope_service.core.instructions import CompareWeights, Delete, Put
 from stagescope_service.core.state import State
 from stagescope_service.store.catalogue import Catalogue

@@ -9,8 +9,16 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 
-from stagescope_service.core.entities import FAILED, OK, Attempt, Process, Span
-from stagescope_service.core.hang_detection import (
+from stagescope_service.core.entities import (
+    FAILED,
+    OK,
+    Attempt,
+    Process,
+    Span,
+    StageKey,
+    StageTiming,
+)
+from stagescope_service.core.hangs.detection import (
     GONE,
     LIVE,
     SILENT,
@@ -18,8 +26,6 @@ from stagescope_service.core.hang_detection import (
     RankPosition,
     Role,
     StageHistory,
-    StageKey,
-    StageTiming,
     history,
 )
 

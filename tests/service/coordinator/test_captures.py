@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.stores import url_of, write
 
-from stagescope_service.coordinator.capture_commands import with_baseline
+from stagescope_service.coordinator.captures import with_baseline
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore

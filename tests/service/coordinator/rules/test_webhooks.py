@@ -13,7 +13,7 @@ from tests.support.answering import unused_port
 from tests.support.chat_services import SECRET, TOKEN, ChatService, chat_service
 from tests.support.proxy import running_proxy, set_proxy
 
-from stagescope_service.coordinator.webhooks import MAX_ANSWER, Delivery, Webhooks
+from stagescope_service.coordinator.rules.webhooks import MAX_ANSWER, Delivery, Webhooks
 from stagescope_service.rules.webhooks import Webhook
 
 SIGNED = ("feishu", "dingtalk")

@@ -11,11 +11,11 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from stagescope_service.coordinator.unresponsive import UnresponsiveProcesses
+from stagescope_service.coordinator.hangs.unresponsive import UnresponsiveProcesses
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
-from stagescope_service.core.hang_detection import (
+from stagescope_service.core.hangs.detection import (
     BETWEEN,
     GONE,
     NOT_ENDED,
@@ -26,8 +26,8 @@ from stagescope_service.core.hang_detection import (
     StuckRules,
     judge,
 )
+from stagescope_service.core.hangs.role_progress import roles
 from stagescope_service.core.instructions import Delete, Instruction, Put
-from stagescope_service.core.role_progress import roles
 from stagescope_service.core.state import State
 from stagescope_service.core.steps import took_leave
 from stagescope_service.store.tables import FindingRow

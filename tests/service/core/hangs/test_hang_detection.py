@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagescope_service.core.hang_detection import (
+from stagescope_service.core.entities import StageKey, StageTiming
+from stagescope_service.core.hangs.detection import (
     GONE,
     LIVE,
     NOT_BEGUN,
@@ -21,8 +22,6 @@ from stagescope_service.core.hang_detection import (
     RankPosition,
     Role,
     StageHistory,
-    StageKey,
-    StageTiming,
     Stuck,
     StuckRules,
     history,

@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope_wire.schema import Part
+from stagescope_service.core.entities import StageKey, StageTiming
 
 NOT_BEGUN: Final = "not begun"
 NOT_ENDED: Final = "not ended"
@@ -33,40 +33,6 @@ UNRESPONSIVE_KIND: Final = "process_silent"
 
 STEPS_REMEMBERED: Final = 8
 """Closed steps that make the history of a stage."""
-
-
-class StageKey(NamedTuple):
-    """One part of a stage of a step, in one role."""
-
-    step: int | None
-    stage: str
-    part: Part
-
-
-@dataclasses.dataclass(slots=True)
-class StageTiming:
-    """Times of a role's ranks in a part of a stage; merged by minimum and maximum."""
-
-    key: StageKey
-    first: float = math.inf
-    """When the first rank began it."""
-    last: float = -math.inf
-    """When the last rank that began it did so."""
-    longest: float | None = None
-    """Seconds that the slowest rank took to end it; None: no rank has ended it."""
-
-    def begun(self, at: float) -> None:
-        """Add the time at which a rank began."""
-        if at < self.first:
-            self.first = at
-        if at > self.last:
-            self.last = at
-
-    def took(self, seconds: float) -> None:
-        """Add the duration of a rank that ended."""
-        self.longest = self.longest or 0.0
-        if seconds > self.longest:
-            self.longest = seconds
 
 
 class StageHistory(NamedTuple):

@@ -18,10 +18,15 @@ from pathlib import Path
 from typing import Final
 
 from stagescope_service.background import BackgroundTasks
-from stagescope_service.coordinator.firings import Act, FiringKey, finding_of, finding_of_firing
-from stagescope_service.coordinator.followed_run import FollowedRun, Since, series_state
 from stagescope_service.coordinator.retries import retried
-from stagescope_service.coordinator.trigger_actions import Acting, WebhookTest
+from stagescope_service.coordinator.rules.actions import Acting, WebhookTest
+from stagescope_service.coordinator.rules.firings import (
+    Act,
+    FiringKey,
+    finding_of,
+    finding_of_firing,
+)
+from stagescope_service.coordinator.rules.followed_run import FollowedRun, Since, series_state
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import NON_FINITE_SCALARS
 from stagescope_service.core.instructions import Delete, NonFiniteScalars, Put
