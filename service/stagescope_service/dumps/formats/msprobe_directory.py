@@ -33,6 +33,7 @@ from stagescope_service.dumps.formats.columns import Columns
 from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.formats.listing import (
     FileDump,
+    Format,
     ListedFile,
     file_dump,
     files_below,
@@ -141,7 +142,6 @@ def _refused(each: _Names, other: Path) -> DumpProblem:
 
 
 def _names_of(root: Path, directory: Path) -> _Names:
-    """Return the facts that the names on a directory's path give."""
     directory = directory.absolute()
     names = directory.parts
     below = len(root.parts)
@@ -223,7 +223,6 @@ def _number_of(step: str) -> int | None:
 
 
 def _written_place(directory: Path) -> Location | None:
-    """Return the place in the DONE.json of a capture, None if there is no such place."""
     done = read_done(directory)
     if done is None:
         return None
@@ -333,23 +332,8 @@ def operator_files(names: Iterable[str]) -> set[str]:
     return found
 
 
-def holds_msprobe(found: Sequence[ListedFile]) -> bool:
-    """Return whether any of the files is one of msprobe's."""
-    return bool(rank_directories(each.name for each in found))
-
-
-def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
-    """List the full tensors of a dump of msprobe's, and the ranks that have statistics.
-
-    Args:
-        path: a directory at any level: a rank's, a step's, a stage's or the whole dump.
-        step: only this step.
-
-    Raises:
-        NotFound: no such directory, or no dump of msprobe's in it.
-        TooLarge: more than `listing.MAX_FILES` files.
-        StoreError: the disk reported an error.
-    """
+def open_msprobe(path: Path, step: int | None) -> FileDump:
+    """List the full tensors of a dump of msprobe's at any level, and its ranks' statistics."""
     found, problems = files_below(path)
     directories = rank_directories(each.name for each in found)
     if not directories:
@@ -375,12 +359,11 @@ def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
     }
     problems += places.problems
     ranks = [each for each in places.ranks if step in (None, each.location.step)]
-    dump = file_dump(path, KIND, entries, problems, read_entry, step=step)
+    dump = file_dump(path, KIND, entries, problems, read_entry, step)
     return dataclasses.replace(dump, about=about, ranks=ranks)
 
 
 def _entry_of(found: ListedFile, places: Mapping[Path, Location]) -> DumpEntry | None:
-    """Return the entry of a tensor's file; None of a directory without a place."""
     location = places.get(found.path.parent.parent.absolute())
     if location is None:
         return None
@@ -392,4 +375,12 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one tensor; see `records.Dump.read`."""
     found = Columns()
     found.add(entry.key, read_content(entry.path))
-    return DumpContents(entry, found.tensors, found.numbers, about=found.metadata())
+    return found.contents(entry)
+
+
+FORMAT: Final = Format(
+    KIND,
+    "msprobe's (stepN/rankR/dump.json)",
+    lambda found: bool(rank_directories(each.name for each in found)),
+    open_msprobe,
+)

@@ -18,6 +18,7 @@ BOOLS: Final = {"True": 1.0, "False": 0.0}
 """Texts of truth values, as numbers."""
 _MAX_TEXT: Final = 100_000
 _MAX_NAMED: Final = 60
+_LISTED: Final = 5
 _KINDS: Final[Mapping[type, str]] = {str: "a text", list: "a list", dict: "an object"}
 
 
@@ -133,6 +134,12 @@ def value_in_words(value: FileValue) -> str:
     kind = _KINDS.get(type(value), f"a {type(value).__name__}")
     text = json_text(value)
     return kind if text is None else f"{kind}, {text[:_MAX_NAMED]}"
+
+
+def listed(texts: Sequence[str]) -> str:
+    """Return the first of some texts for a message, and how many more there are."""
+    more = [f"{len(texts) - _LISTED} more"] if len(texts) > _LISTED else []
+    return "; ".join([*texts[:_LISTED], *more])
 
 
 def number_of(tag: str, values: Array) -> float | int:
