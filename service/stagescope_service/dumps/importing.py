@@ -396,15 +396,8 @@ def _sort_key(items: tuple[Location, DumpEntry]) -> tuple[object, ...]:
     stages = {name: index for index, name in enumerate(schema.STAGES)}
     step = (location.step is None, location.step or 0)
     stage = stages.get(location.stage or "", len(stages))
-    return (
-        *step,
-        stage,
-        location.stage,
-        location.role,
-        location.rank,
-        location.part,
-        str(entry.path),
-    )
+    place = (location.stage, location.role, location.rank, location.part)
+    return (*step, stage, *place, str(entry.path))
 
 
 def copy_operator_dumps(

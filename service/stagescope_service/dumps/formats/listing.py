@@ -199,16 +199,11 @@ def rank_dumps(dump: Dump) -> Sequence[RankDump]:
 def entry_order(entry: DumpEntry) -> tuple[object, ...]:
     """Return the sort key of an entry: step, section, rank, part."""
     location = entry.location
-    step = (location.step is not None, location.step or 0)
-    rank = (location.role or "", location.rank is not None, location.rank or 0)
     return (
-        *step,
-        _SECTION_INDEX[entry.section],
-        location.stage or "",
-        *rank,
-        location.part,
-        entry.key,
-    )
+        location.step is not None, location.step or 0, _SECTION_INDEX[entry.section],
+        location.stage or "", location.role or "", location.rank is not None, location.rank or 0,
+        location.part, entry.key,
+    )  # fmt: skip
 
 
 def files_below(root: Path) -> tuple[list[ListedFile], list[DumpProblem]]:
@@ -233,25 +228,11 @@ def files_below(root: Path) -> tuple[list[ListedFile], list[DumpProblem]]:
                     f"{root} holds more than {MAX_FILES} files",
                     advice="give the directory of one dump, or of one of its steps",
                 )
-            if path.name.startswith("."):
-                message = f"{path} has a hidden directory's name and is left out: rename it"
-                problems.append(DumpProblem(path, "unknown", message))
-            elif path.is_symlink() and _is_circular(path):
-                problems.append(DumpProblem(path, "unknown", f"{path} is a link to itself"))
-            elif path.is_symlink() and root.resolve().is_relative_to(path.resolve()):
-                problems.append(DumpProblem(path, "unknown", f"{path} leads back: not followed"))
-            elif path.is_symlink() and (problem := _outside_of(path, root)):
-                problems.append(problem)
-            elif path.is_file():
-                found.append(
-                    ListedFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
-                )
-            elif path.is_symlink() and path.is_dir():
-                problems.append(
-                    DumpProblem(path, "unknown", f"{path} is a link to a directory: not followed")
-                )
+            if (wrong := _reason_to_skip(path, root)) is not None:
+                problems.append(DumpProblem(path, *wrong))
             else:
-                problems.append(DumpProblem(path, "unknown", f"{path} is no file"))
+                size = path.stat().st_size
+                found.append(ListedFile(path, path.relative_to(root).as_posix(), size))
     return found, problems
 
 
@@ -287,20 +268,25 @@ def _holds_files(directory: Path) -> bool:
     return any(names for _, _, names in os.walk(directory))
 
 
-def _is_circular(path: Path) -> bool:
-    try:
-        path.stat()
-    except OSError as error:
-        return error.errno == errno.ELOOP
-    return False
-
-
-def _outside_of(path: Path, root: Path) -> DumpProblem | None:
-    try:
-        confine(path.absolute(), [root])
-    except StagescopeError as error:
-        return DumpProblem(path, "refused", f"{path} leads out of {root}: {error}")
-    return None
+def _reason_to_skip(path: Path, root: Path) -> tuple[str, str] | None:
+    """Return the kind and the message of the problem of what is no file below `root`, else None."""
+    if path.name.startswith("."):
+        return "unknown", f"{path} has a hidden directory's name and is left out: rename it"
+    if path.is_symlink():
+        try:
+            path.stat()
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return "unknown", f"{path} is a link to itself"
+        if root.resolve().is_relative_to(path.resolve()):
+            return "unknown", f"{path} leads back: not followed"
+        try:
+            confine(path.absolute(), [root])
+        except StagescopeError as error:
+            return "refused", f"{path} leads out of {root}: {error}"
+        if path.is_dir():
+            return "unknown", f"{path} is a link to a directory: not followed"
+    return None if path.is_file() else ("unknown", f"{path} is no file")
 
 
 def missing_parts(

@@ -19,7 +19,9 @@ BOOLS: Final = {"True": 1.0, "False": 0.0}
 _MAX_TEXT: Final = 100_000
 _MAX_NAMED: Final = 60
 _LISTED: Final = 5
-_KINDS: Final[Mapping[type, str]] = {str: "a text", list: "a list", dict: "an object"}
+_KINDS: Final[Mapping[type, str]] = {
+    str: "a text", list: "a list", dict: "an object", int: "a number", float: "a number",
+}  # fmt: skip
 
 
 class OddValue(NamedTuple):
@@ -129,7 +131,7 @@ def number_in(value: FileValue, *, of_text: bool = False) -> float | None:
 
 def value_in_words(value: FileValue) -> str:
     """Return a description of a value that is no number."""
-    if isinstance(value, int):
+    if isinstance(value, int) and value not in INTEGERS_64:
         return "an integer beyond the numbers of 64 bits"
     kind = _KINDS.get(type(value), f"a {type(value).__name__}")
     text = json_text(value)
