@@ -13,8 +13,9 @@ from tests.support.parallel import Sample, Span, make_samples, payload_of, zigza
 
 import stagescope
 from stagescope_service.commands.importing import import_dump
-from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.formats.own_file import PayloadFile, open_payloads
+from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.nexrl_writer import write_nexrl
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
@@ -202,7 +203,8 @@ def test_an_import_of_a_saved_batch_has_the_numbers_of_the_run(
     running: Service, session: stagescope.Session, form: str, tmp_path: Path
 ) -> None:
     run = f"batch-{[*FORMS].index(form)}"
-    batch = read_batch(train(running, run, form), 5)
+    files = map(PayloadFile, sorted(train(running, run, form).rglob("*.safetensors")))
+    batch = join(open_payloads(files, run), 5)
     batch.save(tmp_path / "batch.safetensors")
     report = import_dump(session, open_dump(tmp_path), f"{run}-again")
     assert (report["problems"], report["refused"], report["left_out"]) == ([], [], {})

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.core.instructions import PayloadKey
-from stagescope_service.dumps.formats.own_file import PayloadFile, PayloadFiles, holds_sample
+from stagescope_service.dumps.formats.own_file import PayloadFile, holds_sample, open_payloads
 from stagescope_service.dumps.joining.join import Selection, join
 from stagescope_service.store.tables import ArtifactRow, PayloadRow, ScalarRow
 from stagescope_service.store.tensorfile import disk_errors
@@ -137,7 +137,7 @@ def batch_of(
                 + (reasons and f": {reasons}"),
                 advice=KEEP_ADVICE,
             )
-        dump = PayloadFiles(files, name=f"{target.run}@{target.number}:{step}")
+        dump = open_payloads(files, f"{target.run}@{target.number}:{step}")
         heading = {n: v for n, v in target.heading().items() if n != "also_live"}
         return join(
             dump,

@@ -10,28 +10,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.measure import ingest_job
+from tests.support.memory_dumps import MemoryDump
 from tests.support.mutated import mutated
-from tests.support.step_dumps import MemoryDump, WholeStep, ragged, record, wire
+from tests.support.step_dumps import WholeStep, ragged, record, wire
 
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
-from stagescope_service.core.instructions import IngestJob, PayloadKey
-from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.formats.own_file import PayloadFile, open_payloads
 from stagescope_service.dumps.joining.join import Selection, join
 from stagescope_service.dumps.records import DumpContents
-from stagescope_service.ingest.reader import PayloadReader
-from stagescope_service.store.ring import Ring
 from stagescope_service.store.tensorfile import write_tensors
 from stagescope_wire.batch import Batch, Tensor
-from stagescope_wire.errors import InvalidInput, NotFound, StagescopeError
+from stagescope_wire.errors import NotFound, StagescopeError
 from stagescope_wire.schema import Part
 
+STAGE = "actor_compute_log_prob"
 LATER = ("response_mask", "old_log_probs")
+
+
+def joined(*records: DumpContents) -> Batch:
+    return join(MemoryDump([*records]), 5)
 
 
 def bits(tensor: Tensor) -> tuple[object, ...]:
@@ -70,7 +71,7 @@ def test_any_split_over_ranks_and_parts_comes_back_exactly(
                     stage="actor_update", samples=whole.ids(piece)["samples"],
                 )
             )  # fmt: skip
-    batch = join(MemoryDump(data.draw(st.permutations(records))), 5)
+    batch = joined(*data.draw(st.permutations(records)))
     assert batch.gaps == ()
     assert batch.sample_ids == tuple(whole.samples)
     assert batch.strings["group_ids"] == tuple(whole.groups)
@@ -97,7 +98,7 @@ def test_rows_of_several_ranks_are_joined_without_a_stage_that_has_all(
             order += piece
             part = Part(microbatch=index)
             records.append(record(whole.piece(piece), rank=rank, part=part, **whole.ids(piece)))
-    batch = join(MemoryDump(records), 5)
+    batch = joined(*records)
     assert batch.sample_ids == tuple(whole.samples[row] for row in order)
     for name, (_, _, values, _) in whole.tensors.items():
         valid = whole.there[order] if values.ndim > 1 else np.ones(len(order), bool)
@@ -116,7 +117,7 @@ def test_of_rows_that_a_rank_recorded_again_the_newest_count(again: Part) -> Non
         tag, shape, values, offsets = piece["old_log_probs"]
         piece["old_log_probs"] = (tag, shape, values + by, offsets)
         records.append(record(piece, part=part, **whole.ids(rows)))
-    batch = join(MemoryDump(records), 5)
+    batch = joined(*records)
     moved = batch["old_log_probs"].view(np.int16) - whole.tensors["old_log_probs"][2].view(np.int16)
     assert [set(row[on].tolist()) for row, on in zip(moved, whole.there, strict=True)] == [
         {0}, {1}, {1}, {1},
@@ -130,7 +131,7 @@ def test_padding_is_what_the_recorded_rows_end_with() -> None:
     whole = WholeStep([9, 2, 4, 3])
     records = [record(whole.piece([0, 1]), rank=0, **whole.ids([0, 1])),
                record(whole.piece([2, 3]), rank=1, **whole.ids([2, 3]))]  # fmt: skip
-    batch = join(MemoryDump(records), 5)
+    batch = joined(*records)
     assert {name: padding.fill for name, padding in batch.padding.items()} == {
         "responses": 7, "response_mask": 0, "rollout_log_probs": 0.0, "old_log_probs": 0.0,
     }  # fmt: skip
@@ -148,7 +149,7 @@ def test_left_padding_stays_on_the_left() -> None:
             samples=["c", "d"],
         ),
     ]
-    batch = join(MemoryDump(records), 5)
+    batch = joined(*records)
     assert batch["responses"][2:].tolist() == [[4, 4, 5, 5], [4, 5, 5, 5]]
     assert batch.padding["responses"] == ("left", 4)
     micro = list(batch.microbatches())[1]
@@ -168,7 +169,7 @@ def test_ragged_and_packed_rows_keep_their_lengths() -> None:
         packed,
         {"responses": ragged(rows), "response_mask": ragged(ones), "rewards": packed["rewards"]},
     ):
-        batch = join(MemoryDump([record(tensors, samples=["a", "b", "c"])]), 5)
+        batch = joined(record(tensors, samples=["a", "b", "c"]))
         assert batch["responses"].tolist() == [[1, 2, 3], [4, 0, 0], [5, 6, 0]]
         assert batch.lengths["responses"].tolist() == [3, 1, 2]
         assert batch["rewards"].tolist() == [0.1, 0.2, 0.3]
@@ -185,7 +186,7 @@ def test_tensors_of_more_dimensions_are_padded_in_their_tokens() -> None:
             rank=1, samples=["b"],
         ),
     ]  # fmt: skip
-    batch = join(MemoryDump(records), 5)
+    batch = joined(*records)
     assert (batch["top_log_probs"][0] == top[0]).all()
     assert (batch["top_log_probs"][1, :2] == top[1, :2]).all()
     assert not batch["top_log_probs"][1, 2:].any()
@@ -205,7 +206,7 @@ def test_every_pass_over_the_rows_is_there() -> None:
                samples=whole.samples, numbers={"loss": part.epoch + 0.5})
         for part, values in zip(parts, passes, strict=True)
     ]  # fmt: skip
-    batch = join(MemoryDump(records), 5)
+    batch = joined(*records)
     assert batch.gaps == ()
     assert batch["log_probs"].tolist() == passes[0].tolist()
     micro = list(batch.microbatches())
@@ -217,7 +218,7 @@ def test_a_tensor_without_rows_belongs_to_its_part() -> None:
     whole = WholeStep([4, 4])
     loss = np.float32(0.25).reshape(())
     tensors = {**whole.piece([0, 1]), "loss": wire(np.asarray(loss))}
-    batch = join(MemoryDump([record(tensors, stage="actor_update", **whole.ids([0, 1]))]), 5)
+    batch = joined(record(tensors, stage="actor_update", **whole.ids([0, 1])))
     assert "loss" not in batch
     (micro,) = batch.microbatches()
     assert micro["loss"] == 0.25
@@ -233,10 +234,10 @@ def two(whole: WholeStep, **second: Any) -> list[DumpContents]:
 
 def test_replicas_count_once_and_are_compared() -> None:
     whole = WholeStep([4, 4])
-    assert join(MemoryDump(two(whole)), 5).gaps == ()
+    assert joined(*two(whole)).gaps == ()
     changed = whole.tensors["rollout_log_probs"][2].copy()
     changed[1, 2] += 0.5
-    batch = join(MemoryDump(two(whole, rollout_log_probs=wire(changed))), 5)
+    batch = joined(*two(whole, rollout_log_probs=wire(changed)))
     assert batch.rows == 2
     ((kind, message),) = batch.gaps
     assert kind == "disagrees"
@@ -252,7 +253,7 @@ def test_a_stream_that_the_service_joined_to_a_payload_is_no_second_opinion() ->
     changed[1, 2] = 0.0  # masked there
     first, second = two(whole, rollout_log_probs=wire(changed))
     about = {**second.about, "joined_tensors": ["rollout_log_probs"]}
-    batch = join(MemoryDump([first, dataclasses.replace(second, about=about)]), 5)
+    batch = joined(first, dataclasses.replace(second, about=about))
     assert batch.gaps == ()
     assert (batch["rollout_log_probs"] == whole.tensors["rollout_log_probs"][2]).all()
 
@@ -260,7 +261,7 @@ def test_a_stream_that_the_service_joined_to_a_payload_is_no_second_opinion() ->
 def test_another_dtype_disagrees() -> None:
     whole = WholeStep([4, 4])
     wider = whole.tensors["rollout_log_probs"][2].astype(np.float64)
-    (gap,) = join(MemoryDump(two(whole, rollout_log_probs=wire(wider))), 5).gaps
+    (gap,) = joined(*two(whole, rollout_log_probs=wire(wider))).gaps
     assert "is float64 [4], that of actor_compute_log_prob actor 0 is float32 [4]" in gap.message
 
 
@@ -269,7 +270,7 @@ def test_missing_rows_are_named_and_not_zero() -> None:
     first = record(whole.piece([0, 1, 2], ["response_mask"]), stage="rollout_generate",
                    role="rollout", **whole.ids([0, 1, 2]))  # fmt: skip
     later = record(whole.piece([0, 2], LATER), **whole.ids([0, 2]))
-    batch = join(MemoryDump([first, later]), 5)
+    batch = joined(first, later)
     ((kind, message),) = batch.gaps
     assert kind == "rows"
     assert message == "old_log_probs is missing for 1 of 3 rows (g0_1)"
@@ -280,7 +281,7 @@ def test_a_rank_without_a_stage_is_named() -> None:
     whole = WholeStep([4, 4])
     records = [record(whole.piece([rank]), rank=rank, **whole.ids([rank])) for rank in (0, 1)]
     update = record(whole.piece([0], LATER), stage="actor_update", samples=whole.samples[:1])
-    batch = join(MemoryDump([*records, update]), 5)
+    batch = joined(*records, update)
     assert ("rank", "actor_update has nothing of actor 1") in batch.gaps
 
 
@@ -290,19 +291,19 @@ def test_rows_without_ids_are_joined_by_position_or_not_at_all() -> None:
     records = [record(whole.piece(rows), rank=rank) for rank, rows in of_rank.items()]
     same = [record(whole.piece(rows, LATER), rank=rank, stage="actor_update")
             for rank, rows in of_rank.items()]  # fmt: skip
-    batch = join(MemoryDump([*records, *same]), 5)
+    batch = joined(*records, *same)
     assert batch.rows == 3
     assert batch.gaps == ()
     assert batch.sample_ids is None
     other = [record(whole.piece([0], LATER), rank=0, stage="actor_update")]
-    batch = join(MemoryDump([*records, *other]), 5)
+    batch = joined(*records, *other)
     assert [gap.kind for gap in batch.gaps] == ["joined", "rank"]
     assert batch.rows == 3
 
 
 def test_ids_of_another_row_count_are_ignored() -> None:
     whole = WholeStep([4, 4])
-    batch = join(MemoryDump([record(whole.piece([0, 1]), samples=["only"])]), 5)
+    batch = joined(record(whole.piece([0, 1]), samples=["only"]))
     assert batch.rows == 2
     assert batch.sample_ids is None
     ((kind, message),) = batch.gaps
@@ -311,7 +312,7 @@ def test_ids_of_another_row_count_are_ignored() -> None:
         True,
     )
     alone = {"loss": wire(np.asarray(np.float32(0.5)))}
-    assert join(MemoryDump([record(alone, samples=["a", "b"])]), 5).rows == 2
+    assert joined(record(alone, samples=["a", "b"])).rows == 2
 
 
 def context_parallel(
@@ -362,7 +363,7 @@ def test_context_parallel_fragments_are_assembled(
 ) -> None:
     whole = WholeStep(lengths)
     records = context_parallel(whole, ranks)
-    batch = join(MemoryDump(data.draw(st.permutations(records))), 5)
+    batch = joined(*data.draw(st.permutations(records)))
     assert batch.gaps == ()
     assert (batch.rows, batch.sample_ids) == (len(lengths), tuple(whole.samples))
     padded_alike(whole, batch)
@@ -377,13 +378,13 @@ def test_fragments_with_a_token_offset_are_assembled() -> None:
     whole = WholeStep([8, 8, 8])
     ones = np.ones((3, 8), np.int64)
     whole.tensors["response_mask"] = wire(ones)
-    batch = join(MemoryDump(context_parallel(whole, 2, say="token_offset")), 5)
+    batch = joined(*context_parallel(whole, 2, say="token_offset"))
     assert batch.gaps == ()
     padded_alike(whole, batch)
     split = ragged([np.arange(5), np.arange(5, 8), np.arange(3)])
     tensors = {"responses": split, "response_mask": ragged([np.ones(5), np.zeros(3), np.ones(3)]),
                "token_offset": wire(np.array([0, 5, 0]))}  # fmt: skip
-    batch = join(MemoryDump([record(tensors, samples=["a", "a", "b"])]), 5)
+    batch = joined(record(tensors, samples=["a", "a", "b"]))
     assert batch.gaps == ()
     assert batch["responses"].tolist() == [[*range(8)], [0, 1, 2, 0, 0, 0, 0, 0]]
 
@@ -393,10 +394,10 @@ def test_fragments_join_the_rows_of_other_stages_and_are_compared() -> None:
     rollout = record(whole.piece(range(4)), stage="rollout_generate", role="rollout",
                      **whole.ids(range(4)))  # fmt: skip
     fragments = context_parallel(whole, 2, names=("response_mask", "responses", "old_log_probs"))
-    assert join(MemoryDump([rollout, *fragments]), 5).gaps == ()
+    assert joined(rollout, *fragments).gaps == ()
     values = fragments[1].tensors["responses"][2]
     values[2, 0] += 1
-    (gap,) = join(MemoryDump([rollout, *fragments]), 5).gaps
+    (gap,) = joined(rollout, *fragments).gaps
     assert gap.kind == "disagrees"
     assert gap.message.startswith("responses of actor_compute_log_prob is not that of rollout_gen")
 
@@ -420,16 +421,16 @@ def test_fragments_with_holes_and_without_positions_are_no_rows() -> None:
     whole = WholeStep([12, 12])
     whole.tensors["response_mask"] = wire(np.ones((2, 12), np.int64))
     records = context_parallel(whole, 3)
-    batch = join(MemoryDump([records[0], records[2]]), 5)
+    batch = joined(records[0], records[2])
     holes = [gap for gap in batch.gaps if "have holes" in gap.message]
     assert "old_log_probs in actor_compute_log_prob have holes: 2 of 2 rows (g0_0, g0_1)" in str(
         holes
     )
     assert (batch["old_log_probs"] == 0x7FC0).all()
     first = context_parallel(whole, 2, say="token_offset")[:1]
-    (gap,) = join(MemoryDump(first), 5).gaps  # without its last piece a sample has no hole
+    (gap,) = joined(*first).gaps  # without its last piece a sample has no hole
     assert gap.message.startswith("actor_compute_log_prob lacks context-parallel ranks of 2 rows")
-    batch = join(MemoryDump(context_parallel(whole, 3, say="nothing")), 5)
+    batch = joined(*context_parallel(whole, 3, say="nothing"))
     assert [gap.kind for gap in batch.gaps] == ["joined"]
     assert "3 parts hold pieces of samples (actor_compute_log_prob actor 0, ...) without the" in (
         batch.gaps[0].message
@@ -443,7 +444,7 @@ def test_complete_rows_of_context_parallel_ranks_are_replicas() -> None:
     job = {"layout": {"cp_rank": 0, "cp_size": 2}}
     records = [record(whole.piece([0, 1]), rank=rank, about={"wall": 0.0, "job": job},
                       **whole.ids([0, 1])) for rank in (0, 1)]  # fmt: skip
-    batch = join(MemoryDump(records), 5)
+    batch = joined(*records)
     assert batch.gaps == ()
     padded_alike(whole, batch)
 
@@ -460,86 +461,22 @@ def test_a_missing_step_or_tensor_lists_what_there_is() -> None:
     assert set(join(dump, 5, Selection(["rewards"]))) == {"rewards", "response_mask"}
 
 
-# --- straight from files ------------------------------------------------------------------------
-def job(rank: int, step: int = 5, run: str = "r", key: str = "k", **more: object) -> IngestJob:
-    made = {"run": run, "attempt_key": key, "rank": rank, "step": step, "settings": {"clip": 0.2}}
-    return ingest_job(**{**made, **more})
-
-
-def written(tmp_path: Path, whole: WholeStep, keep: tuple[str, ...] = (), **of_job: Any) -> None:
-    """Two ranks' payloads, through the intake."""
-    for rank in (0, 1):
-        rows = [2 * rank, 2 * rank + 1]
-        ring = Ring(tmp_path / "ring" / f"node{rank}", 1 << 20, reserve_bytes=0)
-        intake = PayloadReader(tmp_path, f"node{rank}", ring)
-        ids = whole.ids(rows)
-        value = {
-            "schema": 1,
-            "tensors": whole.piece(rows),
-            "strings": {"sample_ids": ids["samples"], "group_ids": ids["groups"]},
-            "meta": {"temperature": 0.7, "policy_version": 4},
-        }
-        said = job(rank, **of_job, keep=list(keep))
-        key = PayloadKey(f"{said['attempt_key']}-{rank}", said["step"] or 0)
-        assert intake.read(key, said, value).state == "ingested"
-
-
-def test_a_step_is_read_from_the_ring_and_from_kept_files(tmp_path: Path) -> None:
-    whole = WholeStep([9, 2, 4, 3])
-    written(tmp_path, whole, keep=("rewards",))
-    written(tmp_path, whole, step=6)
-    batch = read_batch(tmp_path, 5)
-    assert batch.gaps == ()
-    assert batch.rows == 4
-    for name, (tag, _, values, _) in whole.tensors.items():
-        assert batch.tensor(name).dtype == tag
-        assert (batch[name] == values).all(), name
-    assert len(batch.source["files"]) == 4  # two in the ring, two kept
-    assert all(file["checksum"].startswith("sha256:") for file in batch.source["files"])
-    told = {name: batch.source[name] for name in ("run", "attempt_key", "step")}
-    assert told == {"run": "r", "attempt_key": "k", "step": 5}
-    assert batch.meta["policy_version"] == 4
-    assert batch.meta["settings"] == {"clip": 0.2}
-    assert batch.meta["sampling"] == {"temperature": 0.7}
-    kept = read_batch(tmp_path / "r" / "k")
-    assert set(kept) >= {"rewards"}
-    assert kept.rows == 4
-
-
-def test_the_newest_attempt_is_read_and_several_runs_are_refused(tmp_path: Path) -> None:
-    whole = WholeStep([9, 2, 4, 3])
-    written(tmp_path, whole, key="first")
-    written(tmp_path, whole, key="second")
-    batch = read_batch(tmp_path, 5)
-    assert batch.source["attempt_key"] == "second"
-    assert ("attempt", "attempt second answers; there are first") in batch.gaps
-    assert read_batch(tmp_path, 5, attempt_key="first").gaps == ()
-    written(tmp_path, whole, run="other", key="third")
-    with pytest.raises(InvalidInput, match="holds 2 runs"):
-        read_batch(tmp_path, 5)
-    assert read_batch(tmp_path, 5, run="other").source["run"] == "other"
-    with pytest.raises(NotFound, match="no kept files of step 9"):
-        read_batch(tmp_path, 9, run="other")
-
-
-def test_a_damaged_file_is_a_gap(tmp_path: Path) -> None:
-    whole = WholeStep([9, 2, 4, 3])
-    written(tmp_path, whole)
-    (path,) = (tmp_path / "ring" / "node1").glob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:-8])
-    batch = read_batch(tmp_path, 5)
-    assert batch.rows == 2
-    (gap,) = batch.gaps
-    assert gap.kind == "file"
-    assert str(path) in gap.message
-
-
-SAID = {
+SAID = {  # of a kept file
     "strings": {"sample_ids": ["a", "b"], "group_ids": ["g", "g"]},
     "meta": {"temperature": 0.7, "policy_version": 4},
     "settings": {"clip": 0.2},
     "scalars": {"loss": 0.5, "kl": "nan"},
-    "job": {**job(0), "incarnation": "i", "seq": 1, "data_rank": None},
+    "job": {
+        "run": "r",
+        "attempt_key": "k",
+        "stage": STAGE,
+        "role": "actor",
+        "rank": 0,
+        "step": 5,
+        "incarnation": "i",
+        "seq": 1,
+        "data_rank": None,
+    },
 }
 
 
@@ -548,51 +485,14 @@ SAID = {
 def test_a_file_with_any_metadata_is_read_or_refused(said: Mapping[str, object]) -> None:
     whole = WholeStep([3, 2])
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "step_5" / "actor_rank0_0123456789ab_1.safetensors"
+        path = Path(directory) / "actor_rank0_0123456789ab_1.safetensors"
         write_tensors(path, whole.piece([0, 1]), said, durable=False)
         try:
-            batch = read_batch(directory, 5)
+            batch = join(open_payloads([PayloadFile(path)], "file"), 5)
         except StagescopeError:
             return
         assert batch.rows in (1, 2)  # rows of one sample id are pieces of one sample
         assert len(repr(batch)) > 0
-
-
-def test_a_batch_saved_is_read_as_it_was(tmp_path: Path) -> None:
-    whole = WholeStep([9, 2, 4, 3])
-    written(tmp_path, whole)
-    batch = read_batch(tmp_path, 5)
-    path = batch.save(tmp_path / "batch.safetensors")
-    again = read_batch(path)
-    assert isinstance(again, Batch)
-    assert {n: bits(again.tensor(n)) for n in again} == {n: bits(batch.tensor(n)) for n in batch}
-    assert again.source == batch.source
-    assert str(again) == str(batch)
-
-
-def test_dumps_of_other_projects_are_batches_too(tmp_path: Path) -> None:
-    step = {
-        "step": 3,
-        "num_trajectories": 2,
-        "trajectories": [
-            {
-                "tokens": [1, 2, 3 + run],
-                "loss_mask": [0, 1, 1],
-                "reward": 0.5 + run,
-                "is_val": False,
-                "extra_fields": {"group_id": "g", "run_id": run, "task_id": "t"},
-            }
-            for run in (0, 1)
-        ],
-    }
-    (tmp_path / "trajectory").mkdir()
-    torch.save(step, tmp_path / "trajectory" / "step_000003.pt")
-    batch = read_batch(tmp_path, 3)
-    assert batch["tokens"].tolist() == [[1, 2, 3], [1, 2, 4]]
-    assert batch.sample_ids == ("g_0", "g_1")
-    assert batch.source["kind"] == "nexrl"
-    with pytest.raises(NotFound, match="nothing of step 4"):
-        read_batch(tmp_path, 4)
 
 
 def test_every_entry_is_read_twice_and_no_more() -> None:
