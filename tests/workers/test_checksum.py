@@ -169,12 +169,7 @@ def test_of_what_needs_a_gradient_and_in_inference_mode() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        torch.zeros(2, device="meta"),
-        torch.eye(2).to_sparse(),
-        np.array([object()]),
-        [1.0, 2.0],
-    ],
+    [torch.zeros(2, device="meta"), torch.eye(2).to_sparse(), np.array([object()]), [1.0, 2.0]],
 )
 def test_what_has_no_bytes_is_refused(value: object) -> None:
     with pytest.raises(InvalidTensor, match="the weight is"):

@@ -13,10 +13,7 @@ import stagescope_workers
 from stagescope_service.statistics import publish, summarise
 from stagescope_wire.errors import InvalidTensor
 from stagescope_workers import calculate_debug_metrics
-from stagescope_workers.debug_metrics import (
-    _calculate_per_round_metrics,
-    _find_contiguous_segments,
-)
+from stagescope_workers.debug_metrics import _calculate_per_round_metrics, _find_contiguous_segments
 
 VERL = "training/rollout_probs_diff_"
 PEARSON = "training/rollout_actor_probs_pearson_corr"

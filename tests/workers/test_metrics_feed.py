@@ -34,11 +34,7 @@ def answer(
         "stage": LOG_PROB,
         "complete": complete,
         "missing": missing,
-        "coverage": {
-            "payloads_pending": pending,
-            "sequences": sequences,
-            "empty_rows": empty_rows,
-        },
+        "coverage": {"payloads_pending": pending, "sequences": sequences, "empty_rows": empty_rows},
         "metrics": {"rollout_corr/kl": value},
     }
 

@@ -13,12 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagescope_wire.errors import InvalidTensor
-from stagescope_wire.policy_versions import (
-    encode_versions,
-    is_numbered,
-    names_of,
-    text_versions,
-)
+from stagescope_wire.policy_versions import encode_versions, is_numbered, names_of, text_versions
 from stagescope_workers.payload import host_tensor, owned_tensor, strings_from
 
 DTYPES = [

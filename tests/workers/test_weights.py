@@ -168,10 +168,7 @@ def test_what_cannot_be_summed_is_unknown_and_said_once(
     ],
 )
 def test_what_is_wrong_is_reported(
-    make_probe: MakeProbe,
-    coordinator: FakeCoordinator,
-    given: Mapping[str, object],
-    wrong: str,
+    make_probe: MakeProbe, coordinator: FakeCoordinator, given: Mapping[str, object], wrong: str
 ) -> None:
     call: dict[str, Any] = {"version": 1, "side": "trainer", **given}
     make_probe().record_weights(WEIGHTS, **call)  # never raises

@@ -311,11 +311,7 @@ class SGLangEngine(OpenAIEngine):
         """Continue each prompt; see `Engine.generate`."""
         params = _sglang_params(sampling or Sampling())
         bodies = [
-            {
-                **_given(check_prompt(prompt)),
-                "sampling_params": params,
-                "return_logprob": True,
-            }
+            {**_given(check_prompt(prompt)), "sampling_params": params, "return_logprob": True}
             for prompt in prompts
         ]
         return self._http.each(self._generate, bodies)

@@ -184,11 +184,7 @@ class _CaptureSetup:
     """A capture before it is armed: checks the request and starts msprobe."""
 
     def __init__(
-        self,
-        capture: CaptureRequest,
-        work: CapturedWork,
-        data_root: str | None,
-        tokens: int | None,
+        self, capture: CaptureRequest, work: CapturedWork, data_root: str | None, tokens: int | None
     ) -> None:
         self.capture = capture
         self.work = work

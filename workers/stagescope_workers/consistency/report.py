@@ -80,10 +80,7 @@ class Report:
     def _tables(self, width: int) -> list[str]:
         if not self._found.rows:
             return []
-        columns = {
-            "name": tuple(self._found.numbers),
-            "value": tuple(self._found.numbers.values()),
-        }
+        columns = {"name": tuple(self._found.numbers), "value": tuple(self._found.numbers.values())}
         worst = Table.from_rows(
             [dataclasses.asdict(token) for token in self._found.worst], order=_COLUMNS
         )
