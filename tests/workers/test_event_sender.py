@@ -18,7 +18,7 @@ from stagescope_wire.errors import InvalidEvent
 from stagescope_workers import steady_clock
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.transport import sender as sender_module
-from stagescope_workers.transport.calls import Reply
+from stagescope_workers.transport.calls import Reply, requested_pause
 from stagescope_workers.transport.outbox import Entry
 
 MakeProbe = Callable[..., Probe]
@@ -155,7 +155,7 @@ def test_a_service_that_is_behind_is_sent_more_events_in_fewer_calls(
 
 @pytest.mark.parametrize("pause", ["soon", -1.0, float("nan"), 1e9, None])
 def test_an_invalid_pause_is_ignored(pause: Any) -> None:
-    assert sender_module._requested_pause({"pause": pause}) == 0.0
+    assert requested_pause({"pause": pause}) == 0.0
 
 
 def test_not_ready_is_tried_again(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:

@@ -35,8 +35,8 @@ from stagescope_workers.payload import owned_tensor
 from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.draft import Draft
 from stagescope_workers.probe.stage import error_fields
+from stagescope_workers.transport import calls, sender
 from stagescope_workers.transport import link as links
-from stagescope_workers.transport import sender
 from stagescope_workers.transport.http_link import HttpLink
 from stagescope_workers.transport.link import find_link
 
@@ -319,7 +319,7 @@ def test_a_gateway_that_refuses_a_body_s_size_gets_smaller_ones() -> None:
         with pytest.raises(StagescopeError) as caught:
             link.record(SENDER, [], {}).result(10)
         link.close()
-    assert sender._is_refusal(caught.value)
+    assert calls.is_refusal(caught.value)
     assert "from a proxy" in str(caught.value)
 
 

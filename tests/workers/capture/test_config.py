@@ -15,6 +15,7 @@ from tests.workers.capture.conftest import Captures
 from stagescope_wire.errors import InvalidPlan
 from stagescope_wire.schema import Part
 from stagescope_workers.capture import msprobe_config
+from stagescope_workers.capture.msprobe_capture import begin_capture
 from stagescope_workers.capture.msprobe_config import MsprobeConfig, check_config, resolve_config
 
 # The two examples of verl's guide, with every key that it shows.
@@ -116,7 +117,7 @@ def test_a_capture_from_a_path_sees_the_file_of_the_moment(
     levels = []
     for step, level in enumerate(("L0", "L1")):
         file.write_text(json.dumps({"task": "statistics", "level": level}), encoding="utf-8")
-        armed = captures.capturer.begin(
+        armed = begin_capture(
             capture_request(
                 capture_id="c", data_dir=str(captures.data_dir), config=None,
                 config_path=str(file),
