@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 import pytest
-from tests.support.coordinators import FakeCoordinator, wait_for
+from tests.support.coordinators import FakeCoordinator
 
 from stagescope_workers.probe.probe import Probe
 
@@ -29,35 +29,24 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-def said_by(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
-    return [
-        (record.levelno, record.getMessage())
-        for record in caplog.records
-        if record.getMessage() in (OLD, NEW)
-    ]
-
-
-def test_start_says_it_once_and_training_continues(
-    make_probe: MakeProbe, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("rank", "logged"), [(0, [(logging.WARNING, OLD), (logging.INFO, NEW)]), (1, [])]
+)
+def test_rank_0_logs_it_once_and_every_rank_tells_the_service(
+    make_probe: MakeProbe,
+    coordinator: FakeCoordinator,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
+    logged: list[tuple[int, str]],
 ) -> None:
     caplog.set_level(logging.INFO)
-    probe = make_probe(strict=True)
+    probe = make_probe(rank=rank, strict=True)
     for step in range(3):
         with probe.stage("actor_update", step=step) as stage:
             stage.log(loss=1.0)
-    wait_for(lambda: len(coordinator.of_kind("end")) == 3)
-    assert said_by(caplog) == [(logging.WARNING, OLD), (logging.INFO, NEW)]
-    [hello] = coordinator.of_kind("hello")
-    versions = hello.fields["fingerprint"]["versions"]
+    coordinator.fields("end", 3)
+    lines = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert [line for line in lines if line[1] in (OLD, NEW)] == logged
+    versions = coordinator.fields("hello")[0]["fingerprint"]["versions"]
     assert versions["unsupported"] == [OLD]
     assert NEW in versions["untried"]
-
-
-def test_other_ranks_tell_the_service_alone(
-    make_probe: MakeProbe, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    make_probe(rank=1)
-    wait_for(lambda: coordinator.of_kind("hello"))
-    assert coordinator.of_kind("hello")[0].fields["fingerprint"]["versions"]["unsupported"] == [OLD]
-    assert said_by(caplog) == []
