@@ -53,7 +53,6 @@ from tests.support.api import Rank, Service
 from tests.support.command_line import invoke
 
 import stagescope
-from stagescope_service.api import diagnosis as api_diagnosis
 from stagescope_service.rules import facts as facts_module
 from stagescope_service.rules.doctor import (
     FAMILIES,
@@ -65,6 +64,7 @@ from stagescope_service.rules.doctor import (
 )
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.statistics import Comparability, examine
+from stagescope_service.views import diagnosis as api_diagnosis
 from stagescope_wire.errors import InvalidPlan
 
 PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
@@ -385,7 +385,7 @@ def test_a_diagnosis_of_unchanged_steps_is_computed_once(
         return diagnose(history)
 
     monkeypatch.setattr(api_diagnosis, "diagnose", counted)
-    monkeypatch.setattr("stagescope_service.api.diagnosis._MAX_AGE", 1e9)
+    monkeypatch.setattr("stagescope_service.http.routes.diagnosis._MAX_AGE", 1e9)
     train(live, "unchanged", steps=range(1, 4))
     first = rows_of(live, "unchanged")
     assert rows_of(live, "unchanged") == first
