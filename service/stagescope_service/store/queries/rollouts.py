@@ -153,29 +153,7 @@ def _reward_groups(attempt_ids: Sequence[int], last: int | None) -> Query:
 
     A group counts as rewarded if it has two samples and more, each with a finite reward.
     """
-    reward = samples.c.reward
-    number = sa.func.count()
-    is_rewarded = (number > 1) & (
-        sa.func.count(sa.case((reward.between(-_MOST, _MOST), 1))) == number
-    )
-    where: list[sa.ColumnElement[bool]] = [
-        *in_window("samples", attempt_ids, last=last),
-        samples.c.step.is_not(None),
-        samples.c.group_id.is_not(None),
-    ]
-    groups = (
-        sa.select(
-            samples.c.attempt_id,
-            samples.c.step,
-            sa.case((number == 1, 1), else_=0).label("single"),
-            sa.case((is_rewarded, 1), else_=0).label("rewarded"),
-            sa.case((is_rewarded, sa.func.min(reward))).label("low"),
-            sa.case((is_rewarded, sa.func.max(reward))).label("high"),
-        )
-        .where(*where)
-        .group_by(samples.c.attempt_id, samples.c.step, samples.c.group_id)
-        .cte("reward_groups")
-    )
+    groups = _groups(attempt_ids, last)
     steps = (
         sa.select(
             groups.c.attempt_id,
@@ -209,4 +187,30 @@ def _reward_groups(attempt_ids: Sequence[int], last: int | None) -> Query:
             (groups.c.attempt_id == steps.c.attempt_id) & (groups.c.step == steps.c.step),
         )
         .group_by(groups.c.attempt_id, groups.c.step, steps.c.lowest, steps.c.highest)
+    )
+
+
+def _groups(attempt_ids: Sequence[int], last: int | None) -> sa.CTE:
+    reward = samples.c.reward
+    number = sa.func.count()
+    is_rewarded = (number > 1) & (
+        sa.func.count(sa.case((reward.between(-_MOST, _MOST), 1))) == number
+    )
+    where: list[sa.ColumnElement[bool]] = [
+        *in_window("samples", attempt_ids, last=last),
+        samples.c.step.is_not(None),
+        samples.c.group_id.is_not(None),
+    ]
+    return (
+        sa.select(
+            samples.c.attempt_id,
+            samples.c.step,
+            sa.case((number == 1, 1), else_=0).label("single"),
+            sa.case((is_rewarded, 1), else_=0).label("rewarded"),
+            sa.case((is_rewarded, sa.func.min(reward))).label("low"),
+            sa.case((is_rewarded, sa.func.max(reward))).label("high"),
+        )
+        .where(*where)
+        .group_by(samples.c.attempt_id, samples.c.step, samples.c.group_id)
+        .cte("reward_groups")
     )
