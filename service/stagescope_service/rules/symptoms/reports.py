@@ -52,7 +52,7 @@ def groups(
     rows = every if single else [row for row in every if row["rewarded"]]
     if not rows:
         return not_measured("samples have no rewards, or groups of one sample")
-    marked = np.array([_of_kind(row, kind) for row in rows], np.float64)
+    marked = np.array([row[kind] for row in rows], np.float64)
     of = np.array([row["groups" if single else "rewarded"] for row in rows], np.float64)
     edge = ""
     if kind in ("low", "high"):
@@ -73,13 +73,6 @@ def groups(
     text = f"{count} of {total} groups {what}"
     steps = np.array([row["step"] for row in rows], np.int64)
     return of_rate(steps, marked, of, share, NEWEST, text + edge)
-
-
-def _of_kind(row: RewardGroupsRow, kind: Literal["equal", "low", "high", "single"]) -> int:
-    """Return the number of groups of a step that are of a kind."""
-    return {
-        "equal": row["equal"], "low": row["low"], "high": row["high"], "single": row["single"],
-    }[kind]  # fmt: skip
 
 
 def _reward_edges(rows: Sequence[RewardGroupsRow]) -> tuple[Float64, Float64]:
