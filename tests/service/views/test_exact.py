@@ -439,7 +439,7 @@ def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
         "explain first why the streams cannot be compared (shifted, on actor rank 3)"
     )
     assert "1 token before" in advice or "1 token after" in advice
-    assert advice.endswith("once that is mended: compare weights")
+    assert advice.endswith("once that is fixed: compare weights")
 
 
 def test_a_resumed_run_is_judged_over_the_attempts_in_force(live: Service) -> None:

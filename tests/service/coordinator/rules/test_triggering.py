@@ -81,7 +81,7 @@ def test_the_numbers_of_an_update_hold_its_own_steps(
 
     run(work)
     (found,) = bench.findings("trigger_probs_diff_mean")
-    is_told = "these are numbers of actor_update, whose mini-batches" in found["advice"]
+    is_told = "these are numbers of actor_update: its mini-batches" in found["advice"]
     assert is_told is (stage == "actor_update")
 
 
