@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -58,8 +58,7 @@ class RowIdentity:
     dropped: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Contradiction:
+class Contradiction(NamedTuple):
     """An id that names several samples of a step; `holders` are the (role, rank) of each."""
 
     sample: str

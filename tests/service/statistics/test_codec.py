@@ -33,7 +33,7 @@ Change = Callable[[dict[str, np.ndarray], dict[str, object]], object]
 def tampered(change: Change) -> bytes:
     arrays, document = codec.flatten(SUMMARY)
     change(arrays, document)
-    return codec.save(arrays, document)
+    return codec.save("summary", codec.VERSION, arrays, document)
 
 
 @pytest.mark.parametrize(
