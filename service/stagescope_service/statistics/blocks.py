@@ -85,6 +85,12 @@ def all_finite(p: Float64, q: Float64, n: int) -> bool:
     return bad == 0
 
 
+@exact
+def kind_of_non_finite(x: float) -> int:
+    """Return 0 for NaN, 1 for +inf, 2 for -inf."""
+    return 0 if x != x else (1 if x > 0 else 2)
+
+
 @fused
 def _exponential(x: float) -> tuple[float, float, float]:
     """Return 2^k, r and c(r) with e^x = 2^k (1 + r + c), to a few units in the last place.
