@@ -19,8 +19,9 @@ from stagescope_service.core.findings import (
 )
 from stagescope_service.core.instructions import Delete, PayloadKey, Put
 from stagescope_service.statistics import PartRecord, Recompute, StepSummary, assemble, examine
+from stagescope_service.statistics.checks import Check
 from stagescope_service.statistics.codec import summary_from_bytes
-from stagescope_service.statistics.comparability import WHAT_TO_CHECK, Check, causes_of_ranks
+from stagescope_service.statistics.comparability import WHAT_TO_CHECK, causes_of_ranks
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL, noise_floor
