@@ -30,19 +30,19 @@ from stagescope_service.statistics.cell import Bool
 from stagescope_service.statistics.identity import RowIdentity, resolve
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
-from stagescope_service.statistics.payload import (
+from stagescope_service.statistics.step_summary import REPEATED
+from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.token_batch import (
     FLOATS,
     INTEGERS,
-    WireTensor,
     flat_values,
     mask_bits,
 )
-from stagescope_service.statistics.step_summary import REPEATED
-from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import part_key
 from stagescope_wire.links import Link
 from stagescope_wire.schema import STREAM_TENSORS
+from stagescope_wire.tensorfile import WireTensor
 
 _VALUES: Final = (
     "rewards", "advantages", "returns", "values", "entropy", "rollout_is_weights", "prob_ratio",

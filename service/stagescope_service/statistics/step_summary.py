@@ -38,8 +38,8 @@ from stagescope_service.statistics.part import (
     role_order,
     same_rows,
 )
-from stagescope_service.statistics.payload import TokenBatch
 from stagescope_service.statistics.summary import Summary, merge_produced
+from stagescope_service.statistics.token_batch import TokenBatch
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES
 

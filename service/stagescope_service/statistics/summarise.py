@@ -16,7 +16,6 @@ from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Array, Float32, Float64, Int64, Mask, UInt8
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.jit import announced
-from stagescope_service.statistics.payload import TokenBatch
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import (
     UNKNOWN,
@@ -26,6 +25,7 @@ from stagescope_service.statistics.summary import (
     Tokens,
     ordered,
 )
+from stagescope_service.statistics.token_batch import TokenBatch
 from stagescope_wire.errors import InvalidTensor
 from stagescope_wire.policy_versions import differ_in_number, is_numbered
 

@@ -447,16 +447,3 @@ def ordered(tokens: Tokens, sequences: Sequences, *, by_d: bool, keep: int) -> T
         key=lambda i: (-size[i], keys[int(tokens.sequence[i])], int(tokens.position[i])),
     )
     return tokens.take(np.array(order[:keep], np.int64))
-
-
-__all__ = [
-    "UNKNOWN",
-    "Cell",
-    "Field",
-    "Histogram",
-    "Sequences",
-    "Slices",
-    "StatisticsSettings",
-    "Summary",
-    "Tokens",
-]  # fmt: skip

@@ -14,8 +14,8 @@ from stagescope_service.api.numbers import COLUMNS, slice_rows
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.comparability import examine
 from stagescope_service.statistics.mismatch import publish
-from stagescope_service.statistics.payload import TokenBatch
 from stagescope_service.statistics.summarise import summarise
+from stagescope_service.statistics.token_batch import TokenBatch
 
 LOG_PROB = "actor_compute_log_prob"
 

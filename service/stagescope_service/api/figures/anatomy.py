@@ -19,9 +19,9 @@ from stagescope_service.api.target import Target
 from stagescope_service.statistics import profiles
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.comparability import Comparability
-from stagescope_service.statistics.payload import PROCESS
 from stagescope_service.statistics.profiles import CHANCES, Dimension
 from stagescope_service.statistics.summarise import MAX_ENGINES
+from stagescope_service.statistics.token_batch import PROCESS
 from stagescope_wire.errors import NotFound
 from stagescope_wire.render import counted
 
