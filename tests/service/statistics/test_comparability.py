@@ -413,12 +413,6 @@ def test_a_check_that_was_not_made_is_not_counted_as_fine(rows: int) -> None:
     assert asked(draw(np.random.default_rng(7), rows, 40, sampled=top_k(4)), 1).verdict == "unknown"
 
 
-def test_streams_of_which_few_tokens_differ_are_comparable() -> None:
-    q = Q.copy()
-    q[0, 0] += 1e-9
-    assert found(Q, q) == ("comparable", set())
-
-
 def test_of_200_healthy_batches_none_is_suspect() -> None:
     rng = np.random.default_rng(3)
     shapes, kinds = SHAPES + SMALL, list(itertools.product(SHARPNESS, NOISE))
@@ -453,19 +447,6 @@ def test_a_healthy_bfloat16_stream_is_compared_and_its_rounding_is_said() -> Non
     assert publish(as_bits)["rounding/abs_diff_floor"] == floor
     plain = summarise(batch_of(batch.p, batch.q, np.ones(q.shape, np.int64)))
     assert publish(plain)["rounding/abs_diff_floor"] < 1e-6
-
-
-def test_the_calibration_is_that_of_the_ratios() -> None:
-    whole = assembled(draw(np.random.default_rng(1), 16, 100, sampled=top_k(20)), 2, 3)
-    batch = draw(np.random.default_rng(1), 16, 100, sampled=top_k(20))
-    ratios = np.exp(batch.p.astype(float) - batch.q)
-    z = (ratios.mean() - 1.0) / (ratios.std(ddof=1) / np.sqrt(ratios.size))
-    found = calibration(whole.total)
-    assert found == pytest.approx((1600, ratios.mean(), z), rel=1e-9)
-    published = publish(whole.summary)
-    assert published["calibration/ratio_mean"] == found.mean
-    assert published["calibration/z"] == found.z
-    assert published["calibration/tokens"] == 1600
 
 
 @pytest.mark.parametrize("noise", [1e-3, 1e-6, 3e-8, 1e-9, 1e-12, 1e-14])
@@ -506,14 +487,6 @@ def found(
 ) -> tuple[str, set[str]]:
     result = examine(summarise(batch_of(p, q, ON, **others)))
     return result.verdict, {check.name for check in result.suspects}
-
-
-def test_streams_that_compare() -> None:
-    assert found(P, Q) == ("comparable", set())
-
-
-def test_a_constant_offset_is_a_missing_mass() -> None:
-    assert found(Q - 0.05, Q)[1] == {"renormalised"}
 
 
 @pytest.mark.parametrize(
@@ -565,15 +538,6 @@ def test_the_sure_tokens_of_a_template_are_no_padding(first: int, last: int, lon
         for stream in (batch.p, batch.q):
             stream[row, :first] = stream[row, length - last : length] = 0.0
     assert examine(summarise(batch_of(batch.p, batch.q, mask))).verdict == "comparable"
-
-
-@pytest.mark.parametrize("longest", [24, 40, 200])
-def test_padding_behind_responses_of_several_lengths_is_found(longest: int) -> None:
-    rng = np.random.default_rng(longest)
-    batch = draw(rng, 16, longest)
-    for row, length in enumerate(rng.integers(longest // 2, longest + 1, 16)):
-        batch.p[row, length:] = batch.q[row, length:] = 0.0
-    assert asked(batch, 1).cause == "padding"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -662,7 +626,13 @@ def test_a_cause_that_is_already_said_leaves_those_of_other_ranks() -> None:
     assert places("coverage") == shifted
 
 
-def test_several_policy_versions() -> None:
+def test_the_verdict_of_streams_that_hardly_differ() -> None:
+    assert found(P, Q) == ("comparable", set())
+    q = Q.copy()
+    q[0, 0] += 1e-9
+    assert found(Q, q) == ("comparable", set())
+    assert found(Q - 0.05, Q)[1] == {"renormalised"}
+    assert found(Q, Q) == ("not measured", {"bitwise_equal"})
     versions = np.repeat([[3], [4], [4], [5]], 500, axis=1)
     assert found(P, Q, versions=versions, policy_version=5) == ("suspect", {"versions"})
 
@@ -688,12 +658,6 @@ def test_the_check_names_texts_of_versions_and_what_orders_them(
     (check,) = [check for check in examine(summarise(batch)).checks if check.name == "versions"]
     assert said in check.text
     assert check.values["versions"] == len(texts)
-
-
-def test_bitwise_equal_streams_are_not_measured() -> None:
-    verdict, names = found(Q, Q)
-    assert verdict == "not measured"
-    assert "bitwise_equal" in names
 
 
 PRODUCERS = {
