@@ -540,6 +540,15 @@ def test_the_sure_tokens_of_a_template_are_no_padding(first: int, last: int, lon
     assert examine(summarise(batch_of(batch.p, batch.q, mask))).verdict == "comparable"
 
 
+@pytest.mark.parametrize("longest", [24, 40, 200])
+def test_padding_behind_responses_of_several_lengths_is_found(longest: int) -> None:
+    rng = np.random.default_rng(longest)
+    batch = draw(rng, 16, longest)
+    for row, length in enumerate(rng.integers(longest // 2, longest + 1, 16)):
+        batch.p[row, length:] = batch.q[row, length:] = 0.0
+    assert asked(batch, 1).cause == "padding"
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_sure_model_that_answers_a_group_alike_is_comparable(seed: int) -> None:
     """Two groups of 64 copies each, but for four answers: d of a copy is no evidence of its own."""
