@@ -10,7 +10,7 @@ import numpy as np
 
 from stagescope_service.statistics.cell import Bool, Cell, Field
 from stagescope_service.statistics.checks import Check
-from stagescope_service.statistics.filled import DENORMAL, Filling
+from stagescope_service.statistics.filled import DENORMAL, WHY, Filling
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.summary import Summary
 
@@ -163,7 +163,7 @@ def _of_fill_values(filled: Filling, summary: Summary, ranks: Sequence[RankRow])
     text = (
         f"{stream} is exactly {listed} of the {len(worst)} tokens that differ most, where {other} "
         f"has an ordinary value ({_places(summary, chosen, side, ranks)}): it was filled in where "
-        f"{stream} lacks a value ({found[0].why})"
+        f"{stream} lacks a value ({WHY[found[0].why]})"
     )
     values = {
         "explains": sum(filled.sizes[chosen].tolist()) / total[Field.D_ABS_SUM],

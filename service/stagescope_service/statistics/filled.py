@@ -56,7 +56,13 @@ _RATIO: Final = 0.7
 """The same for the logarithm of a value near 0, as noise of a logit makes it."""
 _SUREST: Final = 1e-4
 """Nats. Values nearer to 0 count as one."""
-_REPEATED: Final = "the same number in each, while its other values differ"
+Why = Literal["chosen", "impossible", "repeated"]
+WHY: Final[dict[Why, str]] = {
+    "chosen": "a round number or the logarithm of one, which its other values are not",
+    "impossible": "no distribution over a vocabulary gives it",
+    "repeated": "the same number in each, while its other values differ",
+}
+"""What shows that a value was filled in."""
 _NEARLY: Final = 0.9
 _EXPONENTS: Final = np.arange(-45.0, 39.0)
 _CHOSEN: Final = np.concatenate([-(10.0**_EXPONENTS), [-9999.0]]).astype(np.float32)
@@ -77,7 +83,7 @@ class Filled(NamedTuple):
     value: float
     tokens: Bool
     """Mask of the worst tokens."""
-    why: str
+    why: Why
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +149,7 @@ def _values(summary: Summary) -> list[Filled]:
                 continue
             if why := _why(value, tokens, own, other):
                 found.append(Filled(side, value, tokens, why))
-    found.sort(key=lambda each: (each.why == _REPEATED, -_sum(size[each.tokens])))
+    found.sort(key=lambda each: (each.why == "repeated", -_sum(size[each.tokens])))
     taken = np.zeros(len(worst), bool)
     kept = []
     for each in found:
@@ -158,20 +164,20 @@ def _sum(values: Float64) -> float:
     return float(sum(values.tolist()))
 
 
-def _why(value: float, tokens: Bool, own: Float64, other: Float64) -> str:
-    """Return why tokens of one value were filled in, '' if nothing shows it."""
+def _why(value: float, tokens: Bool, own: Float64, other: Float64) -> Why | None:
+    """Return what shows that tokens of one value were filled in, None if nothing does."""
     others = own[~tokens & ~_is_chosen(own)]
     if _is_chosen(np.array([value])).all() and _has_digits(others):
-        return "a round number or the logarithm of one, which its other values are not"
+        return "chosen"
     size, count = np.abs(own - other), int(tokens.sum())
     if value < _UNHEARD:
         least = min([0.0, *others.tolist(), *other.tolist()])
         bound = -value / 2.0 if value < _IMPOSSIBLE else _DEEP
         is_apart = value < _APART * least
         if is_apart and int(((size > bound) & ~tokens & ~_is_chosen(own)).sum()) <= count:
-            return "no distribution over a vocabulary gives it"
+            return "impossible"
     if value > -_SURE:
-        return ""
+        return None
     independent = _independent(other[tokens])
     chance = _equal_by_chance(others)
     for bound in (_FAR, _DEEP):
@@ -180,8 +186,8 @@ def _why(value: float, tokens: Bool, own: Float64, other: Float64) -> str:
             continue
         log_odds = math.log(n) + (independent - 1) * math.log(n * chance)
         if log_odds - math.lgamma(independent + 1) < math.log(_COINCIDENCE):
-            return _REPEATED
-    return ""
+            return "repeated"
+    return None
 
 
 def _is_chosen(values: Float64) -> Bool:

@@ -405,7 +405,7 @@ def test_a_check_that_was_not_made_is_not_counted_as_fine(rows: int) -> None:
         assert (found.verdict, found.undecided) == ("comparable", ())
         return
     assert (found.verdict, found.suspects) == ("unknown", ())
-    text = f"not checked: {40 * rows} tokens count, and it needs 128"
+    text = f"not checked: it needs 128 tokens, and {40 * rows} counted"
     assert {check.name: check.text for check in found.undecided} == dict.fromkeys(
         ("calibration", "temperature", "unrelated"), text
     )
@@ -466,7 +466,7 @@ def test_a_constant_ratio_is_said_without_an_infinite_number() -> None:
     found = examine(summarise(batch_of(q + np.float64(0.25), q, np.ones(q.shape, np.int64))))
     assert found.verdict == "suspect"
     texts = [check.text for check in found.checks if check.name in ("calibration", "renormalised")]
-    assert any("1.2840, of every token the same, and not 1" in text for text in texts), texts
+    assert any("1.2840, the same in every token, and not 1" in text for text in texts), texts
     assert not any("inf " in check.text for check in found.checks)
 
 
