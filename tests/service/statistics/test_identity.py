@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.service.statistics.test_step_summary import record
 from tests.service.statistics.test_summary import assert_same
 from tests.support.batches import batch_of, bfloat16, wire
 
@@ -67,11 +68,6 @@ def ragged(
         positions = np.concatenate([np.arange(len(one.q)) + 7 for one in samples])
         tensors["positions"] = wire(positions, offsets)
     return TokenBatch.from_tensors(tensors, {"sample_ids": names})
-
-
-def record(key: str, batch: TokenBatch, rank: int = 0, **fields: object) -> PartRecord:
-    values: dict[str, Any] = {"stage": "actor_compute_log_prob", "role": "actor"} | fields
-    return PartRecord(key=key, summary=summarise(batch), rank=rank, **values)
 
 
 def aggregated(records: list[PartRecord], batches: dict[str, TokenBatch]) -> StepSummary:
