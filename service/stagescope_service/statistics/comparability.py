@@ -36,7 +36,7 @@ from stagescope_service.statistics.checks import (
 )
 from stagescope_service.statistics.coverage import coverage, missing_values, padding
 from stagescope_service.statistics.exact import are_equal, bitwise_equal
-from stagescope_service.statistics.filled import Filling
+from stagescope_service.statistics.fill_values import FillValues
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.profiles import Edge
 from stagescope_service.statistics.sample_checks import check_samples
@@ -140,7 +140,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     found += [*of_total, missing_values(summary, ranks), versions(summary)]
     scopes = [Scope(check, total.tokens, 0) for check in found]
     rounds = [
-        _Part(str(key), cell, summary.produced, step.filled.of_round(key))
+        _Slice(str(key), cell, summary.produced, step.filled.of_round(key))
         for key, cell in summary.rounds.items()
     ]
     for kind, parts in (("rank", step.ranks(ranks)), ("round", rounds)):
@@ -251,7 +251,7 @@ def _samples_of_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[list[S
     ]
 
 
-class _Part(NamedTuple):
+class _Slice(NamedTuple):
     """A rank or a round: its name, its tokens, and their producers, or those of the step."""
 
     name: str
@@ -268,9 +268,9 @@ class _Step:
         self.summary = summary
 
     @cached_property
-    def filled(self) -> Filling:
+    def filled(self) -> FillValues:
         """The values that were filled in."""
-        return Filling.of(self.summary)
+        return FillValues.of(self.summary)
 
     @cached_property
     def drift(self) -> Drift | None:
@@ -287,10 +287,10 @@ class _Step:
             slope = "too few"  # which tokens are fresh is not known
         return dataclasses.replace(drift, scales=slope == "absent", lacks_fresh=slope == "too few")
 
-    def ranks(self, rows: Sequence[RankRow]) -> list[_Part]:
+    def ranks(self, rows: Sequence[RankRow]) -> list[_Slice]:
         """Return the ranks as parts of the step."""
         return [
-            _Part(
+            _Slice(
                 f"{row.role} {row.rank}",
                 row.cell,
                 row.produced or self.summary.produced,
@@ -321,7 +321,7 @@ class _Step:
         ]
         return found if drift is None else [drift.judged(check) for check in found]
 
-    def check_slice(self, part: _Part, *, slices: int) -> list[Check]:
+    def check_slice(self, part: _Slice, *, slices: int) -> list[Check]:
         """Run the checks that the tokens of a slice allow."""
         cell = part.cell
         found = self.check_cell(cell, slices=slices, filled=part.filled)
@@ -329,7 +329,7 @@ class _Step:
             found.append(bitwise_equal(cell, self.summary.pair, part.produced))
         return found
 
-    def check_slices(self, kind: str, parts: Sequence[_Part]) -> list[Scope]:
+    def check_slices(self, kind: str, parts: Sequence[_Slice]) -> list[Scope]:
         """Check each slice and report the ones that failed."""
         by_name: dict[str, dict[str, Check]] = {}
         for part in parts:

@@ -10,7 +10,7 @@ import numpy as np
 
 from stagescope_service.statistics.cell import Bool, Cell, Field
 from stagescope_service.statistics.checks import Check
-from stagescope_service.statistics.filled import DENORMAL, WHY, Filling
+from stagescope_service.statistics.fill_values import DENORMAL, WHY, FillValues
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.summary import Summary
 
@@ -146,12 +146,12 @@ def padding(cell: Cell) -> Check:
 def missing_values(summary: Summary, ranks: Sequence[RankRow] = ()) -> Check:
     """Check whether a stream has a fill value in tokens where the other one is far from it."""
     found = _filled_zeros(summary, ranks)
-    if found.status == "ok" and (filled := Filling.of(summary)).values:
+    if found.status == "ok" and (filled := FillValues.of(summary)).values:
         return _of_fill_values(filled, summary, ranks)
     return found
 
 
-def _of_fill_values(filled: Filling, summary: Summary, ranks: Sequence[RankRow]) -> Check:
+def _of_fill_values(filled: FillValues, summary: Summary, ranks: Sequence[RankRow]) -> Check:
     worst, total = summary.worst, summary.total
     side = filled.values[0].side
     found = [each for each in filled.values if each.side == side]

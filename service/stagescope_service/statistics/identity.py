@@ -64,18 +64,18 @@ class Identities:
     """The rows that do not count under their own id.
 
     Attributes:
-        places: part key -> row -> its place; an absent row counts under its own id.
+        rows: part key -> row -> its identity; an absent row counts under its own id.
         contradictions: by id.
         owners: owner of contradicted ids -> the owner that represents all with the same rows.
     """
 
-    places: Mapping[str, Mapping[int, RowIdentity]]
+    rows: Mapping[str, Mapping[int, RowIdentity]]
     contradictions: tuple[Contradiction, ...]
     owners: Mapping[GroupKey, GroupKey]
 
-    def places_of(self, key: str, summary: Summary) -> list[RowIdentity]:
-        """Return the place of each of a part's sequences."""
-        sequences, own = summary.sequences, self.places.get(key, {})
+    def of_rows(self, key: str, summary: Summary) -> list[RowIdentity]:
+        """Return the identity of each of a part's sequences."""
+        sequences, own = summary.sequences, self.rows.get(key, {})
         if not own:
             return [RowIdentity(sample) for sample in sequences.samples]
         return [
@@ -85,9 +85,9 @@ class Identities:
 
     def renamed(self, key: str, summary: Summary) -> Summary:
         """Return a part's summary with the names under which its samples count."""
-        if key not in self.places:
+        if key not in self.rows:
             return summary
-        names = tuple(place.sample for place in self.places_of(key, summary))
+        names = tuple(row.sample for row in self.of_rows(key, summary))
         sequences = dataclasses.replace(summary.sequences, samples=names)
         return dataclasses.replace(summary, sequences=sequences)
 
@@ -188,7 +188,7 @@ class _Resolution:
             for row in rows
         }
         self._canonical = self._replicas()
-        self._places: dict[str, dict[int, RowIdentity]] = {}
+        self._rows: dict[str, dict[int, RowIdentity]] = {}
 
     def identities(self) -> Identities:
         contradictions = []
@@ -200,7 +200,7 @@ class _Resolution:
                 holders = dict.fromkeys((record.role, record.rank) for record in records)
                 contradictions.append(Contradiction(sample, tuple(holders)))
         found = tuple(sorted(contradictions, key=lambda it: it.sample))
-        return Identities(self._places, found, self._canonical)
+        return Identities(self._rows, found, self._canonical)
 
     def _group_by_content(self, rows: Sequence[Row]) -> bool:
         """Set each row's content index; return whether two rows contradict each other."""
@@ -312,10 +312,12 @@ class _Resolution:
                 name = unique
             used.add(name)
             for row in version.rows:
-                place = RowIdentity(name, self._first[row.content].first - row.first, row.dropped)
-                if place != RowIdentity(sample):
-                    own = self._places.setdefault(row.rows.record.key, {})
-                    own[row.rows.row[row.index]] = place
+                identity = RowIdentity(
+                    name, self._first[row.content].first - row.first, row.dropped
+                )
+                if identity != RowIdentity(sample):
+                    own = self._rows.setdefault(row.rows.record.key, {})
+                    own[row.rows.row[row.index]] = identity
 
 
 def _is_declared_replica(row: Row, version: _Version) -> bool:

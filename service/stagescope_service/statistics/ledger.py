@@ -57,7 +57,7 @@ class Ledger:
         self,
         summary: Summary,
         cp_rank: object,
-        places: Sequence[RowIdentity],
+        identities: Sequence[RowIdentity],
         *,
         sender: GroupKey = (),
         name: str = "",
@@ -70,7 +70,7 @@ class Ledger:
         Args:
             summary: The summary of one part.
             cp_rank: Its context-parallel rank, None if samples are not split.
-            places: The place of each of its sequences.
+            identities: The identity of each of its sequences.
             sender: A rank, or the ranks of a role. If two of its rows begin with their sample and
                 share tokens, only one of them counts at all.
             name: The name of this claim in `Claim.other_mask`.
@@ -83,16 +83,16 @@ class Ledger:
         skips: list[tuple[int, int, int]] = []
         fresh, other_mask = 0, None
         for index in reversed(range(len(sequences))):
-            place, row = places[index], rows[index]
+            identity, row = identities[index], rows[index]
             own = [
-                (a + place.shift, b + place.shift)
+                (a + identity.shift, b + identity.shift)
                 for a, b in runs[bounds[index] : bounds[index + 1]]
             ]
             repeated = own
-            if not place.dropped:
+            if not identity.dropped:
                 # Context-parallel parts without an offset all begin at 0.
                 part = "" if cp_rank is None or placed[index] else str(cp_rank)
-                key = (place.sample, part)
+                key = (identity.sample, part)
                 present = self._intervals.setdefault(key, [])
                 known = None if placed[index] else self._rows.setdefault((sender, key), (name, own))
                 if known is not None and known[1] is not own and _overlap(present, own):
@@ -100,7 +100,7 @@ class Ledger:
                 else:
                     repeated = [each for run in own for each in self._add(present, *run)]
                     fresh += sum(b - a for a, b in own) - sum(b - a for a, b in repeated)
-            skips.extend((row, a - place.shift, b - place.shift) for a, b in repeated)
+            skips.extend((row, a - identity.shift, b - identity.shift) for a, b in repeated)
         return Claim(tuple(sorted(skips)), fresh, other_mask)
 
     @staticmethod
@@ -131,7 +131,7 @@ def _overlap(present: Sequence[Interval], runs: Sequence[Interval]) -> bool:
     return False
 
 
-class Copies:
+class CopyChecker:
     """Finds copies whose numbers or masks differ, part by part in the order of precedence."""
 
     def __init__(self, identities: Identities) -> None:
@@ -151,18 +151,20 @@ class Copies:
             holder: The first part of its group and number.
         """
         summary = record.full_summary
-        places = self._identities.places_of(record.key, summary)
+        identities = self._identities.of_rows(record.key, summary)
         cover = summary.sequences.cover
-        bounds = np.searchsorted(cover[:, 0], np.arange(len(places) + 1))
+        bounds = np.searchsorted(cover[:, 0], np.arange(len(identities) + 1))
         found = None
         masks: dict[str, bytes] = {}
-        for index, (place, values) in enumerate(zip(places, summary.sequences.values, strict=True)):
+        for index, (identity, values) in enumerate(
+            zip(identities, summary.sequences.values, strict=True)
+        ):
             # Sums of other tokens of the sample differ without a difference in what both hold.
-            runs = (cover[bounds[index] : bounds[index + 1], 1:] + place.shift).tobytes()
-            masks[place.sample] = masks.get(place.sample, b"") + runs
-            if place.dropped:
+            runs = (cover[bounds[index] : bounds[index + 1], 1:] + identity.shift).tobytes()
+            masks[identity.sample] = masks.get(identity.sample, b"") + runs
+            if identity.dropped:
                 found = found or holder.key
-            for key in _passes(record, (place.sample, runs, record.cp_rank)):
+            for key in _passes(record, (identity.sample, runs, record.cp_rank)):
                 content, owner = self._contents.setdefault(key, (values.tobytes(), record.key))
                 if owner != record.key and content != values.tobytes():
                     found = found or owner

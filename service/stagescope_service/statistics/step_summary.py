@@ -29,7 +29,7 @@ from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
 from stagescope_service.statistics.cell import Cell, UInt8
 from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
-from stagescope_service.statistics.ledger import Claim, Copies, Ledger
+from stagescope_service.statistics.ledger import Claim, CopyChecker, Ledger
 from stagescope_service.statistics.part import (
     GroupKey,
     PartRecord,
@@ -50,7 +50,7 @@ REPLICA: Final = "replica"
 REPEATED: Final = "repeated"
 OTHER_ROLE: Final = "other role"
 LATER_EPOCH: Final = "later epoch"
-PARTIAL: Final = "restate"
+TO_RECOMPUTE: Final = "restate"
 OTHER_STREAMS: Final = "other streams"
 _KIND: Final = "step summary"
 """The name of a step summary in stored files."""
@@ -272,7 +272,7 @@ class _TokenAccounting:
         self._epochs: dict[GroupKey, int] = {}
         self._digests: dict[tuple[object, ...], PartRecord] = {}
         """Group and content -> the part that counts."""
-        self._copies = Copies(identities)
+        self._copies = CopyChecker(identities)
         self.counted: list[PartRecord] = []
         self.left_out: dict[str, str] = {}
         self.tokens_left_out = Counter[str]()
@@ -310,9 +310,11 @@ class _TokenAccounting:
                 self.tokens_left_out[REPEATED] += _repeated(claim, full, record.summary)
         else:
             self.left_out[record.key] = why
-            missing = min(claim.fresh, full.total.masked) if why == PARTIAL and claim else 0
+            missing = min(claim.fresh, full.total.masked) if why == TO_RECOMPUTE and claim else 0
             self.tokens_left_out[why] += missing
-            self.tokens_left_out[REPEATED if why == PARTIAL else why] += full.total.masked - missing
+            self.tokens_left_out[REPEATED if why == TO_RECOMPUTE else why] += (
+                full.total.masked - missing
+            )
             if not record.has_ids and why == REPLICA and holder.digest != record.digest:
                 other = holder.key
         if other is not None:
@@ -323,16 +325,16 @@ class _TokenAccounting:
             # A driver's ids cannot match those of ranks that contradict each other.
             return OTHER_ROLE, None
         full = record.full_summary
-        places = self._identities.places_of(record.key, full)
+        rows = self._identities.of_rows(record.key, full)
         claim = self._ledger.claim(
-            full, record.cp_rank, places, sender=record.passes, name=record.key
+            full, record.cp_rank, rows, sender=record.passes, name=record.key
         )
         if claim.is_all_repeated:
             held = (*record.group, record.part) in self._holders
             return (REPLICA if held else REPEATED), claim
         if claim.skips and claim.skips != record.skipped:
             self.to_recompute.append(Recompute(record.key, claim.skips))
-            return PARTIAL, claim
+            return TO_RECOMPUTE, claim
         return None, claim
 
     def _by_layout(self, record: PartRecord) -> tuple[str | None, PartRecord | None]:
@@ -408,9 +410,9 @@ def _rank_rows(
                     taken.append((record, summary))
                     digests |= {record.token_digest} - {""}
                 continue
-            places = identities.places_of(record.key, summary)
-            own_places = [dataclasses.replace(place, dropped=False) for place in places]
-            claim = ledger.claim(summary, record.cp_rank, own_places, sender=record.sender)
+            of_rows = identities.of_rows(record.key, summary)
+            kept = [dataclasses.replace(identity, dropped=False) for identity in of_rows]
+            claim = ledger.claim(summary, record.cp_rank, kept, sender=record.sender)
             if claim.skips and not claim.is_all_repeated:
                 to_recompute.append(Recompute(record.key, claim.skips))
             elif not claim.is_all_repeated:

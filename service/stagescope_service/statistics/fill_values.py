@@ -29,7 +29,7 @@ from stagescope_service.statistics.summary import Summary, Tokens
 DENORMAL: Final = 2.0**-126
 """A float32 nearer to 0 has fewer digits; no log-softmax in float32 returns one but 0."""
 _FAR: Final = 1.0
-"""Nats. Filled-in values whose other stream is nearer do not matter."""
+"""Nats. FillValue-in values whose other stream is nearer do not matter."""
 _DEEP: Final = 3.0
 _UNHEARD: Final = -40.0
 """Sampled tokens have log-probs down to about -25, and those that a trainer scores as others
@@ -75,7 +75,7 @@ _LOGARITHMS: Final = np.concatenate(
 )
 
 
-class Filled(NamedTuple):
+class FillValue(NamedTuple):
     """Tokens of a stream that were filled with one value."""
 
     side: int
@@ -87,10 +87,10 @@ class Filled(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Filling:
+class FillValues:
     """The values that were filled in, the largest difference first."""
 
-    values: tuple[Filled, ...]
+    values: tuple[FillValue, ...]
     worst: Tokens
     sizes: Float64
     """|d| of each worst token that was filled in; 0 for the others."""
@@ -98,7 +98,7 @@ class Filling:
     """The payload of each worst token."""
 
     @classmethod
-    def of(cls, summary: Summary) -> Filling:
+    def of(cls, summary: Summary) -> FillValues:
         """Return the filled-in values of a summary."""
         values, worst = tuple(_values(summary)), summary.worst
         filled = np.zeros(len(worst), bool)
@@ -133,7 +133,7 @@ class Filling:
         return "few" if filled >= _NEARLY * edge.d_abs_sum else "unknown"
 
 
-def _values(summary: Summary) -> list[Filled]:
+def _values(summary: Summary) -> list[FillValue]:
     worst, total = summary.worst, summary.total
     size = np.abs(worst.p - worst.q)
     far = (size > _FAR) & (worst.p <= 0.0) & (worst.q <= 0.0)
@@ -148,7 +148,7 @@ def _values(summary: Summary) -> list[Filled]:
             if 3 * int((other == value).sum()) > int(tokens.sum()):
                 continue
             if why := _why(value, tokens, own, other):
-                found.append(Filled(side, value, tokens, why))
+                found.append(FillValue(side, value, tokens, why))
     found.sort(key=lambda each: (each.why == "repeated", -_sum(size[each.tokens])))
     taken = np.zeros(len(worst), bool)
     kept = []
