@@ -248,14 +248,13 @@ def _differing(
 ) -> tuple[str, ...]:
     """Return the samples whose repeated rows have other numbers than the row that counts."""
     sequences = summary.sequences
-    cover = sequences.cover[np.argsort(sequences.cover[:, 0], kind="stable")]
-    bounds = np.searchsorted(cover[:, 0], np.arange(len(identities) + 1))
+    runs = sequences.runs()
     contents: dict[str, tuple[bytes, bytes]] = {}
     found: dict[str, None] = {}
     for index in reversed(range(len(identities))):
         identity = identities[index]
-        runs = cover[bounds[index] : bounds[index + 1], 1:] + identity.shift
-        content = (runs.tobytes(), sequences.values[index].tobytes())
+        positions = runs[index] + identity.shift
+        content = (positions.tobytes(), sequences.values[index].tobytes())
         counts = contents.setdefault(identity.sample, content)
         if counts != content and int(sequences.row[index]) in repeated:
             found[sequences.samples[index]] = None

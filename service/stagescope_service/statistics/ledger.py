@@ -6,8 +6,6 @@ import bisect
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
 from stagescope_service.statistics.identity import Identities, RowIdentity
 from stagescope_service.statistics.part import GroupKey, PartRecord
 from stagescope_service.statistics.summary import Summary
@@ -76,18 +74,13 @@ class Ledger:
             name: The name of this claim in `Claim.other_mask`.
         """
         sequences = summary.sequences
-        cover = sequences.cover[np.argsort(sequences.cover[:, 0], kind="stable")]
-        bounds = np.searchsorted(cover[:, 0], np.arange(len(sequences) + 1)).tolist()
-        runs, rows = cover[:, 1:].tolist(), sequences.row.tolist()
+        runs, rows = sequences.runs(), sequences.row.tolist()
         placed = sequences.placed[:, 0].tolist()
         skips: list[tuple[int, int, int]] = []
         fresh, other_mask = 0, None
         for index in reversed(range(len(sequences))):
             identity, row = identities[index], rows[index]
-            own = [
-                (a + identity.shift, b + identity.shift)
-                for a, b in runs[bounds[index] : bounds[index + 1]]
-            ]
+            own = [(a, b) for a, b in (runs[index] + identity.shift).tolist()]
             repeated = own
             if not identity.dropped:
                 # Context-parallel parts without an offset all begin at 0.
@@ -152,15 +145,14 @@ class CopyChecker:
         """
         summary = record.full_summary
         identities = self._identities.of_rows(record.key, summary)
-        cover = summary.sequences.cover
-        bounds = np.searchsorted(cover[:, 0], np.arange(len(identities) + 1))
         found = None
         masks: dict[str, bytes] = {}
-        for index, (identity, values) in enumerate(
-            zip(identities, summary.sequences.values, strict=True)
+        sequences = summary.sequences
+        for identity, own, values in zip(
+            identities, sequences.runs(), sequences.values, strict=True
         ):
             # Sums of other tokens of the sample differ without a difference in what both hold.
-            runs = (cover[bounds[index] : bounds[index + 1], 1:] + identity.shift).tobytes()
+            runs = (own + identity.shift).tobytes()
             masks[identity.sample] = masks.get(identity.sample, b"") + runs
             if identity.dropped:
                 found = found or holder.key

@@ -44,12 +44,10 @@ class PartRows:
         self.row = sequences.row.tolist()
         self.placed = sequences.placed[:, 0].tolist()
         self.values = sequences.values
-        count = np.arange(len(sequences) + 1)
-        order = np.argsort(sequences.cover[:, 0], kind="stable")
-        self.cover = sequences.cover[order]
-        self.bounds = np.searchsorted(self.cover[:, 0], count).tolist()
+        self.runs = sequences.runs()
         self.marks, self.mark_values = sequences.marks, sequences.mark_values
         self.has_marks = len(self.marks) > 0
+        count = np.arange(len(sequences) + 1)
         self.mark_bounds = np.searchsorted(self.marks[:, 0], count).tolist()
         stream = summary.pair[1]
         self.transported = stream == "rollout"
@@ -63,9 +61,9 @@ class Row:
 
     def __init__(self, rows: PartRows, index: int) -> None:
         self.rows, self.index = rows, index
-        cover = rows.cover[rows.bounds[index] : rows.bounds[index + 1], 1:]
-        self.first = int(cover[0, 0]) if len(cover) else 0
-        self.runs = (cover - self.first).tobytes()
+        runs = rows.runs[index]
+        self.first = int(runs[0, 0]) if len(runs) else 0
+        self.runs = (runs - self.first).tobytes()
         """The runs of model tokens, relative to the first one."""
         self.content = -1
         """Index of its content among the distinct contents of its id."""

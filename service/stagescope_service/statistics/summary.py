@@ -124,6 +124,12 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def runs(self) -> list[Int64]:
+        """Return int64 [runs, 2] of each fragment: the positions of its model tokens, half open."""
+        cover = self.cover[np.argsort(self.cover[:, 0], kind="stable")]
+        bounds = np.searchsorted(cover[:, 0], np.arange(1, len(self)))
+        return np.split(cover[:, 1:], bounds)[: len(self)]
+
     def keys(self) -> list[tuple[str, int, int]]:
         """Return the samples' identity and sort keys: the id, else (source, row)."""
         return [
