@@ -114,6 +114,19 @@ def all_problems(found: Dump | DumpContents) -> str:
     return "; ".join(problem.message for problem in found.problems)
 
 
+def same_contents(one: DumpContents, other: DumpContents) -> None:
+    """Check that two dumps hold the same in a place; their metadata may differ."""
+    assert one.entry.location == other.entry.location
+    assert {*one.tensors} == {*other.tensors}
+    for name, (tag, shape, values, offsets) in one.tensors.items():
+        assert other.tensors[name][:2] == (tag, shape), name
+        np.testing.assert_array_equal(other.tensors[name][2], values)
+        np.testing.assert_array_equal(other.tensors[name][3], offsets)
+    np.testing.assert_equal(dict(other.numbers), dict(one.numbers))
+    assert (other.samples, other.groups, other.mask) == (one.samples, one.groups, one.mask)
+    assert other.row_texts == one.row_texts
+
+
 def make_batch(rows: int, tokens: int, *, seed: int = 0, step: int = 0) -> Batch:
     """Make a step's batch; the same arguments make the same."""
     rng = np.random.default_rng([seed, step + 1])
