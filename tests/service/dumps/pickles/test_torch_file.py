@@ -9,6 +9,7 @@ import threading
 import tracemalloc
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,6 +45,17 @@ def content_of(path: Path) -> Any:
 def saved(path: Path, value: object, **options: Any) -> Path:
     torch.save(value, path / "a.pt", **options)
     return path / "a.pt"
+
+
+def rewritten(
+    path: Path, other: Path, change: Callable[[str, bytes], bytes],
+    compression: int = zipfile.ZIP_STORED,
+) -> None:  # fmt: skip
+    """Write a file of torch.save with other members; `change(last name, data)` returns them."""
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w", compression) as target:
+        for member in source.namelist():
+            name = member.rpartition("/")[2]
+            target.writestr(member, change(name, source.read(member)))
 
 
 def array_of(value: Any) -> npt.NDArray[np.generic]:
@@ -94,8 +106,7 @@ def test_other_dtypes_are_widened_or_named(tmp_path: Path) -> None:
     np.testing.assert_array_equal(from_bfloat16(array_of(found["bf16"])), [1.5, np.nan])
     assert (found["f8"].wire[0], found["f8"].was) == ("float32", "float8_e4m3fn")
     assert array_of(found["f8"]).tolist() == [0.5, 2.0]
-    assert isinstance(found["complex"], Unreadable)
-    assert isinstance(found["sparse"], Unreadable)
+    assert {name for name in found if isinstance(found[name], Unreadable)} == {"complex", "sparse"}
     assert array_of(found["parameter"]).tolist() == [1.0, 1.0]
 
 
@@ -124,8 +135,7 @@ def test_numpy(tmp_path: Path) -> None:
     assert found["scalar"] == float(np.float32(0.1))
     assert (found["whole"], found["yes"]) == (7, True)
     assert found["ids"] == found["texts"] == ["a", "bc"]
-    assert isinstance(found["objects"], Unreadable)
-    assert isinstance(found["dates"], Unreadable)
+    assert {name for name in found if isinstance(found[name], Unreadable)} == {"objects", "dates"}
     assert found["empty"].wire[1] == (0, 3)
 
 
@@ -135,10 +145,7 @@ def test_numpy_of_another_version(tmp_path: Path) -> None:
     ours = cores[np.lib.NumpyVersion(np.__version__) < "2.0.0"]
     others = cores[ours == cores[0]]
     other = tmp_path / "other.pt"
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
-        for member in source.namelist():
-            data = source.read(member)
-            target.writestr(member, data.replace(ours, others))
+    rewritten(path, other, lambda _, data: data.replace(ours, others))
     found = content_of(other)
     assert array_of(found["array"]).tolist() == [0, 1, 2]
     assert found["scalar"] == 2.5
@@ -246,13 +253,11 @@ def test_other_files_are_left_to_torchs_own_loader(tmp_path: Path, harm: bytes) 
 
 def test_a_storage_is_not_read_beyond_its_member(tmp_path: Path) -> None:
     path = saved(tmp_path, {"t": torch.zeros(8), "u": torch.ones(8)})
-    with zipfile.ZipFile(path) as file:
-        members = {each: file.read(each) for each in file.namelist()}
-    name = next(each for each in members if each.endswith("data.pkl"))
     changed = tmp_path / "b.pt"
-    with zipfile.ZipFile(changed, "w") as file:
-        for each, data in members.items():
-            file.writestr(each, data.replace(b"K\x08", b"K\x18") if each == name else data)
+    rewritten(
+        path, changed,
+        lambda name, data: data.replace(b"K\x08", b"K\x18") if name == "data.pkl" else data,
+    )  # fmt: skip
     with pytest.raises(NotPlain, match="storage"):
         read_plain(changed)
 
@@ -301,15 +306,11 @@ def test_a_pickled_call_is_refused_by_its_name_and_never_made(tmp_path: Path, is
     assert not marker.exists()
 
 
-def test_a_class_is_refused_by_its_name(tmp_path: Path) -> None:
-    path = saved(tmp_path, {"path": tmp_path})
+@pytest.mark.filterwarnings("ignore:.*protocol 4:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"pickle_protocol": 4}])
+def test_a_class_is_refused_by_its_name(tmp_path: Path, options: dict[str, int]) -> None:
+    path = saved(tmp_path, {"path": tmp_path}, **options)
     with pytest.raises(Forbidden, match=r"pathlib\.PosixPath"):
-        read_torch_file(path)
-
-
-def test_a_newer_pickle_protocol_is_refused(tmp_path: Path) -> None:
-    path = saved(tmp_path, {"path": tmp_path}, pickle_protocol=4)
-    with pytest.warns(UserWarning, match="protocol 4"), pytest.raises(Forbidden, match="pathlib"):
         read_torch_file(path)
 
 
@@ -334,14 +335,9 @@ def test_a_zip_bomb_is_refused_before_it_inflates(tmp_path: Path) -> None:
 def test_a_bomb_in_the_pickle_is_not_inflated(tmp_path: Path) -> None:
     path = saved(tmp_path, {"a": 1})
     bomb = tmp_path / "bomb.pt"
-    with (
-        zipfile.ZipFile(path) as source,
-        zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as target,
-    ):
-        for member in source.namelist():
-            is_pickle = member.endswith("data.pkl")
-            data = b"X\x00\x00\x00\x08" + b" " * (128 << 20) if is_pickle else source.read(member)
-            target.writestr(member, data)
+    inflated = b"X\x00\x00\x00\x08" + b" " * (128 << 20)
+    rewritten(path, bomb, lambda name, data: inflated if name == "data.pkl" else data,
+              zipfile.ZIP_DEFLATED)  # fmt: skip
     tracemalloc.start()
     try:
         assert peek(bomb) == []
