@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import json
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +64,16 @@ class Batch:
     @property
     def rows(self) -> int:
         return len(self.prompts)
+
+    def in_order(self, order: Sequence[int]) -> Batch:
+        """The same trajectories in another order."""
+
+        def moved(values: Any) -> Any:
+            is_array = isinstance(values, np.ndarray)
+            return values[[*order]] if is_array else [values[row] for row in order]
+
+        fields = (each.name for each in dataclasses.fields(self))
+        return Batch(**{name: moved(getattr(self, name)) for name in fields})
 
     @property
     def samples(self) -> list[str]:
@@ -171,6 +181,7 @@ def nexrl_directory(
     seed: int = 0,
     mode: str = "self_hosted",
     suffix: str = "pt",
+    order: Sequence[int] | None = None,
     edit: Edit | None = None,
 ) -> Path:
     """Write what NexRL's dumper writes: `{path}/{type}/step_{N:06d}[_rank{r}[_micro{m}]].pt`.
@@ -184,11 +195,13 @@ def nexrl_directory(
         seed: the same seed writes the same values.
         mode: 'self_hosted', 'remote_api' or 'weaver': which files there are.
         suffix: 'pt' or 'jsonl'.
+        order: of the trajectories of the step.
         edit: may change what is written.
     """
     write = _Writer(path, suffix, edit)
     for step in steps:
         batch = make_batch(ranks * micros * rows, tokens, seed=seed, step=step)
+        batch = batch if order is None else batch.in_order(order)
         if mode == "remote_api":
             _write_remote(write, step, batch)
             continue

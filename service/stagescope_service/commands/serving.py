@@ -270,10 +270,10 @@ def attach(bundle: Path, port: int, as_json: bool, until_eof: bool) -> None:
     It serves only on loopback with its own access token, until Ctrl-C. It removes unpacked files.
     """
     try:
-        from stagescope_service.api.app import make_app
-        from stagescope_service.api.bundle.archive import unpack
-        from stagescope_service.api.bundle.opened import open_unpacked
-        from stagescope_service.api.server import ApiServer
+        from stagescope_service.http.app import make_app
+        from stagescope_service.http.opened_bundle import open_unpacked
+        from stagescope_service.http.server import ApiServer
+        from stagescope_service.report.bundle.archive import unpack
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
     with terminal.interruption() as ended, tempfile.TemporaryDirectory("-stagescope") as name:
