@@ -110,8 +110,8 @@ def serve(address: str | None, as_json: bool, **options: Unpack[ServeOptions]) -
     info = start_service(settings, address=address)
     if info.dead_cluster:
         click.echo(
-            f"note: the head of this home's Ray cluster at {info.dead_cluster} had died: what was "
-            "left of it was ended, and the service goes on with the same data",
+            f"note: the head of this home's Ray cluster at {info.dead_cluster} had died. "
+            "stagescope ended the rest of that cluster. The service continues with the same data",
             err=True,
         )
     if info.passed_over:
@@ -123,18 +123,18 @@ def serve(address: str | None, as_json: bool, **options: Unpack[ServeOptions]) -
     ]
     if info.already_running and unused:
         click.echo(
-            f"note: the running service keeps the settings that it was started with, without "
-            f"{', '.join(unused)}: `stagescope stop` first",
+            f"note: the running service keeps its settings and ignores {', '.join(unused)}. Run "
+            "`stagescope stop` first",
             err=True,
         )
     if (mode := _others_mode(settings.data_path)) is not None:
         click.echo(
-            f"note: others may read {settings.data_path} (mode {mode:o}), with the tensors, texts "
-            f"and dumps in it: chmod 700 {settings.data_path}",
+            f"note: others may read {settings.data_path} (mode {mode:o}). It holds tensors, texts "
+            f"and dumps. Run `chmod 700 {settings.data_path}`",
             err=True,
         )
     if info.not_ready:
-        click.echo(f"warning: the service runs and takes nothing in: {info.not_ready}", err=True)
+        click.echo(f"warning: the service runs but accepts no data yet: {info.not_ready}", err=True)
     if as_json:
         terminal.show_json(_as_json(info))
     else:
@@ -212,9 +212,9 @@ def _as_json(info: ServiceInfo) -> dict[str, object]:
 
 def _skipped_clusters(addresses: tuple[str, ...]) -> str:
     return (
-        f"note: not joined unasked: the Ray cluster at {', '.join(addresses)}, which no `ray "
-        "start` is known to have left here: a service in it would end with its driver; --address "
-        "joins it all the same"
+        f"note: another Ray cluster runs at {', '.join(addresses)}. No `ray start` is known to "
+        "have left it, so a service in it may end with its driver. stagescope did not join it. Use "
+        "--address to join it"
     )
 
 

@@ -59,8 +59,8 @@ _MICRO: Final[Mapping[str, str]] = {
 _WITHOUT_FILE: Final = ("advantages", "other")
 """Sections that NexRL writes no file of."""
 _NOT_IN_FILES: Final = (
-    "numbers that were logged where no tensor is kept, if any: they are in the service's "
-    "catalogue alone, not in these files (stagescope series)"
+    "numbers that were logged where no tensor is kept, if any. Only the service's catalogue has "
+    "them: see `stagescope series`"
 )
 _Fields: TypeAlias = "dict[str, FileValue]"
 _MicroKey: TypeAlias = "tuple[int, int]"
@@ -100,7 +100,7 @@ def write_nexrl(dump: Dump, directory: Path, format: str = "pt") -> Exported:
     if format not in FORMATS:
         raise InvalidInput(f"format {format!r}", expected=f"one of {', '.join(FORMATS)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise Conflict(f"{directory} is there and not empty", expected="a new directory")
+        raise Conflict(f"{directory} exists and is not empty", expected="a new directory")
     if format == "pt":
         check_torch()
     writer = _Writer(dump, directory, format)

@@ -116,8 +116,8 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
     assert written.left_out == [
         "step 5: old_log_probs: which of 2 ranks recorded which rows: NexRL's file has each row "
         "once",
-        "numbers that were logged where no tensor is kept, if any: they are in the service's "
-        "catalogue alone, not in these files (stagescope series)",
+        "numbers that were logged where no tensor is kept, if any. Only the service's catalogue "
+        "has them: see `stagescope series`",
     ]
     batch = make_batch(16, 16, step=5)
     found = load("trajectory/step_000005.pt")
@@ -232,7 +232,7 @@ def test_unreadable_files_are_listed_and_the_others_written(tmp_path: Path) -> N
     written = write_nexrl(open_dump(tmp_path / "a"), tmp_path / "b")
     assert written.files == 12
     assert any("rank0_micro0" in each for each in written.left_out)
-    assert any("rank0_micro1.pt is not there" in each for each in written.left_out)
+    assert any("rank0_micro1.pt does not exist" in each for each in written.left_out)
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:

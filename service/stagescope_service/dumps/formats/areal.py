@@ -16,18 +16,18 @@ from typing import Final
 
 from stagescope_service.dumps.formats.columns import Columns, collect_rows
 from stagescope_service.dumps.formats.content import read_shared
-from stagescope_service.dumps.formats.fitting import (
-    NamedRow,
-    fitting_rows,
-    left_out_problem,
-    objects_in,
-)
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     FileFormat,
     Format,
     ListedFile,
     saved_place,
+)
+from stagescope_service.dumps.formats.odd_values import (
+    NamedRow,
+    fitting_rows,
+    left_out_problem,
+    objects_in,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import (

@@ -178,8 +178,9 @@ def distinct(
             chosen.append(entry)
             continue
         message = (
-            f"{entry.path} is of {entry.location if location is None else location}, as "
-            f"{other.path} is, and is left out: rename it, or import it into another run"
+            f"{entry.path} and {other.path} are both of "
+            f"{entry.location if location is None else location}. Only {other.path.name} is read. "
+            f"Rename {entry.path.name}, or import it into another run"
         )
         refused.setdefault(entry.path, DumpProblem(entry.path, "refused", message, entry))
     return chosen, [*refused.values()]
@@ -279,13 +280,13 @@ def _reason_to_skip(path: Path, root: Path) -> tuple[str, str] | None:
             if error.errno == errno.ELOOP:
                 return "unknown", f"{path} is a link to itself"
         if root.resolve().is_relative_to(path.resolve()):
-            return "unknown", f"{path} leads back: not followed"
+            return "unknown", f"{path} leads to a directory above it, and is not followed"
         try:
             confine(path.absolute(), [root])
         except StagescopeError as error:
             return "refused", f"{path} leads out of {root}: {error}"
         if path.is_dir():
-            return "unknown", f"{path} is a link to a directory: not followed"
+            return "unknown", f"{path} is a link to a directory, and is not followed"
     return None if path.is_file() else ("unknown", f"{path} is no file")
 
 
@@ -325,9 +326,7 @@ def _first_of(part: Part) -> Part:
 
 def unknown_file(found: ListedFile, kind: str) -> DumpProblem:
     """Return the problem of a file that is not part of a format."""
-    return DumpProblem(
-        found.path, "unknown", f"{found.name} is no file of {kind}: it is left out of everything"
-    )
+    return DumpProblem(found.path, "unknown", f"{found.name} is none of {kind}, and is left out")
 
 
 def modified_at(path: Path) -> float:

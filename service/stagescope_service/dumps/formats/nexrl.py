@@ -28,12 +28,6 @@ from stagescope_service.dumps.formats.columns import (
     name_samples,
 )
 from stagescope_service.dumps.formats.content import SUFFIXES, read_content
-from stagescope_service.dumps.formats.fitting import (
-    NamedRow,
-    fitting_rows,
-    left_out_problem,
-    objects_in,
-)
 from stagescope_service.dumps.formats.json_lines import read_object_lines
 from stagescope_service.dumps.formats.listing import (
     FileDump,
@@ -44,6 +38,12 @@ from stagescope_service.dumps.formats.listing import (
     is_companion,
     missing_parts,
     unknown_file,
+)
+from stagescope_service.dumps.formats.odd_values import (
+    NamedRow,
+    fitting_rows,
+    left_out_problem,
+    objects_in,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import (
@@ -194,7 +194,7 @@ def _duplicate(found: ListedFile, other: DumpEntry) -> DumpProblem:
     return DumpProblem(
         found.path,
         "superseded",
-        f"{found.name} and {other.path.name} are of the same step, rank and microbatch: only "
+        f"{found.name} and {other.path.name} are of the same step, rank and microbatch. Only "
         f"{other.path.name} is read",
         other,
     )
@@ -231,8 +231,8 @@ def _missing(path: Path, kind: str, location: Location) -> DumpProblem:
     return DumpProblem(
         path,
         "missing",
-        f"{kind}/{path.name} is not there, though the dump has files of other ranks or "
-        "microbatches of that step: look at that rank's log and disk",
+        f"{kind}/{path.name} does not exist, but the dump has files of other ranks or "
+        "microbatches of that step. Look at that rank's log and disk",
         DumpEntry(TYPES[kind], location, path, 0, kind),
     )
 

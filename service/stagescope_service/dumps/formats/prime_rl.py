@@ -81,8 +81,8 @@ def _unstable(entries: Sequence[DumpEntry]) -> list[DumpProblem]:
                 DumpProblem(
                     directory / STABLE,
                     "missing",
-                    f"{directory.name} has no {STABLE}, as the other steps have: ranks were still "
-                    "writing, or the training ended before; what there is of it is read",
+                    f"{directory.name} has no {STABLE}, but other steps have one. Ranks were still "
+                    "writing, or the training ended before. The files that exist are read",
                     entry,
                 )
             )

@@ -20,13 +20,13 @@ from stagescope_service.dumps.formats.columns import (
     unique_samples,
 )
 from stagescope_service.dumps.formats.content import read_shared
-from stagescope_service.dumps.formats.fitting import (
+from stagescope_service.dumps.formats.listing import FileFormat, ListedFile, saved_place
+from stagescope_service.dumps.formats.odd_values import (
     NamedRow,
     fitting_rows,
     left_out_problem,
     objects_in,
 )
-from stagescope_service.dumps.formats.listing import FileFormat, ListedFile, saved_place
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
 from stagescope_service.rows.ragged import cumulative, slice_indexes

@@ -98,7 +98,7 @@ def test_the_command_line_reports_the_import_and_what_cannot_be_read(
     assert result.exit_code == 1, result.output
     told = " ".join(result.stdout.split())
     assert "the operators of 1 dump of 2 processes" in told
-    assert "not taken:" in told
+    assert "not imported:" in told
     assert "proc4712" in told
     tables = running.get("/steps/0/operators", run="alone", limit=1)["tables"]
     assert sorted(each["state"] for each in tables) == ["digested", "refused"]
