@@ -195,7 +195,6 @@ def import_dump(
     """
     from stagescope_service.dumps.formats.listing import rank_dumps
     from stagescope_service.dumps.importing import (
-        NOTES,
         TrainedSamples,
         copy_operator_dumps,
         import_events,
@@ -211,21 +210,9 @@ def import_dump(
             advice="; ".join(each.message for each in dump.problems[:3]),
         )
     key = import_key(dump, run)
-    notes = dump.about.get(NOTES)
-    stepless = [each for each in dump.entries if is_of_no_step(each)]
-    report = ImportReport(
-        run=run, attempt_key=key, format=dump.kind,
-        nothing_new=_is_complete(session, dump, run, key, new_attempt=new_attempt),
-        processes=0, events=0, payloads=0, operators=0,
-        problems=[*map(_unread, dump.problems)], refused=[],
-        left_out={
-            f"{each.path.parent.name}/{each.path.name}": f"of step {each.location.step}, "
-            "which is none"
-            for each in stepless
-        },
-        missing={}, notes=[*map(str, notes)] if isinstance(notes, list) else [],
-    )  # fmt: skip
-    parts = len({each.location for each in dump.entries if each not in stepless})
+    nothing_new = _is_complete(session, dump, run, key, new_attempt=new_attempt)
+    report = _empty_report(dump, run, key, nothing_new=nothing_new)
+    parts = len({each.location for each in dump.entries if not is_of_no_step(each)})
     senders: set[tuple[object, ...]] = set()
     announced: list[OperatorDump] = []
     from_texts: set[str] = set()
@@ -250,6 +237,23 @@ def import_dump(
         *samples.notes(),
     ]
     return report
+
+
+def _empty_report(dump: Dump, run: str, key: str, *, nothing_new: bool) -> ImportReport:
+    """Return the report of an import that has sent nothing yet."""
+    from stagescope_service.dumps.importing import NOTES, is_of_no_step
+
+    notes = dump.about.get(NOTES)
+    left_out = {
+        f"{each.path.parent.name}/{each.path.name}": f"of step {each.location.step}, which is none"
+        for each in dump.entries
+        if is_of_no_step(each)
+    }
+    return ImportReport(
+        run=run, attempt_key=key, format=dump.kind, nothing_new=nothing_new, processes=0, events=0,
+        payloads=0, operators=0, problems=[*map(_unread, dump.problems)], refused=[],
+        left_out=left_out, missing={}, notes=[*map(str, notes)] if isinstance(notes, list) else [],
+    )  # fmt: skip
 
 
 def _add_conversions(report: ImportReport, meta: Mapping[str, object]) -> set[str]:
