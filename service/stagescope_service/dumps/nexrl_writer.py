@@ -48,7 +48,6 @@ from stagescope_service.store.tensorfile import WireTensor, disk_errors
 from stagescope_wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
 from stagescope_wire.keep import COMPANIONS
 from stagescope_wire.schema import Part
-from stagescope_wire.tensorfile import Array
 
 FORMATS: Final = ("pt", "jsonl")
 _UPDATE: Final = "actor_update"
@@ -413,14 +412,12 @@ def _with_dtypes(data: _Fields) -> _Fields:
 
 
 def _padded(record: DumpContents) -> dict[str, WireTensor]:
-    return {
-        name: wire if wire[3] is None else _as_wire(wire[0], padded(wire[2], wire[3], "right"))
-        for name, wire in record.tensors.items()
-    }
-
-
-def _as_wire(tag: str, values: Array) -> WireTensor:
-    return tag, values.shape, values, None
+    found = dict(record.tensors)
+    for name, (tag, _, values, offsets) in record.tensors.items():
+        if offsets is not None:
+            rows = padded(values, offsets, "right")
+            found[name] = (tag, rows.shape, rows, None)
+    return found
 
 
 def _statistics(tensor: WireTensor) -> _Fields:

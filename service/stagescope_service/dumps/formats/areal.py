@@ -64,11 +64,9 @@ def _entries_of(
     if "input_ids" not in values or sum(mark in values for mark in _MARKS) < 2:
         return []
     held = [section for section, names in _SECTIONS.items() if not {*names}.isdisjoint(values)]
-    location = Location(stage=found.path.stem)
-    return [
-        DumpEntry(section, location, found.path, found.bytes, section)
-        for section in ("trajectories", *held)
-    ]
+    place = location._replace(stage=found.path.stem)
+    sections = ("trajectories", *held)
+    return [DumpEntry(each, place, found.path, found.bytes, each) for each in sections]
 
 
 def open_areal(path: Path, step: int | None) -> FileDump:

@@ -36,14 +36,9 @@ def widened(tensor: WireTensor) -> Array:
     return widen(Tensor(tensor[0], tensor[2]))
 
 
-def values_of(tensor: WireTensor, *, exact: bool = True) -> Sequence[Array]:
-    """Return the rows of a tensor; ragged ones each with its own length.
-
-    Args:
-        tensor: [rows], [rows, ...] or ragged.
-        exact: keep bfloat16 as uint16; else widen it.
-    """
-    values, offsets = tensor[2] if exact else widened(tensor), tensor[3]
+def _values_of(tensor: WireTensor) -> Sequence[Array]:
+    """Return the rows of a tensor, widened; ragged ones each with its own length."""
+    values, offsets = widened(tensor), tensor[3]
     if offsets is None:
         return list(values)
     return [values[a:b] for a, b in itertools.pairwise(offsets)]
@@ -52,7 +47,7 @@ def values_of(tensor: WireTensor, *, exact: bool = True) -> Sequence[Array]:
 def rows_of(record: DumpContents) -> Iterator[dict[str, RowValue]]:
     """Yield each row of a record: name -> array, number or text; `group_id` and `run_id` too."""
     columns: dict[str, Sequence[RowValue]] = {
-        name: values_of(wire, exact=False) for name, wire in record.tensors.items()
+        name: _values_of(wire) for name, wire in record.tensors.items()
     }
     columns |= record.row_texts
     if record.groups is not None:

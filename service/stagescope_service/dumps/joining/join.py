@@ -17,7 +17,7 @@ from stagescope_service.dumps.joining.parts import DumpParts, find_parts
 from stagescope_service.dumps.joining.rows import Allocate, Assembly, Column, RecordedPart
 from stagescope_service.dumps.records import Dump, DumpContents
 from stagescope_service.rows.positions import POSITION_TENSORS, TokenPositions, token_positions
-from stagescope_service.rows.ragged import Int64, RowBlock, row_block
+from stagescope_service.rows.ragged import Int64, RowBlock, row_block, unpack
 from stagescope_wire.batch import Batch, BatchPart, Gap, Tensor
 from stagescope_wire.batch.data import flow_index
 from stagescope_wire.errors import NotFound, StagescopeError
@@ -173,7 +173,7 @@ class _Joiner:
         return (shape[0], part.span, *shape[2:]) if is_of_tokens else None
 
     def _add(self, index: int, part: RecordedPart, record: DumpContents) -> None:
-        tensors = part.unpack(record)
+        tensors = unpack(record.tensors)
         in_fragments = not part.is_whole and part.span is not None
         tokens = token_positions(tensors, part.count) if in_fragments else None
         for name, wire in tensors.items():

@@ -12,7 +12,7 @@ import numpy as np
 from stagescope_service.dumps.joining.rows import RecordedPart, RowIndex, rows_lacking_ranks
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, mapping
 from stagescope_service.rows.positions import has_positions, token_positions
-from stagescope_service.rows.ragged import Bools
+from stagescope_service.rows.ragged import Bools, unpack
 from stagescope_service.store.tensorfile import WireTensor
 from stagescope_wire.batch import Gap
 from stagescope_wire.batch.data import flow_index
@@ -190,7 +190,7 @@ class _Scanner:
             })  # fmt: skip
 
     def _add_rows(self, part: RecordedPart, record: DumpContents) -> None:
-        tensors = part.unpack(record)
+        tensors = unpack(record.tensors)
         texts = dict(record.row_texts)
         if record.groups is not None:
             texts["group_ids"] = record.groups
