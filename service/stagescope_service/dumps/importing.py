@@ -271,7 +271,8 @@ class _ProcessReplay:
         records, problems = self._read(entries)
         problems = [*alike, *problems]
         self.wall = max([self.wall, *(modified_at(entry.path) for entry in entries)])
-        version = next((v for each in records if (v := _policy_version(each)) is not None), None)
+        versions = (mapping(each.about, "job").get("policy_version") for each in records)
+        version = next((each for each in versions if type(each) is int), None)
         work = schema.Work(location.step, version, location.stage, location.part).fields()
         begin = self._event(schema.BEGIN, **work)
         begin_seq = self.seq
@@ -342,11 +343,6 @@ def _meta(record: DumpContents) -> dict[str, object]:
     """Return the metadata of a record's payload; this project's files keep theirs."""
     described = {name: value for name, value in record.about.items() if name not in ("meta", "job")}
     return {**described, **mapping(record.about, "meta")}
-
-
-def _policy_version(record: DumpContents) -> int | None:
-    version = mapping(record.about, "job").get("policy_version")
-    return version if type(version) is int else None
 
 
 def _scalars(numbers: Mapping[str, float | int]) -> dict[str, float | int]:

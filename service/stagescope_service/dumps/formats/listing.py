@@ -259,14 +259,12 @@ def _walk(root: Path) -> Iterator[Path]:
     for directory, folders, names in os.walk(root):
         here = Path(directory)
         hidden = sorted(each for each in folders if each.startswith("."))
-        yield from (here / each for each in hidden if _holds_files(here / each))
+        for each in hidden:
+            if any(files for _, _, files in os.walk(here / each)):
+                yield here / each
         folders[:] = sorted({*folders} - {*hidden})
         yield from (here / each for each in folders if (here / each).is_symlink())
         yield from (here / each for each in sorted(names) if not each.startswith("."))
-
-
-def _holds_files(directory: Path) -> bool:
-    return any(names for _, _, names in os.walk(directory))
 
 
 def _reason_to_skip(path: Path, root: Path) -> tuple[str, str] | None:

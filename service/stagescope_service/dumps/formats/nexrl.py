@@ -151,7 +151,11 @@ def open_nexrl(path: Path, step: int | None) -> FileDump:
             problems.append(unknown_file(each, "a NexRL dump"))
     entries, duplicates = _entries_of(nexrl_files)
     index = read_index(root)
-    entries = [_with_indexed_place(entry, index) for entry in entries]
+    names_of = {entry: "/".join(entry.path.parts[-2:]) for entry in entries}
+    entries = [
+        dataclasses.replace(entry, location=index.get(name, entry.location))
+        for entry, name in names_of.items()
+    ]
     chosen = [entry for entry in entries if step in (None, entry.location.step)]
     problems += duplicates
     if index and not path.is_file():
@@ -173,11 +177,6 @@ def _entries_of(found: Iterable[ListedFile]) -> tuple[list[DumpEntry], list[Dump
         else:
             entries[key] = DumpEntry(TYPES[kind], location, each.path, each.bytes, kind)
     return list(entries.values()), problems
-
-
-def _with_indexed_place(entry: DumpEntry, index: Mapping[str, Location]) -> DumpEntry:
-    location = index.get("/".join(entry.path.parts[-2:]))
-    return entry if location is None else dataclasses.replace(entry, location=location)
 
 
 def _missing_indexed(

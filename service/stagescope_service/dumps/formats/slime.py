@@ -8,6 +8,7 @@ its `index`, which both files have; its group is `group_index`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -98,15 +99,13 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     )
     rows = [row.values for row in fitted]
     problems = left_out_problem(entry, {**wrong, **unfit}, len(listed))
-    wanted = [
-        {
-            name: value
-            for name, value in row.items()
-            if name not in _SKIPPED and _is_wanted(names.get(name, name), own, elsewhere)
-        }
-        for row in rows
-    ]
-    found = collect_rows(wanted, names=names)
+    given = {name: names.get(name, name) for name in {*itertools.chain.from_iterable(rows)}}
+    skipped = {
+        name
+        for name, ours in given.items()
+        if (ours in elsewhere if own is None else ours not in (*own, "response_mask"))
+    }
+    found = collect_rows(rows, names=names, skip=_SKIPPED | skipped)
     if entry.section == "trajectories":
         _add_responses(found, rows)
         _add_versions(found, rows)
@@ -125,12 +124,6 @@ def read_entry(entry: DumpEntry) -> DumpContents:
         problems=problems,
         rows=[row.name for row in fitted],
     )
-
-
-def _is_wanted(name: str, own: tuple[str, ...] | None, elsewhere: set[str]) -> bool:
-    if own is None:
-        return name not in elsewhere
-    return name in own or name == "response_mask"
 
 
 def _plain_sample(row: dict[str, FileValue]) -> dict[str, FileValue]:

@@ -133,8 +133,8 @@ class _Joiner:
         return Batch(
             rows=len(self._rows),
             tensors={
-                name: Tensor(column.tag, column.values)
-                for name, column in sorted(self._columns.items(), key=_flow)
+                name: Tensor(self._columns[name].tag, self._columns[name].values)
+                for name in sorted(self._columns, key=lambda name: (flow_index(name), name))
             },
             lengths={n: np.maximum(c.written, 0) for n, c in self._columns.items() if c.is_ragged},
             padding=padding,
@@ -290,7 +290,3 @@ class _Joiner:
 
 def _is_recomputed(name: str) -> bool:
     return name in _RECOMPUTED or flow_index(name) >= flow_index("log_probs")
-
-
-def _flow(item: tuple[str, Column]) -> tuple[int, str]:
-    return flow_index(item[0]), item[0]
