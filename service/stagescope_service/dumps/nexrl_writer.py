@@ -25,24 +25,31 @@ from typing import Final, TypeAlias, cast
 import numpy as np
 
 from stagescope_service.dumps.formats.nexrl import DTYPES, OF_JOB, write_index
-from stagescope_service.dumps.formats.nexrl_rows import (
+from stagescope_service.dumps.formats.slime import EVAL_STAGE
+from stagescope_service.dumps.joining.join import join
+from stagescope_service.dumps.nexrl_forms import (
+    ROLLOUT_TENSORS,
     TRAJECTORY_TENSORS,
+    complete_batch,
     datum,
     lists_in,
     rows_of,
     trajectory,
-    widened,
 )
-from stagescope_service.dumps.formats.slime import EVAL_STAGE
-from stagescope_service.dumps.joining.join import join
-from stagescope_service.dumps.nexrl_batch import ROLLOUT_TENSORS, complete_batch
 from stagescope_service.dumps.pickles.torch_file import (
     FileTensor,
     FileValue,
     check_torch,
     save_torch_file,
 )
-from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location, mapping
+from stagescope_service.dumps.records import (
+    Dump,
+    DumpContents,
+    DumpEntry,
+    Location,
+    mapping,
+    widened,
+)
 from stagescope_service.rows.ragged import padded
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 from stagescope_wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
@@ -276,7 +283,7 @@ class _Writer:
         sections: Mapping[str, list[DumpEntry]],
         placed: Set[DumpEntry],
     ) -> None:
-        """Write the complete batch of the old log-probs; see `nexrl_batch`."""
+        """Write the complete batch of the old log-probs; see `nexrl_forms`."""
         entries = sections["old_log_probs"]
         if not entries:
             return
