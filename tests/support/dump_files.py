@@ -8,6 +8,7 @@ format), `name` the file's name without its suffix.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from tests.support.batches import wire
 
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.records import Dump, DumpContents
 from stagescope_service.store.artifacts import kept_path, step_directory
 from stagescope_service.store.kept import Kept, write_kept
 from stagescope_wire.keep import sections_of
@@ -101,6 +104,24 @@ class Batch:
         prompts = [[0] * (width - len(prompt)) + prompt for prompt in self.prompts]
         whole = np.concatenate([np.array(prompts, np.int64), self.responses], axis=1)
         return torch.from_numpy(whole[rows].copy())
+
+
+def read_first(path: Path, **options: Any) -> DumpContents:
+    """Open a dump and read its first entry."""
+    dump = open_dump(path, **options)
+    return dump.read(dump.entries[0])
+
+
+def rows_in(record: DumpContents, name: str) -> list[list[Any]]:
+    """The rows of a ragged tensor."""
+    _, _, values, offsets = record.tensors[name]
+    assert offsets is not None
+    return [values[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+
+
+def all_problems(found: Dump | DumpContents) -> str:
+    """All that is said to be wrong."""
+    return "; ".join(problem.message for problem in found.problems)
 
 
 def make_batch(rows: int, tokens: int, *, seed: int = 0, step: int = 0) -> Batch:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
 from stagescope_wire.plan import CaptureRequest
 from stagescope_wire.schema import Part
-from stagescope_workers.capture.msprobe_capture import Capturer
+from stagescope_workers.capture.msprobe_capture import begin_capture
 
 
 def capture_request(**fields: object) -> CaptureRequest:
@@ -70,7 +70,7 @@ def capture(
     """Capture one forward and backward pass; return the directory of the rank's files."""
     model = model if model is not None else small_decoder()
     section = {} if mode is None else {"summary_mode": mode}
-    armed = Capturer().begin(
+    armed = begin_capture(
         capture_request(capture_id="c", config={"task": task, "level": level, task: section}),
         run="run",
         attempt_key="first",

@@ -26,14 +26,14 @@ class MemoryDump:
     problems: Sequence[DumpProblem] = ()
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
     broken: frozenset[Path] = frozenset()
-    reads: int = 0
+    reads: list[DumpEntry] = dataclasses.field(default_factory=list)
 
     @property
     def entries(self) -> list[DumpEntry]:
         return [record.entry for record in self.records]
 
     def read(self, entry: DumpEntry) -> DumpContents:
-        self.reads += 1
+        self.reads.append(entry)
         if entry.path in self.broken:
             raise InvalidTensor(f"{entry.path} is truncated", advice="write it again")
         return next(record for record in self.records if record.entry == entry)
