@@ -205,7 +205,7 @@ class EventSender:
             # There was no time yet for an answer, or for this process to join its Ray cluster.
             activity = "looking for a service" if link is None else f"calling {link.address}"
             return f"not connected yet, {activity}"
-        lost = "the service answers no more" if self.answers else "no service was found"
+        lost = "the service stopped answering" if self.answers else "no service was found"
         if link is None:
             return f"not connected, {self.problem or lost}"
         return f"not connected to {link.address}: {self.problem or 'no answer'}"
