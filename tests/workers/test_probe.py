@@ -368,7 +368,7 @@ def test_a_misspelt_name_is_reported_once_with_the_closest_and_kept(
             ("rollout_logprobs is kept", "expected rollout_log_probs"),
             ("reward is kept beside rewards",),
             ("sample_id is kept beside sample_ids", "expected sample_ids alone"),
-            ("what is said of rollout counts",),
+            ("producers has rollout too, which counts",),
         ),
         strict=True,
     ):

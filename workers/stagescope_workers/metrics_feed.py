@@ -44,13 +44,13 @@ class MetricsFeed:
 
     Only `wait` waits, and no method raises. A number in a trainer's log is never corrected. So an
     answer is used only when it covers everything that was announced for the step, and all rows that
-    `want` named. After `close`, in a forked child and without a service there are no numbers.
+    `request` named. After `close`, in a forked child and without a service there are no numbers.
 
     Usage:
         >>> feed = MetricsFeed(probe)
         >>> feed.prepare()  # before the first step, where there is time
-        >>> feed.want(step)  # where the step's tensors were recorded
-        >>> logged.update(feed.take(step))  # where the trainer logs the step
+        >>> feed.request(step)  # where the step's tensors were recorded
+        >>> logged.update(feed.get(step))  # where the trainer logs the step
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -74,7 +74,7 @@ class MetricsFeed:
             self._is_cold = True
             self._start()
 
-    def want(self, step: int, rows: int | None = None) -> None:
+    def request(self, step: int, rows: int | None = None) -> None:
         """Begin to request a step's numbers; call it again after more of the step was recorded.
 
         Args:
@@ -88,13 +88,13 @@ class MetricsFeed:
         with self._probe.guard("metrics feed", None, quiet=True):
             number = index("step", step)
             if number is not None:
-                self._request(number, 0 if rows is None else index("rows", rows) or 0)
+                self._add_request(number, 0 if rows is None else index("rows", rows) or 0)
 
     @property
     def _is_usable(self) -> bool:
         return not self._closed and os.getpid() == self._pid
 
-    def _request(self, step: int, rows: int) -> None:
+    def _add_request(self, step: int, rows: int) -> None:
         with self._condition:
             self._requests.pop(step, None)
             self._requests[step] = _Request(rows)
@@ -112,7 +112,7 @@ class MetricsFeed:
             self._thread = thread
         self._condition.notify_all()
 
-    def take(self, step: int) -> Mapping[str, float]:
+    def get(self, step: int) -> Mapping[str, float]:
         """Return the numbers of exactly this step by published name; empty if there are none."""
         if os.getpid() != self._pid:
             return _NOTHING

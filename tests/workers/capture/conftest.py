@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tests.support.small_decoder import forward_backward, token_ids
 
 from stagescope_wire.plan import CaptureRequest
 from stagescope_wire.schema import Part
@@ -70,6 +71,12 @@ class Captures:
             self.last = armed.finish(error)
             raise
         self.last = armed.finish(None)
+
+    def run(self, model: Any, *, state: str = "complete", **arguments: Any) -> None:
+        """Capture a forward and a backward pass, which ends in `state`."""
+        with self.around(model, **arguments):
+            forward_backward(model, token_ids())
+        assert self.last["state"] == state, self.last
 
     def entries(self) -> dict[str, object]:
         """What dump.json of the last capture holds."""

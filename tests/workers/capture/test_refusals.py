@@ -19,14 +19,6 @@ from stagescope_workers.capture import msprobe_capture, msprobe_patches
 from stagescope_workers.capture.msprobe_capture import begin_capture
 
 
-def whole_capture(captures: Captures, model: torch.nn.Module, **arguments: object) -> None:
-    """A capture that must work, whatever happened before."""
-    with captures.around(model, **arguments):
-        forward_backward(model, token_ids())
-    assert captures.last["state"] == "complete", captures.last
-    assert captures.entries()
-
-
 def test_a_nested_capture_is_skipped_and_the_outer_is_whole(captures: Captures) -> None:
     model = small_decoder()
     with captures.around(model, step=1):
@@ -51,7 +43,7 @@ def test_a_trainers_own_debugger_is_not_disturbed(captures: Captures, tmp_path: 
         debugger_class._instance = None
     assert result["state"] == "skipped"
     assert "another PrecisionDebugger" in result["error"]
-    whole_capture(captures, small_decoder())
+    captures.run(small_decoder())
 
 
 def test_a_constructor_that_fails_poisons_nothing(captures: Captures) -> None:
@@ -61,7 +53,7 @@ def test_a_constructor_that_fails_poisons_nothing(captures: Captures) -> None:
     result = captures.begin(model, section=section).finish(None)
     assert result["state"] == "failed"
     assert "msprobe could not be started" in result["error"]
-    whole_capture(captures, model, step=2)
+    captures.run(model, step=2)
 
 
 @pytest.mark.parametrize("level", ["L0", "mix"])
@@ -76,7 +68,7 @@ def test_a_start_that_fails_leaves_nothing_running(captures: Captures, level: st
         for owner in msprobe_patches.constructor_owners()
         for value in vars(owner).values()
     )
-    whole_capture(captures, small_decoder(), level=level, step=2)
+    captures.run(small_decoder(), level=level, step=2)
 
 
 def test_a_level_that_needs_a_model_says_so(captures: Captures) -> None:
@@ -137,7 +129,7 @@ def test_strict_raises_at_the_end_but_never_over_the_stages_own_error(
     forward_backward(model, token_ids())
     assert armed.finish(ValueError("the stage's"))["state"] == "failed"
     monkeypatch.undo()
-    whole_capture(captures, model, step=3)
+    captures.run(model, step=3)
 
 
 def test_a_missing_msprobe(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +143,7 @@ def test_a_missing_msprobe(captures: Captures, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(CaptureError, match="mindstudio-probe"):
         captures.begin(small_decoder(), strict=True)
     monkeypatch.undo()
-    whole_capture(captures, small_decoder())
+    captures.run(small_decoder())
 
 
 def test_generation_is_never_captured_for_all_stages(captures: Captures) -> None:
@@ -210,4 +202,4 @@ def test_what_breaks_inside_a_hook_stays_there(
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected[name])  # type: ignore[arg-type]
-    whole_capture(captures, model, task="tensor", step=2)
+    captures.run(model, task="tensor", step=2)

@@ -109,7 +109,7 @@ def load_config(path: str) -> dict[str, object]:
     except ValueError as error:
         raise InvalidPlan(f"config_path {path!r} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise InvalidPlan(f"config_path {path!r} holds {type(content).__name__}, not an object")
+        raise InvalidPlan(f"config_path {path!r} has {type(content).__name__}, not an object")
     return content
 
 
@@ -275,7 +275,7 @@ def check_baseline(config: MsprobeConfig, rank: int) -> None:
     if not rank_directory.is_dir():
         raise InvalidPlan(
             f"bench_path {bench_path!r} has no directory step0/rank{rank}",
-            expected="the directory of an earlier capture of the same stage (it holds step0/)",
+            expected="the directory of an earlier capture of the same stage (it has step0/)",
         )
 
 

@@ -78,7 +78,7 @@ class Shards:
         if not self._tensors and self._error is None:
             self._error = (
                 f"none of the {len(self._gradients)} parameters had a gradient: no optimizer used "
-                f"one in this stage, and none was there at its end; expected a stage that trains"
+                f"one in this stage, and none existed at its end; expected a stage that trains"
             )
         return self._tensors, self._locations, self._error
 

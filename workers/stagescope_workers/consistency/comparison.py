@@ -225,7 +225,7 @@ def _usable(
     problems: dict[str, str] = {}
     for item, prompt, each in zip(items, prompts, generations, strict=True):
         ids = each.token_ids or _recovered_ids(each, tokenizer)
-        problem = each.problem or ("" if ids else "the engine gave no token ids")
+        problem = each.problem or ("" if ids else "the engine returned no token ids")
         if problem:
             problems[item.name] = problem
         else:
