@@ -23,7 +23,7 @@ import torch
 from tests.support.coordinators import FakeCoordinator, wait_for
 from tests.support.proxy import running_proxy, set_proxy
 
-from stagescope_service.api import framing as api_framing
+from stagescope_service.http import framing as api_framing
 from stagescope_service.statistics.payload import read_value
 from stagescope_wire import discovery, framing
 from stagescope_wire.errors import InvalidEvent, StagescopeError, Unauthorized, Unreachable
