@@ -122,17 +122,6 @@ def test_any_changed_bit_is_seen(tensor: torch.Tensor, data: st.DataObject) -> N
     assert checksum(complete) != before
 
 
-@given(tensors(), st.data())
-def test_two_elements_that_are_swapped_are_seen(tensor: torch.Tensor, data: st.DataObject) -> None:
-    flat = whole_of(tensor)
-    assume(flat.numel() > 1)
-    one, other = data.draw(st.permutations(range(flat.numel())))[:2]
-    traded = flat.clone()
-    traded[one : one + 1].copy_(flat[other : other + 1])
-    traded[other : other + 1].copy_(flat[one : one + 1])
-    assert (checksum(traded) == checksum(flat)) == (bytes_of(traded) == bytes_of(flat))
-
-
 @given(tensors(DTYPES[-2:]))
 def test_lazily_conjugated_and_negated_tensors_are_their_values(tensor: torch.Tensor) -> None:
     for view in (tensor.conj(), tensor.conj().imag):

@@ -98,7 +98,6 @@ def detect(http: EngineHttp) -> EngineInfo:
 
 
 def _other_kind(http: EngineHttp, seconds: float, has_models: bool) -> str | None:
-    """Return the kind of a server whose list of models does not name it; None if unknown."""
     if _sglang_info(http, seconds) is not None:
         return "sglang"
     return "openai" if has_models else None

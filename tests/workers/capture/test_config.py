@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tests.support.dumps import capture_request
-from tests.support.small_decoder import forward_backward, small_decoder, token_ids
+from tests.support.small_decoder import begin, forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
 from stagescope_wire.errors import InvalidPlan
-from stagescope_wire.schema import Part
 from stagescope_workers.capture import msprobe_config
-from stagescope_workers.capture.msprobe_capture import begin_capture
 from stagescope_workers.capture.msprobe_config import MsprobeConfig, check_config, resolve_config
 
 # The two examples of verl's guide, with every key that it shows.
@@ -117,15 +115,8 @@ def test_a_capture_from_a_path_sees_the_file_of_the_moment(
     levels = []
     for step, level in enumerate(("L0", "L1")):
         file.write_text(json.dumps({"task": "statistics", "level": level}), encoding="utf-8")
-        armed = begin_capture(
-            capture_request(
-                capture_id="c", data_dir=str(captures.data_dir), config=None,
-                config_path=str(file),
-            ),
-            run="run", attempt_key="k", stage="actor_update", step=step, part=Part(),
-            role="actor", rank=0, model=model, data_root=None,
-        )  # fmt: skip
-        assert armed is not None
+        request = {"data_dir": str(captures.data_dir), "config_path": str(file)}
+        armed = begin(request, model, step=step)
         forward_backward(model, token_ids())
         levels.append(armed.finish(None)["level"])
     assert levels == ["L0", "L1"]

@@ -101,20 +101,15 @@ def test_a_full_disk_stays_inside(tmp_path: Path) -> None:
         import json, resource, signal, sys
         sys.path[:0] = ["client", "workers", "."]
         import torch
-        from stagescope_wire.schema import Part
-        from stagescope_workers.capture.msprobe_capture import begin_capture
-        from tests.support.small_decoder import forward_backward, small_decoder, token_ids
+        from tests.support.small_decoder import begin, forward_backward, small_decoder, token_ids
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         model, results = small_decoder(width=64), []
         expected = forward_backward(model, token_ids())
 
         def capture(step, task):
-            armed = begin_capture(
-                {"capture_id": "c", "config": {"task": task, "level": "mix"}},
-                run="run", attempt_key="k", stage="actor_update", step=step, part=Part(),
-                role="actor", rank=0, model=model, data_root=sys.argv[1],
-            )
+            config = {"task": task, "level": "mix"}
+            armed = begin({"config": config}, model, step=step, data_root=sys.argv[1])
             assert forward_backward(model, token_ids()) == expected
             result = armed.finish(None)
             results.append([result["state"], result["error"]])

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.dumps import capture_request
-from tests.support.small_decoder import forward_backward, small_decoder, token_ids
+from tests.support.small_decoder import begin, forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
 from stagescope_wire.errors import CaptureError, InvalidPlan
 from stagescope_wire.plan import CaptureRequest
-from stagescope_wire.schema import Part
 from stagescope_workers.capture import msprobe_capture, msprobe_patches
-from stagescope_workers.capture.msprobe_capture import begin_capture
 
 
 def test_a_nested_capture_is_skipped_and_the_outer_is_whole(captures: Captures) -> None:
@@ -92,19 +89,14 @@ def test_a_level_that_needs_a_model_says_so(captures: Captures) -> None:
 def test_strict_raises_and_lenient_does_not(
     captures: Captures, spec: CaptureRequest, error: type[Exception]
 ) -> None:
-    def begin(strict: bool) -> Any:
-        return begin_capture(
-            {
-                "capture_id": "c", "strict": strict, "data_dir": str(captures.data_dir),
-                "config": {"task": "statistics"}, **spec,
-            },
-            run="run", attempt_key="first", stage="actor_update", step=1, part=Part(),
-            role="actor", rank=0, model=small_decoder(), data_root=None,
-        )  # fmt: skip
+    def attempt(strict: bool) -> Any:
+        data_dir, config = str(captures.data_dir), {"task": "statistics"}
+        request = {"strict": strict, "data_dir": data_dir, "config": config, **spec}
+        return begin(request, small_decoder())
 
     with pytest.raises(error):
-        begin(strict=True)
-    assert begin(strict=False).finish(None)["state"] == "failed"
+        attempt(strict=True)
+    assert attempt(strict=False).finish(None)["state"] == "failed"
 
 
 def test_strict_raises_at_the_end_but_never_over_the_stages_own_error(
@@ -147,26 +139,20 @@ def test_a_missing_msprobe(captures: Captures, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_generation_is_never_captured_for_all_stages(captures: Captures) -> None:
-    def begin(**fields: object) -> Any:
-        return begin_capture(
-            capture_request(capture_id="c", config={"task": "statistics"}, strict=True, **fields),
-            run="run", attempt_key="k", stage="rollout_generate", step=1, part=Part(),
-            role="rollout", rank=0, model=None, data_root=str(captures.data_dir),
-        )  # fmt: skip
+    def attempt(**fields: object) -> Any:
+        request = {"config": {"task": "statistics"}, "strict": True, **fields}
+        work = {"stage": "rollout_generate", "role": "rollout"}
+        return begin(request, data_root=str(captures.data_dir), **work)
 
-    assert begin(stages="all") is None
-    assert begin(stages=["rollout_generate"], source="verl") is None
-    named = begin(stages=["rollout_generate"])
+    assert attempt(stages="all") is None
+    assert attempt(stages=["rollout_generate"], source="verl") is None
+    named = attempt(stages=["rollout_generate"])
     assert named.finish(None)["state"] == "complete"
 
 
 def test_a_capture_that_only_keeps_tensors_is_not_msprobes(captures: Captures) -> None:
-    capture = capture_request(capture_id="c", config=None, config_path=None, keep=["old_log_probs"])
-    armed = begin_capture(
-        capture, run="run", attempt_key="k", stage="actor_update", step=1, part=Part(),
-        role="actor", rank=0, model=None, data_root=str(captures.data_dir),
-    )  # fmt: skip
-    assert armed is None
+    request = {"config": None, "config_path": None, "keep": ["old_log_probs"]}
+    assert begin(request, data_root=str(captures.data_dir)) is None
 
 
 def test_the_same_failure_is_logged_once(

@@ -105,7 +105,6 @@ def estimate(
 
 
 def _is_training(stage: str) -> bool:
-    """Return whether a stage has a backward pass and an optimizer step; an unknown one has."""
     return not any(part in stage for part in _FORWARD_ONLY)
 
 
@@ -265,7 +264,6 @@ def _msprobe_costs(
 
 
 def _shard_costs(capture: CaptureRequest, models: StageModels) -> list[tuple[str, Estimate]]:
-    """Return the costs of a request for parameters and gradients alone, by stage."""
     costs = []
     for stage, model in models.alive(capture["stages"]):
         size = shard_bytes(model, capture.get("parameters") or ())

@@ -346,7 +346,6 @@ def _names_generation(capture: CaptureRequest) -> bool:
 def _verdict(
     running: _Running, exc: BaseException | None, failure: Exception | None
 ) -> tuple[str, str | None]:
-    """Return the state and the errors, in the order in which they occurred."""
     errors = [] if running.monitor.reason is None else [running.monitor.reason]
     if failure is not None:
         cause = failure.__cause__

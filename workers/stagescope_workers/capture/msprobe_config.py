@@ -211,7 +211,6 @@ def _check_section(config: MsprobeConfig) -> None:
 
 
 def _check_combinations(config: MsprobeConfig) -> None:
-    """Refuse combinations that msprobe's own constructor refuses."""
     section = config.section
     one_api = len(section.get("list") or []) == 1 and not section.get("scope")
     if config.level == "L2" and not (config.task == "tensor" and one_api):

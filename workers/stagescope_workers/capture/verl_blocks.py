@@ -169,7 +169,6 @@ def _captures(
 
 
 def _lookup(node: object, *path: str) -> object:
-    """Return the value at a path of keys or attributes, or None."""
     for name in path:
         if node is None:
             return None

@@ -264,7 +264,6 @@ def _rescore(
 
 
 def _tokenizer(model: Path) -> Tokenizer | None:
-    """Return the tokenizer, or None: it only shows the texts of given tokens."""
     try:
         from stagescope_workers.consistency.transformers_engine import load_tokenizer
 

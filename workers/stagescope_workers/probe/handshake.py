@@ -142,7 +142,6 @@ class Handshake:
         return link
 
     def _note_launch(self) -> None:
-        """Add the launcher's text of this start."""
         size = self._options.world_size
         launch = launch_text(os.environ, size, in_ray=self.ray is not None)
         if launch is not None:

@@ -80,7 +80,6 @@ def thread_names() -> dict[int, str]:
 
 
 def _format_stack(innermost: FrameType) -> str:
-    """Return a stack as text, the innermost frame last."""
     kept: list[tuple[FrameType, int]] = []
     for frame, line in traceback.walk_stack(innermost):
         if len(kept) == MAX_FRAMES:

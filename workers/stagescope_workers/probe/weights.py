@@ -80,8 +80,6 @@ def record_weights(
 
 
 class _Checksums:
-    """The tensors of one call, and the checksums that a device still computes."""
-
     def __init__(self) -> None:
         self.tensors: list[tuple[object, ...]] = []
         self._names: set[str] = set()

@@ -249,5 +249,4 @@ class HttpLink(ServiceLink):
 
 
 def _wrong(response: httpx.Response) -> str:
-    """Return what was wrong, as one line for a log."""
     return str(response.json().get("wrong") or response.text)[:500]
