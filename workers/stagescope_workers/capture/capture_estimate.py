@@ -105,6 +105,7 @@ def estimate(
 
 
 def _is_training(stage: str) -> bool:
+    # An unknown stage counts as one with a backward pass and an optimizer step.
     return not any(part in stage for part in _FORWARD_ONLY)
 
 

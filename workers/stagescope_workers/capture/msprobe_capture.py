@@ -305,9 +305,9 @@ def begin_capture(
 
     Args:
         capture: the request. The caller has checked that it matches this stage, step and rank
-            (`stagescope_wire.captures.matches`). `force` arms it although the estimate does
-            not fit. `limits` may hold `reserve_bytes` (kept free on the disk, 256 MB by
-            default) and `tokens` (number of tokens of the stage, for the estimate).
+            (`stagescope_wire.captures.matches`). With `force` it is armed even where the estimate
+            does not fit. Of its `limits`, `reserve_bytes` stay free on the disk (256 MB by
+            default), and `tokens` is the number of tokens of the stage, for the estimate.
         model: the module (or list of modules) that runs in the stage. Levels L0 and mix need
             one, and the estimate is made from it.
         data_root: where dumps go when the capture names no `data_dir`.

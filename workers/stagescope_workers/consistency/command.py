@@ -264,6 +264,7 @@ def _rescore(
 
 
 def _tokenizer(model: Path) -> Tokenizer | None:
+    # It only shows the texts of given tokens: the numbers need none.
     try:
         from stagescope_workers.consistency.transformers_engine import load_tokenizer
 

@@ -202,6 +202,7 @@ class PlanWatch:
                 left_out.numbers = self._shared(left_out.numbers.union(numbers))
 
     def _shared(self, names: frozenset[str]) -> frozenset[str]:
+        """Return one object for equal sets: steps leave out the same names, hundreds of them."""
         if len(self._name_sets) >= _CACHED_STAGES:
             self._name_sets.clear()
         return self._name_sets.setdefault(names, names)
