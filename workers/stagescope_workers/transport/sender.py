@@ -27,7 +27,6 @@ from stagescope_workers.transport.calls import (
     ServiceLink,
     Wire,
     is_refusal,
-    jitter,
     requested_pause,
 )
 from stagescope_workers.transport.outbox import BATCH_EVENTS, Outbox
@@ -252,7 +251,6 @@ class EventSender:
             self._awake = False
 
     def _idle_seconds(self) -> float:
-        """Return how long to sleep unless the thread is woken."""
         if not self._prepared:
             return 0.0
         if self._pool.settle():
@@ -349,7 +347,7 @@ class EventSender:
             )
             backoff.fail()
             if self.is_unauthorized:
-                backoff.until = time.monotonic() + _UNAUTHORIZED_SECONDS * jitter.uniform(0.5, 1.0)
+                backoff.hold(_UNAUTHORIZED_SECONDS)
             self._connecting.until = backoff.until
             if is_refusal(error):
                 self._refusals += activity == "sending"
