@@ -172,7 +172,9 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def stretches(noun: str, numbers: Sequence[int]) -> str:
-    """Return ascending numbers as ranges, such as `steps 10-12, 15 and 4 more`."""
+    """Return ascending numbers as ranges, such as `steps 10-12, 15 and 4 more`; "" for none."""
+    if not numbers:
+        return ""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
