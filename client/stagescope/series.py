@@ -12,11 +12,7 @@ from stagescope.answers import Record
 from stagescope.table import Row, Table, begun_again_steps
 from stagescope_wire import nonfinite, render
 from stagescope_wire.nonfinite import Json, JsonObject
-from stagescope_wire.sparkline import (
-    Value,
-    _step_ranges,
-    sparkline,
-)
+from stagescope_wire.sparkline import Value, _step_ranges, sparkline
 
 _AGAIN_MARK: Final = "^"
 _STEP_FIELDS: Final = frozenset({

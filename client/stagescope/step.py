@@ -271,9 +271,7 @@ class Step:
         """
         filters = {"kind": kind, "stage": stage, "role": role, "rank": rank, "round": round}
         return BarTable.with_bars(
-            self._table("tokens", limit, **filters),
-            label="position",
-            column="abs_diff",
+            self._table("tokens", limit, **filters), label="position", column="abs_diff"
         )
 
     def samples(

@@ -72,11 +72,7 @@ class Transport:
     """
 
     def __init__(
-        self,
-        location: ServiceLocation,
-        *,
-        timeout: float,
-        link_text: LinkText = session_call,
+        self, location: ServiceLocation, *, timeout: float, link_text: LinkText = session_call
     ) -> None:
         self.location = location
         self._link_text = link_text
@@ -140,12 +136,7 @@ class Transport:
         return self._send(request, _if_unavailable)
 
     def download(
-        self,
-        path: str,
-        params: Params,
-        write: Callable[[bytes, int], object],
-        *,
-        timeout: float,
+        self, path: str, params: Params, write: Callable[[bytes, int], object], *, timeout: float
     ) -> None:
         """Call `write(chunk, total size)` for each chunk of the bytes that `path` answers.
 

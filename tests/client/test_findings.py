@@ -74,9 +74,7 @@ def ask(*words: str, width: int = 80) -> str:
     return result.stdout
 
 
-def test_repeated_findings_are_grouped(
-    session: stagescope.Session,
-) -> None:
+def test_repeated_findings_are_grouped(session: stagescope.Session) -> None:
     found = session.findings()
     assert len(found) == 34
     kinds = found.groups["kind"]

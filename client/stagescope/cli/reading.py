@@ -336,8 +336,7 @@ def unpin(session: Session, **options: OptionValue) -> Record:
 
 
 @question(
-    click.argument("a", metavar="RUN[@ATTEMPT]"),
-    click.argument("b", metavar="RUN[@ATTEMPT]"),
+    click.argument("a", metavar="RUN[@ATTEMPT]"), click.argument("b", metavar="RUN[@ATTEMPT]")
 )
 def diff(session: Session, a: str, b: str) -> Changes:
     """Changes between two attempts or runs: code, options, packages, placement."""

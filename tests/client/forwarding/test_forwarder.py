@@ -14,27 +14,13 @@ from typing import Any
 import pytest
 from tests.support.api import Service
 from tests.support.command_line import invoke
-from tests.support.forwarded import (
-    K3,
-    PAGE,
-    RUN,
-    Board,
-    Collector,
-    Training,
-    following,
-)
+from tests.support.forwarded import K3, PAGE, RUN, Board, Collector, Training, following
 from tests.support.stores import eventually
 
 from stagescope import Session
 from stagescope.forwarding import forwarder, records
 from stagescope.forwarding.forwarder import PREFIX
-from stagescope_wire.errors import (
-    Conflict,
-    InvalidInput,
-    MissingExtra,
-    Unauthorized,
-    Unreachable,
-)
+from stagescope_wire.errors import Conflict, InvalidInput, MissingExtra, Unauthorized, Unreachable
 from stagescope_wire.versions import install_command
 
 # Clients of others: what they warn of is theirs.
