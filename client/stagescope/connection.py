@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 from urllib.parse import quote
 
 from stagescope.columns import COLUMNS, Kinds
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects
     from typing_extensions import Self
 
+OptStr: TypeAlias = str | None
+OptInt: TypeAlias = int | None
 LIMIT: Final = 1000
 """Most rows of a table unless `limit` is given."""
 
@@ -80,13 +82,9 @@ class Connection:
     """A connection to one service; safe to use from several threads."""
 
     def __init__(
-        self,
-        location: discovery.ServiceLocation,
-        *,
-        timeout: float = 10.0,
-        link_text: LinkText = session_call,
-        on_close: Callable[[], None] = lambda: None,
-    ) -> None:
+        self, location: discovery.ServiceLocation, *, timeout: float = 10.0,
+        link_text: LinkText = session_call, on_close: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._location = location
         self._on_close = on_close
         self._link_text = link_text
@@ -162,16 +160,9 @@ class Connection:
         self._transport.download(path, params, write, timeout=timeout)
 
     def table(
-        self,
-        path: str,
-        params: Params | None = None,
-        *,
-        noun: str = "",
-        title: str | None = None,
-        order: Sequence[str] = (),
-        columns: Kinds = MappingProxyType({}),
-        limit: int = LIMIT,
-    ) -> Table:
+        self, path: str, params: Params | None = None, *, noun: str = "", title: str | None = None,
+        order: Sequence[str] = (), columns: Kinds = MappingProxyType({}), limit: int = LIMIT,
+    ) -> Table:  # fmt: skip
         """Return the rows of a route, following its pages up to `limit` rows.
 
         Args:

@@ -66,10 +66,7 @@ class Operators(Table):
 
     def _table_notes(self, width: int, shown: int) -> list[str]:
         notes = [note for table in self.about.get("tables") or () for note in _notes_of(table)]
-        if shown < len(self):
-            notes.append(f"... {len(self) - shown} more rows")
-        if self.truncated:
-            notes.append(f"truncated at {len(self)} rows: the service has more (see limit)")
+        notes += self._omissions(shown)
         return [line for note in notes for line in wrapped("", note, width)]
 
 

@@ -9,6 +9,7 @@ from stagescope.answers import Record
 from stagescope.table import Table
 from stagescope_wire.captures import needs_ranks
 from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render import counted, grouped
 
 ENDED: Final = frozenset(
     {"complete", "partial", "empty", "given up", "too late", "refused", "withdrawn"}
@@ -201,7 +202,7 @@ def _step_line(step: JsonObject, run: str | None, kept: Sequence[str], *, of_att
         return f"{label}: nothing to {'keep' if kept else 'collect'}, {why} these stages"
     text = f"{label}: {step['state']}"
     if collected or not kept:
-        ranks = f"{collected} rank{'' if collected == 1 else 's'}"
+        ranks = counted(collected, "rank")
         text += f", tensors of {ranks} kept" if kept else f", {ranks} collected"
     if step["waiting"]:
         text += f"; waiting for {_names(step['waiting'])}"
@@ -217,12 +218,12 @@ def _step_line(step: JsonObject, run: str | None, kept: Sequence[str], *, of_att
 
 def _error_lines(dumps: Sequence[JsonObject]) -> list[str]:
     """Return why dumps failed, once for each reason."""
-    ranks: dict[tuple[str, str, str], dict[int, None]] = {}
-    for dump in dumps:
-        if dump.get("error"):
-            place = (str(dump["stage"]), str(dump["role"]), str(dump["error"]))
-            ranks.setdefault(place, {})[dump["rank"]] = None
+    by_reason = grouped(
+        ((dump["stage"], dump["role"], dump["error"]), dump["rank"])
+        for dump in dumps
+        if dump.get("error")
+    )
     return [
-        f"{stage} of {role} {_numbers([*numbers])}: {error}"
-        for (stage, role, error), numbers in [*ranks.items()][:_MAX_NAMED]
+        f"{stage} of {role} {_numbers([*dict.fromkeys(ranks)])}: {error}"
+        for (stage, role, error), ranks in [*by_reason.items()][:_MAX_NAMED]
     ]

@@ -101,13 +101,9 @@ class ReplayRollouts:
         return tuple(key for key in self._stored if key not in self._served)
 
     def get(
-        self,
-        group_id: object,
-        run_id: object,
-        *,
-        step: int | None = None,
+        self, group_id: object, run_id: object, *, step: int | None = None,
         prompt: Iterable[int] | None = None,
-    ) -> Trajectory | None:
+    ) -> Trajectory | None:  # fmt: skip
         """Return a trajectory; None only if it is not stored and `strict` is off.
 
         Args:

@@ -122,16 +122,10 @@ class FileRequests(Connection):
     """Reports and bundles, as files."""
 
     def save_report(
-        self,
-        path: str | Path,
-        run: str,
-        *,
-        step: int | None = None,
-        attempt: int | None = None,
-        format: ReportFormat | None = None,
-        timeout: float = 120.0,
+        self, path: str | Path, run: str, *, step: int | None = None, attempt: int | None = None,
+        format: ReportFormat | None = None, timeout: float = 120.0,
         on_progress: OnProgress = _ignore,
-    ) -> Record:
+    ) -> Record:  # fmt: skip
         """Save a report about a run or one of its steps: verdicts, tables, figures, advice.
 
         Usage:
@@ -163,17 +157,10 @@ class FileRequests(Connection):
         return _saved(f"report of {run}", run, attempt, step, format=kind, path=path, bytes=size)
 
     def save_bundle(
-        self,
-        path: str | Path,
-        run: str,
-        step: int,
-        *,
-        attempt: int | None = None,
-        tensors: bool = True,
-        limit_bytes: int | None = None,
-        timeout: float = 600.0,
+        self, path: str | Path, run: str, step: int, *, attempt: int | None = None,
+        tensors: bool = True, limit_bytes: int | None = None, timeout: float = 600.0,
         on_progress: OnProgress = _ignore,
-    ) -> Record:
+    ) -> Record:  # fmt: skip
         """Save a step as one archive without secrets, to look at it elsewhere.
 
         `stagescope attach PATH` and `stagescope.attach(PATH)` open it, without a service.

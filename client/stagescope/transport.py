@@ -38,6 +38,12 @@ QueryValue: TypeAlias = str | int | float | bool | Sequence[str] | None
 Params: TypeAlias = Mapping[str, QueryValue]
 """Query parameters; None is left out, a sequence is repeated."""
 
+
+def given(**fields: Json) -> dict[str, Json]:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 _INITIAL_BACKOFF: Final = 0.1
 _MAX_BACKOFF: Final = 1.0
 _CHUNK_BYTES: Final = 1 << 20
@@ -107,13 +113,9 @@ class Transport:
         return self._call("POST", path, body=body, retry=_if_unavailable if retry else _never)
 
     def change(
-        self,
-        method: str,
-        path: str,
-        body: JsonObject | None = None,
-        *,
+        self, method: str, path: str, body: JsonObject | None = None, *,
         timeout: float | None = None,
-    ) -> Json:
+    ) -> Json:  # fmt: skip
         """Request a change with the operate token; return the JSON of the answer, or None.
 
         `timeout` replaces the usual deadline of a call [s].
@@ -178,14 +180,9 @@ class Transport:
             )
 
     def _call(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Params | None = None,
-        body: JsonObject | None = None,
-        retry: _Retry,
-    ) -> Json:
+        self, method: str, path: str, *, params: Params | None = None,
+        body: JsonObject | None = None, retry: _Retry,
+    ) -> Json:  # fmt: skip
         return self._send(self._request(method, path, params=params, body=body), retry)
 
     def _send(self, request: httpx.Request, retry: _Retry, timeout: float | None = None) -> Json:
@@ -212,26 +209,18 @@ class Transport:
             backoff = min(2 * backoff, _MAX_BACKOFF)
 
     def _request(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Params | None = None,
-        body: JsonObject | None = None,
-        operate: bool = False,
-    ) -> httpx.Request:
+        self, method: str, path: str, *, params: Params | None = None,
+        body: JsonObject | None = None, operate: bool = False,
+    ) -> httpx.Request:  # fmt: skip
         token = self.location.operate_token if operate else self.location.read_token
         headers = self._authorization(token)
         if body is not None:
             headers["content-type"] = "application/json"
-        query = {name: value for name, value in (params or {}).items() if value is not None}
+        content = None if body is None else json.dumps(body, allow_nan=False)
         return self._client.build_request(
-            method,
-            self.location.url + path,
-            params=query or None,
-            headers=headers,
-            content=None if body is None else json.dumps(body, allow_nan=False),
-        )
+            method, self.location.url + path, params=given(**(params or {})) or None,
+            headers=headers, content=content,
+        )  # fmt: skip
 
     def _authorization(self, token: str | None) -> dict[str, str]:
         return {"authorization": f"Bearer {token}"} if token else {}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import stagescope
 from stagescope.answers import KEY_METRICS, Metrics, Record, Status
 from stagescope.capture_requests import CaptureRequests
 from stagescope.operators import Stack
@@ -116,7 +115,3 @@ def test_signatures_name_what_can_be_given() -> None:
         assert inspect.Parameter.VAR_KEYWORD not in kinds
     given = set(inspect.signature(CaptureRequests.capture).parameters) - {"self"}
     assert given == {*CAPTURE_FIELDS, *SHORTHANDS}
-
-
-def test_dir_shows_public_names_alone() -> None:
-    assert set(dir(stagescope)) == {*stagescope.__all__, "__version__"}

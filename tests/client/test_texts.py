@@ -13,8 +13,7 @@ from stagescope.comparison_report import Changes
 from stagescope.connection import ORDERS, segment, step_segment
 from stagescope.findings import Finding
 from stagescope.series import Series
-from stagescope.step import Steps
-from stagescope.step_answers import Stuck
+from stagescope.step_answers import Steps, Stuck
 from stagescope_service.api.requests import step_number
 from stagescope_service.core.captures.plan import Plan
 from stagescope_wire import render

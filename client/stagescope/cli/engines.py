@@ -8,7 +8,7 @@ from typing import TypedDict
 import click
 
 from stagescope.answers import Record
-from stagescope.cli.common import LIMIT, question
+from stagescope.cli.common import FILE, LIMIT, question
 from stagescope.session import Session
 from stagescope.table import Row, Table
 from stagescope_wire.engines import connect
@@ -25,7 +25,7 @@ from stagescope_wire.errors import EngineError
     click.argument("target", required=False, metavar="[URL|NAME]"),
     click.option(
         "--from-log",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=FILE,
         help="add: all servers in a launcher's log (AREAL_LLM_SERVER_ADDRS=...).",
     ),
     click.option("--name", help="add: its name [default: host and port]."),
@@ -38,17 +38,9 @@ from stagescope_wire.errors import EngineError
     LIMIT,
 )
 def engines(
-    session: Session,
-    action: str,
-    target: str | None,
-    from_log: Path | None,
-    name: str | None,
-    run: str | None,
-    note: str | None,
-    key_file: Path | None,
-    check: bool,
-    limit: int,
-) -> Table | Record:
+    session: Session, action: str, target: str | None, from_log: Path | None, name: str | None,
+    run: str | None, note: str | None, key_file: Path | None, check: bool, limit: int,
+) -> Table | Record:  # fmt: skip
     """The registered inference engines; `add` and `remove` need the operate token.
 
     \b

@@ -51,13 +51,9 @@ _LATE: Final = 5.0
     show_default=True, help="Deadline of each call.",
 )  # fmt: skip
 def top(
-    run: str | None,
-    every: float,
-    once: bool,
-    url: str | None,
-    token_file: Path | None,
+    run: str | None, every: float, once: bool, url: str | None, token_file: Path | None,
     timeout: float,
-) -> None:
+) -> None:  # fmt: skip
     """A run live: its steps and verdicts, which ranks wait, findings, captures; q quits."""
     token = None if token_file is None else discovery.read_token(token_file)
     with attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session:

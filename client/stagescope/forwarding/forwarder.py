@@ -313,18 +313,10 @@ def _failures_of_tracker() -> Iterator[None]:
 
 
 def forward(
-    connection: Connection,
-    run: str,
-    targets: Sequence[str],
-    *,
-    prefix: str = PREFIX,
-    from_step: int = 0,
-    anew: bool = False,
-    page_url: str | None = None,
-    every: float | None = None,
-    stopped: threading.Event | None = None,
-    report: Report = lambda line: None,
-) -> Table:
+    connection: Connection, run: str, targets: Sequence[str], *, prefix: str = PREFIX,
+    from_step: int = 0, anew: bool = False, page_url: str | None = None, every: float | None = None,
+    stopped: threading.Event | None = None, report: Report = lambda line: None,
+) -> Table:  # fmt: skip
     """Write closed steps and findings to targets; return a row for each target.
 
     Args:
@@ -367,12 +359,9 @@ def forward(
 
 
 def _follow(
-    records: RunRecords,
-    deliveries: Sequence[Delivery],
-    every: float,
-    stopped: threading.Event,
+    records: RunRecords, deliveries: Sequence[Delivery], every: float, stopped: threading.Event,
     report: Report,
-) -> None:
+) -> None:  # fmt: skip
     """Write what closes until `stopped` is set; a service that is away is waited for.
 
     One that refuses the access token is not: only a person changes that.

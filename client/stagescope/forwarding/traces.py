@@ -101,15 +101,9 @@ class Otlp(Tracker):
             )
 
     def _span(
-        self,
-        name: str,
-        context: Any,
-        parent: Any,
-        attributes: dict[str, Any],
-        problem: str | None,
-        begin: float,
-        end: float,
-    ) -> Any:
+        self, name: str, context: Any, parent: Any, attributes: dict[str, Any], problem: str | None,
+        begin: float, end: float,
+    ) -> Any:  # fmt: skip
         status = (
             self._trace.Status()
             if problem is None
