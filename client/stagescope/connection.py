@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
 from urllib.parse import quote
 
@@ -103,12 +103,7 @@ class Connection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -210,13 +205,11 @@ class Connection:
         self, path: str, params: Params, title: str, order: Sequence[str], limit: int
     ) -> FindingRows:
         """Return the rows of `path` together with those of its `/groups`."""
-        rows, groups = (
-            self.table(route, params, noun=noun, title=title, order=first, limit=limit)
-            for route, first, noun in (
-                (path, order, title),
-                (f"{path}/groups", GROUP_ORDER, f"{title}/groups"),
-            )
-        )
+        rows = self.table(path, params, noun=title, order=order, limit=limit)
+        groups = self.table(
+            f"{path}/groups", params, noun=f"{title}/groups", title=title, order=GROUP_ORDER,
+            limit=limit,
+        )  # fmt: skip
         return FindingRows.of_answers(rows, groups, link_text=self._link_text)
 
     def _poll(self, path: str, body: JsonObject, wait: float) -> Json:
@@ -250,11 +243,9 @@ def step_segment(step: object) -> str:
     """
     if step == "latest":
         return "latest"
-    if isinstance(step, int) and not isinstance(step, bool):
-        if 0 <= step < STEP_BOUND:
-            return str(step)
-        raise InvalidInput(
-            f"step is {step!r:.50}",
-            expected="an int from 0 of at most 18 digits, 'latest', 'measured' or 'captured'",
-        )
-    raise InvalidInput(f"step is {step!r}", expected="an int, 'latest', 'measured' or 'captured'")
+    if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < STEP_BOUND:
+        return str(step)
+    raise InvalidInput(
+        f"step is {step!r:.50}",
+        expected="an int from 0 of at most 18 digits, 'latest', 'measured' or 'captured'",
+    )

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -81,12 +80,7 @@ class ReplayRollouts:
     def __enter__(self) -> ReplayRollouts:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None and (self.unasked or self.missed):
             _LOG.warning("%s", self.summary())
 

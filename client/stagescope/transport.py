@@ -49,19 +49,11 @@ _MAX_BACKOFF: Final = 1.0
 _CHUNK_BYTES: Final = 1 << 20
 
 _BY_STATUS: Final[Mapping[int, type[StagescopeError]]] = {
-    400: InvalidInput,
-    401: Unauthorized,
-    403: Forbidden,
-    404: NotFound,
-    405: NotFound,
-    409: Conflict,
-    413: InvalidInput,
-    422: InvalidInput,
-    429: TooManyRequests,
-    502: Unreachable,
-    503: NotReady,
-    504: Unreachable,
-}
+    400: InvalidInput, 401: Unauthorized, 403: Forbidden, 404: NotFound, 405: NotFound,
+    409: Conflict, 413: InvalidInput, 422: InvalidInput, 429: TooManyRequests, 502: Unreachable,
+    503: NotReady, 504: Unreachable,
+}  # fmt: skip
+"""Status of an answer whose code this version does not know -> its error."""
 
 
 _Retry = Callable[[StagescopeError, int | None], bool]
@@ -100,7 +92,7 @@ class Transport:
             Unreachable: nothing answered before the deadline.
             StagescopeError: the service refused; the answer's code selects the class.
         """
-        return self._call("GET", path, params=params, retry=_if_unavailable if retry else _never)
+        return self._send(self._request("GET", path, params), _if_unavailable if retry else _never)
 
     def query(self, path: str, body: JsonObject, *, retry: bool = True) -> Json:
         """POST a question that is too long for a query string; return the JSON of the answer.
@@ -110,7 +102,8 @@ class Transport:
         Raises:
             StagescopeError: as `get`.
         """
-        return self._call("POST", path, body=body, retry=_if_unavailable if retry else _never)
+        request = self._request("POST", path, body=body)
+        return self._send(request, _if_unavailable if retry else _never)
 
     def change(
         self, method: str, path: str, body: JsonObject | None = None, *,
@@ -179,12 +172,6 @@ class Transport:
                 f"{self.location.url} sent {received} of {size} bytes", advice="ask again"
             )
 
-    def _call(
-        self, method: str, path: str, *, params: Params | None = None,
-        body: JsonObject | None = None, retry: _Retry,
-    ) -> Json:  # fmt: skip
-        return self._send(self._request(method, path, params=params, body=body), retry)
-
     def _send(self, request: httpx.Request, retry: _Retry, timeout: float | None = None) -> Json:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         backoff = _INITIAL_BACKOFF
@@ -209,7 +196,7 @@ class Transport:
             backoff = min(2 * backoff, _MAX_BACKOFF)
 
     def _request(
-        self, method: str, path: str, *, params: Params | None = None,
+        self, method: str, path: str, params: Params | None = None, *,
         body: JsonObject | None = None, operate: bool = False,
     ) -> httpx.Request:  # fmt: skip
         token = self.location.operate_token if operate else self.location.read_token

@@ -86,12 +86,6 @@ def test_columns_and_wide(service: Answering) -> None:
     assert ask(service, "status", "--columns", "a").exit_code == 2
 
 
-def test_help_stands_by_task() -> None:
-    text = invoke("--help").stdout
-    assert text.index("What went wrong:") < text.index("findings") < text.index("Compare and keep:")
-    assert "More:" not in text, "a command of no task: name one in plugins.TASKS"
-
-
 def compared(**pair: Json) -> dict[str, Json]:
     empty = {"mean": 0.0, "std": 0.0}
     statistics = {"pairs": 4, "finite": 4, "max_abs": 1.0, "mean_abs": 1.0, "relative": 1.0,

@@ -448,5 +448,3 @@ def test_hostile_names_and_numbers_do_not_control_the_terminal() -> None:
             assert line.text.isprintable()
             assert len(line.text) <= max(width, 40)
     assert any(line.text.endswith("all stages") for line in screen(snapshot, width=80, height=60))
-    (title, *_) = screen(None, width=80, height=24, run="r", problem=evil)
-    assert title.text == "stagescope  r"
