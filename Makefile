@@ -37,7 +37,7 @@ PARALLEL := -m "not ray" -n $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 TRAININGS := tests/examples/countdown/test_false_alarms.py tests/examples/attach \
 	$(wildcard tests/workers/integrations/test_trl*.py)
 # It takes longest: begun last, it would be alone on the machine in the end.
-LONGEST := tests/service/api/test_page.py
+LONGEST := tests/service/http/test_page.py
 WITH_RAY := -m ray -n 2 --dist loadfile
 # Nothing runs beside it: it holds what is killed to the seconds after which it answers again.
 RAY_ALONE := tests/integration/test_faults.py
@@ -81,9 +81,9 @@ RAY_LOWEST := $(addprefix tests/integration/test_,probe_over_ray.py writers.py c
 # What no version can break, at length: our own state machine, rules on numbers and tables, and what
 # a browser makes of a page that the other tests hold to be the same.
 PURE := tests/test_structure.py tests/deploy tests/examples/countdown/test_false_alarms.py \
-	tests/service/core tests/service/rules tests/service/api/test_page.py \
-	tests/service/api/figures/test_in_browser.py \
-	$(addprefix tests/service/coordinator/test_,journal.py triggering.py weight_comparer.py) \
+	tests/service/core tests/service/rules tests/service/http/test_page.py \
+	tests/service/figures/test_in_browser.py \
+	$(addprefix tests/service/coordinator/,test_journal.py rules/test_triggering.py test_weights.py) \
 	$(addprefix tests/service/compare/,test_html_in_browser.py operators/test_divergence.py operators/test_evidence.py)
 
 test-lowest: $(LOWEST)/installed  ## the tests that versions can break, with the lowest that are supported

@@ -14,8 +14,8 @@ from stagescope.connection import ORDERS, segment, step_segment
 from stagescope.findings import Finding
 from stagescope.series import Series
 from stagescope.step_answers import Steps, Stuck
-from stagescope_service.api.requests import step_number
 from stagescope_service.core.captures.plan import Plan
+from stagescope_service.views.pages import step_number
 from stagescope_wire import render
 from stagescope_wire.errors import InvalidInput, StagescopeError
 from stagescope_wire.nonfinite import Json

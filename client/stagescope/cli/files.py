@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import tempfile
-import threading
 from pathlib import Path
-from types import FrameType
 
 import click
 
@@ -147,22 +145,12 @@ def forward(
     """
     # MLflow's client tries for minutes by default; what fails here is tried again anyway.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-    stopped = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-
-    numbers = (signal.SIGINT, signal.SIGTERM) if follow else ()
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
+    with terminal.interruption() if follow else contextlib.nullcontext() as stopped:
         outcome = forwarder.forward(
             session, run or str(session.step("latest").run), targets, prefix=prefix,
             from_step=from_step, anew=anew, page_url=page_url, every=every if follow else None,
             stopped=stopped, report=lambda line: click.echo(line, err=True),
         )  # fmt: skip
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if any(outcome["problem"]):
         set_exit_code(1)
     return outcome
