@@ -360,7 +360,7 @@ def test_the_steps_that_only_a_superseded_attempt_has_are_named(tmp_path: Path) 
         assert live.tokens is not None
         env = {"STAGESCOPE_URL": live.server.url, "STAGESCOPE_TOKEN": live.tokens.read}
         text = invoke("series", "loss", "--attempt", "1", env=env).stdout
-        assert "no longer in force, since attempt 2 began again before: steps 1-9" in text
+        assert "superseded, because attempt 2 repeated them: steps 1-9" in text
         assert "done again" not in text
         empty = invoke("series", "loss", "--from", "5", "--to", "9", env=env).stdout
         assert "(no steps)" in empty
