@@ -56,14 +56,12 @@ def test_exact_takes_one_run(service: Answering) -> None:
     ("args", "code", "message"),
     [
         (["metrics", "99"], 4, "a step from 0 to 5"),
-        (["metrics", "newest"], 2, "neither a number nor"),
-        (["nothing"], 2, "No such command"),
+        (["metrics", "newest"], 2, "neither a number nor"), (["nothing"], 2, "No such command"),
         (["steps", "--attempt", "0"], 2, "--attempt"),
         (["steps", "--token", "secret"], 2, "No such option"),
-        (["remove-capture", "c9"], 5, "read token"),
-        (["attempts", "--run", ".."], 2, "not a name"),
+        (["remove-capture", "c9"], 5, "read token"), (["attempts", "--run", ".."], 2, "not a name"),
     ],
-)
+)  # fmt: skip
 def test_errors_are_a_line_or_two_and_a_code(
     service: Answering, args: list[str], code: int, message: str
 ) -> None:
@@ -138,12 +136,10 @@ def test_a_config_that_is_not_json(service: Answering, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ["top", "--once", "--every=nan"],
-        ["metrics", "5", "--timeout=inf"],
-        ["report", "--wait=nan", "-o", "r.md"],
-        ["top", "--once", "--every=1e300"],
+        ["top", "--once", "--every=nan"], ["metrics", "5", "--timeout=inf"],
+        ["report", "--wait=nan", "-o", "r.md"], ["top", "--once", "--every=1e300"],
     ],
-)
+)  # fmt: skip
 def test_seconds_that_are_no_finite_number(service: Answering, args: list[str]) -> None:
     result = ask(service, *args)
     assert result.exit_code == 2

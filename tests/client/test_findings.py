@@ -159,11 +159,9 @@ def test_a_notebook_shows_the_groups_too(session: stagescope.Session) -> None:
 def test_other_errors_are_not_hidden_behind_the_first_one(tmp_path: Path) -> None:
     shape = "rollout_log_probs has shape (4, {}), expected (4, 64) as old_log_probs"
     texts = {
-        1: shape.format(40),
-        2: "response_mask holds 2 at row 0, expected 0 and 1",
-        3: "sample_ids names 3 samples, expected 4",
-        4: shape.format(38),
-    }
+        1: shape.format(40), 2: "response_mask holds 2 at row 0, expected 0 and 1",
+        3: "sample_ids names 3 samples, expected 4", 4: shape.format(38),
+    }  # fmt: skip
     with service(tmp_path) as running:
         rank = Rank(running)
         rank.begin(STAGE, 1)

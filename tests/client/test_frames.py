@@ -154,13 +154,10 @@ def test_long_and_truncated_tables_are_marked() -> None:
 def test_metrics_are_a_mapping_of_floats() -> None:
     metrics = Metrics.from_answer(
         {
-            "run": "nan",
-            "step": 5,
-            "metrics": {"a/x": "nan", "a/y": "-inf", "b": 1.5},
-            "noise_floor": {"x": "inf"},
-            "missing": None,
+            "run": "nan", "step": 5, "metrics": {"a/x": "nan", "a/y": "-inf", "b": 1.5},
+            "noise_floor": {"x": "inf"}, "missing": None,
         }
-    )
+    )  # fmt: skip
     assert math.isnan(metrics["a/x"])
     assert metrics["a/y"] == -math.inf
     assert metrics.run == "nan"
@@ -191,14 +188,11 @@ def test_metrics_describe_their_provenance() -> None:
             "superseded_by": 2,
             "also_live": [{"run": "other", "attempt": 1}],
             "coverage": {
-                "payloads_ingested": 1,
-                "payloads_refused": 3,
-                "payloads_lost": 0,
-                "tokens": 9,
+                "payloads_ingested": 1, "payloads_refused": 3, "payloads_lost": 0, "tokens": 9,
                 "tokens_sent": 9,
             },
         }
-    )
+    )  # fmt: skip
     assert "not in these numbers: 3 refused payloads; see losses" in repr(metrics)
     assert "lost payloads" not in repr(metrics)
     # What the refused payloads hold, nobody knows: these are not all that were sent.

@@ -230,12 +230,9 @@ def test_a_live_cell_follows_the_run_in_a_kernel(
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("anywidget")
     cells = [
-        "import time, stagescope\nsession = stagescope.attach()",
-        _REPORT,
-        "train(1)\ntrain(2)",
-        "live = session.watch('loss', run='watched', seconds=0.1)\nlive",
-        _WAIT,
-    ]
+        "import time, stagescope\nsession = stagescope.attach()", _REPORT, "train(1)\ntrain(2)",
+        "live = session.watch('loss', run='watched', seconds=0.1)\nlive", _WAIT,
+    ]  # fmt: skip
     notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)))
     with service(tmp_path / "another", recorded=False) as running:
         assert running.tokens is not None

@@ -26,11 +26,9 @@ def table(**changes: Json) -> Table:
     "changes",
     [
         {"rank": None, "k3_kl": None, "live": None, "host": None, "wall": None},
-        {"k3_kl": 1, "wall": 2},
-        {"ranks": [], "missing": []},
-        {"ranks": None, "missing": None},
+        {"k3_kl": 1, "wall": 2}, {"ranks": [], "missing": []}, {"ranks": None, "missing": None},
     ],
-)
+)  # fmt: skip
 def test_tables_of_two_steps_concatenate(changes: dict[str, Json]) -> None:
     polars = pytest.importorskip("polars")
     pyarrow = pytest.importorskip("pyarrow")

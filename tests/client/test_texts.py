@@ -79,13 +79,8 @@ def test_nothing_is_expected_where_nothing_is_in_force() -> None:
 def test_stuck_shows_the_process_its_host_and_pid(status: str, stage: str | None) -> None:
     host = "gpu-node-0007.cluster.example.com"
     row = {
-        "rank": 3,
-        "status": status,
-        "stage": stage,
-        "seconds": 218.6,
-        "role": "actor",
-        "step": 1,
-    }
+        "rank": 3, "status": status, "stage": stage, "seconds": 218.6, "role": "actor", "step": 1,
+    }  # fmt: skip
     row |= {"process": "silent", "host": host, "pid": 4_194_304, "usual_seconds": 2.7}
     others = [{**row, "rank": 5, "pid": None}, {**row, "rank": 6, "process": "gone"}]
     stuck = Stuck.from_table(Table.from_rows([row, *others], order=ORDERS["stuck"]))

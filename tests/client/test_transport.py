@@ -54,14 +54,10 @@ def test_links_of_an_error_are_calls_of_the_session(service: Answering, session:
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (401, errors.Unauthorized),
-        (403, errors.Forbidden),
-        (404, errors.NotFound),
-        (409, errors.Conflict),
-        (422, errors.InvalidInput),
-        (418, errors.StagescopeError),
+        (401, errors.Unauthorized), (403, errors.Forbidden), (404, errors.NotFound),
+        (409, errors.Conflict), (422, errors.InvalidInput), (418, errors.StagescopeError),
     ],
-)
+)  # fmt: skip
 def test_an_unknown_code_falls_back_to_the_status(
     service: Answering, session: Session, status: int, kind: type[errors.StagescopeError]
 ) -> None:
@@ -163,13 +159,11 @@ def test_a_change_that_may_have_arrived_is_not_repeated(gap: bytes) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        http(b"<p/>"),
-        http(b"[]"),
+        http(b"<p/>"), http(b"[]"),
         b"HTTP/1.1 302 Found\r\nlocation: http://x/login\r\ncontent-length: 0\r\n\r\n",
-        b"SSH-2.0-OpenSSH_9.6\r\n",
-        b"",
+        b"SSH-2.0-OpenSSH_9.6\r\n", b"",
     ],
-)
+)  # fmt: skip
 def test_something_else_at_the_url(answer: bytes) -> None:
     with answering_bytes(answer) as url, pytest.raises(errors.StagescopeError) as caught:
         stagescope.attach(url, token=READ, timeout=5.0)

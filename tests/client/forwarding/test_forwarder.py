@@ -188,15 +188,13 @@ def test_a_damaged_cursor_is_named(asked: Session, training: Training, board: Bo
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
-        ("somewhere", "tensorboard:"),
-        ("mlflow:", "mlflow:RUN_ID"),
+        ("somewhere", "tensorboard:"), ("mlflow:", "mlflow:RUN_ID"),
         ("wandb:project/run", "wandb:ENTITY/PROJECT/RUN_ID"),
         ("swanlab:run", "swanlab:WORKSPACE/PROJECT/RUN_ID"),
         ("trackio:project", "trackio:PROJECT/RUN"),
-        ("otlp:localhost:4318", "otlp:http://HOST:4318"),
-        ("tensorboard:", "tensorboard:DIR"),
+        ("otlp:localhost:4318", "otlp:http://HOST:4318"), ("tensorboard:", "tensorboard:DIR"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_target_is_named(asked: Session, target: str, expected: str) -> None:
     with pytest.raises(InvalidInput, match=r"forward|target") as raised:
         asked.forward(RUN, target)
