@@ -38,17 +38,12 @@ __all__ = [
 __all__ += errors.__all__
 
 _LAZY = {
-    "Batch": "stagescope_wire.batch",
-    "Metrics": "stagescope.answers",
-    "Record": "stagescope.answers",
-    "ReplayRollouts": "stagescope.rollouts",
-    "Session": "stagescope.session",
-    "Step": "stagescope.step",
-    "Table": "stagescope.table",
-    "attach": "stagescope.session",
-    "engine": "stagescope.session",
+    "Batch": "stagescope_wire.batch", "Metrics": "stagescope.answers",
+    "Record": "stagescope.answers", "ReplayRollouts": "stagescope.rollouts",
+    "Session": "stagescope.session", "Step": "stagescope.step", "Table": "stagescope.table",
+    "attach": "stagescope.session", "engine": "stagescope.session",
     "replay": "stagescope.replaying",
-}
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -96,16 +96,11 @@ def _rule_row(rule: JsonObject) -> Row:
     if rule["by"] != "whole":
         when.append(f"by {rule['by']}")
     return {
-        "name": rule["name"],
-        "metric": rule["metric"],
-        "when": ", ".join(when),
-        "fired": rule["fired"],
-        "last_step": last.get("step"),
-        "last_value": (last.get("evidence") or {}).get("value"),
-        "last_run": last.get("run"),
-        "actions": ", ".join(rule["actions"]),
-        "cooldown": rule["cooldown"],
-    }
+        "name": rule["name"], "metric": rule["metric"], "when": ", ".join(when),
+        "fired": rule["fired"], "last_step": last.get("step"),
+        "last_value": (last.get("evidence") or {}).get("value"), "last_run": last.get("run"),
+        "actions": ", ".join(rule["actions"]), "cooldown": rule["cooldown"],
+    }  # fmt: skip
 
 
 def _bound(bound: object) -> str:

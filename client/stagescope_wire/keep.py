@@ -61,13 +61,10 @@ SECTIONS: Final = (*_ROWS, "loss", "gradients", "parameters", "datums", "metrics
 """The names of the sections; `loss` and `metrics` are the numbers that a stage logged."""
 
 ALIASES: Final[Mapping[str, str]] = {
-    "trajectory": "trajectories",
-    "prepared_trajectories": "trajectories",
-    "is_loss_debug": "is_loss",
-    "param": "parameters",
-    "gradient": "gradients",
+    "trajectory": "trajectories", "prepared_trajectories": "trajectories",
+    "is_loss_debug": "is_loss", "param": "parameters", "gradient": "gradients",
     "training_metrics": "metrics",
-}
+}  # fmt: skip
 """Names in NexRL's dump_options, remote_api_dump_options and WEAVER_DEBUG_DUMP_OPTIONS."""
 
 _SHARDS: Final = ("parameters", "gradients")

@@ -47,19 +47,16 @@ def test_the_file_that_serve_wrote() -> None:
     assert "rrrr" not in repr(location)
 
 
-def test_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_win_over_the_environment_and_that_over_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     write_service_file("http://127.0.0.1:8700")
     monkeypatch.setenv("STAGESCOPE_URL", "http://head:8700/")
     monkeypatch.setenv("STAGESCOPE_TOKEN", "from-environment")
     location = discovery.find()
     assert (location.url, location.read_token) == ("http://head:8700", "from-environment")
-
-
-def test_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGESCOPE_URL", "http://head:8700")
-    monkeypatch.setenv("STAGESCOPE_TOKEN", "from-environment")
-    location = discovery.find("http://other:1", "given")
-    assert (location.url, location.read_token, location.operate_token) == (
+    given = discovery.find("http://other:1", "given")
+    assert (given.url, given.read_token, given.operate_token) == (
         "http://other:1",
         "given",
         "given",
@@ -112,6 +109,9 @@ def test_a_text_that_cannot_be_a_token_is_refused_and_not_shown(
     secret = f"hidden{text}hidden"
     with pytest.raises(Unauthorized, match="the token given") as given:
         discovery.find("http://head:8700", secret)
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(Unauthorized, match="is empty"):
+        discovery.read_token(tmp_path / "token")
     (tmp_path / "token").write_text(secret, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(Unauthorized, match="the token file") as of_file:
         discovery.read_token(tmp_path / "token")
@@ -176,13 +176,6 @@ def test_a_damaged_file_is_reported_in_the_error(content: str) -> None:
 def test_not_the_url_of_a_service(url: str) -> None:
     with pytest.raises(InvalidInput, match="http://HOST:8700"):
         discovery.find(url)
-
-
-@pytest.mark.parametrize("content", ["", "two words", "\u00e9"])
-def test_a_token_file_contains_one_word(tmp_path: Path, content: str) -> None:
-    (tmp_path / "token").write_text(content, encoding="utf-8")
-    with pytest.raises(Unauthorized):
-        discovery.read_token(tmp_path / "token")
 
 
 def test_attach_to_nobody_fails_at_once_and_names_the_url() -> None:

@@ -23,11 +23,6 @@ def test_all_of_them_are_public() -> None:
     assert sorted(each.__name__ for each in CLASSES) == sorted(errors.__all__)
 
 
-def test_codes_are_unique() -> None:
-    codes = [each.code for each in CLASSES]
-    assert len(set(codes)) == len(codes)
-
-
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_each_error_survives_pickling(kind: type[StagescopeError]) -> None:
     see = (Link("steps"), Link("captures", name="3f0c", shows="who has it"))

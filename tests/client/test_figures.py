@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import doctest
 import importlib
 import importlib.util
 import json
@@ -22,9 +21,7 @@ from tests.support.figures import LOG_PROB, rounds_payload
 from tests.support.stores import eventually
 
 import stagescope
-from stagescope import Session, Step, figures, plotting
-from stagescope import step as step_module
-from stagescope.connection import Connection
+from stagescope import Session, figures
 from stagescope_service.figure_style import traces
 from stagescope_wire import render
 from stagescope_wire.errors import InvalidInput, MissingExtra, NotFound
@@ -165,29 +162,6 @@ def test_bars_are_as_high_as_their_values() -> None:
     assert "&lt;b&gt;: 1" in picture
     assert "c: nan" in picture
     assert "currentColor" in picture
-
-
-def test_the_examples_of_the_docstrings_run(session: Session, tmp_path: Path) -> None:
-    """Each example is run, on real steps; that they raise nothing is what is tested."""
-    finder = doctest.DocTestFinder(recurse=False)
-    holders: list[tuple[object, tuple[str, ...]]] = [
-        (figures.FigureRequests, ("figures", "plot")),
-        (Connection, ("figure",)),
-        (plotting, ("PlottedTable",)),
-        (Step, ("rounds", "ranks", "figure", "heatmap", "timeline", "distribution", "density",
-                "anatomy", "save_trace")),
-    ]  # fmt: skip
-    ran = 0
-    for holder, names in holders:
-        for name in names:
-            for test in finder.find(getattr(holder, name), name):
-                scope: dict[str, object] = {"session": session}
-                for example in test.examples:
-                    source = example.source.replace("step5.trace.json", str(tmp_path / "t.json"))
-                    exec(source, scope)
-                    ran += 1
-    assert ran >= 13
-    assert step_module.__doc__
 
 
 # --- a live cell --------------------------------------------------------------------------------

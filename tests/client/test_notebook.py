@@ -96,11 +96,6 @@ def test_times_and_sizes_have_their_units() -> None:
     assert "white-space:nowrap" in table._repr_html_()
 
 
-def test_a_status_says_why_it_is_not_ready() -> None:
-    found = Status({"ready": False, "reason": "the disk is full", "coordinator": {}})
-    assert "not ready: the disk is full" in repr(found)
-
-
 def test_names_complete_in_a_notebook() -> None:
     updates: list[tuple[Any, str]] = [
         (metrics(), "rollout_corr/k3_kl"), (status(), "coordinator"), (Table({"k": [1]}), "k"),

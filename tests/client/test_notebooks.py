@@ -17,7 +17,7 @@ import stagescope
 from stagescope import Metrics, Session, Step, Table
 from stagescope.findings import Diagnosis, FindingRows
 from stagescope.operators import NonFiniteOperators, Operators
-from stagescope.plotting import BarTable
+from stagescope.plotting import BarTable, PlottedTable
 from stagescope.series import Series
 from stagescope.step_answers import SampleTokens
 
@@ -108,13 +108,18 @@ def test_the_tokens_of_a_sample_are_shaded_by_their_mismatch() -> None:
 
 
 EXAMPLES: Final = (
-    Session, Step, Step.samples, Step.sample, Step.loss, Session.doctor, Table, Metrics,
-    FindingRows, Diagnosis, SampleTokens, Operators, NonFiniteOperators, BarTable, Series,
+    Session, Step, Step.samples, Step.sample, Step.loss, Step.rounds, Step.ranks, Step.figure,
+    Step.anatomy, Step.save_trace, Session.doctor, Session.figures, Session.figure, Session.plot,
+    Table, Metrics, FindingRows, Diagnosis, SampleTokens, Operators, NonFiniteOperators, BarTable,
+    PlottedTable, Series,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("holder", EXAMPLES, ids=lambda each: each.__qualname__)
-def test_examples_of_docstrings_run(session: Session, holder: Any) -> None:
+def test_examples_of_docstrings_run(
+    session: Session, holder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (found,) = doctest.DocTestFinder(recurse=False).find(holder, holder.__qualname__)
     assert found.examples
     scope: dict[str, object] = {"session": session}

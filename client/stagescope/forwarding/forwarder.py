@@ -389,13 +389,11 @@ def _follow(
 def _outcome(run: str, deliveries: Sequence[Delivery]) -> Table:
     rows = [
         {
-            "target": each.target,
-            "steps": each.written,
-            "again": each.again,
+            "target": each.target, "steps": each.written, "again": each.again,
             "findings": each.alerted,
             "waiting": stretches("step", sorted(each.left)) if each.left else None,
             "problem": each.problem or None,
         }
         for each in deliveries
-    ]
+    ]  # fmt: skip
     return Table.from_rows(rows, title="forwarded", about={"run": run})
