@@ -321,7 +321,6 @@ _HTML_WIDTH: Final = 110
 
 
 def _unit(name: str) -> str:
-    """Return the unit of a field with a dotted name."""
     return render.unit_of(name.rpartition(".")[2])
 
 

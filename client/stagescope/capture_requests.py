@@ -57,11 +57,8 @@ class Triggers(Table):
         foot += [_budget_line(budget) for budget in self.about.get("budgets") or ()]
         if not self.about.get("budgets"):
             patterns = ", ".join(self.about.get("runs") or ())
-            foot.append(
-                render.printable(f"no run here may be captured unasked; those that may: {patterns}")
-                if patterns
-                else "no run may be captured unasked"
-            )
+            only = f", because none matches {patterns}" if patterns else ""
+            foot.append(render.printable(f"rules may capture none of the known runs{only}"))
         pinned = self.about.get("pinned") or ()
         if pinned:
             steps = ", ".join(

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
 from urllib.parse import quote
 
-from stagescope.columns import COLUMNS, Kinds
+from stagescope.convert import COLUMNS, Kinds
 from stagescope.findings import GROUP_ORDER, FindingRows
 from stagescope.link_text import session_call
 from stagescope.plotting import figure_of, graph_objects
@@ -162,7 +162,7 @@ class Connection:
 
         Args:
             path, params: of the route.
-            noun: what the rows are: its ORDERS and its columns (`stagescope.columns`) are used.
+            noun: what the rows are: its ORDERS and its columns (`convert.COLUMNS`) are used.
             title: of the table; default: the noun.
             order: the columns that are shown first, instead of the noun's.
             columns: further columns that every row has.

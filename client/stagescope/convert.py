@@ -13,9 +13,9 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from stagescope.columns import COLUMNS, RECORDS, Kinds
 from stagescope_wire import nonfinite
 from stagescope_wire.errors import MissingExtra
 from stagescope_wire.nonfinite import Json
@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     import pandas
     import polars
     import pyarrow
+
+Kinds: TypeAlias = Mapping[str, str]
+"""Column -> int, float, bool, text, ints, texts or nested; `int?` and `bool?` may be missing."""
+
+_FILE: Final = json.loads(Path(__file__).with_name("columns.json").read_text(encoding="utf-8"))
+# `python -m tests.support.columns` makes the file of the OpenAPI document.
+RECORDS: Final[Mapping[str, Kinds]] = _FILE["records"]
+"""Nested column whose values are lists of records -> the fields of a record."""
+COLUMNS: Final[Mapping[str, Kinds]] = _FILE["tables"]
+"""Table -> its columns, so that a table without rows has the same ones."""
 
 _NONE: Final[Kinds] = {}
 _Library: TypeAlias = Any
@@ -98,7 +108,6 @@ _TEXT_LISTS: Final = frozenset({"sections", "suspects", "names", "dtypes"})
 
 
 def _kind_by_name(name: str) -> str:
-    """Return the kind that a column's name implies."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     if name.endswith(_FLOAT_ENDS):

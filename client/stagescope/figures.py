@@ -155,7 +155,6 @@ class Watch:
 
 
 def _redraw(widget: Any, figure: Any) -> None:
-    """Give a widget the traces and layout of a figure, in place where the traces are the same."""
     same = [(trace.type, trace.name) for trace in widget.data] == [
         (trace.type, trace.name) for trace in figure.data
     ]

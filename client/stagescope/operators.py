@@ -139,7 +139,6 @@ def _finite(row: Row) -> str:
 
 
 def _of_unknown(count: int) -> str:
-    """Return that so many tensors have no Min and Max."""
     return f"{render.counted(count, 'tensor has', 'tensors have')} no Min and Max"
 
 

@@ -96,21 +96,17 @@ class CaptureProgress(Record):
         agreement = self["agreement"]
         kept = () if needs_ranks(self["order"]) else self["order"]["keep"]
         lines = [
-            f"the service keeps {', '.join(kept)} by itself: no rank is asked"
+            f"the service keeps {', '.join(kept)} and asks no rank"
             if kept
             else _acknowledgements(self["ranks"], self["state"])
         ]
         run = self.get("run")
         if run is not None and self.get("attempt") is None and not self.ended:
-            lines = [f"no run {run} has reported yet: it waits for one of that name"]
+            lines = [f"no run {run} has reported yet: the capture waits for it"]
         if unmatched := self.get("unmatched_ranks"):
-            lines.append(f"no rank {_numbers(unmatched)} is there: nothing is collected of it")
+            lines.append(f"rank {_numbers(unmatched)} is not connected: nothing is collected of it")
         if self.is_abandoned:
-            lines.append(
-                "no rank that it is for is there: it waits for them"
-                if kept
-                else "no rank that it asks is there: it waits for them"
-            )
+            lines.append("waiting: no requested rank is connected")
         if self["reason"]:
             lines.append(f"reason: {self['reason']}")
         if agreement["start"] is not None:
@@ -118,12 +114,12 @@ class CaptureProgress(Record):
             latency = "" if trip is None else f" (acknowledged in {trip:.2f} s)"
             listed = agreement.get("steps")
             begins = not isinstance(listed, list) or agreement["start"] in listed
-            text = "starts at" if begins else "in force from"
+            text = "starts at" if begins else "active from"
             lines.append(f"{text} step {agreement['start']}{latency}")
         if agreement["without"]:
             lines.append(f"without {_names(agreement['without'])}")
         if agreement["missed_steps"]:
-            lines.append(f"begun before it was agreed on: steps {agreement['missed_steps']}")
+            lines.append(f"started before the agreement: steps {agreement['missed_steps']}")
         lines += map(_estimate_line, agreement["estimates"][:_MAX_NAMED])
         several = len({step.get("attempt") for step in self["steps"]}) > 1
         lines += [_step_line(step, run, kept, of_attempt=several) for step in self["steps"]]
@@ -145,9 +141,9 @@ def _value(value: object) -> str:
 
 def _acknowledgements(ranks: Sequence[JsonObject], state: str) -> str:
     if not ranks:
-        return "none of the ranks that it asks has reported yet"
+        return "no requested rank has reported yet"
     late = [rank for rank in ranks if not rank["acknowledged"]]
-    done = {"asked": "acknowledged it", "withdrawn": "let go of it"}
+    done = {"asked": "acknowledged it", "withdrawn": "released it"}
     text = f"{len(ranks) - len(late)} of {len(ranks)} ranks have "
     text += done.get(state, "acknowledged the agreed step")
     return text if not late else f"{text}; not {_names(late)}"
@@ -209,7 +205,7 @@ def _step_line(step: JsonObject, run: str | None, kept: Sequence[str], *, of_att
     gaps = [f"{gap['role']} {gap['rank']} {gap['state']}" for gap in step["gaps"][:_MAX_NAMED]]
     text += f"; {', '.join(gaps)}" if gaps else ""
     if unrecorded := step.get("unrecorded"):
-        text += f"; nobody recorded {_listed(unrecorded)}"
+        text += f"; no rank recorded {_listed(unrecorded)}"
     if kept and collected and run is not None and step["state"] != "waiting":
         attempt = "" if step["attempt"] is None else f" --attempt {step['attempt']}"
         text += f" (stagescope kept {number} --run {run}{attempt})"

@@ -138,9 +138,9 @@ class ReplayRollouts:
         parts = [f"{len(self._served)} of {len(self)} stored trajectories were served"]
         if self.missed:
             missed = _listed(self.missed)
-            parts.append(f"{len(self.missed)} were asked for and are not there: {missed}")
+            parts.append(f"{len(self.missed)} were requested and are not stored: {missed}")
         if self.unasked:
-            parts.append(f"{len(self.unasked)} were never asked for: {_listed(self.unasked)}")
+            parts.append(f"{len(self.unasked)} were never requested: {_listed(self.unasked)}")
         return "; ".join(parts)
 
     def _miss(self, wanted: Key) -> None:

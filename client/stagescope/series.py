@@ -166,7 +166,6 @@ class Series(Table):
 
 
 def _series_fields(one: JsonObject) -> Row:
-    """Return the fields of a series without its values."""
     return {
         name: nonfinite.numbers(value) if name in ("low", "high") else value
         for name, value in one.items()

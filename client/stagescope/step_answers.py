@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from stagescope.answers import Record
-from stagescope.columns import Kinds
+from stagescope.convert import Kinds
 from stagescope.table import Row, Table
 from stagescope_wire import nonfinite, render
 from stagescope_wire.errors import StagescopeError

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, overload
 
 from stagescope import convert
-from stagescope.columns import Kinds
+from stagescope.convert import Kinds
 from stagescope_wire import nonfinite, render
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.names import unknown_name
@@ -335,7 +335,7 @@ def begun_again(about: JsonObject) -> list[str]:
     ranks = about.get("begun_again")
     if not ranks:
         return []
-    return [f"begun again by {render.format_value(ranks)}: {_BOTH_PASSES_COUNT}"]
+    return [f"repeated by {render.format_value(ranks)}: {_BOTH_PASSES_COUNT}"]
 
 
 def begun_again_steps(table: Table, *, mark: str = "") -> list[str]:
@@ -352,7 +352,7 @@ def begun_again_steps(table: Table, *, mark: str = "") -> list[str]:
         return []
     steps, ranks_ = sorted({step for step, _ in repeated}), {ranks for _, ranks in repeated}
     by = f" by {ranks_.pop()}" if len(ranks_) == 1 else ""
-    return [f"{mark}begun again in {render.stretches('step', steps)}{by}: {_BOTH_PASSES_COUNT}"]
+    return [f"{mark}repeated in {render.stretches('step', steps)}{by}: {_BOTH_PASSES_COUNT}"]
 
 
 _BOTH_PASSES_COUNT: Final = (

@@ -292,5 +292,5 @@ def _user() -> str:
 
 
 def _token_advice(advice: str, location: ServiceLocation) -> str:
-    hint = "give token=, STAGESCOPE_TOKEN or, on the command line, --token-file"
+    hint = "give an access token: token=, STAGESCOPE_TOKEN or, on the command line, --token-file"
     return "; ".join(part for part in (advice, location.note, hint) if part)

@@ -10,7 +10,7 @@ import pytest
 from tests.support import columns
 
 from stagescope import Table
-from stagescope.columns import COLUMNS, RECORDS
+from stagescope.convert import COLUMNS, RECORDS
 from stagescope_wire.nonfinite import Json
 
 SPELLED: dict[str, Json] = {

@@ -131,7 +131,7 @@ def test_the_command_line(found: Service, tmp_path: Path) -> None:
     put = ask("triggers", "set", "--rules", str(file))
     assert put.exit_code == 0
     # The rules that ship are replaced: each that is gone is named.
-    assert "no longer in force: " in put.stderr
+    assert "no longer active: " in put.stderr
     assert "non_finite" in put.stderr
     assert "mean" in put.stdout
     row = {"attempt_id": 1, "step": 3, "rule": "mean", "run": "r", "message": "far off"}

@@ -38,8 +38,8 @@ session_command(
 _WITHDRAWN: Final = ("capture_id", "run", "state", "stages", "steps", "ranks", "by")
 _WAIT: Final = click.option(
     "--wait", is_flag=True,
-    help="Show the progress until the capture has ended, or nobody that it asks has reported for "
-    "a minute.",
+    help="Show the progress until the capture has ended, or no requested rank has reported for a "
+    "minute.",
 )  # fmt: skip
 _WAIT_SECONDS: Final = click.option(
     "--wait-seconds", type=FiniteFloat(min=0), metavar="SECONDS",
@@ -84,7 +84,7 @@ _WAIT_SECONDS: Final = click.option(
         help="Time to acknowledge [default: 60].",
     ),
     click.option("--again", type=click.IntRange(min=0),
-                 help="How often to agree anew after a rank missed a step."),
+                 help="How often to agree again after a rank missed a step."),
     click.option("--force", is_flag=True, help="Start even if the estimated cost is too high "
                  "or a stage seems to be misspelt."),
     _WAIT,
@@ -199,7 +199,7 @@ def _set_rules(session: Session, document: str) -> Table:
     session.set_triggers(document)
     found = session.triggers()
     if gone := sorted(before - {str(row["name"]) for row in found}):
-        text = f"no longer in force: {', '.join(gone)} (those that ship: triggers --defaults)"
+        text = f"no longer active: {', '.join(gone)} (the default rules: triggers --defaults)"
         click.echo(printable(text), err=True)
     return found
 

@@ -123,7 +123,7 @@ def bundle(
     click.option("--follow", is_flag=True, help="Go on as steps close, until interrupted."),
     click.option(
         "--every", type=FiniteFloat(min=0.2), default=5.0, show_default=True, metavar="SECONDS",
-        help="How often the service is asked, with --follow.",
+        help="Seconds between two requests, with --follow.",
     ),
     click.option(
         "--prefix", default=forwarder.PREFIX, show_default=True, help="Before each name."

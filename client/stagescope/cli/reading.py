@@ -180,7 +180,6 @@ step_command(
 def _optional_step(
     session: Session, step: str | None, run: str | None, attempt: int | None
 ) -> Step | None:
-    """Return the step of an optional argument; None if it is not given."""
     if step is None:
         return None
     word = read_step(click.get_current_context(), click.Argument(["step"]), step)

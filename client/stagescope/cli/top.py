@@ -41,7 +41,7 @@ _LATE: Final = 5.0
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option(
     "--every", type=FiniteFloat(min=0.2), default=1.0, show_default=True, metavar="SECONDS",
-    help="How often the service is asked.",
+    help="Seconds between two requests.",
 )  # fmt: skip
 @click.option("--once", is_flag=True, help="Print one screen and end, as without a terminal.")
 @click.option("--url", help="The service, such as http://head:8700.")

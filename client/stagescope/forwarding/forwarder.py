@@ -319,24 +319,12 @@ def forward(
 ) -> Table:  # fmt: skip
     """Write closed steps and findings to targets; return a row for each target.
 
-    Args:
-        connection: to the service.
-        run: its name.
-        targets: `kind:address`, see `TRACKERS`.
-        prefix: before each name.
-        from_step: the first step.
-        anew: forget what was written.
-        page_url: address at which readers open the page; default: the connection's.
-        every: continue as steps close, and look again after this many seconds; None: once.
-        stopped: ends the loop, with `every`.
-        report: accepts lines about problems, findings and steps that are written again; with
-            `every`, about every step.
+    The arguments are those of `Session.forward`, but for two: `every` is None to write what exists,
+    else the seconds between two requests, and `stopped` ends that loop.
 
     Raises:
-        InvalidInput: a target or the prefix cannot be read.
-        MissingExtra: a tracker's client is not installed.
-        Conflict: another process forwards this run to a target.
-        StagescopeError: the service refused or, unless `every`, cannot be reached.
+        StagescopeError: as `Session.forward`; the service refused or, without `every`, cannot be
+            reached.
     """
     if not _PREFIX.fullmatch(prefix):
         raise InvalidInput(f"{prefix!r} is no prefix", expected="letters, digits, / . _ -")

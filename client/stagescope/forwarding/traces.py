@@ -133,7 +133,6 @@ def _problem(row: Row) -> str | None:
 
 
 def _number(parts: Sequence[object], size: int) -> int:
-    """Return a number of `size` bytes that follows from `parts`; never 0."""
     digest = hashlib.sha256(repr(tuple(parts)).encode()).digest()
     return int.from_bytes(digest[:size], "big") or 1
 
