@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import polars
 import pytest
-from click.testing import Result
 from tests.support.api import Rank, Service, service
-from tests.support.command_line import invoke
+from tests.support.command_line import ask, invoke
 from tests.support.measure import payload
 from tests.support.stores import eventually
 
@@ -53,16 +52,6 @@ def found(real: Service, monkeypatch: pytest.MonkeyPatch) -> Service:
     (home / "service.json").write_text(json.dumps(written))
     monkeypatch.setenv("STAGESCOPE_HOME", str(home))
     return real
-
-
-@pytest.fixture
-def session(found: Service) -> Iterator[Session]:
-    with stagescope.attach() as session:
-        yield session
-
-
-def ask(*args: str) -> Result:
-    return invoke(*args)
 
 
 def test_both_attempts_and_their_fingerprints(session: Session) -> None:

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.support.answering import READ, Answering, unused_port
+from tests.support.answering import Answering, unused_port
 
 import stagescope
 from stagescope_wire import discovery
@@ -191,12 +191,3 @@ def test_attach_refuses_a_wrong_token(service: Answering) -> None:
     with pytest.raises(Unauthorized) as caught:
         stagescope.attach(service.url, timeout=5.0)
     assert str(discovery.service_file()) in str(caught.value)
-
-
-def test_attach_finds_the_running_service(service: Answering) -> None:
-    path = write_service_file(service.url)
-    (path.parent / "read.token").write_text(READ)
-    with stagescope.attach(timeout=5.0) as session:
-        assert session.url == service.url
-        assert str(path) in repr(session)
-        assert READ not in repr(session)

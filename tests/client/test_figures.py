@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import importlib
-import importlib.util
 import json
 import math
 import sys
@@ -20,7 +19,6 @@ from tests.support.command_line import invoke
 from tests.support.figures import LOG_PROB, rounds_payload
 from tests.support.stores import eventually
 
-import stagescope
 from stagescope import Session, figures
 from stagescope_service.figure_style import traces
 from stagescope_wire import render
@@ -39,13 +37,6 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         for rank in ranks:
             rank.begin("rollout_generate", 6)
         yield running
-
-
-@pytest.fixture
-def session(real: Service) -> Iterator[Session]:
-    assert real.tokens is not None
-    with stagescope.attach(real.server.url, token=real.tokens.read) as session:
-        yield session
 
 
 def test_a_metric_over_the_steps(session: Session) -> None:
@@ -187,9 +178,13 @@ def last_step(live: figures.Watch) -> int:
     return max((max(line.x) for line in lines), default=0)  # none while it is redrawn
 
 
-def test_a_live_cell_without_its_library_says_what_to_install(session: Session) -> None:
-    if importlib.util.find_spec("anywidget") is not None:
-        pytest.skip("anywidget is installed")
+def test_a_live_cell_without_its_library_says_what_to_install(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(figure: object) -> None:
+        raise ImportError("Please install anywidget")
+
+    monkeypatch.setattr(go, "FigureWidget", refuse)
     with pytest.raises(MissingExtra, match="anywidget"):
         session.watch("reward")
     with pytest.raises(InvalidInput, match="positive"):

@@ -52,15 +52,6 @@ def test_rows_columns_and_slices(table: Table) -> None:
         table.where(no=1)
 
 
-def test_a_table_cannot_be_changed(table: Table) -> None:
-    table.to_dicts()[0]["rank"] = 9
-    with pytest.raises(TypeError):
-        table.about["run"] = "x"  # type: ignore[index]
-    with pytest.raises(AttributeError):
-        table.title = "x"  # type: ignore[misc]
-    assert table["rank"][0] == 0
-
-
 def test_columns_have_one_length() -> None:
     with pytest.raises(InvalidInput, match="lengths"):
         Table({"a": [1], "b": []})

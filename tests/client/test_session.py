@@ -12,16 +12,16 @@ from stagescope_wire.discovery import ServiceLocation
 from stagescope_wire.nonfinite import Json
 
 
-def test_a_run_that_is_not_there(session: Session) -> None:
+def test_a_run_that_is_not_there(client: Session) -> None:
     with pytest.raises(NotFound, match="there is no /runs/a"):
-        session.attempts("a/../b")
+        client.attempts("a/../b")
     for name in ("", ".", ".."):
         with pytest.raises(InvalidInput, match="not a name"):
-            session.attempts(name)
+            client.attempts(name)
 
 
-def test_a_step_stays_where_it_was_found(service: Answering, session: Session) -> None:
-    step = session.step("latest")
+def test_a_step_stays_where_it_was_found(service: Answering, client: Session) -> None:
+    step = client.step("latest")
     assert (step.step, step.run, step.attempt) == (5, RUN, 2)
     service.seen.clear()
     whole = step.rounds(by="round").about["whole"]
@@ -33,19 +33,19 @@ def test_a_step_stays_where_it_was_found(service: Answering, session: Session) -
 
 
 @pytest.mark.parametrize("step", ["newest", 5.0, None, True, "5/../../runs"])
-def test_what_is_not_a_step(session: Session, step: object) -> None:
+def test_what_is_not_a_step(client: Session, step: object) -> None:
     with pytest.raises(InvalidInput, match="'latest'"):
-        session.step(step)  # type: ignore[arg-type]
+        client.step(step)  # type: ignore[arg-type]
 
 
-def test_filters_that_are_not_given_are_not_sent(service: Answering, session: Session) -> None:
-    session.step(5).tokens(round=0)
+def test_filters_that_are_not_given_are_not_sent(service: Answering, client: Session) -> None:
+    client.step(5).tokens(round=0)
     assert set(service.seen[-1][2]) == {"run", "attempt", "round", "limit"}
 
 
-def test_pages_are_followed_to_the_limit(service: Answering, session: Session) -> None:
+def test_pages_are_followed_to_the_limit(service: Answering, client: Session) -> None:
     service.token_count = 1203
-    step = session.step(5)
+    step = client.step(5)
     service.seen.clear()
     table = step.tokens(limit=1100)
     assert len(table) == 1100
@@ -61,43 +61,43 @@ def test_pages_are_followed_to_the_limit(service: Answering, session: Session) -
 
 
 def test_a_service_that_repeats_its_pages_does_not_hold_the_client() -> None:
-    session = Session(ServiceLocation("http://unused", "the test"))
+    client = Session(ServiceLocation("http://unused", "the test"))
     answers = iter([{"rows": [{"a": 1}], "next": "x"}] * 50)
-    session._transport.get = lambda *_, **__: next(answers)  # type: ignore[method-assign]
-    assert len(session.table("/runs")) <= 3
-    session.close()
+    client._transport.get = lambda *_, **__: next(answers)  # type: ignore[method-assign]
+    assert len(client.table("/runs")) <= 3
+    client.close()
 
 
-def test_every_field_of_a_capture_has_an_argument(session: Session) -> None:
+def test_every_field_of_a_capture_has_an_argument(client: Session) -> None:
     spec: dict[str, Json] = dict.fromkeys(CAPTURE_FIELDS, "x")
-    record = session.capture(**{**spec, "steps": [1]})
+    record = client.capture(**{**spec, "steps": [1]})
     assert set(CAPTURE_FIELDS) <= set(record)
 
 
-def test_losses_and_findings_and_status(session: Session) -> None:
-    assert session.losses()["reason"] == ("killed",)
-    findings = session.findings()
+def test_losses_and_findings_and_status(client: Session) -> None:
+    assert client.losses()["reason"] == ("killed",)
+    findings = client.findings()
     assert "<script>" not in findings._repr_html_()
     assert "\x1b" not in findings._repr_html_()
     assert "\x1b" not in repr(findings)
-    assert session.status()["ready"] is True
+    assert client.status()["ready"] is True
 
 
 def test_a_closed_session_says_so(service: Answering) -> None:
-    with stagescope.attach(service.url, token=READ, timeout=5.0) as session:
+    with stagescope.attach(service.url, token=READ, timeout=5.0) as client:
         pass
     with pytest.raises(RuntimeError, match="closed"):
-        session.runs()
+        client.runs()
 
 
 @pytest.mark.parametrize("noun", ["rounds", "ranks", "tokens", "stages", "dumps", "scalars"])
-def test_each_noun_takes_its_filters(service: Answering, session: Session, noun: str) -> None:
+def test_each_noun_takes_its_filters(service: Answering, client: Session, noun: str) -> None:
     own: dict[str, dict[str, object]] = {
         "rounds": {"by": "turn"},
         "tokens": {"round": 1, "kind": "worst"},
         "scalars": {"name": "loss"},
     }
     filters = {"stage": "s", "role": "actor", "rank": 3, **own.get(noun, {})}
-    getattr(session.step(5), noun)(**filters)
+    getattr(client.step(5), noun)(**filters)
     sent = {name: str(value) for name, value in filters.items()}
     assert service.seen[-1][2].items() >= sent.items()

@@ -61,7 +61,7 @@ def engines(
     urls = _urls(target, from_log)
     if name is not None and len(urls) > 1:
         raise click.UsageError(f"one --name for {len(urls)} engines: leave it out")
-    fields: _Given = {"name": name, "run": run, "note": note}
+    fields: _Description = {"name": name, "run": run, "note": note}
     rows = [dict(_add(session, url, key_file, fields)) for url in urls]
     return Record(rows[0], title="registered engine") if len(rows) == 1 else _table(rows)
 
@@ -74,7 +74,7 @@ def _urls(target: str | None, from_log: Path | None) -> list[str]:
     return addresses_in_environment() if from_log is None else addresses_in_log(from_log)
 
 
-class _Given(TypedDict):
+class _Description(TypedDict):
     """The user's description of an engine."""
 
     name: str | None
@@ -82,7 +82,7 @@ class _Given(TypedDict):
     note: str | None
 
 
-def _add(session: Session, url: str, key_file: Path | None, fields: _Given) -> Record:
+def _add(session: Session, url: str, key_file: Path | None, fields: _Description) -> Record:
     try:
         # This process connects, not the service, so that the key stays on this machine.
         engine = connect(url, key_file=key_file, timeout=10.0)

@@ -59,7 +59,7 @@ class Cursor:
 
     path: Path
     steps: dict[str, list[Json]] = dataclasses.field(default_factory=dict)
-    """Step (of traces: attempt:step) -> attempt, mark of the row, checksum of the record."""
+    """Step (of traces: attempt:step) -> attempt, checksum of the row, checksum of the record."""
     findings: set[str] = dataclasses.field(default_factory=set)
 
     @classmethod
@@ -108,7 +108,7 @@ class Delivery:
         self.path = path
         self.cursor = Cursor(path)
         self.written = self.again = self.alerted = 0
-        self.left: set[int] = set()
+        self.waiting: set[int] = set()
         """Steps whose numbers are still being made."""
         self.problem = ""
         self._backoff = _FIRST_BACKOFF
@@ -116,7 +116,7 @@ class Delivery:
         self._pending_since: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def held(self, *, anew: bool) -> Iterator[None]:
+    def opened(self, *, anew: bool) -> Iterator[None]:
         """Open the target, load what was written, and keep other processes from forwarding to it.
 
         Raises:
@@ -199,13 +199,15 @@ class Delivery:
 
     def _due(self, steps: Sequence[ClosedStep], patient: bool) -> list[ClosedStep]:
         """Return the steps that are not as they were written."""
-        wanted = self._wanted(steps)
-        due = [step for step in wanted if self._known(step)[:2] != [step.attempt, step.mark]]
-        self.left = {step.step for step in due if self._is_waited_for(step, patient)}
-        if self._kind.is_ordered and patient and self.left:
+        wanted = self._selected(steps)
+        due = [
+            step for step in wanted if self._known(step)[:2] != [step.attempt, step.row_checksum]
+        ]
+        self.waiting = {step.step for step in due if self._is_waited_for(step, patient)}
+        if self._kind.is_ordered and patient and self.waiting:
             # Later steps would have to be rewritten.
-            due = [step for step in due if step.step < min(self.left)]
-        due = [step for step in due if step.step not in self.left]
+            due = [step for step in due if step.step < min(self.waiting)]
+        due = [step for step in due if step.step not in self.waiting]
         if not self._kind.is_ordered or not due:
             return due
         first = min(step.step for step in due)
@@ -216,13 +218,13 @@ class Delivery:
         if not changed:
             return due
         first = min(changed)
-        later = [step for step in self._wanted(self._records.steps()) if step.step >= first]
+        later = [step for step in self._selected(self._records.steps()) if step.step >= first]
         for key in [key for key in self.cursor.steps if int(key) > first]:
             self.cursor.steps[key][1:] = [None, None]  # to be written after them
         found = [step for step in due if step.step < first] + later
-        return [step for step in found if step.step not in self.left]
+        return [step for step in found if step.step not in self.waiting]
 
-    def _wanted(self, steps: Sequence[ClosedStep]) -> list[ClosedStep]:
+    def _selected(self, steps: Sequence[ClosedStep]) -> list[ClosedStep]:
         return [
             step
             for step in steps
@@ -254,7 +256,7 @@ class Delivery:
         return self.cursor.steps.get(self._key(step)) or [None, None, None]
 
     def _remember(self, step: ClosedStep, record: StepRecord) -> None:
-        self.cursor.steps[self._key(step)] = [step.attempt, step.mark, record.checksum]
+        self.cursor.steps[self._key(step)] = [step.attempt, step.row_checksum, record.checksum]
 
     def _key(self, step: ClosedStep) -> str:
         return f"{step.attempt}:{step.step}" if self._kind.of_stages else str(step.step)
@@ -334,7 +336,7 @@ def forward(
     deliveries = [Delivery(each, records, prefix, from_step) for each in dict.fromkeys(targets)]
     with contextlib.ExitStack() as stack:
         for delivery in deliveries:
-            stack.enter_context(delivery.held(anew=anew))
+            stack.enter_context(delivery.opened(anew=anew))
             if delivery.notice:
                 report(f"{delivery.target}: {delivery.notice}")
         if every is None:
@@ -379,7 +381,7 @@ def _outcome(run: str, deliveries: Sequence[Delivery]) -> Table:
         {
             "target": each.target, "steps": each.written, "again": each.again,
             "findings": each.alerted,
-            "waiting": stretches("step", sorted(each.left)) if each.left else None,
+            "waiting": stretches("step", sorted(each.waiting)) if each.waiting else None,
             "problem": each.problem or None,
         }
         for each in deliveries

@@ -41,7 +41,7 @@ _PENDING: Final = ("being aggregated", "not read yet")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClosedStep:
-    """A closed step in a list; its `mark` changes whenever the step changes."""
+    """A closed step in a list; its `row_checksum` changes whenever the step changes."""
 
     step: int
     attempt: int
@@ -50,7 +50,7 @@ class ClosedStep:
     gap: str
     superseded: bool
     measured: bool
-    mark: str
+    row_checksum: str
 
     @property
     def is_pending(self) -> bool:
@@ -132,7 +132,7 @@ class RunRecords:
             step = ClosedStep(
                 row["step"], row["attempt"], row["closed_wall"], row["complete"],
                 gap=row["gap"] or "", superseded=row["superseded_by"] is not None,
-                measured=bool(row["measured"]), mark=_checksum(seen),
+                measured=bool(row["measured"]), row_checksum=_checksum(seen),
             )  # fmt: skip
             steps.append(step)
         return sorted(steps, key=lambda each: (each.step, each.attempt))
