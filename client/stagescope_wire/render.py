@@ -28,8 +28,8 @@ _PICTURE_WIDTH: Final = 480
 _PICTURE_HEIGHT: Final = 48
 _MARGIN: Final = 4
 _LEAST_PERCENT: Final = 1e-6
-MAX_RANGES: Final = 6
-"""Most ranges of numbers, or captures, that a text lists."""
+_MAX_RANGES: Final = 6
+"""Most ranges of numbers that a text lists."""
 WIDE_ENOUGH: Final = 1000
 """From this width on nothing is shortened: the user requested all of it."""
 _WALLS: Final = frozenset({
@@ -179,24 +179,20 @@ def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
     return groups
 
 
-def number_ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as ranges, such as `10-12, 15 and 4 more`."""
+def stretches(noun: str, numbers: Sequence[int]) -> str:
+    """Return ascending numbers as ranges, such as `steps 10-12, 15 and 4 more`; "" for none."""
+    if not numbers:
+        return ""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:MAX_RANGES]]
-    rest = sum(b - a + 1 for a, b in ranges[MAX_RANGES:])
-    return ", ".join(texts) + (f" and {rest} more" if rest else "")
-
-
-def stretches(noun: str, numbers: Sequence[int]) -> str:
-    """Return ascending numbers as ranges with their noun: `steps 10-12, 15 and 4 more`, or ""."""
-    if not numbers:
-        return ""
-    return f"{noun if len(numbers) == 1 else f'{noun}s'} {number_ranges(numbers)}"
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:_MAX_RANGES]]
+    rest = sum(b - a + 1 for a, b in ranges[_MAX_RANGES:])
+    more = f" and {rest} more" if rest else ""
+    return f"{noun if len(numbers) == 1 else f'{noun}s'} {', '.join(texts)}{more}"
 
 
 def ranks_text(ranks: Iterable[tuple[str, int]]) -> str:
