@@ -200,7 +200,7 @@ def title_of(comparison: JsonObject) -> str:
     return f"{verdict} in what both sides have" if is_part else verdict
 
 
-def place_text(location: JsonObject) -> str:
+def location_text(location: JsonObject) -> str:
     """Return a location as short text: rank 3, microbatch 1."""
     if location["rank"] is not None:
         return f"{location['role'] or 'rank'} {location['rank']}, {part_text(location)}"
@@ -213,9 +213,9 @@ def step_text(location: JsonObject) -> str:
     return f"{step}{location['stage']}, " if location["stage"] else step
 
 
-def places_text(location: JsonObject) -> str:
+def locations_text(location: JsonObject) -> str:
     """Return a tensor's location on the first side, and that on the other if it differs."""
-    one, other = (place_text(location[side]) for side in "ab")
+    one, other = (location_text(location[side]) for side in "ab")
     return one if one == other else f"{one} against {other}"
 
 
@@ -346,7 +346,7 @@ class _TextWriter:
             self._add("  ", f"sample {location['sample']}, its value {position} (from 0)")
         for letter, side in ((a, location["a"]), (b, location["b"])):
             at = f", at {list(side['coordinate'])}" if side["coordinate"] else ""
-            where = f"{step_text(side['place'])}{place_text(side['place'])}{at}"
+            where = f"{step_text(side['place'])}{location_text(side['place'])}{at}"
             self._add("  ", f"{letter} {number_text(side['value'])}  ({where})")
 
     def _causes(self, pair: JsonObject) -> None:
@@ -413,7 +413,7 @@ class _TextWriter:
     def _places(self, locations: Sequence[JsonObject]) -> None:
         self._cut([
             Line(
-                f"      {MARKS[each['verdict']]} {places_text(each)}: {largest_text(each)}"
+                f"      {MARKS[each['verdict']]} {locations_text(each)}: {largest_text(each)}"
                 + (f" ({each['problem']})" if each["problem"] else ""),
                 _tone(each["verdict"]),
             )

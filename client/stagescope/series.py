@@ -12,7 +12,7 @@ from stagescope.answers import Record
 from stagescope.table import Row, Table, begun_again_steps
 from stagescope_wire import nonfinite, render
 from stagescope_wire.nonfinite import Json, JsonObject
-from stagescope_wire.render import stretches
+from stagescope_wire.render import ranges_text
 from stagescope_wire.sparkline import Value, sparkline, step_ranges
 
 _AGAIN_MARK: Final = "^"
@@ -116,19 +116,19 @@ class Series(Table):
         if len(set(attempts)) > 1:
             notes[0] += f", attempts {', '.join(map(str, sorted(set(attempts))))}"
         by_reason = render.grouped((reason, step) for step, reason in self.gaps)
-        notes += [f"no value at {stretches('step', at)}: {why}" for why, at in by_reason.items()]
+        notes += [f"no value at {ranges_text('step', at)}: {why}" for why, at in by_reason.items()]
         if self.about["kind"] == "scalar":
             notes[0] += "; a value is the mean over the ranks and parts that logged it"
         if self.about["kind"] == "metric":
             verdicts = render.grouped(zip(self["comparable"], steps, strict=True))
             notes += [
-                f"{verdict}: {stretches('step', at)}"
+                f"{verdict}: {ranges_text('step', at)}"
                 for verdict, at in verdicts.items()
                 if verdict not in (None, "comparable")
             ]
         by_attempt = render.grouped(zip(self["superseded_by"], steps, strict=True))
         notes += [
-            f"superseded, because attempt {by} repeated them: {stretches('step', by_attempt[by])}"
+            f"superseded, because attempt {by} repeated them: {ranges_text('step', by_attempt[by])}"
             for by in sorted(filter(None, by_attempt))
         ]
         if self.about.get("note"):
@@ -184,7 +184,7 @@ def _summary(steps: Sequence[int], values: Sequence[Value]) -> str:
         (low, at_low), (high, at_high) = min(finite), max(finite)
         text += f"  min {low:.4g} ({at_low})  max {high:.4g} ({at_high})"
     bad = [step for value, step in pairs if not math.isfinite(value)]
-    return text + (f"  not finite at {stretches('step', bad)}" if bad else "")
+    return text + (f"  not finite at {ranges_text('step', bad)}" if bad else "")
 
 
 class Exact(Record):

@@ -39,7 +39,7 @@ class Steps(Table):
             if row[name]
         )
         for text, steps in lacking.items():
-            at = render.stretches("step", sorted({*steps}))
+            at = render.ranges_text("step", sorted({*steps}))
             lines += render.wrapped("", f"{at}: {text}", width)
         return lines
 

@@ -352,7 +352,7 @@ def begun_again_steps(table: Table, *, mark: str = "") -> list[str]:
         return []
     steps, ranks_ = sorted({step for step, _ in repeated}), {ranks for _, ranks in repeated}
     by = f" by {ranks_.pop()}" if len(ranks_) == 1 else ""
-    return [f"{mark}repeated in {render.stretches('step', steps)}{by}: {_BOTH_PASSES_COUNT}"]
+    return [f"{mark}repeated in {render.ranges_text('step', steps)}{by}: {_BOTH_PASSES_COUNT}"]
 
 
 _BOTH_PASSES_COUNT: Final = (

@@ -12,7 +12,7 @@ from stagescope.session import Session
 from stagescope_wire import nonfinite, render
 from stagescope_wire.errors import NotFound, StagescopeError
 from stagescope_wire.nonfinite import Json, JsonObject
-from stagescope_wire.render import Line, clip, printable, stretches
+from stagescope_wire.render import Line, clip, printable, ranges_text
 from stagescope_wire.schema import STAGES, RankKey
 
 MIN_WIDTH: Final = 40
@@ -271,7 +271,7 @@ def _folded(marks: str, room: int) -> str:
 def _waited(role: str, late: Mapping[int, JsonObject], now: Json) -> str:
     """Return who is waited for, and since when."""
     since = [each["since"] for each in late.values() if each.get("since") is not None]
-    text = f"{role} {stretches('rank', sorted(late)).partition(' ')[2]}"
+    text = f"{role} {ranges_text('rank', sorted(late)).partition(' ')[2]}"
     if since and now is not None:
         text += f", {max(now - min(since), 0.0):.0f} s"
     return text

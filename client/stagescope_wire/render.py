@@ -84,7 +84,7 @@ def _format_ranks(value: Sequence[Json]) -> str:
 
 def _format_mapping(value: JsonObject) -> str:
     if value.keys() == {"role", "ranks", "stages"}:  # ranks that began a step again
-        return printable(f"{value['role']} {stretches('rank', value['ranks'])}")
+        return printable(f"{value['role']} {ranges_text('rank', value['ranks'])}")
     if "role" in value and "rank" in value:  # a rank that has not arrived
         parts = (f"{value['role']}/{value['rank']}", value.get("stage"), value.get("status"))
         return printable(" ".join(str(part) for part in parts if part))
@@ -179,7 +179,7 @@ def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
     return groups
 
 
-def stretches(noun: str, numbers: Sequence[int]) -> str:
+def ranges_text(noun: str, numbers: Sequence[int]) -> str:
     """Return ascending numbers as ranges, such as `steps 10-12, 15 and 4 more`; "" for none."""
     if not numbers:
         return ""
@@ -198,7 +198,7 @@ def stretches(noun: str, numbers: Sequence[int]) -> str:
 def ranks_text(ranks: Iterable[tuple[str, int]]) -> str:
     """Return (role, rank) pairs as text, such as `actor ranks 0-3, 7, critic rank 0`."""
     by_role = grouped(ranks).items()
-    return ", ".join(f"{role} {stretches('rank', sorted({*own}))}" for role, own in by_role)
+    return ", ".join(f"{role} {ranges_text('rank', sorted({*own}))}" for role, own in by_role)
 
 
 def wrapped(indent: str, text: str, width: int) -> list[str]:

@@ -29,7 +29,7 @@ from stagescope_wire import discovery
 from stagescope_wire.batch.file import atomic_file
 from stagescope_wire.errors import Conflict, InvalidInput, StagescopeError, Unauthorized
 from stagescope_wire.nonfinite import Json
-from stagescope_wire.render import printable, stretches
+from stagescope_wire.render import printable, ranges_text
 
 PREFIX: Final = "stagescope/service/"
 """Integrations also write under `stagescope/` in a trainer's log, but never these names:
@@ -381,7 +381,7 @@ def _outcome(run: str, deliveries: Sequence[Delivery]) -> Table:
         {
             "target": each.target, "steps": each.written, "again": each.again,
             "findings": each.alerted,
-            "waiting": stretches("step", sorted(each.waiting)) if each.waiting else None,
+            "waiting": ranges_text("step", sorted(each.waiting)) if each.waiting else None,
             "problem": each.problem or None,
         }
         for each in deliveries
