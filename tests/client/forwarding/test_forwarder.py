@@ -20,7 +20,14 @@ from tests.support.stores import eventually
 from stagescope import Session
 from stagescope.forwarding import forwarder, records
 from stagescope.forwarding.forwarder import PREFIX
-from stagescope_wire.errors import Conflict, InvalidInput, MissingExtra, Unauthorized, Unreachable
+from stagescope_wire.errors import (
+    Conflict,
+    InvalidInput,
+    MissingExtra,
+    StagescopeError,
+    Unauthorized,
+    Unreachable,
+)
 from stagescope_wire.versions import install_command
 
 # Clients of others: what they warn of is theirs.
@@ -50,16 +57,16 @@ def test_it_follows_and_waits_for_a_tracker(
     assert [each.step for each in history] == [1, 2, 3, 4]
 
 
-def test_a_service_that_is_away_is_waited_for(
+def test_a_service_that_is_away_is_waited_for_but_no_refused_token(
     training: Training, asked: Session, board: Board, said: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     real = records.RunRecords.steps
-    away = [Unreachable("the service is gone"), Unreachable("the service is gone")]
+    problems: list[StagescopeError] = [Unreachable("the service is gone")] * 2
 
     def steps(self: records.RunRecords, limit: int = 5) -> list[records.ClosedStep]:
-        if away:
-            raise away.pop()
+        if problems:
+            raise problems.pop()
         return real(self, limit)
 
     training.do(1, 2)
@@ -68,18 +75,10 @@ def test_a_service_that_is_away_is_waited_for(
         eventually(lambda: f"{board.target}: step 2" in said)
     assert said[0] == "the service is gone"
     assert said.count("the service is gone") == 1
-    away.append(Unreachable("the service is gone"))
+    problems.append(Unreachable("the service is gone"))
     with pytest.raises(Unreachable):
         asked.forward(RUN, board.target)
-
-
-def test_a_refused_token_is_not_waited_for(
-    training: Training, asked: Session, board: Board, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def steps(self: records.RunRecords, limit: int = 5) -> list[records.ClosedStep]:
-        raise Unauthorized("the token is another one")
-
-    monkeypatch.setattr(records.RunRecords, "steps", steps)
+    problems.append(Unauthorized("the token is another one"))
     with pytest.raises(Unauthorized):
         forwarder.forward(asked, RUN, [board.target], every=0.05)
 
