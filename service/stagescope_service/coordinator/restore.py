@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from stagescope_service.core import spans, steps
+from stagescope_service.core import spans, steps, verdicts
 from stagescope_service.core.catalogue_rows import (
     ATTEMPT_COLUMNS,
     OPTIONAL_PROCESS_COLUMNS,
@@ -20,8 +20,11 @@ from stagescope_service.core.catalogue_rows import (
 from stagescope_service.core.completeness import UNKNOWN
 from stagescope_service.core.entities import (
     ANNOUNCED,
+    CRASHED,
+    INTERRUPTED,
     OPEN,
     RECENT_STEPS,
+    SAID,
     UNFINISHED,
     Attempt,
     Drops,
@@ -91,8 +94,8 @@ def _attempt(row: AttemptRow) -> Attempt:
     is_reported = resumed is not None and not derived
     return Attempt(
         **_columns(row, ATTEMPT_COLUMNS),
-        crashed=row["end_reason"] == steps.CRASHED,
-        interrupted=row["end_reason"] == steps.INTERRUPTED,
+        crashed=row["end_reason"] == CRASHED,
+        interrupted=row["end_reason"] == INTERRUPTED,
         resume_reported=is_reported,
         resumed_restored=resumed if is_reported else None,
         has_past=True,
@@ -164,7 +167,7 @@ def _restore_step(attempt: Attempt, row: StepColumns, *, kept: bool) -> None:
     attempt.top_step = number if top is None else max(top, number)
     if row["closed_wall"] is not None:
         attempt.note_closed(row["closed_wall"])
-    if row["close_reason"] == steps.SAID:
+    if row["close_reason"] == SAID:
         known_through = attempt.ended_through
         attempt.ended_through = number if known_through is None else max(known_through, number)
     if attempt.over and not kept:
@@ -277,7 +280,7 @@ def _settle(attempt: Attempt) -> None:
     if len(closed) >= RECENT_STEPS:
         attempt.forgotten_through = closed[0] - 1
     for number in closed:
-        steps.judge_in_memory(attempt, attempt.steps[number])
+        verdicts.judge_in_memory(attempt, attempt.steps[number])
 
 
 def _note_who_went_back(attempt: Attempt) -> None:
