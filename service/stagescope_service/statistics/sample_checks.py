@@ -60,9 +60,9 @@ class SampleChecks:
             return []
         p, q = self.pair
         texts = {
-            "shifted": f"{p} of a token fits {q} of one 1 or 2 tokens away, not its own",
-            "unrelated": f"{p} of a token fits its own {q} no better than its neighbours': rows in "
-            "another order, or other tokens",
+            "shifted": f"{p}[t] matches {q} of a token 1 or 2 tokens away, not {q}[t]",
+            "unrelated": f"{p}[t] matches {q}[t] no better than its neighbours: the rows are in "
+            "another order, or the tokens are others",
         }
         names, tokens = [self.names[index] for index in at.tolist()], self.tokens[at]
         found = []
