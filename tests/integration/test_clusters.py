@@ -367,7 +367,7 @@ def test_the_cluster_that_ray_start_left_is_joined_and_found_again(
         # Another home sees whose it is, and neither writes it down nor stops it.
         other = machine.call("second", "serve", "--port", "1")
         assert "already running" in other.stdout
-        assert "started with, without --port" in other.stderr
+        assert "its settings and ignores --port" in other.stderr
         assert f"STAGESCOPE_HOME={machine.home('first')} stagescope status" in other.stdout
         assert machine.file("second") is None
         refused = machine.call("second", "stop")
