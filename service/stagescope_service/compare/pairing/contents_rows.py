@@ -36,7 +36,7 @@ from stagescope_service.rows.ragged import (
     slice_indexes,
     spans,
 )
-from stagescope_service.statistics.payload import mask_bits
+from stagescope_service.statistics.token_batch import mask_bits
 from stagescope_wire.batch import Tensor, widened
 from stagescope_wire.errors import StagescopeError
 

@@ -29,8 +29,7 @@ from stagescope_service.compare.report.as_json import (
     TrajectoryReport,
 )
 from stagescope_service.compare.task_runner import COUNTERPART_SECTIONS
-from stagescope_service.dumps.formats.nexrl_rows import widened
-from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location
+from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location, widened
 from stagescope_service.statistics.pairwise import Pairwise, compare_values
 from stagescope_service.store.tensorfile import WireTensor
 from stagescope_wire.errors import StagescopeError
