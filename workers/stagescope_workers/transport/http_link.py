@@ -217,8 +217,9 @@ class HttpLink(ServiceLink):
 
     def close(self) -> None:
         """Refuse further calls; the connections are closed when the last running call ends."""
-        if not self._is_closed:
-            self._is_closed = True
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
             self._end_use()
 
     def _start(self, call: Callable[[], Reply]) -> Future[Reply]:
