@@ -156,7 +156,7 @@ def test_a_spool_is_followed_while_processes_write_and_one_is_killed(
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         said = process.stdout.read()
-        assert "taking in run r" in said
+        assert "importing run r" in said
         assert "of 2 processes, runs: r" in said
 
 
