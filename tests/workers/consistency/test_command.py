@@ -17,6 +17,7 @@ from stagescope import attach, cli
 from stagescope_wire.engines import Sampling, connect
 from stagescope_wire.errors import EngineError
 from stagescope_workers.consistency.command import consistency
+from stagescope_workers.consistency.transformers_engine import TransformersEngine
 
 
 @pytest.fixture(autouse=True)
@@ -121,8 +122,6 @@ def test_a_dtype_of_its_own_is_a_mismatch_and_the_same_is_none(model: Path) -> N
 
 @pytest.mark.usefixtures("_no_service")
 def test_a_data_set_with_answers(converted: Path, model: Path, tmp_path: Path) -> None:
-    from stagescope_workers.consistency.transformers_engine import TransformersEngine
-
     engine = TransformersEngine(model)
     prompts = ["2 + 2 =", "the", "abc"]
     right = [each.text for each in engine.generate(prompts, Sampling(max_tokens=6))]
