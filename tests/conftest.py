@@ -1,4 +1,4 @@
-"""What holds for every test: hypothesis judges what is right, not how fast a shared machine is."""
+"""What holds for every test: lanes, one cluster for several files, no service but its own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import atexit
 import contextlib
 import importlib.metadata
 import inspect
+import json
 import os
 import shutil
 import tempfile
+from collections import defaultdict
+from pathlib import Path
 from typing import Final
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import lanes
+
+# Hypothesis judges what is right, not how fast a shared machine is.
 settings.register_profile(
     "shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -31,6 +37,53 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # CTranslate2 reads it when it is first imported; see examples/countdown/engine.py.
 os.environ.setdefault("CT2_USE_MKL", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of `tests/lanes.py`."""
+    parser.addoption("--lane", choices=lanes.LANES, help="only the files of this lane")
+    parser.addoption("--record-durations", action="store_true", help=f"in {lanes.DURATIONS.name}")
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(lanes.ROOT).as_posix()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of other lanes."""
+    lane = config.getoption("--lane")
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if lane and is_test and not lanes.is_in(lane, _name(collection_path)):
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that none is left when the others are done."""
+    if hasattr(config, "workerinput"):
+        seconds = lanes.durations()
+        items.sort(key=lambda item: -seconds.get(_name(item.path), 0.0))
+
+
+_SECONDS: Final = defaultdict[str, float](float)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note how long each file takes."""
+    _SECONDS[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write down how long each file took, where it was noticeable."""
+    is_worker = hasattr(session.config, "workerinput")
+    if session.config.getoption("--record-durations") and not is_worker:
+        found = lanes.durations() | {name: round(took, 1) for name, took in _SECONDS.items()}
+        kept = {
+            name: took
+            for name, took in sorted(found.items())
+            if took >= lanes.QUICK_SECONDS and (lanes.ROOT / name).exists()
+        }
+        lanes.DURATIONS.write_text(json.dumps(kept, indent=0) + "\n")
 
 
 _CLUSTERS: Final = contextlib.ExitStack()

@@ -1,0 +1,74 @@
+"""Which test files run when: `pytest --lane NAME`, as the Makefile's targets do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+DURATIONS: Final = ROOT / "tests/durations.json"
+"""File -> seconds of an earlier run; `pytest --record-durations` writes it."""
+QUICK_SECONDS: Final = 1.0
+
+LANE_OF: Final = {
+    "tests": "test",  # make test
+    # Real clusters, databases and kills take ten minutes; one of them walks a whole story.
+    "tests/integration": "ray",
+    "tests/integration/test_story.py": "test",
+    # Restarts have a limit in seconds: nothing runs beside it.
+    "tests/integration/test_faults.py": "alone",
+    # Whole trainings: with Ray, Lightning, Hugging Face's Trainer, TRL; 200 steps of the example.
+    "tests/examples/attach": "ray",
+    "tests/examples/countdown/test_train_on_ray.py": "ray",
+    "tests/examples/countdown/test_false_alarms.py": "long",
+    "tests/workers/integrations/test_trl.py": "long",
+    "tests/workers/integrations/test_trl_async.py": "long",
+    # Real verl, in an environment of its own.
+    "tests/verl": "verl",
+}
+"""Folder or file -> the lane of its tests; the longest path counts."""
+
+LOWEST_RAY: Final = (
+    "tests/integration/test_clusters.py",
+    "tests/integration/test_compare_tasks_over_ray.py",
+    "tests/integration/test_probe_over_ray.py",
+    "tests/integration/test_writers.py",
+    "tests/examples/countdown/test_train_on_ray.py",
+)
+"""Of the lane `ray`, what calls much of its interface: the others differ in what they ask."""
+NOT_LOWEST: Final = (
+    "tests/deploy",
+    "tests/service/api/figures/test_in_browser.py",
+    "tests/service/api/test_page.py",
+    "tests/service/compare/test_html_in_browser.py",
+    "tests/service/core",
+    "tests/service/rules",
+    "tests/test_structure.py",
+)
+"""What no version of a library can break, at length: our state machine, rules, and the browser."""
+
+LANES: Final = ("quick", "test", "long", "ray", "alone", "verl", "lowest", "lowest-ray")
+
+
+def is_in(lane: str, path: str) -> bool:
+    """Return whether the tests of a file run in a lane; its path is from the project's root."""
+    own = next(LANE_OF[each] for each in _folders(path) if each in LANE_OF)
+    if lane == "quick":
+        return own == "test" and durations().get(path, 0.0) < QUICK_SECONDS
+    if lane == "lowest":
+        return own == "test" and not any(each in NOT_LOWEST for each in _folders(path))
+    if lane == "lowest-ray":
+        return path in LOWEST_RAY
+    return own == lane
+
+
+def _folders(path: str) -> list[str]:
+    """Return the path and its folders, the longest first."""
+    return [path, *(str(each) for each in Path(path).parents)]
+
+
+def durations() -> dict[str, float]:
+    """Return file -> seconds of an earlier run."""
+    found: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    return found
