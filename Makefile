@@ -76,37 +76,37 @@ check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pyright
-	$(BIN)/python -m tests.support.prose --check
+	$(BIN)/python -m tests.tools.prose --check
 	$(MAKE) test
 
 check-fast: $(VENV)/installed-dev  ## while editing: format, lint, mypy, the test files that take less than a second
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python -m tests.support.prose --check
+	$(BIN)/python -m tests.tools.prose --check
 	$(BIN)/mypy & $(BIN)/python -m pytest -q $(PARALLEL) --lane quick; status=$$?; wait $$! && exit $$status
 
 prose: $(VENV)/installed-dev  ## the sentences of documentation and docstrings that are hard to read
-	$(BIN)/python -m tests.support.prose
+	$(BIN)/python -m tests.tools.prose
 
 bench: $(VENV)/installed-dev  ## every benchmark; ratios against a reference of the same run
 	@for file in $(filter-out %/bench_verl.py,$(wildcard tests/benchmarks/bench_*.py)); do echo "== $$file"; $(BIN)/python -m "tests.benchmarks.$$(basename $$file .py)" || exit 1; done
 
 MINUTES := 60
 soak: $(VENV)/installed-dev  ## an hour of load with kills (MINUTES=60): nothing lost, nothing twice, nothing grows
-	$(BIN)/python -m tests.support.soak $(MINUTES)
+	$(BIN)/python -m tests.tools.soak $(MINUTES)
 
 bench-verl: $(VERL)/installed-dev  ## what the plugin costs a step of verl, and what the noise is
 	$(VERL)/bin/python -m tests.benchmarks.bench_verl
 
 trial-head-loss: $(VENV)/installed-dev  ## kill every Ray process of a head, start it again: what is back, how soon
-	$(BIN)/python -m tests.support.head_loss
+	$(BIN)/python -m tests.tools.head_loss
 
 RANKS := 10000
 trial-ranks: $(VENV)/installed-dev  ## simulated ranks (RANKS=10000) on a real coordinator: delays, memory, agreement, answers
 	$(BIN)/python -m tests.benchmarks.bench_ranks $(RANKS) 30 3
 
 pictures: $(VENV)/installed-dev  ## draw docs/pictures/ anew: the page, a terminal, a notebook
-	$(BIN)/python -m tests.support.pictures
+	$(BIN)/python -m tests.tools.pictures
 
 dist: $(VENV)/installed-dev  ## the wheel and the source archive of a release, in dist/
 	$(BIN)/python -m hatchling build --clean

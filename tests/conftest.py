@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help=f"in {lanes.DURATIONS.name}")
 
 
-def _name(path: Path) -> str:
+def _path_of(path: Path) -> str:
     return path.relative_to(lanes.ROOT).as_posix()
 
 
@@ -53,7 +53,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out the files of other lanes."""
     lane = config.getoption("--lane")
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    if lane and is_test and not lanes.is_in(lane, _name(collection_path)):
+    if lane and is_test and not lanes.is_in(lane, _path_of(collection_path)):
         return True
     return None
 
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Begin with the files that take longest, so that none is left when the others are done."""
     if hasattr(config, "workerinput"):
         seconds = lanes.durations()
-        items.sort(key=lambda item: -seconds.get(_name(item.path), 0.0))
+        items.sort(key=lambda item: -seconds.get(_path_of(item.path), 0.0))
 
 
 _SECONDS: Final = defaultdict[str, float](float)

@@ -1,7 +1,7 @@
 """The columns of each kind of table, so that a table without rows has the same columns.
 
 An answer without rows names no columns, and frames of two steps concatenate only if names, order
-and types are equal. `python -m tests.support.columns` makes `columns.json` of the OpenAPI document.
+and types are equal. `python -m tests.tools.columns` makes `columns.json` of the OpenAPI document.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The pictures of docs/pictures/: page, terminal and notebook, of one investigated run.
 
-    python -m tests.support.pictures [DIRECTORY [NAME ...]]
+    python -m tests.tools.pictures [DIRECTORY [NAME ...]]
 
 draws them anew, or those that are named, by Chromium. The run is that of `investigated_run`, whose
 faults are planted; those of `pictured_scenes` lie in a service of their own.
@@ -26,7 +26,8 @@ from tests.support.browser import chromium
 from tests.support.command_line import invoke
 from tests.support.investigated_run import STEPS, investigated
 from tests.support.page import Visit, visiting
-from tests.support.pictured_scenes import (
+from tests.support.shown_run import BROKEN, HOT_RANK, NAN_RANK, RUN
+from tests.tools.pictured_scenes import (
     HANGING,
     NEWEST_VERSION,
     SYNCED,
@@ -36,7 +37,6 @@ from tests.support.pictured_scenes import (
     set_rules,
     synced,
 )
-from tests.support.shown_run import BROKEN, HOT_RANK, NAN_RANK, RUN
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
