@@ -53,13 +53,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out the files of other lanes."""
     lane = config.getoption("--lane")
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    if lane and is_test and not lanes.is_in(lane, _path_of(collection_path)):
+    if lane and is_test and not lanes.has(lane, _path_of(collection_path)):
         return True
     return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that none is left when the others are done."""
+    """Leave out the tests of other lanes. Begin with the files that take longest.
+
+    So none of these is left when the others are done.
+    """
+    if lane := config.getoption("--lane"):
+        others = [item for item in items if not lanes.is_in(lane, item.nodeid)]
+        items[:] = [item for item in items if lanes.is_in(lane, item.nodeid)]
+        config.hook.pytest_deselected(items=others)
     if hasattr(config, "workerinput"):
         seconds = lanes.durations()
         items.sort(key=lambda item: -seconds.get(_path_of(item.path), 0.0))

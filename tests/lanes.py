@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Final
@@ -27,7 +28,7 @@ LANE_OF: Final = {
     # Real verl, in an environment of its own.
     "tests/verl": "verl",
 }
-"""Folder or file -> the lane of its tests; the longest path counts."""
+"""Folder, file or test -> its lane; the longest counts."""
 
 LOWEST_RAY: Final = (
     "tests/integration/test_clusters.py",
@@ -51,23 +52,35 @@ NOT_LOWEST: Final = (
 LANES: Final = ("quick", "test", "long", "ray", "alone", "verl", "lowest", "lowest-ray")
 
 
-def is_in(lane: str, path: str) -> bool:
-    """Return whether the tests of a file run in a lane; its path is from the project's root."""
-    own = next(LANE_OF[each] for each in _folders(path) if each in LANE_OF)
+def has(lane: str, path: str) -> bool:
+    """Return whether any test of a file runs in a lane; its path is from the project's root."""
+    return is_in(lane, path) or any(is_in(lane, each) for each in _single_tests(path))
+
+
+def is_in(lane: str, name: str) -> bool:
+    """Return whether a test runs in a lane; the name is its file's, or pytest's of the test."""
+    path = name.partition("::")[0]
+    own = next(LANE_OF[each] for each in _around(name) if each in LANE_OF)
     if lane == "quick":
         return own == "test" and durations().get(path, 0.0) < QUICK_SECONDS
     if lane == "lowest":
-        return own == "test" and not any(each in NOT_LOWEST for each in _folders(path))
+        return own == "test" and not any(each in NOT_LOWEST for each in _around(path))
     if lane == "lowest-ray":
         return path in LOWEST_RAY
     return own == lane
 
 
-def _folders(path: str) -> list[str]:
-    """Return the path and its folders, the longest first."""
-    return [path, *(str(each) for each in Path(path).parents)]
+def _around(name: str) -> list[str]:
+    """Return a test without its parameters, its file and its folders, the longest first."""
+    path = name.partition("::")[0]
+    return [name.partition("[")[0], path, *(str(each) for each in Path(path).parents)]
 
 
+def _single_tests(path: str) -> list[str]:
+    return [each for each in LANE_OF if each.startswith(f"{path}::")]
+
+
+@functools.cache
 def durations() -> dict[str, float]:
     """Return file -> seconds of an earlier run."""
     found: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}

@@ -56,7 +56,7 @@ def test_killed_coordinator_loses_nothing_and_hurts_no_training(service: Service
     for rank in ranks:
         rank.ask("end_step", 75)
         eventually(rank.settled)
-        status = rank.ask("status")
+        status = rank.status()
         assert status["dropped"] == {}
         assert status["refused"] == {}
     slower = statistics.median(rough) / statistics.median(calm)
@@ -106,7 +106,7 @@ def test_payloads_without_receipt_are_offered_to_the_new_coordinator(service: Se
             rank.ask("report", step, each)
         rank.ask("end_step", 3)
         eventually(rank.acknowledged)
-        assert rank.ask("status")["waiting_payloads"] == 3
+        assert rank.status()["waiting_payloads"] == 3
         old = service.kill("coordinator")
         service.reborn("coordinator", old)
     eventually(rank.settled)
@@ -323,7 +323,7 @@ def test_full_disk_while_the_coordinator_restarts_is_waited_for(service: Service
     assert time.monotonic() - began < RESUMES
     rank.ask("end")
     eventually(rank.settled)
-    assert rank.ask("status")["dropped"] == {}
+    assert rank.status()["dropped"] == {}
     with service.session() as session:
         expect(session.step(1, run="full"), payload(seed=1))
         expect(session.step(1000, run="full"), payload(seed=1000))
@@ -348,9 +348,9 @@ def test_plan_outlives_a_killed_coordinator(service: Service) -> None:
         plan = session.plan()
         assert [row["capture_id"] for row in plan] == [requested["capture_id"]]
         assert plan.about["revision"] == revision
-        eventually(lambda: rank.ask("status")["plan_revision"] == revision)
+        eventually(lambda: rank.status()["plan_revision"] == revision)
         session.remove_capture(requested["capture_id"])
-        eventually(lambda: rank.ask("status")["plan_revision"] == revision + 1)
+        eventually(lambda: rank.status()["plan_revision"] == revision + 1)
         assert service.kill_and_await("coordinator") < RESUMES
         assert len(session.plan()) == 0
         assert session.plan().about["revision"] == revision + 1

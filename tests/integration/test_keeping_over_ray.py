@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-ray = pytest.importorskip("ray")
-from tests.support.cluster import Service, answer, eventually  # noqa: E402
+pytest.importorskip("ray")
+from tests.support.cluster import Service, eventually
+from tests.support.ranks import Process
 
-from stagescope_service.store.contract import Delete  # noqa: E402
-from stagescope_service.store.kept import Kept, read_kept  # noqa: E402
-from stagescope_service.store.sql import SqlStore  # noqa: E402
+from stagescope_service.store.contract import Delete
+from stagescope_service.store.kept import Kept, read_kept
+from stagescope_service.store.sql import SqlStore
 
 pytestmark = pytest.mark.ray
 
@@ -74,41 +75,22 @@ def _trainer_class() -> type:
             """Say whether intermediates of a step are wanted here."""
             return bool(self.probe.wants("prob_ratio", stage="actor_update", step=step))
 
-        def status(self) -> object:
-            """Return what the probe says of itself."""
-            return self.probe.status()
-
-        def close(self) -> bool:
-            """Report the end of this process."""
-            return self.probe.close(30.0)
-
     return Trainer
 
 
-class Rank:
-    """A rank in a process of its own."""
+class Rank(Process):
+    """A rank that records what is worth keeping."""
 
     def __init__(self, run: str, rank: int = 0, keep: object = None, **options: object) -> None:
-        made = ray.remote(_trainer_class()).options(num_cpus=0, max_restarts=0)
-        self.handle = made.remote(run, rank, keep, options)
+        super().__init__(_trainer_class(), run, rank, keep, options)
 
     def step(self, step: int, tokens: int = 8) -> int:
         """Do a step."""
-        return int(answer(self.handle.step.remote(step, tokens)))
+        return int(self.ask("step", step, tokens))
 
     def wants(self, step: int) -> bool:
         """Say whether intermediates of a step are wanted."""
-        return bool(answer(self.handle.wants.remote(step)))
-
-    def settled(self) -> bool:
-        """Say whether everything has its receipt."""
-        said = answer(self.handle.status.remote())
-        return bool(said["connected"]) and not (said["waiting_events"] or said["waiting_payloads"])
-
-    def close(self) -> None:
-        """Report the end of this process."""
-        answer(self.handle.close.remote())
-        ray.kill(self.handle)
+        return bool(self.ask("wants", step))
 
 
 def started(home: Path, address: str, **settings: object) -> Service:

@@ -73,7 +73,7 @@ FILES: Final = {
 NOTEBOOKS: Final = {"notebook": ("jump_at_the_restart", 1560)}
 """Name -> the notebook, and the height in pixels."""
 COLUMNS: Final = 96
-SOURCES: Final = f"{ROOT}/tests/support/"
+SOURCES: Final = f"{ROOT}/tests/tools/"
 _OPEN_STACKS: Final = (
     "for (const e of document.querySelectorAll('details[data-key]')) e.open = true"
 )
