@@ -2,7 +2,7 @@
 
     python -m tests.tools.pictures [DIRECTORY [NAME ...]]
 
-draws them anew, or those that are named, by Chromium. The run is that of `investigated_run`, whose
+draws them anew, or those that are named, by Chromium. The run is that of `runs.investigated`, whose
 faults are planted; those of `pictured_scenes` lie in a service of their own.
 """
 
@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Final
 from tests.support.api import Service, service
 from tests.support.browser import chromium
 from tests.support.command_line import invoke
-from tests.support.investigated_run import STEPS, investigated
 from tests.support.page import Visit, visiting
-from tests.support.shown_run import BROKEN, HOT_RANK, NAN_RANK, RUN
+from tests.support.runs.investigated import STEPS, investigated
+from tests.support.runs.shown import BROKEN, HOT_RANK, NAN_RANK, RUN
 from tests.tools.pictured_scenes import (
     HANGING,
     NEWEST_VERSION,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.support.api import Service
 from tests.support.command_line import invoke
-from tests.support.forwarded import (
+from tests.support.runs.forwarded import (
     K3,
     PAGE,
     RUN,

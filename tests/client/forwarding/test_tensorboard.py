@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 from tests.support.api import Service
-from tests.support.forwarded import (
+from tests.support.measure import payload
+from tests.support.runs.forwarded import (
     K3,
     LOG_PROB,
     PAGE,
@@ -17,7 +18,6 @@ from tests.support.forwarded import (
     handed,
     published,
 )
-from tests.support.measure import payload
 
 from stagescope import Session
 from stagescope.forwarding.forwarder import PREFIX

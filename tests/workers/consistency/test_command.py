@@ -11,9 +11,9 @@ from click.testing import Result
 from tests.support.answering import serving
 from tests.support.api import Service
 from tests.support.command_line import invoke
-from tests.support.engine_servers import EngineServer
-from tests.support.llama_cpp_server import llama_cpp
-from tests.support.tiny_llama import write_gguf
+from tests.support.engines.llama_cpp import llama_cpp
+from tests.support.engines.servers import EngineServer
+from tests.support.engines.tiny_llama import write_gguf
 
 from stagescope import attach, cli
 from stagescope_wire.engines import Sampling, connect

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.support.api import Service
-from tests.support.figures import layout_of, streams
+from tests.support.runs.drawn import layout_of, streams
 
 from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import comparison
