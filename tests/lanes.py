@@ -19,12 +19,30 @@ LANE_OF: Final = {
     "tests/integration/test_story.py": "test",
     # Restarts have a limit in seconds: nothing runs beside it.
     "tests/integration/test_faults.py": "alone",
-    # Whole trainings: with Ray, Lightning, Hugging Face's Trainer, TRL; 200 steps of the example.
+    # Whole trainings: of the examples, with Ray, Lightning, Hugging Face's Trainer and TRL.
+    "tests/examples": "long",
     "tests/examples/attach": "ray",
     "tests/examples/countdown/test_train_on_ray.py": "ray",
-    "tests/examples/countdown/test_false_alarms.py": "long",
     "tests/workers/integrations/test_trl.py": "long",
     "tests/workers/integrations/test_trl_async.py": "long",
+    # Real engines and models: llama.cpp, transformers, CTranslate2.
+    "tests/workers/consistency": "long",
+    # msprobe in models of three families, and in one that FSDP shards.
+    "tests/service/compare/operators/test_evidence.py": "long",
+    # Real trackers, a real kernel for each notebook, a release in empty environments.
+    "tests/client/forwarding/test_tensorboard.py": "long",
+    "tests/client/forwarding/test_trackers.py": "long",
+    "tests/client/test_notebooks.py": "long",
+    "tests/test_release.py": "long",
+    # Every view in two widths and colours, held to axe; what is only slow to draw or large.
+    "tests/service/api/test_page.py::test_every_view_is_quiet_accessible_and_fits": "long",
+    "tests/service/api/test_page.py::test_the_documentation_is_drawn_without_a_network": "long",
+    "tests/service/api/report/test_report.py::test_it_can_be_read_without_network": "long",
+    "tests/service/api/report/test_report.py"
+    "::test_a_long_run_of_many_ranks_stays_below_8_megabytes": "long",
+    # What SQLite shows already, on PostgreSQL.
+    "tests/service/api/test_recorded_answers.py"
+    "::test_the_same_events_are_answered_alike_from_postgresql": "long",
     # Real verl, in an environment of its own.
     "tests/verl": "verl",
 }
@@ -40,8 +58,10 @@ LOWEST_RAY: Final = (
 """Of the lane `ray`, what calls much of its interface: the others differ in what they ask."""
 NOT_LOWEST: Final = (
     "tests/deploy",
+    "tests/examples/countdown/test_false_alarms.py",
     "tests/service/api/figures/test_in_browser.py",
     "tests/service/api/test_page.py",
+    "tests/service/compare/operators/test_evidence.py",
     "tests/service/compare/test_html_in_browser.py",
     "tests/service/core",
     "tests/service/rules",
@@ -64,7 +84,7 @@ def is_in(lane: str, name: str) -> bool:
     if lane == "quick":
         return own == "test" and durations().get(path, 0.0) < QUICK_SECONDS
     if lane == "lowest":
-        return own == "test" and not any(each in NOT_LOWEST for each in _around(path))
+        return own in ("test", "long") and not any(each in NOT_LOWEST for each in _around(path))
     if lane == "lowest-ray":
         return path in LOWEST_RAY
     return own == lane

@@ -121,6 +121,8 @@ def ranks(
     run = f"hang-{request.node.name[:60]}"
     store, options = str(tmp_path / "store"), {"watchdog": 3.0}
     made = [Process(_trainer_class(), run, rank, store, options) for rank in (0, 1)]
+    pids = [rank.pid for rank in made]  # asked now: a rank whose interpreter is held says nothing
+    assert len({*pids}) == 2
     yield made[0], made[1]
     for rank in made:
         rank.kill()

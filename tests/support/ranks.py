@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -130,10 +131,13 @@ class Process:
     ) -> None:
         place = node_id and NodeAffinitySchedulingStrategy(node_id, soft=False)
         given = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, **options}
-        self.handle = (
-            ray.remote(made).options(scheduling_strategy=place, **given).remote(*arguments)
-        )
-        self.pid = int(self.call(lambda _: os.getpid()))
+        actor = ray.remote(made).options(scheduling_strategy=place, **given)
+        self.handle = actor.remote(*arguments)
+
+    @functools.cached_property
+    def pid(self) -> int:
+        """The process id; ranks that meet in their constructors are made before it is asked."""
+        return int(self.call(lambda _: os.getpid()))
 
     def ask(self, method: str, *arguments: object) -> Any:
         """Call and wait."""
@@ -179,6 +183,7 @@ class Rank(Process):
         self, run: str, rank: int = 0, node_id: str | None = None, **options: object
     ) -> None:
         super().__init__(_rank_class(), run, rank, options, node_id=node_id)
+        _ = self.pid  # known before its process is held
 
 
 class HangingJob:
