@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib.metadata
 import inspect
 import json
@@ -37,6 +38,30 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # CTranslate2 reads it when it is first imported; see examples/countdown/engine.py.
 os.environ.setdefault("CT2_USE_MKL", "1")
+
+
+def _write_without_waiting_for_the_disk() -> None:
+    """No test cuts the power: what is written need not have reached the disk to be read again."""
+    os.fsync = lambda fd: None
+    with contextlib.suppress(ImportError):
+        from sqlalchemy import Engine, event
+
+        from stagescope_service.store import connect
+
+        flushed = connect.writer_engine
+
+        @functools.wraps(flushed)
+        def unflushed(url: str) -> Engine:
+            engine = flushed(url)
+            if engine.dialect.name == "sqlite":
+                event.listen(engine, "connect", lambda each, _: each.execute(_UNFLUSHED))
+            return engine
+
+        connect.writer_engine = unflushed
+
+
+_UNFLUSHED: Final = "PRAGMA synchronous=OFF"
+_write_without_waiting_for_the_disk()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
