@@ -90,6 +90,7 @@ class Training:
         self.ranks = [
             Process(_trainer_class(), run, rank, str(store), max_concurrency=4) for rank in (0, 1)
         ]
+        assert all(rank.pid for rank in self.ranks), "they have met"
         self._running = [rank.begins("train", seconds) for rank in self.ranks]
 
     def where(self) -> int:

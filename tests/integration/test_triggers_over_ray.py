@@ -110,6 +110,7 @@ class Poisoned:
         self.ranks = [
             Process(_rank_class(), run, rank, str(store), max_concurrency=2) for rank in (0, 1)
         ]
+        assert all(rank.pid for rank in self.ranks), "they have met"
 
     def train(self, first: int, last: int, poisoned_at: int, seconds: float) -> list[object]:
         """Begin these steps; return the refs of the ends."""
