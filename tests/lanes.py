@@ -35,13 +35,13 @@ LANE_OF: Final = {
     "tests/client/test_notebooks.py": "long",
     "tests/test_release.py": "long",
     # Every view in two widths and colours, held to axe; what is only slow to draw or large.
-    "tests/service/api/test_page.py::test_every_view_is_quiet_accessible_and_fits": "long",
-    "tests/service/api/test_page.py::test_the_documentation_is_drawn_without_a_network": "long",
-    "tests/service/api/report/test_report.py::test_it_can_be_read_without_network": "long",
-    "tests/service/api/report/test_report.py"
+    "tests/service/http/test_page.py::test_every_view_is_quiet_accessible_and_fits": "long",
+    "tests/service/http/test_page.py::test_the_documentation_is_drawn_without_a_network": "long",
+    "tests/service/report/test_report.py::test_it_can_be_read_without_network": "long",
+    "tests/service/report/test_report.py"
     "::test_a_long_run_of_many_ranks_stays_below_8_megabytes": "long",
     # What SQLite shows already, on PostgreSQL.
-    "tests/service/api/test_recorded_answers.py"
+    "tests/service/http/test_recorded_answers.py"
     "::test_the_same_events_are_answered_alike_from_postgresql": "long",
     # Real verl, in an environment of its own.
     "tests/verl": "verl",
@@ -59,8 +59,8 @@ LOWEST_RAY: Final = (
 NOT_LOWEST: Final = (
     "tests/deploy",
     "tests/examples/countdown/test_false_alarms.py",
-    "tests/service/api/figures/test_in_browser.py",
-    "tests/service/api/test_page.py",
+    "tests/service/figures/test_in_browser.py",
+    "tests/service/http/test_page.py",
     "tests/service/compare/operators/test_evidence.py",
     "tests/service/compare/test_html_in_browser.py",
     "tests/service/core",

@@ -34,7 +34,7 @@ import json, tempfile
 from pathlib import Path
 import stagescope, stagescope_service, stagescope_workers
 from starlette.testclient import TestClient
-from stagescope_service.api.app import make_app
+from stagescope_service.http.app import make_app
 from stagescope_service.rules.doctor import rulebook
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
@@ -155,7 +155,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(built: Built) -> 
     own = {name for name in names if not name.startswith(about)}
     assert own == tree()
     assert {Path(name).suffix for name in own} <= SUFFIXES
-    for part in ("api/static/index.html", "rules/defaults.yaml",
+    for part in ("http/static/index.html", "rules/defaults.yaml",
                  "rules/symptoms/mismatch_jump.yaml",
                  "compare/report/comparison.schema.json", "templates/report.md"):  # fmt: skip
         assert f"stagescope_service/{part}" in own

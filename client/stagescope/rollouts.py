@@ -182,7 +182,7 @@ def batch_of(source: Batch | Step | str | Path) -> Batch:
         raise InvalidInput(
             f"{source} is a directory",
             expected="a file of `stagescope batch --output`",
-            advice="stagescope_service.dumps.batches.read_batch reads directories",
+            advice="`stagescope batch RUN:STEP --output FILE` writes one",
         )
     return Batch.load(source)
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -178,6 +179,21 @@ def progress(label: str, *, hidden: bool = False) -> Iterator[ProgressLine]:
     finally:
         ended.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def interruption() -> Iterator[threading.Event]:
+    """Yield an event that SIGINT and SIGTERM set, so that a command ends at a point of its own."""
+    ended = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: ended.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield ended
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def needs_extra(error: ImportError, extra: str) -> MissingExtra:

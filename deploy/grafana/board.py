@@ -2,7 +2,7 @@
 
     python3 deploy/grafana/board.py > stagescope.json
 
-It needs only Python. `tests/service/api/test_dashboard.py` checks that the board shows every
+It needs only Python. `tests/service/http/test_dashboard.py` checks that the board shows every
 published metric.
 """
 

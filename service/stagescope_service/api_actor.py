@@ -28,12 +28,12 @@ from stagescope_wire.nonfinite import JsonObject
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stagescope_service.api.dependencies import Commands, Dependencies, Reply
-    from stagescope_service.api.server import ApiServer
-    from stagescope_service.api.tokens import AccessTokens
+    from stagescope_service.http.access_tokens import AccessTokens
+    from stagescope_service.http.server import ApiServer
     from stagescope_service.ingest.actor import Ingestors
     from stagescope_service.settings import Settings
     from stagescope_service.store.queries.runs import DiedAttempt
+    from stagescope_service.views.reading.dependencies import Commands, Dependencies, Reply
     from stagescope_wire.framing import WirePayload
 
 logger = logging.getLogger(__name__)
@@ -215,9 +215,9 @@ class ApiActor:
 
     def _serve(self) -> ApiServer:
         from stagescope_service import service_file
-        from stagescope_service.api.app import make_app
-        from stagescope_service.api.server import ApiServer, raise_file_limit
-        from stagescope_service.api.tokens import AccessTokens
+        from stagescope_service.http.access_tokens import AccessTokens
+        from stagescope_service.http.app import make_app
+        from stagescope_service.http.server import ApiServer, raise_file_limit
         from stagescope_service.store.catalogue import Catalogue
 
         settings = self._settings
@@ -246,7 +246,7 @@ class ApiActor:
 
         A server that is restarted continues with the existing thread.
         """
-        from stagescope_service.api.bundle.keeper import BundleKeeper
+        from stagescope_service.report.bundle.keeper import BundleKeeper
 
         if self._keeping is not None:
             return
@@ -289,8 +289,8 @@ class ApiActor:
             NotReady: the API does not serve (yet).
             NotFound: no such run, attempt or step, or nothing was measured of it (yet).
         """
-        from stagescope_service.api import numbers
-        from stagescope_service.api.encoding import encode
+        from stagescope_service.views.encoding import encode
+        from stagescope_service.views.steps import numbers
 
         server = self._server
         if server is None or not server.running:

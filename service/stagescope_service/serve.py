@@ -19,10 +19,10 @@ import ray
 from ray import exceptions
 
 from stagescope_service import clusters, embedded, service_file
-from stagescope_service.api.auth import check_bind
-from stagescope_service.api.server import bind
-from stagescope_service.api.tokens import AccessTokens, token_path
 from stagescope_service.coordinator import control_socket
+from stagescope_service.http.access_tokens import AccessTokens, token_path
+from stagescope_service.http.auth import check_bind
+from stagescope_service.http.server import bind
 from stagescope_service.settings import Settings
 from stagescope_wire.discovery import (
     API_NAME,

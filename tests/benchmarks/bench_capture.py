@@ -25,7 +25,7 @@ from tests.support.dumps import capture_request
 from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
 
 from stagescope_wire.schema import Part
-from stagescope_workers.capture.msprobe_capture import Capturer
+from stagescope_workers.capture.msprobe_capture import begin_capture
 from stagescope_workers.capture.msprobe_patches import load_debugger_class
 
 BLOCKS, STEPS = 40, 25
@@ -35,7 +35,7 @@ LEVELS = ("L0", "L1", "mix")
 def capture(
     model: SmallDecoder, step: Callable[[], object], level: str, task: str, root: str
 ) -> dict[str, Any]:
-    armed = Capturer().begin(
+    armed = begin_capture(
         capture_request(capture_id="bench", config={"task": task, "level": level}), run="bench",
         attempt_key="1", stage="actor_update", step=0, part=Part(), role="actor", rank=0,
         model=model, data_root=root,

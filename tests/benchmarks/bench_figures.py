@@ -20,8 +20,7 @@ from tests.support.api import Rank, Service, service
 from tests.support.runs.drawn import LOG_PROB, UPDATE, layout, rounds_payload
 from tests.support.stores import rows_of
 
-from stagescope_service.api.dependencies import Window
-from stagescope_service.api.figures import (
+from stagescope_service.figures import (
     comparison,
     density,
     distribution,
@@ -30,11 +29,12 @@ from stagescope_service.api.figures import (
     rounds,
     timeline,
 )
-from stagescope_service.api.figures.routes import as_json
+from stagescope_service.figures.drawing import as_json
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.statistics.summarise import warm
 from stagescope_service.store.contract import Put
 from stagescope_service.store.tables.training import StepRow
+from stagescope_service.views.reading.dependencies import Window
 
 LONG, WIDE = "long", "wide"
 

@@ -27,16 +27,16 @@ from tests.support.api import Rank, Report, Service, service
 from tests.support.ingestors import LocalIngestors
 from tests.support.runs.long import RUN, SCALARS, LongRun, train_long
 
-from stagescope_service.api.app import make_app
-from stagescope_service.api.dependencies import Commands
-from stagescope_service.api.server import ApiServer
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.core.instructions import Aggregate
+from stagescope_service.http.app import make_app
+from stagescope_service.http.server import ApiServer
 from stagescope_service.ingest.ingestors import IngestWorker
 from stagescope_service.settings import Settings
 from stagescope_service.statistics.summarise import warm
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
+from stagescope_service.views.reading.dependencies import Commands
 from stagescope_wire import schema
 
 SHORT: Final = 100

@@ -18,7 +18,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from stagescope_service.core.weights import WeightRecord, WeightTensor, compare, odd_replicas
+from stagescope_service.core.weights.verdicts import (
+    WeightRecord,
+    WeightTensor,
+    compare,
+    odd_replicas,
+)
 from stagescope_workers.checksum import checksum
 
 

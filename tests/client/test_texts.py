@@ -15,8 +15,8 @@ from stagescope.findings import Finding
 from stagescope.series import Series
 from stagescope.step import Steps
 from stagescope.step_answers import Stuck
-from stagescope_service.api.requests import step_number
 from stagescope_service.core.captures.plan import Plan
+from stagescope_service.views.pages import step_number
 from stagescope_wire import render
 from stagescope_wire.errors import InvalidInput, StagescopeError
 from stagescope_wire.nonfinite import Json

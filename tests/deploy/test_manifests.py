@@ -22,9 +22,10 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts import scripts as ray_scripts
 
 from stagescope import cli
-from stagescope_service.api import health, stream
-from stagescope_service.api.auth import OPEN_PATHS
 from stagescope_service.commands import serving
+from stagescope_service.http import stream
+from stagescope_service.http.auth import OPEN_PATHS
+from stagescope_service.http.routes import health
 from stagescope_service.settings import Settings
 
 ROOT: Final = Path(__file__).parents[2]

@@ -24,7 +24,6 @@ from examples.countdown.config import Settings  # noqa: E402
 from examples.countdown.losses import policy_loss  # noqa: E402
 from examples.countdown.train import Job  # noqa: E402
 from stagescope.replaying import Replay  # noqa: E402
-from stagescope_service.dumps.batches import read_batch  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -165,13 +164,14 @@ def test_files_alone_give_the_same_when_the_service_is_gone(
     program = (
         "import sys\n"
         "sys.modules['ray'] = None\n"
-        "from stagescope_service.dumps.batches import read_batch\n"
-        f"read_batch({str(recorded.service.settings.data_path)!r}, 2, run={RUN!r})"
+        "from pathlib import Path\n"
+        "from examples.countdown.replay import read_step\n"
+        f"read_step(Path({str(recorded.service.settings.data_path)!r}), 2, {RUN!r})"
         f".save({str(recorded.checkpoints / 'files.safetensors')!r})\n"
     )
     environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=100)
-    alone = read_batch(recorded.checkpoints / "files.safetensors")
+    alone = stagescope.Batch.load(recorded.checkpoints / "files.safetensors")
     assert alone.sample_ids == whole.sample_ids
     assert set(alone) == set(whole)
     for name in whole:

@@ -16,21 +16,21 @@ from tests.support import documented
 from tests.support.ingestors import LocalIngestors
 from tests.support.stores import rows_of
 
-from stagescope_service.api.app import make_app
-from stagescope_service.api.dependencies import Commands
-from stagescope_service.api.server import ApiServer
-from stagescope_service.api.tokens import AccessTokens
 from stagescope_service.coordinator.composition import Parts
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.runner import Clock
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.state import State
+from stagescope_service.http.access_tokens import AccessTokens
+from stagescope_service.http.app import make_app
+from stagescope_service.http.server import ApiServer
 from stagescope_service.ingest.ingestors import IngestWorker
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.settings import Settings
 from stagescope_service.store.artifacts import read_piece
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
+from stagescope_service.views.reading.dependencies import Commands
 from stagescope_wire import schema
 from stagescope_wire.errors import Unreachable
 

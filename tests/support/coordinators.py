@@ -138,6 +138,11 @@ class FakeCoordinator:
         with self._lock:
             return [event for _, event in sorted(self.events.items()) if event.kind == kind]
 
+    def fields(self, kind: str, count: int = 1) -> list[dict[str, Any]]:
+        """Return the fields of the events of a kind, once `count` of them have come."""
+        wait_for(lambda: len(self.of_kind(kind)) >= count)
+        return [dict(event.fields) for event in self.of_kind(kind)]
+
     def _answer(self) -> dict[str, object]:
         revision = self.plan["revision"]
         receipts = dict(self.receipts) if self.settle_at_once else {}

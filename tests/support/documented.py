@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stagescope_service.api.app import make_app
+from stagescope_service.http.app import make_app
 from stagescope_service.settings import Settings
 
 

@@ -8,9 +8,10 @@ format), `name` the file's name without its suffix.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from tests.support.batches import wire
 
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.records import Dump, DumpContents
 from stagescope_service.store.artifacts import kept_path, step_directory
 from stagescope_service.store.kept import Kept, write_kept
 from stagescope_wire.keep import sections_of
@@ -62,6 +65,16 @@ class Batch:
     def rows(self) -> int:
         return len(self.prompts)
 
+    def in_order(self, order: Sequence[int]) -> Batch:
+        """The same trajectories in another order."""
+
+        def moved(values: Any) -> Any:
+            is_array = isinstance(values, np.ndarray)
+            return values[[*order]] if is_array else [values[row] for row in order]
+
+        fields = (each.name for each in dataclasses.fields(self))
+        return Batch(**{name: moved(getattr(self, name)) for name in fields})
+
     @property
     def samples(self) -> list[str]:
         return [f"{group}_{run}" for group, run in zip(self.groups, self.runs, strict=True)]
@@ -91,6 +104,24 @@ class Batch:
         prompts = [[0] * (width - len(prompt)) + prompt for prompt in self.prompts]
         whole = np.concatenate([np.array(prompts, np.int64), self.responses], axis=1)
         return torch.from_numpy(whole[rows].copy())
+
+
+def read_first(path: Path, **options: Any) -> DumpContents:
+    """Open a dump and read its first entry."""
+    dump = open_dump(path, **options)
+    return dump.read(dump.entries[0])
+
+
+def rows_in(record: DumpContents, name: str) -> list[list[Any]]:
+    """The rows of a ragged tensor."""
+    _, _, values, offsets = record.tensors[name]
+    assert offsets is not None
+    return [values[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+
+
+def all_problems(found: Dump | DumpContents) -> str:
+    """All that is said to be wrong."""
+    return "; ".join(problem.message for problem in found.problems)
 
 
 def make_batch(rows: int, tokens: int, *, seed: int = 0, step: int = 0) -> Batch:
@@ -137,6 +168,7 @@ def nexrl_directory(
     seed: int = 0,
     mode: str = "self_hosted",
     suffix: str = "pt",
+    order: Sequence[int] | None = None,
     edit: Edit | None = None,
 ) -> Path:
     """Write what NexRL's dumper writes: `{path}/{type}/step_{N:06d}[_rank{r}[_micro{m}]].pt`.
@@ -150,11 +182,13 @@ def nexrl_directory(
         seed: the same seed writes the same values.
         mode: 'self_hosted', 'remote_api' or 'weaver': which files there are.
         suffix: 'pt' or 'jsonl'.
+        order: of the trajectories of the step.
         edit: may change what is written.
     """
     write = _Writer(path, suffix, edit)
     for step in steps:
         batch = make_batch(ranks * micros * rows, tokens, seed=seed, step=step)
+        batch = batch if order is None else batch.in_order(order)
         if mode == "remote_api":
             _write_remote(write, step, batch)
             continue

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torch.nn import functional
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
 from stagescope_wire.plan import CaptureRequest
 from stagescope_wire.schema import Part
-from stagescope_workers.capture.msprobe_capture import Capturer
+from stagescope_workers.capture.msprobe_capture import begin_capture
 
 
 def capture_request(**fields: object) -> CaptureRequest:
@@ -69,7 +70,7 @@ def capture(
     """Capture one forward and backward pass; return the directory of the rank's files."""
     model = model if model is not None else small_decoder()
     section = {} if mode is None else {"summary_mode": mode}
-    armed = Capturer().begin(
+    armed = begin_capture(
         capture_request(capture_id="c", config={"task": task, "level": level, task: section}),
         run="run",
         attempt_key="first",
@@ -104,6 +105,23 @@ def tabled(directory: Path, text: str) -> tuple[Path, OperatorSummary]:
     (directory / "dump.json").write_text(text)
     target = directory / "operators.parquet"
     return target, write_operator_table(directory, target)
+
+
+Argument = dict[str, object]
+"""An argument or result of a call, as msprobe writes it to dump.json."""
+
+
+def tensor_argument(
+    low: float | None, high: float | None, *, shape: Sequence[int] = (2,), **fields: object
+) -> Argument:
+    """Describe a float32 tensor by its extremes; `fields` replace or add others."""
+    return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [*shape], "Max": high,
+            "Min": low, "Mean": None, "Norm": None, **fields}  # fmt: skip
+
+
+def table_of(directory: Path, calls: Mapping[str, object], *, level: str = "L1") -> Path:
+    """Write calls (name -> record) as a dump.json; return its operator table."""
+    return tabled(directory, json.dumps({"task": "statistics", "level": level, "data": calls}))[0]
 
 
 def dumped(

@@ -16,7 +16,6 @@ from tests.support.local import LocalCoordinator
 from tests.support.stores import rows_of
 from tests.support.trainings import Delivery, Rank, check_memory
 
-from stagescope_service.api.completeness import gaps
 from stagescope_service.coordinator.coordinator import steps_to_aggregate
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.catalogue_rows import row_id
@@ -26,6 +25,7 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import part_key
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import StepRow
+from stagescope_service.views.reading.completeness import gaps
 from stagescope_wire.errors import NotReady
 from stagescope_wire.schema import BEGIN, END, Work
 

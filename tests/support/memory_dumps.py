@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from stagescope_service.compare.results import DumpComparison, TensorResult
 from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
 from stagescope_wire.errors import InvalidTensor
 from stagescope_wire.schema import Part
@@ -25,21 +26,21 @@ class MemoryDump:
     problems: Sequence[DumpProblem] = ()
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
     broken: frozenset[Path] = frozenset()
-    reads: int = 0
+    reads: list[DumpEntry] = dataclasses.field(default_factory=list)
 
     @property
     def entries(self) -> list[DumpEntry]:
         return [record.entry for record in self.records]
 
     def read(self, entry: DumpEntry) -> DumpContents:
-        self.reads += 1
+        self.reads.append(entry)
         if entry.path in self.broken:
             raise InvalidTensor(f"{entry.path} is truncated", advice="write it again")
         return next(record for record in self.records if record.entry == entry)
 
     def without(self, *paths: Path) -> MemoryDump:
-        kept = [record for record in self.records if record.entry.path not in paths]
-        return dataclasses.replace(self, records=kept)
+        left = [record for record in self.records if record.entry.path not in paths]
+        return dataclasses.replace(self, records=left)
 
 
 def record(
@@ -65,6 +66,17 @@ def record(
     return DumpContents(DumpEntry(section, location, path, size), wire, numbers or {}, **named)
 
 
+def single(section: str, tensors: Mapping[str, Array] | None = None, **fields: Any) -> MemoryDump:
+    """A dump of one record; see `record`."""
+    return MemoryDump([record(section, tensors, **fields)])
+
+
+def tensor_of(result: DumpComparison, name: str, section: str | None = None) -> TensorResult:
+    """The first tensor of a name in the first pair of sides."""
+    found = (each for each in result.pairs[0].tensors if each.name == name)
+    return next(each for each in found if section in (None, each.section))
+
+
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """One trajectory; `values` are of its tokens by name, all of one length."""
@@ -75,6 +87,9 @@ class Sample:
     mask: Array
     values: Mapping[str, Array]
     reward: float
+
+    def with_values(self, **values: Array) -> Sample:
+        return dataclasses.replace(self, values={**self.values, **values})
 
 
 def batch(count: int = 6, *, seed: int = 0, longest: int = 9) -> list[Sample]:
@@ -97,6 +112,11 @@ def batch(count: int = 6, *, seed: int = 0, longest: int = 9) -> list[Sample]:
         reward = float(random.random())
         samples.append(Sample(f"{at // 2}_{at % 2}", prompt, response, mask, values, reward))
     return samples
+
+
+def shifted(samples: Sequence[Sample], name: str, by: float) -> list[Sample]:
+    """The samples with each value of a tensor moved."""
+    return [each.with_values(**{name: each.values[name] + np.float32(by)}) for each in samples]
 
 
 def split(

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
+from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
 from stagescope_service.store.tensorfile import WireTensor
 from stagescope_wire.schema import Part
 from stagescope_wire.tensorfile import Array
-
-
-@dataclasses.dataclass
-class MemoryDump:
-    """Records in memory, as a reader would give them."""
-
-    records: list[DumpContents]
-    name: str = "memory"
-    kind: str = "own"
-    about: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    problems: Sequence[DumpProblem] = ()
-    reads: list[DumpEntry] = dataclasses.field(default_factory=list)
-
-    @property
-    def entries(self) -> list[DumpEntry]:
-        return [record.entry for record in self.records]
-
-    def read(self, entry: DumpEntry) -> DumpContents:
-        self.reads.append(entry)
-        return next(record for record in self.records if record.entry == entry)
 
 
 def wire(values: Array, tag: str | None = None) -> WireTensor:

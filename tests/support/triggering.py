@@ -17,9 +17,9 @@ from tests.support.measure import Handed, payload
 from tests.support.parallel import Reported
 from tests.support.stores import opened
 
-from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, gone_of
-from stagescope_service.coordinator.trigger_watch import TriggerWatch
-from stagescope_service.coordinator.webhooks import Webhooks
+from stagescope_service.coordinator.rules.actions import Acting, PinAnswer, gone_of
+from stagescope_service.coordinator.rules.watch import TriggerWatch
+from stagescope_service.coordinator.rules.webhooks import Webhooks
 from stagescope_service.core.instructions import NonFiniteScalars
 from stagescope_service.rules.document import Rules
 from stagescope_service.store.catalogue import Catalogue

@@ -28,7 +28,7 @@ ADDED: frozenset[str] = frozenset()
 NAMED = frozenset({"metrics", "series", "units"})
 """Fields that hold numbers by name: a metric that is published since then is added to them."""
 
-FOLDER = Path(__file__).parents[1] / "service" / "api" / "recorded"
+FOLDER = Path(__file__).parents[1] / "service" / "http" / "recorded"
 CATALOGUE, ANSWERS = FOLDER / "catalogue.db.xz", FOLDER / "answers.json.xz"
 NOW = 2_000.0
 """Unix seconds of the service that answers."""

@@ -98,8 +98,7 @@ def test_decorator_before_init_finds_the_probe_later(
     assert compute() == 7
     monkeypatch.setattr(lifecycle, "_newest", make_probe())
     assert compute() == 7
-    wait_for(lambda: coordinator.of_kind("end"))
-    assert coordinator.of_kind("end")[0].fields["stage"] == "compute_values"
+    assert coordinator.fields("end")[0]["stage"] == "compute_values"
 
 
 def test_model_is_found_from_the_worker(make_probe: MakeProbe) -> None:

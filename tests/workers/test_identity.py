@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from tests.support.coordinators import FakeCoordinator
 
+from stagescope_service.compare.fingerprints import MOST_MODULES
 from stagescope_workers.probe import identity, lifecycle
+from stagescope_workers.probe.handshake import Handshake, launch_text
+from stagescope_workers.probe.options import ProbeOptions
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.watchdog import StageTracker
 from stagescope_workers.transport.calls import Clock
+from stagescope_workers.transport.outbox import Outbox
 
 
 def test_secrets_are_left_out_by_name_and_by_value() -> None:
@@ -36,16 +48,10 @@ def test_arguments_are_shown_without_secrets(argument: str, shown: str) -> None:
     assert identity.hide(argument) == shown
 
 
-def test_value_after_a_secret_option_is_not_shown() -> None:
-    arguments = ["train.py", "--api-key", "hidden", "--lr", "1e-6", "--no-auth", "--steps", "5"]
-    shown = identity.visible_arguments(arguments)
-    assert shown == ["train.py", "--api-key", "...", "--lr", "1e-6", "--no-auth", "--steps", "5"]
-
-
 def test_a_line_is_shown_without_secrets() -> None:
-    line = "python 'my train.py' --token hidden lr=1e-6 https://me:hidden@host/x"
+    line = "python 'my train.py' --token hidden --lr 1e-6 --no-auth --n 5 https://me:hidden@host/x"
     shown = identity.visible_line(line)
-    assert shown == "python my train.py --token ... lr=1e-6 https://...@host/x"
+    assert shown == "python my train.py --token ... --lr 1e-6 --no-auth --n 5 https://...@host/x"
     assert identity.visible_line("train.py --name it's --key=hidden") == (
         "train.py --name it's --key=..."
     )
@@ -133,3 +139,196 @@ def test_rank_and_world_size_come_from_the_environment(monkeypatch: pytest.Monke
     assert probe._options.world_size == 4
     assert lifecycle.current() is probe
     probe.close(0.0)
+
+
+MAIN = """
+import json, helper, numpy, stagescope
+from stagescope_workers.probe.identity import fingerprint
+print(json.dumps(fingerprint({})["code"]))
+"""
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=100,
+        check=True,
+    )  # fmt: skip
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def test_a_script_outside_of_git_and_what_it_imports_have_a_hash(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MAIN)
+    (tmp_path / "helper.py").write_text("LR = 1e-6\n")
+    first = hashes(tmp_path)
+    # Of packages and the standard library there are versions.
+    assert set(first) == {"train.py", "helper"}
+    assert hashes(tmp_path) == first
+    (tmp_path / "helper.py").write_text("LR = 1e-5\n")
+    second = hashes(tmp_path)
+    assert {name for name in first if first[name] != second[name]} == {"helper"}
+    (tmp_path / "train.py").write_text(MAIN + "# edited\n")
+    assert hashes(tmp_path)["train.py"] != first["train.py"]
+
+
+def test_the_script_of_a_ray_job_s_driver_is_found_by_its_command_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("1\n")
+    expected = ("train.py", identity.file_hash(script))
+    assert identity.script_of("python3 train.py --lr 1", str(tmp_path)) == expected
+    assert identity.script_of(f"python3 {script} other.py", None) == expected
+    for line in ("python3 -m verl.trainer", "python3 gone.py", "bash run.sh"):
+        assert identity.script_of(line, str(tmp_path)) is None
+    assert identity.script_of("python3 train.py", None) is None
+
+
+def test_the_service_knows_how_many_modules_are_reported() -> None:
+    assert identity.MAX_FILES == MOST_MODULES
+
+
+LAZY = """
+import importlib.util, json, sys
+from stagescope_workers.probe.identity import loaded_code
+spec = importlib.util.find_spec("lazy")
+spec.loader = importlib.util.LazyLoader(spec.loader)
+sys.modules["lazy"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["lazy"])
+print(json.dumps(loaded_code()))
+"""
+
+
+def test_a_module_that_waits_for_its_first_use_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LAZY)
+    (tmp_path / "lazy.py").write_text("raise SystemExit('it was run')\n")
+    assert set(hashes(tmp_path)) == {"train.py", "lazy"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_hashes_its_code(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def loaded_code() -> dict[str, str]:
+        asked.append("code")
+        return {"train.py": "0123"}
+
+    monkeypatch.setattr(identity, "loaded_code", loaded_code)
+    options, outbox = ProbeOptions(run="r", rank=rank), Outbox()
+    Handshake(options, "i", outbox, StageTracker(outbox, watchdog_seconds=0.0)).fill_hello()
+    [hello] = outbox.next_batch()
+    assert (asked, "code" in cast("Any", hello.fields["fingerprint"])) == (
+        (["code"], True) if rank == 0 else ([], False)
+    )
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "2"}
+FILE = "/tmp/torchelastic_x/none_1234/attempt_0/0/error.json"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (TORCHRUN, {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}),
+        (TORCHRUN, {**TORCHRUN, "TORCHELASTIC_RUN_ID": "b"}),
+        # Without an id of its own, the folder of each torchrun has one.
+        (
+            {**TORCHRUN, "TORCHELASTIC_ERROR_FILE": FILE},
+            {**TORCHRUN, "TORCHELASTIC_ERROR_FILE": FILE.replace("1234", "5678")},
+        ),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8"}),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+        ),
+        ({"JOBSET_RESTART_ATTEMPT": "0"}, {"JOBSET_RESTART_ATTEMPT": "1", "JOBSET_NAME": "j"}),
+    ],
+)
+def test_two_starts_of_a_launcher_differ(before: dict[str, str], after: dict[str, str]) -> None:
+    assert launch_text(before, 2) == launch_text({**before}, 2)
+    assert None not in (first := launch_text(before, 2), second := launch_text(after, 2))
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_STEP_ID": "3"},
+        # It starts one of several ranks: that one may be replaced alone.
+        {**TORCHRUN, "WORLD_SIZE": "1"},
+    ],
+)
+def test_a_launcher_of_less_than_all_ranks_says_nothing(environ: dict[str, str]) -> None:
+    assert launch_text(environ, 2) is None
+    alone = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "1"}
+    assert launch_text(alone, 2) == launch_text({**alone, "SLURM_STEP_ID": "4"}, 2)
+
+
+def test_ray_s_workers_have_the_variables_of_ray_start() -> None:
+    assert launch_text({**TORCHRUN, "SLURM_JOB_ID": "7"}, 2, in_ray=True) is None
+
+
+def test_torchrun_s_own_restarts_differ(tmp_path: Path) -> None:
+    """Rank 1 fails at first, and torchrun starts both again; then the whole command again."""
+    pytest.importorskip("torch")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "from stagescope_workers.probe.handshake import launch_text\n"
+        "os.write(1, (json.dumps([os.environ['RANK'], launch_text(os.environ, 2)]) + '\\n')"
+        ".encode())\n"
+        "sys.exit(os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10')\n"
+    )
+    said: list[tuple[str, str]] = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+             "--max-restarts", "1", "--master-port", "0", str(script)],
+            capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        said += [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    launches = [launch for rank, launch in said if rank == "1"]
+    assert len({*launches}) == len(launches) == 4, said
+    assert {launch for rank, launch in said if rank == "0"} <= {*launches}
+
+
+MakeProbe = Callable[..., Probe]
+OLD = "torch 2.3.1+cu121 is not supported, 2.4 and later are: pip install 'torch>=2.4'"
+NEW = "ray 99.0.0 was not tried with stagescope: 2.44 to 2.60 were"
+
+
+@pytest.fixture
+def _odd_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have two packages installed that no test ran with."""
+    versions = {"torch": "2.3.1+cu121", "ray": "99.0.0"}
+
+    def version(package: str) -> str:
+        if package in versions:
+            return versions[package]
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+@pytest.mark.usefixtures("_odd_versions")
+@pytest.mark.parametrize(
+    ("rank", "logged"), [(0, [(logging.WARNING, OLD), (logging.INFO, NEW)]), (1, [])]
+)
+def test_rank_0_logs_it_once_and_every_rank_tells_the_service(
+    make_probe: MakeProbe,
+    coordinator: FakeCoordinator,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
+    logged: list[tuple[int, str]],
+) -> None:
+    caplog.set_level(logging.INFO)
+    probe = make_probe(rank=rank, strict=True)
+    for step in range(3):
+        with probe.stage("actor_update", step=step) as stage:
+            stage.log(loss=1.0)
+    coordinator.fields("end", 3)
+    lines = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert [line for line in lines if line[1] in (OLD, NEW)] == logged
+    versions = coordinator.fields("hello")[0]["fingerprint"]["versions"]
+    assert versions["unsupported"] == [OLD]
+    assert NEW in versions["untried"]

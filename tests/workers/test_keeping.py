@@ -28,8 +28,7 @@ def test_a_configuration_travels_in_the_settings(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
     make_probe(keep={"every_n_steps": 2, "what": ["loss"]}, settings={"lr": 1e-3})
-    wait_for(lambda: coordinator.of_kind("hello"))
-    settings = coordinator.of_kind("hello")[0].fields["settings"]
+    settings = coordinator.fields("hello")[0]["settings"]
     assert settings["lr"] == 1e-3
     assert (settings["keep"]["every_n_steps"], settings["keep"]["what"]) == (2, ["loss"])
 

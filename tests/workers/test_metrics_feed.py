@@ -34,11 +34,7 @@ def answer(
         "stage": LOG_PROB,
         "complete": complete,
         "missing": missing,
-        "coverage": {
-            "payloads_pending": pending,
-            "sequences": sequences,
-            "empty_rows": empty_rows,
-        },
+        "coverage": {"payloads_pending": pending, "sequences": sequences, "empty_rows": empty_rows},
         "metrics": {"rollout_corr/kl": value},
     }
 
@@ -145,28 +141,22 @@ def test_rows_that_ranks_have_not_announced_yet_are_waited_for(
     assert feed.take(1) == {"rollout_corr/kl": 0.002}
 
 
-def test_a_closed_step_is_used_with_the_rows_it_has(make_feed: MakeFeed, api: FakeApi) -> None:
-    api.answers[1] = answer(0.001, complete="partial", sequences=4)
-    feed = make_feed()
-    feed.want(1, rows=8)
-    wait_for(lambda: feed.take(1))
-
-
 @pytest.mark.parametrize(
     "covering",
     [
         answer(missing=[{"stage": "actor_update", "rank": 1, "status": "open"}]),
         answer(missing=[{"stage": LOG_PROB, "rank": 1, "status": "unfinished"}]),
         answer(complete="partial", missing=[{"stage": LOG_PROB, "rank": 1, "status": "open"}]),
+        answer(complete="partial", sequences=1),
     ],
-    ids=["another stage goes on", "rank is gone", "step is closed"],
+    ids=["another stage goes on", "rank is gone", "step is closed", "closed without all rows"],
 )
 def test_what_will_not_change_is_used(
     make_feed: MakeFeed, api: FakeApi, covering: dict[str, Any]
 ) -> None:
     api.answers[1] = covering
     feed = make_feed()
-    feed.want(1)
+    feed.want(1, rows=4)
     wait_for(lambda: feed.take(1))
 
 

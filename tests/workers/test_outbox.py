@@ -71,31 +71,23 @@ def test_payload_over_the_whole_bound_drops_nothing_else() -> None:
     assert kept.has_body
 
 
-def test_scalars_go_before_begin_and_end() -> None:
-    outbox = Outbox(max_events=3)
-    outbox.put(BEGIN, {"step": 1})
-    outbox.put(LOG, {"step": 1, "scalars": {"loss": 1.0, "kl": 2.0}})
-    outbox.put(END, {"step": 1})
-    outbox.put(BEGIN, {"step": 2})
-    assert [entry.kind for entry in outbox.next_batch()] == [BEGIN, END, BEGIN]
-    assert outbox.dropped == Counter(event=1, scalar=2)
-
-
-def test_new_scalars_do_not_push_out_events() -> None:
-    outbox = Outbox(max_events=1)
-    outbox.put(BEGIN, {"step": 1})
-    outbox.put(LOG, {"step": 1, "scalars": {"loss": 1.0}})
-    assert [entry.kind for entry in outbox.next_batch()] == [BEGIN]
-
-
-def test_hello_and_finish_are_never_dropped() -> None:
-    outbox = Outbox(max_events=1)
-    for kind in (HELLO, BEGIN, FINISH, BEGIN):
-        outbox.put(kind, {})
-    kinds = [entry.kind for entry in outbox.next_batch()]
-    assert HELLO in kinds
-    assert FINISH in kinds
-    assert outbox.dropped == Counter(event=2)
+@pytest.mark.parametrize(
+    ("limit", "kinds", "left", "dropped"),
+    [
+        # Scalars go before BEGIN and END, and new ones push out no event.
+        (3, [BEGIN, LOG, END, BEGIN], [BEGIN, END, BEGIN], Counter(event=1, scalar=2)),
+        (1, [BEGIN, LOG], [BEGIN], Counter(event=1, scalar=2)),
+        (1, [HELLO, BEGIN, FINISH, BEGIN], [HELLO, FINISH], Counter(event=2)),
+    ],
+)
+def test_which_event_is_dropped(
+    limit: int, kinds: list[str], left: list[str], dropped: Counter[str]
+) -> None:
+    outbox = Outbox(max_events=limit)
+    for kind in kinds:
+        outbox.put(kind, {"scalars": {"loss": 1.0, "kl": 2.0}} if kind == LOG else {})
+    assert [entry.kind for entry in outbox.next_batch()] == left
+    assert outbox.dropped == dropped
 
 
 def test_drops_are_reported_with_work_count_and_bytes() -> None:
@@ -125,7 +117,7 @@ def test_details_of_drops_are_bounded_and_counts_stay_exact() -> None:
     assert [report["count"] for report in reports if "step" not in report] == [500]
 
 
-def test_a_beginning_alone_waits_a_moment_for_company() -> None:
+def test_a_beginning_or_an_end_alone_waits_a_moment_for_company() -> None:
     outbox = Outbox()
     first = outbox.put(BEGIN, {"step": 1, "stage": "s"})
     assert outbox.due == first.mono + LINGER
@@ -141,17 +133,13 @@ def test_a_beginning_alone_waits_a_moment_for_company() -> None:
     assert outbox.due == late.mono + LINGER
     outbox.put_back()
     assert outbox.due == 0.0  # what was offered before is late as it is
-
-
-def test_an_end_leaves_with_the_beginning_that_follows_and_at_once_with_tensors() -> None:
-    outbox = Outbox()
-    end = outbox.put(END, {"step": 1, "stage": "s"})
-    outbox.put(BEGIN, {"step": 1, "stage": "next"})
-    assert outbox.due == end.mono + LINGER
-    assert len(outbox.next_batch()) == 2
+    outbox.next_batch()
     outbox.acknowledge()
-    put_end(outbox, 1, 2)
-    assert outbox.due == 0.0
+    end = outbox.put(END, {"step": 3, "stage": "s"})
+    outbox.put(BEGIN, {"step": 3, "stage": "next"})
+    assert outbox.due == end.mono + LINGER
+    put_end(outbox, 1, 3)
+    assert outbox.due == 0.0  # tensors wait for nothing
 
 
 def test_batch_in_flight_is_the_same_until_it_ends() -> None:

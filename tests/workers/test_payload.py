@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import threading
 import warnings
 
 import hypothesis.extra.numpy as numpy_strategies
@@ -13,30 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagescope_wire.errors import InvalidTensor
-from stagescope_wire.policy_versions import (
-    encode_versions,
-    is_numbered,
-    names_of,
-    text_versions,
+from stagescope_wire.policy_versions import encode_versions, is_numbered, names_of, text_versions
+from stagescope_workers.payload import (
+    MIN_BYTES,
+    BufferPool,
+    host_tensor,
+    owned_tensor,
+    strings_from,
 )
-from stagescope_workers.payload import host_tensor, owned_tensor, strings_from
-
-DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (0, 4), (2, 3, 4)], ids=str)
-def test_dense_tensor_of_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = (torch.rand(shape) * 3).to(dtype)
-    tag, found, buffer, offsets = owned_tensor("old_log_probs", tensor)
-    assert tag == str(dtype).removeprefix("torch.")
-    assert found == shape
-    assert offsets is None
-    assert buffer.dtype.name == tag
-    np.testing.assert_array_equal(buffer, tensor.numpy())
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 4)], ids=str)
@@ -204,6 +190,15 @@ def test_list_of_numbers_is_one_dimensional() -> None:
     assert host_tensor("r", [])[1] == (0,)
 
 
+@pytest.mark.parametrize(("name", "tag"), [("responses", "int64"), ("old_log_probs", "float64")])
+@pytest.mark.parametrize("rows", [[], [[], []]], ids=str)
+def test_empty_lists_of_rows_are_rows(name: str, tag: str, rows: list[object]) -> None:
+    found, shape, _, offsets = host_tensor(name, rows)
+    assert (found, shape) == (tag, (0,))
+    assert offsets is not None
+    assert offsets.tolist() == [0] * (len(rows) + 1)
+
+
 def test_unsigned_and_foreign_byte_orders_keep_their_values() -> None:
     assert host_tensor("t", np.array([65535], dtype=np.uint16))[0] == "int32"
     assert host_tensor("t", np.array([65535], dtype=np.uint16))[2].tolist() == [65535]
@@ -240,7 +235,9 @@ def test_what_is_unsupported_by_the_wire_is_named(value: object, words: list[str
 
 @given(
     numpy_strategies.arrays(
-        dtype=st.sampled_from(["float64", "float32", "float16", "int64", "int8", "uint8", "bool"]),
+        dtype=st.sampled_from(
+            ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+        ),
         shape=numpy_strategies.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5),
     )
 )
@@ -250,8 +247,9 @@ def test_owned_tensor_shares_nothing(array: npt.NDArray[np.generic]) -> None:
         (array.T, array.T.copy()),
         (torch.from_numpy(array), array.copy()),
     ):
-        _, shape, buffer, _ = owned_tensor("x", source)
-        assert shape == expected.shape
+        tag, shape, buffer, offsets = owned_tensor("x", source)
+        assert (tag, shape, offsets) == (expected.dtype.name, expected.shape, None)
+        assert buffer.dtype == expected.dtype
         assert not np.shares_memory(buffer, array)
         np.testing.assert_array_equal(buffer, expected)
 
@@ -268,3 +266,90 @@ def test_ids_become_strings() -> None:
     assert strings_from("rewards", [1.0, 2.0]) is None
     with pytest.raises(InvalidTensor, match="sample_ids"):
         strings_from("sample_ids", 7)
+
+
+def values(seed: int, size: int = MIN_BYTES) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1000, size, dtype=np.int32)
+
+
+def test_a_buffer_is_used_again_only_when_its_last_array_is_gone() -> None:
+    pool = BufferPool()
+    first = pool.copy(values(0))
+    part = first.reshape(2, -1)[1, ::2]  # holds the buffer, too
+    del first
+    second = pool.copy(values(1))
+    assert np.array_equal(part, values(0).reshape(2, -1)[1, ::2])
+    assert not np.shares_memory(part, second)
+    assert pool.idle == 0
+    where = second.__array_interface__["data"][0]
+    del second
+    assert pool.idle > 0
+    third = pool.copy(values(2))
+    assert third.__array_interface__["data"][0] == where
+    assert np.array_equal(third, values(2))
+    del part
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "uint16", "int64", "int8", "bool"])
+def test_what_is_copied_is_the_same(dtype: str) -> None:
+    pool = BufferPool()
+    for source in (
+        values(3).astype(dtype),
+        values(3).astype(dtype).reshape(256, -1)[::2, 1:],  # not contiguous
+        values(3).astype(dtype).reshape(-1, 64).T,
+        np.zeros((0, 5), dtype),
+        np.asarray(3).astype(dtype),
+    ):
+        copy = pool.copy(source)
+        assert copy.dtype == source.dtype
+        assert copy.shape == source.shape
+        assert np.array_equal(copy, source)
+        assert copy.flags.c_contiguous
+        assert copy.flags.writeable
+        assert not np.shares_memory(copy, source)
+
+
+def test_it_travels_like_any_array() -> None:
+    pool = BufferPool()
+    copy = pool.copy(values(4))
+    buffers: list[pickle.PickleBuffer] = []
+    reported = pickle.dumps(copy, protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == 1
+    again = pickle.loads(reported, buffers=[bytes(buffers[0].raw())])
+    assert np.array_equal(again, values(4))
+
+
+def test_what_lies_unused_is_bounded() -> None:
+    pool = BufferPool(idle_bytes=10 * MIN_BYTES)
+    held = [pool.copy(values(seed, MIN_BYTES + 5000 * seed)) for seed in range(20)]
+    held.clear()
+    assert 0 < pool.idle <= 10 * MIN_BYTES
+    large = pool.copy(values(0, 100 * MIN_BYTES))
+    del large
+    assert pool.idle <= 10 * MIN_BYTES
+
+
+def test_sizes_that_are_about_the_same_share_a_buffer() -> None:
+    pool = BufferPool()
+    for size in range(MIN_BYTES, MIN_BYTES + 4000, 100):
+        pool.copy(values(0, size))
+    assert pool.idle < 2.5 * 4 * MIN_BYTES  # two sizes at most
+
+
+def test_several_threads_never_see_each_others_values() -> None:
+    pool = BufferPool()
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        source = np.full(MIN_BYTES, number, np.int32)
+        for _ in range(200):
+            copies = [pool.copy(source) for _ in range(3)]
+            if not all((copy == number).all() for copy in copies):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

@@ -67,16 +67,24 @@ def test_local_captures_stay_when_the_service_plan_changes() -> None:
     assert [item["capture_id"] for item in found.begin(1, "s")] == ["local"]
 
 
-def test_late_capture_is_missed_once_for_what_had_begun() -> None:
+@pytest.mark.parametrize(
+    ("steps", "late"),
+    [
+        ([3, 4, 5, 6], [(4, "a"), (5, "a")]),
+        ("all", [(4, "a"), (5, "a")]),
+        ({"every": 1, "start": 5, "count": None}, [(5, "a")]),
+    ],
+)
+def test_late_capture_is_missed_once_for_what_had_begun(
+    steps: object, late: list[tuple[int, str]]
+) -> None:
     missed: list[tuple[int, str]] = []
     found = watch(on_missed=lambda _, step, stage: missed.append((step, stage)))
-    found.begin(4, "a")
-    found.begin(4, "b")
-    found.begin(5, "a")
-    late = capture(steps=[3, 4, 5, 6], stages=["a"])
-    found.apply({"revision": 1, "captures": [late]})
-    found.apply({"revision": 2, "captures": [late]})
-    assert missed == [(4, "a"), (5, "a")]
+    for step, stage in ((4, "a"), (4, "b"), (5, "a")):
+        found.begin(step, stage)
+    for revision in (1, 2):
+        found.apply({"revision": revision, "captures": [capture(steps=steps, stages=["a"])]})
+    assert missed == late
     assert found.begin(6, "a")
 
 
@@ -94,15 +102,6 @@ def test_what_the_service_keeps_by_itself_is_not_missed_here() -> None:
         late = capture(capture_id=word, config=None, keep=[word])
         found.apply({"revision": 2, "captures": [late]})
     assert missed == ["is_loss", "prob_ratio", "loss"]
-
-
-@pytest.mark.parametrize("steps", ["all", {"every": 1, "start": 4, "count": None}])
-def test_open_ended_request_is_late_for_what_had_begun(steps: object) -> None:
-    missed: list[tuple[int, str]] = []
-    found = watch(on_missed=lambda _, step, stage: missed.append((step, stage)))
-    found.begin(4, "a")
-    found.apply({"revision": 1, "captures": [capture(steps=steps)]})
-    assert missed == [(4, "a")]
 
 
 def test_an_unagreed_request_is_reported_once_and_runs_nothing_before_it_is_agreed_on() -> None:

@@ -163,8 +163,7 @@ def test_a_process_that_runs_does_not_set_it_off(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
     probe = make_probe(watchdog=1.5)
-    wait_for(lambda: coordinator.of_kind("hello"))
-    path = Path(coordinator.of_kind("hello")[0].fields["watchdog"])
+    path = Path(coordinator.fields("hello")[0]["watchdog"])
     until = time.monotonic() + 3.0
     while time.monotonic() < until:  # longer than it would take to go off
         sum(range(1000))
@@ -182,8 +181,7 @@ def test_it_can_be_switched_off(
 ) -> None:
     monkeypatch.setenv("STAGESCOPE_WATCHDOG", "0")
     make_probe()
-    wait_for(lambda: coordinator.of_kind("hello"))
-    assert coordinator.of_kind("hello")[0].fields.get("watchdog") is None
+    assert coordinator.fields("hello")[0].get("watchdog") is None
     assert not watchdog_directory(tmp_path).exists()
     monkeypatch.setenv("STAGESCOPE_WATCHDOG", "12.5")
     assert checked_options({"run": "r"}).watchdog == 12.5
@@ -198,8 +196,7 @@ def test_a_directory_of_somebody_else_is_not_used(
     elsewhere.mkdir()
     watchdog_directory(tmp_path).symlink_to(elsewhere)
     probe = make_probe(watchdog=0.3)
-    wait_for(lambda: coordinator.of_kind("hello"))
-    assert coordinator.of_kind("hello")[0].fields.get("watchdog") is None
+    assert coordinator.fields("hello")[0].get("watchdog") is None
     assert not [*elsewhere.iterdir()]
     with probe.stage("s", step=1):
         pass

@@ -64,15 +64,9 @@ def calculate_debug_metrics(data: object) -> Metrics:
     if not selected.any():
         _logger.warning("the mask covers no token: no mismatch is computed")
         metrics = dict.fromkeys(
-            (*(f"{_PREFIX}_{name}" for name in ("valid", "max", "mean", "std")), _PEARSON),
-            math.nan,
+            (*(f"{_PREFIX}_{name}" for name in ("valid", "max", "mean", "std")), _PEARSON), math.nan
         )
-        return {
-            **metrics,
-            f"{_PREFIX}_valid": 0,
-            **_Scan().per_round(),
-            **_Scan().non_finite(),
-        }
+        return {**metrics, f"{_PREFIX}_valid": 0, **_Scan().per_round(), **_Scan().non_finite()}
     if not train.shape == rollout.shape == selected.shape:
         return _unequal_shapes(train, rollout, selected)
     scan = _Scan()

@@ -48,12 +48,7 @@ class HostCopy:
     """One tensor of a payload that is being copied from a device."""
 
     def __init__(
-        self,
-        spec: Spec,
-        pinned: torch.Tensor,
-        event: Backend,
-        offsets: Offsets,
-        pool: PinnedPool,
+        self, spec: Spec, pinned: torch.Tensor, event: Backend, offsets: Offsets, pool: PinnedPool
     ) -> None:
         self.spec = spec
         self._pinned: Any = pinned

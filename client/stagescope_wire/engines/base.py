@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from stagescope_wire.errors import InvalidInput
-from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.nonfinite import Json, JsonObject
 
 Prompt = str | Sequence[int]
 """A text, which the engine tokenises, or token ids, which it uses unchanged."""
@@ -54,6 +54,14 @@ class Sampling:
     def cuts(self) -> bool:
         """Whether top_p or top_k exclude tokens."""
         return self.top_p < 1 or self.top_k > 0
+
+    def optional(self, seed: str = "seed") -> dict[str, Json]:
+        """Return the seed, under this name, and the stop texts of a request, where they are set."""
+        fields: dict[str, Json] = {} if self.seed is None else {seed: self.seed}
+        return fields | ({"stop": list(self.stop)} if self.stop else {})
+
+
+GREEDY: Final = Sampling()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,9 +134,7 @@ class Engine(Protocol):
         """The description of the engine."""
         ...
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling | None = None
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = GREEDY) -> list[Generation]:
         """Continue each prompt; by default greedily, for 64 tokens.
 
         Raises:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from stagescope_wire.engines.base import (
+    GREEDY,
     EngineInfo,
     Generation,
     Prompt,
@@ -28,7 +29,6 @@ from stagescope_wire.nonfinite import Json, JsonObject
 
 _FLOOR: Final = -9999.0
 _ID: Final = "token_id:"
-_VLLM_OWN: Final = {"return_token_ids": True}
 
 
 class OpenAIEngine:
@@ -36,49 +36,40 @@ class OpenAIEngine:
 
     def __init__(self, http: EngineHttp, info: EngineInfo) -> None:
         self._http = http
-        self._info = info
+        self.info = info
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._info.kind} at {self._http.url}>"
-
-    @property
-    def info(self) -> EngineInfo:
-        """The description of the engine."""
-        return self._info
+        return f"<{type(self).__name__} {self.info.kind} at {self._http.url}>"
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling | None = None
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = GREEDY) -> list[Generation]:
         """Continue each prompt; see `Engine.generate`."""
-        settings = sampling or Sampling()
-        bodies = [self._body(check_prompt(prompt), settings) for prompt in prompts]
+        bodies = [self._body(check_prompt(prompt), sampling) for prompt in prompts]
         return self._http.each(self._complete, bodies)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Return the log-prob of each given token; see `Engine.score`."""
-        if self._info.scores is False:
+        if self.info.scores is False:
             raise EngineError(
-                f"{self._info.kind} at {self._http.url} gives no log-probs of given tokens",
+                f"{self.info.kind} at {self._http.url} gives no log-probs of given tokens",
                 expected="an engine with prompt_logprobs or echo",
                 advice="let this engine generate, and another one (--against) score",
             )
-        score = self._by_prompt_log_probs if self._info.kind == "vllm" else self._by_echo
+        score = self._by_prompt_log_probs if self.info.kind == "vllm" else self._by_echo
         return self._http.each(lambda row: score(check_ids(row)), rows)
 
     def chat(
-        self, conversations: Sequence[Sequence[JsonObject]], sampling: Sampling | None = None
+        self, conversations: Sequence[Sequence[JsonObject]], sampling: Sampling = GREEDY
     ) -> list[Generation]:
         """Answer each conversation, a list of OpenAI's messages, images as `image_url` parts.
 
         The engine applies its own chat template and so determines the tokens of the prompt.
         """
-        settings = sampling or Sampling()
         bodies = [
-            {**self._sampling(settings), "messages": list(messages), "logprobs": True}
+            {**self._sampling(sampling), "messages": list(messages), "logprobs": True}
             for messages in conversations
         ]
         return self._http.each(self._answer, bodies)
@@ -91,16 +82,13 @@ class OpenAIEngine:
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "stream": False,
-            **(_VLLM_OWN if self._info.kind == "vllm" else {}),
+            **({"return_token_ids": True} if self.info.kind == "vllm" else {}),
+            **settings.optional(),
         }
-        if self._info.model is not None:
-            body["model"] = self._info.model
+        if self.info.model is not None:
+            body["model"] = self.info.model
         if settings.top_k:
             body["top_k"] = settings.top_k
-        if settings.seed is not None:
-            body["seed"] = settings.seed
-        if settings.stop:
-            body["stop"] = list(settings.stop)
         return body
 
     def _body(self, prompt: Prompt, settings: Sampling) -> dict[str, Json]:
@@ -239,11 +227,9 @@ class LlamaCppEngine(OpenAIEngine):
     next in the second list, so the two lists are compared.
     """
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling | None = None
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = GREEDY) -> list[Generation]:
         """Continue each prompt; see `Engine.generate`."""
-        params = _llama_params(sampling or Sampling())
+        params = _llama_params(sampling)
         bodies = [{**params, "prompt": check_prompt(prompt)} for prompt in prompts]
         return self._http.each(self._generate, bodies)
 
@@ -278,7 +264,7 @@ class LlamaCppEngine(OpenAIEngine):
 
 
 def _llama_params(settings: Sampling) -> dict[str, Json]:
-    params: dict[str, Json] = {
+    return {
         "n_predict": settings.max_tokens,
         "temperature": settings.temperature,
         # Its defaults would cut the distribution (top_k 40, top_p 0.95, min_p 0.05).
@@ -288,12 +274,8 @@ def _llama_params(settings: Sampling) -> dict[str, Json]:
         "n_probs": 1,
         "return_tokens": True,
         "stream": False,
+        **settings.optional(),
     }
-    if settings.seed is not None:
-        params["seed"] = settings.seed
-    if settings.stop:
-        params["stop"] = list(settings.stop)
-    return params
 
 
 class SGLangEngine(OpenAIEngine):
@@ -305,17 +287,12 @@ class SGLangEngine(OpenAIEngine):
     log-probs.
     """
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling | None = None
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = GREEDY) -> list[Generation]:
         """Continue each prompt; see `Engine.generate`."""
-        params = _sglang_params(sampling or Sampling())
+        params = _sglang_params(sampling)
+        fields = {"sampling_params": params, "return_logprob": True}
         bodies = [
-            {
-                **_given(check_prompt(prompt)),
-                "sampling_params": params,
-                "return_logprob": True,
-            }
+            {"text" if isinstance(prompt, str) else "input_ids": check_prompt(prompt), **fields}
             for prompt in prompts
         ]
         return self._http.each(self._generate, bodies)
@@ -376,22 +353,14 @@ class SGLangEngine(OpenAIEngine):
         )
 
 
-def _given(prompt: Prompt) -> dict[str, Json]:
-    return {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
-
-
 def _sglang_params(settings: Sampling) -> dict[str, Json]:
-    params: dict[str, Json] = {
+    return {
         "max_new_tokens": settings.max_tokens,
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         "top_k": settings.top_k or -1,
+        **settings.optional("sampling_seed"),
     }
-    if settings.seed is not None:
-        params["sampling_seed"] = settings.seed
-    if settings.stop:
-        params["stop"] = list(settings.stop)
-    return params
 
 
 def _entries(value: object) -> list[tuple[float, int]] | None:

@@ -48,11 +48,7 @@ _ENGINES: Final[Mapping[str, Callable[[EngineHttp, EngineInfo], HttpEngine]]] = 
 }
 _DETECTION_TIMEOUT: Final = 10.0
 HEALTH_PATH: Final = "/health"
-_OWNERS: Final[Mapping[str, str]] = {
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "llamacpp": "llama.cpp",
-}
+_OWNERS: Final[Mapping[str, str]] = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 _SGLANG_SETTINGS: Final = (
     "enable_multimodal", "tp_size", "dp_size", "dtype", "quantization", "kv_cache_dtype",
     "attention_backend", "random_seed", "disable_radix_cache", "enable_deterministic_inference",

@@ -273,7 +273,6 @@ def _announce_compilation() -> None:
 
 
 def _finish(ctx: click.Context, report: _Report, options: OutputOptions) -> None:
-    """Write and print the report, and exit with its status."""
     if options["html"] is not None:
         from stagescope_service.compare.report.html import as_html
 
@@ -328,7 +327,6 @@ def _exit_on_error(ctx: click.Context) -> Iterator[None]:
 
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """Show a bar on stderr where that is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict
 
@@ -25,7 +24,7 @@ from stagescope_wire.names import run_name
 from stagescope_wire.nonfinite import valid_text
 
 if TYPE_CHECKING:
-    from stagescope_service.dumps.importing import OperatorDump
+    from stagescope_service.dumps.importing import OperatorDump, ProcessEvents
     from stagescope_service.dumps.records import Dump, DumpProblem
 
 KEEP: Final = {"what": ["all"], "parameters": ["*"], "gradients": ["*"]}
@@ -136,7 +135,7 @@ def import_directory(
     they train.
     """
     token = None if token_file is None else discovery.read_token(token_file)
-    if spool.folders(directory) if directory.is_dir() else False:
+    if directory.is_dir() and spool.folders(directory):
         if run is not None or step is not None or kind is not None or new_attempt:
             raise InvalidInput(
                 f"{directory} is a spool, which names its runs itself",
@@ -194,7 +193,6 @@ def import_dump(
             False.
         StagescopeError: the service cannot be reached, or the token may not operate.
     """
-    from stagescope_service.dumps.formats.columns import FROM_TEXTS, MISSING
     from stagescope_service.dumps.formats.listing import rank_dumps
     from stagescope_service.dumps.importing import (
         NOTES,
@@ -204,77 +202,90 @@ def import_dump(
         import_key,
         is_of_no_step,
     )
-    from stagescope_service.dumps.records import mapping
 
     found = rank_dumps(dump)
     if not dump.entries and not found:
         raise InvalidInput(
-            f"{dump.name} holds nothing that can be taken in",
+            f"{dump.name} holds nothing that can be imported",
             expected="a directory of dumps",
             advice="; ".join(each.message for each in dump.problems[:3]),
         )
     key = import_key(dump, run)
-    nothing_new = _is_complete(session, dump, run, key, new_attempt=new_attempt)
-    events = payloads = 0
-    passed_over = [each for each in dump.entries if is_of_no_step(each)]
-    parts = len({each.location for each in dump.entries if each not in passed_over})
+    notes = dump.about.get(NOTES)
+    stepless = [each for each in dump.entries if is_of_no_step(each)]
+    report = ImportReport(
+        run=run, attempt_key=key, format=dump.kind,
+        nothing_new=_is_complete(session, dump, run, key, new_attempt=new_attempt),
+        processes=0, events=0, payloads=0, operators=0,
+        problems=[*map(_unread, dump.problems)], refused=[],
+        left_out={
+            f"{each.path.parent.name}/{each.path.name}": f"of step {each.location.step}, "
+            "which is none"
+            for each in stepless
+        },
+        missing={}, notes=[*map(str, notes)] if isinstance(notes, list) else [],
+    )  # fmt: skip
+    parts = len({each.location for each in dump.entries if each not in stepless})
     senders: set[tuple[object, ...]] = set()
-    problems = [_unread(each) for each in dump.problems]
-    refused: list[Refusal] = []
-    left_out = {
-        f"{each.path.parent.name}/{each.path.name}": f"of step {each.location.step}, which is none"
-        for each in passed_over
-    }
     announced: list[OperatorDump] = []
-    missing = Counter[str]()
     from_texts: set[str] = set()
     samples = TrainedSamples()
     operators = copy_operator_dumps(found, run, key, _data_dir(session) if found else None)
     for batch in import_events(dump, run, key, keep=KEEP, operators=operators):
         senders.add(batch.sender)
-        problems += [each for each in map(_unread, batch.problems) if each not in problems]
         samples.add(batch)
         for payload in batch.payloads.values():
-            named = mapping(payload["meta"], "left_out")
-            left_out |= {name: str(why) for name, why in named.items()}
-            lacking = mapping(payload["meta"], MISSING)
-            missing.update({name: n for name, n in lacking.items() if isinstance(n, int)})
-            read = payload["meta"].get(FROM_TEXTS)
-            from_texts.update(map(str, read) if isinstance(read, list) else ())
-        answer = session.send(batch.sender, batch.events, batch.payloads)
-        reasons = [*answer.refused.items(), *answer.refused_in_part.items()]
-        refused += [Refusal(seq=seq, reason=reason) for seq, reason in reasons]
-        announced += [] if answer.refused else batch.operators
-        accepted = {seq for seq in batch.payloads if seq not in answer.refused}
-        refused += _wait_for_payloads(session, batch.sender, accepted)
-        events += len(batch.events)
-        payloads += len(accepted)
-        on_progress(payloads, parts)
+            from_texts |= _add_conversions(report, payload["meta"])
+        if _send(session, batch, report):
+            announced += batch.operators
+        on_progress(report["payloads"], parts)
     tables = wait_for_tables(session, run, key, announced)
-    problems += map(_unread, cut_off_tables(announced, tables))
-    refused += [Refusal(seq=None, reason=reason) for reason in unread_tables(announced, tables)]
-    notes = dump.about.get(NOTES)
-    notes = [*map(str, notes)] if isinstance(notes, list) else []
-    notes += tables_without_calls(tables)
-    return {
-        "run": run,
-        "attempt_key": key,
-        "format": dump.kind,
-        "nothing_new": nothing_new,
-        "processes": len(senders),
-        "events": events,
-        "payloads": payloads,
-        "operators": sum(each["state"] == "digested" for each in tables.values()),
-        "problems": problems,
-        "refused": refused,
-        "left_out": left_out,
-        "missing": dict(missing),
-        "notes": [
-            *notes,
-            *(f"{name}: texts in the files, read as numbers" for name in sorted(from_texts)),
-            *samples.notes(),
-        ],
-    }
+    report["processes"] = len(senders)
+    report["operators"] = sum(each["state"] == "digested" for each in tables.values())
+    report["problems"] += map(_unread, cut_off_tables(announced, tables))
+    report["refused"] += [Refusal(seq=None, reason=why) for why in unread_tables(announced, tables)]
+    report["notes"] += [
+        *tables_without_calls(tables),
+        *(f"{name}: texts in the files, read as numbers" for name in sorted(from_texts)),
+        *samples.notes(),
+    ]
+    return report
+
+
+def _add_conversions(report: ImportReport, meta: Mapping[str, object]) -> set[str]:
+    """Add what a payload's metadata say was left out or missing; return numbers read from texts."""
+    from stagescope_service.dumps.formats.columns import FROM_TEXTS, MISSING
+    from stagescope_service.dumps.records import mapping
+
+    report["left_out"] |= {name: str(why) for name, why in mapping(meta, "left_out").items()}
+    for name, count in mapping(meta, MISSING).items():
+        if isinstance(count, int):
+            report["missing"][name] = report["missing"].get(name, 0) + count
+    read = meta.get(FROM_TEXTS)
+    return set(map(str, read)) if isinstance(read, list) else set()
+
+
+def _send(session: Session, batch: ProcessEvents, report: ImportReport) -> bool:
+    """Send events and wait for their payloads; return whether the service accepted all events.
+
+    It waits per stage, so that memory holds one stage.
+    """
+    problems = map(_unread, batch.problems)
+    report["problems"] += [each for each in problems if each not in report["problems"]]
+    answer = session.send(batch.sender, batch.events, batch.payloads)
+    reasons = [*answer.refused.items(), *answer.refused_in_part.items()]
+    report["refused"] += [Refusal(seq=seq, reason=reason) for seq, reason in reasons]
+    accepted = batch.payloads.keys() - answer.refused.keys()
+    left = set(accepted)
+    while left:
+        for seq, state in session.settled(batch.sender, sorted(left)).items():
+            left.discard(seq)
+            if state != "ingested":
+                reason = f"the payload was {state}: see `stagescope losses`"
+                report["refused"].append(Refusal(seq=seq, reason=reason))
+    report["events"] += len(batch.events)
+    report["payloads"] += len(accepted)
+    return not answer.refused
 
 
 def _is_complete(session: Session, dump: Dump, run: str, key: str, *, new_attempt: bool) -> bool:
@@ -308,20 +319,7 @@ def _is_complete(session: Session, dump: Dump, run: str, key: str, *, new_attemp
     return False
 
 
-def _wait_for_payloads(
-    session: Session, sender: Sequence[object], seqs: set[int]
-) -> Iterator[Refusal]:
-    """Wait for the receipts of payloads; called per stage, so that memory holds one stage."""
-    left = set(seqs)
-    while left:
-        for seq, state in session.settled(sender, sorted(left)).items():
-            left.discard(seq)
-            if state != "ingested":
-                yield {"seq": seq, "reason": f"the payload was {state}: see `stagescope losses`"}
-
-
 def _data_dir(session: Session) -> Path | None:
-    """Return the service's data directory if it is on this machine and writable."""
     data_dir = Path(str(session.status().get("data_dir")))
     return data_dir if data_dir.is_dir() and os.access(data_dir, os.W_OK) else None
 

@@ -6,18 +6,15 @@ loads neither ray nor pydantic, so that `stagescope --help` stays fast.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import signal
 import stat
 import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Final, TypedDict
 from urllib.parse import quote
 
@@ -208,12 +205,9 @@ def _misspelt_variables(
 
 
 def _as_json(info: ServiceInfo) -> dict[str, object]:
-    fields = {
-        field.name: getattr(info, field.name)
-        for field in dataclasses.fields(info)
-        if field.name != "passed_over"
-    }
-    return {n: str(v) if isinstance(v, Path) else v for n, v in fields.items()}
+    fields = dataclasses.asdict(info)
+    del fields["passed_over"]
+    return {name: str(v) if isinstance(v, Path) else v for name, v in fields.items()}
 
 
 def _skipped_clusters(addresses: tuple[str, ...]) -> str:
@@ -276,13 +270,15 @@ def attach(bundle: Path, port: int, as_json: bool, until_eof: bool) -> None:
     It serves only on loopback with its own access token, until Ctrl-C. It removes unpacked files.
     """
     try:
-        from stagescope_service.api.app import make_app
-        from stagescope_service.api.bundle.archive import unpack
-        from stagescope_service.api.bundle.opened import open_unpacked
-        from stagescope_service.api.server import ApiServer
+        from stagescope_service.http.app import make_app
+        from stagescope_service.http.opened_bundle import open_unpacked
+        from stagescope_service.http.server import ApiServer
+        from stagescope_service.report.bundle.archive import unpack
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
-    with _until_interrupted(until_eof) as ended, tempfile.TemporaryDirectory("-stagescope") as name:
+    with terminal.interruption() as ended, tempfile.TemporaryDirectory("-stagescope") as name:
+        if until_eof:
+            threading.Thread(target=_set_at_eof, args=[ended], name="stdin", daemon=True).start()
         root = Path(name)
         with terminal.progress("unpacking", hidden=as_json) as update:
             manifest = unpack(bundle, root, on_progress=update)
@@ -316,24 +312,6 @@ def attach(bundle: Path, port: int, as_json: bool, until_eof: bool) -> None:
             opened.catalogue.close()
 
 
-@contextlib.contextmanager
-def _until_interrupted(until_eof: bool) -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C and SIGTERM set, and the end of stdin where it counts."""
-    ended = threading.Event()
-
-    def end(signal_number: int, frame: FrameType | None) -> None:
-        ended.set()
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def read() -> None:
-        sys.stdin.read()
-        ended.set()
-
-    if until_eof:
-        threading.Thread(target=read, name="stdin", daemon=True).start()
-    try:
-        yield ended
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _set_at_eof(ended: threading.Event) -> None:
+    sys.stdin.read()
+    ended.set()

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Final, TypedDict
 
 import click
 
+from stagescope import terminal
 from stagescope.session import Session
 from stagescope_wire import render, spool
 from stagescope_wire.errors import InvalidInput, NotReady, StagescopeError, Unreachable
@@ -65,7 +64,7 @@ def take_in(
             operate.
     """
     taking = _Spool(session, directory, delete=delete, show=show)
-    with _interruption() as ended:
+    with terminal.interruption() as ended:
         while True:
             try:
                 taking.take(ended)
@@ -202,19 +201,3 @@ def _written(path: Path) -> float:
         return os.stat(path).st_mtime
     except OSError:
         return time.time()
-
-
-@contextlib.contextmanager
-def _interruption() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT and SIGTERM set: what is being sent is ended first."""
-    ended = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        ended.set()
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield ended
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -107,7 +107,7 @@ def with_totals(
 
 def heaviest(verdicts: Iterable[Verdict]) -> Verdict:
     """Return the heaviest verdict, `same` if there are none."""
-    return max(verdicts, key=lambda verdict: verdict.weight, default=Verdict.SAME)
+    return max(verdicts, key=list(Verdict).index, default=Verdict.SAME)
 
 
 def _result_order(result: TensorResult) -> tuple[int, tuple[int, int, str]]:
@@ -139,7 +139,7 @@ def _tensor_result(
 
 
 def _verdict(comparison: ShardComparison, criteria: _Criteria) -> Verdict:
-    if comparison.unproven and _differs(comparison):
+    if comparison.doubt and _differs(comparison):
         return Verdict.NOT_COMPARABLE
     if comparison.shapes_differ:
         return Verdict.DIFFERENT
@@ -264,8 +264,10 @@ def _reason(
             clauses.append(f"the {state} in {samples[state]} of {total} samples")
     clauses += dict.fromkeys(each.problem for each in comparisons if each.problem)
     if verdict is Verdict.NOT_COMPARABLE:
-        unproven = (each for each in comparisons if each.unproven and _differs(each))
-        clauses += dict.fromkeys(each.unproven for each in unproven)
+        doubts = (each.doubt for each in comparisons if each.doubt and _differs(each))
+        clauses += [
+            f"paired by location only, and {doubt.value}" for doubt in dict.fromkeys(doubts)
+        ]
         if uncomparable_reason and not clauses:
             clauses.append(uncomparable_reason)
     if verdict is Verdict.DIFFERENT and not clauses:

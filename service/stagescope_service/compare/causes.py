@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 from stagescope.comparison_report import ONE_SIDED_KINDS
 from stagescope_service.compare.flow import TOKEN_IDS
+from stagescope_service.compare.pairing.shard_comparison import Doubt
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
-from stagescope_service.compare.row_assignment import SAME_LENGTHS
 from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.records import Dump
 from stagescope_wire.render import counted
@@ -98,20 +98,27 @@ _BY_STATION: Final[Mapping[str, _StationCause]] = {
     ), "gradients", "parameters differ, after the same gradients or after others"),
 }  # fmt: skip
 
-_EXCLUDES: Final[Mapping[str, str]] = {
-    "tokens": "tokens are equal: not the sampling, its seed or temperature, nor the tokenizer",
-    "masks": "masks are equal: not padding, truncation or which tokens count",
-    "rollout log-probs": "rollout log-probs agree: not the inference engine nor its weights",
-    "rewards": "rewards agree: not the reward function",
-    "log-probs before the update": "log-probs before the update agree: not the weights before the "
-    "step nor the precision of the forward pass",
-    "values": "values agree: not the critic",
-    "advantages": "advantages agree: not the reward's normalisation or grouping",
-    "log-probs in the update": "log-probs in the update agree: not the policy's forward pass",
-    "ratio": "the ratio and the loss of each token agree: not the importance sampling",
-    "loss": "losses agree: not the loss function or its coefficients",
-    "gradients": "gradients agree: not the backward pass",
-}
+_EXCLUDES: Final[Mapping[str, tuple[str, str]]] = {
+    "tokens": ("tokens are equal", "not the sampling, its seed or temperature, nor the tokenizer"),
+    "masks": ("masks are equal", "not padding, truncation or which tokens count"),
+    "rollout log-probs": (
+        "rollout log-probs agree", "not the inference engine nor its weights",
+    ),
+    "rewards": ("rewards agree", "not the reward function"),
+    "log-probs before the update": (
+        "log-probs before the update agree",
+        "not the weights before the step nor the precision of the forward pass",
+    ),
+    "values": ("values agree", "not the critic"),
+    "advantages": ("advantages agree", "not the reward's normalisation or grouping"),
+    "log-probs in the update": (
+        "log-probs in the update agree", "not the policy's forward pass",
+    ),
+    "ratio": ("the ratio and the loss of each token agree", "not the importance sampling"),
+    "loss": ("losses agree", "not the loss function or its coefficients"),
+    "gradients": ("gradients agree", "not the backward pass"),
+}  # fmt: skip
+"""Station that agrees -> what agrees, and what that excludes."""
 
 _SELF_HOSTED: Final = {
     "trajectories": "trajectory", "old_log_probs": "old_log_probs", "forward_data": "forward_data",
@@ -124,142 +131,125 @@ def likely_causes(
     result: PairResult, dumps: tuple[Dump, Dump]
 ) -> tuple[tuple[Cause, ...], tuple[str, ...]]:
     """Return likely causes, the likeliest first, and what the evidence excludes."""
-    causes = [
-        *_settings_causes(result, dumps),
-        *_coefficient_causes(result),
-        *_dtype_causes(result),
-        *_prompt_causes(result),
-        *_length_causes(result),
-        *_station_causes(result),
-        *_non_finite_causes(result),
-        *_missing_data_causes(result, dumps),
-    ]
-    return tuple(causes), _excluded(result)
+    found = (
+        _settings_cause(result, dumps), _coefficient_cause(result), _dtype_cause(result),
+        _prompt_cause(result), _length_cause(result), _station_cause(result),
+        _non_finite_cause(result), *_missing_data_causes(result, dumps),
+    )  # fmt: skip
+    return tuple(cause for cause in found if cause is not None), _excluded(result)
 
 
-def _station_causes(result: PairResult) -> list[Cause]:
+def _station_cause(result: PairResult) -> Cause | None:
     first = result.first
     if first is None or first.station not in _BY_STATION:
-        return []
+        return None
     known = _BY_STATION[first.station]
     evidence = f"the first difference is {first.section}/{first.name}: {first.reason}"
     if not known.given or _is_equal(result, known.given):
-        return [Cause(known.title, evidence, known.checks)]
+        return Cause(known.title, evidence, known.checks)
     what = "token ids" if known.given == "tokens" else known.given
     evidence += f"; whether the two sides agree in {what} is unknown: nothing of it was compared"
     check = f"{what}: record them on both sides, and compare again"
-    return [Cause(known.otherwise, evidence, (check, *known.checks))]
+    return Cause(known.otherwise, evidence, (check, *known.checks))
 
 
 def _is_equal(result: PairResult, station: str) -> bool:
     """Return whether a station agrees and was compared in all data of the first difference."""
-    own = [tensor for tensor in result.tensors if tensor.verdict is Verdict.DIFFERENT][:1]
+    differing = [tensor for tensor in result.tensors if tensor.verdict is Verdict.DIFFERENT][:1]
     compared = [
         tensor
         for tensor in result.tensors
         if tensor.station == station and tensor.found.pairs
         and (station != "tokens" or tensor.name in TOKEN_IDS)
-        and all(each.step == tensor.step for each in own)
+        and all(each.step == tensor.step for each in differing)
     ]  # fmt: skip
-    rows = max((each.samples.get("compared", 0) for each in own), default=0)
+    rows = max((each.samples.get("compared", 0) for each in differing), default=0)
     enough = max((each.samples.get("compared", rows) for each in compared), default=0)
     agree = bool(compared) and all(tensor.verdict in _AGREE for tensor in compared)
     return agree and enough >= rows
 
 
-def _prompt_causes(result: PairResult) -> list[Cause]:
+def _prompt_cause(result: PairResult) -> Cause | None:
     first = result.first
     if first is None or first.name != "prompts":
-        return []
-    return [Cause(
+        return None
+    return Cause(
         "the two sides were given other prompts", f"{first.section}/prompts: {first.reason}",
         ("the tokenizer and the chat template, with their versions",
          "the data's order and its shuffle seed", "max_prompt_length and the side of truncation"),
-    )]  # fmt: skip
+    )  # fmt: skip
 
 
-def _length_causes(result: PairResult) -> list[Cause]:
+def _length_cause(result: PairResult) -> Cause | None:
     short = [t for t in result.tensors if t.samples.get("lengths differ")]
     if not short:
-        return []
-    named = ", ".join(f"{t.section}/{t.name}" for t in short[:3])
-    if all(SAME_LENGTHS in t.reason for t in short):
-        return [Cause(
-            "the rows are in another order", f"{named}: {short[0].reason}",
+        return None
+    evidence = f"{', '.join(f'{t.section}/{t.name}' for t in short[:3])}: {short[0].reason}"
+    doubts = [{shard.comparison.doubt for shard in t.shards} for t in short]
+    if all(Doubt.SAME_LENGTHS in each for each in doubts):
+        return Cause(
+            "the rows are in another order", evidence,
             ("dump the batch with its ids or tokens: rows are then paired by them",
              "the seed of the data's order, and whether batches are sorted or balanced by length"),
-        )]  # fmt: skip
-    return [Cause(
-        "sequence lengths differ", f"{named}: {short[0].reason}",
+        )  # fmt: skip
+    return Cause(
+        "sequence lengths differ", evidence,
         ("padding: is its strategy, side and width the same?",
          "max_length, max_response_length and stop tokens"),
-    )]  # fmt: skip
+    )  # fmt: skip
 
 
-def _dtype_causes(result: PairResult) -> list[Cause]:
-    mixed = [
-        (tensor, pair)
-        for tensor in result.tensors
-        for pair in tensor.dtypes
-        if pair[0] != pair[1] and tensor.verdict is not Verdict.SAME
-    ]
-    if not mixed:
-        return []
-    tensor, (one, other) = mixed[0]
-    return [Cause(
-        "the two sides compute in other precisions",
-        f"{tensor.section}/{tensor.name} is {one} on one side and {other} on the other",
-        ("FP16 or bfloat16 against FP32: the model's dtype, autocast, the dtype of logits",
-         "bfloat16 alone moves a log-prob by 0.0037 in the mean, 0.016 at most"),
-    )]  # fmt: skip
+def _dtype_cause(result: PairResult) -> Cause | None:
+    for tensor in result.tensors:
+        for one, other in tensor.dtypes:
+            if one != other and tensor.verdict is not Verdict.SAME:
+                return Cause(
+                    "the two sides compute in other precisions",
+                    f"{tensor.section}/{tensor.name} is {one} on one side and {other} on the other",
+                    ("FP16 or bfloat16 against FP32: the model's dtype, autocast, dtype of logits",
+                     "bfloat16 alone moves a log-prob by 0.0037 in the mean, 0.016 at most"),
+                )  # fmt: skip
+    return None
 
 
-def _coefficient_causes(result: PairResult) -> list[Cause]:
+def _coefficient_cause(result: PairResult) -> Cause | None:
     """If the terms of a loss agree and their sum does not, a coefficient differs."""
     terms = {tensor.name: tensor for tensor in result.tensors if tensor.section == "loss"}
     loss, entropy, policy = (terms.get(name) for name in ("loss", "entropy_loss", "pg_loss"))
     if loss is None or entropy is None or policy is None or loss.verdict in _AGREE:
-        return []
+        return None
     if entropy.verdict not in _AGREE or policy.verdict not in _AGREE:
-        return []
-    coefficients = _coefficients(loss, entropy, policy)
-    seen = "" if coefficients is None else (
-        f"; (loss - pg_loss) / entropy_loss is {coefficients[0]:.6g} and {coefficients[1]:.6g}"
-    )  # fmt: skip
-    return [Cause(
-        "entropy_coeff, or another coefficient of the loss, differs",
-        f"pg_loss and entropy_loss agree, loss does not{seen}",
+        return None
+    evidence = "pg_loss and entropy_loss agree, loss does not"
+    totals, sums, rests = (
+        [each.found.side(side)["mean"] for side in "xy"] for each in (loss, entropy, policy)
+    )
+    if all(sums):
+        one, other = (
+            (total - rest) / term for total, term, rest in zip(totals, sums, rests, strict=True)
+        )
+        evidence += f"; (loss - pg_loss) / entropy_loss is {one:.6g} and {other:.6g}"
+    return Cause(
+        "entropy_coeff, or another coefficient of the loss, differs", evidence,
         ("entropy_coeff in both configurations", "the coefficient and kind of the KL term"),
-    )]  # fmt: skip
+    )  # fmt: skip
 
 
-def _coefficients(
-    loss: TensorResult, entropy: TensorResult, policy: TensorResult
-) -> tuple[float, float] | None:
-    values = []
-    for side in "xy":
-        total, term, rest = (each.found.side(side)["mean"] for each in (loss, entropy, policy))
-        if not term:
-            return None
-        values.append((total - rest) / term)
-    return (values[0], values[1])
-
-
-def _non_finite_causes(result: PairResult) -> list[Cause]:
+def _non_finite_cause(result: PairResult) -> Cause | None:
     for tensor in result.tensors:
         if tensor.found.disagreeing_non_finite:
-            return [Cause(
+            return Cause(
                 "a side overflows or divides by zero",
                 f"{tensor.section}/{tensor.name}: {tensor.reason}",
                 ("FP16 overflows at 65504: check the logits and the loss scale",
                  "log of a probability that is 0; an empty mask"),
-            )]  # fmt: skip
-    return []
+            )  # fmt: skip
+    return None
 
 
-def _settings_causes(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
-    if result.verdict not in (Verdict.DIFFERENT, Verdict.NOT_COMPARABLE):
-        return []
+def _settings_cause(result: PairResult, dumps: tuple[Dump, Dump]) -> Cause | None:
+    if result.verdict in _AGREE:
+        return None
     one, other = (_flat(dump.about.get("settings")) for dump in dumps)
     differing = [
         f"{name}: {one[name]} and {other[name]}"
@@ -267,10 +257,10 @@ def _settings_causes(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause
         if one[name] != other[name] and name.partition(".")[0] not in _SERVICE_SETTINGS
     ]
     if not differing:
-        return []
+        return None
     text = "; ".join(differing[:8]) + (f"; {len(differing) - 8} more" if len(differing) > 8 else "")
     checks = ("give both sides the same settings, one after the other, and compare again",)
-    return [Cause("the settings of the two sides differ", text, checks)]
+    return Cause("the settings of the two sides differ", text, checks)
 
 
 def _missing_data_causes(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
@@ -281,11 +271,8 @@ def _missing_data_causes(result: PairResult, dumps: tuple[Dump, Dump]) -> list[C
         lost = [f for f in result.findings if f.kind == "missing" and f.side == side]
         broke_off = dump.about.get(BROKE_OFF)
         kinds = ("section",) if broke_off is None else ONE_SIDED_KINDS
-        absent = [
-            f.section for f in result.findings
-            if f.kind in kinds and f.side == 1 - side and f.section
-        ]  # fmt: skip
-        sections = list(dict.fromkeys(absent))
+        absent = [f for f in result.findings if f.kind in kinds and f.side == 1 - side]
+        sections = list(dict.fromkeys(f.section for f in absent if f.section))
         if not lost and not sections:
             continue
         options = [_SELF_HOSTED[name] for name in sections if name in _SELF_HOSTED]
@@ -315,14 +302,13 @@ def _excluded(result: PairResult) -> tuple[str, ...]:
         f.verdict is Verdict.DIFFERENT and f.section == "trajectories" for f in result.findings
     )
     excluded = []
-    for station, text in _EXCLUDES.items():
+    for station, (what, conclusion) in _EXCLUDES.items():
         tensors = by_station.get(station, [])
         if station == "tokens" and not any(tensor.name in TOKEN_IDS for tensor in tensors):
             continue  # prompts or texts alone
         agree = bool(tensors) and all(tensor.verdict in _AGREE for tensor in tensors)
         measured = any(tensor.found.pairs for tensor in tensors)
         if agree and measured and not (station == "tokens" and names_alone):
-            what, _, conclusion = text.partition(": ")
             excluded.append(f"{what} ({_share(tensors, result.samples)}): {conclusion}")
     return tuple(excluded) if result.verdict is not Verdict.SAME else ()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -32,7 +33,6 @@ from stagescope_service.compare.results import (
 )
 from stagescope_service.compare.row_assignment import RowAssignment, is_permuted_by
 from stagescope_service.compare.task_runner import (
-    BatchPass,
     EntryPair,
     Mapper,
     PassKey,
@@ -43,13 +43,8 @@ from stagescope_service.compare.task_runner import (
     plan,
     thread_mapper,
 )
-from stagescope_service.compare.tolerances import (
-    NoiseFloor,
-    Tolerances,
-    declared_noise_floor,
-)
+from stagescope_service.compare.tolerances import NoiseFloor, Tolerances, declared_noise_floor
 from stagescope_service.dumps.records import Dump, DumpProblem, Location
-from stagescope_service.rows.ragged import Int64
 from stagescope_service.statistics import pairwise
 from stagescope_service.statistics.pairwise import Pairwise
 from stagescope_wire.errors import InvalidInput
@@ -58,6 +53,9 @@ from stagescope_wire.render import counted
 _OTHER_SECTION: Final = "other"
 """Section of tensors by operator (msprobe's), which are identified by their names."""
 _TOKENS_DIFFER: Final = "the tokens of every sample differ"
+
+_Indexes = dict[PassKey, tuple[list[ShardIndex], list[ShardIndex]]]
+"""Pass -> the indexes of its shards on each side."""
 
 _log = logging.getLogger("stagescope.compare")
 
@@ -86,33 +84,29 @@ def compare(
     """
     if not 2 <= len(sides) <= 3:
         raise InvalidInput(f"{counted(len(sides), 'side')} given", expected="two or three")
-    pairwise.warm(_log_compiling)  # before several threads need the compiled loops at once
+    # Compile before several threads need the loops at once.
+    pairwise.warm(lambda: _log.info("compiling the loops of comparisons, once per installation"))
     began = time.monotonic()
-    run_tasks = mapper if mapper is not None else thread_mapper()
-    report_progress = progress if progress is not None else _ignore_progress
     pairs, bytes_read = [], 0
     for first, second in itertools.combinations(range(len(sides)), 2):
         comparer = PairComparer(
-            (sides[first], sides[second]), tolerances or Tolerances(), run_tasks, report_progress
-        )
+            (sides[first], sides[second]), tolerances or Tolerances(), mapper or thread_mapper(),
+            progress or (lambda done, planned: None),
+        )  # fmt: skip
         pairs.append(comparer.run((first, second)))
         bytes_read += comparer.bytes
     verdict, reason = _overall(pairs)
-    seconds = time.monotonic() - began
     return DumpComparison(
-        tuple(map(_side_result, sides)), tuple(pairs), verdict, reason, bytes_read, seconds
-    )
+        tuple(map(_side_result, sides)), tuple(pairs), verdict, reason, bytes_read,
+        seconds=time.monotonic() - began,
+    )  # fmt: skip
 
 
 class PairComparer:
     """Compares two dumps."""
 
     def __init__(
-        self,
-        dumps: tuple[Dump, Dump],
-        tolerances: Tolerances,
-        mapper: Mapper,
-        progress: Progress,
+        self, dumps: tuple[Dump, Dump], tolerances: Tolerances, mapper: Mapper, progress: Progress
     ) -> None:
         self._dumps = dumps
         self._tolerances = tolerances
@@ -137,8 +131,8 @@ class PairComparer:
         self._compare_all(sampling)
         self._find_differing_tokens()
         self._runner.prefetch([match for match in matches if match not in sampling])
-        for wave in _waves(matches):
-            self._compare_all(wave)
+        for wave in range(3):
+            self._compare_all([match for match in matches if _wave(match.section) == wave])
         self._findings.add_problems(self._is_explained)
         noise_floor = self._noise_floor()
         tensors = assemble(
@@ -168,24 +162,20 @@ class PairComparer:
         # Sections that were compared before may show already that the rows do not align.
         to_join = {item.pass_key for item in items if self._needs_join(item)}
         direct = [item for item in items if item.pass_key not in to_join]
-        outcomes = list(
-            zip(direct, self._runner.compare_pairs(direct, index_only=False), strict=True)
-        )
+        outcomes = [*zip(direct, self._runner.compare_pairs(direct, index_only=False), strict=True)]
         # All shards of a pass are compared directly, or all are joined: a sample counts once in it.
-        to_join |= {
-            item.pass_key for item, outcome in outcomes if any(outcome.indexes) and item.has_rows
-        }
+        to_join |= {i.pass_key for i, outcome in outcomes if i.has_rows and any(outcome.indexes)}
         joined = [item for item in items if item.pass_key in to_join]
-        outcomes = [(item, outcome) for item, outcome in outcomes if item.pass_key not in to_join]
+        outcomes = [each for each in outcomes if each[0].pass_key not in to_join]
         outcomes += zip(joined, self._runner.compare_pairs(joined, index_only=True), strict=True)
         uneven = {item.pass_key for item, outcome in outcomes if _is_uneven(item, outcome)}
         for item, outcome in outcomes:
             if item.has_rows:
                 self._assignment.record_outcome(item.pair, outcome)
-            if item.match.section in flow.SAMPLE_SECTIONS and _is_reordered(outcome):
-                self._assignment.is_reordered = True
+            if item.match.section in flow.SAMPLE_SECTIONS:
+                self._assignment.is_reordered |= _is_reordered(outcome)
         self._assignment.is_permuted |= _is_permuted(outcomes)
-        indexes: dict[PassKey, tuple[list[ShardIndex], list[ShardIndex]]] = {}
+        indexes: _Indexes = {}
         for item, outcome in outcomes:
             is_uneven = item.pass_key in uneven
             self._collect(outcome, item.match, item.pair, is_uneven=is_uneven)
@@ -197,20 +187,18 @@ class PairComparer:
         self._join_passes({item.pass_key: item.match for item in items}, indexes, uneven)
 
     def _join_passes(
-        self,
-        matches: dict[PassKey, SectionMatch],
-        indexes: dict[PassKey, tuple[list[ShardIndex], list[ShardIndex]]],
-        uneven: set[PassKey],
+        self, matches: dict[PassKey, SectionMatch], indexes: _Indexes, uneven: set[PassKey]
     ) -> None:
         """Join the rows of the indexed shards of each pass, and compare the pairs."""
-        joins = [
-            (key, task)
+        tasks = {
+            key: self._join_tasks(
+                matches[key], *self._assignment.with_known_keys(sides, self._dumps)
+            )
             for key, sides in indexes.items()
-            for a, b in [self._assignment.with_known_keys(sides, self._dumps)]
-            for task in self._join_tasks(matches[key], a, b)
-        ]
-        outcomes = self._runner.run_all([task for _, task in joins])
-        for (key, _), outcome in zip(joins, outcomes, strict=True):
+        }
+        keys = [key for key, of_pass in tasks.items() for _ in of_pass]
+        outcomes = self._runner.run_all([*itertools.chain.from_iterable(tasks.values())])
+        for key, outcome in zip(keys, outcomes, strict=True):
             self._collect(outcome, matches[key], (None, None), is_uneven=key in uneven)
             self._findings.add_outcome(outcome, (None, None), matches[key])
 
@@ -220,9 +208,9 @@ class PairComparer:
         located = (*flow.SAMPLE_SECTIONS, *flow.IDENTIFYING_SECTIONS, *flow.NAMED_SECTIONS)
         if match.section in located:
             return [WorkItem(match, pair) for pair in entry_pairs]
-        by_pass: dict[BatchPass, list[EntryPair]] = {}
+        by_pass = collections.defaultdict(list)
         for pair in entry_pairs:
-            by_pass.setdefault(match.pass_of_pair(pair), []).append(pair)
+            by_pass[match.pass_of_pair(pair)].append(pair)
         items = []
         for pairs in by_pass.values():
             paired, unpaired = self._assignment.pair_by_samples(pairs)
@@ -254,7 +242,7 @@ class PairComparer:
         self._findings.add_paired_by_location(comparisons, pair, match, self._assignment)
         by_name = (*flow.SAMPLE_SECTIONS, *flow.NAMED_SECTIONS, _OTHER_SECTION)
         if match.section not in by_name:
-            comparisons = self._assignment.with_unproven(comparisons, pair, is_uneven=is_uneven)
+            comparisons = self._assignment.with_doubts(comparisons, pair, is_uneven=is_uneven)
         if match.borrowed:  # its tokens and masks are compared in their own section
             comparisons = tuple(e for e in comparisons if not flow.is_structural(e.name))
         self._comparisons += comparisons
@@ -371,8 +359,8 @@ def _reason(
     sides: tuple[int, int],
 ) -> str:
     """Return a sentence on why a comparison has its verdict; `sides`: indexes of the two sides."""
-    counts = {each: sum(tensor.verdict is each for tensor in tensors) for each in reversed(Verdict)}
-    by_verdict = ", ".join(f"{count} {each}" for each, count in counts.items() if count)
+    counts = collections.Counter(tensor.verdict for tensor in tensors)
+    by_verdict = ", ".join(f"{counts[each]} {each}" for each in reversed(Verdict) if counts[each])
     text = f"of {len(tensors)} tensors and numbers {by_verdict}"
     if not tensors:
         text = "the two sides have nothing in common that could be compared"
@@ -391,7 +379,7 @@ def _reason(
         if finding.kind in ONE_SIDED_KINDS and finding.message not in sides_by_message
     )
     if one_sided:
-        reasons.append(f"on one side only: {', '.join(one_sided)}")
+        reasons.append(f"on only one side: {', '.join(one_sided)}")
     return "; ".join([text, *reasons[:3]])
 
 
@@ -411,12 +399,8 @@ def _is_uneven(item: WorkItem, outcome: TaskOutcome) -> bool:
 
     A file of numbers alone (NexRL's `loss` next to `is_loss_debug`) has no rows that could differ.
     """
-    one, other = outcome.indexes
-    is_lacking = None in item.pair or (
-        one is not None and other is not None
-        and bool(one.row_tensors and other.row_tensors) and one.rows != other.rows
-    )  # fmt: skip
-    return item.has_rows and is_lacking
+    counts = {each.rows for each in outcome.indexes if each is not None and each.row_tensors}
+    return item.has_rows and (None in item.pair or len(counts) > 1)
 
 
 def _is_permuted(outcomes: Sequence[tuple[WorkItem, TaskOutcome]]) -> bool:
@@ -425,29 +409,23 @@ def _is_permuted(outcomes: Sequence[tuple[WorkItem, TaskOutcome]]) -> bool:
     For rows without ids and tokens this means the same lengths in another order. Samples that moved
     to another rank or microbatch show only in all shards together.
     """
-    lengths: dict[tuple[PassKey, str], list[Int64]] = {}
+    lengths = collections.defaultdict(list)
     for item, outcome in outcomes:
         for each in outcome.comparisons:
             if each.rows is not None and each.key == BY_ROW:
-                lengths.setdefault((item.pass_key, each.name), []).append(each.rows.lengths)
+                lengths[item.pass_key, each.name].append(each.rows.lengths)
     return any(is_permuted_by(np.concatenate(each)) for each in lengths.values())
 
 
 def _is_reordered(outcome: TaskOutcome) -> bool:
     """Return whether the rows of two files of one location are known to differ in order."""
-    is_identified = any(
+    return not outcome.in_order and any(
         each.rows is not None and each.key != BY_ROW for each in outcome.comparisons
     )
-    return is_identified and not outcome.in_order
-
-
-def _waves(matches: Sequence[SectionMatch]) -> Iterator[list[SectionMatch]]:
-    """Yield matches in the order of comparison: sections that identify rows before the others."""
-    for wave in range(3):
-        yield [match for match in matches if _wave(match.section) == wave]
 
 
 def _wave(section: str) -> int:
+    """Return when a section is compared: those that identify rows come before the others."""
     if section in flow.SAMPLE_SECTIONS:
         return -1
     if section in flow.IDENTIFYING_SECTIONS:
@@ -475,11 +453,3 @@ def _side_result(dump: Dump) -> SideResult:
         sections=tuple(dict.fromkeys(entry.section for entry in dump.entries)),
         about=dict(dump.about),
     )  # fmt: skip
-
-
-def _log_compiling() -> None:
-    _log.info("compiling the loops of comparisons, once for an installation")
-
-
-def _ignore_progress(done: int, planned: int) -> None:
-    """Report no progress."""

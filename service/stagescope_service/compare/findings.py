@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.join import Join
@@ -28,11 +28,9 @@ class FindingCollector:
         self._dumps = dumps
         self._one_sided_verdict = one_sided_verdict(*dumps)
         self.findings: list[ComparisonFinding] = []
-        self._problems: dict[tuple[int, str, str], DumpProblem] = {
-            (side, str(problem.path), problem.kind): problem
-            for side, dump in enumerate(dumps)
-            for problem in dump.problems
-        }
+        self._problems: dict[tuple[int, str, str], DumpProblem] = {}
+        for side, dump in enumerate(dumps):
+            self._add_file_problems((side, problem) for problem in dump.problems)
         self._left_out: dict[tuple[int, str], str] = {}
         self._known_unmatched: tuple[set[str], set[str]] = (set(), set())
         self.unmatched_samples: dict[int | None, set[str]] = {}
@@ -58,9 +56,8 @@ class FindingCollector:
                 is_shared = batch_pass.stage in {other.stage for other in passes[1 - side]}
                 is_missing = is_shared and match.section != _UNKNOWN_SECTION
                 verdict = Verdict.NOT_COMPARABLE if is_missing else self._one_sided_verdict
-                self._add_one_sided(
-                    f"{match.section} of {batch_pass} is", side, match, files, verdict
-                )
+                what = f"{match.section} of {batch_pass}"
+                self._add_one_sided(what, side, match, files, verdict)
 
     def add_outcome(
         self, outcome: TaskOutcome, pair: EntryPair, match: SectionMatch, *, is_moved: bool = False
@@ -73,8 +70,7 @@ class FindingCollector:
             match: the match of the entries.
             is_moved: the samples of these entries have another location on the other side.
         """
-        for side, problem in outcome.problems:
-            self._problems[side, str(problem.path), problem.kind] = problem
+        self._add_file_problems(outcome.problems)
         for side, name, why in outcome.left_out:
             self._left_out[side, f"{match.section}/{name}"] = why
         if match.borrowed:
@@ -82,7 +78,7 @@ class FindingCollector:
         for side, names in enumerate(outcome.unmatched_names):
             if names and match.section not in flow.NAMED_SECTIONS:
                 items = [f"{match.section}/{name}" for name in names]
-                self._add_one_sided(f"{', '.join(items)}:", side, match, items)
+                self._add_one_sided(", ".join(items), side, match, items)
         for side, index in enumerate(outcome.indexes):
             if index is None or pair[1 - side] is not None or not index.numbers:
                 continue
@@ -90,8 +86,8 @@ class FindingCollector:
                 self.add_unpaired_numbers(match, [pair])
             else:
                 location = str(index.entry.location)
-                text = f"{', '.join(index.numbers)} of {location}:"
-                self._add_one_sided(text, side, match, [location], Verdict.NOT_COMPARABLE)
+                what = f"{', '.join(index.numbers)} of {location}"
+                self._add_one_sided(what, side, match, [location], Verdict.NOT_COMPARABLE)
 
     def add_unpaired_numbers(self, match: SectionMatch, entry_pairs: Sequence[EntryPair]) -> None:
         """Count the numbers of parts that hold other samples than any part of the other side."""
@@ -126,12 +122,12 @@ class FindingCollector:
             self._add_join_side(joined, match, side)
         if joined.conflicts:
             text = (
-                f"{len(joined.conflicts)} samples of {section} are there several times with other "
-                "contents and no positions; each was compared"
+                f"{len(joined.conflicts)} samples of {section} occur several times with different "
+                "contents and without positions; each occurrence was compared"
             )
-            self.add(ComparisonFinding("conflict", text, None, section, joined.conflicts))
+            self.add(ComparisonFinding("conflict", text, None, section, tuple(joined.conflicts)))
         for label, one, other in joined.coverage:
-            text = f"{section}: the fragments of {label} hold {one} and {other} tokens"
+            text = f"{section}: the fragments of {label} have {one} and {other} tokens"
             is_lacking = any(self._lacks_files(side, section) for side in range(2))
             verdict = Verdict.NOT_COMPARABLE if is_lacking else Verdict.DIFFERENT
             self.add(ComparisonFinding("coverage", text, None, section, (label,), verdict))
@@ -160,20 +156,24 @@ class FindingCollector:
             text = f"{name} was not compared: {why}"
             self.add(ComparisonFinding("left out", text, side, None, (name,)))
 
+    def _add_file_problems(self, problems: Iterable[tuple[int, DumpProblem]]) -> None:
+        for side, problem in problems:
+            self._problems[side, str(problem.path), problem.kind] = problem
+
     def _add_counts(self) -> None:
         for section, sides in self._unpaired_numbers.items():
             counts = " and ".join(f"{len(locations)}" for locations in sides)
             text = (
-                f"{section}: the numbers of {counts} parts are not compared: the sides name their "
-                "parts differently, or split their samples into others"
+                f"{section}: the numbers of {counts} parts are not compared, because the sides "
+                "name their parts differently, or split their samples differently"
             )
             items = tuple(dict.fromkeys([*sides[0], *sides[1]]))
             self.add(ComparisonFinding("note", text, None, section, items))
         for section, rows in self._rows_by_location.items():
             if rows:
                 text = (
-                    f"{section}: {sum(rows.values())} rows are paired by place: neither ids nor "
-                    "tokens say which samples they are, so what differs may be others"
+                    f"{section}: {sum(rows.values())} rows are paired by location only. They have "
+                    "neither ids nor tokens, so rows that differ may be different samples"
                 )
                 self.add(ComparisonFinding("note", text, None, section))
 
@@ -190,24 +190,24 @@ class FindingCollector:
             )
             is_sure = is_sampling and not may_be_unkept
             verdict = Verdict.DIFFERENT if is_sure else Verdict.NOT_COMPARABLE
-            text = f"{counted(len(labels), 'sample')} of {section} {_are(labels)}"
-            self._add_one_sided(text, side, match, labels, verdict)
+            what = f"{counted(len(labels), 'sample')} of {section}"
+            self._add_one_sided(what, side, match, labels, verdict)
         if is_sampling:
             self._known_unmatched[side].update(labels)
         if joined.unidentified[side]:
             text = (
-                f"{joined.unidentified[side]} rows of {match.borrowed or section} have neither ids "
-                "nor tokens and no counterpart at their place: nothing says which rows they are"
+                f"{joined.unidentified[side]} rows of {match.borrowed or section} cannot be "
+                "identified: they have neither ids nor tokens, and no counterpart at their location"
             )
             verdict = Verdict.SAME if is_borrowed else Verdict.NOT_COMPARABLE
             self.add(ComparisonFinding("only", text, side, section, verdict=verdict))
         if joined.replicas[side]:
-            text = f"{joined.replicas[side]} rows of {section} are replicas and count once"
+            text = f"{joined.replicas[side]} rows of {section} are replicas, and count once"
             self.add(ComparisonFinding("replicas", text, side, section))
         names = joined.unmatched_names[side]
         if names and not is_borrowed:
-            text = f"{counted(len(names), 'tensor')} of {section} {_are(names)}"
-            self._add_one_sided(text, side, match, names, Verdict.NOT_COMPARABLE)
+            what = f"{counted(len(names), 'tensor')} of {section}"
+            self._add_one_sided(what, side, match, names, Verdict.NOT_COMPARABLE)
 
     def _lacks_files(self, side: int, section: str) -> bool:
         """Return whether a file that may hold rows of a section is lost or could not be read.
@@ -222,14 +222,10 @@ class FindingCollector:
         )
 
     def _add_one_sided(
-        self,
-        subject: str,
-        side: int,
-        match: SectionMatch,
-        items: Sequence[str],
+        self, what: str, side: int, match: SectionMatch, items: Sequence[str],
         verdict: Verdict = Verdict.SAME,
-    ) -> None:
-        text = f"{subject} on one side only"
+    ) -> None:  # fmt: skip
+        text = f"{what} appeared on only one side"
         self.add(ComparisonFinding("only", text, side, match.section, tuple(items), verdict))
 
 
@@ -238,12 +234,5 @@ def _has_fewer_ranks(match: SectionMatch, side: int) -> bool:
 
     Samples that it lacks may be of the others, whose files were not kept.
     """
-    own, other = (
-        {(entry.location.role, entry.location.rank) for entry in match.entries[each]}
-        for each in (side, 1 - side)
-    )
-    return own < other
-
-
-def _are(items: Sequence[str]) -> str:
-    return "is" if len(items) == 1 else "are"
+    ranks = [{(e.location.role, e.location.rank) for e in entries} for entries in match.entries]
+    return ranks[side] < ranks[1 - side]

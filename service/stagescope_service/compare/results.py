@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Final
 
 import numpy as np
 
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.token_alignment import ValueLocation
 from stagescope_service.compare.tolerances import NoiseFloor, Tolerance
-from stagescope_service.dumps.records import Location
 from stagescope_service.statistics.pairwise import Pairwise
 
 
@@ -26,14 +24,6 @@ class Verdict(str, enum.Enum):
 
     def __str__(self) -> str:
         return self.value
-
-    @property
-    def weight(self) -> int:
-        """Rank among verdicts: the heavier of two is the verdict of both."""
-        return _WEIGHTS[self]
-
-
-_WEIGHTS: Final = {verdict: weight for weight, verdict in enumerate(Verdict)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,11 +55,6 @@ class ShardResult:
 
     verdict: Verdict
     comparison: ShardComparison
-
-    @property
-    def location(self) -> Location:
-        """Location of the first side's shard."""
-        return self.comparison.locations[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

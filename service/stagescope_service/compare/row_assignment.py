@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stagescope_service.compare.pairing.contents_rows import ContentsRows, rows_start_at
-from stagescope_service.compare.pairing.shard_comparison import ShardComparison
+from stagescope_service.compare.pairing.shard_comparison import Doubt, ShardComparison
 from stagescope_service.compare.pairing.shard_index import (
     BY_GROUP_AND_RUN,
     BY_RESPONSE,
@@ -33,9 +33,6 @@ from stagescope_wire.errors import StagescopeError
 from stagescope_wire.schema import Part
 
 _IDENTIFYING_KEYS: Final = (BY_SAMPLE_ID, BY_GROUP_AND_RUN, BY_RESPONSE)
-SAME_LENGTHS: Final = "paired by place, and the rows have the same lengths in another order"
-"""Why rows without ids and tokens may be of other samples."""
-
 _DRIVER: Final = "driver"
 """Role of a process that holds whole steps: it does not show how ranks split them."""
 
@@ -70,7 +67,7 @@ class RowAssignment:
         self.is_reordered = False
         """Whether trajectories are known to have other locations, or to be on one side only."""
         self.is_permuted = False
-        """Whether rows without ids and tokens seem to have other locations: see `SAME_LENGTHS`."""
+        """Whether rows without ids and tokens seem to have other locations: see `Doubt`."""
 
     def record_outcome(self, pair: EntryPair, outcome: TaskOutcome) -> None:
         """Record which rows a task found in the shard of each side."""
@@ -124,19 +121,12 @@ class RowAssignment:
         then those of its second, and so on. This is assumed only if the shards' log-probs agree.
         """
         keys = self._keys_of(side, index.entry)
-        if index.entry.location.rank is None and not keys:
-            shards = self._rank_shards(side, index.entry.location)
-            kinds = [
-                kind
-                for kind in _IDENTIFYING_KEYS
-                if shards and all(kind in each.keys for each in shards)
-            ]
-            keys = {
-                kind: tuple(key for each in shards for key in each.keys[kind]) for kind in kinds
-            }
-            starts = [0, index.rows - shards[-1].rows] if shards else []
-            checked = zip((shards[0], shards[-1]) if shards else (), starts, strict=True)
-            if not all(_holds_rows_at(dump, index.entry, shard.entry, at) for shard, at in checked):
+        shards = self._rank_shards(side, index.entry.location)
+        if index.entry.location.rank is None and not keys and shards:
+            kinds = [kind for kind in _IDENTIFYING_KEYS if all(kind in s.keys for s in shards)]
+            keys = {kind: tuple(key for s in shards for key in s.keys[kind]) for kind in kinds}
+            ends = ((shards[0], 0), (shards[-1], index.rows - shards[-1].rows))
+            if not all(_holds_rows_at(dump, index.entry, shard.entry, at) for shard, at in ends):
                 return index
         if not index.rows or any(len(each) != index.rows for each in keys.values()):
             return index
@@ -158,7 +148,7 @@ class RowAssignment:
         )
         return has_ranks and not self._rank_shards(0, location)
 
-    def with_unproven(
+    def with_doubts(
         self, comparisons: Sequence[ShardComparison], pair: EntryPair, *, is_uneven: bool
     ) -> tuple[ShardComparison, ...]:
         """Return comparisons with why their two sides may be of other samples, where they may.
@@ -172,17 +162,14 @@ class RowAssignment:
             each.rows is not None and each.key == BY_ROW and is_permuted_by(each.rows.lengths)
             for each in comparisons
         )
-        reasons = [
-            self._unproven_reason(each, pair, is_uneven, is_permuted) for each in comparisons
-        ]
         return tuple(
-            dataclasses.replace(each, unproven=reason) if reason else each
-            for each, reason in zip(comparisons, reasons, strict=True)
+            dataclasses.replace(each, doubt=self._doubt(each, pair, is_uneven, is_permuted))
+            for each in comparisons
         )
 
-    def _unproven_reason(
+    def _doubt(
         self, comparison: ShardComparison, pair: EntryPair, is_uneven: bool, is_permuted: bool
-    ) -> str:
+    ) -> Doubt | None:
         if comparison.rows is None:
             by_location = comparison.locations[0].rank is not None and not all(
                 entry is not None and self._keys_of(side, entry) for side, entry in enumerate(pair)
@@ -190,13 +177,13 @@ class RowAssignment:
         else:
             by_location = comparison.key == BY_ROW
         if not by_location or self.confirms_order(comparison.locations[0], pair):
-            return ""
+            return None
         if is_uneven:
-            return "paired by place, and the sides have other ranks, parts or numbers of rows"
+            return Doubt.OTHER_LAYOUT
         if self.is_reordered:
-            return "paired by place, and the trajectories are others or in another order"
+            return Doubt.OTHER_ORDER
         is_permuted = is_permuted and comparison.rows is not None
-        return SAME_LENGTHS if is_permuted or self.is_permuted else ""
+        return Doubt.SAME_LENGTHS if is_permuted or self.is_permuted else None
 
     def is_moved(self, pair: EntryPair) -> bool:
         """Return whether samples of these entries have only other locations on the other side."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from stagescope_service.compare import flow
-from stagescope_service.compare.flow import SAMPLE_SECTIONS
 from stagescope_service.compare.pairing.tasks import JoinTask, PairTask, TaskOutcome, run_tasks
 from stagescope_service.compare.results import ComparisonFinding, Verdict
 from stagescope_service.compare.tolerances import Tolerances
@@ -82,8 +81,8 @@ class SectionMatch:
         passes = [{self.pass_of(entry) for entry in entries} for entries in self.entries]
         shared = passes[0] & passes[1]
         by_location: dict[Location, tuple[list[DumpEntry], list[DumpEntry]]] = {}
-        for side in range(2):
-            for entry in self.entries[side]:
+        for side, entries in enumerate(self.entries):
+            for entry in entries:
                 if self.pass_of(entry) in shared:
                     location = self.common_locations[entry.location]
                     by_location.setdefault(location, ([], []))[side].append(entry)
@@ -93,12 +92,10 @@ class SectionMatch:
 
 def plan(a: Dump, b: Dump) -> tuple[list[SectionMatch], list[ComparisonFinding]]:
     """Return what to compare, in the order of the flow, and what only one side has."""
-    sides: list[dict[str, list[DumpEntry]]] = []
-    for dump in (a, b):
-        by_section: dict[str, list[DumpEntry]] = collections.defaultdict(list)
+    sides: list[dict[str, list[DumpEntry]]] = [collections.defaultdict(list) for _ in range(2)]
+    for by_section, dump in zip(sides, (a, b), strict=True):
         for entry in dump.entries:
             by_section[entry.section].append(entry)
-        sides.append(by_section)
     one, other = sides
     verdict = one_sided_verdict(a, b)
     matches, findings = [], []
@@ -114,10 +111,10 @@ def plan(a: Dump, b: Dump) -> tuple[list[SectionMatch], list[ComparisonFinding]]
             if x in one and y in other
         ]
         matches += borrowed
-        message = f"{section} is there on one side only"
+        message = f"{section} appeared on only one side"
         if borrowed:
             sections = ", ".join(each.borrowed for each in borrowed)
-            message += f"; looked for in the other side's {sections}"
+            message += f"; its tensors are compared with the other side's {sections}"
         files = tuple(dict.fromkeys(str(entry.path) for entry in sides[side][section]))
         findings.append(ComparisonFinding("section", message, side, section, files, verdict))
     return matches, findings
@@ -135,16 +132,16 @@ def one_sided_verdict(a: Dump, b: Dump) -> Verdict:
 
 
 def _is_imported(dump: Dump) -> bool:
-    attempts = dump.about.get("attempts")
-    names = attempts if isinstance(attempts, list) else []
-    return any(str(name).rpartition("@")[2].startswith(KEY_PREFIX) for name in names)
+    names = dump.about.get("attempts")
+    return isinstance(names, list) and any(
+        str(name).rpartition("@")[2].startswith(KEY_PREFIX) for name in names
+    )
 
 
-def _section_order(section: str) -> tuple[int, str]:
+def _section_order(section: str) -> tuple[bool, int, str]:
     sections = list(SECTIONS)
-    first = 0 if section in SAMPLE_SECTIONS else 1
-    position = sections.index(section) if section in sections else 99
-    return (first * 100 + position, section)
+    position = sections.index(section) if section in sections else len(sections)
+    return (section not in flow.SAMPLE_SECTIONS, position, section)
 
 
 def _match_section(
@@ -174,10 +171,8 @@ def _entry_pairs(one: list[DumpEntry], other: list[DumpEntry]) -> Iterator[Entry
         yield one[0], other[0]
         return
     by_key = {entry.key or entry.path.name: entry for entry in other}
-    for entry in one:
-        yield entry, by_key.pop(entry.key or entry.path.name, None)
-    for entry in by_key.values():
-        yield None, entry
+    yield from ((entry, by_key.pop(entry.key or entry.path.name, None)) for entry in one)
+    yield from ((None, entry) for entry in by_key.values())
 
 
 T = TypeVar("T")
@@ -266,11 +261,7 @@ class TaskRunner:
     """Runs the tasks of two sides."""
 
     def __init__(
-        self,
-        dumps: tuple[Dump, Dump],
-        tolerances: Tolerances,
-        mapper: Mapper,
-        progress: Progress,
+        self, dumps: tuple[Dump, Dump], tolerances: Tolerances, mapper: Mapper, progress: Progress
     ) -> None:
         self._dumps = dumps
         self._tolerances = tolerances

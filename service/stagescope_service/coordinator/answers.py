@@ -7,7 +7,7 @@ from typing import Annotated, TypedDict
 from pydantic import Field
 from typing_extensions import NotRequired
 
-from stagescope_service.core.stack_requests import RankRequest
+from stagescope_service.core.hangs.stack_requests import RankRequest
 from stagescope_service.fields import Row, Wall, described_by
 from stagescope_wire.plan import SentPlan
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.aggregation.step_work import StepWork
-from stagescope_service.coordinator.capture_commands import CaptureCommands
+from stagescope_service.coordinator.captures import CaptureCommands
 from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.draining import Draining
-from stagescope_service.coordinator.hang_watch import HangWatch
+from stagescope_service.coordinator.hangs.watch import HangWatch
 from stagescope_service.coordinator.intake import Intake
 from stagescope_service.coordinator.load import Load
 from stagescope_service.coordinator.node_jobs import NodeJobs
@@ -18,14 +18,14 @@ from stagescope_service.coordinator.node_watch import NodeWatch
 from stagescope_service.coordinator.payload_reading import PayloadReading
 from stagescope_service.coordinator.raw_calls import RawCalls
 from stagescope_service.coordinator.retention import Limits, Retention
+from stagescope_service.coordinator.rules.actions import Acting
+from stagescope_service.coordinator.rules.watch import TriggerWatch
+from stagescope_service.coordinator.rules.webhooks import Webhooks
 from stagescope_service.coordinator.runner import Clock, Runner
-from stagescope_service.coordinator.trigger_actions import Acting
-from stagescope_service.coordinator.trigger_watch import TriggerWatch
-from stagescope_service.coordinator.webhooks import Webhooks
-from stagescope_service.coordinator.weight_comparer import WeightComparer
+from stagescope_service.coordinator.weights import WeightComparer
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
-from stagescope_service.core.hang_detection import StuckRules
+from stagescope_service.core.hangs.detection import StuckRules
 from stagescope_service.core.instructions import (
     Aggregate,
     BuildOperatorTable,

@@ -30,15 +30,15 @@ from stagescope_service.coordinator.load import resident_bytes
 from stagescope_service.coordinator.raw_calls import RawCalls
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.coordinator.runner import REAL_CLOCK, Clock
-from stagescope_service.core import operator_tables
+from stagescope_service.core import operators as operator_tables
 from stagescope_service.core.captures.keep_policy import KeepPolicy, read_keep_policy
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.catalogue_rows import audit_row
 from stagescope_service.core.completeness import PARTIAL
 from stagescope_service.core.entities import ANNOUNCED
 from stagescope_service.core.findings import ATTEMPT_BUNDLED, finding
+from stagescope_service.core.hangs.stack_requests import choose
 from stagescope_service.core.instructions import Aggregate, Instruction, Put, Rejudge
-from stagescope_service.core.stack_requests import choose
 from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.relay import Batch, RelayAnswer, RelayedPoll

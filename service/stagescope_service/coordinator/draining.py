@@ -18,8 +18,8 @@ from stagescope_service.coordinator.load import Load
 from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.core import departures
 from stagescope_service.core.entities import Attempt, Process
+from stagescope_service.core.hangs.stack_requests import RankRequest
 from stagescope_service.core.instructions import Instruction
-from stagescope_service.core.stack_requests import RankRequest
 from stagescope_service.fields import Row, Run
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_wire.errors import CatalogueUnavailable, NotReady

@@ -21,7 +21,7 @@ from stagescope_service.coordinator.answers import (
 from stagescope_service.coordinator.arguments import check_batch
 from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.draining import Draining
-from stagescope_service.coordinator.hang_watch import HangWatch
+from stagescope_service.coordinator.hangs.watch import HangWatch
 from stagescope_service.coordinator.load import Load
 from stagescope_service.coordinator.node_watch import NodeWatch
 from stagescope_service.coordinator.payload_reading import PayloadReading

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from stagescope_service.coordinator.hang_watch import HangWatch
+from stagescope_service.coordinator.hangs.watch import HangWatch
 from stagescope_service.coordinator.retries import RetriedWork
 from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.core.findings import describe
 from stagescope_service.core.instructions import BuildOperatorTable, DumpKey, ReadWatchdogs
-from stagescope_service.core.operator_tables import refusal
+from stagescope_service.core.operators import refusal
 from stagescope_service.ingest.ingestors import IngestorClient, IngestorDied
 from stagescope_wire.errors import StoreError, Unreachable
 

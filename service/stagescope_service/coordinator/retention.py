@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
-from stagescope_service.coordinator.trigger_actions import PinAnswer, gone_of
+from stagescope_service.coordinator.rules.actions import PinAnswer, gone_of
 from stagescope_service.core.findings import NOT_KEPT
 from stagescope_service.core.instructions import IngestJob, Put
 from stagescope_service.ingest.ingestors import IngestorClient

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from stagescope_service.core import operator_tables, payloads, spans, steps
+from stagescope_service.core import operators as operator_tables
+from stagescope_service.core import payloads, spans, steps
 from stagescope_service.core.catalogue_rows import loss_row, process_row, row_id
 from stagescope_service.core.entities import LOST, Attempt, Process, Span
 from stagescope_service.core.instructions import Delete, Instruction, Put

@@ -10,9 +10,8 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
-from stagescope_service.core.hang_detection import StageTiming
 from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.schema import Part, Work
@@ -407,3 +406,37 @@ class Attempt:
     def over(self) -> bool:
         """Whether no process is left."""
         return self.ended_wall is not None
+
+
+class StageKey(NamedTuple):
+    """One part of a stage of a step, in one role."""
+
+    step: int | None
+    stage: str
+    part: Part
+
+
+@dataclasses.dataclass(slots=True)
+class StageTiming:
+    """Times of a role's ranks in a part of a stage; merged by minimum and maximum."""
+
+    key: StageKey
+    first: float = math.inf
+    """When the first rank began it."""
+    last: float = -math.inf
+    """When the last rank that began it did so."""
+    longest: float | None = None
+    """Seconds that the slowest rank took to end it; None: no rank has ended it."""
+
+    def begun(self, at: float) -> None:
+        """Add the time at which a rank began."""
+        if at < self.first:
+            self.first = at
+        if at > self.last:
+            self.last = at
+
+    def took(self, seconds: float) -> None:
+        """Add the duration of a rank that ended."""
+        self.longest = self.longest or 0.0
+        if seconds > self.longest:
+            self.longest = seconds

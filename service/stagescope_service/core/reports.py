@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
-from stagescope_service.core import operator_tables, steps
+from stagescope_service.core import operators as operator_tables
+from stagescope_service.core import steps
 from stagescope_service.core.catalogue_rows import (
     amount,
     integer,

@@ -35,10 +35,11 @@ from stagescope_service.core.entities import (
     Attempt,
     Process,
     Span,
+    StageKey,
+    StageTiming,
     Step,
 )
 from stagescope_service.core.findings import BEGUN_AGAIN, finding
-from stagescope_service.core.hang_detection import StageKey, StageTiming
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.schema import Event, Sender, Work

@@ -10,14 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from stagescope_service.core import (
-    departures,
-    payloads,
-    reports,
-    spans,
-    steps,
-    weight_records,
-)
+from stagescope_service.core import departures, payloads, reports, spans, steps
 from stagescope_service.core.catalogue_rows import span_row
 from stagescope_service.core.entities import (
     FAILED,
@@ -32,6 +25,7 @@ from stagescope_service.core.entities import (
     Step,
 )
 from stagescope_service.core.findings import Refusals
+from stagescope_service.core.hangs.stack_requests import StackRequests, request_of
 from stagescope_service.core.instructions import (
     CompareWeights,
     Instruction,
@@ -41,7 +35,7 @@ from stagescope_service.core.instructions import (
 )
 from stagescope_service.core.registry import Registry
 from stagescope_service.core.spans import ReceivedEvent
-from stagescope_service.core.stack_requests import StackRequests, request_of
+from stagescope_service.core.weights import records as weight_records
 from stagescope_wire.errors import InvalidEvent
 from stagescope_wire.schema import (
     BEGIN,

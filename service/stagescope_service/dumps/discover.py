@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from stagescope_service.dumps.formats import (
     areal,
@@ -19,58 +18,17 @@ from stagescope_service.dumps.formats import (
     verl_jsonl,
 )
 from stagescope_service.dumps.formats.content import damage_of
-from stagescope_service.dumps.formats.listing import ListedFile, files_of, rank_dumps
+from stagescope_service.dumps.formats.listing import FileFormat, Format, files_of, rank_dumps
 from stagescope_service.dumps.records import Dump, Location
 from stagescope_wire.errors import InvalidInput, NotFound
 
-
-class Format(NamedTuple):
-    """One format: how to open it, how to detect it, and what its files look like."""
-
-    open: Callable[..., Dump]
-    holds: Callable[[Sequence[ListedFile]], bool]
-    layout: str
-
-
-FORMATS: Final[dict[str, Format]] = {
-    own.KIND: Format(
-        own.open_own, own.holds_own, "stagescope's (step_N/STAGE/ROLE_rankR_*.safetensors)"
-    ),
-    nexrl.KIND: Format(
-        nexrl.open_nexrl, nexrl.holds_nexrl, "NexRL's (forward_data/step_000000_rank0_micro0.pt)"
-    ),
-    saved_batch.KIND: Format(
-        saved_batch.open_batch, saved_batch.holds_batch, "a batch (stagescope batch --output FILE)"
-    ),
-    slime.KIND: Format(
-        slime.open_slime, slime.holds_slime, "slime's debug rollout and train data (*.pt)"
-    ),
-    areal.KIND: Format(areal.open_areal, areal.holds_areal, "AReaL's saved batches (*.pt)"),
-    nemo_rl.KIND: Format(
-        nemo_rl.open_nemo_rl, nemo_rl.holds_nemo_rl, "NeMo-RL's (train_data_stepN.jsonl)"
-    ),
-    prime_rl.KIND: Format(
-        prime_rl.open_prime_rl,
-        prime_rl.holds_prime_rl,
-        "prime-rl's (token_exports/step_N/rank_R.jsonl)",
-    ),
-    prime_rl_traces.KIND: Format(
-        prime_rl_traces.open_prime_rl_traces,
-        prime_rl_traces.holds_prime_rl_traces,
-        "prime-rl's traces (monitors/file/traces/annotations/trainer)",
-    ),
-    verl_jsonl.KIND: Format(
-        verl_jsonl.open_verl, verl_jsonl.holds_verl, "verl's generations (STEP.jsonl)"
-    ),
-    msprobe_directory.KIND: Format(
-        msprobe_directory.open_msprobe,
-        msprobe_directory.holds_msprobe,
-        "msprobe's (stepN/rankR/dump.json)",
-    ),
-}  # fmt: skip
-KINDS: Final = tuple(FORMATS)
-_DETECTED_BY_NAME: Final = (own.KIND, nexrl.KIND)
+_NAMED: Final[tuple[Format | FileFormat, ...]] = (own.FORMAT, nexrl.FORMAT)
 """Detected by file names alone; files are opened only if neither of these is found."""
+_OPENED: Final[tuple[Format | FileFormat, ...]] = (
+    saved_batch.FORMAT, slime.FORMAT, areal.FORMAT, nemo_rl.FORMAT, prime_rl.FORMAT,
+    prime_rl_traces.FORMAT, verl_jsonl.FORMAT, msprobe_directory.FORMAT,
+)  # fmt: skip
+_FORMATS: Final = {each.kind: each for each in (*_NAMED, *_OPENED)}
 
 
 def open_dump(path: Path, *, step: int | None = None, kind: str | None = None) -> Dump:
@@ -79,56 +37,50 @@ def open_dump(path: Path, *, step: int | None = None, kind: str | None = None) -
     Args:
         path: a directory, or one file.
         step: only this step.
-        kind: the format, one of `KINDS`; None detects it.
+        kind: the name of the format; None detects it.
 
     Raises:
         NotFound: there is no such path, or it has no known format or no such step.
-        InvalidInput: an unknown kind, or files of several formats.
+        InvalidInput: an unknown kind, files of several formats, or several dumps of one.
         InvalidTensor: `path` is one damaged file, so that its format cannot be detected.
         TooLarge: more than `listing.MAX_FILES` files.
         StoreError: the disk reported an error.
     """
     if not path.exists():
         raise NotFound(f"there is no directory or file {path}")
-    kind = kind or _detect_kind(path)
-    if kind not in FORMATS:
-        raise InvalidInput(f"kind {kind!r} is not known", expected=f"one of {', '.join(KINDS)}")
-    dump = FORMATS[kind].open(path, step=step)
+    if kind is not None and kind not in _FORMATS:
+        raise InvalidInput(f"kind {kind!r} is not known", expected=f"one of {', '.join(_FORMATS)}")
+    found = _FORMATS[kind] if kind is not None else _detect(path)
+    dump = found.open(path, step)
     if step is not None and not _locations(dump):
-        steps = sorted(
-            {each.step for each in _locations(FORMATS[kind].open(path)) if each.step is not None}
-        )
+        there = {each.step for each in _locations(found.open(path, None)) if each.step is not None}
+        steps = ", ".join(map(str, sorted(there)[:20])) or "it says none"
         raise NotFound(
-            f"{path} holds nothing of step {step}",
-            expected=f"one of its steps: {', '.join(map(str, steps[:20])) or 'it says none'}",
+            f"{path} holds nothing of step {step}", expected=f"one of its steps: {steps}"
         )
     return dump
 
 
 def _locations(dump: Dump) -> list[Location]:
-    """Return the places of a dump's entries and of its statistics of operators."""
     ranks = rank_dumps(dump)
     return [*(each.location for each in dump.entries), *(each.location for each in ranks)]
 
 
-def _detect_kind(path: Path) -> str:
+def _detect(path: Path) -> Format | FileFormat:
     found, _ = files_of(path.absolute())
-    kinds = [kind for kind in _DETECTED_BY_NAME if FORMATS[kind].holds(found)]
-    if not kinds:
-        kinds = [
-            kind for kind in KINDS if kind not in _DETECTED_BY_NAME and FORMATS[kind].holds(found)
-        ]
-    if len(kinds) > 1:
+    formats = [each for each in _NAMED if each.holds(found)]
+    formats = formats or [each for each in _OPENED if each.holds(found)]
+    if len(formats) > 1:
         raise InvalidInput(
-            f"{path} holds dumps of several formats: {', '.join(kinds)}",
+            f"{path} holds dumps of several formats: {', '.join(each.kind for each in formats)}",
             expected="one",
             advice="name it (kind), or give the directory of one",
         )
-    if not kinds:
+    if not formats:
         if path.is_file() and (error := damage_of(path)) is not None:
             raise error
         raise NotFound(
             f"{path} holds no dump of a known format ({len(found)} files)",
-            expected="; ".join(each.layout for each in FORMATS.values()),
+            expected="; ".join(each.layout for each in _FORMATS.values()),
         )
-    return kinds[0]
+    return formats[0]

@@ -154,7 +154,6 @@ class TrainedSamples:
 
 
 def _has_rows(payload: WirePayload) -> bool:
-    """Return whether a payload has a tensor of samples, not just a loss or gradients."""
     of_rows = {*schema.PAYLOAD_TENSORS, *schema.PER_TOKEN}
     return any(
         name in of_rows or offsets is not None
@@ -376,7 +375,6 @@ def _describe(payload: WirePayload) -> dict[str, object]:
 
 
 def _complete_location(entry: DumpEntry) -> Location:
-    """Return an entry's place, with defaults for a missing stage, role and rank."""
     location = entry.location
     stage = location.stage or STAGE_OF_SECTION.get(entry.section, "actor_update")
     role = location.role or _ROLE_OF_STAGE.get(stage.partition("/")[0], _ROLE)
@@ -398,15 +396,8 @@ def _sort_key(items: tuple[Location, DumpEntry]) -> tuple[object, ...]:
     stages = {name: index for index, name in enumerate(schema.STAGES)}
     step = (location.step is None, location.step or 0)
     stage = stages.get(location.stage or "", len(stages))
-    return (
-        *step,
-        stage,
-        location.stage,
-        location.role,
-        location.rank,
-        location.part,
-        str(entry.path),
-    )
+    place = (location.stage, location.role, location.rank, location.part)
+    return (*step, stage, *place, str(entry.path))
 
 
 def copy_operator_dumps(

@@ -69,9 +69,9 @@ def complete_batch(
     holders = [record for record in records if _OLD in record.tensors]
     if not holders:
         return None
-    stages = {_stage(record.entry) for record in holders}
+    stages = {record.entry.stage for record in holders}
     names = {name for record in holders for name in record.tensors}
-    others = [entry for entry in trajectories or () if _stage(entry) not in stages]
+    others = [entry for entry in trajectories or () if entry.stage not in stages]
     for entry in trajectories or ():
         if entry not in others:
             names |= {*dump.read(entry).tensors}
@@ -81,7 +81,7 @@ def complete_batch(
         names |= {*dump.read(entry).tensors}.intersection(ROLLOUT_TENSORS)
     if trajectories is None:
         names &= {_OLD, "response_mask"}
-    chosen = {*stages, *map(_stage, others)}
+    chosen = {*stages, *(entry.stage for entry in others)}
     batch = join(dump, step, Selection(names.difference(_NEVER), chosen))
     rows = _rows_with(batch, _OLD)
     if _OLD not in batch.tensors or not len(rows):
@@ -104,16 +104,11 @@ def complete_batch(
     )
 
 
-def _stage(entry: DumpEntry) -> str:
-    return entry.location.stage or entry.section
-
-
 def _order(batch: Batch, stage: str) -> int:
     return next((n for n, part in enumerate(batch.parts) if part.stage == stage), len(batch.parts))
 
 
 def _rows_with(batch: Batch, name: str) -> Int64:
-    """Return the rows for which a part recorded a tensor."""
     rows = [part.rows for part in batch.parts if name in part.names]
     return np.unique(np.concatenate(rows)).astype(np.int64) if rows else np.empty(0, np.int64)
 

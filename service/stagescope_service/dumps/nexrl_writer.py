@@ -178,7 +178,6 @@ class _Writer:
     def _save(
         self, folder: str, step: int, data: _Fields, *numbers: int, location: Location | None = None
     ) -> None:
-        """Write a file; `numbers` are the rank and the microbatch, as far as it has them."""
         labels = ("rank", "micro")[: len(numbers)]
         name = "".join(f"_{label}{number}" for label, number in zip(labels, numbers, strict=True))
         path = self._directory / folder / f"step_{step:06d}{name}.{self._format}"
@@ -232,7 +231,6 @@ class _Writer:
         metrics: Sequence[DumpEntry],
         micros: Mapping[DumpEntry, int],
     ) -> Mapping[_MicroKey, _Fields]:
-        """Write the losses of each rank and microbatch, and the other numbers that it logged."""
         found: dict[_MicroKey, _Fields] = defaultdict(dict)
         logged: dict[_MicroKey, _Fields] = defaultdict(dict)
         locations: dict[_MicroKey, Location] = {}
@@ -406,7 +404,6 @@ def _extra_info(record: DumpContents) -> _Fields:
 
 
 def _with_dtypes(data: _Fields) -> _Fields:
-    """Add the dtypes of tensors, which JSON does not have, to the metadata of a file."""
     tags: _Fields = {n: each.wire[0] for n, each in data.items() if isinstance(each, FileTensor)}
     name = next((each for each in ("extra_info", "batch_info") if each in data), None)
     info = None if name is None else data[name]
@@ -416,7 +413,6 @@ def _with_dtypes(data: _Fields) -> _Fields:
 
 
 def _padded(record: DumpContents) -> dict[str, WireTensor]:
-    """Return the tensors of a record, ragged rows padded on the right with 0."""
     return {
         name: wire if wire[3] is None else _as_wire(wire[0], padded(wire[2], wire[3], "right"))
         for name, wire in record.tensors.items()

@@ -92,6 +92,11 @@ class DumpEntry:
     bytes: int = 0
     key: str = ""
 
+    @property
+    def stage(self) -> str:
+        """The stage that wrote it; without one, the name of its section."""
+        return self.location.stage or self.section
+
 
 @dataclasses.dataclass(frozen=True)
 class DumpContents:
@@ -159,27 +164,22 @@ class Dump(Protocol):
     @property
     def name(self) -> str:
         """Display name: a path, or `run@attempt:step`."""
-        ...
 
     @property
     def kind(self) -> str:
         """The format, one of `discover.KINDS`: 'own', 'batch', 'nexrl', 'slime', 'areal', ..."""
-        ...
 
     @property
     def entries(self) -> Sequence[DumpEntry]:
         """All readable entries, ordered by step, section, rank and part."""
-        ...
 
     @property
     def problems(self) -> Sequence[DumpProblem]:
         """Problems found while the files were listed."""
-        ...
 
     @property
     def about(self) -> Mapping[str, object]:
         """Metadata of the dump: settings, fingerprint; plain JSON values."""
-        ...
 
     def read(self, entry: DumpEntry) -> DumpContents:
         """Read one entry.
@@ -190,7 +190,6 @@ class Dump(Protocol):
             Forbidden: it cannot be loaded safely; the message names what it needs.
             StoreError: the disk reported an error.
         """
-        ...
 
 
 def mapping(values: Mapping[str, object], name: str) -> Mapping[str, object]:

@@ -18,7 +18,7 @@ from stagescope_service.compare.operators.non_finite import (
 )
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import AnnouncedDump
-from stagescope_service.core.operator_tables import (
+from stagescope_service.core.operators import (
     TABLE_WRITTEN,
     UNREACHABLE,
     about,

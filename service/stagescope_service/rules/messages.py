@@ -71,7 +71,7 @@ class Told(TypedDict):
 
 
 def link_of(page: str, run: str, step: int, attempt: int | None) -> str:
-    """Return the address of a step's page (`ofStep` in api/static/address.js).
+    """Return the address of a step's page (`ofStep` in http/static/address.js).
 
     Args:
         page: address of the service's page, such as `http://head:8700`.

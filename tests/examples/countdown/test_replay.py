@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,10 +16,11 @@ import pytest
 import stagescope
 from examples.countdown.batch import Batch
 from examples.countdown.config import Settings
-from examples.countdown.replay import ReplayedRollout, Source, stored_loss, verdict
+from examples.countdown.replay import ReplayedRollout, Source, read_step, stored_loss, verdict
 from examples.countdown.rescore import RescoredRollout
 from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
+from stagescope_service.store.tensorfile import WireTensor, write_tensors
 from stagescope_wire.batch import BatchPart, Tensor
 from stagescope_wire.schema import Part
 from stagescope_workers import Probe
@@ -61,6 +63,25 @@ def test_the_same_batch_without_an_engine(rollout: Batch, probe: Probe, tmp_path
         mine, theirs = getattr(rollout, field.name), getattr(again, field.name)
         same = np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs
         assert same, field.name
+
+
+def test_a_step_is_read_from_files_of_the_newest_attempt(rollout: Batch, tmp_path: Path) -> None:
+    batch = stored(rollout, 3)
+    for number, (run, key) in enumerate([("r", "first"), ("r", "second"), ("other", "third")]):
+        job = {"run": run, "attempt_key": key, "step": 3, "stage": "rollout_generate",
+               "role": "rollout", "rank": 0}  # fmt: skip
+        rewards = np.full(batch.rows, float(number))
+        path = tmp_path / f"{key}.safetensors"
+        tensors: dict[str, WireTensor] = {"rewards": ("float64", rewards.shape, rewards, None)}
+        write_tensors(path, tensors, {"job": job, "strings": {}})
+        os.utime(path, (number, number))
+    (tmp_path / "damaged.safetensors").write_bytes(b"x")
+    found = read_step(tmp_path, 3, "r")
+    assert found["rewards"].tolist() == [1.0] * batch.rows
+    assert [gap.kind for gap in found.gaps] == ["file"]
+    assert str(read_step(batch.save(tmp_path / "step.safetensors"), 3, "r")) == str(batch)
+    with pytest.raises(stagescope.NotFound):
+        read_step(tmp_path, 4, "r")
 
 
 def test_another_engine_scores_the_same_tokens(

@@ -3,12 +3,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.dump_files import nexrl_directory
-from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
+from tests.support.memory_dumps import MemoryDump, batch, record, shifted, single, split
 
 from stagescope_service.compare.causes import likely_causes
 from stagescope_service.compare.comparison import compare
@@ -16,11 +15,7 @@ from stagescope_service.compare.flow import STATIONS, sort_key, station
 from stagescope_service.compare.results import PairResult, Verdict
 from stagescope_service.compare.tolerances import Tolerances, severity
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.records import DumpContents
 from stagescope_wire.errors import InvalidInput
-
-Content = dict[str, Any]
-"""Content of a torch file."""
 
 
 def pair(*sides: MemoryDump) -> PairResult:
@@ -52,11 +47,7 @@ def test_a_loss_whose_terms_agree_has_another_coefficient() -> None:
 
 def test_equal_tokens_and_masks_exclude_the_sampling() -> None:
     samples = batch()
-    moved = [
-        dataclasses.replace(s, values={**s.values, "entropy": s.values["entropy"] + np.float32(1)})
-        for s in samples
-    ]
-    found = pair(split(samples), split(moved))
+    found = pair(split(samples), split(shifted(samples, "entropy", 1)))
     excluded = "\n".join(found.excluded)
     for text in ("not the sampling", "not padding", "not the inference engine", "not the reward"):
         assert text in excluded
@@ -79,13 +70,6 @@ def without(dump: MemoryDump, *names: str) -> MemoryDump:
     return dataclasses.replace(dump, records=records)
 
 
-def moved(samples: list[Sample], name: str) -> list[Sample]:
-    return [
-        dataclasses.replace(s, values={**s.values, name: s.values[name] - np.float32(0.5)})
-        for s in samples
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "title", "instead"),
     [
@@ -96,7 +80,7 @@ def moved(samples: list[Sample], name: str) -> list[Sample]:
 def test_the_same_tokens_are_only_those_that_both_sides_recorded(
     name: str, title: str, instead: str
 ) -> None:
-    one, other = split(batch()), split(moved(batch(), name))
+    one, other = split(batch()), split(shifted(batch(), name, -0.5))
     assert any(title in each for each in titles(pair(one, other)))
     ids = ("tokens", "responses", "prompts")
     for sides in ((without(one, *ids), without(other, *ids)), (without(one, *ids), other)):
@@ -113,34 +97,29 @@ def test_the_same_tokens_are_only_those_that_both_sides_recorded(
 
 
 def test_what_comes_before_is_equal_only_where_it_was_compared() -> None:
-    def gradients(**values: float) -> list[DumpContents]:
-        return [record("gradients", {"w": np.array([values["w"]], np.float32)})]
-
+    gradients = [record("gradients", {"w": np.array([value])}) for value in (1.0, 2.0)]
     loss = record("loss", numbers={"loss": 1.0})
-    alone = pair(MemoryDump(gradients(w=1.0)), MemoryDump(gradients(w=2.0)))
+    alone = pair(*(MemoryDump([each]) for each in gradients))
     assert titles(alone) == ["gradients differ, of the same loss or of another"]
-    found = pair(MemoryDump([loss, *gradients(w=1.0)]), MemoryDump([loss, *gradients(w=2.0)]))
+    found = pair(*(MemoryDump([loss, each]) for each in gradients))
     assert titles(found) == ["gradients differ though the loss does not"]
 
 
 def test_other_precisions_and_overflow_are_named() -> None:
     values = np.array([1.0, 2.0, 3.0], np.float32)
-    half = MemoryDump([record("other", {"x": values.astype(np.float16) + np.float16(1)})])
-    found = pair(MemoryDump([record("other", {"x": values})]), half)
+    one, half = (single("other", {"x": v}) for v in (values, values.astype(np.float16) + 1))
+    found = pair(one, half)
     assert "the two sides compute in other precisions" in titles(found)
     assert "float32 on one side and float16 on the other" in found.causes[0].evidence
-    broken = MemoryDump([record("other", {"x": np.array([1.0, math.inf, 3.0], np.float32)})])
-    found = pair(MemoryDump([record("other", {"x": values})]), broken)
+    found = pair(one, single("other", {"x": np.array([1.0, math.inf, 3.0], np.float32)}))
     assert "a side overflows or divides by zero" in titles(found)
 
 
 def test_other_widths_without_a_mask_name_padding_and_max_length() -> None:
-    def side(width: int) -> MemoryDump:
-        return MemoryDump([
-            record("old_log_probs", {"old_log_probs": np.ones((2, width))}, samples=("a", "b"))
-        ])  # fmt: skip
-
-    result = compare([side(4), side(6)])
+    result = compare([
+        single("old_log_probs", {"old_log_probs": np.ones((2, width))}, samples=("a", "b"))
+        for width in (4, 6)
+    ])  # fmt: skip
     assert result.exit_status == 2
     found = result.pairs[0]
     assert "no mask says what is padding" in found.tensors[0].reason
@@ -174,47 +153,6 @@ def test_missing_sections_name_the_options_that_write_them(tmp_path: Path) -> No
     assert "WEAVER_DEBUG_DUMP_ENABLED=1" in text
     alone = [finding for finding in found.findings if finding.kind == "section"]
     assert {finding.section for finding in alone} >= {"trajectories", "is_loss", "batch_inputs"}
-
-
-def test_a_missing_file_is_a_finding_with_its_name(tmp_path: Path) -> None:
-    nexrl_directory(tmp_path / "a")
-    nexrl_directory(tmp_path / "b")
-    gone = tmp_path / "b" / "loss" / "step_000000_rank1_micro0.pt"
-    gone.unlink()
-    result = compare([open_dump(tmp_path / "a"), open_dump(tmp_path / "b")])
-    assert result.exit_status == 2
-    missing = next(each for each in result.pairs[0].findings if each.kind == "missing")
-    assert missing.items == (str(gone),)
-
-
-def test_every_step_is_compared_from_the_first_on(tmp_path: Path) -> None:
-    def edit(kind: str, name: str, data: Content) -> None:
-        if kind == "loss" and name.startswith("step_000000"):
-            data["loss"] += 1
-
-    nexrl_directory(tmp_path / "a", steps=(0, 1))
-    nexrl_directory(tmp_path / "b", steps=(0, 1), edit=edit)
-    result = compare([open_dump(tmp_path / "a"), open_dump(tmp_path / "b")])
-    different = [t for t in result.pairs[0].tensors if t.verdict == "different"]
-    assert [(t.step, t.name) for t in different] == [(0, "loss")]
-    later = [open_dump(tmp_path / side, step=1) for side in "ab"]
-    assert compare(later).exit_status == 0
-
-
-def test_more_trajectories_than_five_are_compared(tmp_path: Path) -> None:
-    def edit(kind: str, name: str, data: Content) -> None:
-        if kind == "trajectory":
-            data["trajectories"].reverse()
-            data["trajectories"][3]["tokens"][-1] += 1  # the thirteenth of the other side
-
-    nexrl_directory(tmp_path / "a")
-    nexrl_directory(tmp_path / "b", edit=edit)
-    result = compare([open_dump(tmp_path / "a"), open_dump(tmp_path / "b")])
-    assert result.first is not None
-    assert result.first.location is not None
-    assert result.first.name == "tokens"
-    assert result.first.location.sample == "g3_0"
-    assert result.pairs[0].tensors[0].samples["unequal"] == 1
 
 
 @pytest.mark.parametrize("text", ["", "x", "=1", "x=", "x=a", "x=-1", "x=nan", "x=1,2,3"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.memory_dumps import MemoryDump, batch, record, split
+from tests.support.memory_dumps import MemoryDump, batch, record, single, split
 
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import as_json
@@ -15,8 +15,6 @@ from stagescope_service.compare.report.figures import MAX_DETAILED, pictures
 
 SHARES = [[0, 1, 2], [3, 4, 5]]
 FLOW = "Differences in the order in which data flows"
-
-
 Figure = dict[str, Any]
 """A plotly figure as JSON."""
 
@@ -30,7 +28,7 @@ def titles(figures: list[Figure]) -> list[str]:
 
 
 def numbers(**values: list[float]) -> MemoryDump:
-    return MemoryDump([record("other", {n: np.array(v) for n, v in values.items()})])
+    return single("other", {n: np.array(v) for n, v in values.items()})
 
 
 def test_nothing_is_drawn_of_what_is_the_same() -> None:

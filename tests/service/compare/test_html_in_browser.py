@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from tests.support.browser import Scheme, chromium, opened
-from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
+from tests.support.memory_dumps import MemoryDump, Sample, batch, record, single, split
 
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import as_json
@@ -34,11 +34,10 @@ def dump(samples: list[Sample], name: str = "memory") -> MemoryDump:
 def moved(samples: list[Sample]) -> list[Sample]:
     """The samples as another engine scores the same tokens."""
     noise = np.random.default_rng(7)
+    name = "rollout_log_probs"
     return [
-        dataclasses.replace(each, values={
-            **each.values,
-            "rollout_log_probs": each.values["rollout_log_probs"]
-            + noise.normal(0, 0.02, len(each.response)).astype(np.float32),
+        each.with_values(**{
+            name: each.values[name] + noise.normal(0, 0.02, len(each.response)).astype(np.float32)
         })
         for each in samples
     ]  # fmt: skip
@@ -75,12 +74,11 @@ def long_names() -> Sides:
 
 
 def not_finite() -> Sides:
-    found = np.array([math.nan, math.inf, 1.0])
-    nothing = np.full(3, math.nan)
+    found, nothing = np.array([math.nan, math.inf, 1.0]), np.full(3, math.nan)
     return (
-        MemoryDump([record("other", {"x": found, "y": np.ones(3)})]),
-        MemoryDump([record("other", {"x": -found, "y": nothing})]),
-    )
+        single("other", {"x": found, "y": np.ones(3)}),
+        single("other", {"x": -found, "y": nothing}),
+    )  # fmt: skip
 
 
 def hostile() -> Sides:

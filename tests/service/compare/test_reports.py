@@ -4,7 +4,10 @@ import dataclasses
 import html
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import pytest
 import torch
 from tests.support.command_line import invoke
 from tests.support.dump_files import nexrl_directory
-from tests.support.memory_dumps import MemoryDump, batch, record, split
+from tests.support.memory_dumps import MemoryDump, batch, shifted, single, split
 
 from stagescope.comparison_report import ComparisonReport, as_lines
 from stagescope_service.compare.comparison import compare
@@ -33,20 +36,16 @@ def report_of(*sides: MemoryDump) -> Report:
 
 
 def different() -> Report:
-    samples = batch(40)
-    moved = [
-        dataclasses.replace(s, values={**s.values, "entropy": s.values["entropy"] + np.float32(1)})
-        for s in samples
-    ]
     shares = [list(range(at, at + 4)) for at in range(0, 40, 4)]
-    return report_of(split(samples, shares, microbatches=2), split(moved, shares, microbatches=2))
+    sides = (batch(40), shifted(batch(40), "entropy", 1))
+    return report_of(*(split(samples, shares, microbatches=2) for samples in sides))
 
 
 def non_finite() -> Report:
     values = np.array([math.nan, math.inf, 1.0])
     return report_of(
-        MemoryDump([record("other", {"x": values})], name=EVIL),
-        MemoryDump([record("other", {"x": -values})], about={EVIL: EVIL}),
+        dataclasses.replace(single("other", {"x": values}), name=EVIL),
+        dataclasses.replace(single("other", {"x": -values}), about={EVIL: EVIL}),
     )
 
 
@@ -62,9 +61,8 @@ def test_the_mean_of_a_sample_is_of_its_finite_pairs() -> None:
     mask = samples[0].mask != 0
     first = np.where(mask, samples[0].values["entropy"] + np.float32(1), 0)
     first[np.argmax(mask)] = math.nan
-    one = dataclasses.replace(samples[0], values={**samples[0].values, "entropy": first})
-    shares = [list(range(8))]
-    (pair,) = report_of(split(samples, shares), split([one, *samples[1:]], shares))["pairs"]
+    one = samples[0].with_values(entropy=first)
+    (pair,) = report_of(split(samples), split([one, *samples[1:]]))["pairs"]
     tensors = [tensor for section in pair["sections"] for tensor in section["tensors"]]
     (sample,) = next(t for t in tensors if t["name"] == "entropy")["differing_samples"]
     assert sample["unequal"] == sample["pairs"] == mask.sum() > 1
@@ -132,6 +130,11 @@ def test_exit_statuses(dumps: Path) -> None:
     missing = invoke("compare", f"{dumps}/a", f"{dumps}/same")
     assert missing.exit_code == 2
     assert "step_000000_rank0_micro0.pt" in missing.stdout
+    corrupt = dumps / "b" / "loss" / "step_000000_rank1_micro1.pt"
+    corrupt.write_bytes(corrupt.read_bytes()[:300])
+    result = invoke("compare", f"{dumps}/a", f"{dumps}/b", "--json")
+    findings = json.loads(result.stdout)["pairs"][0]["findings"]
+    assert [(f["kind"], f["items"]) for f in findings] == [("damaged", [str(corrupt)])]
     assert invoke("compare", f"{dumps}/a").exit_code == 2
     for word, refused in (("--step", "--step chooses nothing from"), ("--ray", "--ray is for")):
         more = [word, "5"] if word == "--step" else [word]
@@ -140,15 +143,6 @@ def test_exit_statuses(dumps: Path) -> None:
         assert refused in result.stderr
     assert invoke("compare", f"{dumps}/a", f"{dumps}/same", "--tolerance", "x").exit_code == 2
     assert invoke("compare", f"{dumps}/a", str(dumps / "none")).exit_code == 2
-
-
-def test_a_corrupt_file_is_a_finding(dumps: Path) -> None:
-    path = dumps / "same" / "loss" / "step_000000_rank1_micro1.pt"
-    path.write_bytes(path.read_bytes()[:300])
-    result = invoke("compare", f"{dumps}/a", f"{dumps}/same", "--json")
-    assert result.exit_code == 2
-    findings = json.loads(result.stdout)["pairs"][0]["findings"]
-    assert [(f["kind"], f["items"]) for f in findings] == [("damaged", [str(path)])]
 
 
 def test_the_command_writes_json_and_html(dumps: Path) -> None:
@@ -161,6 +155,25 @@ def test_the_command_writes_json_and_html(dumps: Path) -> None:
     assert (dumps / "r.html").read_text().startswith("<!DOCTYPE html>")
     printed = invoke("compare", "--schema")
     assert json.loads(printed.stdout)["title"] == "stagescope compare"
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)], ids=["text", "json"])
+def test_the_exit_status_is_right_if_output_is_not_read(
+    dumps: Path, words: tuple[str, ...]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)  # nothing reads the first line
+    program = "import sys; from stagescope.cli import main; sys.exit(main())"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, "compare", f"{dumps}/a", f"{dumps}/same", *words],
+            stdout=write, stderr=subprocess.PIPE, text=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    stderr = [line for line in done.stderr.splitlines() if not line.startswith("compiling")]
+    assert (done.returncode, stderr) == (0, [])
 
 
 def test_a_misspelt_path_is_called_none(dumps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +207,7 @@ def test_compare_dumps_takes_nexrls_flags_and_writes_its_keys(dumps: Path) -> No
     assert trajectories["sh_num_trajectories"] == trajectories["ra_num_trajectories"] == 16
     assert len(trajectories["trajectory_comparisons"]) == 16
     first = trajectories["trajectory_comparisons"][0]
-    assert first["tokens_match"] is True
-    assert first["loss_mask_match"] is True
+    assert first["tokens_match"] is first["loss_mask_match"] is True
     assert first["sh_reward"] == first["ra_reward"]
     assert first["sh_tokens_len"] == first["ra_tokens_len"] > 0
     forward = sections["forward_data_all"]["comparisons"]
@@ -225,8 +237,7 @@ def spoiled(kind: str, name: str, data: Report) -> None:
         data["entropy"] = data["entropy"].clone()
         data["entropy"][0, 0] = math.nan
     if kind == "forward_data" and name.endswith("rank1_micro1"):
-        data["log_probs"] = torch.nn.functional.pad(data["log_probs"], (0, 9))
-        for other in ("entropy", "response_mask"):
+        for other in ("log_probs", "entropy", "response_mask"):
             data[other] = torch.nn.functional.pad(data[other], (0, 9))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support import dump_files
 from tests.support.batches import wire
-from tests.support.dump_files import Batch, make_batch, nexrl_directory
+from tests.support.dump_files import Batch, Edit, make_batch, nexrl_directory
 
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.flow import is_structural
@@ -30,25 +30,6 @@ from stagescope_wire.schema import Part
 Content = dict[str, Any]
 """Content of a torch file."""
 MICRO_TYPES = ("forward_data", "loss", "is_loss_debug", "batch_inputs")
-
-
-def in_order(batch: Batch, order: Sequence[int]) -> Batch:
-    """The same trajectories in another order."""
-    moved: Content = {}
-    for field in dataclasses.fields(batch):
-        values = getattr(batch, field.name)
-        is_array = isinstance(values, np.ndarray)
-        moved[field.name] = values[list(order)] if is_array else [values[row] for row in order]
-    return Batch(**moved)
-
-
-def nexrl(path: Path, monkeypatch: pytest.MonkeyPatch, order: Sequence[int], mode: str) -> Path:
-    """A dump of NexRL's whose whole batch came in another order."""
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            dump_files, "make_batch", lambda *a, **k: in_order(make_batch(*a, **k), order)
-        )
-        return nexrl_directory(path, mode=mode)
 
 
 def rotated(directory: Path) -> Path:
@@ -96,12 +77,10 @@ def test_microbatches_in_another_order_are_the_same(tmp_path: Path, mode: str) -
 
 
 @pytest.mark.parametrize("mode", ["self_hosted", "weaver"])
-def test_a_batch_in_another_order_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_a_batch_in_another_order_is_the_same(tmp_path: Path, mode: str) -> None:
     order = np.random.default_rng(1).permutation(16).tolist()
     a = nexrl_directory(tmp_path / "a", mode=mode)
-    b = nexrl(tmp_path / "b", monkeypatch, order, mode)
+    b = nexrl_directory(tmp_path / "b", mode=mode, order=order)
     result = compare([open_dump(a), open_dump(b)])
     assert result.verdict is Verdict.SAME, result.reason
     found = {t.section: t for t in result.pairs[0].tensors if t.name == "old_log_probs"}
@@ -113,9 +92,7 @@ def test_a_batch_in_another_order_is_the_same(
     assert len(notes(result)["loss"].items) == 4
 
 
-def test_one_changed_value_is_found_in_another_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_changed_value_is_found_in_another_order(tmp_path: Path) -> None:
     def edit(kind: str, name: str, data: Content) -> None:
         if kind == "is_loss_debug" and name.endswith("rank1_micro0"):
             data["prob_ratio"] = data["prob_ratio"].clone()
@@ -132,41 +109,33 @@ def test_one_changed_value_is_found_in_another_order(
     assert ranks == [(1, 0), (1, 1)]
 
 
-def test_unidentified_rows_in_another_order_are_no_difference(tmp_path: Path) -> None:
-    def edit(kind: str, name: str, data: Content) -> None:
+def test_unidentified_rows_are_paired_by_location_and_prove_no_difference(tmp_path: Path) -> None:
+    def flipped(kind: str, name: str, data: Content) -> None:
         for key, value in data.items():
             if kind == "is_loss_debug" and isinstance(value, torch.Tensor) and value.ndim == 2:
                 data[key] = value.flip(0)
 
-    a = nexrl_directory(tmp_path / "a", mode="weaver")
-    b = nexrl_directory(tmp_path / "b", mode="weaver", edit=edit)
-    for side in (a, b):
-        for kind in ("forward_data", "batch_inputs"):
-            shutil.rmtree(side / kind)
+    a, b = (nexrl_directory(tmp_path / name, mode="weaver") for name in "ab")
+    c = nexrl_directory(tmp_path / "c", mode="weaver", edit=flipped)
+    assert notes(compare([open_dump(a), open_dump(b)])) == {}
+    for side, kind in itertools.product((a, b, c), ("forward_data", "batch_inputs")):
+        shutil.rmtree(side / kind)
     result = compare([open_dump(a), open_dump(b)])
+    assert result.verdict is Verdict.SAME
+    assert "is_loss: 16 rows are paired by location only" in notes(result)["is_loss"].message
+    result = compare([open_dump(a), open_dump(c)])
     assert result.verdict is Verdict.NOT_COMPARABLE, result.reason
     assert "the same lengths in another order" in result.pairs[0].causes[0].evidence
     assert result.pairs[0].causes[0].title == "the rows are in another order"
 
 
-def test_unidentified_rows_are_reported_as_paired_by_location(tmp_path: Path) -> None:
-    a = nexrl_directory(tmp_path / "a")
-    b = rotated(nexrl_directory(tmp_path / "b"))
-    result = compare([open_dump(a), open_dump(b)])
+def test_rows_of_a_whole_step_in_another_order_are_paired_by_location(tmp_path: Path) -> None:
+    result = compare([
+        open_dump(nexrl_directory(tmp_path / "a")),
+        open_dump(rotated(nexrl_directory(tmp_path / "b"))),
+    ])  # fmt: skip
     # The whole batch's order is not that of the microbatches any more.
-    assert notes(result)["old_log_probs"].message.startswith(
-        "old_log_probs: 16 rows are paired by place: neither ids nor tokens say which samples"
-    )
-    sides = [nexrl_directory(tmp_path / f"{name}w", mode="weaver") for name in "ab"]
-    assert notes(compare([open_dump(side) for side in sides])) == {}
-    for side in sides:
-        for kind in ("forward_data", "batch_inputs"):
-            for file in (side / kind).iterdir():
-                file.unlink()
-            (side / kind).rmdir()
-    result = compare([open_dump(side) for side in sides])
-    assert result.verdict is Verdict.SAME
-    assert "is_loss: 16 rows are paired by place" in notes(result)["is_loss"].message
+    assert "old_log_probs: 16 rows are paired by location" in notes(result)["old_log_probs"].message
 
 
 def test_other_samples_are_not_reported_as_split_differently(tmp_path: Path) -> None:
@@ -273,7 +242,7 @@ def test_a_loss_is_compared_at_its_own_location_if_ranks_are_replicas(
         assert result.verdict is Verdict.SAME, result.reason
         loss = next(t for t in result.pairs[0].tensors if t.name == "loss")
         assert loss.found.pairs == 2
-        assert {shard.location.rank for shard in loss.shards} == {0}
+        assert {shard.comparison.locations[0].rank for shard in loss.shards} == {0}
         assert "numbers of 2 and 0 parts are not compared" in notes(result)["loss"].message
 
 
@@ -286,9 +255,8 @@ def test_masked_and_non_finite_log_probs_identify_no_order(tmp_path: Path) -> No
 
     a = nexrl_directory(tmp_path / "a", edit=edit)
     b = rotated(nexrl_directory(tmp_path / "b", edit=edit))
-    assert (
-        "paired by place" in notes(compare([open_dump(a), open_dump(b)]))["old_log_probs"].message
-    )
+    result = compare([open_dump(a), open_dump(b)])
+    assert "paired by location" in notes(result)["old_log_probs"].message
 
 
 Split = list[list[int]]
@@ -320,29 +288,26 @@ def test_any_two_splits_of_samples_are_the_same(
     assert result.verdict is Verdict.SAME, result.reason
 
 
-def test_a_lost_file_is_missing_however_samples_are_split(tmp_path: Path) -> None:
-    def lose(file: Path) -> None:
+@pytest.mark.parametrize("harm", ["lost", "empty"])
+def test_a_lost_file_is_missing_however_samples_are_split(tmp_path: Path, harm: str) -> None:
+    a = dynamic(tmp_path / "a", UNLIKE["by mini-batch"], rollout=True)
+    b = dynamic(tmp_path / "b", UNLIKE["mixed"], rollout=True)
+    file = next(a.rglob("actor_rank1_*_4.safetensors"))
+    if harm == "lost":
         file.unlink()
-
-    def empty(file: Path) -> None:
+    else:
         file.write_bytes(b"")
-
-    harm: Callable[[Path], None]
-    for number, harm in enumerate((lose, empty)):
-        a = dynamic(tmp_path / f"a{number}", UNLIKE["by mini-batch"], rollout=True)
-        b = dynamic(tmp_path / f"b{number}", UNLIKE["mixed"], rollout=True)
-        harm(next(a.rglob("actor_rank1_*_4.safetensors")))
-        result = compare([open_dump(a), open_dump(b)])
-        assert result.exit_status == 2
-        kinds = {f.kind for f in result.pairs[0].findings}
-        assert kinds >= {"only", "damaged" if harm is empty else "missing"}
-        # Both sides lack it: the rollout has its samples.
-        itself = compare([open_dump(a), open_dump(a)])
-        assert itself.exit_status == 2
+    result = compare([open_dump(a), open_dump(b)])
+    assert result.exit_status == 2
+    kinds = {f.kind for f in result.pairs[0].findings}
+    assert kinds >= {"only", "damaged" if harm == "empty" else "missing"}
+    # Both sides lack it: the rollout has its samples.
+    assert compare([open_dump(a), open_dump(a)]).exit_status == 2
 
 
 # --- pairing by location proves nothing if the sides have other layouts ---------------------------
-Edit = Callable[[str, str, Content], None]
+LAYOUT: dict[str, Any] = {"ranks": 2, "micros": 2, "rows": 2}
+SHUFFLED = (3, 6, 1, 0, 7, 2, 5, 4)
 
 
 def untouched(kind: str, name: str, data: Content) -> None:
@@ -356,7 +321,7 @@ def padded(kind: str, name: str, data: Content) -> None:
 
 
 def without_tokens(
-    path: Path, order: Sequence[int] = range(8), edit: Edit = untouched, **layout: object
+    path: Path, order: Sequence[int] = range(8), edit: Edit = untouched, **layout: Any
 ) -> Path:
     """A dump of NexRL's whose microbatches say neither ids nor tokens."""
 
@@ -364,16 +329,7 @@ def without_tokens(
         data.pop("input_ids", None)
         edit(kind, name, data)
 
-    return ordered(path, order, edited, **layout)
-
-
-def ordered(
-    path: Path, order: Sequence[int] = range(8), edit: Edit = untouched, **layout: Any
-) -> Path:
-    batch = in_order(make_batch(8, 12), order)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dump_files, "make_batch", lambda *_, **__: batch)
-        return nexrl_directory(path, edit=edit, **layout)
+    return nexrl_directory(path, tokens=12, order=order, edit=edited, **layout)
 
 
 @pytest.mark.parametrize("edit", [untouched, padded])
@@ -381,7 +337,7 @@ def ordered(
 def test_pairs_by_location_in_other_parts_prove_no_difference(
     tmp_path: Path, other: tuple[int, int, int], edit: Edit
 ) -> None:
-    a = without_tokens(tmp_path / "a", ranks=2, micros=2, rows=2)
+    a = without_tokens(tmp_path / "a", **LAYOUT)
     ranks, micros, rows = other
     b = without_tokens(tmp_path / "b", ranks=ranks, micros=micros, rows=rows, edit=edit)
     for sides in ((a, b), (b, a)):
@@ -398,9 +354,8 @@ def test_pairs_by_location_in_other_parts_prove_no_difference(
 
 
 def test_pairs_by_location_in_another_order_prove_no_difference(tmp_path: Path) -> None:
-    layout: dict[str, Any] = {"ranks": 2, "micros": 2, "rows": 2}
-    a = without_tokens(tmp_path / "a", **layout)
-    b = without_tokens(tmp_path / "b", (3, 6, 1, 0, 7, 2, 5, 4), **layout)
+    a = without_tokens(tmp_path / "a", **LAYOUT)
+    b = without_tokens(tmp_path / "b", SHUFFLED, **LAYOUT)
     result = compare([open_dump(a), open_dump(b)])
     assert result.verdict is Verdict.NOT_COMPARABLE, result.reason
     log_probs = next(t for t in result.pairs[0].tensors if t.section == "forward_data")
@@ -411,7 +366,7 @@ def test_pairs_by_location_in_another_order_prove_no_difference(tmp_path: Path) 
         if kind == "forward_data" and name.endswith("rank1_micro0"):
             data["log_probs"] = data["log_probs"] + 0.5
 
-    c = without_tokens(tmp_path / "c", **layout, edit=edit)
+    c = without_tokens(tmp_path / "c", **LAYOUT, edit=edit)
     result = compare([open_dump(a), open_dump(c)])
     assert result.verdict is Verdict.DIFFERENT
     assert result.first is not None
@@ -423,11 +378,9 @@ def test_lengths_in_another_order_over_all_shards_prove_no_difference(tmp_path: 
         if kind == "forward_data" and name.endswith("rank0_micro0"):
             data["response_mask"][0] = 1
 
-    layout: dict[str, Any] = {"ranks": 2, "micros": 2, "rows": 2}
-    order = (3, 6, 1, 0, 7, 2, 5, 4)
     # Only one side has tokens, and only one has trajectories.
-    a = ordered(tmp_path / "a", **layout)
-    b = without_tokens(tmp_path / "b", order, mode="weaver", **layout)
+    a = nexrl_directory(tmp_path / "a", tokens=12, **LAYOUT)
+    b = without_tokens(tmp_path / "b", SHUFFLED, mode="weaver", **LAYOUT)
     for sides in ((a, b), (b, a)):
         result = compare([open_dump(side) for side in sides])
         different = [t for t in result.pairs[0].tensors if t.verdict is Verdict.DIFFERENT]
@@ -435,7 +388,7 @@ def test_lengths_in_another_order_over_all_shards_prove_no_difference(tmp_path: 
         assert result.verdict is Verdict.NOT_COMPARABLE, result.reason
         assert result.pairs[0].causes[0].title == "the rows are in another order"
     # Other lengths are a difference.
-    c = without_tokens(tmp_path / "c", order, lengthened, mode="weaver", **layout)
+    c = without_tokens(tmp_path / "c", SHUFFLED, lengthened, mode="weaver", **LAYOUT)
     result = compare([open_dump(side) for side in (a, c)])
     assert result.verdict is Verdict.DIFFERENT
     assert result.first is not None
@@ -447,8 +400,8 @@ def test_a_file_of_losses_is_no_other_number_of_rows(tmp_path: Path) -> None:
         if kind in ("loss", "is_loss_debug"):
             data["loss"] = data["loss"] + 1e-7
 
-    a = without_tokens(tmp_path / "a", ranks=2, micros=2, rows=2)
-    b = without_tokens(tmp_path / "b", ranks=2, micros=2, rows=2, mode="weaver", edit=rounded)
+    a = without_tokens(tmp_path / "a", **LAYOUT)
+    b = without_tokens(tmp_path / "b", **LAYOUT, mode="weaver", edit=rounded)
     for sides in ((a, b), (b, a)):
         result = compare([open_dump(side) for side in sides])
         assert result.verdict is Verdict.WITHIN_NOISE, result.reason
@@ -456,12 +409,9 @@ def test_a_file_of_losses_is_no_other_number_of_rows(tmp_path: Path) -> None:
 
 
 # --- a file of a whole step has no mask, those of its ranks have ---------------------------------
-SHUFFLED = (3, 6, 1, 0, 7, 2, 5, 4)
-
-
 def aligned(order: Sequence[int], width: int, *, left: bool) -> Edit:
     """Pad tensors by row to a width, and move each row's values to the side that is not padded."""
-    lengths = torch.from_numpy(in_order(make_batch(8, 12), order).lengths)
+    lengths = torch.from_numpy(make_batch(8, 12).lengths[[*order]])
 
     def edit(kind: str, name: str, data: Content) -> None:
         for tensor, values in data.items():
@@ -488,17 +438,16 @@ MICRO_FILES = [f"step_000000_rank{rank}_micro{micro}" for rank in range(2) for m
 def test_another_order_and_another_padding_are_the_same(
     tmp_path: Path, mode: str, order: Sequence[int], left: bool
 ) -> None:
-    layout: dict[str, Any] = {"ranks": 2, "micros": 2, "rows": 2}
-    a = ordered(tmp_path / "a", **layout)
-    b = ordered(tmp_path / "b", order, aligned(order, 9, left=left), mode=mode, **layout)
+    layout = {**LAYOUT, "tokens": 12}
+    a = nexrl_directory(tmp_path / "a", **layout)
+    edit = aligned(order, 9, left=left)
+    b = nexrl_directory(tmp_path / "b", order=order, edit=edit, mode=mode, **layout)
     for sides in ((a, b), (b, a)):
         result = compare([open_dump(side) for side in sides])
         assert result.verdict in (Verdict.SAME, Verdict.WITHIN_NOISE), result.reason
         found = values(result)
         section = "is_loss" if mode == "weaver" else "old_log_probs"
-        if (
-            mode == "self_hosted" or order is SHUFFLED
-        ):  # in order, `is_loss` has no such counterpart
+        if mode == "self_hosted" or order is SHUFFLED:  # else `is_loss` has no such counterpart
             assert found[section, "old_log_probs"] >= found["forward_data", "log_probs"]
 
 
@@ -523,10 +472,10 @@ def test_samples_with_other_ids_are_never_paired_by_location(tmp_path: Path, rol
     result = compare([open_dump(a), open_dump(b)])
     assert result.exit_status == (1 if rollout else 2)
     assert names(result, "old_log_probs") == set()
-    assert not [f for f in result.pairs[0].findings if "paired by place" in f.message]
+    assert notes(result) == {}
     section = "trajectories" if rollout else "old_log_probs"  # each is named once
     alone = {f.message for f in result.pairs[0].findings if f.kind == "only"}
-    assert alone == {f"8 samples of {section} are on one side only"}
+    assert alone == {f"8 samples of {section} appeared on only one side"}
 
 
 def test_the_same_samples_under_other_ids_pair_by_what_they_hold(tmp_path: Path) -> None:

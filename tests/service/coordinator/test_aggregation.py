@@ -14,7 +14,6 @@ from tests.support.dumps import capture
 from tests.support.stores import evidence_of
 from tests.support.triggering import RuleBench, rule, rules_of, run, training
 
-from stagescope_service.api.completeness import gaps
 from stagescope_service.coordinator import retries
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
@@ -22,11 +21,12 @@ from stagescope_service.coordinator.aggregation.assembly import TOO_LATE
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.core.findings import NOT_AGGREGATED
 from stagescope_service.core.instructions import Aggregate, Instruction, Put
-from stagescope_service.core.operator_tables import again
+from stagescope_service.core.operators import again
 from stagescope_service.ingest.ingestors import IngestorDied
 from stagescope_service.ingest.operator_tables import TABLE
 from stagescope_service.store.contract import Delete, Write
 from stagescope_service.store.tables import FindingRow
+from stagescope_service.views.reading.completeness import gaps
 from stagescope_wire.errors import CatalogueUnavailable, StoreError
 
 STEP = Aggregate(1, 1)

@@ -25,12 +25,12 @@ from stagescope_service.coordinator.draining import Drained
 from stagescope_service.coordinator.raw_fields import FIELDS, OWN_FIELDS, PAGE
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.coordinator.runner import Clock
+from stagescope_service.core.hangs.stack_requests import RankRequest
 from stagescope_service.core.instructions import (
     Aggregate,
     Ingest,
     PayloadKey,
 )
-from stagescope_service.core.stack_requests import RankRequest
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Store, Submitted
 from stagescope_service.store.sql import SqlStore

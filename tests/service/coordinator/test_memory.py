@@ -15,8 +15,9 @@ import pytest
 from tests.support.stores import opened
 from tests.support.triggering import rule, rules_of
 
-from stagescope_service.coordinator import followed_run, trigger_watch
 from stagescope_service.coordinator.coordinator import Coordinator
+from stagescope_service.coordinator.rules import followed_run
+from stagescope_service.coordinator.rules import watch as trigger_watch
 from stagescope_service.core import entities, state
 from stagescope_service.core.instructions import IngestJob, PayloadKey, Put
 from stagescope_service.ingest.ingestors import IngestorClient

@@ -12,7 +12,7 @@ from tests.support.local import LocalCoordinator
 from tests.support.stores import url_of, write
 from tests.support.triggering import rule, rules_of, run, training
 
-from stagescope_service.coordinator.trigger_actions import gone_of
+from stagescope_service.coordinator.rules.actions import gone_of
 from stagescope_service.store.contract import Put
 from stagescope_service.store.queries.reader import LIMIT
 from stagescope_service.store.ring import RingKey

@@ -15,7 +15,6 @@ from tests.support.ingestors import LocalIngestors
 from tests.support.measure import ingest_job, payload
 from tests.support.stores import rows_of_step, url_of
 
-from stagescope_service.api.completeness import ROWS_REMOVED, gaps, is_behind
 from stagescope_service.coordinator import retention
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.retention import Limits, Retention
@@ -30,6 +29,7 @@ from stagescope_service.store.queries.files import KeptBytes
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables.declare import RankWork
+from stagescope_service.views.reading.completeness import ROWS_REMOVED, gaps, is_behind
 from stagescope_wire.errors import Unreachable
 
 T = TypeVar("T")

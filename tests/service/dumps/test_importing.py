@@ -1,13 +1,15 @@
+"""A dump as the events of its processes."""
+
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.memory_dumps import MemoryDump
 
 from stagescope_service.dumps.importing import (
     ProcessEvents,
@@ -15,42 +17,23 @@ from stagescope_service.dumps.importing import (
     import_events,
     import_key,
 )
-from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
-from stagescope_wire.errors import InvalidTensor
+from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
 from stagescope_wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
-
-KEEP = {"what": ["all"]}
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeDump:
-    """A dump with given records; an exception is raised when its entry is read."""
-
-    records: Mapping[DumpEntry, DumpContents | Exception]
-    name: str = "/dumps"
-    kind: str = "nexrl"
-    problems: Sequence[DumpProblem] = ()
-    about: Mapping[str, object] = dataclasses.field(default_factory=dict)
-
-    @property
-    def entries(self) -> Sequence[DumpEntry]:
-        return [*self.records]
-
-    def read(self, entry: DumpEntry) -> DumpContents:
-        found = self.records[entry]
-        if isinstance(found, Exception):
-            raise found
-        return found
 
 
 def values(*shape: int) -> tuple[Any, ...]:
     return ("float32", shape, np.zeros(shape, np.float32), None)
 
 
-def entry(tmp_path: Path, section: str, name: str = "f", **location: Any) -> DumpEntry:
+def held(
+    tmp_path: Path, section: str, name: str = "f", tensors: Any = (), *,
+    texts: Any = None, **location: Any,
+) -> DumpContents:  # fmt: skip
+    """The contents of a file that exists, as its time and size are read."""
     path = tmp_path / name
     path.touch()
-    return DumpEntry(section, Location(step=location.pop("step", 0), **location), path)
+    entry = DumpEntry(section, Location(location.pop("step", 0), **location), path)
+    return DumpContents(entry, dict(tensors), **texts or {})
 
 
 def of_kind(found: Sequence[ProcessEvents], kind: str) -> list[tuple[Sender, Event, ProcessEvents]]:
@@ -62,41 +45,35 @@ def of_kind(found: Sequence[ProcessEvents], kind: str) -> list[tuple[Sender, Eve
     ]
 
 
-def imported(dump: FakeDump) -> list[ProcessEvents]:
-    return [*import_events(dump, "imported", "key", keep=KEEP)]
+def imported(*records: DumpContents, broken: Sequence[Path] = ()) -> list[ProcessEvents]:
+    dump = MemoryDump([*records], broken=frozenset(broken))
+    return [*import_events(dump, "imported", "key", keep={"what": ["all"]})]
 
 
 def test_each_section_goes_to_the_stage_that_makes_it(tmp_path: Path) -> None:
     sections = ("trajectories", "old_log_probs", "forward_data", "loss")
-    entries = [entry(tmp_path, section, section) for section in sections]
-    dump = FakeDump({each: DumpContents(each, {each.section: values(2, 3)}) for each in entries})
-    ends = of_kind(imported(dump), END)
+    records = [held(tmp_path, name, name, {name: values(2, 3)}) for name in sections]
+    ends = of_kind(imported(*records), END)
     assert [(sender.role, end.fields["stage"]) for sender, end, _ in ends] == [
         ("rollout", "rollout_generate"),
         ("driver", "actor_compute_log_prob"),
         ("driver", "actor_update"),
     ]
-    (_, _, update) = ends[-1]
-    (payload,) = update.payloads.values()
     # Two sections of one stage and part are one payload of one identity.
+    (payload,) = ends[-1][2].payloads.values()
     assert set(payload["tensors"]) == {"forward_data", "loss"}
 
 
 def test_ranks_and_parts_keep_their_identity(tmp_path: Path) -> None:
-    entries = [
-        entry(tmp_path, "loss", f"{step}{rank}{micro}", step=step, rank=rank,
-              part=Part(microbatch=micro))
+    records = [
+        held(tmp_path, "loss", f"{step}{rank}{micro}", step=step, rank=rank,
+             part=Part(microbatch=micro), texts={"numbers": {"loss": 0.5}})
         for step in (1, 0) for rank in (1, 0) for micro in (1, 0)
     ]  # fmt: skip
-    dump = FakeDump({each: DumpContents(each, numbers={"loss": 0.5}) for each in entries})
-    found = imported(dump)
+    found = imported(*records)
     hellos = of_kind(found, HELLO)
-    assert [
-        (sender.role, sender.rank, hello.fields["world_size"]) for sender, hello, _ in hellos
-    ] == [
-        ("actor", 0, 2),
-        ("actor", 1, 2),
-    ]
+    told = [(sender.role, sender.rank, hello.fields["world_size"]) for sender, hello, _ in hellos]
+    assert told == [("actor", 0, 2), ("actor", 1, 2)]
     assert {hello.fields["settings"]["keep"]["what"][0] for _, hello, _ in hellos} == {"all"}
     ends = of_kind(found, END)
     assert [(e.fields["step"], sender.rank, e.fields["microbatch"]) for sender, e, _ in ends] == [
@@ -105,134 +82,96 @@ def test_ranks_and_parts_keep_their_identity(tmp_path: Path) -> None:
     assert all(end.fields["scalars"] == {"loss": 0.5} for _, end, _ in ends)
     assert not any(batch.payloads for batch in found)
     assert len(of_kind(found, FINISH)) == 2
-
-
-def test_an_end_names_its_begin_and_numbers_never_repeat(tmp_path: Path) -> None:
-    dump = FakeDump({each: DumpContents(each) for each in [entry(tmp_path, "loss", rank=3)]})
-    found = imported(dump)
-    ((_, begin, _),) = of_kind(found, BEGIN)
-    ((_, end, _),) = of_kind(found, END)
-    assert end.fields["begin_seq"] == begin.seq
-    numbers = [Event.parse(event).seq for batch in found for event in batch.events]
-    assert numbers == sorted(set(numbers))
-
-
-def test_texts_alone_are_a_payload(tmp_path: Path) -> None:
-    only = entry(tmp_path, "trajectories")
-    record = DumpContents(only, samples=("a", "b"), row_texts={"output": ("x", "y")})
-    ((_, end, batch),) = of_kind(imported(FakeDump({only: record})), END)
-    assert end.fields["payload"]["tensors"] == {}
-    assert batch.payloads[end.seq]["strings"] == {"sample_ids": ["a", "b"], "output": ["x", "y"]}
+    for (sender, begin, _), (_, end, _) in zip(of_kind(found, BEGIN), ends, strict=True):
+        assert end.fields["begin_seq"] == begin.seq
+        numbers = [each.seq for kind in (HELLO, BEGIN, END, FINISH)
+                   for other, each, _ in of_kind(found, kind) if other == sender]  # fmt: skip
+        assert len(numbers) == len(set(numbers))
 
 
 def test_two_files_of_one_stage_are_never_mixed(tmp_path: Path) -> None:
     # One names the stage that the other has by its section.
-    entries = [
-        entry(tmp_path, "trajectories", "b"),
-        entry(tmp_path, "trajectories", "a", stage="rollout_generate"),
+    records = [
+        held(tmp_path, "trajectories", "b", {"b": values(2)}),
+        held(tmp_path, "trajectories", "a", {"a": values(2)}, stage="rollout_generate"),
     ]
-    dump = FakeDump({each: DumpContents(each, {each.path.name: values(2)}) for each in entries})
-    ((_, _, batch),) = of_kind(imported(dump), END)
+    ((_, _, batch),) = of_kind(imported(*records), END)
     assert [set(payload["tensors"]) for payload in batch.payloads.values()] == [{"a"}]
     (problem,) = batch.problems
     assert (problem.kind, problem.path.name) == ("refused", "b")
 
 
-def test_importing_a_directory_twice_yields_the_same_events(tmp_path: Path) -> None:
-    dump = FakeDump({each: DumpContents(each) for each in [entry(tmp_path, "loss")]})
-    assert [batch.events for batch in imported(dump)] == [batch.events for batch in imported(dump)]
-    assert import_key(dump, "a") == import_key(dump, "a")
-
-
-def test_another_run_has_other_processes(tmp_path: Path) -> None:
-    dump = FakeDump({each: DumpContents(each) for each in [entry(tmp_path, "loss")]})
-    keys = [import_key(dump, run) for run in ("a", "b")]
-    senders = {Sender.parse(batch.sender).incarnation
-               for run, key in zip("ab", keys, strict=True)
-               for batch in import_events(dump, run, key, keep=KEEP)}  # fmt: skip
-    assert len(senders) == 2
-
-
-def test_a_directory_that_grew_is_another_attempt(tmp_path: Path) -> None:
-    one, two = entry(tmp_path, "loss", "1"), entry(tmp_path, "loss", "2")
-    key = import_key(FakeDump({one: DumpContents(one)}), "run")
-    assert import_key(FakeDump({one: DumpContents(one), two: DumpContents(two)}), "run") != key
-    os.utime(one.path, (1, 1))
-    assert import_key(FakeDump({one: DumpContents(one)}), "run") != key
+def test_a_directory_has_one_key_in_a_run_until_it_changes(tmp_path: Path) -> None:
+    one, two = held(tmp_path, "loss", "1"), held(tmp_path, "loss", "2")
+    assert [each.events for each in imported(one)] == [each.events for each in imported(one)]
+    key = import_key(MemoryDump([one]), "a")
+    assert import_key(MemoryDump([one]), "a") == key
+    assert import_key(MemoryDump([one, two]), "a") != key
+    # The key names the processes: those of another run are others.
+    other = import_key(MemoryDump([one]), "b")
+    assert other != key
+    ((sender, *_),) = of_kind([*import_events(MemoryDump([one]), "b", other, keep={})], HELLO)
+    assert sender.incarnation.startswith(other)
+    os.utime(one.entry.path, (1, 1))
+    assert import_key(MemoryDump([one]), "a") != key
 
 
 def test_an_unreadable_file_is_reported_and_the_others_are_imported(tmp_path: Path) -> None:
-    good, bad = entry(tmp_path, "loss", "good"), entry(tmp_path, "is_loss", "bad")
-    dump = FakeDump({good: DumpContents(good, {"loss": values(1)}), bad: InvalidTensor("cut off")})
-    (batch,) = [batch for batch in imported(dump) if batch.payloads]
-    assert [(each.path, each.entry) for each in batch.problems] == [(bad.path, bad)]
-    assert "cut off" in batch.problems[0].message
+    good = held(tmp_path, "loss", "good", {"loss": values(1)})
+    bad = held(tmp_path, "is_loss", "bad")
+    found = imported(good, bad, broken=[bad.entry.path])
+    (batch,) = [batch for batch in found if batch.payloads]
+    assert [(each.path, each.entry) for each in batch.problems] == [(bad.entry.path, bad.entry)]
+    assert "is truncated" in batch.problems[0].message
     assert [*next(iter(batch.payloads.values()))["tensors"]] == ["loss"]
 
 
-@pytest.mark.parametrize(
-    ("section", "name"), [("parameters", "parameter/w"), ("gradients", "gradient/w")]
-)
-def test_parameters_have_the_names_that_a_rank_gives_them(
-    tmp_path: Path, section: str, name: str
-) -> None:
-    one = entry(tmp_path, section)
-    (batch,) = [
-        batch
-        for batch in imported(FakeDump({one: DumpContents(one, {"w": values(4)})}))
-        if batch.payloads
-    ]
+def test_parameters_have_the_names_that_a_rank_gives_them(tmp_path: Path) -> None:
+    records = [held(tmp_path, name, name, {"w": values(4)}) for name in ("parameters", "gradients")]
+    ((_, _, batch),) = of_kind(imported(*records), END)
     (payload,) = batch.payloads.values()
-    assert [*payload["tensors"]] == [name]
+    assert {*payload["tensors"]} == {"parameter/w", "gradient/w"}
 
 
-def test_ids_travel_with_the_rows(tmp_path: Path) -> None:
-    one = entry(tmp_path, "trajectories")
-    record = DumpContents(
-        one, {"rewards": values(2)}, samples=("g-0", "g-1"), groups=("g", "g"),
-        row_texts={"run_id": ("0", "1")}, about={"temperature": 1.0},
-    )  # fmt: skip
-    (batch,) = [batch for batch in imported(FakeDump({one: record})) if batch.payloads]
-    (payload,) = batch.payloads.values()
-    assert payload["strings"] == {
-        "sample_ids": ["g-0", "g-1"], "group_ids": ["g", "g"], "run_id": ["0", "1"],
-    }  # fmt: skip
-    assert payload["meta"] == {"temperature": 1.0}
-    ((_, end, _),) = of_kind([batch], END)
-    assert end.fields["payload"]["tensors"] == {"rewards": ["float32", [2], None]}
-    assert end.fields["payload"]["bytes"] == 8
+def test_ids_travel_with_the_rows_and_alone(tmp_path: Path) -> None:
+    texts = {"samples": ("g-0", "g-1"), "groups": ("g", "g"), "row_texts": {"run_id": ("0", "1")}}
+    for tensors in ({"rewards": values(2)}, {}):
+        record = held(tmp_path, "trajectories", "f", tensors,
+                      texts={**texts, "about": {"temperature": 1.0}})  # fmt: skip
+        ((_, end, batch),) = of_kind(imported(record), END)
+        payload = batch.payloads[end.seq]
+        assert payload["strings"] == {
+            "sample_ids": ["g-0", "g-1"], "group_ids": ["g", "g"], "run_id": ["0", "1"],
+        }  # fmt: skip
+        assert payload["meta"] == {"temperature": 1.0}
+        described = end.fields["payload"]
+        assert described["tensors"] == {name: ["float32", [2], None] for name in tensors}
+        assert described["bytes"] == 8 * len(tensors)
 
 
 @pytest.mark.parametrize(
-    ("tensor", "notes"), [(None, 1), ("loss", 1), ("old_log_probs", 0)], ids=str
+    ("trained", "unnamed", "notes"),
+    [
+        ("advantages", None, 1),
+        ("advantages", "loss", 1),
+        ("advantages", "old_log_probs", 0),
+        (None, "loss", 0),
+        (None, "old_log_probs", 0),
+    ],
 )
 def test_samples_are_missed_only_where_all_that_is_trained_has_names(
-    tmp_path: Path, tensor: str | None, notes: int
+    tmp_path: Path, trained: str | None, unnamed: str | None, notes: int
 ) -> None:
     """A payload with rows and without names may be of any sample; a loss is of none."""
-    sampled = entry(tmp_path, "trajectories", "a")
-    trained = entry(tmp_path, "advantages", "b", rank=0)
-    records: dict[DumpEntry, DumpContents | Exception] = {
-        sampled: DumpContents(sampled, {"responses": values(3, 2)}, samples=("s0", "s1", "s2")),
-        trained: DumpContents(trained, {"advantages": values(2, 2)}, samples=("s0", "s1")),
-    }
-    if tensor is not None:
-        unnamed = entry(tmp_path, "loss", "c", rank=1)
-        records[unnamed] = DumpContents(unnamed, {tensor: values(1, 2)})
+    names = ("s0", "s1", "s2")
+    records = [held(tmp_path, "trajectories", "a", {"responses": values(3, 2)},
+                    texts={"samples": names})]  # fmt: skip
+    if trained is not None:
+        records.append(held(tmp_path, trained, "b", {trained: values(2, 2)}, rank=0,
+                            texts={"samples": names[:2]}))  # fmt: skip
+    if unnamed is not None:
+        records.append(held(tmp_path, "loss", "c", {unnamed: values(3, 2)}, rank=1))
     samples = TrainedSamples()
-    for batch in imported(FakeDump(records)):
+    for batch in imported(*records):
         samples.add(batch)
     assert len([*samples.notes()]) == notes
-
-
-def test_a_training_whose_rows_have_no_names_lacks_no_sample(tmp_path: Path) -> None:
-    sampled, trained = entry(tmp_path, "trajectories", "a"), entry(tmp_path, "loss", "b")
-    for tensor in ("loss", "old_log_probs"):
-        samples = TrainedSamples()
-        records: dict[DumpEntry, DumpContents | Exception] = {
-            sampled: DumpContents(sampled, {"responses": values(3, 2)}, samples=("s0", "s1", "s2")),
-            trained: DumpContents(trained, {tensor: values(3, 2)}),
-        }
-        for batch in imported(FakeDump(records)):
-            samples.add(batch)
-        assert not [*samples.notes()]

@@ -18,7 +18,7 @@ from tests.support.dump_files import (
     slime_rollout_file,
     slime_train_file,
 )
-from tests.support.step_dumps import MemoryDump
+from tests.support.memory_dumps import MemoryDump
 
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict

@@ -21,7 +21,6 @@ from tests.support.sampler import Scores, as_is, draw, temperature, top_p
 from tests.support.stores import write
 
 import stagescope
-from stagescope_service.api import diagnosis as api_diagnosis
 from stagescope_service.core.findings import finding
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.rules import evidence
@@ -40,6 +39,7 @@ from stagescope_service.rules.symptoms.turns import retokenised
 from stagescope_service.statistics import Comparability, examine, summarise
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.store.ring import Ring
+from stagescope_service.views import diagnosis as api_diagnosis
 from stagescope_wire.batch import Batch as StepBatch
 from stagescope_wire.batch import Tensor
 from stagescope_wire.errors import InvalidPlan
@@ -1302,7 +1302,7 @@ def test_a_diagnosis_of_unchanged_steps_is_computed_once(
         return diagnose(history)
 
     monkeypatch.setattr(api_diagnosis, "diagnose", counted)
-    monkeypatch.setattr("stagescope_service.api.diagnosis._MAX_AGE", 1e9)
+    monkeypatch.setattr("stagescope_service.views.diagnosis._MAX_AGE", 1e9)
     train(live, "unchanged", steps=range(1, 4))
     first = rows_of(live, "unchanged")
     assert rows_of(live, "unchanged") == first

@@ -25,7 +25,6 @@ from tests.support.sampler import (
     top_p,
 )
 
-from stagescope_service.api.numbers import cell_row
 from stagescope_service.statistics import (
     Comparability,
     PartRecord,
@@ -43,6 +42,7 @@ from stagescope_service.statistics.codec import summary_from_bytes, summary_to_b
 from stagescope_service.statistics.comparability import causes_of_ranks, examine_ranks
 from stagescope_service.statistics.exact import first_difference, unequal_tokens
 from stagescope_service.statistics.sample_checks import check_samples
+from stagescope_service.views.steps.numbers import cell_row
 from stagescope_wire.policy_versions import encode_versions
 
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stagescope_service.api.batches import Scratch
+from stagescope_service.views.samples.batches import Scratch
 from stagescope_wire.errors import StoreError
 
 

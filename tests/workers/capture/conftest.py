@@ -10,7 +10,7 @@ import pytest
 
 from stagescope_wire.plan import CaptureRequest
 from stagescope_wire.schema import Part
-from stagescope_workers.capture.msprobe_capture import ArmedCapture, Capturer
+from stagescope_workers.capture.msprobe_capture import ArmedCapture, begin_capture
 
 
 class Captures:
@@ -18,7 +18,6 @@ class Captures:
 
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir
-        self.capturer = Capturer()
         self.last: dict[str, Any] = {}
 
     def begin(
@@ -47,7 +46,7 @@ class Captures:
             "data_dir": str(self.data_dir),
             **capture,
         }
-        armed = self.capturer.begin(
+        armed = begin_capture(
             cast("CaptureRequest", request),
             run=run,
             attempt_key=attempt_key,

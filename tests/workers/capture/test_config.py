@@ -15,6 +15,7 @@ from tests.workers.capture.conftest import Captures
 from stagescope_wire.errors import InvalidPlan
 from stagescope_wire.schema import Part
 from stagescope_workers.capture import msprobe_config
+from stagescope_workers.capture.msprobe_capture import begin_capture
 from stagescope_workers.capture.msprobe_config import MsprobeConfig, check_config, resolve_config
 
 # The two examples of verl's guide, with every key that it shows.
@@ -116,24 +117,18 @@ def test_a_capture_from_a_path_sees_the_file_of_the_moment(
     levels = []
     for step, level in enumerate(("L0", "L1")):
         file.write_text(json.dumps({"task": "statistics", "level": level}), encoding="utf-8")
-        armed = captures.capturer.begin(
+        armed = begin_capture(
             capture_request(
                 capture_id="c", data_dir=str(captures.data_dir), config=None,
                 config_path=str(file),
             ),
-            run="run", attempt_key="k", stage="actor_update", step=step, part=_part(),
+            run="run", attempt_key="k", stage="actor_update", step=step, part=Part(),
             role="actor", rank=0, model=model, data_root=None,
         )  # fmt: skip
         assert armed is not None
         forward_backward(model, token_ids())
         levels.append(armed.finish(None)["level"])
     assert levels == ["L0", "L1"]
-
-
-def _part() -> Part:
-    from stagescope_wire.schema import Part
-
-    return Part()
 
 
 def test_msprobes_own_filters_do_not_interfere(captures: Captures) -> None:
@@ -159,20 +154,6 @@ def test_list_tensor_list_and_data_mode_reach_msprobe(captures: Captures) -> Non
     saved = list(Path(captures.last["path"]).rglob("*.pt"))
     assert saved
     assert all("softmax" in file.name for file in saved)
-
-
-def test_bench_path_is_compared_with(captures: Captures) -> None:
-    model = small_decoder()
-    with captures.around(model, task="tensor"):
-        forward_backward(model, token_ids())
-    baseline = str(Path(captures.last["path"]).parents[1])
-    section = {"bench_path": baseline, "diff_nums": -1}
-    with captures.around(model, task="tensor", step=2, section=section):
-        forward_backward(model, token_ids())
-    assert captures.last["state"] == "complete", captures.last
-    result = captures.begin(model, task="tensor", step=3, section=section, rank=1).finish(None)
-    assert result["state"] == "failed"
-    assert "has no directory step0/rank1" in result["error"]
 
 
 def test_only_tensors_that_differ_from_an_earlier_capture_are_written(captures: Captures) -> None:
@@ -201,6 +182,11 @@ def test_only_tensors_that_differ_from_an_earlier_capture_are_written(captures: 
     result = captures.begin(model, step=4, rank=1, **spec).finish(None)
     assert result["state"] == "failed"
     assert "no dump of actor_update part 0.0.0.0 of actor rank 1" in result["error"]
+    # A baseline that the configuration itself names.
+    section = {"bench_path": path, "diff_nums": -1}
+    result = captures.begin(model, task="tensor", step=5, section=section, rank=1).finish(None)
+    assert result["state"] == "failed"
+    assert "has no directory step0/rank1" in result["error"]
 
 
 def test_level_debug_saves_values_and_gradients(captures: Captures) -> None:

@@ -111,7 +111,7 @@ def test_a_full_disk_stays_inside(tmp_path: Path) -> None:
         sys.path[:0] = ["client", "workers", "."]
         import torch
         from stagescope_wire.schema import Part
-        from stagescope_workers.capture.msprobe_capture import Capturer
+        from stagescope_workers.capture.msprobe_capture import begin_capture
         from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -119,7 +119,7 @@ def test_a_full_disk_stays_inside(tmp_path: Path) -> None:
         expected = forward_backward(model, token_ids())
 
         def capture(step, task):
-            armed = Capturer().begin(
+            armed = begin_capture(
                 {"capture_id": "c", "config": {"task": task, "level": "mix"}},
                 run="run", attempt_key="k", stage="actor_update", step=step, part=Part(),
                 role="actor", rank=0, model=model, data_root=sys.argv[1],

@@ -51,10 +51,10 @@ def test_nothing_heavy_is_imported_before_a_capture() -> None:
 CAPTURE = """
 import torch
 from stagescope_wire.schema import Part
-from stagescope_workers.capture.msprobe_capture import Capturer
+from stagescope_workers.capture.msprobe_capture import begin_capture
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 model = small_decoder()
-armed = Capturer().begin(
+armed = begin_capture(
     {"capture_id": "c", "config": {"task": "statistics", "level": "mix"}}, run="run",
     attempt_key="k", stage="actor_update", step=1, part=Part(), role="actor", rank=4,
     model=model, data_root=sys.argv[1],
@@ -96,7 +96,7 @@ def _rank(rank: int, world_size: int, directory: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from stagescope_wire.schema import Part
-    from stagescope_workers.capture.msprobe_capture import Capturer
+    from stagescope_workers.capture.msprobe_capture import begin_capture
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -116,7 +116,7 @@ def _rank(rank: int, world_size: int, directory: str) -> None:
 
     expected, results = gradients(), []
     for step, level in enumerate(("L0", "L1", "mix", "L1")):
-        armed = Capturer().begin(
+        armed = begin_capture(
             capture_request(capture_id="c", config={"task": "statistics", "level": level}),
             run="run",
             attempt_key="k", stage="actor_update", step=step, part=Part(), role="actor",

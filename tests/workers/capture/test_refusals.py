@@ -16,7 +16,7 @@ from stagescope_wire.errors import CaptureError, InvalidPlan
 from stagescope_wire.plan import CaptureRequest
 from stagescope_wire.schema import Part
 from stagescope_workers.capture import msprobe_capture, msprobe_patches
-from stagescope_workers.capture.msprobe_capture import Capturer
+from stagescope_workers.capture.msprobe_capture import begin_capture
 
 
 def whole_capture(captures: Captures, model: torch.nn.Module, **arguments: object) -> None:
@@ -88,27 +88,12 @@ def test_a_level_that_needs_a_model_says_so(captures: Captures) -> None:
     assert captures.last["state"] == "complete"
 
 
-def test_a_directory_that_cannot_be_made(captures: Captures, tmp_path: Path) -> None:
-    blocked = tmp_path / "a_file"
-    blocked.write_text("in the way", encoding="utf-8")
-    result = captures.begin(small_decoder(), data_dir=str(blocked / "dumps")).finish(None)
-    assert result["state"] == "failed"
-    assert "NotADirectoryError" in result["error"]
-    whole_capture(captures, small_decoder())
-
-
-def test_a_path_that_msprobe_refuses_is_named(captures: Captures, tmp_path: Path) -> None:
-    result = captures.begin(small_decoder(), data_dir=str(tmp_path / "my dumps")).finish(None)
-    assert result["state"] == "failed"
-    assert "' '" in result["error"]
-    assert "data_dir" in result["error"]
-
-
 @pytest.mark.parametrize(
     ("spec", "error"),
     [
         ({"config": {"task": "statistic"}}, InvalidPlan),
-        ({"data_dir": "/proc/no such place"}, CaptureError),
+        ({"data_dir": "/proc/no such place"}, CaptureError),  # a path that msprobe refuses
+        ({"data_dir": "/proc/nowhere"}, CaptureError),  # one that cannot be made
         ({"config_path": "/nowhere/config.json", "config": None}, InvalidPlan),
     ],
 )
@@ -116,7 +101,7 @@ def test_strict_raises_and_lenient_does_not(
     captures: Captures, spec: CaptureRequest, error: type[Exception]
 ) -> None:
     def begin(strict: bool) -> Any:
-        return Capturer().begin(
+        return begin_capture(
             {
                 "capture_id": "c", "strict": strict, "data_dir": str(captures.data_dir),
                 "config": {"task": "statistics"}, **spec,
@@ -171,7 +156,7 @@ def test_a_missing_msprobe(captures: Captures, monkeypatch: pytest.MonkeyPatch) 
 
 def test_generation_is_never_captured_for_all_stages(captures: Captures) -> None:
     def begin(**fields: object) -> Any:
-        return Capturer().begin(
+        return begin_capture(
             capture_request(capture_id="c", config={"task": "statistics"}, strict=True, **fields),
             run="run", attempt_key="k", stage="rollout_generate", step=1, part=Part(),
             role="rollout", rank=0, model=None, data_root=str(captures.data_dir),
@@ -185,7 +170,7 @@ def test_generation_is_never_captured_for_all_stages(captures: Captures) -> None
 
 def test_a_capture_that_only_keeps_tensors_is_not_msprobes(captures: Captures) -> None:
     capture = capture_request(capture_id="c", config=None, config_path=None, keep=["old_log_probs"])
-    armed = Capturer().begin(
+    armed = begin_capture(
         capture, run="run", attempt_key="k", stage="actor_update", step=1, part=Part(),
         role="actor", rank=0, model=None, data_root=str(captures.data_dir),
     )  # fmt: skip

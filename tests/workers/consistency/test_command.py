@@ -11,9 +11,7 @@ from click.testing import Result
 from tests.support.answering import serving
 from tests.support.api import Service
 from tests.support.command_line import invoke
-from tests.support.engines.llama_cpp import llama_cpp
 from tests.support.engines.servers import EngineServer
-from tests.support.engines.tiny_llama import write_gguf
 
 from stagescope import attach, cli
 from stagescope_wire.engines import Sampling, connect
@@ -56,22 +54,6 @@ def test_llama_cpp_is_detected_and_generates(llama_url: str) -> None:
     with pytest.raises(EngineError, match="no log-probs of given tokens"):
         engine.score([[0, 5]])
     engine.close()
-
-
-def test_llama_cpp_wants_its_key(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("xllamacpp")
-    pytest.importorskip("gguf")
-    monkeypatch.delenv("STAGESCOPE_ENGINE_KEY", raising=False)
-    key = tmp_path / "key"
-    key.write_text("a-key-of-the-tests")
-    with llama_cpp(write_gguf(model, tmp_path / "tiny.gguf"), "a-key-of-the-tests") as url:
-        with pytest.raises(EngineError, match="401"):
-            connect(url).generate(["the"])
-        engine = connect(url, key_file=key)
-        assert engine.generate(["the"], Sampling(max_tokens=2))[0].problem == ""
-        engine.close()
 
 
 def test_llama_cpp_against_transformers_is_recorded(

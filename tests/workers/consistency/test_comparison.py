@@ -158,12 +158,3 @@ def test_prompts_with_images_are_answered_by_both(tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(InvalidInput, match="1 prompts have images, and ctranslate2 accepts none"):
         compare(items, Model("ctranslate2"), other, Letters(), asked)
-
-
-def test_a_model_that_sees_on_an_engine_that_does_not_is_warned_about() -> None:
-    engine = Model("sglang")
-    engine.info = dataclasses.replace(engine.info, multimodal=False)
-    config = {"architectures": ["Llama4ForConditionalGeneration"], "vision_config": {"a": 1}}
-    asked = dataclasses.replace(options(1.0), config=config)
-    found = compare(ITEMS, engine, Model("vllm"), Letters(), asked)
-    assert "--enable-multimodal" in found.warnings[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from examples.countdown.batch import Batch, make_batch
 from examples.countdown.config import Settings
 from examples.countdown.environment import Sample, make_samples, play
 from examples.countdown.tokenizer import PAD_ID
+from stagescope_wire.batch import Gap
 from stagescope_workers import Probe
 
 _NOTHING: Final = ([PAD_ID], [0.0])
@@ -102,9 +103,34 @@ class Source(NamedTuple):
         if path is None:
             with stagescope.attach() as session:
                 return [session.step(step, run=self.run).batch() for step in steps]
-        from stagescope_service.dumps.batches import read_batch
+        return [read_step(path, step, self.run) for step in steps]
 
-        return [read_batch(path, step, run=self.run) for step in steps]
+
+def read_step(path: Path, step: int, run: str) -> stagescope.Batch:
+    """Return a stored step without a service: from a batch's file, or the service's data_dir.
+
+    If several attempts of the run have the step, the one that wrote last counts.
+
+    Raises:
+        NotFound: nothing of this step is kept.
+    """
+    if path.is_file():
+        return stagescope.Batch.load(path)
+    from stagescope_service.dumps.formats.own_file import PayloadFile, open_payloads
+    from stagescope_service.dumps.joining.join import join
+    from stagescope_service.store.tensorfile import describe_file
+
+    files = [file for file in sorted(path.rglob("*.safetensors")) if file.name[0] != "."]
+    dump = open_payloads(map(PayloadFile, files), str(path))
+    found: dict[Path, object] = {}
+    for entry in dump.entries:
+        job: Any = describe_file(entry.path).metadata["job"]
+        if entry.location.step == step and job.get("run") == run:
+            found[entry.path] = job.get("attempt_key")
+    newest = max(found, key=lambda file: file.stat().st_mtime, default=None)
+    chosen = [PayloadFile(file) for file, key in found.items() if newest and key == found[newest]]
+    gaps = [Gap("file", problem.message) for problem in dump.problems]
+    return join(open_payloads(chosen, str(path)), step, gaps=gaps)
 
 
 def check_same(batch: Batch, stored: stagescope.Batch) -> None:

@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from stagescope_wire.captures import uses_msprobe
 from stagescope_wire.plan import CaptureLimits, CaptureRequest
 from stagescope_wire.schema import DUMP, Work
+from stagescope_workers.capture import dump_paths
 from stagescope_workers.capture.msprobe_config import MsprobeConfig, resolve_config
 from stagescope_workers.capture.shards import shard_bytes
 from stagescope_workers.transport.outbox import Outbox
@@ -93,10 +93,6 @@ class Estimate:
     assumed: bool = False
     """True where `tokens` is `ASSUMED_TOKENS`: neither given nor seen in an earlier stage."""
 
-    def fields(self) -> dict[str, object]:
-        """Return the `estimate` field of a DUMP event."""
-        return dataclasses.asdict(self)
-
 
 def estimate(
     size: ModelSize, config: MsprobeConfig, stage: str, *, tokens: int = ASSUMED_TOKENS
@@ -121,28 +117,25 @@ def estimate(
     return Estimate(int(total), round(seconds, 3), "model", tokens)
 
 
-def _passes(stage: str) -> tuple[bool, bool]:
-    """Return (has a backward pass, has an optimizer step) of a stage; an unknown one has both."""
-    forward_only = any(part in stage for part in _FORWARD_ONLY)
-    return not forward_only, not forward_only
+def _is_training(stage: str) -> bool:
+    """Return whether a stage has a backward pass and an optimizer step; an unknown one has."""
+    return not any(part in stage for part in _FORWARD_ONLY)
 
 
 def _entries(size: ModelSize, config: MsprobeConfig, stage: str) -> int:
-    backward, optimizer = _passes(stage)
-    module_entries = size.modules * (2 if backward else 1) + (size.tensors if backward else 0)
-    call_entries = size.modules * (5.4 if backward else 2.9)
-    call_entries += size.tensors * 9.1 if optimizer else 0
-
-    by_level = {"L0": module_entries, "L1": call_entries}
-    return int(by_level.get(config.level, module_entries + call_entries))
+    of_modules, of_calls = float(size.modules), 2.9 * size.modules
+    if _is_training(stage):
+        of_modules = 2.0 * size.modules + size.tensors
+        of_calls = 5.4 * size.modules + 9.1 * size.tensors
+    return int({"L0": of_modules, "L1": of_calls}.get(config.level, of_modules + of_calls))
 
 
 def _tensor_bytes(size: ModelSize, config: MsprobeConfig, stage: str, tokens: int) -> float:
-    backward, optimizer = _passes(stage)
-    times = 2 if backward else 1
-    activations = float(size.width) * tokens * times
-    module_bytes = activations * 1.6 + size.parameter_bytes * (2 if backward else 1)
-    call_bytes = activations * 2.2 + size.parameter_bytes * (times + (22 if optimizer else 0))
+    # Passes over the activations; copies of the parameters by modules and by calls.
+    passes, of_modules, of_calls = (2, 2, 24) if _is_training(stage) else (1, 1, 1)
+    activations = float(size.width) * tokens * passes
+    module_bytes = activations * 1.6 + size.parameter_bytes * of_modules
+    call_bytes = activations * 2.2 + size.parameter_bytes * of_calls
     by_level = {"L0": module_bytes, "L1": call_bytes}
     return by_level.get(config.level, module_bytes + call_bytes)
 
@@ -209,13 +202,6 @@ _MAX_STAGES: Final = 64
 _COPY_BYTES_PER_SECOND: Final = 1e9
 
 
-class StageEstimate(NamedTuple):
-    """The estimate of a request for one stage, as the fields of a DUMP event."""
-
-    stage: str
-    fields: dict[str, object]
-
-
 class StageModels:
     """The model that ran last in each stage, as weak references, and its number of tokens."""
 
@@ -254,8 +240,8 @@ class StageModels:
 
 def estimate_request(
     capture: CaptureRequest, models: StageModels, data_root: str | None
-) -> list[StageEstimate]:
-    """Estimate what a capture request costs in this process, stage by stage.
+) -> list[tuple[str, dict[str, object]]]:
+    """Return (stage, `estimate` field of a DUMP event) of a capture request in this process.
 
     The `bytes` and `seconds` are for one step. The `basis` is 'measured' (a capture of the kind ran
     in this process), 'model' or 'unknown'. The disk has `free_bytes` left, without the reserve.
@@ -273,7 +259,7 @@ def estimate_request(
     if not costs:
         stage = "all" if capture["stages"] == "all" else str(capture["stages"][0])
         costs = [(stage, Estimate(0, 0.0, "unknown"))]
-    return [StageEstimate(stage, {**cost.fields(), **circumstances}) for stage, cost in costs]
+    return [(stage, {**dataclasses.asdict(cost), **circumstances}) for stage, cost in costs]
 
 
 def _msprobe_costs(
@@ -325,11 +311,8 @@ def _free_bytes(capture: CaptureRequest, data_root: str | None, reserve: int) ->
     directory = Path(data_dir).expanduser().absolute()
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
-    try:
-        status = os.statvfs(directory)
-    except OSError:
-        return None
-    return max(0, status.f_bavail * status.f_frsize - reserve)
+    free = dump_paths.free_bytes(directory)
+    return None if free is None else max(0, free - reserve)
 
 
 class CaptureReports:
@@ -352,7 +335,7 @@ class CaptureReports:
             estimates = estimate_request(capture, self.models, data_dir)
             error = None
         except Exception as failure:  # the request itself may be impossible
-            estimates = [StageEstimate(str(capture["stages"][0]), {"basis": "unknown"})]
+            estimates = [(str(capture["stages"][0]), {"basis": "unknown"})]
             error = f"{type(failure).__name__}: {failure}"[:2000]
         for stage, estimate in estimates:
             fields = Work(None, None, stage).fields()

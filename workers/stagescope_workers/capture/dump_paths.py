@@ -118,6 +118,15 @@ def claim_rank_directory(directory: Path, rank: int) -> tuple[Path, Path]:
     raise CaptureError(f"{directory} holds {_MAX_TRIES} dumps of rank {rank} already")
 
 
+def free_bytes(directory: Path) -> int | None:
+    """Return the bytes that may be written there, or None where they cannot be read."""
+    try:
+        status = os.statvfs(directory)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
 def measure(directory: Path) -> tuple[int, int]:
     """Return (bytes, files) below `directory`; files that vanish meanwhile are not counted."""
     total = files = 0

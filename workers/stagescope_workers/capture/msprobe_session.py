@@ -14,13 +14,13 @@ import atexit
 import contextlib
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from stagescope_wire.errors import CaptureError, Conflict
+from stagescope_workers.capture import dump_paths
 from stagescope_workers.capture import msprobe_patches as patches
 from stagescope_workers.capture.msprobe_config import MsprobeConfig, temporary_config
 
@@ -93,20 +93,11 @@ class LimitMonitor:
         written = self._bytes - self._checked_bytes
         if written > _FREE_CHECK_BYTES or now - self._checked_at > _FREE_CHECK_SECONDS:
             self._checked_bytes, self._checked_at = self._bytes, now
-            free = free_bytes(self._directory)
+            free = dump_paths.free_bytes(self._directory)
             if free is not None and free - size < self._reserve:
                 raise LimitReached(
                     f"the disk has {free} bytes left, {self._reserve} are kept for the training"
                 )
-
-
-def free_bytes(directory: Path) -> int | None:
-    """Return the bytes that may be written there, or None where they cannot be read."""
-    try:
-        status = os.statvfs(directory)
-    except OSError:
-        return None
-    return status.f_bavail * status.f_frsize
 
 
 class MsprobeSession:

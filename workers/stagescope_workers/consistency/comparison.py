@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Chats(Protocol):
     """An engine that accepts messages with images."""
 
     def chat(
-        self, conversations: Sequence[Sequence[JsonObject]], sampling: Sampling | None = None
+        self, conversations: Sequence[Sequence[JsonObject]], sampling: Sampling
     ) -> list[Generation]:
         """Answer each conversation."""
         ...
@@ -272,6 +272,9 @@ def _recovered_ids(generation: Generation, tokenizer: Tokenizer) -> tuple[int, .
     return tuple(ids) if texts == list(generation.tokens) else ()
 
 
+_ALIGNMENT: Final = "a log-prob at its own token; the prompt left out"
+
+
 def stream_provenance(
     engine: EngineInfo, other: EngineInfo, sampling: Sampling, scaled: bool
 ) -> dict[str, dict[str, object]]:
@@ -288,13 +291,13 @@ def stream_provenance(
         "temperature": float(sampling.temperature),
         "top_p": float(sampling.top_p),
         "top_k": sampling.top_k,
-        "alignment": "a log-prob at its own token; the prompt left out",
+        "alignment": _ALIGNMENT,
     }
     old = {
         **_side(other),
         "processed": scaled,
         "temperature": float(sampling.temperature) if scaled else 1.0,
-        "alignment": "a log-prob at its own token; the prompt left out",
+        "alignment": _ALIGNMENT,
     }
     return {"rollout": rollout, "old": old}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope_wire.engines import EngineInfo, Generation, Prompt, Sampling
-from stagescope_wire.engines.base import check_ids
+from stagescope_wire.engines.base import GREEDY, check_ids
 from stagescope_wire.errors import EngineError, InvalidInput, MissingExtra, NotFound
 from stagescope_wire.versions import install_command
 
@@ -40,7 +40,8 @@ class CTranslate2Engine:
                 expected="model.bin and config.json",
             )
         try:
-            self._tokens = _vocabulary(path)
+            self.vocabulary = _vocabulary(path)
+            """The tokens, by id."""
             config = json.loads((path / "config.json").read_text())
             self._open = functools.partial(
                 ctranslate2.Generator, str(path), device=device, compute_type=compute_type
@@ -49,10 +50,10 @@ class CTranslate2Engine:
         except (OSError, ValueError, RuntimeError) as error:
             text = " ".join(str(error).split())[:300]
             raise NotFound(f"{str(path)!r} cannot be loaded: {text}") from error
-        self._ids = {word: index for index, word in enumerate(self._tokens)}
+        self._ids = {word: index for index, word in enumerate(self.vocabulary)}
         self._end = self._ids.get(config.get("eos_token"))
         kind = self._generator.compute_type
-        self._info = EngineInfo(
+        self.info = EngineInfo(
             kind="ctranslate2",
             place=str(path),
             model=path.name,
@@ -65,32 +66,19 @@ class CTranslate2Engine:
             scores=True,
         )
 
-    @property
-    def info(self) -> EngineInfo:
-        """The description of the engine."""
-        return self._info
-
-    @property
-    def vocabulary(self) -> Sequence[str]:
-        """The tokens, by id."""
-        return self._tokens
-
     def close(self) -> None:
         """Release the model."""
         self._generator = None
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling | None = None
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = GREEDY) -> list[Generation]:
         """Continue each prompt; see `Engine.generate`."""
-        options = sampling or Sampling()
-        if options.stop:
+        if sampling.stop:
             raise InvalidInput("CTranslate2 only stops at tokens", expected="no texts in stop")
-        if options.seed is not None and options.temperature > 0:
+        if sampling.seed is not None and sampling.temperature > 0:
             # A generator's threads read the seed when they start: a new generator is needed.
-            ctranslate2.set_random_seed(options.seed)
+            ctranslate2.set_random_seed(sampling.seed)
             self._generator = self._open()
-        return [self._generate(self._row(prompt), options) for prompt in prompts]
+        return [self._generate(self._row(prompt), sampling) for prompt in prompts]
 
     def _generate(self, row: list[str], options: Sampling) -> Generation:
         ids: list[int] = []
@@ -113,7 +101,7 @@ class CTranslate2Engine:
             return_scores=True,  # without it the callback sees no log-prob
             callback=keep,
         )
-        tokens = tuple(self._tokens[token] for token in ids)
+        tokens = tuple(self.vocabulary[token] for token in ids)
         ended = bool(ids) and ids[-1] == self._end
         return Generation(
             text="".join(tokens),
@@ -145,13 +133,13 @@ class CTranslate2Engine:
     def _row(self, prompt: Prompt) -> list[str]:
         if isinstance(prompt, str):
             raise InvalidInput("CTranslate2 was given a text", expected="token ids")
-        ids = check_ids(prompt)
-        if max(ids) >= len(self._tokens):
+        ids, size = check_ids(prompt), len(self.vocabulary)
+        if max(ids) >= size:
             raise InvalidInput(
-                f"token id {max(ids)} is outside of the engine's vocabulary of {len(self._tokens)}",
+                f"token id {max(ids)} is outside of the engine's vocabulary of {size}",
                 expected="ids of the model that was converted",
             )
-        return [self._tokens[token] for token in ids]
+        return [self.vocabulary[token] for token in ids]
 
 
 def _vocabulary(path: Path) -> list[str]:

@@ -34,10 +34,6 @@ class Report:
         """The two engines that were compared."""
         return f"{side(self._found.engine)} against {side(self._found.other)}"
 
-    def _locations(self) -> Iterator[str]:
-        yield f"  engine  {self._found.engine.place}"
-        yield f"  against {self._found.other.place}"
-
     def lines(self, *, width: int = 80) -> list[str]:
         """Return the report as lines of at most `width` columns."""
         lines = []
@@ -51,7 +47,8 @@ class Report:
         temperature = found.sampling.temperature
         how = "greedily" if temperature == 0 else f"at temperature {temperature:g}"
         counts = f"{len(found.rows)} answers, {found.numbers['counts/tokens']:.0f} tokens"
-        yield from self._locations()
+        yield f"  engine  {found.engine.place}"
+        yield f"  against {found.other.place}"
         if found.stored:
             yield f"{counts} of the stored {found.stored}"
         else:
@@ -80,10 +77,7 @@ class Report:
     def _tables(self, width: int) -> list[str]:
         if not self._found.rows:
             return []
-        columns = {
-            "name": tuple(self._found.numbers),
-            "value": tuple(self._found.numbers.values()),
-        }
+        columns = {"name": tuple(self._found.numbers), "value": tuple(self._found.numbers.values())}
         worst = Table.from_rows(
             [dataclasses.asdict(token) for token in self._found.worst], order=_COLUMNS
         )
@@ -98,8 +92,8 @@ class Report:
         found = self._found
         agreement = found.agreement
         return {
-            "engine": _plain(found.engine),
-            "against": _plain(found.other),
+            "engine": dataclasses.asdict(found.engine),
+            "against": dataclasses.asdict(found.other),
             "sampling": dataclasses.asdict(found.sampling),
             "stored": found.stored or None,
             "aligned": found.aligned,
@@ -119,10 +113,6 @@ def side(info: EngineInfo) -> str:
     details = ", ".join(detail for detail in (info.dtype, info.quantisation) if detail)
     version = f" {info.version}" if info.version else ""
     return f"{info.kind}{version}{f' ({details})' if details else ''}"
-
-
-def _plain(info: EngineInfo) -> dict[str, object]:
-    return {**dataclasses.asdict(info), "settings": dict(info.settings)}
 
 
 def _provenance(stream: Mapping[str, object]) -> str:

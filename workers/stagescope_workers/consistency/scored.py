@@ -73,17 +73,15 @@ def numbers(rows: Sequence[Scored]) -> dict[str, float]:
         f"nonfinite/{stream}": float(np.count_nonzero(~np.isfinite(values)))
         for stream, values in (("rollout", q), ("old", p))
     }
-    q, p = q[finite], p[finite]
+    count = np.count_nonzero(finite)
+    q, p = (q[finite], p[finite]) if count else (np.array([math.nan]), np.array([math.nan]))
     d = p - q
-    count = len(d)
     return {
-        "logprob_abs_diff/mean": float(np.abs(d).mean()) if count else math.nan,
-        "logprob_abs_diff/max": float(np.abs(d).max()) if count else math.nan,
-        "rollout_corr/k3_kl": float((np.expm1(d) - d).mean()) if count else math.nan,
-        "rollout_corr/kl": float(-d.mean()) if count else math.nan,
-        "training/rollout_probs_diff_mean": (
-            float(np.abs(np.exp(p) - np.exp(q)).mean()) if count else math.nan
-        ),
+        "logprob_abs_diff/mean": float(np.abs(d).mean()),
+        "logprob_abs_diff/max": float(np.abs(d).max()),
+        "rollout_corr/k3_kl": float((np.expm1(d) - d).mean()),
+        "rollout_corr/kl": float(-d.mean()),
+        "training/rollout_probs_diff_mean": float(np.abs(np.exp(p) - np.exp(q)).mean()),
         "training/rollout_actor_probs_pearson_corr": _pearson(np.exp(p), np.exp(q)),
         "counts/tokens": float(count),
         "counts/sequences": float(len(rows)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +10,7 @@ import numpy as np
 
 import stagescope
 from stagescope_wire.batch import Batch
-from stagescope_wire.batch.converters import Trajectory, trajectories
+from stagescope_wire.batch.converters import trajectories
 from stagescope_wire.engines import Engine, EngineInfo, Sampling
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.schema import read_target
@@ -71,27 +71,28 @@ def rescore(
     """
     kept = list(trajectories(batch))[:limit]
     rows = [each.all_tokens() for each in kept]
+    responses = [each.tensor("responses") for each in kept]
     on_progress(f"{engine.info.kind} scores {sum(map(len, rows))} tokens")
-    q = _responses(engine.score(rows), kept)
+    q = _ends(engine.score(rows), responses)
     if isinstance(other, str):
         info = EngineInfo("stored", batch.heading)
         p = [each.tensor(other).astype(np.float64) for each in kept]
     else:
         info = other.info
         on_progress(f"{info.kind} scores the same tokens")
-        p = _responses(other.score(rows), kept)
+        p = _ends(other.score(rows), responses)
     scored = [
         Scored(
             name=each.sample_id or str(each.row),
-            prompt=tuple(rows[index][: -len(each.tensor("responses")) or None]),
-            ids=tuple(each.tensor("responses").tolist()),
-            q=q[index],
-            p=p[index],
+            prompt=tuple(row[: len(row) - len(ids)]),
+            ids=tuple(ids.tolist()),
+            q=row_q,
+            p=row_p,
             mask=each.tensor("response_mask") != 0,
             group=each.group_id or None,
             reward=each.reward,
         )
-        for index, each in enumerate(kept)
+        for each, row, ids, row_q, row_p in zip(kept, rows, responses, q, p, strict=True)
     ]
     sampling = _sampling(batch)
     masked = sum(len(row.ids) - int(row.counted.sum()) for row in scored)
@@ -110,12 +111,12 @@ def rescore(
     )
 
 
-def _responses(scores: Sequence[Sequence[float]], kept: Sequence[Trajectory]) -> list[Float64]:
-    found = []
-    for values, each in zip(scores, kept, strict=True):
-        width = len(each.tensor("responses"))
-        found.append(np.array(values[len(values) - width :], np.float64))
-    return found
+def _ends(scores: Sequence[Sequence[float]], responses: Sequence[Sized]) -> list[Float64]:
+    """Return the scores of the responses, which end the rows."""
+    return [
+        np.array(values[len(values) - len(response) :], np.float64)
+        for values, response in zip(scores, responses, strict=True)
+    ]
 
 
 def _texts(engine: Engine, tokenizer: Tokenizer) -> Callable[[int], str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope_wire.engines import EngineInfo, Generation, Prompt, Sampling, vision_part
-from stagescope_wire.engines.base import check_ids, check_prompt
+from stagescope_wire.engines.base import GREEDY, check_ids, check_prompt
 from stagescope_wire.errors import InvalidInput, MissingExtra, NotFound
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.versions import install_command
@@ -73,7 +73,7 @@ class TransformersEngine:
         )
         self.tokenizer = load_tokenizer(path)
         self._processor: Any = None
-        self._info = EngineInfo(
+        self.info = EngineInfo(
             kind="transformers",
             place=str(path),
             model=str(path),
@@ -85,11 +85,6 @@ class TransformersEngine:
             scores=True,
             architectures=tuple(self.config.get("architectures") or ()),
         )
-
-    @property
-    def info(self) -> EngineInfo:
-        """The description of the engine."""
-        return self._info
 
     def close(self) -> None:
         """Release the model."""
@@ -125,20 +120,20 @@ class TransformersEngine:
             found = _token_log_probs(logits, ids[0, 1:], temperature)
         return (math.nan, *found)
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling | None = None
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = GREEDY) -> list[Generation]:
         """Continue each prompt; see `Engine.generate`."""
-        options = sampling or Sampling()
-        rows = [self._ids(check_prompt(prompt)) for prompt in prompts]
-        with _seeded(options.seed):
+        rows = [
+            self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            for prompt in map(check_prompt, prompts)
+        ]
+        with _seeded(sampling.seed):
             return [
-                self._generate({"input_ids": torch.tensor([row])}, options, len(row))
+                self._generate({"input_ids": torch.tensor([row])}, sampling, len(row))
                 for row in rows
             ]
 
     def chat(
-        self, conversations: Sequence[Sequence[JsonObject]], sampling: Sampling | None = None
+        self, conversations: Sequence[Sequence[JsonObject]], sampling: Sampling = GREEDY
     ) -> list[Generation]:
         """Answer conversations whose parts may be `{"type": "image", "path": FILE}`.
 
@@ -154,19 +149,15 @@ class TransformersEngine:
             with _loading(self._path):
                 auto: Any = transformers.AutoProcessor
                 self._processor = auto.from_pretrained(self._path, local_files_only=True)
-        options = sampling or Sampling()
         found = []
-        with _seeded(options.seed):
+        with _seeded(sampling.seed):
             for messages in conversations:
                 inputs = self._processor.apply_chat_template(
                     list(messages), add_generation_prompt=True, tokenize=True, return_dict=True,
                     return_tensors="pt",
                 )  # fmt: skip
-                found.append(self._generate(inputs, options, inputs["input_ids"].shape[1]))
+                found.append(self._generate(inputs, sampling, inputs["input_ids"].shape[1]))
         return found
-
-    def _ids(self, prompt: str | list[int]) -> list[int]:
-        return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
 
     def _generate(self, inputs: JsonObject, options: Sampling, length: int) -> Generation:
         model = self._model

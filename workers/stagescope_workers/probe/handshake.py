@@ -125,10 +125,7 @@ class Handshake:
         """Search for the service once; None while there is none."""
         options = self._options
         link = find_link(
-            options.url or None,
-            options.token,
-            options.namespace,
-            waited=self._waited(),
+            options.url or None, options.token, options.namespace, waited=self._waited()
         )
         if link is not None:
             self._used_ray = self._used_ray or isinstance(link, RayLink)

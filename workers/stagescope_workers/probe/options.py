@@ -15,13 +15,7 @@ from stagescope_wire.keep import validate_keep
 from stagescope_wire.names import closest_field, run_name
 from stagescope_wire.nonfinite import JsonObject, valid_text
 from stagescope_wire.plan import KeepSpec
-from stagescope_wire.schema import (
-    ROLES,
-    STEP_BOUND,
-    check_attempt_key,
-    check_role,
-    check_run_name,
-)
+from stagescope_wire.schema import ROLES, STEP_BOUND, check_attempt_key, check_role, check_run_name
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.probe.watchdog import DEFAULT_SECONDS
 from stagescope_workers.transport.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS

@@ -14,12 +14,7 @@ from typing import Any, Final, TypeVar
 
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.plan import CaptureRequest
-from stagescope_wire.schema import (
-    END_STEP,
-    FINISH,
-    REFUSED,
-    Work,
-)
+from stagescope_wire.schema import END_STEP, FINISH, REFUSED, Work
 from stagescope_workers.probe.decorator import as_stage
 from stagescope_workers.probe.numbering import (
     STEP_REPEATED,

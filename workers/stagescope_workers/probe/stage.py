@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
@@ -19,7 +19,6 @@ from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, copy_te
 from stagescope_workers.payload import datum_columns, describe, is_torch
 from stagescope_workers.probe.draft import Draft
 from stagescope_workers.probe.reporter import Reporter
-from stagescope_workers.transport.outbox import Awaited
 
 if TYPE_CHECKING:
     import torch
@@ -104,11 +103,7 @@ class Stage:
         Raises:
             InvalidInput: only when the probe is strict.
         """
-        if self.work is None or self._ended or self._probe.is_inert:
-            return
-        with self._probe.guard("record", self.work):
-            for error in self._draft.add({**(values or {}), **named}):
-                self._refuse("record", error)
+        self._add("record", lambda: {**(values or {}), **named})
 
     def hand_over(self, values: Mapping[str, object] | None = None, /, **named: object) -> None:
         """Record tensors that nothing writes to any more: as `record`, but without its copy.
@@ -121,11 +116,7 @@ class Stage:
         Raises:
             InvalidInput: only when the probe is strict.
         """
-        if self.work is None or self._ended or self._probe.is_inert:
-            return
-        with self._probe.guard("hand_over", self.work):
-            for error in self._draft.add({**(values or {}), **named}, borrowed=True):
-                self._refuse("hand_over", error)
+        self._add("hand_over", lambda: {**(values or {}), **named}, borrowed=True)
 
     def record_datums(self, datums: Sequence[Mapping[str, object]]) -> None:
         """Record the input of a remote trainer: a list of dicts of lists, one dict per row.
@@ -136,11 +127,16 @@ class Stage:
         Raises:
             InvalidInput: only when the probe is strict.
         """
+        self._add("record_datums", lambda: datum_columns(datums))
+
+    def _add(
+        self, call: str, read: Callable[[], Mapping[str, object]], *, borrowed: bool = False
+    ) -> None:
         if self.work is None or self._ended or self._probe.is_inert:
             return
-        with self._probe.guard("record_datums", self.work):
-            for error in self._draft.add(datum_columns(datums)):
-                self._refuse("record_datums", error)
+        with self._probe.guard(call, self.work):
+            for error in self._draft.add(read(), borrowed=borrowed):
+                self._refuse(call, error)
 
     def _refuse(self, call: str, error: StagescopeError, *, quiet: bool = False) -> None:
         """Report a tensor that is missing or does not fit the others.
@@ -232,7 +228,7 @@ class Stage:
             if timer is not None:
                 fields["device_seconds"] = timer.seconds()
 
-        awaits: list[Awaited] = [*self._draft.copies(), *_copies(self._scalars)]
+        awaits: list[HostCopy | DeviceTimer] = [*self._draft.copies(), *_copies(self._scalars)]
         if timer is not None:
             awaits.append(timer)
         self._probe.outbox.put(END, fields, draft=draft, awaits=awaits, finalise=finalise)
@@ -288,12 +284,12 @@ class Stage:
                 self._send_dump({**_shard_dump(each, state, error), "bytes": size})
 
     def _arm(self, captures: list[CaptureRequest], work: Work, stage: str) -> None:
-        from stagescope_workers.capture.msprobe_capture import Capturer
+        from stagescope_workers.capture.msprobe_capture import begin_capture
 
         probe = self._probe
         try:
             for capture in captures:
-                armed = Capturer().begin(
+                armed = begin_capture(
                     capture,
                     run=probe.run,
                     attempt_key=probe.dump_key,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypedDict
 
+from stagescope_wire.errors import StagescopeError
 from stagescope_wire.framing import WirePayload
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.plan import SentPlan
@@ -18,8 +19,15 @@ from stagescope_workers import steady_clock
 MAX_BACKOFF: Final = 2.0
 """Seconds; short, since the service may be back at any moment."""
 
+MAX_PAUSE: Final = 60.0
+"""The longest time for which an overloaded service may delay a sender's batches."""
+
 Reply: TypeAlias = dict[str, Json]
 """The JSON object with which the service answers a call; `ServiceAnswer` has its fields."""
+Wire: TypeAlias = tuple[object, ...]
+"""A sender or an event, as its `wire` returns it."""
+Payloads: TypeAlias = dict[int, object]
+"""Sequence number -> payload, as the link's `pack` returned it."""
 
 
 class ServiceAnswer(TypedDict, total=False):
@@ -45,10 +53,11 @@ class ServiceAnswer(TypedDict, total=False):
 
 
 class Call:
-    """One call that was sent: its future, and when it was sent."""
+    """One call that was sent: its future, its link, and when it was sent."""
 
-    def __init__(self, future: Future[Reply], wake: Callable[[], None]) -> None:
+    def __init__(self, future: Future[Reply], link: ServiceLink, wake: Callable[[], None]) -> None:
         self.future = future
+        self.link = link
         self.wall, self.mono = steady_clock.now()
         self.checked_at = self.mono
         self.answered = 0.0
@@ -79,17 +88,12 @@ class ServiceLink(Protocol):
         """Return `payload` in the form in which `record` sends it."""
         return payload
 
-    def record(
-        self,
-        sender: tuple[object, ...],
-        events: list[tuple[object, ...]],
-        payloads: dict[int, object],
-    ) -> Future[Reply]:
+    def record(self, sender: Wire, events: list[Wire], payloads: Payloads) -> Future[Reply]:
         """Send a batch; the future completes after its commit."""
         ...
 
     def poll(
-        self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
+        self, sender: Wire, revision: int, unreceipted: list[int], wait: float
     ) -> Future[Reply]:
         """Request the plan and receipts, and renew the lease."""
         ...
@@ -119,6 +123,34 @@ class ServiceLink(Protocol):
 
     def close(self) -> None:
         """Close the connections."""
+
+
+class PlanHolder(Protocol):
+    """The receiver of the plan, which comes with the answers to polls and batches."""
+
+    @property
+    def revision(self) -> int:
+        """The revision that this process has applied."""
+        ...
+
+    def apply(self, plan: SentPlan) -> None:
+        """Activate a plan."""
+        ...
+
+
+def requested_pause(answer: ServiceAnswer) -> float:
+    """Return the seconds for which an overloaded service requests its senders to wait."""
+    pause = answer.get("pause")
+    return float(pause) if isinstance(pause, int | float) and 0 < pause <= MAX_PAUSE else 0.0
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether the service ran the call and raised, so that the link works."""
+    if isinstance(error, StagescopeError):
+        return error.code in {"error", "invalid_input", "invalid_event"}
+    # Ray raises a RayTaskError that is also the actor's exception; its own transport errors (dead,
+    # unavailable, timed out) are not RayTaskErrors.
+    return any(kind.__name__ == "RayTaskError" for kind in type(error).__mro__)
 
 
 jitter: Final = random.Random()

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -23,18 +23,15 @@ from stagescope_wire.errors import (
 )
 from stagescope_wire.framing import MEDIA_TYPE, WirePayload, pack_batch
 from stagescope_wire.nonfinite import Json, JsonObject, spell
-from stagescope_workers.transport.calls import Reply, ServiceLink, in_thread
+from stagescope_workers.transport.calls import Payloads, Reply, ServiceLink, Wire, in_thread
 
 if TYPE_CHECKING:
     import httpx
-
 
 _DRAIN_SECONDS: Final = 5.0
 """How long one request waits for receipts; `drain` makes several."""
 _UNKNOWN_SECONDS: Final = 10.0
 """Seconds that `drain` waits for an unknown run, whose first event may not have arrived yet."""
-
-
 _HTTP_LOGGERS: Final = (
     "httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2", "httpcore.proxy",
     "httpcore.socks",
@@ -102,30 +99,22 @@ class HttpLink(ServiceLink):
             trust_env=False,
         )
         self._lock = threading.Lock()
-        self._running_calls = 0
+        self._users = 1
+        """The link itself until `close`, and each running call."""
         self._is_closed = False
 
-    def record(
-        self,
-        sender: tuple[object, ...],
-        events: list[tuple[object, ...]],
-        payloads: dict[int, object],
-    ) -> Future[Reply]:
+    def record(self, sender: Wire, events: list[Wire], payloads: Payloads) -> Future[Reply]:
         """Send a batch to `POST /events`."""
-        packed = cast("dict[int, WirePayload]", payloads)  # by `pack`
-        return self._start(lambda: self._record(sender, events, packed))
-
-    def _record(
-        self,
-        sender: Sequence[object],
-        events: Sequence[Sequence[object]],
-        payloads: Mapping[int, WirePayload],
-    ) -> Reply:
-        body = pack_batch(sender, events, payloads)
-        return self._answer("/events", content=body, headers={"Content-Type": MEDIA_TYPE})
+        packed = cast("dict[int, WirePayload]", payloads)
+        headers = {"Content-Type": MEDIA_TYPE}
+        return self._start(
+            lambda: self._answer(
+                "/events", content=pack_batch(sender, events, packed), headers=headers
+            )
+        )
 
     def poll(
-        self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
+        self, sender: Wire, revision: int, unreceipted: list[int], wait: float
     ) -> Future[Reply]:
         """Request the plan and receipts from `POST /poll`, and renew the lease."""
         body = spell(
@@ -230,12 +219,9 @@ class HttpLink(ServiceLink):
 
     def close(self) -> None:
         """Refuse further calls; the connections are closed when the last running call ends."""
-        with self._lock:
+        if not self._is_closed:
             self._is_closed = True
-            is_idle = not self._running_calls
-        if is_idle:
-            with _quietly():
-                self._client.close()
+            self._end_use()
 
     def _start(self, call: Callable[[], Reply]) -> Future[Reply]:
         with self._lock:
@@ -243,20 +229,20 @@ class HttpLink(ServiceLink):
                 future: Future[Reply] = Future()
                 future.set_exception(Unreachable("this link to the service is closed"))
                 return future
-            self._running_calls += 1
+            self._users += 1
 
         def run() -> Reply:
             try:
                 return call()
             finally:
-                self._end_call()
+                self._end_use()
 
         return in_thread(run)
 
-    def _end_call(self) -> None:
+    def _end_use(self) -> None:
         with self._lock:
-            self._running_calls -= 1
-            is_last = self._is_closed and not self._running_calls
+            self._users -= 1
+            is_last = not self._users
         if is_last:
             with _quietly():
                 self._client.close()

@@ -28,7 +28,7 @@ from stagescope_wire.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE
 from stagescope_wire.errors import StagescopeError, Unreachable
 from stagescope_wire.framing import WirePayload
 from stagescope_wire.nonfinite import JsonObject
-from stagescope_workers.transport.calls import Reply, ServiceLink, in_thread
+from stagescope_workers.transport.calls import Payloads, Reply, ServiceLink, Wire, in_thread
 from stagescope_workers.transport.http_link import HttpLink
 from stagescope_workers.transport.spool_link import SpoolLink
 
@@ -217,17 +217,12 @@ class RayLink(ServiceLink):
         with _calling(self._ray):
             return self._ray.put(payload)
 
-    def record(
-        self,
-        sender: tuple[object, ...],
-        events: list[tuple[object, ...]],
-        payloads: dict[int, object],
-    ) -> Future[Reply]:
+    def record(self, sender: Wire, events: list[Wire], payloads: Payloads) -> Future[Reply]:
         """Send a batch; refs inside `payloads` are passed on, not read, by the coordinator."""
         return self._call("record_events", sender=sender, events=events, payloads=payloads or None)
 
     def poll(
-        self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
+        self, sender: Wire, revision: int, unreceipted: list[int], wait: float
     ) -> Future[Reply]:
         """Request the plan and receipts, and renew the lease."""
         return self._call(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
@@ -25,6 +26,9 @@ from stagescope_wire.framing import WirePayload
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG, SCHEMA, WORK_FIELDS
 from stagescope_workers import steady_clock
+from stagescope_workers.device import DeviceTimer, HostCopy
+
+_log = logging.getLogger("stagescope.workers")
 
 DEFAULT_MAX_BYTES: Final = 1 << 30
 DEFAULT_MAX_EVENTS: Final = 100_000
@@ -41,14 +45,6 @@ _NOT_TAKEN: Final = frozenset({"lost", "refused"})
 """Receipts of payloads that arrived but cannot be measured."""
 _NEVER_DROPPED: Final = frozenset({HELLO, FINISH, DROPPED})
 _MAX_DETAILS: Final = 1000  # drops counted by work; further ones are counted without their work
-
-
-class Awaited(Protocol):
-    """Work of a device."""
-
-    def ready(self) -> bool:
-        """Return whether it is done; does not wait."""
-        ...
 
 
 class PackablePayload(Protocol):
@@ -77,7 +73,7 @@ class Entry:
     packed: object = None
     """The payload as the link sends it (a ref, or the value), once it is packed."""
     nbytes: int = 0
-    awaits: Sequence[Awaited] = ()
+    awaits: Sequence[HostCopy | DeviceTimer] = ()
     """Device work that must finish before the entry can be sent."""
     finalise: Callable[[dict[str, Json]], None] | None = None
     """Completes the fields off the training thread (device seconds, scalars on a device)."""
@@ -130,7 +126,7 @@ class Outbox:
         fields: dict[str, Json],
         *,
         draft: PackablePayload | None = None,
-        awaits: Sequence[Awaited] = (),
+        awaits: Sequence[HostCopy | DeviceTimer] = (),
         finalise: Callable[[dict[str, Json]], None] | None = None,
     ) -> Entry:
         """Queue an event with its payload; drop others by the policy where a bound is reached."""
@@ -264,10 +260,16 @@ class Outbox:
         return chosen
 
     def pack(self, entry: Entry, pack: Callable[[WirePayload], object]) -> None:
-        """Convert the body of an entry in flight to its wire form, once.
+        """Complete the fields of an entry in flight, and convert its body to its wire form, once.
 
         A body that cannot be packed (the object store or the disk is full) is dropped and counted.
         """
+        finalise, entry.finalise = entry.finalise, None
+        if finalise is not None:
+            try:
+                finalise(entry.fields)
+            except Exception as error:
+                _log.debug("event %d could not be completed: %r", entry.seq, error)
         draft = entry.draft
         if entry.packed is None and draft is not None:
             try:

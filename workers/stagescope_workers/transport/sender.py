@@ -13,21 +13,24 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, cast
 
-from stagescope_wire.errors import StagescopeError, Unauthorized, Unreachable
-from stagescope_wire.plan import SentPlan
+from stagescope_wire.errors import Unauthorized, Unreachable
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.transport.calls import (
     MAX_BACKOFF,
     Backoff,
     Call,
     Clock,
+    PlanHolder,
     ServiceAnswer,
     ServiceLink,
+    Wire,
+    is_refusal,
     jitter,
+    requested_pause,
 )
-from stagescope_workers.transport.outbox import BATCH_EVENTS, Entry, Outbox
+from stagescope_workers.transport.outbox import BATCH_EVENTS, Outbox
 
 _log = logging.getLogger("stagescope.workers")
 
@@ -44,22 +47,7 @@ _UNAUTHORIZED_SECONDS: Final = 10.0
 _MIN_POLL_INTERVAL: Final = 0.05
 _MAX_REFUSALS: Final = 5
 _DEVICE_SECONDS: Final = 0.005
-_MAX_PAUSE: Final = 1.0
-MAX_PAUSE: Final = 60.0
-"""The longest time for which an overloaded service may delay a sender's batches."""
-
-
-class PlanHolder(Protocol):
-    """The receiver of the plan, which comes with the answers to polls and batches."""
-
-    @property
-    def revision(self) -> int:
-        """The revision that this process has applied."""
-        ...
-
-    def apply(self, plan: SentPlan) -> None:
-        """Activate a plan."""
-        ...
+_MAX_SLEEP: Final = 1.0
 
 
 class SenderHooks(NamedTuple):
@@ -67,7 +55,7 @@ class SenderHooks(NamedTuple):
 
     connect: Callable[[], ServiceLink | None]
     """Searches for the service once; None while there is none."""
-    sender: Callable[[Clock, int], tuple[object, ...]]
+    sender: Callable[[Clock, int], Wire]
     """Returns the sender's tuple, given the plan's revision; called before each batch and poll."""
     prepare: Callable[[], None]
     """Called once, before anything else."""
@@ -91,14 +79,9 @@ class EventSender:
         pool: PinnedPool,
         after: EventSender | None = None,
     ) -> None:
-        """Create a sender; `start` begins its thread.
+        """Create a sender of `outbox`; `start` begins its thread, which finishes copies of `pool`.
 
-        Args:
-            outbox: the events to send.
-            hooks: see there.
-            plan: receives every new plan.
-            pool: device copies to finish.
-            after: an earlier sender, whose events are all sent first; its `leave` is called.
+        It sends after `after`, an earlier sender whose `leave` is called.
         """
         self._outbox = outbox
         self._hooks = hooks
@@ -106,19 +89,17 @@ class EventSender:
         self._pool = pool
         self._after = after
         self._next: EventSender | None = None
-        self._leaving = False
         self._unconnected_at: float | None = time.monotonic() + UNCONNECTED_SECONDS
         self.problem = ""
         """The error of the last call; empty after an answer."""
-        self._longest_pause = _MAX_PAUSE
+        self._longest_sleep = _MAX_SLEEP
         self.clock = Clock()
         self.coordinator: str | None = None
         self.answers = 0
         self.attempt_key: str | None = None
         """The key that the service gave the attempt of a process without one."""
         self.is_unauthorized = False
-        """Whether the service refused the access token of the last call: only a person changes
-        that."""
+        """Whether the service refused the access token of the last call; only people change it."""
         self.has_address = False
         """Whether a search found where a service should answer; it may be down at the moment."""
         self._search = 1  # the number of the current search
@@ -127,14 +108,14 @@ class EventSender:
         self._awake = False
         self._stopping = False
         self._prepared = False
-        self._link: ServiceLink | None = None
+        self.link: ServiceLink | None = None
+        """The open link to the service; None while there is none."""
         self._is_new_link = True
         self._batches_after = 0.0
         """When the first batch may be sent, if no answer has given the service's clock yet."""
         self._batch_limit = BATCH_EVENTS
         self._refusals = 0
         self._sending: Call | None = None
-        self._sending_by: ServiceLink | None = None
         self._polling: Call | None = None
         self._receipts: Call | None = None
         self._polled_receipts: set[int] = set()
@@ -161,7 +142,7 @@ class EventSender:
         Waking for nothing costs the training thread: the two would contend for the interpreter.
         An event that was missed here is sent when the pending answer or the next search ends.
         """
-        if self._link is None or self._sending is not None:
+        if self.link is None or self._sending is not None:
             if self._pool.reserved == 0:
                 return
         elif time.monotonic() < self._sends.until:
@@ -180,7 +161,7 @@ class EventSender:
             self.is_unauthorized = False
             self._sends.succeed()
             self._polls.succeed()
-        if self._link is None:
+        if self.link is None:
             self._connecting.succeed()
         self.wake()
 
@@ -196,7 +177,7 @@ class EventSender:
 
     def leave(self, following: EventSender) -> None:
         """End the thread once everything is acknowledged; `following` sends after that."""
-        self._leaving, self._next = True, following
+        self._next = following
         self.wake()
 
     @property
@@ -212,12 +193,12 @@ class EventSender:
     @property
     def is_connected(self) -> bool:
         """Whether the service answered the last call."""
-        return self._link is not None and self.answers > 0
+        return self.link is not None and self.answers > 0
 
     def describe(self, *, closed: bool) -> str:
         """Return a description of the connection; `closed`: the probe is closed."""
-        link = self._link
-        if self.is_connected and link is not None:
+        link = self.link
+        if link is not None and self.answers:
             return f"connected to {link.address}"
         in_time = not self.has_searched or self._unconnected_at is not None
         if in_time and not (closed or self.answers or self.problem):
@@ -229,13 +210,8 @@ class EventSender:
             return f"not connected, {self.problem or lost}"
         return f"not connected to {link.address}: {self.problem or 'no answer'}"
 
-    @property
-    def link(self) -> ServiceLink | None:
-        """The open link to the service; None while there is none."""
-        return self._link
-
     def _run(self) -> None:
-        while not (self._stopping or (self._leaving and self.has_left)):
+        while not (self._stopping or (self._next is not None and self.has_left)):
             try:
                 self._run_cycle()
             except Unreachable as error:  # as where this process has just left its Ray cluster
@@ -249,8 +225,8 @@ class EventSender:
                 self._condition.notify_all()
             if self._next is not None:
                 self._next.wake()
-        if self._link is not None:
-            self._link.close()
+        if self.link is not None:
+            self.link.close()
 
     def _run_cycle(self) -> None:
         self._sleep(self._idle_seconds())
@@ -259,13 +235,13 @@ class EventSender:
             self._hooks.prepare()
         self._pool.settle()
         if self.answers:
-            self._longest_pause = min(self._hooks.feed_watchdog(), _MAX_PAUSE)
+            self._longest_sleep = min(self._hooks.feed_watchdog(), _MAX_SLEEP)
         elif self._unconnected_at is not None and time.monotonic() >= self._unconnected_at:
             self._unconnected_at = None
             self._hooks.on_unconnected(self.problem)
-        if self._link is not None and not self._link.is_open:
+        if self.link is not None and not self.link.is_open:
             self._put_back_and_lose_link()
-        if self._link is None and not self._find_link():
+        if self.link is None and not self._find_link():
             return
         self._handle_answers()
         self._make_calls()
@@ -283,10 +259,10 @@ class EventSender:
             return _DEVICE_SECONDS
         now = time.monotonic()
         if self._after is not None and self._after.has_unsent:
-            return self._longest_pause
-        if self._link is None:
-            return max(0.0, min(self._connecting.until - now, self._longest_pause))
-        due = [now + self._longest_pause]
+            return self._longest_sleep
+        if self.link is None:
+            return max(0.0, min(self._connecting.until - now, self._longest_sleep))
+        due = [now + self._longest_sleep]
         if self._sending is None and self._outbox.waiting:
             due.append(max(self._sends.until, self._outbox.due, self._batches_after))
         if self._polling is None or (self._receipts is None and self._has_unpolled_receipts()):
@@ -301,12 +277,12 @@ class EventSender:
             return False
         search = self._search
         try:
-            self._link = self._hooks.connect()
+            self.link = self._hooks.connect()
         except Exception as error:
             self.problem = f"{error!s:.300}"
             self._warn("connect", f"looking for the service failed: {error!r:.300}")
         self._searched = search
-        if self._link is None:
+        if self.link is None:
             self._connecting.fail()
             return False
         self._connecting.succeed()
@@ -317,15 +293,14 @@ class EventSender:
 
     def _handle_answers(self) -> None:
         self._check_slow_calls()
-        if self._sending is not None and self._sending.future.done():
-            call, self._sending = self._sending, None
+        if (call := self._sending) is not None and call.future.done():
+            self._sending = None
             self._handle_batch_answer(call)
-        if self._polling is not None and self._polling.future.done():
-            call, self._polling = self._polling, None
+        if (call := self._polling) is not None and call.future.done():
+            self._polling = None
             self._handle_poll_answer(call)
-        if self._receipts is not None and self._receipts.future.done():
-            call, self._receipts = self._receipts, None
-            self._polled_receipts = set()
+        if (call := self._receipts) is not None and call.future.done():
+            self._receipts, self._polled_receipts = None, set()
             self._handle_poll_answer(call)
 
     def _check_slow_calls(self) -> None:
@@ -342,10 +317,10 @@ class EventSender:
             is_batch = call is self._sending
             if is_batch:
                 self._warn("slow", "the service has not answered for %.0f s", now - call.mono)
-            if self._link is None:
+            link = self.link
+            if link is None:
                 continue
-            is_of_other_link = is_batch and self._link is not self._sending_by
-            if is_of_other_link or self._link.is_silent() or (is_batch and self._link.moved()):
+            if link is not call.link or link.is_silent() or (is_batch and link.moved()):
                 self._put_back_and_lose_link()
 
     def _put_back_and_lose_link(self) -> None:
@@ -355,9 +330,9 @@ class EventSender:
         self._lose_link()
 
     def _lose_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._link = None
+        if self.link is not None:
+            self.link.close()
+        self.link = None
         self._polling = self._receipts = None
         self._polled_receipts = set()
 
@@ -376,7 +351,7 @@ class EventSender:
             if self.is_unauthorized:
                 backoff.until = time.monotonic() + _UNAUTHORIZED_SECONDS * jitter.uniform(0.5, 1.0)
             self._connecting.until = backoff.until
-            if _is_refusal(error):
+            if is_refusal(error):
                 self._refusals += activity == "sending"
             else:
                 self._refusals = 0
@@ -386,7 +361,7 @@ class EventSender:
         if (reason := answer.get("not_ready")) is not None:
             self._warn("not_ready", f"the service is not ready: {reason}")
             backoff.fail()
-            backoff.hold(_requested_pause(answer))
+            backoff.hold(requested_pause(answer))
             return None
         backoff.succeed()
         self._connecting.succeed()
@@ -401,6 +376,10 @@ class EventSender:
             )
         self.attempt_key = answer.get("attempt_key", self.attempt_key)
         self._outbox.settle(answer.get("receipts") or {})
+        self._apply_plan(answer)
+        self._note_coordinator(answer)
+        if self._outbox.has_drops:
+            self._outbox.report_drops()
         return answer
 
     def _handle_batch_answer(self, call: Call) -> None:
@@ -411,16 +390,13 @@ class EventSender:
                 self._refusals = 0
             else:
                 # One event may be the cause: smaller batches isolate it.
-                self._batch_limit = (
-                    max(1, self._batch_limit // 2) if self._refusals else BATCH_EVENTS
-                )
+                smaller = max(1, self._batch_limit // 2)
+                self._batch_limit = smaller if self._refusals else BATCH_EVENTS
                 self._outbox.put_back()
             return
         self._refusals = 0
         self._batch_limit = BATCH_EVENTS
-        self._apply_plan(answer)
-        # This comes first: events that this coordinator just accepted need no second offer.
-        self._note_coordinator(answer)
+        # After `_note_coordinator`: what this coordinator just accepted needs no second offer.
         self._outbox.acknowledge()
         # Again, now that the batch's own bodies wait for their receipts.
         self._outbox.settle(answer.get("receipts") or {})
@@ -428,9 +404,7 @@ class EventSender:
         if refused:
             self._warn("refused", f"the service refused {len(refused)} events: {refused!r:.300}")
             self._outbox.refuse(refused)
-        if self._outbox.has_drops:
-            self._outbox.report_drops()
-        if pause := _requested_pause(answer):
+        if pause := requested_pause(answer):
             self._warn("behind", f"the service is behind: events are sent every {pause:.1f} s")
             self._sends.hold(pause)
 
@@ -441,15 +415,11 @@ class EventSender:
             return
         # A service that answers at once must not be polled in a tight loop.
         self._polls.until = time.monotonic() + _MIN_POLL_INTERVAL
-        self._apply_plan(answer)
         if requests := answer.get("requests"):
             self._hooks.on_requests(requests)
         seconds = answer.get("poll_seconds")
         if isinstance(seconds, int | float) and 0 < seconds <= 600:
             self._poll_seconds = float(seconds)
-        self._note_coordinator(answer)
-        if self._outbox.has_drops:
-            self._outbox.report_drops()
 
     def _apply_plan(self, answer: ServiceAnswer) -> None:
         """Activate the plan of an answer, unless a later answer already brought a newer one.
@@ -476,7 +446,7 @@ class EventSender:
     # --- calls ----------------------------------------------------------------------------
 
     def _make_calls(self) -> None:
-        link, now = self._link, time.monotonic()
+        link, now = self.link, time.monotonic()
         if link is None:
             return
         if self._is_new_link and not self.answers:
@@ -502,7 +472,6 @@ class EventSender:
             return
         try:
             for entry in batch:
-                _finalise(entry)
                 self._outbox.pack(entry, link.pack)
             self._outbox.offer(batch)
             payloads = {entry.seq: entry.packed for entry in batch if entry.packed is not None}
@@ -514,13 +483,13 @@ class EventSender:
             self._lose_link()
             self._sends.fail()
             raise
-        self._sending, self._sending_by = Call(future, self.wake), link
+        self._sending = Call(future, link, self.wake)
 
     def _poll(self, link: ServiceLink, wait: float) -> Call:
         unreceipted = self._outbox.unreceipted()
         self._polled_receipts.update(unreceipted)
         sender = self._hooks.sender(self.clock, self._plan.revision)
-        return Call(link.poll(sender, self._plan.revision, unreceipted, wait), self.wake)
+        return Call(link.poll(sender, self._plan.revision, unreceipted, wait), link, self.wake)
 
     def _warn(self, kind: str, message: str, *values: object, exc_info: bool = False) -> None:
         level = logging.DEBUG if kind in self._warned else logging.WARNING
@@ -531,27 +500,3 @@ class EventSender:
 def _in_one_line(error: Exception) -> str:
     # Ray lists the actor's class, id, pid and so on below the first line.
     return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-
-
-def _requested_pause(answer: ServiceAnswer) -> float:
-    """Return the seconds for which an overloaded service requests its senders to wait."""
-    pause = answer.get("pause")
-    return float(pause) if isinstance(pause, int | float) and 0 < pause <= MAX_PAUSE else 0.0
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Return whether the service ran the call and raised, so that the link works."""
-    if isinstance(error, StagescopeError):
-        return error.code in {"error", "invalid_input", "invalid_event"}
-    # Ray raises a RayTaskError that is also the actor's exception; its own transport errors (dead,
-    # unavailable, timed out) are not RayTaskErrors.
-    return any(kind.__name__ == "RayTaskError" for kind in type(error).__mro__)
-
-
-def _finalise(entry: Entry) -> None:
-    finalise, entry.finalise = entry.finalise, None
-    if finalise is not None:
-        try:
-            finalise(entry.fields)
-        except Exception as error:
-            _log.debug("event %d could not be completed: %r", entry.seq, error)

@@ -14,7 +14,7 @@ from stagescope_wire.errors import Unreachable
 from stagescope_wire.framing import WirePayload, pack_batch
 from stagescope_wire.nonfinite import JsonObject, spell
 from stagescope_wire.schema import Sender
-from stagescope_workers.transport.calls import Reply, ServiceLink, in_thread
+from stagescope_workers.transport.calls import Payloads, Reply, ServiceLink, Wire, in_thread
 
 _ADVICE: Final = "check that the directory of STAGESCOPE_URL may be written here, and its disk"
 
@@ -32,26 +32,16 @@ class SpoolLink(ServiceLink):
         self._numbers: dict[str, int] = {}
         self._closed = threading.Event()
 
-    def record(
-        self,
-        sender: tuple[object, ...],
-        events: list[tuple[object, ...]],
-        payloads: dict[int, object],
-    ) -> Future[Reply]:
+    def record(self, sender: Wire, events: list[Wire], payloads: Payloads) -> Future[Reply]:
         """Write a batch."""
-        packed = cast("dict[int, WirePayload]", payloads)  # by `pack`
-        return in_thread(lambda: self._written(lambda: self._record(sender, events, packed)))
+        return self._start(lambda: self._record(sender, events, payloads))
 
-    def _record(
-        self,
-        sender: tuple[object, ...],
-        events: list[tuple[object, ...]],
-        payloads: dict[int, WirePayload],
-    ) -> Reply:
+    def _record(self, sender: Wire, events: list[Wire], payloads: Payloads) -> Reply:
         incarnation = Sender.parse(sender).incarnation
         number = self._number(incarnation)
         path = spool.batch_path(self._directory, incarnation, number)
-        spool.write(path, pack_batch(sender, events, payloads))
+        packed = cast("dict[int, WirePayload]", payloads)
+        spool.write(path, pack_batch(sender, events, packed))
         self._numbers[incarnation] = number
         return {**self._reply(), "receipts": dict.fromkeys(payloads, "spooled")}
 
@@ -65,12 +55,12 @@ class SpoolLink(ServiceLink):
         return last + 1
 
     def poll(
-        self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
+        self, sender: Wire, revision: int, unreceipted: list[int], wait: float
     ) -> Future[Reply]:
         """Write that the process is alive, and wait."""
-        return in_thread(lambda: self._written(lambda: self._poll(sender, wait)))
+        return self._start(lambda: self._poll(sender, wait))
 
-    def _poll(self, sender: tuple[object, ...], wait: float) -> Reply:
+    def _poll(self, sender: Wire, wait: float) -> Reply:
         path = self._directory / Sender.parse(sender).incarnation / spool.SENDER
         spool.write(path, json.dumps(spell(list(sender)), allow_nan=False).encode())
         self._closed.wait(wait)
@@ -80,13 +70,15 @@ class SpoolLink(ServiceLink):
         # No `wall`: the offset of the service's clock is not known here.
         return {"coordinator": f"spool:{self._directory}", "plan": None, "receipts": {}}
 
-    def _written(self, call: Callable[[], Reply]) -> Reply:
-        try:
-            return call()
-        except OSError as error:
-            raise Unreachable(
-                f"{self.address}: {error.strerror or error}", advice=_ADVICE
-            ) from error
+    def _start(self, call: Callable[[], Reply]) -> Future[Reply]:
+        def write() -> Reply:
+            try:
+                return call()
+            except OSError as error:
+                text = f"{self.address}: {error.strerror or error}"
+                raise Unreachable(text, advice=_ADVICE) from error
+
+        return in_thread(write)
 
     def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
         """Fail: a spool holds no numbers."""

@@ -27,7 +27,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ from stagescope_service.compare.operators.evidence import infrastructure_stacks,
 from stagescope_service.dumps.msprobe.operator_query import CodedText, load_columns, read_stacks
 
 Codes = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 Pairs = list[tuple[int, int]]
 
 MAX_STEPS: Final = 3_000_000
@@ -64,25 +66,14 @@ def align(a: Codes, b: Codes, *, most_steps: int = MAX_STEPS) -> SequenceAlignme
     """Pair equal elements of two sequences so that as many as possible stay in order."""
     first, last = common_ends(a, b)
     pairs = [(index, index) for index in range(first)]
-    middle = _match_middle(
-        np.arange(first, len(a) - last), np.arange(first, len(b) - last), a, b, most_steps
-    )
-    pairs += middle.pairs
-    pairs += [(len(a) - index, len(b) - index) for index in range(last, 0, -1)]
-    return SequenceAlignment(pairs, middle.ordered)
-
-
-def _match_middle(
-    at_a: Codes, at_b: Codes, a: Codes, b: Codes, most_steps: int
-) -> SequenceAlignment:
+    at_a, at_b = np.arange(first, len(a) - last), np.arange(first, len(b) - last)
     at_a, at_b = at_a[np.isin(a[at_a], b[at_b])], at_b[np.isin(b[at_b], a[at_a])]
-    if not len(at_a) or not len(at_b):
-        return SequenceAlignment([], True)
-    found = _greedy(a[at_a].tolist(), b[at_b].tolist(), most_steps)
-    ordered = found is not None
-    if found is None:
-        found = _by_occurrence(a[at_a].tolist(), b[at_b].tolist())
-    return SequenceAlignment([(int(at_a[i]), int(at_b[j])) for i, j in found], ordered)
+    middle_a, middle_b = a[at_a].tolist(), b[at_b].tolist()
+    in_order = _greedy(middle_a, middle_b, most_steps)
+    middle = _by_occurrence(middle_a, middle_b) if in_order is None else in_order
+    pairs += [(int(at_a[i]), int(at_b[j])) for i, j in middle]
+    pairs += [(len(a) - index, len(b) - index) for index in range(last, 0, -1)]
+    return SequenceAlignment(pairs, in_order is not None)
 
 
 def _greedy(a: list[int], b: list[int], most_steps: int) -> Pairs | None:
@@ -138,9 +129,6 @@ _WRAPPERS: Final = re.compile(
 _COUNTER: Final = re.compile(r"\.\d+(?=\Z|\.(?:forward|backward|debug)\Z)")
 _SOURCE: Final = re.compile(r"(?:.*/)?(?P<file>[^/]*):\d+ in (?P<function>.*)\Z")
 
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
-
 _USE_COLUMNS: Final = ("kind", "operator", "direction", "section", "index")
 _COLUMNS: Final = (
     "order", "name", "kind", "operator", "module_class", "direction", "source", "stack_id",
@@ -153,33 +141,40 @@ class OperatorColumns:
     """The columns of an operator table in memory, a row an argument; a call has several rows."""
 
     def __init__(self, path: Path) -> None:
-        columns = load_columns(path, _COLUMNS)
-        self._columns = columns
-        self.rows = len(columns["order"])
-        order = columns["order"]
+        self._columns: dict[str, Any] = load_columns(path, _COLUMNS)
         # A call has at least one row, and its rows are adjacent.
-        self.starts: Codes = np.flatnonzero(np.diff(order, prepend=-1)).astype(np.int64)
-        self.call_of_row: Codes = np.cumsum(np.diff(order, prepend=-1) != 0) - 1
+        is_first = np.diff(self._columns["order"], prepend=-1) != 0
+        self.rows = len(is_first)
+        self.starts: Codes = np.flatnonzero(is_first).astype(np.int64)
+        self.call_of_row: Codes = np.cumsum(is_first) - 1
+        self.calls = len(self.starts)
         self._infrastructure_stacks = infrastructure_stacks(read_stacks(path))
-
-    @property
-    def calls(self) -> int:
-        """Number of calls."""
-        return len(self.starts)
 
     def texts(self, column: str) -> CodedText:
         """Return a column of texts."""
-        found: CodedText = self._columns[column]
-        return found
+        return cast("CodedText", self._columns[column])
 
     def numbers(self, column: str) -> Floats:
         """Return min, max, mean or norm of each row; unknown is NaN (see `is_known`)."""
-        found: Floats = self._columns[column]
-        return found
+        return cast("Floats", self._columns[column])
 
     def is_known(self, column: str) -> Flags:
         """Return which rows have a number in a column, which may be NaN."""
-        found: Flags = self._columns[f"{column}_known"]
+        return cast("Flags", self._columns[f"{column}_known"])
+
+    def by_text(
+        self, column: str, value_of: Callable[[str], object], otherwise: object
+    ) -> npt.NDArray[Any]:
+        """Return a value for the text of each row, and last for row -1, which a side lacks.
+
+        Args:
+            column: a column of texts.
+            value_of: returns the value of a text.
+            otherwise: the value of an unknown text.
+        """
+        texts = self.texts(column)
+        values: npt.NDArray[Any] = np.asarray([*map(value_of, texts.values), otherwise])
+        found: npt.NDArray[Any] = values[np.append(texts.codes, -1)]
         return found
 
     def call_text(self, column: str, call: int) -> str | None:
@@ -193,10 +188,7 @@ class OperatorColumns:
 
     def made_by_infrastructure(self, rows: Codes) -> Flags:
         """Return which rows are of calls made by FSDP or the probe (see `evidence`)."""
-        stacks = self.texts("stack_id")
-        made = [stack_id in self._infrastructure_stacks for stack_id in stacks.values]
-        found: Flags = np.asarray([*made, False])[stacks.codes[rows]]
-        return found
+        return self.by_text("stack_id", self._infrastructure_stacks.__contains__, False)[rows]
 
     def uses(self, rows: Codes) -> npt.NDArray[np.int8]:
         """Return the `Use` of each row."""
@@ -241,11 +233,8 @@ class PairedCalls(NamedTuple):
 
 def pair_calls(a: OperatorColumns, b: OperatorColumns) -> PairedCalls:
     """Pair the calls of two tables."""
-    kinds = [
-        _column(a, b, "direction"),
-        _column(a, b, "kind"),
-        _column(a, b, "operator", plain_path),
-    ]
+    kinds = [_column(a, b, "direction"), _column(a, b, "kind")]
+    kinds.append(_column(a, b, "operator", plain_path))
     detailed = [
         *kinds,
         _column(a, b, "parent", lambda name: _COUNTER.sub("", plain_path(name))),
@@ -318,24 +307,15 @@ def _gaps(pairs: Pairs, rows: int, columns: int) -> Iterator[tuple[slice, slice]
 
 def _by_name(a: OperatorColumns, b: OperatorColumns, pairs: Pairs) -> Pairs:
     """Pair the remaining calls of modules by their full names."""
-    with_a, with_b = {i for i, _ in pairs}, {j for _, j in pairs}
-    names = {
-        plain_path(name): call
-        for call in range(b.calls)
-        if call not in with_b and (name := b.call_text("name", call)) and _is_module(b, call)
-    }
-    found: Pairs = []
-    for call in range(a.calls):
-        if call in with_a or not _is_module(a, call):
-            continue
-        other = names.pop(plain_path(a.call_text("name", call) or ""), None)
-        if other is not None:
-            found.append((call, other))
-    return found
-
-
-def _is_module(side: OperatorColumns, call: int) -> bool:
-    return side.call_text("module_class", call) is not None
+    one, other = (
+        {
+            plain_path(side.call_text("name", call) or ""): call
+            for call in set(range(side.calls)).difference(paired)
+            if side.call_text("module_class", call) is not None
+        }
+        for side, paired in ((a, (i for i, _ in pairs)), (b, (j for _, j in pairs)))
+    )
+    return [(call, other[name]) for name, call in one.items() if name in other]
 
 
 def _column(
@@ -360,10 +340,7 @@ def _numbers(a: OperatorColumns, b: OperatorColumns) -> tuple[Codes, Codes]:
 
 
 def _numbered_bytes(
-    a: OperatorColumns,
-    b: OperatorColumns,
-    rows_a: Codes,
-    rows_b: Codes,
+    a: OperatorColumns, b: OperatorColumns, rows_a: Codes, rows_b: Codes
 ) -> tuple[Codes, Codes]:
     """Return a code of the rows of each call, in one numbering of both sides."""
     numbers: dict[bytes, int] = {}

@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -36,13 +36,7 @@ Fields = dict[str, Json]
 
 
 def divergence(
-    a: Path,
-    b: Path,
-    thresholds: Thresholds,
-    *,
-    rows: int,
-    skip_sharded: bool,
-    limit: int,
+    a: Path, b: Path, thresholds: Thresholds, *, rows: int, skip_sharded: bool, limit: int
 ) -> Fields:
     """Return the fields of `first_divergent`.
 
@@ -51,79 +45,47 @@ def divergence(
         thresholds, skip_sharded, limit: see `first_divergent`.
         rows: number of rows of both tables together.
     """
-    arguments = {
-        "a": str(a),
-        "b": str(b),
-        "thresholds": dataclasses.asdict(thresholds),
-        "skip_sharded": skip_sharded,
-        "limit": limit,
-    }
-    return _answer("divergence", arguments, rows)
+    fields, options = dataclasses.asdict(thresholds), {"skip_sharded": skip_sharded, "limit": limit}
+    return _answer(_divergence, rows, a=str(a), b=str(b), thresholds=fields, **options)
 
 
 def curve(a: Path, b: Path, thresholds: Thresholds, *, rows: int, points: int) -> Fields:
     """Return the columns of `difference_curve`; the arguments are as those of `divergence`."""
-    arguments = {
-        "a": str(a),
-        "b": str(b),
-        "thresholds": dataclasses.asdict(thresholds),
-        "points": points,
-    }
-    return _answer("curve", arguments, rows)
+    fields = dataclasses.asdict(thresholds)
+    return _answer(_curve, rows, a=str(a), b=str(b), thresholds=fields, points=points)
 
 
 def non_finite(tables: Mapping[int, Path], *, rows: int) -> Fields:
-    """Return `earliest`, `together` and `order_differs` of `first_non_finite`.
+    """Return the fields of `first_non_finite`.
 
     Args:
         tables: rank -> its operator table.
         rows: number of rows of all tables together.
     """
-    arguments = {"tables": [[rank, str(path)] for rank, path in tables.items()]}
-    return _answer("non_finite", arguments, rows)
+    return _answer(_non_finite, rows, tables=[[rank, str(path)] for rank, path in tables.items()])
 
 
-def _divergence(arguments: Fields) -> Fields:
-    found = first_divergent(
-        Path(arguments["a"]),
-        Path(arguments["b"]),
-        Thresholds(**arguments["thresholds"]),
-        skip_sharded=arguments["skip_sharded"],
-        limit=arguments["limit"],
-    )
-    return found.fields()
+def _divergence(a: str, b: str, thresholds: Fields, **options: Json) -> Fields:
+    return first_divergent(Path(a), Path(b), Thresholds(**thresholds), **options).fields()
 
 
-def _curve(arguments: Fields) -> Fields:
-    found = difference_curve(
-        Path(arguments["a"]),
-        Path(arguments["b"]),
-        Thresholds(**arguments["thresholds"]),
-        points=arguments["points"],
-    )
-    return {**found}
+def _curve(a: str, b: str, thresholds: Fields, points: int) -> Fields:
+    return {**difference_curve(Path(a), Path(b), Thresholds(**thresholds), points=points)}
 
 
-def _non_finite(arguments: Fields) -> Fields:
-    found = first_non_finite({rank: Path(path) for rank, path in arguments["tables"]})
-    return {
-        "earliest": found.earliest,
-        "together": found.together,
-        "order_differs": found.order_differs,
-    }
+def _non_finite(tables: Sequence[tuple[int, str]]) -> Fields:
+    return {**first_non_finite({rank: Path(path) for rank, path in tables})}
 
 
-_FUNCTIONS: Final[Mapping[str, Callable[[Fields], Fields]]] = {
-    "divergence": _divergence,
-    "curve": _curve,
-    "non_finite": _non_finite,
+_FUNCTIONS: Final[Mapping[str, Callable[..., Fields]]] = {
+    function.__name__: function for function in (_divergence, _curve, _non_finite)
 }
 
 
-def _answer(name: str, arguments: Fields, rows: int) -> Fields:
+def _answer(function: Callable[..., Fields], rows: int, **arguments: Json) -> Fields:
     if rows <= SMALL_ROWS:
-        return _FUNCTIONS[name](arguments)
-    reply = _run_process(json.dumps([name, arguments]).encode())
+        return function(**arguments)
+    reply = _run_process(json.dumps([function.__name__, arguments]).encode())
     if "error" in reply:
         kind = getattr(errors, reply["error"]["kind"])
         raise kind(reply["error"]["wrong"], expected=reply["error"]["expected"])
@@ -135,11 +97,9 @@ def _run_process(request: bytes) -> Fields:
     """Return the reply of a new process, which ends with this call in any case."""
     with subprocess.Popen(
         [sys.executable, "-m", "stagescope_service.compare.operators.comparison_process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    ) as process:
+    ) as process:  # fmt: skip
         try:
             output, _ = process.communicate(request, MAX_SECONDS)
         except subprocess.TimeoutExpired:
@@ -163,17 +123,11 @@ def main() -> None:
     os.nice(10)
     name, arguments = json.loads(sys.stdin.buffer.read())
     try:
-        reply: Fields = {"answer": _FUNCTIONS[name](arguments)}
+        reply: Fields = {"answer": _FUNCTIONS[name](**arguments)}
     except StagescopeError as error:
         kind = type(error).__name__
         reply = {"error": {"kind": kind, "wrong": error.wrong, "expected": error.expected}}
-    sys.stdout.write(json.dumps(reply, default=_as_python))
-
-
-def _as_python(value: np.generic) -> object:
-    """Return a numpy number as a Python number."""
-    number: object = value.item()
-    return number
+    sys.stdout.write(json.dumps(reply, default=np.generic.item))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ import json
 import math
 import re
 from collections import defaultdict
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from stagescope_service.compare.operators.calls import (
     Codes,
@@ -41,9 +43,27 @@ class JoinedRows(NamedTuple):
 
     def select(self, flags: Flags) -> JoinedRows:
         """Return the rows for which a flag is true."""
-        return self._replace(
-            row_a=self.row_a[flags], row_b=self.row_b[flags], pair=self.pair[flags]
-        )
+        return JoinedRows(self.a, self.b, *(each[flags] for each in self[2:]))
+
+    def texts(self, column: str, at: int) -> tuple[str | None, str | None]:
+        """Return the texts of one row that both sides have."""
+        one, other = self.a.texts(column), self.b.texts(column)
+        return one.text(int(self.row_a[at])), other.text(int(self.row_b[at]))
+
+    def numbers(self, column: str) -> tuple[Floats, Floats]:
+        """Return min, max, mean or norm of each row, of both sides."""
+        return self.a.numbers(column)[self.row_a], self.b.numbers(column)[self.row_b]
+
+    def by_text(
+        self, column: str, value_of: Callable[[str], object], otherwise: object
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return `OperatorColumns.by_text` of each row, of both sides."""
+        one, other = (side.by_text(column, value_of, otherwise) for side in (self.a, self.b))
+        return one[self.row_a], other[self.row_b]
+
+    def are_tensors(self) -> tuple[Flags, Flags]:
+        """Return which rows are tensors, of both sides."""
+        return self.by_text("dtype", lambda _: True, False)
 
     def texts_differ(self, column: str) -> Flags:
         """Return where a text differs between the sides."""
@@ -62,13 +82,9 @@ def join_rows(a: OperatorColumns, b: OperatorColumns, paired: PairedCalls) -> Jo
     width = max(key_a.max(initial=0), key_b.max(initial=0)) + 1
     rows_a, rows_b = np.flatnonzero(of_a >= 0), np.flatnonzero(of_b >= 0)
     joined_a, joined_b = of_a[rows_a] * width + key_a[rows_a], of_b[rows_b] * width + key_b[rows_b]
-    sort = np.argsort(joined_b, kind="stable")
-    position = np.searchsorted(joined_b[sort], joined_a)
-    position[position == len(sort)] = 0
+    _, in_a, in_b = np.intersect1d(joined_a, joined_b, return_indices=True)
     partner = np.full(len(rows_a), -1, np.int64)
-    if len(sort):
-        is_match = joined_b[sort][position] == joined_a
-        partner[is_match] = rows_b[sort[position[is_match]]]
+    partner[in_a] = rows_b[in_b]
     only_b = np.setdiff1d(rows_b, partner)
     row_a = np.concatenate([rows_a, np.full(len(only_b), -1, np.int64)])
     row_b = np.concatenate([partner, only_b])
@@ -83,11 +99,6 @@ def _row_keys(a: OperatorColumns, b: OperatorColumns) -> tuple[Codes, Codes]:
     index_a, index_b = shared_codes(a.texts("index"), b.texts("index"))
     width = max(index_a.max(initial=0), index_b.max(initial=0)) + 2
     return (section_a + 1) * width + index_a + 1, (section_b + 1) * width + index_b + 1
-
-
-def is_tensor(side: OperatorColumns) -> Flags:
-    """Return for each row whether it is a tensor; False for row -1."""
-    return np.append(side.texts("dtype").codes >= 0, False)
 
 
 def tensor_size(side: OperatorColumns, row: int) -> tuple[int, int] | None:
@@ -128,6 +139,18 @@ class _Extremes(NamedTuple):
     min_b: float
     max_b: float
 
+    @property
+    def largest(self) -> float:
+        return max(map(abs, self))
+
+    @property
+    def distance(self) -> float:
+        return max(abs(self.min_a - self.min_b), abs(self.max_a - self.max_b))
+
+    def limit(self, threshold: float) -> float:
+        """Return how far counts of this size may differ."""
+        return 1.0 + threshold * self.largest
+
 
 def near_counts(rows: JoinedRows, differing: Flags, threshold: Floats) -> Flags:
     """Return which rows differ in counts by no more than rounding moves.
@@ -155,10 +178,10 @@ def near_counts(rows: JoinedRows, differing: Flags, threshold: Floats) -> Flags:
                 continue
             rounded = float(threshold[at])
             counts = _is_count(rows, at) and _are_near(rows, at, extremes, rounded)
-            if counts or (_section(rows, at) not in _INPUTS and _within(extremes, share)):
+            is_within = share > 0.0 and extremes.distance <= share * extremes.largest
+            if counts or (is_within and rows.texts("section", at)[0] not in _INPUTS):
                 found[at] = True
-                largest = max(map(abs, extremes))
-                shares[extremes] = _limit(extremes, rounded) / largest if counts else share
+                shares[extremes] = extremes.limit(rounded) / extremes.largest if counts else share
     return found
 
 
@@ -172,49 +195,42 @@ def near_sizes(rows: JoinedRows, differing: Flags, threshold: Floats) -> Flags:
     """
     found = np.zeros(len(rows.pair), bool)
     for at in np.flatnonzero(differing).tolist():
-        row_a, row_b = int(rows.row_a[at]), int(rows.row_b[at])
-        name, *rest = (rows.a.texts("index").text(row_a) or "").split(".")
-        operator = rows.a.texts("operator").text(row_a) or ""
-        types = {rows.a.texts("type").text(row_a), rows.b.texts("type").text(row_b)}
-        if not rest or types != {"int"} or not _SIZES.search(f"{operator} {name}"):
+        name, *rest = (rows.texts("index", at)[0] or "").split(".")
+        operator = rows.texts("operator", at)[0] or ""
+        is_size = rest and _SIZES.search(f"{operator} {name}")
+        if not is_size or set(rows.texts("type", at)) != {"int"}:
             continue
-        one, other = (
-            float(side.texts("value").text(row) or "nan")
-            for side, row in ((rows.a, row_a), (rows.b, row_b))
-        )
+        one, other = (float(text or "nan") for text in rows.texts("value", at))
         found[at] = abs(one - other) <= 1.0 + float(threshold[at]) * max(abs(one), abs(other))
     return found
 
 
 def _may_have_counts(rows: JoinedRows, differing: Flags) -> bool:
-    whole = _is_integer(rows.a)[rows.row_a] & _is_integer(rows.b)[rows.row_b]
-    return bool((whole & differing).any()) or all(
+    integer_a, integer_b = rows.by_text("dtype", _is_integer, False)
+    return bool((integer_a & integer_b & differing).any()) or all(
         any(map(_COUNTS.search, side.texts("operator").values)) for side in (rows.a, rows.b)
     )
 
 
-def _is_integer(side: OperatorColumns) -> Flags:
-    """Return for each row whether it is a tensor of integers; False for row -1."""
-    dtypes = side.texts("dtype")
-    whole = [_INTEGER.match(dtype.lower()) is not None for dtype in dtypes.values]
-    return np.append(np.asarray([*whole, False])[dtypes.codes], False)
+def _is_integer(dtype: str | None) -> bool:
+    return _INTEGER.match((dtype or "").lower()) is not None
 
 
 def _is_count(rows: JoinedRows, at: int) -> bool:
     """Return whether a row is a result that counts, or an argument named for it."""
-    row_a, row_b = int(rows.row_a[at]), int(rows.row_b[at])
-    dtypes = (side.texts("dtype").text(row) for side, row in ((rows.a, row_a), (rows.b, row_b)))
-    is_integer = all(_INTEGER.match((dtype or "").lower()) for dtype in dtypes)
-    if _section(rows, at) == "input_kwargs":
-        name = (rows.a.texts("index").text(row_a) or "").partition(".")[0]
+    is_integer = all(map(_is_integer, rows.texts("dtype", at)))
+    section = rows.texts("section", at)[0]
+    if section == "input_kwargs":
+        name = (rows.texts("index", at)[0] or "").partition(".")[0]
         return is_integer and _COUNT_ARGUMENTS.search(name) is not None
-    if _section(rows, at) != "output" or rows.a.texts("direction").text(row_a) == "debug":
+    if section != "output" or rows.texts("direction", at)[0] == "debug":
         return False
-    names = (rows.a.texts(name).text(row_a) or "" for name in ("operator", "module_class"))
+    names = (rows.texts(column, at)[0] or "" for column in ("operator", "module_class"))
     operator = " ".join(name.strip("_") for name in names).strip()
     if _COUNTS.search(operator):
-        return all(math.isfinite(value) and value == round(value) for value in _extremes(rows, at))
-    return is_integer and not _NO_COUNTS.search(operator) and _reads_tensors(rows.a, row_a)
+        return all(map(float.is_integer, _extremes(rows, at)))
+    reads_tensors = _reads_tensors(rows.a, int(rows.row_a[at]))
+    return is_integer and not _NO_COUNTS.search(operator) and reads_tensors
 
 
 def _reads_tensors(side: OperatorColumns, row: int) -> bool:
@@ -228,27 +244,17 @@ def _reads_tensors(side: OperatorColumns, row: int) -> bool:
 
 def _are_near(rows: JoinedRows, at: int, extremes: _Extremes, threshold: float) -> bool:
     """Return whether every number of two counts differs by no more than rounding moves."""
-    row_a, row_b = int(rows.row_a[at]), int(rows.row_b[at])
-    limit = _limit(extremes, threshold)
-    low = abs(extremes.min_a - extremes.min_b)
-    high = abs(extremes.max_a - extremes.max_b)
-    if max(low, high) > limit:
+    sides = ((rows.a, int(rows.row_a[at])), (rows.b, int(rows.row_b[at])))
+    limit = extremes.limit(threshold)
+    if extremes.distance > limit:
         return False
-    size = tensor_size(rows.a, row_a)
-    if size is None or not (rows.a.is_known("norm")[row_a] and rows.b.is_known("norm")[row_b]):
+    size = tensor_size(*sides[0])
+    if size is None or not all(side.is_known("norm")[row] for side, row in sides):
         return True  # of integers msprobe records the extremes alone
-    totals = [
-        float(side.numbers("mean")[row]) * size[1]
-        for side, row in ((rows.a, row_a), (rows.b, row_b))
-    ]
-    norms = [float(side.numbers("norm")[row]) for side, row in ((rows.a, row_a), (rows.b, row_b))]
-    return abs(totals[0] - totals[1]) <= 1.0 + threshold * max(totals) and abs(
-        norms[0] - norms[1]
-    ) <= limit * math.sqrt(size[1])
-
-
-def _limit(extremes: _Extremes, threshold: float) -> float:
-    return 1.0 + threshold * max(map(abs, extremes))
+    one, other = (float(side.numbers("mean")[row]) * size[1] for side, row in sides)
+    norm_a, norm_b = (float(side.numbers("norm")[row]) for side, row in sides)
+    is_total_near = abs(one - other) <= 1.0 + threshold * max(one, other)
+    return is_total_near and abs(norm_a - norm_b) <= limit * math.sqrt(size[1])
 
 
 def _share_of_inputs(
@@ -257,30 +263,18 @@ def _share_of_inputs(
     """Return the share that results of a call may differ by if its inputs are counts, else 0."""
     if not shares:
         return 0.0
-    inputs = [at for at in members if _section(rows, at) in _INPUTS]
+    inputs = [at for at in members if rows.texts("section", at)[0] in _INPUTS]
     found = [shares.get(_extremes(rows, at), 0.0) for at in inputs]
     if not found or min(found) == 0.0:
         return 0.0
     call = int(rows.a.call_of_row[rows.row_a[inputs[0]]])
-    for row in rows.a.rows_of(call):
-        size = tensor_size(rows.a, row)
-        if size is not None and size[0] > 1:  # hidden states, a weight
-            return 0.0
-    return max(found)
-
-
-def _within(extremes: _Extremes, share: float) -> bool:
-    largest = max(map(abs, extremes))
-    distance = max(abs(extremes.min_a - extremes.min_b), abs(extremes.max_a - extremes.max_b))
-    return share > 0.0 and distance <= share * largest
-
-
-def _section(rows: JoinedRows, at: int) -> str | None:
-    return rows.a.texts("section").text(int(rows.row_a[at]))
+    sizes = (tensor_size(rows.a, row) for row in rows.a.rows_of(call))
+    # A tensor of several dimensions is hidden states or a weight.
+    return 0.0 if any(size is not None and size[0] > 1 for size in sizes) else max(found)
 
 
 def _extremes(rows: JoinedRows, at: int) -> _Extremes:
-    row_a, row_b = int(rows.row_a[at]), int(rows.row_b[at])
-    low, high = (rows.a.numbers(name)[row_a] for name in ("min", "max"))
-    low_b, high_b = (rows.b.numbers(name)[row_b] for name in ("min", "max"))
-    return _Extremes(float(low), float(high), float(low_b), float(high_b))
+    sides = ((rows.a, rows.row_a[at]), (rows.b, rows.row_b[at]))
+    return _Extremes(
+        *(float(side.numbers(name)[row]) for side, row in sides for name in ("min", "max"))
+    )

@@ -36,6 +36,8 @@ side up to and including this call: a rounded value stays rounded. 0 for integer
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -44,17 +46,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope_service.compare.operators.calls import (
-    Codes,
-    Flags,
-    Floats,
-    OperatorColumns,
-    PairedCalls,
-    shared_codes,
-)
+from stagescope_service.compare.operators.calls import Flags, Floats, OperatorColumns, PairedCalls
 from stagescope_service.compare.operators.counts import (
     JoinedRows,
-    is_tensor,
     join_rows,
     near_counts,
     near_sizes,
@@ -68,7 +62,7 @@ Verdicts = npt.NDArray[np.int8]
 VERDICTS: Final = ("", "missing", "type", "shape", "non_finite", "checksum", "value", "statistics")
 """Verdicts by code; 0 is no difference."""
 
-_OF_VALUES: Final = ("non_finite", "checksum", "statistics")
+VALUE_VERDICTS: Final = ("non_finite", "checksum", "statistics")
 """Verdicts that rest on a tensor's values alone."""
 
 EPS: Final[Mapping[str, float]] = {
@@ -106,25 +100,14 @@ class Thresholds:
 
 
 class RowDifferences(NamedTuple):
-    """The rows of paired calls, in execution order; a row is -1 where a side lacks it."""
+    """How each row of paired calls differs, in execution order."""
 
-    row_a: Codes
-    row_b: Codes
+    rows: JoinedRows
     verdict: Verdicts
     relative: Floats
     threshold: Floats
-    sharded: int
-    """Number of rows left out because they are shards."""
-    not_read: int
-    """Number of rows whose values differ in memory that no call read."""
-    zero_gradients: int
-    """Number of rows that differ in gradients that are zero except for rounding."""
-    identifiers: int
-    """Number of rows that differ in what identifies a process or a call."""
-    near_counts: int
-    """Number of rows that differ in counts by what rounding moves."""
-    other_checksums: int
-    """Number of rows without a difference whose checksums differ."""
+    left_out: Mapping[str, int]
+    """Field of `OperatorDivergence` -> number of rows that are left out or no difference."""
 
 
 def differences(
@@ -144,7 +127,7 @@ def differences(
         skip_sharded: leave out tensors that are shards (DTensor): two ranks hold different ones.
     """
     rows = join_rows(a, b, paired)
-    sharded = (_is_shard(a)[rows.row_a] | _is_shard(b)[rows.row_b]) & skip_sharded
+    sharded = np.logical_or(*rows.by_text("placements", _is_shard, False)) & skip_sharded
     rows = rows.select(~sharded)
     on_both = (rows.row_a >= 0) & (rows.row_b >= 0)
     shared = rows.select(on_both)
@@ -154,33 +137,33 @@ def differences(
     relative = np.full(len(rows.pair), np.nan)
     relative[on_both] = _relative_differences(shared)
     verdict = np.zeros(len(rows.pair), np.int8)
-    one_sided = np.where(rows.row_a >= 0, is_tensor(a)[rows.row_a], is_tensor(b)[rows.row_b])
-    verdict[~on_both & one_sided] = VERDICTS.index("missing")
+    verdict[~on_both & np.logical_or(*rows.are_tensors())] = VERDICTS.index("missing")
     verdict[on_both] = _verdicts(shared, relative[on_both], threshold[on_both], thresholds)
-    not_read = _not_read(rows, verdict)
-    verdict[not_read] = 0
-    zero = _zero_gradients(rows, verdict, threshold, thresholds)
-    verdict[zero] = 0
-    identifiers = _identifiers(rows, verdict)
-    verdict[identifiers] = 0
-    near = np.zeros(len(verdict), bool)
-    if not thresholds.exact:
-        own = coarsest[rows.pair]
-        near = near_counts(rows, verdict == VERDICTS.index("statistics"), own)
-        near |= near_sizes(rows, verdict == VERDICTS.index("value"), own)
-        verdict[near] = 0
     checksums = np.zeros(len(verdict), bool)
     checksums[on_both] = _checksums_differ(shared)
-    other = checksums & (verdict == 0) & ~(not_read | zero | near)
-    left_out = (int(flags.sum()) for flags in (sharded, not_read, zero, identifiers, near, other))
-    return RowDifferences(rows.row_a, rows.row_b, verdict, relative, threshold, *left_out)
+    left_out = {"sharded": int(sharded.sum())}
+    healthy: dict[str, Callable[[], Flags]] = {
+        "not_read": lambda: _not_read(rows, verdict),
+        "zero_gradients": lambda: _zero_gradients(rows, verdict, threshold, thresholds),
+        "identifiers": lambda: _identifiers(rows, verdict),
+    }
+    if not thresholds.exact:
+        healthy["near_counts"] = lambda: _near_counts(rows, verdict, coarsest[rows.pair])
+    for name, find in healthy.items():  # each looks at what the ones before it left
+        found = find()
+        verdict[found] = 0
+        checksums &= ~found
+        left_out[name] = int(found.sum())
+    left_out.setdefault("near_counts", 0)
+    left_out["other_checksums"] = int((checksums & (verdict == 0)).sum())
+    return RowDifferences(rows, verdict, relative, threshold, left_out)
 
 
 def _verdicts(
     rows: JoinedRows, relative: Floats, threshold: Floats, thresholds: Thresholds
 ) -> Verdicts:
     """Return the first verdict that holds of each row that both sides have."""
-    tensor_a, tensor_b = is_tensor(rows.a)[rows.row_a], is_tensor(rows.b)[rows.row_b]
+    tensor_a, tensor_b = rows.are_tensors()
     tensors = tensor_a & tensor_b
     checks = {
         "type": tensor_a != tensor_b,
@@ -198,33 +181,32 @@ def _verdicts(
 
 def _relative_differences(rows: JoinedRows) -> Floats:
     """Return the relative difference of each row; 0 where nothing can be compared."""
-    columns = ("min", "max", "mean", "norm")
-    numbers_a = {name: rows.a.numbers(name)[rows.row_a] for name in columns}
-    numbers_b = {name: rows.b.numbers(name)[rows.row_b] for name in columns}
-    limit_a = _by_dtype(rows.a, _LIMITS, np.inf)[rows.row_a]
-    limit_b = _by_dtype(rows.b, _LIMITS, np.inf)[rows.row_b]
-    scale, distance = np.zeros(len(rows.pair)), np.zeros(len(rows.pair))
+    limit_a, limit_b = rows.by_text("dtype", lambda dtype: _LIMITS.get(dtype, np.inf), np.inf)
     at_limit = np.zeros(len(rows.pair), bool)
+    distance, scale = np.zeros((2, len(rows.pair)))
     with np.errstate(invalid="ignore", over="ignore"):
         for name in ("min", "max"):
-            x, y = numbers_a[name], numbers_b[name]
+            x, y = rows.numbers(name)
             limits = (np.abs(x) >= 0.999 * limit_a) & (np.abs(y) >= 0.999 * limit_b) & (x * y > 0)
             at_limit |= limits
-            usable = np.isfinite(x) & np.isfinite(y) & ~limits
-            scale = np.maximum(scale, np.where(usable, np.maximum(np.abs(x), np.abs(y)), 0.0))
-            distance = np.maximum(distance, np.where(usable, np.abs(x - y), 0.0))
-        x, y = numbers_a["mean"], numbers_b["mean"]
-        usable = np.isfinite(x) & np.isfinite(y) & ~at_limit
-        distance = np.maximum(distance, np.where(usable, np.abs(x - y), 0.0))
-        x, y = np.abs(numbers_a["norm"]), np.abs(numbers_b["norm"])
-        usable = np.isfinite(x) & np.isfinite(y) & ~at_limit
-        largest = np.where(usable, np.maximum(x, y), 0.0)
-        of_norm = np.divide(
-            np.abs(x - y), largest, out=np.zeros(len(x)), where=usable & (largest > 0)
-        )
-        of_extremes = np.divide(distance, scale, out=np.zeros(len(distance)), where=scale > 0)
-    relative: Floats = np.maximum(of_extremes, of_norm)
+            gap, largest = _distances(x, y, ~limits)
+            distance, scale = np.maximum(distance, gap), np.maximum(scale, largest)
+        distance = np.maximum(distance, _distances(*rows.numbers("mean"), ~at_limit)[0])
+        x, y = rows.numbers("norm")
+        of_norm = _distances(np.abs(x), np.abs(y), ~at_limit)
+        ratios = [
+            np.divide(gap, largest, out=np.zeros(len(gap)), where=largest > 0)
+            for gap, largest in ((distance, scale), of_norm)
+        ]
+    relative: Floats = np.maximum(*ratios)
     return relative
+
+
+def _distances(x: Floats, y: Floats, usable: Flags) -> tuple[Floats, Floats]:
+    """Return |x - y| and the larger of |x| and |y|; 0 where they are not usable or not finite."""
+    usable = usable & np.isfinite(x) & np.isfinite(y)
+    largest = np.maximum(np.abs(x), np.abs(y))
+    return np.where(usable, np.abs(x - y), 0.0), np.where(usable, largest, 0.0)
 
 
 def _coarsest(
@@ -234,26 +216,24 @@ def _coarsest(
     coarsest = np.zeros(len(paired.pairs))
     pairs = np.asarray(paired.pairs, np.int64).reshape(-1, 2)
     for side, calls in ((a, pairs[:, 0]), (b, pairs[:, 1])):
-        dtypes = side.texts("dtype")
-        of_dtype = np.asarray([*map(thresholds.for_dtype, dtypes.values), 0.0])
         of_call = np.zeros(side.calls)
-        np.maximum.at(of_call, side.call_of_row, of_dtype[dtypes.codes])
+        of_row = side.by_text("dtype", thresholds.for_dtype, 0.0)[:-1]
+        np.maximum.at(of_call, side.call_of_row, of_row)
         coarsest = np.maximum(coarsest, np.maximum.accumulate(of_call)[calls])
     return coarsest
 
 
 def _row_thresholds(rows: JoinedRows, coarsest: Floats) -> Floats:
     """Return each row's threshold from the pairs' `coarsest`; 0 for dtypes that do not round."""
-    rounds_a = _by_dtype(rows.a, EPS, 0.0)[rows.row_a] > 0
-    rounds_b = _by_dtype(rows.b, EPS, 0.0)[rows.row_b] > 0
-    tensors = is_tensor(rows.a)[rows.row_a] | is_tensor(rows.b)[rows.row_b]
-    threshold: Floats = np.where(rounds_a | rounds_b | ~tensors, coarsest[rows.pair], 0.0)
+    rounds = np.logical_or(*rows.by_text("dtype", EPS.__contains__, False))
+    tensors = np.logical_or(*rows.are_tensors())
+    threshold: Floats = np.where(rounds | ~tensors, coarsest[rows.pair], 0.0)
     return threshold
 
 
 def _not_read(rows: JoinedRows, verdict: Verdicts) -> Flags:
     """Return which rows differ in values that are no evidence (see `evidence`)."""
-    of_values = [VERDICTS.index(name) for name in _OF_VALUES]
+    of_values = [VERDICTS.index(name) for name in VALUE_VERDICTS]
     at = np.flatnonzero(np.isin(verdict, of_values))
     row_a, row_b, pair = rows.row_a[at], rows.row_b[at], rows.pair[at]
     use = rows.a.uses(row_a)
@@ -267,39 +247,40 @@ def _not_read(rows: JoinedRows, verdict: Verdicts) -> Flags:
 
 def _identifiers(rows: JoinedRows, verdict: Verdicts) -> Flags:
     """Return which rows differ in what identifies a process or a call."""
+    columns = ("kind", "operator", "section", "index", "type", "value")
     found = np.zeros(len(verdict), bool)
     for at in np.flatnonzero(verdict == VERDICTS.index("value")).tolist():
-        values = [
-            side.texts("value").text(int(row))
-            for side, row in ((rows.a, rows.row_a[at]), (rows.b, rows.row_b[at]))
-        ]
-        found[at] = differ_by_address(*values) or any(
-            identifies(
-                *(side.texts(name).text(row) for name in ("kind", "operator")),
-                *(side.texts(name).text(row) for name in ("section", "index")),
-                value_type=side.texts("type").text(row),
-                value=side.texts("value").text(row),
-            )
-            for side, row in ((rows.a, int(rows.row_a[at])), (rows.b, int(rows.row_b[at])))
+        sides = zip(*(rows.texts(column, at) for column in columns), strict=True)
+        found[at] = differ_by_address(*rows.texts("value", at)) or any(
+            identifies(*call, value_type=value_type, value=value)
+            for *call, value_type, value in sides
         )
     return found
+
+
+def _near_counts(rows: JoinedRows, verdict: Verdicts, coarsest: Floats) -> Flags:
+    """Return which rows differ in counts and sizes by no more than rounding moves."""
+    return near_counts(rows, verdict == VERDICTS.index("statistics"), coarsest) | near_sizes(
+        rows, verdict == VERDICTS.index("value"), coarsest
+    )
 
 
 def _zero_gradients(
     rows: JoinedRows, verdict: Verdicts, threshold: Floats, thresholds: Thresholds
 ) -> Flags:
     """Return which rows differ in gradients that are zero except for rounding on both sides."""
-    found = np.zeros(len(verdict), bool)
     of_float32 = thresholds.for_dtype("float32")
     gradients_a, gradients_b = _ResultGradients(rows.a), _ResultGradients(rows.b)
-    one_dimensional = _matches(rows.a, "shape", lambda shape: "," not in shape)[rows.row_a]
-    directions = {"backward", "parameters_grad"}
-    gradients = _matches(rows.a, "direction", directions.__contains__)[rows.row_a]
-    differing = verdict == VERDICTS.index("statistics")
-    for at in np.flatnonzero(differing & one_dimensional & gradients).tolist():
-        own = float(threshold[at])
-        found[at] = gradients_a.sum_to_zero(int(rows.row_a[at]), own, of_float32) and (
-            gradients_b.sum_to_zero(int(rows.row_b[at]), own, of_float32)
+    is_gradient = {"backward", "parameters_grad"}.__contains__
+    found: Flags = (
+        (verdict == VERDICTS.index("statistics"))
+        & rows.by_text("shape", lambda shape: "," not in shape, False)[0]
+        & rows.by_text("direction", is_gradient, False)[0]
+    )
+    for at in np.flatnonzero(found).tolist():
+        limit = float(threshold[at])
+        found[at] = gradients_a.sum_to_zero(int(rows.row_a[at]), limit, of_float32) and (
+            gradients_b.sum_to_zero(int(rows.row_b[at]), limit, of_float32)
         )
     return found
 
@@ -309,33 +290,29 @@ class _ResultGradients:
 
     def __init__(self, side: OperatorColumns) -> None:
         self._side = side
-        self._of_modules: defaultdict[tuple[str | None, str | None], list[int]] | None = None
 
     def sum_to_zero(self, row: int, threshold: float, of_float32: float) -> bool:
         """Return whether a row is a gradient that is zero except for rounding."""
         side = self._side
         size = tensor_size(side, row)
-        calls = self._made_of(row) if size is not None and size[0] == 1 else []
-        rows = [
-            other
-            for call in calls
-            for other in side.rows_of(call)
-            if side.texts("section").text(other) == "input" and tensor_size(side, other) is not None
-        ]
+        if size is None or size[0] != 1:
+            return False
         squares, count = 0.0, 0
-        for other in rows:
-            _, elements = tensor_size(side, other) or (0, 0)
+        for other in itertools.chain.from_iterable(map(side.rows_of, self._summed_calls(row))):
+            other_size = tensor_size(side, other)
+            if other_size is None or side.texts("section").text(other) != "input":
+                continue
             norm = abs(float(side.numbers("norm")[other]))
             if not math.isfinite(norm):  # msprobe records none for float64
-                norm = _largest(side, other) * math.sqrt(elements)
-            squares, count = squares + norm * norm, count + elements
-        if size is None or not size[1] or count <= size[1]:
+                norm = _largest(side, other) * math.sqrt(other_size[1])
+            squares, count = squares + norm * norm, count + other_size[1]
+        if not size[1] or count <= size[1]:
             return False
         root = math.sqrt(count / size[1])
         limit = math.sqrt(squares / count) * root * (threshold + of_float32 * root)
         return _largest(side, row) <= limit
 
-    def _made_of(self, row: int) -> list[int]:
+    def _summed_calls(self, row: int) -> list[int]:
         """Return the backward calls of whose results' gradients a gradient is a sum."""
         side = self._side
         call = int(side.call_of_row[row])
@@ -344,12 +321,16 @@ class _ResultGradients:
             return [call]
         if section != "grad" or direction != "parameters_grad":
             return []
-        if self._of_modules is None:
-            self._of_modules = defaultdict(list)
-            for other in range(side.calls):
-                if side.call_text("direction", other) == "backward":
-                    self._of_modules[self._module(other)].append(other)
-        return self._of_modules.get(self._module(call), [])
+        return self._calls_of_modules.get(self._module(call), [])
+
+    @functools.cached_property
+    def _calls_of_modules(self) -> Mapping[tuple[str | None, str | None], list[int]]:
+        """Backward calls of each module."""
+        found = defaultdict(list)
+        for call in range(self._side.calls):
+            if self._side.call_text("direction", call) == "backward":
+                found[self._module(call)].append(call)
+        return found
 
     def _module(self, call: int) -> tuple[str | None, str | None]:
         side = self._side
@@ -362,28 +343,13 @@ def _largest(side: OperatorColumns, row: int) -> float:
     return max(ends) if all(map(math.isfinite, ends)) else math.inf
 
 
-def _by_dtype(side: OperatorColumns, table: Mapping[str, float], otherwise: float) -> Floats:
-    dtypes = side.texts("dtype")
-    values = [table.get(dtype, otherwise) for dtype in dtypes.values]
-    found: Floats = np.asarray([*values, otherwise])[dtypes.codes]
-    return found
-
-
-def _is_shard(side: OperatorColumns) -> Flags:
-    return _matches(side, "placements", lambda text: "Shard" in text or "Partial" in text)
-
-
-def _matches(side: OperatorColumns, column: str, predicate: Callable[[str], bool]) -> Flags:
-    """Return for each row whether its text fulfils a predicate; False for row -1."""
-    texts = side.texts(column)
-    return np.append(np.asarray([*map(predicate, texts.values), False])[texts.codes], False)
+def _is_shard(placements: str) -> bool:
+    return "Shard" in placements or "Partial" in placements
 
 
 def _checksums_differ(rows: JoinedRows) -> Flags:
-    """Return where checksums differ."""
-    codes_a, codes_b = shared_codes(rows.a.texts("checksum"), rows.b.texts("checksum"))
-    codes_a, codes_b = codes_a[rows.row_a], codes_b[rows.row_b]
-    differ: Flags = (codes_a >= 0) & (codes_b >= 0) & (codes_a != codes_b)
+    known_a, known_b = rows.by_text("checksum", lambda _: True, False)
+    differ: Flags = known_a & known_b & rows.texts_differ("checksum")
     return differ
 
 
@@ -396,12 +362,9 @@ def _by_checksum(rows: JoinedRows, thresholds: Thresholds) -> Flags:
 def _values_differ(rows: JoinedRows, threshold: Floats) -> Flags:
     """Return where values differ: floats by their threshold, devices by type, others exactly."""
     differ = rows.texts_differ("value")
-    types, values_a, values_b = (
-        rows.a.texts("type"), rows.a.texts("value"), rows.b.texts("value"),
-    )  # fmt: skip
     for at in np.flatnonzero(differ).tolist():
-        x, y = values_a.text(int(rows.row_a[at])), values_b.text(int(rows.row_b[at]))
-        kind = types.text(int(rows.row_a[at]))
+        x, y = rows.texts("value", at)
+        kind = rows.texts("type", at)[0]
         if kind == "float":
             differ[at] = not _is_close(x, y, float(threshold[at]))
         elif kind == "torch.device":

@@ -15,13 +15,14 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Final, TypedDict
+from typing import Annotated, Final, TypedDict, cast
 
 import numpy as np
 from pydantic import Field
 
 from stagescope_service.compare.operators.calls import Codes, Floats, OperatorColumns, pair_calls
 from stagescope_service.compare.operators.differences import (
+    VALUE_VERDICTS,
     VERDICTS,
     RowDifferences,
     Thresholds,
@@ -213,46 +214,45 @@ def first_divergent(
     one, other = OperatorColumns(a), OperatorColumns(b)
     paired = pair_calls(one, other)
     found = differences(one, other, paired, thresholds or Thresholds(), skip_sharded=skip_sharded)
-    listing = _Listing(one, other, found)
     differing = np.flatnonzero(found.verdict).tolist()
-    sections = [listing.section(at) for at in differing]
-    rows = [listing.row(at) for at in differing[:limit]]
+    first_of_section: dict[str | None, int] = {}
+    for at in differing:
+        first_of_section.setdefault(_section(found, at), at)
+    first_parameter, first_gradient = map(first_of_section.get, ("parameters", "grad"))
+    rows = [_divergent_row(found, at) for at in differing[:limit]]
+    counts = np.bincount(found.verdict, minlength=len(VERDICTS)).tolist()
+    shared = _shared_rows(found)
+    parameters, gradients = (
+        int(one.by_text("section", name.__eq__, False)[found.rows.row_a[shared]].sum())
+        for name in ("parameters", "grad")
+    )
     return OperatorDivergence(
         same=not (rows or paired.only_a or paired.only_b),
         first=rows[0] if rows else None,
-        first_sections=listing.sections_of_first_call(differing),
-        first_note=listing.note(differing[0]) if differing else None,
-        first_parameter=listing.first_of("parameters", differing, sections),
-        first_gradient=listing.first_of("grad", differing, sections),
+        first_sections=_sections_of_first_call(found, differing),
+        first_note=_note(found, differing[0]) if differing else None,
+        first_parameter=None if first_parameter is None else _divergent_row(found, first_parameter),
+        first_gradient=None if first_gradient is None else _divergent_row(found, first_gradient),
         rows=rows,
-        counts={
-            name: count
-            for code, name in enumerate(VERDICTS)
-            if code and (count := int((found.verdict == code).sum()))
-        },
+        counts={name: n for name, n in zip(VERDICTS, counts, strict=True) if name and n},
         only_a=[_call(one, call) for call in paired.only_a[:limit]],
         only_b=[_call(other, call) for call in paired.only_b[:limit]],
         only_a_count=len(paired.only_a),
         only_b_count=len(paired.only_b),
         paired=len(paired.pairs),
         moved=paired.moved,
-        compared=int(((found.row_a >= 0) & (found.row_b >= 0)).sum()),
-        parameters_compared=listing.compared("parameters"),
-        gradients_compared=listing.compared("grad"),
-        sharded=found.sharded,
-        not_read=found.not_read,
-        zero_gradients=found.zero_gradients,
-        identifiers=found.identifiers,
-        near_counts=found.near_counts,
-        other_checksums=found.other_checksums,
+        compared=len(shared),
+        parameters_compared=parameters,
+        gradients_compared=gradients,
         exact_alignment=paired.exact,
+        **found.left_out,
     )
 
 
 class DifferenceCurve(TypedDict):
     """The rows that both sides have, in execution order, as columns; for a figure.
 
-    If there are many, each stretch keeps its largest difference and its first row that differs.
+    If there are many, each interval keeps its largest difference and its first row that differs.
     """
 
     order: list[int]
@@ -279,7 +279,7 @@ def difference_curve(
     Args:
         a, b: operator tables.
         thresholds: what counts as different.
-        points: number of stretches; each returns some rows.
+        points: number of intervals; each returns some rows.
 
     Raises:
         NotFound: a table does not exist.
@@ -288,10 +288,10 @@ def difference_curve(
     one, other = OperatorColumns(a), OperatorColumns(b)
     paired = pair_calls(one, other)
     found = differences(one, other, paired, thresholds or Thresholds())
-    shared = np.flatnonzero((found.row_a >= 0) & (found.row_b >= 0))
+    shared = _shared_rows(found)
     relative, verdict = found.relative[shared], found.verdict[shared]
-    at = _of_stretches(np.nan_to_num(relative), verdict, points)
-    rows = [int(row) for row in found.row_a[shared[at]]]
+    at = _drawn_rows(np.nan_to_num(relative), verdict, points)
+    rows = found.rows.row_a[shared[at]].tolist()
     differing = np.flatnonzero(verdict[at])
     names, sections = (one.texts(column) for column in ("name", "section"))
     return {
@@ -308,8 +308,8 @@ def difference_curve(
     }
 
 
-def _of_stretches(relative: Floats, verdict: Verdicts, points: int) -> Codes:
-    """Return indexes of the largest and of the first differing row of each of the stretches."""
+def _drawn_rows(relative: Floats, verdict: Verdicts, points: int) -> Codes:
+    """Return indexes of the largest and of the first differing row of each interval."""
     if len(relative) <= 2 * points:
         return np.arange(len(relative))
     bounds = np.linspace(0, len(relative), points + 1).astype(np.int64)
@@ -319,93 +319,77 @@ def _of_stretches(relative: Floats, verdict: Verdicts, points: int) -> Codes:
     return np.unique(np.concatenate([largest, firsts]))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Listing:
-    """Lists rows of `differences` with the contents of both tables; `at`: index of a row there."""
+def _shared_rows(found: RowDifferences) -> Codes:
+    """Return the indexes of the rows that both sides have."""
+    return np.flatnonzero((found.rows.row_a >= 0) & (found.rows.row_b >= 0))
 
-    one: OperatorColumns
-    other: OperatorColumns
-    found: RowDifferences
 
-    def row(self, at: int) -> DivergentRow:
-        """Return the fields of a row."""
-        side, row = self._side_with_row(at)
-        relative = float(self.found.relative[at])
-        return {
-            "verdict": VERDICTS[int(self.found.verdict[at])],
-            "section": side.texts("section").text(row),
-            "index": side.texts("index").text(row),
-            "relative": None if np.isnan(relative) else relative,
-            "threshold": float(self.found.threshold[at]),
-            "a": _argument(self.one, int(self.found.row_a[at])),
-            "b": _argument(self.other, int(self.found.row_b[at])),
-        }
+def _side_with_row(found: RowDifferences, at: int) -> tuple[OperatorColumns, int]:
+    """Return a side that has a row, and the row's index in its table."""
+    rows = found.rows
+    row = int(rows.row_a[at])
+    return (rows.a, row) if row >= 0 else (rows.b, int(rows.row_b[at]))
 
-    def section(self, at: int) -> str:
-        """Return the section of a row."""
-        side, row = self._side_with_row(at)
-        return side.texts("section").text(row) or ""
 
-    def first_of(
-        self, section: str, differing: list[int], sections: list[str]
-    ) -> DivergentRow | None:
-        """Return the first of the differing rows, which are of `sections`, of one section."""
-        rows = zip(differing, sections, strict=True)
-        first = next((at for at, each in rows if each == section), None)
-        return None if first is None else self.row(first)
+def _section(found: RowDifferences, at: int) -> str | None:
+    side, row = _side_with_row(found, at)
+    return side.texts("section").text(row)
 
-    def sections_of_first_call(self, differing: list[int]) -> list[str]:
-        """Return the sections of the first differing call with rows that differ."""
-        sections: dict[str, None] = {}
-        first_call = None
-        for at in differing:
-            side, row = self._side_with_row(at)
-            call = (side is self.one, int(side.call_of_row[row]))
-            if first_call is None:
-                first_call = call
-            # A row of only the other side is of the same call, or of the next one that differs.
-            if call != first_call and call[0]:
-                break
-            sections[self.section(at)] = None
-        return list(sections)
 
-    def note(self, at: int) -> str | None:
-        """Return a note if no recorded call returned an input that is the first differing row.
+def _divergent_row(found: RowDifferences, at: int) -> DivergentRow:
+    side, row = _side_with_row(found, at)
+    relative = float(found.relative[at])
+    return {
+        "verdict": VERDICTS[int(found.verdict[at])],
+        "section": side.texts("section").text(row),
+        "index": side.texts("index").text(row),
+        "relative": None if np.isnan(relative) else relative,
+        "threshold": float(found.threshold[at]),
+        "a": _value(found.rows.a, int(found.rows.row_a[at])),
+        "b": _value(found.rows.b, int(found.rows.row_b[at])),
+    }
 
-        Extremes identify a result, since a view has its tensor's extremes. If a result of either
-        side has them, even by chance, there is no note.
-        """
-        sides = ((self.one, int(self.found.row_a[at])), (self.other, int(self.found.row_b[at])))
-        verdict = VERDICTS[int(self.found.verdict[at])]
-        if min(row for _, row in sides) < 0:
-            return None
-        if verdict not in ("non_finite", "checksum", "statistics"):
-            return None
-        first, row = sides[0]
-        section, direction = (first.texts(name).text(row) for name in ("section", "direction"))
-        if section not in ("input_args", "input_kwargs") or direction != "forward":
-            return None
-        if any(_may_be_returned(side, row) for side, row in sides):
-            return None
-        name = first.call_text("name", int(first.call_of_row[row]))
-        return (
-            f"{section}.{first.texts('index').text(row)} of {name} differs already, and no call "
-            "that is recorded before it returned such values: they are data, a weight, or the "
-            "result of a function that msprobe does not record (grouped matrix products, say)"
-        )
 
-    def compared(self, section: str) -> int:
-        """Return the number of rows of a section that both sides have."""
-        sections = self.one.texts("section")
-        if section not in sections.values:
-            return 0
-        rows = self.found.row_a[(self.found.row_a >= 0) & (self.found.row_b >= 0)]
-        return int((sections.codes[rows] == sections.values.index(section)).sum())
+def _sections_of_first_call(found: RowDifferences, differing: list[int]) -> list[str]:
+    """Return the sections of the first differing call with rows that differ."""
+    sections: dict[str, None] = {}
+    first_call = None
+    for at in differing:
+        side, row = _side_with_row(found, at)
+        call = (side is found.rows.a, int(side.call_of_row[row]))
+        first_call = first_call or call
+        # A row of only the other side is of the same call, or of the next one that differs.
+        if call != first_call and call[0]:
+            break
+        sections[_section(found, at) or ""] = None
+    return list(sections)
 
-    def _side_with_row(self, at: int) -> tuple[OperatorColumns, int]:
-        """Return a side that has a row, and the row's index in its table."""
-        row = int(self.found.row_a[at])
-        return (self.one, row) if row >= 0 else (self.other, int(self.found.row_b[at]))
+
+def _note(found: RowDifferences, at: int) -> str | None:
+    """Return a note if no recorded call returned an input that is the first differing row.
+
+    Extremes identify a result, since a view has its tensor's extremes. If a result of either
+    side has them, even by chance, there is no note.
+    """
+    rows = found.rows
+    sides = ((rows.a, int(rows.row_a[at])), (rows.b, int(rows.row_b[at])))
+    is_on_both = all(row >= 0 for _, row in sides)
+    if not is_on_both or VERDICTS[int(found.verdict[at])] not in VALUE_VERDICTS:
+        return None
+    side, row = sides[0]
+    section, index, direction = (
+        side.texts(name).text(row) for name in ("section", "index", "direction")
+    )
+    if section not in ("input_args", "input_kwargs") or direction != "forward":
+        return None
+    if any(_may_be_returned(each, its_row) for each, its_row in sides):
+        return None
+    name = side.call_text("name", int(side.call_of_row[row]))
+    return (
+        f"{section}.{index} of {name} already differs, and no call recorded before it returned "
+        "such values. They are data, a weight, or the result of a function that msprobe does not "
+        "record, such as a grouped matrix product."
+    )
 
 
 def _may_be_returned(side: OperatorColumns, row: int) -> bool:
@@ -419,48 +403,24 @@ def _may_be_returned(side: OperatorColumns, row: int) -> bool:
         values, is_known = side.numbers(name), side.is_known(name)
         if not is_known[row]:
             return True  # a checksum alone does not identify a view of the tensor
-        equal = (values[:before] == values[row]) | (
-            np.isnan(values[:before]) & np.isnan(values[row])
-        )
+        equal = np.isclose(values[:before], values[row], rtol=0.0, atol=0.0, equal_nan=True)
         same &= is_known[:before] & equal
     return bool(same.any())
 
 
-def _argument(side: OperatorColumns, row: int) -> SideValue | None:
+def _value(side: OperatorColumns, row: int) -> SideValue | None:
     if row < 0:
         return None
-
-    def text(column: str) -> str | None:
-        return side.texts(column).text(row)
-
-    def number(column: str) -> float | None:
-        return float(side.numbers(column)[row]) if side.is_known(column)[row] else None
-
-    shape = text("shape")
-    return {
-        **_call(side, int(side.call_of_row[row])),
-        "shape": None if shape is None else json.loads(shape),
-        "type": text("type"),
-        "dtype": text("dtype"),
-        "non_finite": text("non_finite"),
-        "checksum": text("checksum"),
-        "value": text("value"),
-        "placements": text("placements"),
-        "min": number("min"),
-        "max": number("max"),
-        "mean": number("mean"),
-        "norm": number("norm"),
-    }
+    texts = ("type", "dtype", "non_finite", "checksum", "value", "placements")
+    fields: dict[str, object] = {name: side.texts(name).text(row) for name in texts}
+    for name in ("min", "max", "mean", "norm"):
+        fields[name] = float(side.numbers(name)[row]) if side.is_known(name)[row] else None
+    shape = side.texts("shape").text(row)
+    fields["shape"] = None if shape is None else json.loads(shape)
+    return cast("SideValue", {**_call(side, int(side.call_of_row[row])), **fields})
 
 
 def _call(side: OperatorColumns, call: int) -> SideCall:
-    return {
-        "order": call,
-        "name": side.call_text("name", call) or "",
-        "operator": side.call_text("operator", call),
-        "module_class": side.call_text("module_class", call),
-        "direction": side.call_text("direction", call),
-        "source": side.call_text("source", call),
-        "stack_id": side.call_text("stack_id", call),
-        "parent": side.call_text("parent", call),
-    }
+    columns = ("operator", "module_class", "direction", "source", "stack_id", "parent")
+    texts = {column: side.call_text(column, call) for column in columns}
+    return cast("SideCall", {"order": call, "name": side.call_text("name", call) or "", **texts})

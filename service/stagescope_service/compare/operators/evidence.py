@@ -25,10 +25,8 @@ from __future__ import annotations
 import enum
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
-
-__all__ = ["Use", "differ_by_address", "identifies", "infrastructure_stacks", "use_of"]
 
 
 class Use(enum.IntEnum):
@@ -116,6 +114,10 @@ _ADDRESS: Final = re.compile(r"\bat 0x[0-9a-f]+|(?<==)0x[0-9a-f]{6,}", re.IGNORE
 """Where an object is, in the text that Python prints for it."""
 
 _SUBJECT: Final = ("0", "self", "input")
+_SUBJECT_UNREAD: Final = (
+    _SHAPE_ONLY | _VIEWS | _SELECTIONS | _OVERWRITES | _OVERWRITES_PARTS | {"__getitem__"}
+)
+"""Operators that do not read the values of their first argument."""
 _INPUTS: Final = frozenset({"input_args", "input_kwargs"})
 
 _FILE: Final = re.compile(r"File (?P<file>.+?), line \d+")
@@ -144,39 +146,26 @@ def use_of(
         section, index: the value's (`input_args`, `0`).
         by_tensor: it is a `__getitem__` with a tensor as index, which copies its selection.
     """
+    argument = (index or "").partition(".")[0]
+    is_view = operator in _VIEWS or (operator == "__getitem__" and not by_tensor)
     if direction != "forward" or operator is None or kind in ("Module", "Cell"):
         return Use.EVIDENCE
     if section == "output":
-        return _use_of_result(kind, operator, by_tensor=by_tensor)
-    argument = (index or "").partition(".")[0]
+        if kind == "Distributed":
+            return Use.EVIDENCE
+        if operator in _EMPTY:
+            return Use.MEMORY
+        return Use.CARRIED if is_view or operator in _OVERWRITES_PARTS else Use.EVIDENCE
     if section not in _INPUTS:
         return Use.EVIDENCE
     if section == "input_kwargs" and argument == "out":
         return Use.MEMORY
+    unread: Collection[str] = _SUBJECT if operator in _SUBJECT_UNREAD else ()
     if kind == "Distributed":
-        filled = argument in _DESTINATIONS.get(operator, ())
-        return Use.MEMORY if filled else Use.EVIDENCE
-    if operator == "where":
-        return Use.MEMORY if argument in ("1", "2", "input", "other") else Use.EVIDENCE
-    unread = (
-        operator in _SHAPE_ONLY
-        or operator in _VIEWS
-        or operator in _SELECTIONS
-        or operator in _OVERWRITES
-        or operator in _OVERWRITES_PARTS
-        or operator == "__getitem__"
-    )
-    return Use.MEMORY if unread and argument in _SUBJECT else Use.EVIDENCE
-
-
-def _use_of_result(kind: str | None, operator: str, *, by_tensor: bool) -> Use:
-    if kind == "Distributed":
-        return Use.EVIDENCE
-    if operator in _EMPTY:
-        return Use.MEMORY
-    if operator in _VIEWS or operator in _OVERWRITES_PARTS:
-        return Use.CARRIED
-    return Use.CARRIED if operator == "__getitem__" and not by_tensor else Use.EVIDENCE
+        unread = _DESTINATIONS.get(operator, ())
+    elif operator == "where":
+        unread = ("1", "2", "input", "other")
+    return Use.MEMORY if argument in unread else Use.EVIDENCE
 
 
 def identifies(
@@ -224,12 +213,10 @@ def infrastructure_stacks(stacks: Mapping[str, Iterable[str]]) -> frozenset[str]
     Args:
         stacks: id -> frames, the innermost first, as msprobe wrote them.
     """
-    return frozenset(stack_id for stack_id, frames in stacks.items() if _is_infrastructure(frames))
-
-
-def _is_infrastructure(frames: Iterable[str]) -> bool:
-    for frame in frames:
-        found = _FILE.match(frame)
-        if found is not None and not _DISPATCH.search(found["file"]):
-            return _INFRASTRUCTURE.search(found["file"]) is not None
-    return False
+    found = set()
+    for stack_id, frames in stacks.items():
+        files = (frame["file"] for frame in map(_FILE.match, frames) if frame is not None)
+        innermost = next((file for file in files if not _DISPATCH.search(file)), "")
+        if _INFRASTRUCTURE.search(innermost):
+            found.add(stack_id)
+    return frozenset(found)

@@ -58,10 +58,6 @@ _NO_MASK: Final = re.compile(
     r"|\bsum\b|mean|cumsum|prod|\bvar\b|\bstd\b|\bdot\b|loss|entropy",
     re.IGNORECASE,
 )
-_COLUMNS: Final = (
-    "order", "name", "kind", "operator", "module_class", "direction", "source", "stack_id",
-    "parent", "section", "index", "dtype", "shape", "min", "max", "non_finite",
-)  # fmt: skip
 
 
 class NonFiniteRow(TypedDict):
@@ -83,6 +79,9 @@ class NonFiniteRow(TypedDict):
     min: float | None
     max: float | None
     non_finite: str
+
+
+_COLUMNS: Final = tuple(NonFiniteRow.__annotations__)
 
 
 class NonFiniteInput(TypedDict):
@@ -120,27 +119,19 @@ class RankNonFinite:
     not_read: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NonFinite:
-    """The answer over all ranks.
+class NonFinite(TypedDict):
+    """The answer over all ranks."""
 
-    Attributes:
-        ranks: what each rank found.
-        earliest: the earliest rank, the lowest of several at one position; None without one.
-        together: ranks at the same position as the earliest: after a collective all have it.
-        positions: position of each rank's first in the shared order; None if its order differs.
-        order_differs: ranks in another order.
-    """
-
-    ranks: dict[int, RankNonFinite]
     earliest: int | None
+    """The earliest rank, the lowest of several at one position; None without one."""
     together: list[int]
-    positions: dict[int, int | None]
+    """Ranks at the same position as the earliest: after a collective all have it."""
     order_differs: list[int]
+    """Ranks in another order."""
 
 
 def first_non_finite(tables: Mapping[int, Path]) -> NonFinite:
-    """Find the first non-finite result of each rank, and the earliest.
+    """Find the rank with the earliest non-finite result.
 
     Args:
         tables: rank -> its operator table.
@@ -155,23 +146,33 @@ def first_non_finite(tables: Mapping[int, Path]) -> NonFinite:
     shared = _shared_order(orders)
     differing = [rank for rank, names in orders.items() if not shared.startswith(names)]
     positions = {
-        rank: None if rank in differing else int(first["order"]) for rank, first in found.items()
+        rank: None if rank in differing else first["order"] for rank, first in found.items()
     }
-    earliest = _earliest(ranks, positions)
+
+    def key(rank: int) -> tuple[bool, bool, bool, int, int]:
+        position, one = positions[rank], ranks[rank]
+        is_elsewhere = position is None
+        return (
+            not one.certain,
+            is_elsewhere,
+            is_elsewhere and bool(one.bad_inputs),
+            position or 0,
+            rank,
+        )
+
+    earliest = min(found, key=key, default=None)
     position = None if earliest is None else positions[earliest]
     together = [
         rank
         for rank in found
         if rank == earliest or (position is not None and position == positions[rank])
     ]
-    return NonFinite(ranks, earliest, together, positions, differing)
+    return {"earliest": earliest, "together": together, "order_differs": differing}
 
 
 def non_finite_of_rank(path: Path) -> RankNonFinite:
     """Find the first non-finite result of one operator table."""
-    culprit: _Call | None = None
-    saved_gradient: _Call | None = None
-    perhaps: _Call | None = None
+    culprit = saved_gradient = perhaps = None
     culprits, masks, not_read = 0, list[str](), 0
     holding_masks: set[str] = set()
     of_infrastructure = infrastructure_stacks(read_stacks(path))
@@ -275,14 +276,3 @@ def _names(path: Path) -> bytes:
 def _shared_order(orders: Mapping[int, bytes]) -> bytes:
     counts = Counter(orders.values())
     return max(counts, key=lambda names: (counts[names], len(names)), default=b"")
-
-
-def _earliest(
-    ranks: Mapping[int, RankNonFinite], positions: Mapping[int, int | None]
-) -> int | None:
-    def key(rank: int) -> tuple[bool, bool, bool, int, int]:
-        position, one = positions[rank], ranks[rank]
-        elsewhere = position is None
-        return not one.certain, elsewhere, elsewhere and bool(one.bad_inputs), position or 0, rank
-
-    return min(positions, key=key, default=None)

@@ -99,21 +99,14 @@ def _run(a: Path, b: Path, out: Path) -> str:
     """Run msprobe's comparison; return the last errors of its log."""
     command = [sys.executable, "-m", "stagescope_service.compare.operators.msprobe_compare"]
     environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
+        **os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+    }  # fmt: skip
     with disk_errors(out), (out / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, str(a), str(b), str(out)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=out,
-            start_new_session=True,
-        )
+            [*command, str(a), str(b), str(out)], stdin=subprocess.DEVNULL, stdout=log,
+            stderr=subprocess.STDOUT, env=environment, cwd=out, start_new_session=True,
+        )  # fmt: skip
     try:
         code = process.wait(MAX_SECONDS)
     except subprocess.TimeoutExpired:

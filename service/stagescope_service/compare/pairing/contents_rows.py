@@ -19,15 +19,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope_service.compare.flow import (
-    IDENTIFYING_SECTIONS,
-    MASKS,
-    NAMED_SECTIONS,
-    TARGETS,
-    TEXTS,
-    TOKENS,
-    is_structural,
-)
+from stagescope_service.compare import flow
+from stagescope_service.compare.flow import MASKS, TARGETS, TEXTS, TOKENS, is_structural
 from stagescope_service.dumps.records import SHIFTED_BY_ONE, Dump, DumpContents, DumpEntry
 from stagescope_service.rows.positions import has_positions
 from stagescope_service.rows.ragged import (
@@ -147,13 +140,8 @@ class ContentsRows:
     def mask_of(self, name: str) -> str | None:
         """Return the name of a mask whose rows are as long as a tensor's, None without one."""
         tensor = self.tensor(name)
-        candidates = dict.fromkeys(
-            mask
-            for mask in (self.record.mask, "response_mask", "loss_mask", _BORROWED)
-            if mask is not None
-        )
-        for mask in candidates:
-            mask_tensor = self.find(mask)
+        for mask in (self.record.mask, "response_mask", "loss_mask", _BORROWED):
+            mask_tensor = None if mask is None else self.find(mask)
             if mask_tensor is not None and same_offsets(mask_tensor, tensor):
                 return mask
         return None
@@ -281,22 +269,17 @@ class ContentsRows:
 def _unshifted(record: DumpContents) -> DumpContents:
     """Return a record in which index t of every tensor is token t; see `SHIFTED_BY_ONE`."""
     alignment = record.about.get("alignment")
-    shifted = (
-        [n for n, text in alignment.items() if text == SHIFTED_BY_ONE]
-        if isinstance(alignment, dict)
-        else []
-    )
+    if not isinstance(alignment, dict):
+        return record
     tensors = dict(record.tensors)
-    for name in shifted:
-        if name in tensors:
-            tag, shape, values, offsets = tensors[name]
-            bounds = offsets
-            if offsets is None and len(shape) == 2:
-                bounds = np.arange(shape[0] + 1, dtype=np.int64) * shape[1]
-            if bounds is not None:
-                flat = shift_right(np.ascontiguousarray(values).reshape(-1), bounds)
-                tensors[name] = (tag, shape, flat.reshape(values.shape), offsets)
-    return dataclasses.replace(record, tensors=tensors) if shifted else record
+    for name, (tag, shape, values, offsets) in record.tensors.items():
+        bounds = offsets
+        if offsets is None and len(shape) == 2:
+            bounds = np.arange(shape[0] + 1, dtype=np.int64) * shape[1]
+        if bounds is not None and alignment.get(name) == SHIFTED_BY_ONE:
+            flat = shift_right(np.ascontiguousarray(values).reshape(-1), bounds)
+            tensors[name] = (tag, shape, flat.reshape(values.shape), offsets)
+    return dataclasses.replace(record, tensors=tensors)
 
 
 def _with_texts_as_tokens(record: DumpContents) -> DumpContents:
@@ -314,7 +297,7 @@ def _with_texts_as_tokens(record: DumpContents) -> DumpContents:
 
 
 def _row_count(record: DumpContents) -> int | None:
-    if record.entry.section in NAMED_SECTIONS:
+    if record.entry.section in flow.NAMED_SECTIONS:
         return None
     for texts in (record.samples, record.groups, *record.row_texts.values()):
         if texts is not None:
@@ -381,7 +364,7 @@ def _shards_of_ranks(dump: Dump, entry: DumpEntry) -> Sequence[DumpEntry]:
     found = [
         each
         for each in dump.entries
-        if each.section in IDENTIFYING_SECTIONS
+        if each.section in flow.IDENTIFYING_SECTIONS
         and each.location.step == entry.location.step
         and each.location.rank is not None
     ]

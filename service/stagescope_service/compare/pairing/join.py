@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -37,7 +38,19 @@ class RowRef(NamedTuple):
     row: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+Shape = tuple[int, ...]
+Sides = tuple[Sequence[ShardIndex], Sequence[ShardIndex]]
+Boxes = dict[tuple[int, int], list[tuple[str, tuple[Box, Box]]]]
+"""(shard of each side) -> (name, the part of the tensor that both hold)."""
+Pairs = dict[tuple[int, int, str, bool], list[tuple[int, int, str]]]
+"""(shard of each side, kind of key, by position) -> (row of each side, label)."""
+
+
+def _of_each_side() -> tuple[list[str], list[str]]:
+    return [], []
+
+
+@dataclasses.dataclass(slots=True)
 class Join:
     """How the shards of two sides pair.
 
@@ -53,15 +66,17 @@ class Join:
         shapes: (name, full shape on each side) of named tensors whose shapes differ.
     """
 
-    counterparts: tuple[tuple[int, tuple[Counterpart, ...]], ...] = ()
-    keys: frozenset[str] = frozenset()
-    unmatched: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    unidentified: tuple[int, int] = (0, 0)
-    replicas: tuple[int, int] = (0, 0)
-    conflicts: tuple[str, ...] = ()
-    coverage: tuple[tuple[str, int, int], ...] = ()
-    unmatched_names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+    counterparts: list[tuple[int, tuple[Counterpart, ...]]] = dataclasses.field(
+        default_factory=list
+    )
+    keys: set[str] = dataclasses.field(default_factory=set)
+    unmatched: tuple[list[str], list[str]] = dataclasses.field(default_factory=_of_each_side)
+    unidentified: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
+    replicas: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
+    conflicts: list[str] = dataclasses.field(default_factory=list)
+    coverage: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
+    unmatched_names: tuple[list[str], list[str]] = dataclasses.field(default_factory=_of_each_side)
+    shapes: list[tuple[str, Shape, Shape]] = dataclasses.field(default_factory=list)
 
     @property
     def is_complete(self) -> bool:
@@ -69,23 +84,6 @@ class Join:
         lacking = (*self.unmatched[0], *self.unmatched[1], *self.conflicts, *self.coverage)
         is_sure = self.keys <= {BY_SAMPLE_ID, BY_GROUP_AND_RUN, BY_RESPONSE}
         return not lacking and not any(self.unidentified) and is_sure
-
-
-@dataclasses.dataclass(slots=True)
-class _PairedRows:
-    """Rows that are paired so far.
-
-    `pairs`: (shard of each side, kind of key, by position) -> (row of each side, label).
-    """
-
-    pairs: dict[tuple[int, int, str, bool], list[tuple[int, int, str]]]
-    keys: set[str]
-    replicas: list[int]
-    conflicts: list[str]
-    coverage: list[tuple[str, int, int]]
-
-
-Sides = tuple[Sequence[ShardIndex], Sequence[ShardIndex]]
 
 
 def join(
@@ -98,11 +96,12 @@ def join(
         common_locations: location of every entry -> the form of it that both sides share.
     """
     sides: Sides = (a, b)
+    joined = Join()
+    pairs: Pairs = collections.defaultdict(list)
     remaining = [
         {RowRef(at, row) for at, shard in enumerate(side) for row in range(shard.rows)}
         for side in sides
     ]
-    paired = _PairedRows(collections.defaultdict(list), set(), [0, 0], [], [])
     with_rows = [shard for side in sides for shard in side if shard.rows]
     has_ids = any(
         all(kind in shard.keys for shard in with_rows) for kind in (BY_SAMPLE_ID, BY_GROUP_AND_RUN)
@@ -116,30 +115,20 @@ def join(
         ]
         shared = sorted(keyed[0].keys() & keyed[1].keys())
         for key in shared:
-            _pair_rows(sides, (keyed[0][key], keyed[1][key]), kind, paired)
+            _pair_rows(sides, (keyed[0][key], keyed[1][key]), kind, joined, pairs)
             for refs, by_key in zip(remaining, keyed, strict=True):
                 refs.difference_update(by_key[key])
         if shared:
-            paired.keys.add(kind)
+            joined.keys.add(kind)
         if shared and kind in (BY_SAMPLE_ID, BY_GROUP_AND_RUN):
             break
-    unmatched, unidentified = [], []
-    for side, refs in zip(sides, remaining, strict=True):
+    for at, (side, refs) in enumerate(zip(sides, remaining, strict=True)):
         with_keys = [ref for ref in sorted(refs) if side[ref.shard].keys]
-        unmatched.append(tuple(dict.fromkeys(_label(side, ref) for ref in with_keys)))
-        unidentified.append(len(refs) - len(with_keys))
-    boxes, unmatched_names, shapes = _join_named(a, b)
-    return Join(
-        counterparts=_counterparts(b, paired, boxes),
-        keys=frozenset(paired.keys),
-        unmatched=(unmatched[0], unmatched[1]),
-        unidentified=(unidentified[0], unidentified[1]),
-        replicas=(paired.replicas[0], paired.replicas[1]),
-        conflicts=tuple(paired.conflicts),
-        coverage=tuple(paired.coverage),
-        unmatched_names=unmatched_names,
-        shapes=shapes,
-    )
+        joined.unmatched[at].extend(dict.fromkeys(_label(side, ref) for ref in with_keys))
+        joined.unidentified[at] = len(refs) - len(with_keys)
+    boxes = _join_named(sides, joined)
+    joined.counterparts = _counterparts(b, pairs, boxes)
+    return joined
 
 
 def is_unmoved(
@@ -183,13 +172,13 @@ def _refs_by_key(
 
 
 def _pair_rows(
-    sides: Sides, refs: tuple[list[RowRef], list[RowRef]], kind: str, paired: _PairedRows
+    sides: Sides, refs: tuple[list[RowRef], list[RowRef]], kind: str, joined: Join, pairs: Pairs
 ) -> None:
     """Pair all rows of one key: replicas count once, each fragment pairs with each."""
     label = _label(sides[0], refs[0][0])
     unique = [_without_replicas(side, each) for side, each in zip(sides, refs, strict=True)]
     for at in range(2):
-        paired.replicas[at] += len(refs[at]) - len(unique[at])
+        joined.replicas[at] += len(refs[at]) - len(unique[at])
     one, other = unique
     tokens = [
         sum(side[ref.shard].token_counts[ref.row] for ref in each)
@@ -198,16 +187,16 @@ def _pair_rows(
     several = max(len(one), len(other)) > 1
     if (several or tokens[0] != tokens[1]) and _are_fragments(sides, unique):
         if tokens[0] != tokens[1]:
-            paired.coverage.append((label, tokens[0], tokens[1]))
+            joined.coverage.append((label, tokens[0], tokens[1]))
         for x in one:
             for y in other:
-                paired.pairs[x.shard, y.shard, kind, True].append((x.row, y.row, label))
+                pairs[x.shard, y.shard, kind, True].append((x.row, y.row, label))
         return
     if kind in (BY_SAMPLE_ID, BY_GROUP_AND_RUN) and several:
-        paired.conflicts.append(label)
+        joined.conflicts.append(label)
     for at in range(max(len(one), len(other))):
         x, y = one[min(at, len(one) - 1)], other[min(at, len(other) - 1)]
-        paired.pairs[x.shard, y.shard, kind, False].append((x.row, y.row, label))
+        pairs[x.shard, y.shard, kind, False].append((x.row, y.row, label))
 
 
 def _without_replicas(side: Sequence[ShardIndex], refs: list[RowRef]) -> list[RowRef]:
@@ -238,69 +227,54 @@ def _label(side: Sequence[ShardIndex], ref: RowRef) -> str:
     return row_label(shard.entry.location, ref.row)
 
 
-Boxes = dict[tuple[int, int], list[tuple[str, tuple[Box, Box]]]]
-Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-
-
 def _counterparts(
-    b: Sequence[ShardIndex], paired: _PairedRows, boxes: Boxes
-) -> tuple[tuple[int, tuple[Counterpart, ...]], ...]:
+    b: Sequence[ShardIndex], pairs: Pairs, boxes: Boxes
+) -> list[tuple[int, tuple[Counterpart, ...]]]:
     by_shard: dict[int, list[Counterpart]] = collections.defaultdict(list)
-    for (x, y, kind, by_position), rows in sorted(paired.pairs.items()):
-        pairs = np.array([row[:2] for row in rows], np.int64)
-        labels = tuple(row[2] for row in rows)
-        pairing = RowPairing(pairs[:, 0].copy(), pairs[:, 1].copy(), labels, kind, by_position)
+    for (x, y, kind, by_position), rows in sorted(pairs.items()):
+        rows_a, rows_b, labels = zip(*rows, strict=True)
+        pairing = RowPairing(
+            np.array(rows_a, np.int64), np.array(rows_b, np.int64), labels, kind, by_position
+        )
         by_shard[x].append(Counterpart(b[y].entry, pairing))
     for (x, y), named_boxes in sorted(boxes.items()):
         by_shard[x].append(Counterpart(b[y].entry, boxes=tuple(named_boxes)))
-    return tuple((x, tuple(counterparts)) for x, counterparts in sorted(by_shard.items()))
+    return [(x, tuple(counterparts)) for x, counterparts in sorted(by_shard.items())]
 
 
-def _join_named(
-    a: Sequence[ShardIndex], b: Sequence[ShardIndex]
-) -> tuple[Boxes, tuple[tuple[str, ...], tuple[str, ...]], Shapes]:
-    """Return the boxes that shards share, the names of only one side, and unequal shapes."""
-    one, other = _shards_by_name(a), _shards_by_name(b)
+def _join_named(sides: Sides, joined: Join) -> Boxes:
+    """Return the boxes that shards share; add names of only one side, and unequal shapes."""
+    one, other = map(_shards_by_name, sides)
+    joined.unmatched_names = (sorted(one.keys() - other.keys()), sorted(other.keys() - one.keys()))
     boxes: Boxes = collections.defaultdict(list)
-    shapes = []
     for name in sorted(one.keys() & other.keys()):
-        full_shapes = (_full_shape(one[name]), _full_shape(other[name]))
+        full_shapes = [next(iter(shards[name])).full_shape for shards in (one, other)]
         if full_shapes[0] != full_shapes[1]:
-            shapes.append((name, *full_shapes))
+            joined.shapes.append((name, full_shapes[0], full_shapes[1]))
             continue
-        for x, shard_a in one[name]:
-            for y, shard_b in other[name]:
-                if (overlap := _overlap(shard_a, shard_b)) is not None:
-                    boxes[x, y].append((name, overlap))
-    only_a, only_b = sorted(one.keys() - other.keys()), sorted(other.keys() - one.keys())
-    return boxes, (tuple(only_a), tuple(only_b)), tuple(shapes)
+        for (shard_a, x), (shard_b, y) in itertools.product(one[name].items(), other[name].items()):
+            if (overlap := _overlap(shard_a, shard_b)) is not None:
+                boxes[x, y].append((name, overlap))
+    return boxes
 
 
-def _shards_by_name(side: Sequence[ShardIndex]) -> dict[str, list[tuple[int, NamedShard]]]:
-    """Return the shards of each name; keep only the first of replicas (the same box again)."""
-    by_name: dict[str, dict[tuple[object, ...], tuple[int, NamedShard]]] = {}
+def _shards_by_name(side: Sequence[ShardIndex]) -> dict[str, dict[NamedShard, int]]:
+    """Return name -> box -> the first shard that holds it; other ones are replicas."""
+    by_name: dict[str, dict[NamedShard, int]] = collections.defaultdict(dict)
     for at, index in enumerate(side):
         for name, shard in index.named.items():
-            box = (shard.offset, shard.shape)
-            by_name.setdefault(name, {}).setdefault(box, (at, shard))
-    return {name: list(shards.values()) for name, shards in by_name.items()}
-
-
-def _full_shape(shards: Sequence[tuple[int, NamedShard]]) -> tuple[int, ...]:
-    shard = shards[0][1]
-    return shard.shape if shard.full_shape is None else shard.full_shape
+            by_name[name].setdefault(shard, at)
+    return by_name
 
 
 def _overlap(a: NamedShard, b: NamedShard) -> tuple[Box, Box] | None:
     """Return the box that two shards of one tensor share, in the coordinates of each."""
-    zeros = (0,) * len(a.shape)
-    start_a, start_b = a.offset or zeros, b.offset or zeros
-    boxes: tuple[list[slice], list[slice]] = ([], [])
-    for at in range(len(a.shape)):
-        low = max(start_a[at], start_b[at])
-        high = min(start_a[at] + a.shape[at], start_b[at] + b.shape[at])
-        if high <= low:
-            return None
-        boxes[0].append(slice(low - start_a[at], high - start_a[at]))
-        boxes[1].append(slice(low - start_b[at], high - start_b[at]))
-    return tuple(boxes[0]), tuple(boxes[1])
+    low = np.maximum(a.offset, b.offset)
+    high = np.minimum(np.add(a.offset, a.shape), np.add(b.offset, b.shape))
+    if (high <= low).any():
+        return None
+    one, other = (
+        tuple(map(slice, (low - shard.offset).tolist(), (high - shard.offset).tolist()))
+        for shard in (a, b)
+    )
+    return one, other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,6 +60,14 @@ class CachedComparison(NamedTuple):
     row_numbers: Float64
 
 
+class Doubt(enum.Enum):
+    """Why values that were paired by location may be of other samples."""
+
+    OTHER_LAYOUT = "the sides have other ranks, parts or numbers of rows"
+    OTHER_ORDER = "the trajectories are others or in another order"
+    SAME_LENGTHS = "the rows have the same lengths in another order"
+
+
 ValueCache = dict[_CacheKey, CachedComparison]
 """Results by the memory of the values: several sections of a file may share one mask."""
 
@@ -98,7 +107,7 @@ class ShardComparison:
         has_fragments: rows may be fragments of samples: a repeated label is no replica.
         shapes_differ: the shapes differ, and values were not compared.
         problem: why not all values were compared, empty if they were.
-        unproven: why values that were paired by location may be of other samples, empty if not.
+        doubt: why values that were paired by location may be of other samples, None if not.
     """
 
     section: str
@@ -116,7 +125,7 @@ class ShardComparison:
     has_fragments: bool = False
     shapes_differ: bool = False
     problem: str = ""
-    unproven: str = ""
+    doubt: Doubt | None = None
 
 
 def compare_rows(
@@ -164,7 +173,7 @@ def compare_others(
     one, other = a.record, b.record
     by_row = set(a.names) & set(b.names)
     comparisons = [
-        _compare_whole(one, other, name, tolerances)
+        _compare_tensor(one, other, name, tolerances)
         for name in one.tensors
         if name in other.tensors and name not in by_row
     ]
@@ -189,7 +198,7 @@ def compare_boxes(
         for record, box in zip((one, other), boxes, strict=True)
     ]
     starts = [tuple(int(each.start) for each in box) for box in boxes]
-    return _compare_arrays(one, other, name, arrays, starts, tolerances)
+    return _with_values(_of_tensor(one, other, name), arrays, starts, tolerances)
 
 
 def log_prob_noise(rows: ContentsRows) -> Pairwise | None:
@@ -237,8 +246,7 @@ class _RowComparer:
         locator = ValueLocator(alignment, pairing, tensors, locations)
         lengths = alignment.lengths
         if lengths is None:
-            lengths = np.empty((len(numbers), 2), np.int64)
-            lengths[:] = numbers[:, :1]
+            lengths = np.repeat(numbers[:, :1], 2, axis=1).astype(np.int64)
         table = RowTable(
             pairing.labels, numbers, lengths, alignment.states, _row_values(tensors, pairing)
         )
@@ -311,82 +319,68 @@ def _row_values(tensors: RowTensorPair, pairing: RowPairing) -> Float64 | None:
     return np.array(columns, np.float64).T
 
 
-def _compare_whole(
+def _of_tensor(one: DumpContents, other: DumpContents, name: str) -> ShardComparison:
+    """Return a comparison of a tensor without rows, still without its values."""
+    (dtype_a, shape_a, *_), (dtype_b, shape_b, *_) = one.tensors[name], other.tensors[name]
+    return ShardComparison(
+        one.entry.section, name, (one.entry.location, other.entry.location), (dtype_a, dtype_b),
+        (shape_a, shape_b), Pairwise.nothing(), key="name",
+    )  # fmt: skip
+
+
+def _compare_tensor(
     one: DumpContents, other: DumpContents, name: str, tolerances: Tolerances
 ) -> ShardComparison:
     """Compare a tensor without rows."""
-    (_, shape_a, array_a, offsets_a), (_, shape_b, array_b, offsets_b) = (
-        one.tensors[name], other.tensors[name],
-    )  # fmt: skip
+    comparison = _of_tensor(one, other, name)
+    shape_a, shape_b = comparison.shapes
+    (*_, array_a, offsets_a), (*_, array_b, offsets_b) = one.tensors[name], other.tensors[name]
     if shape_a == shape_b and offsets_a is None and offsets_b is None:
         arrays = (array_a.reshape(shape_a), array_b.reshape(shape_b))
-        starts = [(0,) * len(shape_a)] * 2
-        return _compare_arrays(one, other, name, arrays, starts, tolerances)
-    return ShardComparison(
-        one.entry.section, name, (one.entry.location, other.entry.location),
-        _dtypes(one, other, name), (shape_a, shape_b), Pairwise.nothing(), key="name",
-        shapes_differ=True, problem=f"shapes {list(shape_a)} and {list(shape_b)}",
-    )  # fmt: skip
-
-
-def _compare_arrays(
-    one: DumpContents,
-    other: DumpContents,
-    name: str,
-    arrays: Sequence[Values],
-    starts: Sequence[Shape],
-    tolerances: Tolerances,
-) -> ShardComparison:
-    """Compare arrays of one shape; `starts`: their offsets in the tensors of the records."""
-    section, locations = one.entry.section, (one.entry.location, other.entry.location)
-    dtypes = _dtypes(one, other, name)
-    tolerance = tolerances.for_tensor(section, name, dtypes)
-    bounds = (tolerance.atol, tolerance.rtol)
-    statistics, _ = compare_values(arrays[0], arrays[1], dtypes=dtypes, tolerance=bounds)
-    shape = arrays[0].shape
-
-    def locate(element: ElementLocation | None) -> ValueLocation | None:
-        if element is None:
-            return None
-        at = coordinate_in(shape, element.at)
-        x, y = (tuple(s + i for s, i in zip(start, at, strict=True)) for start in starts)
-        return ValueLocation(None, None, locations, (x, y), (element.x, element.y))
-
-    return ShardComparison(
-        section, name, locations, dtypes, (one.tensors[name][1], other.tensors[name][1]),
-        statistics, largest=locate(statistics.largest), unequal=locate(statistics.unequal),
-        over=locate(statistics.over), key="name",
-    )  # fmt: skip
+        return _with_values(comparison, arrays, [(0,) * len(shape_a)] * 2, tolerances)
+    problem = f"shapes {list(shape_a)} and {list(shape_b)}"
+    return dataclasses.replace(comparison, shapes_differ=True, problem=problem)
 
 
 def _compare_number(
     one: DumpContents, other: DumpContents, name: str, tolerances: Tolerances
 ) -> ShardComparison:
-    section, locations = one.entry.section, (one.entry.location, other.entry.location)
-    x, y = (_as_array(record.numbers[name]) for record in (one, other))
-    dtypes = (str(x.dtype), str(y.dtype))
-    tolerance = tolerances.for_tensor(
-        section, name, ("float32", "float32") if "float64" in dtypes else dtypes
-    )
-    statistics, _ = compare_values(x, y, dtypes=dtypes, tolerance=(tolerance.atol, tolerance.rtol))
+    arrays = [_as_array(record.numbers[name]) for record in (one, other)]
+    comparison = ShardComparison(
+        one.entry.section, name, (one.entry.location, other.entry.location),
+        (str(arrays[0].dtype), str(arrays[1].dtype)), ((), ()), Pairwise.nothing(),
+    )  # fmt: skip
+    return _with_values(comparison, arrays, ((), ()), tolerances)
+
+
+def _with_values(
+    comparison: ShardComparison,
+    arrays: Sequence[Values],
+    starts: Sequence[Shape],
+    tolerances: Tolerances,
+) -> ShardComparison:
+    """Compare arrays of one shape; `starts`: their offsets in the tensors of the records."""
+    dtypes = tolerated = comparison.dtypes
+    if comparison.shapes == ((), ()) and "float64" in dtypes:
+        tolerated = ("float32", "float32")  # a number of Python, made from tensors
+    tolerance = tolerances.for_tensor(comparison.section, comparison.name, tolerated)
+    bounds = (tolerance.atol, tolerance.rtol)
+    statistics, _ = compare_values(arrays[0], arrays[1], dtypes=dtypes, tolerance=bounds)
 
     def locate(element: ElementLocation | None) -> ValueLocation | None:
         if element is None:
             return None
-        return ValueLocation(None, None, locations, ((), ()), (element.x, element.y))
+        at = coordinate_in(arrays[0].shape, element.at)
+        x, y = (tuple(s + i for s, i in zip(start, at, strict=True)) for start in starts)
+        return ValueLocation(None, None, comparison.locations, (x, y), (element.x, element.y))
 
-    return ShardComparison(
-        section, name, locations, dtypes, ((), ()), statistics,
-        largest=locate(statistics.largest), unequal=locate(statistics.unequal),
-        over=locate(statistics.over),
+    return dataclasses.replace(
+        comparison, statistics=statistics, largest=locate(statistics.largest),
+        unequal=locate(statistics.unequal), over=locate(statistics.over),
     )  # fmt: skip
 
 
 def _as_array(value: Number) -> Values:
-    """Return a number as an int64 or float64 array of one; an int over 64 bits is rounded."""
+    """Return a number as an int64 or float64 array; an int over 64 bits is rounded."""
     is_int64 = isinstance(value, int) and -(2**63) <= value < 2**63
-    return np.array([value], np.int64 if is_int64 else np.float64)
-
-
-def _dtypes(one: DumpContents, other: DumpContents, name: str) -> tuple[str, str]:
-    return (one.tensors[name][0], other.tensors[name][0])
+    return np.array(value, np.int64 if is_int64 else np.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from stagescope_service.compare.pairing.contents_rows import ContentsRows
 from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
@@ -18,13 +18,12 @@ PAIRING_KEYS: Final = (BY_SAMPLE_ID, BY_GROUP_AND_RUN, BY_RESPONSE, BY_PROMPT, B
 """Kinds of keys that pair rows, the most certain first; reports name them."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NamedShard:
-    """Shape of a shard of a named tensor, and shape of the full tensor and offset in it."""
+class NamedShard(NamedTuple):
+    """Box of a named tensor that a shard holds: its shape, its offset, and the full shape."""
 
     shape: tuple[int, ...]
-    full_shape: tuple[int, ...] | None = None
-    offset: tuple[int, ...] | None = None
+    offset: tuple[int, ...]
+    full_shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,16 +55,10 @@ class ShardIndex:
 def describe(rows: ContentsRows) -> ShardIndex:
     """Return the index of a record."""
     record = rows.record
-    keys: dict[str, tuple[str, ...]] = {}
+    keys = {kind: tuple(ids) for kind, ids in ids_of(record).items()}
     if rows.count is not None:
-        responses, prompts = rows.content_hashes()
-        by_kind = {
-            BY_SAMPLE_ID: sample_ids(record),
-            BY_GROUP_AND_RUN: group_and_run_ids(record),
-            BY_RESPONSE: responses,
-            BY_PROMPT: prompts,
-        }
-        keys = {kind: tuple(each) for kind, each in by_kind.items() if each is not None}
+        by_content = zip((BY_RESPONSE, BY_PROMPT), rows.content_hashes(), strict=True)
+        keys |= {kind: tuple(hashes) for kind, hashes in by_content if hashes is not None}
     return ShardIndex(
         record.entry, rows.count or 0, keys,
         row_hashes=tuple(rows.row_hashes()) if rows.count and rows.names else (),
@@ -82,12 +75,11 @@ def named_shard(record: DumpContents, name: str) -> NamedShard:
     """Read the offset of a shard from `about["shards"][name]`: {global_shape, offset}."""
     layout = as_mapping(as_mapping(record.about.get("shards")).get(name))
     shape = tuple(record.tensors[name][1])
-    full_shape = _shape(layout.get("global_shape"), len(shape))
-    offset = _shape(layout.get("offset"), len(shape))
-    if full_shape is None or offset is None:
-        return NamedShard(shape)
-    inside = all(o + s <= w for o, s, w in zip(offset, shape, full_shape, strict=True))
-    return NamedShard(shape, full_shape, offset) if inside else NamedShard(shape)
+    full_shape, offset = (_shape(layout.get(key), len(shape)) for key in ("global_shape", "offset"))
+    box = zip(offset or (), shape, full_shape or (), strict=False)
+    if full_shape and offset and all(start + size <= end for start, size, end in box):
+        return NamedShard(shape, offset, full_shape)
+    return NamedShard(shape, (0,) * len(shape), shape)
 
 
 def row_label(location: Location, row: int) -> str:
@@ -96,17 +88,14 @@ def row_label(location: Location, row: int) -> str:
     return f"row {row}" if text == "one file" else f"{text}, row {row}"
 
 
-def sample_ids(record: DumpContents) -> tuple[str, ...] | None:
-    """Return the sample id of each row, None if they are unknown."""
-    return record.samples
-
-
-def group_and_run_ids(record: DumpContents) -> tuple[str, ...] | None:
-    """Return group_id and run_id of each row, joined; None if they are unknown."""
-    groups, runs = record.groups, record.row_texts.get("run_id")
-    if groups is None or runs is None:
-        return None
-    return tuple(f"{group}_{run}" for group, run in zip(groups, runs, strict=True))
+def ids_of(record: DumpContents) -> dict[str, tuple[str, ...]]:
+    """Return kind of key -> id of each row, for the ids that the record has."""
+    found = {} if record.samples is None else {BY_SAMPLE_ID: record.samples}
+    runs = record.row_texts.get("run_id")
+    if record.groups is not None and runs is not None:
+        pairs = zip(record.groups, runs, strict=True)
+        found[BY_GROUP_AND_RUN] = tuple(f"{group}_{run}" for group, run in pairs)
+    return found
 
 
 def as_mapping(value: object) -> Mapping[str, object]:

@@ -29,17 +29,14 @@ from stagescope_service.compare.pairing.shard_comparison import (
     log_prob_noise,
 )
 from stagescope_service.compare.pairing.shard_index import (
-    BY_GROUP_AND_RUN,
     BY_RESPONSE,
     BY_ROW,
-    BY_SAMPLE_ID,
     ShardIndex,
     as_mapping,
     describe,
-    group_and_run_ids,
+    ids_of,
     named_shard,
     row_label,
-    sample_ids,
 )
 from stagescope_service.compare.pairing.token_alignment import RowPairing
 from stagescope_service.compare.tolerances import Tolerances
@@ -116,6 +113,11 @@ class JoinTask:
     tolerances: Tolerances
     exclude: frozenset[str] = frozenset()
 
+    @property
+    def entries(self) -> tuple[DumpEntry, None]:
+        """The first entry: the only one that is in memory throughout."""
+        return (self.entry, None)
+
 
 @dataclasses.dataclass
 class _FileCache:
@@ -166,18 +168,14 @@ def _run_task(task: PairTask | JoinTask, cache: _FileCache) -> TaskOutcome:
     try:
         return compare_pair(task, cache) if isinstance(task, PairTask) else compare_joined(task)
     except StagescopeError as error:  # raised by the comparison, not by a reader
-        entries = task.entries if isinstance(task, PairTask) else (task.entry, None)
-        side = 0 if entries[0] is not None else 1
-        entry = entries[side]
-        assert entry is not None
+        side, entry = next((at, entry) for at, entry in enumerate(task.entries) if entry)
         text = f"{entry.path} could not be compared: {error}"
         return TaskOutcome(problems=((side, DumpProblem(entry.path, "damaged", text, entry)),))
     except Exception as error:
-        entries = task.entries if isinstance(task, PairTask) else (task.entry, None)
-        paths = " and ".join(str(entry.path) for entry in entries if entry is not None)
+        paths = " and ".join(str(entry.path) for entry in task.entries if entry)
         raise ComparisonFailed(
             f"{paths} could not be compared: {type(error).__name__}: {error}",
-            advice="the files may be sound; if memory is short, compare one --step",
+            advice="The files may be sound. If memory is short, compare one --step.",
         ) from error
 
 
@@ -197,14 +195,12 @@ def compare_pair(task: PairTask, cache: _FileCache) -> TaskOutcome:
         if record is not None
         for name, why in as_mapping(record.about.get("left_out")).items()
     )
+    found = TaskOutcome(problems=tuple(problems), left_out=left_out, bytes=size)
     if one is None or other is None:
-        described = tuple(
+        index_a, index_b = (
             None if each is None else describe(ContentsRows(each)) for each in records
         )
-        return TaskOutcome(
-            indexes=(described[0], described[1]), problems=tuple(problems), left_out=left_out,
-            bytes=size,
-        )  # fmt: skip
+        return dataclasses.replace(found, indexes=(index_a, index_b))
     a, b = (_rows_of(*each) for each in zip(task.dumps, (one, other), strict=True))
     comparisons = compare_others(a, b, task.tolerances)
     pairing = None if task.index_only else pair_aligned_rows(a, b)
@@ -220,39 +216,33 @@ def compare_pair(task: PairTask, cache: _FileCache) -> TaskOutcome:
         comparisons = [each for each in comparisons if each.name not in unequal_shapes]
         indexes = (_index_unpaired(a, b, unequal_shapes), _index_unpaired(b, a, unequal_shapes))
     names = [set(record.tensors) | set(record.numbers) for record in (one, other)]
-    return TaskOutcome(
+    return dataclasses.replace(
+        found,
         comparisons=_of_section(comparisons, task.section),
         indexes=indexes,
         in_order=pairing is not None and pairing.in_order and pairing.key != BY_ROW,
         unmatched_names=(tuple(sorted(names[0] - names[1])), tuple(sorted(names[1] - names[0]))),
-        log_prob_noise=(log_prob_noise(a), log_prob_noise(b)), problems=tuple(problems),
-        left_out=left_out, bytes=size,
-    )  # fmt: skip
+        log_prob_noise=(log_prob_noise(a), log_prob_noise(b)),
+    )
 
 
 def compare_joined(task: JoinTask) -> TaskOutcome:
     """Compare one shard with its counterparts."""
     problems: list[tuple[int, DumpProblem]] = []
-    record = _read(task.dumps[0], task.entry, 0, problems)
     comparisons: list[ShardComparison] = []
+    record = _read(task.dumps[0], task.entry, 0, problems)
     if record is not None:
         rows = _rows_of(task.dumps[0], record)
         for counterpart in task.counterparts:
             comparisons += _compare_counterpart(task, rows, counterpart, problems)
-    return TaskOutcome(
-        comparisons=_of_section(comparisons, task.section),
-        problems=tuple(problems),
-        bytes=task.entry.bytes + sum(each.entry.bytes for each in task.counterparts),
-    )
+    size = task.entry.bytes + sum(each.entry.bytes for each in task.counterparts)
+    return TaskOutcome(_of_section(comparisons, task.section), problems=tuple(problems), bytes=size)
 
 
 def _of_section(
     comparisons: Sequence[ShardComparison], section: str
 ) -> tuple[ShardComparison, ...]:
-    return tuple(
-        each if each.section == section else dataclasses.replace(each, section=section)
-        for each in comparisons
-    )
+    return tuple(dataclasses.replace(each, section=section) for each in comparisons)
 
 
 def _compare_counterpart(
@@ -269,11 +259,9 @@ def _compare_counterpart(
         compare_boxes(a.record, other, name, boxes, task.tolerances)
         for name, boxes in counterpart.boxes
     ]
-    if counterpart.pairing is not None:
+    if (pairing := counterpart.pairing) is not None:
         b = _rows_of(task.dumps[1], other)
-        comparisons += compare_rows(
-            a, b, counterpart.pairing, task.tolerances, exclude=task.exclude
-        )
+        comparisons += compare_rows(a, b, pairing, task.tolerances, exclude=task.exclude)
     return comparisons
 
 
@@ -291,16 +279,14 @@ def pair_aligned_rows(a: ContentsRows, b: ContentsRows) -> RowPairing | None:
     """
     if a.count is None or b.count is None:
         return _identity(0, (), BY_ROW) if a.count == b.count else None
+    positions = [name for name in POSITION_TENSORS if name in a.names or name in b.names]
     if (a.has_fragments or b.has_fragments) and not all(
-        name in a.names and name in b.names and _has_same_values(a, b, name)
-        for name in POSITION_TENSORS
-        if name in a.names or name in b.names
+        name in a.names and name in b.names and _has_same_values(a, b, name) for name in positions
     ):
         return None
-    for kind, ids in ((BY_SAMPLE_ID, sample_ids), (BY_GROUP_AND_RUN, group_and_run_ids)):
-        ids_a, ids_b = ids(a.record), ids(b.record)
-        if ids_a is None or ids_b is None:
-            continue
+    all_ids_a, all_ids_b = ids_of(a.record), ids_of(b.record)
+    if kind := next((kind for kind in all_ids_a if kind in all_ids_b), None):
+        ids_a, ids_b = all_ids_a[kind], all_ids_b[kind]
         if ids_a == ids_b:
             return _identity(len(ids_a), ids_a, kind)
         row_of_id = {key: row for row, key in enumerate(ids_b)}
@@ -311,11 +297,11 @@ def pair_aligned_rows(a: ContentsRows, b: ContentsRows) -> RowPairing | None:
     if a.count != b.count:
         return None
     labels = tuple(row_label(a.record.entry.location, row) for row in range(a.count))
-    tokens = [name for name in ("responses", *WHOLE_SEQUENCES) if name in a.names]
-    tokens = [name for name in tokens if name in b.names]
-    if not tokens:
+    shared = set(a.names).intersection(b.names)
+    tokens = next((name for name in ("responses", *WHOLE_SEQUENCES) if name in shared), None)
+    if tokens is None:
         return _identity(a.count, labels, BY_ROW)
-    if _has_same_values(a, b, tokens[0]) or a.content_hashes()[0] == b.content_hashes()[0]:
+    if _has_same_values(a, b, tokens) or a.content_hashes()[0] == b.content_hashes()[0]:
         return _identity(a.count, labels, BY_RESPONSE)
     return None
 

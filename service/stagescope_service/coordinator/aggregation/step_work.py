@@ -12,8 +12,8 @@ from typing import Final
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.retries import RetriedWork
+from stagescope_service.coordinator.rules.watch import TriggerWatch
 from stagescope_service.coordinator.runner import Clock, Runner
-from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.core.findings import NOT_AGGREGATED, describe, finding
 from stagescope_service.core.instructions import Aggregate, Delete, Put, Rejudge
 from stagescope_service.core.state import State

@@ -9,12 +9,13 @@ each tensor is in `about["alignment"]`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope_service.dumps.formats.columns import Columns, collect_rows, odd_problem
-from stagescope_service.dumps.formats.content import first_values, read_shared
+from stagescope_service.dumps.formats.columns import Columns, collect_rows
+from stagescope_service.dumps.formats.content import read_shared
 from stagescope_service.dumps.formats.fitting import (
     NamedRow,
     fitting_rows,
@@ -23,12 +24,10 @@ from stagescope_service.dumps.formats.fitting import (
 )
 from stagescope_service.dumps.formats.listing import (
     FileDump,
+    FileFormat,
+    Format,
     ListedFile,
-    file_dump,
-    files_of,
-    is_companion,
-    is_saved,
-    unrecognized_file,
+    saved_place,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import (
@@ -38,9 +37,7 @@ from stagescope_service.dumps.records import (
     DumpProblem,
     Location,
 )
-from stagescope_wire.errors import InvalidTensor, NotFound
-
-KIND: Final = "areal"
+from stagescope_wire.errors import InvalidTensor
 
 NAMES: Final[Mapping[str, str]] = {
     "input_ids": "tokens",
@@ -59,59 +56,28 @@ _PER_TOKEN: Final = ("input_ids", "loss_mask", "logprobs", "prox_logp", "ref_log
 """Values of the tokens of a trajectory."""
 _WHOLE: Final = ("input_ids", "loss_mask")
 """Those that are whole numbers."""
-_PEEKED: Final = 400
 
 
-def is_areal(values: Sequence[str | int]) -> bool:
-    """Return whether a file is a batch of AReaL's, by the first values in it."""
-    return "input_ids" in values and sum(mark in values for mark in _MARKS) > 1
-
-
-def holds_areal(found: Sequence[ListedFile]) -> bool:
-    """Return whether any of the files is AReaL's."""
-    return any(is_areal(first_values(each.path, _PEEKED)) for each in found if is_saved(each))
-
-
-def open_areal(path: Path, *, step: int | None = None) -> FileDump:
-    """List a saved batch of AReaL's, or a directory of them.
-
-    Args:
-        path: the file or directory.
-        step: a batch has no step, so any step finds nothing.
-
-    Raises:
-        NotFound: no such path, or no batch of AReaL's in it.
-        TooLarge: more than `listing.MAX_FILES` files.
-        StoreError: the disk reported an error.
-    """
-    found, problems = files_of(path)
-    names = {each.name for each in found}
-    batches: dict[ListedFile, Sequence[str | int]] = {}
-    for each in found:
-        values = first_values(each.path, _PEEKED) if is_saved(each) else []
-        if is_areal(values):
-            batches[each] = values
-        elif not is_companion(each, names):
-            problems.append(unrecognized_file(each, "AReaL's batches"))
-    entries = [
-        DumpEntry(section, Location(stage=each.path.stem if len(batches) > 1 else None), each.path,
-              each.bytes, section)
-        for each, values in batches.items()
-        for section in _sections_of(values)
-    ]  # fmt: skip
-    if not entries:
-        raise NotFound(
-            f"{path} holds no batch of AReaL's",
-            expected="what torch.save(batch, 'batch_data.pt') wrote: input_ids, loss_mask, ...",
-        )
-    return file_dump(path, KIND, entries, problems, read_entry, step=step)
-
-
-def _sections_of(values: Sequence[str | int]) -> list[str]:
-    others = [
-        section for section, names in _SECTIONS.items() if any(name in values for name in names)
+def _entries_of(
+    found: ListedFile, location: Location, values: Sequence[str | int]
+) -> list[DumpEntry]:
+    if "input_ids" not in values or sum(mark in values for mark in _MARKS) < 2:
+        return []
+    held = [section for section, names in _SECTIONS.items() if not {*names}.isdisjoint(values)]
+    location = Location(stage=found.path.stem)
+    return [
+        DumpEntry(section, location, found.path, found.bytes, section)
+        for section in ("trajectories", *held)
     ]
-    return ["trajectories", *others]
+
+
+def open_areal(path: Path, step: int | None) -> FileDump:
+    """List AReaL's batches; the file's name is the stage of each where there are several."""
+    dump = _FILES.open(path, step)
+    if len({entry.path for entry in dump.entries}) > 1:
+        return dump
+    entries = [dataclasses.replace(entry, location=Location()) for entry in dump.entries]
+    return dataclasses.replace(dump, entries=entries)
 
 
 def read_entry(entry: DumpEntry) -> DumpContents:
@@ -129,6 +95,7 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     names: set[str] = set().union(*parts)
     wanted = _names_of(entry.section, names)
     problems: Sequence[DumpProblem] = ()
+    names_of_rows: list[str] = []
     if not isinstance(data, dict):
         rows: list[NamedRow] = []
         for name, part in objects:
@@ -138,26 +105,15 @@ def read_entry(entry: DumpEntry) -> DumpContents:
                 wrong[name] = error.wrong
         fitted, unfit = fitting_rows(rows, per_token=_PER_TOKEN, masks=_WHOLE)
         found = collect_rows([row.values for row in fitted], names=NAMES)
-        problems = [
-            *left_out_problem(entry, {**wrong, **unfit}, len(rows) + len(wrong)),
-            *odd_problem(found, entry, [row.name for row in fitted]),
-        ]
+        problems = left_out_problem(entry, {**wrong, **unfit}, len(rows) + len(wrong))
+        names_of_rows = [row.name for row in fitted]
     else:
         found = Columns()
         chosen: list[str] = [name for name in data if name in wanted]
         for name in chosen:
             found.add(NAMES.get(name, name), data[name])
     found.about["alignment"] = _alignment(names)
-    mask = "loss_mask" if "loss_mask" in found.tensors else None
-    return DumpContents(
-        entry,
-        found.tensors,
-        found.numbers,
-        row_texts=found.texts,
-        mask=mask,
-        about=found.metadata(),
-        problems=problems,
-    )
+    return found.contents(entry, masks=["loss_mask"], problems=problems, rows=names_of_rows)
 
 
 def _names_of(section: str, names: set[str]) -> set[str]:
@@ -195,3 +151,16 @@ def _row_of(value: FileValue, row: int) -> FileValue:
         return value
     tag, shape, values, _ = value.wire
     return FileTensor((tag, shape[1:], values[row, ...], None), value.was)
+
+
+_FILES: Final = FileFormat(
+    kind="areal",
+    layout="AReaL's saved batches (*.pt), as torch.save(batch, 'batch_data.pt') writes them",
+    title="AReaL's batches",
+    section="trajectories",
+    place_of=saved_place,
+    read=read_entry,
+    peeked=400,
+    entries_of=_entries_of,
+)
+FORMAT: Final = Format(_FILES.kind, _FILES.layout, _FILES.holds, open_areal)

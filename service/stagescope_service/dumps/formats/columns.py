@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -15,11 +15,12 @@ from stagescope_service.dumps.formats.odd_values import (
     NUMBERS,
     OddValue,
     json_text,
+    listed,
     number_of,
     without_odd,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, Unreadable
-from stagescope_service.dumps.records import DumpEntry, DumpProblem, mapping
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, mapping
 from stagescope_service.store.tensorfile import WireTensor
 from stagescope_wire.batch import Tensor, widened
 from stagescope_wire.errors import InvalidTensor
@@ -38,7 +39,6 @@ _NULL: Final = type(None)
 _INT64: Final = 1 << 63
 _DEPTH: Final = 16
 _MAX_LISTED: Final = 10_000
-_NAMED: Final = 5
 
 FileRow: TypeAlias = Mapping[str, FileValue]
 
@@ -91,6 +91,39 @@ class Columns:
             self.tensors[name] = tensor
         elif value is not None:
             self.add_about(name, value)
+
+    def contents(
+        self,
+        entry: DumpEntry,
+        *,
+        samples: RowIds = None,
+        groups: RowIds = None,
+        masks: Sequence[str] = (),
+        problems: Sequence[DumpProblem] = (),
+        rows: Sequence[str] = (),
+    ) -> DumpContents:
+        """Return the contents of an entry, with the problem of the values that are no numbers.
+
+        Args:
+            entry, samples, groups, problems: as of `DumpContents`.
+            masks: the first of these tensors that exists is the mask.
+            rows: the name of each row in problems, such as `line 3`.
+        """
+        mask = next((name for name in masks if name in self.tensors), None)
+        problems = [*problems, *self._odd_problem(entry, rows)]
+        return DumpContents(
+            entry, self.tensors, self.numbers, samples, groups, self.texts, mask, self.metadata(),
+            problems,
+        )  # fmt: skip
+
+    def _odd_problem(self, entry: DumpEntry, rows: Sequence[str]) -> Iterator[DumpProblem]:
+        if self.odd:
+            named = [f"{rows[odd.row]}: {odd.column} is no number: {odd.what}" for odd in self.odd]
+            message = (
+                f"{entry.path}: {listed(named)}. These rows have no such number; everything else "
+                "was read"
+            )
+            yield DumpProblem(entry.path, "damaged", message, entry)
 
     def merge(self, other: Columns) -> None:
         """Add everything that another holds."""
@@ -212,24 +245,18 @@ def collect_rows(
     return found
 
 
-def name_samples(
-    rows: Sequence[FileRow],
-    found: Columns,
-    *,
-    group: str = "group_id",
-    index: str = "run_id",
-) -> tuple[RowIds, RowIds]:
-    """Return group_id and sample_uid (`{group}_{index}`) of each row; None if a row lacks one.
+def name_samples(rows: Sequence[FileRow], found: Columns) -> tuple[RowIds, RowIds]:
+    """Return group_id and sample_uid (`{group_id}_{run_id}`) of each row; None if a row lacks one.
 
     Ids must be unique: otherwise sample_uids are None, and `found.about` says why.
     """
-    if not rows or any(row.get(group) is None for row in rows):
+    if not rows or any(row.get("group_id") is None for row in rows):
         return None, None
-    groups = tuple(str(row[group]) for row in rows)
-    if any(row.get(index) is None for row in rows):
+    groups = tuple(str(row["group_id"]) for row in rows)
+    if any(row.get("run_id") is None for row in rows):
         return groups, None
-    indices = (str(row[index]) for row in rows)
-    names = [f"{name}_{number}" for name, number in zip(groups, indices, strict=True)]
+    indices = (str(row["run_id"]) for row in rows)
+    names = [f"{group}_{index}" for group, index in zip(groups, indices, strict=True)]
     return groups, unique_samples(names, found)
 
 
@@ -241,25 +268,6 @@ def unique_samples(names: Sequence[str], found: Columns) -> tuple[str, ...] | No
     name, count = counts.most_common(1)[0]
     found.about["samples"] = f"{count} rows are named {name}: rows are not paired by their names"
     return None
-
-
-def odd_problem(found: Columns, entry: DumpEntry, rows: Sequence[str]) -> list[DumpProblem]:
-    """Return the problem of the values that are no numbers, if there are any.
-
-    Args:
-        found: the columns.
-        entry: the entry that they were read from.
-        rows: the name of each row, such as `line 3`.
-    """
-    if not found.odd:
-        return []
-    named = [f"{rows[odd.row]}: {odd.column} is no number: {odd.what}" for odd in found.odd]
-    more = f"; {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    message = (
-        f"{entry.path}: {'; '.join(named[:_NAMED])}{more}. These rows have no such number; "
-        "everything else was read"
-    )
-    return [DumpProblem(entry.path, "damaged", message, entry)]
 
 
 def _add_column(found: Columns, name: str, values: list[FileValue]) -> None:
@@ -456,7 +464,6 @@ def _from_list(values: list[FileValue]) -> WireTensor | None:
 
 
 def _regular(values: list[FileValue]) -> WireTensor | None:
-    """Return lists of lists of lists of one shape as a tensor."""
     array: Array = np.array(values)  # raises ValueError if they are ragged
     if array.dtype.name not in ("float64", "int64", "bool") or array.ndim > _DEPTH:
         return None

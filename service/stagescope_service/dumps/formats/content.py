@@ -68,7 +68,7 @@ def read_content(path: Path) -> FileValue:
         return read_torch_file(path)
     if path.suffix == ".jsonl":
         return [_parse_named(line, path) for line in json_lines(path)]
-    tree = parse_json(_text(path), path)
+    tree = _read_tree(path)
     if path.suffix != ".json" or not isinstance(tree, dict) or tree.get(_CONVERTED) != 1:
         raise InvalidTensor(
             f"{path} is no file of a dump",
@@ -121,6 +121,10 @@ def parse_line(line: JsonLine) -> FileValue:
     return found
 
 
+def _read_tree(path: Path) -> FileValue:
+    return _parse_named(JsonLine(1, _bytes(path), is_ended=False), path)
+
+
 def _parse_named(line: JsonLine, path: Path) -> FileValue:
     try:
         return parse_line(line)
@@ -159,14 +163,13 @@ def first_values(path: Path, most: int = _MAX_VALUES) -> list[str | int]:
             return _first(_first_object(path), most)
         with path.open("rb") as file:
             is_converted = file.read(len(_HEAD)) == _HEAD
-        tree = parse_json(_text(path), path) if is_converted else None
+        tree = _read_tree(path) if is_converted else None
         return _first(tree["content"], most) if isinstance(tree, dict) else []
     except (OSError, ValueError, RecursionError, TypeError, KeyError, StagescopeError):
         return []
 
 
 def _first_object(path: Path) -> FileValue:
-    """Return the first of the lines of a .jsonl file that is an object; None without one."""
     with path.open("rb") as file:
         for data in itertools.islice(iter(lambda: file.readline(MAX_LINE_BYTES), b""), _MAX_LINES):
             try:
@@ -233,31 +236,6 @@ def write_content(path: Path, content: FileValue) -> None:
     with disk_errors(path):
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
-
-
-def parse_json(text: str, path: Path) -> FileValue:
-    """Read a JSON text of a file.
-
-    Raises:
-        InvalidTensor: not JSON, or nested too deeply.
-    """
-    try:
-        found: FileValue = json.loads(text)
-    except RecursionError as error:
-        raise InvalidTensor(f"{path} holds JSON that is nested too deeply") from error
-    except ValueError as error:
-        raise InvalidTensor(
-            f"{path} is no JSON: {error}",
-            advice="it is damaged, or was cut off while it was written",
-        ) from error
-    return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return _bytes(path).decode()
-    except UnicodeDecodeError as error:
-        raise InvalidTensor(f"{path} is no text in UTF-8: {error}") from error
 
 
 def _bytes(path: Path) -> bytes:
@@ -369,7 +347,6 @@ class _Decoder:
 
 
 def _checked(value: FileValue, kind: type[_T]) -> _T:
-    """Return a value of a type; a TypeError for any other."""
     if not isinstance(value, kind):
         raise TypeError(value)
     return value

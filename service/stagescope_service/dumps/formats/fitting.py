@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from stagescope_service.dumps.formats.odd_values import INTEGERS_64, NUMBERS, value_in_words
+from stagescope_service.dumps.formats.odd_values import INTEGERS_64, NUMBERS, listed, value_in_words
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import DumpEntry, DumpProblem
 from stagescope_wire.errors import InvalidTensor
-
-_NAMED: Final = 5
 
 
 class NamedRow(NamedTuple):
@@ -81,9 +79,7 @@ def left_out_problem(entry: DumpEntry, wrong: Mapping[str, str], total: int) -> 
     """
     if not wrong:
         return []
-    named = [f"{name}: {why}" for name, why in wrong.items()]
-    more = f"; {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    message = f"{entry.path}: {'; '.join(named[:_NAMED])}{more}"
+    message = f"{entry.path}: {listed([f'{name}: {why}' for name, why in wrong.items()])}"
     if len(wrong) >= total:
         raise InvalidTensor(f"{message}. None of its {total} rows can be read")
     message += f". Of the {total} rows {total - len(wrong)} were read"

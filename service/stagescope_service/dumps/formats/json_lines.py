@@ -6,19 +6,17 @@ A line that cannot be read loses only its own row: the others are read, and a pr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from stagescope_service.dumps.formats.content import json_lines, parse_line
+from stagescope_service.dumps.formats.odd_values import listed
 from stagescope_service.dumps.pickles.torch_file import FileValue
 from stagescope_service.dumps.records import DumpEntry, DumpProblem
 from stagescope_wire.errors import InvalidTensor
 
-UNNAMED: Final = (
-    "not named: lines were not read, and a name has the position among the answers of its prompt"
-)
-_NAMED: Final = 5
 _T = TypeVar("_T")
 
 
@@ -40,6 +38,16 @@ class ObjectLines:
     def has_holes(self) -> bool:
         """Whether a row comes after an unread line: its position among the rows is not known."""
         return bool(self.rows) and min(self.unread, default=max(self.rows)) < max(self.rows)
+
+    @property
+    def naming(self) -> str:
+        """How the rows are named by the prompts that they answer, as a sentence of a record."""
+        if self.has_holes:
+            return (
+                "not named: lines were not read, and a name has the position among the answers of "
+                "its prompt"
+            )
+        return "named by a hash of their prompt and their position among its answers"
 
     def names(self) -> list[str]:
         """Return what the rows are called in a problem."""
@@ -67,6 +75,16 @@ class ObjectLines:
         if not self.unread:
             return []
         return [lines_problem(self.path, self.unread, f"the other {len(self.rows)}", entry)]
+
+
+def numbered(groups: Iterable[str]) -> tuple[str, ...]:
+    """Return a name for each row: its group, and how many rows of the group come before."""
+    seen: Counter[str] = Counter()
+    names: list[str] = []
+    for group in groups:
+        names.append(f"{group}_{seen[group]}")
+        seen[group] += 1
+    return tuple(names)
 
 
 def lines_problem(
@@ -112,5 +130,4 @@ def _checked(lines: ObjectLines) -> ObjectLines:
 
 
 def _named(unread: Mapping[int, str]) -> str:
-    named = "; ".join(f"line {line} {why}" for line, why in sorted(unread.items())[:_NAMED])
-    return named + (f"; {len(unread) - _NAMED} more lines" if len(unread) > _NAMED else "")
+    return listed([f"line {line} {why}" for line, why in sorted(unread.items())])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from stagescope_service.dumps.formats.content import SUFFIXES, damage_of
+from stagescope_service.dumps.formats.content import SUFFIXES, damage_of, first_values
 from stagescope_service.dumps.records import (
     SECTIONS,
     Dump,
@@ -57,13 +57,93 @@ class FileDump:
         return self.reader(entry)
 
 
+class Format(NamedTuple):
+    """A layout of dumps that is recognised by all files together.
+
+    Attributes:
+        kind: its name, `Dump.kind`.
+        layout: what its files look like, for messages.
+        holds: whether any of some files is of the format.
+        open: lists the entries of a directory or file, of one step or, with None, of all. It raises
+            as `discover.open_dump`.
+    """
+
+    kind: str
+    layout: str
+    holds: Callable[[Sequence[ListedFile]], bool]
+    open: Callable[[Path, int | None], Dump]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileFormat:
+    """A layout of dumps whose files are recognised one by one, by their name and first values.
+
+    Attributes:
+        kind, layout: as of `Format`.
+        title: what the files are called in messages.
+        section: the section of the files that have one.
+        place_of: the place that a file's name gives; None if the name is not of the format.
+        read: reads one entry; a function of a module.
+        marks: texts among the first `peeked` values of each file.
+        entries_of: the entries of a file with these first values, if it may have several sections.
+    """
+
+    kind: str
+    layout: str
+    title: str
+    section: str
+    place_of: Callable[[ListedFile], Location | None]
+    read: Callable[[DumpEntry], DumpContents]
+    marks: Sequence[str] = ()
+    peeked: int = 64
+    entries_of: Callable[[ListedFile, Location, Sequence[str | int]], list[DumpEntry]] | None = None
+
+    def holds(self, found: Sequence[ListedFile]) -> bool:
+        """Return whether any of the files is of the format."""
+        return any(self._entries(each) for each in found)
+
+    def open(self, path: Path, step: int | None) -> FileDump:
+        """List the entries of a directory or file; see `Format`."""
+        found, problems = files_of(path)
+        names = {each.name for each in found}
+        entries: list[DumpEntry] = []
+        for each in found:
+            of_file = self._entries(each)
+            entries += of_file
+            if not of_file and not is_companion(each, names):
+                problems.append(self._problem(each))
+        if not entries:
+            raise NotFound(f"{path} holds none of {self.title}", expected=self.layout)
+        of_step = [
+            each for each in problems
+            if each.entry is None or step in (None, each.entry.location.step)
+        ]  # fmt: skip
+        return file_dump(path, self.kind, entries, of_step, self.read, step)
+
+    def _entries(self, found: ListedFile) -> list[DumpEntry]:
+        if (location := self.place_of(found)) is None:
+            return []
+        values = first_values(found.path, self.peeked)
+        if self.entries_of is not None:
+            return self.entries_of(found, location, values)
+        if not all(mark in values for mark in self.marks):
+            return []
+        return [DumpEntry(self.section, location, found.path, found.bytes)]
+
+    def _problem(self, found: ListedFile) -> DumpProblem:
+        location = self.place_of(found)
+        if location is None or (error := damage_of(found.path)) is None:
+            return unknown_file(found, self.title)
+        entry = DumpEntry(self.section, location, found.path, found.bytes)
+        return DumpProblem.from_error(found.path, error, entry if location != Location() else None)
+
+
 def file_dump(
     path: Path,
     kind: str,
     entries: Iterable[DumpEntry],
     problems: Sequence[DumpProblem],
     reader: Callable[[DumpEntry], DumpContents],
-    *,
     step: int | None,
 ) -> FileDump:
     """Return the dump of a step's entries, or of all; keep one entry per place."""
@@ -119,16 +199,11 @@ def rank_dumps(dump: Dump) -> Sequence[RankDump]:
 def entry_order(entry: DumpEntry) -> tuple[object, ...]:
     """Return the sort key of an entry: step, section, rank, part."""
     location = entry.location
-    step = (location.step is not None, location.step or 0)
-    rank = (location.role or "", location.rank is not None, location.rank or 0)
     return (
-        *step,
-        _SECTION_INDEX[entry.section],
-        location.stage or "",
-        *rank,
-        location.part,
-        entry.key,
-    )
+        location.step is not None, location.step or 0, _SECTION_INDEX[entry.section],
+        location.stage or "", location.role or "", location.rank is not None, location.rank or 0,
+        location.part, entry.key,
+    )  # fmt: skip
 
 
 def files_below(root: Path) -> tuple[list[ListedFile], list[DumpProblem]]:
@@ -153,25 +228,11 @@ def files_below(root: Path) -> tuple[list[ListedFile], list[DumpProblem]]:
                     f"{root} holds more than {MAX_FILES} files",
                     advice="give the directory of one dump, or of one of its steps",
                 )
-            if path.name.startswith("."):
-                message = f"{path} has a hidden directory's name and is left out: rename it"
-                problems.append(DumpProblem(path, "unknown", message))
-            elif path.is_symlink() and _is_circular(path):
-                problems.append(DumpProblem(path, "unknown", f"{path} is a link to itself"))
-            elif path.is_symlink() and root.resolve().is_relative_to(path.resolve()):
-                problems.append(DumpProblem(path, "unknown", f"{path} leads back: not followed"))
-            elif path.is_symlink() and (problem := _outside_of(path, root)):
-                problems.append(problem)
-            elif path.is_file():
-                found.append(
-                    ListedFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
-                )
-            elif path.is_symlink() and path.is_dir():
-                problems.append(
-                    DumpProblem(path, "unknown", f"{path} is a link to a directory: not followed")
-                )
+            if (wrong := _reason_to_skip(path, root)) is not None:
+                problems.append(DumpProblem(path, *wrong))
             else:
-                problems.append(DumpProblem(path, "unknown", f"{path} is no file"))
+                size = path.stat().st_size
+                found.append(ListedFile(path, path.relative_to(root).as_posix(), size))
     return found, problems
 
 
@@ -182,9 +243,9 @@ def files_of(path: Path) -> tuple[list[ListedFile], list[DumpProblem]]:
     return files_below(path)
 
 
-def is_saved(found: ListedFile) -> bool:
-    """Return whether a file may be from torch.save, or a converted one, by its name."""
-    return found.path.suffix in (".pt", ".json")
+def saved_place(found: ListedFile) -> Location | None:
+    """Return an unknown place for a file of torch.save or a converted one, else None."""
+    return Location() if found.path.suffix in (".pt", ".json") else None
 
 
 def is_companion(found: ListedFile, names: Container[str]) -> bool:
@@ -207,21 +268,25 @@ def _holds_files(directory: Path) -> bool:
     return any(names for _, _, names in os.walk(directory))
 
 
-def _is_circular(path: Path) -> bool:
-    """Return whether a link leads to itself, so that it has no file."""
-    try:
-        path.stat()
-    except OSError as error:
-        return error.errno == errno.ELOOP
-    return False
-
-
-def _outside_of(path: Path, root: Path) -> DumpProblem | None:
-    try:
-        confine(path.absolute(), [root])
-    except StagescopeError as error:
-        return DumpProblem(path, "refused", f"{path} leads out of {root}: {error}")
-    return None
+def _reason_to_skip(path: Path, root: Path) -> tuple[str, str] | None:
+    """Return the kind and the message of the problem of what is no file below `root`, else None."""
+    if path.name.startswith("."):
+        return "unknown", f"{path} has a hidden directory's name and is left out: rename it"
+    if path.is_symlink():
+        try:
+            path.stat()
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return "unknown", f"{path} is a link to itself"
+        if root.resolve().is_relative_to(path.resolve()):
+            return "unknown", f"{path} leads back: not followed"
+        try:
+            confine(path.absolute(), [root])
+        except StagescopeError as error:
+            return "refused", f"{path} leads out of {root}: {error}"
+        if path.is_dir():
+            return "unknown", f"{path} is a link to a directory: not followed"
+    return None if path.is_file() else ("unknown", f"{path} is no file")
 
 
 def missing_parts(
@@ -255,7 +320,6 @@ def missing_parts(
 
 
 def _first_of(part: Part) -> Part:
-    """Return the first microbatch of a part's mini-batch."""
     return part._replace(microbatch=0)
 
 
@@ -264,15 +328,6 @@ def unknown_file(found: ListedFile, kind: str) -> DumpProblem:
     return DumpProblem(
         found.path, "unknown", f"{found.name} is no file of {kind}: it is left out of everything"
     )
-
-
-def unrecognized_file(found: ListedFile, kind: str) -> DumpProblem:
-    """Return the problem of a file whose content does not identify it as of a format.
-
-    A damaged .pt or .json file may still belong to the format: its damage is reported instead.
-    """
-    error = damage_of(found.path) if is_saved(found) else None
-    return unknown_file(found, kind) if error is None else DumpProblem.from_error(found.path, error)
 
 
 def modified_at(path: Path) -> float:

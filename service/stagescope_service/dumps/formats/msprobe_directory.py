@@ -24,15 +24,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from stagescope_service.dumps.formats.columns import Columns
 from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.formats.listing import (
     FileDump,
+    Format,
     ListedFile,
     file_dump,
     files_below,
@@ -81,28 +82,26 @@ class _Names(NamedTuple):
     """Facts that the names on the path of a directory give.
 
     Attributes:
+        location: the place, each field as far as the names give it.
         process: the name of the directory of a process whose rank is unknown.
         others: names that give none of these facts.
         inside: the path below the dump's root.
     """
 
     directory: Path
-    step: int | None
-    stage: str | None
-    role: str | None
-    part: Part
-    rank: int | None
+    location: Location
     process: str
     others: tuple[str, ...]
     inside: str
 
-    def location(self) -> Location:
-        """Return the place, in step 0 if the names give none."""
-        return Location(self.step or 0, self.stage, self.role, self.rank, self.part)
+    @property
+    def place(self) -> Location:
+        """The place, in step 0 if the names give none."""
+        return self.location._replace(step=self.location.step or 0)
 
-    def in_stage(self) -> tuple[object, ...]:
-        """Return what has to be unique among the directories of a stage, once ranks are known."""
-        return self.step or 0, self.role, self.rank, self.part
+    def at(self, **fields: Any) -> _Names:
+        """Return it with other fields of its location."""
+        return self._replace(location=self.location._replace(**fields))
 
 
 def find_places(root: Path, directories: Iterable[Path]) -> Places:
@@ -119,53 +118,48 @@ def find_places(root: Path, directories: Iterable[Path]) -> Places:
     beside: dict[object, _Names] = {}
     for each in named:
         # Two spellings of a rank, `rank0` and `rank00`: no other name distinguishes them.
-        first = beside.setdefault((each.directory.parent, each.stage, *each.in_stage()), each)
+        first = beside.setdefault((each.directory.parent, each.place), each)
         if first is not each:
             problems.append(_refused(each, first.directory))
     ranks: list[RankDump] = []
     taken: dict[Location, Path] = {}
     for each in _distinguish([*beside.values()], notes):
-        if each.step is None:
+        if each.location.step is None:
             notes[f"{each.inside or each.directory.name} names no step: taken as step 0"] = None
-        other = taken.setdefault(each.location(), each.directory)
+        other = taken.setdefault(each.place, each.directory)
         if other is each.directory:
-            ranks.append(RankDump(each.directory, each.location()))
+            ranks.append(RankDump(each.directory, each.place))
         else:
             problems.append(_refused(each, other))
     return Places(ranks, [*notes], problems)
 
 
 def _refused(each: _Names, other: Path) -> DumpProblem:
-    message = f"{each.directory} is of {each.location()}, as {other} is: rename one of them"
+    message = f"{each.directory} is of {each.place}, as {other} is: rename one of them"
     return DumpProblem(each.directory, "refused", message)
 
 
 def _names_of(root: Path, directory: Path) -> _Names:
-    """Return the facts that the names on a directory's path give."""
     directory = directory.absolute()
     names = directory.parts
     below = len(root.parts)
     rank, last = _RANK.match(names[-1]), len(names) - 1
     found = _Names(
         directory,
-        step=None,
-        stage=None,
-        role=None,
-        part=Part(),
-        rank=int(rank[1]) if rank else None,
+        Location(rank=int(rank[1]) if rank else None),
         process="" if rank or _STEP.match(names[-1]) else names[-1],
         others=tuple(names[below:last]),
         inside="/".join(names[below:]),
     )
     if (done := _written_place(directory)) is not None:
-        return found._replace(**done._asdict())
+        return found._replace(location=done)
     steps = [index for index in range(last + 1) if _STEP.match(names[index])]
     inner = next((index for index in reversed(steps) if index >= min(below, last - 1)), None)
     if inner is None:
         return _with_stage(found, names[below:last], names[last - 1])
     outer = _outer_step(names, steps, inner, below)
     if outer is None:
-        found = found._replace(step=_number_of(names[inner]))
+        found = found.at(step=_number_of(names[inner]))
         found = _with_stage(found, names[below:inner], names[inner - 1])
     else:
         found = _in_step(found, names, outer, inner, below)
@@ -183,8 +177,8 @@ def _with_stage(found: _Names, inside: Sequence[str], outside: str) -> _Names:
     at = _stage_among(inside)
     if at is None:
         stage = outside if outside in _NAMED_STAGES and not inside else None
-        return found._replace(stage=stage, others=tuple(inside))
-    return found._replace(stage=inside[at], others=(*inside[:at], *inside[at + 1 :]))
+        return found.at(stage=stage)._replace(others=tuple(inside))
+    return found.at(stage=inside[at])._replace(others=(*inside[:at], *inside[at + 1 :]))
 
 
 def _in_step(found: _Names, names: Sequence[str], outer: int, inner: int, below: int) -> _Names:
@@ -193,15 +187,13 @@ def _in_step(found: _Names, names: Sequence[str], outer: int, inner: int, below:
     parts = [match for name in names[outer + 1 : inner] if (match := _PART.match(name))]
     above = names[below:outer]
     if between:
-        found = found._replace(stage=between[0], others=(*above, *between[1:]))
+        found = found.at(stage=between[0])._replace(others=(*above, *between[1:]))
     else:
         found = _with_stage(found, above, names[outer - 1])
     counter = () if names[inner] == _FIRST_STEP else (names[inner],)
-    return found._replace(
-        step=_number_of(names[outer]),
-        part=Part(*map(int, parts[-1].groups())) if parts else Part(),
-        others=(*found.others, *counter),
-    )
+    part = Part(*map(int, parts[-1].groups())) if parts else Part()
+    found = found.at(step=_number_of(names[outer]), part=part)
+    return found._replace(others=(*found.others, *counter))
 
 
 def _outer_step(names: Sequence[str], steps: Sequence[int], inner: int, below: int) -> int | None:
@@ -223,7 +215,6 @@ def _number_of(step: str) -> int | None:
 
 
 def _written_place(directory: Path) -> Location | None:
-    """Return the place in the DONE.json of a capture, None if there is no such place."""
     done = read_done(directory)
     if done is None:
         return None
@@ -251,14 +242,15 @@ def _number(named: Sequence[_Names], notes: dict[str, None]) -> list[_Names]:
     """
     stages: defaultdict[str | None, list[_Names]] = defaultdict(list)
     for each in named:
-        stages[each.stage].append(each)
+        stages[each.location.stage].append(each)
     numbers: dict[tuple[str | None, str], int] = {}
     for stage, members in stages.items():
-        unknown = [each for each in members if each.rank is None]
-        first = 1 + max((each.rank for each in members if each.rank is not None), default=-1)
+        unknown = [each for each in members if each.location.rank is None]
+        ranks = [each.location.rank for each in members if each.location.rank is not None]
+        first = 1 + max(ranks, default=-1)
         together: defaultdict[object, set[str]] = defaultdict(set)
         for each in unknown:
-            together[each.step, each.part, each.others].add(each.process)
+            together[each.location, each.others].add(each.process)
         alone = all(len(processes) == 1 for processes in together.values())
         for index, process in enumerate(sorted({each.process for each in unknown}, key=_natural)):
             rank = first if alone else first + index
@@ -267,7 +259,9 @@ def _number(named: Sequence[_Names], notes: dict[str, None]) -> list[_Names]:
                 of_stage = f" of {stage}" if stage else ""
                 notes[f"{process}{of_stage} names no rank: shown as rank {rank}"] = None
     return [
-        each if each.rank is not None else each._replace(rank=numbers[each.stage, each.process])
+        each
+        if each.location.rank is not None
+        else each.at(rank=numbers[each.location.stage, each.process])
         for each in named
     ]
 
@@ -276,23 +270,21 @@ def _distinguish(named: Sequence[_Names], notes: dict[str, None]) -> list[_Names
     """Return them; where two places are alike, the stage includes the names without a meaning."""
     found = list(named)
     for _ in range(2):
-        places: defaultdict[str | None, list[object]] = defaultdict(list)
-        for each in found:
-            places[each.stage].append(each.in_stage())
-        alike = {stage for stage, members in places.items() if len({*members}) < len(members)}
+        counts = Counter(each.place for each in found)
+        alike = {place.stage for place, count in counts.items() if count > 1}
         if not alike:
             break
-        found = [_with_others(each) if each.stage in alike else each for each in found]
+        found = [_with_others(each) if each.location.stage in alike else each for each in found]
         # Places that are still alike differ in the spelling of a step: `step1` and `step01`.
         found = [each._replace(others=tuple(each.inside.split("/")[:-1])) for each in found]
-    before = {each.stage for each in named}
-    for stage in sorted({each.stage or "" for each in found if each.stage not in before}):
+    stages = {each.location.stage or "" for each in found}
+    for stage in sorted(stages - {each.location.stage or "" for each in named}):
         notes[f"{stage}: a stage of its own, as another directory has its steps and ranks"] = None
     return found
 
 
 def _with_others(each: _Names) -> _Names:
-    return each._replace(stage="/".join(filter(None, (each.stage, *each.others))) or None)
+    return each.at(stage="/".join(filter(None, (each.location.stage, *each.others))) or None)
 
 
 def _natural(name: str) -> tuple[int, str]:
@@ -333,23 +325,8 @@ def operator_files(names: Iterable[str]) -> set[str]:
     return found
 
 
-def holds_msprobe(found: Sequence[ListedFile]) -> bool:
-    """Return whether any of the files is one of msprobe's."""
-    return bool(rank_directories(each.name for each in found))
-
-
-def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
-    """List the full tensors of a dump of msprobe's, and the ranks that have statistics.
-
-    Args:
-        path: a directory at any level: a rank's, a step's, a stage's or the whole dump.
-        step: only this step.
-
-    Raises:
-        NotFound: no such directory, or no dump of msprobe's in it.
-        TooLarge: more than `listing.MAX_FILES` files.
-        StoreError: the disk reported an error.
-    """
+def open_msprobe(path: Path, step: int | None) -> FileDump:
+    """List the full tensors of a dump of msprobe's at any level, and its ranks' statistics."""
     found, problems = files_below(path)
     directories = rank_directories(each.name for each in found)
     if not directories:
@@ -375,12 +352,11 @@ def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
     }
     problems += places.problems
     ranks = [each for each in places.ranks if step in (None, each.location.step)]
-    dump = file_dump(path, KIND, entries, problems, read_entry, step=step)
+    dump = file_dump(path, KIND, entries, problems, read_entry, step)
     return dataclasses.replace(dump, about=about, ranks=ranks)
 
 
 def _entry_of(found: ListedFile, places: Mapping[Path, Location]) -> DumpEntry | None:
-    """Return the entry of a tensor's file; None of a directory without a place."""
     location = places.get(found.path.parent.parent.absolute())
     if location is None:
         return None
@@ -392,4 +368,12 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one tensor; see `records.Dump.read`."""
     found = Columns()
     found.add(entry.key, read_content(entry.path))
-    return DumpContents(entry, found.tensors, found.numbers, about=found.metadata())
+    return found.contents(entry)
+
+
+FORMAT: Final = Format(
+    KIND,
+    "msprobe's (stepN/rankR/dump.json)",
+    lambda found: bool(rank_directories(each.name for each in found)),
+    open_msprobe,
+)

@@ -15,26 +15,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
-from stagescope_service.dumps.formats.columns import Columns, odd_problem
-from stagescope_service.dumps.formats.content import damage_of, first_values
-from stagescope_service.dumps.formats.listing import (
-    FileDump,
-    ListedFile,
-    file_dump,
-    files_of,
-    is_companion,
-    unknown_file,
-)
+from stagescope_service.dumps.formats.columns import Columns
+from stagescope_service.dumps.formats.json_lines import numbered
+from stagescope_service.dumps.formats.listing import FileFormat, ListedFile
 from stagescope_service.dumps.formats.sequences import (
-    UNNAMED,
     SequenceRow,
     add_row_values,
-    is_constant,
     plain_list,
-    prompt_ids,
+    prompt_hashes,
     read_objects,
     response_tensors,
     token_ids,
@@ -42,14 +32,12 @@ from stagescope_service.dumps.formats.sequences import (
     token_values,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
-from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
-from stagescope_wire.errors import InvalidTensor, NotFound
+from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
+from stagescope_wire.errors import InvalidTensor
 
-KIND: Final = "nemo_rl"
 STAGE: Final = "actor_compute_log_prob"
 
 _FILE: Final = re.compile(r"train_data_step(\d{1,18})\Z")
-_MARKS: Final = ("token_loss_mask", "sample_loss_mask", "generation_logprobs")
 _STREAMS: Final[Mapping[str, str]] = {
     "generation_logprobs": "rollout_log_probs",
     "prev_logprobs": "old_log_probs",
@@ -63,53 +51,13 @@ NOT_COMPUTED: Final = (
     "zeros in every token: NeMo-RL computes no prev_logprobs with force_on_policy_ratio, so that "
     "the mismatch of this step is not measured"
 )
-_PEEKED: Final = 1 << 20
 
 
-def is_nemo_rl(found: ListedFile) -> bool:
-    """Return whether a file is NeMo-RL's, by its name and its first line."""
-    if found.path.suffix not in (".jsonl", ".json") or not _FILE.match(found.path.stem):
-        return False
-    values = first_values(found.path, _PEEKED)
-    return all(mark in values for mark in _MARKS)
-
-
-def holds_nemo_rl(found: Sequence[ListedFile]) -> bool:
-    """Return whether any of the files is NeMo-RL's."""
-    return any(map(is_nemo_rl, found))
-
-
-def open_nemo_rl(path: Path, *, step: int | None = None) -> FileDump:
-    """List a file of NeMo-RL's training data, or a directory of them.
-
-    Args:
-        path: the file or directory: logger.log_dir, or exp_NNN in it.
-        step: only this step.
-
-    Raises:
-        NotFound: no such path, or no training data of NeMo-RL's in it.
-        TooLarge: more files than a dump has.
-        StoreError: the disk reported an error.
-    """
-    found, problems = files_of(path)
-    names = {each.name for each in found}
-    entries: list[DumpEntry] = []
-    for each in found:
-        match = _FILE.match(each.path.stem)
-        if is_nemo_rl(each):
-            assert match is not None
-            location = Location(int(match[1]), STAGE)
-            entries.append(DumpEntry("old_log_probs", location, each.path, each.bytes))
-        elif match is not None and (error := damage_of(each.path)) is not None:
-            problems.append(DumpProblem.from_error(each.path, error))
-        elif not is_companion(each, names):
-            problems.append(unknown_file(each, "NeMo-RL's training data"))
-    if not entries:
-        raise NotFound(
-            f"{path} holds no training data of NeMo-RL's",
-            expected="train_data_stepN.jsonl with token_ids, token_loss_mask, generation_logprobs",
-        )
-    return file_dump(path, KIND, entries, problems, read_entry, step=step)
+def _place_of(found: ListedFile) -> Location | None:
+    match = _FILE.match(found.path.stem)
+    if match is None or found.path.suffix not in (".jsonl", ".json"):
+        return None
+    return Location(int(match[1]), STAGE)
 
 
 def read_entry(entry: DumpEntry) -> DumpContents:
@@ -130,17 +78,18 @@ def read_entry(entry: DumpEntry) -> DumpContents:
         found.texts["content"] = tuple(map(str, texts))
     found.about |= {
         "alignment": "responses alone, index t is token t",
-        "samples": UNNAMED
-        if lines.has_holes
-        else "named by a hash of their prompt and their position among its answers",
+        "samples": lines.naming,
         "streams": {name: _PRODUCERS[name] for name in _PRODUCERS if _has(found, name)},
     }
-    groups, samples = prompt_ids(sequences)
-    return DumpContents(
-        entry, found.tensors, {}, None if lines.has_holes else samples, groups, found.texts,
-        "response_mask", found.metadata(),
-        [*lines.problems(entry), *odd_problem(found, entry, lines.names())],
-    )  # fmt: skip
+    groups = prompt_hashes(sequences)
+    return found.contents(
+        entry,
+        samples=None if lines.has_holes else numbered(groups),
+        groups=groups,
+        masks=["response_mask"],
+        problems=lines.problems(entry),
+        rows=lines.names(),
+    )
 
 
 def _has(found: Columns, stream: str) -> bool:
@@ -179,13 +128,25 @@ def _sequence(row: Mapping[str, FileValue]) -> SequenceRow:
 
 def _leave_out_zeros(found: Columns, sequences: Sequence[SequenceRow]) -> None:
     name = "old_log_probs"
-    chosen = [
+    values = {
         value
         for row in sequences
         if name in row.values
         for value, one in zip(row.values[name], row.mask, strict=True)
         if one
-    ]
-    if is_constant(chosen):
+    }
+    if values == {0.0}:
         del found.tensors[name]
-        found.left_out["old_log_probs"] = NOT_COMPUTED
+        found.left_out[name] = NOT_COMPUTED
+
+
+FORMAT: Final = FileFormat(
+    kind="nemo_rl",
+    layout="NeMo-RL's (train_data_stepN.jsonl with token_ids, token_loss_mask, ...)",
+    title="NeMo-RL's training data",
+    section="old_log_probs",
+    place_of=_place_of,
+    read=read_entry,
+    marks=("token_loss_mask", "sample_loss_mask", "generation_logprobs"),
+    peeked=1 << 20,  # the names come between long lists
+)

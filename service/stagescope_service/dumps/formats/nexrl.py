@@ -18,7 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from stagescope_service.dumps.formats.columns import (
     Columns,
@@ -26,7 +26,6 @@ from stagescope_service.dumps.formats.columns import (
     collect_rows,
     flatten,
     name_samples,
-    odd_problem,
 )
 from stagescope_service.dumps.formats.content import SUFFIXES, read_content
 from stagescope_service.dumps.formats.fitting import (
@@ -38,6 +37,7 @@ from stagescope_service.dumps.formats.fitting import (
 from stagescope_service.dumps.formats.json_lines import read_object_lines
 from stagescope_service.dumps.formats.listing import (
     FileDump,
+    Format,
     ListedFile,
     file_dump,
     files_of,
@@ -119,11 +119,6 @@ def place_of_file(name: str) -> tuple[str, Location] | None:
     )
 
 
-def holds_nexrl(found: Sequence[ListedFile]) -> bool:
-    """Return whether any of the files is one of NexRL's."""
-    return any(_is_nexrl(each) for each in found)
-
-
 def _is_nexrl(found: ListedFile) -> bool:
     return place_of_file(_name_of(found)) is not None
 
@@ -132,20 +127,8 @@ def _name_of(found: ListedFile) -> str:
     return "/".join(found.path.parts[-2:])
 
 
-def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
-    """List a directory of NexRL's without reading its files.
-
-    Args:
-        path: the directory that holds `trajectory/`, `forward_data/`, ..., or one above it, or
-            a single file in one of these.
-        step: only this step.
-
-    Raises:
-        NotFound: no such directory, or none of its files is NexRL's.
-        InvalidInput: it holds several of NexRL's dumps.
-        TooLarge: more than `listing.MAX_FILES` files.
-        StoreError: the disk reported an error.
-    """
+def open_nexrl(path: Path, step: int | None) -> FileDump:
+    """List a directory of NexRL's, or one above it, or a file in it, without reading files."""
     found, problems = files_of(path.absolute())
     nexrl_files = [each for each in found if _is_nexrl(each)]
     roots = {each.path.parent.parent for each in nexrl_files}
@@ -175,7 +158,7 @@ def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
         problems += _missing_indexed(root, index, step)
     elif not path.is_file():
         problems += missing_files(root, chosen)
-    return file_dump(path, KIND, chosen, problems, read_entry, step=step)
+    return file_dump(path, KIND, chosen, problems, read_entry, step)
 
 
 def _entries_of(found: Iterable[ListedFile]) -> tuple[list[DumpEntry], list[DumpProblem]]:
@@ -193,7 +176,6 @@ def _entries_of(found: Iterable[ListedFile]) -> tuple[list[DumpEntry], list[Dump
 
 
 def _with_indexed_place(entry: DumpEntry, index: Mapping[str, Location]) -> DumpEntry:
-    """Return an entry of an export with the place that it had in the exported dump."""
     location = index.get("/".join(entry.path.parts[-2:]))
     return entry if location is None else dataclasses.replace(entry, location=location)
 
@@ -201,7 +183,6 @@ def _with_indexed_place(entry: DumpEntry, index: Mapping[str, Location]) -> Dump
 def _missing_indexed(
     root: Path, index: Mapping[str, Location], step: int | None
 ) -> list[DumpProblem]:
-    """Return the files in the index of an export that do not exist."""
     return [
         _missing(root / name, name.partition("/")[0], location)
         for name, location in index.items()
@@ -280,7 +261,6 @@ def read_entry(entry: DumpEntry) -> DumpContents:
 
 
 def _join_lines(lines: Sequence[dict[str, FileValue]], path: Path) -> FileValue:
-    """Return the trajectories of several lines as the trajectories of one line."""
     if len(lines) == 1:
         return lines[0]
     batches = [each for each in lines if "trajectories" in each]
@@ -299,16 +279,13 @@ def _read_tensors(entry: DumpEntry, data: dict[str, FileValue], found: Columns) 
         data |= flatten(metrics, "metrics/")
     for name, value in data.items():
         found.add(_TENSOR_NAMES.get(name, name), value)
-    masks = _MASKS.get(entry.key, ())
-    mask = next((name for name in masks if name in found.tensors), None)
     samples, groups = _row_ids(found, "sample_ids"), _row_ids(found, "group_ids")
     for name in ("extra_info", "batch_info"):
         info = mapping(found.about, name)
         found.about |= {key: info[key] for key in _OF_EXPORTS if isinstance(info.get(key), dict)}
         found.restore_dtypes(mapping(info, DTYPES))
-    return DumpContents(
-        entry, found.tensors, found.numbers, samples, groups, mask=mask, about=found.metadata()
-    )
+    masks = _MASKS.get(entry.key, ())
+    return found.contents(entry, samples=samples, groups=groups, masks=masks)
 
 
 def _row_ids(found: Columns, name: str) -> RowIds:
@@ -325,7 +302,7 @@ def _read_metrics(entry: DumpEntry, data: dict[str, FileValue], found: Columns) 
     metrics = data.pop("metrics", None)
     for name, value in flatten(metrics if isinstance(metrics, dict) else {}).items():
         found.add(name, value)
-    return DumpContents(entry, found.tensors, found.numbers, about=found.metadata())
+    return found.contents(entry)
 
 
 def _read_parameter(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> DumpContents:
@@ -334,7 +311,7 @@ def _read_parameter(entry: DumpEntry, data: dict[str, FileValue], found: Columns
     more = data.pop("more", None)  # of this project's exports: NexRL's files have one parameter
     for other, value in {**data, **(more if isinstance(more, dict) else {})}.items():
         found.add(other, value)
-    return DumpContents(entry, found.tensors, found.numbers, about=found.metadata())
+    return found.contents(entry)
 
 
 def _read_rows(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> DumpContents:
@@ -356,11 +333,14 @@ def _read_rows(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> 
             found.add(name, value)  # NexRL writes an empty list a row if there are no advantages
     mask = "loss_fn_inputs/loss_mask" if is_datums else "loss_mask"
     groups, samples = name_samples(flat, found)
-    problems += odd_problem(found, entry, [row.name for row in fitted])
-    return DumpContents(
-        entry, found.tensors, found.numbers, samples, groups, found.texts,
-        mask if mask in found.tensors else None, found.metadata(), problems,
-    )  # fmt: skip
+    return found.contents(
+        entry,
+        samples=samples,
+        groups=groups,
+        masks=[mask],
+        problems=problems,
+        rows=[row.name for row in fitted],
+    )
 
 
 def _named_row(name: str, row: dict[str, FileValue]) -> NamedRow:
@@ -390,7 +370,6 @@ _READERS: Final[Mapping[str, _Reader]] = {
 
 
 INDEX_NAME: Final = "stagescope.json"
-_INDEX_VERSION: Final = 1
 _MAX_INDEX_BYTES: Final = 64 << 20
 
 
@@ -400,18 +379,28 @@ def write_index(directory: Path, locations: Mapping[str, Location]) -> None:
     Raises:
         StoreError: the disk reported an error.
     """
-    files = {
-        name: {"step": location.step, "stage": location.stage, "role": location.role,
-               "rank": location.rank, "part": [*location.part]}
-        for name, location in sorted(locations.items())
-    }  # fmt: skip
+    files = {name: location._asdict() for name, location in sorted(locations.items())}
     path = directory / INDEX_NAME
     with disk_errors(path):
         directory.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{INDEX_NAME}")
-        index = {"version": _INDEX_VERSION, "files": files}
-        temporary.write_text(json.dumps(index), encoding="utf-8")
+        temporary.write_text(json.dumps({"version": 1, "files": files}), encoding="utf-8")
         os.replace(temporary, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _IndexedPlace:
+    step: int | None
+    stage: str | None
+    role: str | None
+    rank: int | None
+    part: tuple[int, int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index:
+    version: Literal[1]
+    files: dict[str, _IndexedPlace]
 
 
 def read_index(directory: Path) -> dict[str, Location]:
@@ -429,24 +418,21 @@ def read_index(directory: Path) -> dict[str, Location]:
             most = f"at most {_MAX_INDEX_BYTES} bytes"
             raise InvalidTensor(f"{path} is too large", expected=most)
         text = path.read_bytes()
+    import pydantic  # a third of a second that only exports need
+
     try:
-        index = json.loads(text)
-        if index["version"] != _INDEX_VERSION:
-            wrong = f"{path} has version {index['version']!r}"
-            raise InvalidTensor(wrong, expected=str(_INDEX_VERSION))
-        return {str(name): _parse_place(fields) for name, fields in index["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidTensor(f"{path} cannot be read: {error!r:.200}") from error
+        found = pydantic.TypeAdapter(_Index).validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        raise InvalidTensor(f"{path} cannot be read: {error.errors()[0]['msg']:.200}") from error
+    return {
+        name: Location(place.step, place.stage, place.role, place.rank, Part(*place.part))
+        for name, place in found.files.items()
+    }
 
 
-def _parse_place(fields: Mapping[str, object]) -> Location:
-    step, stage, role, rank, part = (
-        fields[name] for name in ("step", "stage", "role", "rank", "part")
-    )
-    if not isinstance(part, list) or len(part) != 4 or not all(type(n) is int for n in part):
-        raise ValueError(f"part {part!r}")
-    if not (step is None or type(step) is int) or not (rank is None or type(rank) is int):
-        raise ValueError(f"numbers {[step, rank]!r}")
-    if not isinstance(stage, str | None) or not isinstance(role, str | None):
-        raise ValueError(f"names {[stage, role]!r}")
-    return Location(step, stage, role, rank, Part(*part))
+FORMAT: Final = Format(
+    KIND,
+    "NexRL's (forward_data/step_000000_rank0_micro0.pt)",
+    lambda found: any(map(_is_nexrl, found)),
+    open_nexrl,
+)

@@ -18,7 +18,10 @@ BOOLS: Final = {"True": 1.0, "False": 0.0}
 """Texts of truth values, as numbers."""
 _MAX_TEXT: Final = 100_000
 _MAX_NAMED: Final = 60
-_KINDS: Final[Mapping[type, str]] = {str: "a text", list: "a list", dict: "an object"}
+_LISTED: Final = 5
+_KINDS: Final[Mapping[type, str]] = {
+    str: "a text", list: "a list", dict: "an object", int: "a number", float: "a number",
+}  # fmt: skip
 
 
 class OddValue(NamedTuple):
@@ -128,11 +131,17 @@ def number_in(value: FileValue, *, of_text: bool = False) -> float | None:
 
 def value_in_words(value: FileValue) -> str:
     """Return a description of a value that is no number."""
-    if isinstance(value, int):
+    if isinstance(value, int) and value not in INTEGERS_64:
         return "an integer beyond the numbers of 64 bits"
     kind = _KINDS.get(type(value), f"a {type(value).__name__}")
     text = json_text(value)
     return kind if text is None else f"{kind}, {text[:_MAX_NAMED]}"
+
+
+def listed(texts: Sequence[str]) -> str:
+    """Return the first of some texts for a message, and how many more there are."""
+    more = [f"{len(texts) - _LISTED} more"] if len(texts) > _LISTED else []
+    return "; ".join([*texts[:_LISTED], *more])
 
 
 def number_of(tag: str, values: Array) -> float | int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from stagescope_service.dumps.formats.listing import (
     FileDump,
-    ListedFile,
+    Format,
     entry_order,
     files_of,
     missing_parts,
@@ -27,6 +27,7 @@ from stagescope_service.dumps.formats.msprobe_directory import (
     operator_files,
     rank_directories,
 )
+from stagescope_service.dumps.formats.own_file import KIND as KIND
 from stagescope_service.dumps.formats.own_file import (
     ROW_OFFSETS,
     complete_place,
@@ -38,8 +39,6 @@ from stagescope_service.store.tensorfile import describe_file
 from stagescope_wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope_wire.schema import Part
 
-KIND: Final = "own"
-
 _FILE: Final = re.compile(r"(.{1,150})_rank(\d{1,9})_[0-9a-f]{12}_\d+\Z")
 _STEP: Final = re.compile(r"step_(\d{1,18}|unknown)\Z")
 _PART: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\Z")
@@ -48,31 +47,14 @@ _WorkKey: TypeAlias = "tuple[int | None, str | None, str | None]"
 """(step, stage, role)"""
 
 
-def is_own(name: str) -> bool:
-    """Return whether a file has the name of a kept file."""
+def _is_own(name: str) -> bool:
     return name.endswith(".safetensors") and _FILE.match(Path(name).stem) is not None
 
 
-def holds_own(found: Sequence[ListedFile]) -> bool:
-    """Return whether any of the files is a kept file."""
-    return any(is_own(each.name) for each in found)
-
-
-def open_own(path: Path, *, step: int | None = None) -> FileDump:
-    """List a directory of kept files, at any height from a stage's to a run's; reads headers only.
-
-    Args:
-        path: the directory, or one file.
-        step: only this step.
-
-    Raises:
-        NotFound: no such directory, or no kept file in it.
-        InvalidInput: it holds several runs or attempts.
-        TooLarge: more files than a dump has.
-        StoreError: the disk refused.
-    """
+def open_own(path: Path, step: int | None) -> FileDump:
+    """List kept files below a directory, from a stage's to a run's; reads headers only."""
     found, problems = files_of(path)
-    kept = [each for each in found if is_own(each.name)]
+    kept = [each for each in found if _is_own(each.name)]
     recognized = {each.name for each in kept} | operator_files(each.name for each in found)
     problems += [
         unknown_file(each, "this project's dumps") for each in found if each.name not in recognized
@@ -173,3 +155,11 @@ def _missing_entries(entries: Iterable[DumpEntry]) -> list[DumpProblem]:
             message = f"{entry.location} has no {section} here"
             problems.append(DumpProblem(path, "missing", message, entry))
     return problems
+
+
+FORMAT: Final = Format(
+    KIND,
+    "stagescope's (step_N/STAGE/ROLE_rankR_*.safetensors)",
+    lambda found: any(_is_own(each.name) for each in found),
+    open_own,
+)

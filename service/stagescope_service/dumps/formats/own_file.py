@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from stagescope_service.dumps.formats.columns import Columns, unique_samples
+from stagescope_service.dumps.formats.listing import FileDump, entry_order
 from stagescope_service.dumps.formats.odd_values import number_of
 from stagescope_service.dumps.records import (
     SECTIONS,
@@ -27,6 +28,7 @@ from stagescope_wire.errors import InvalidTensor, StagescopeError
 from stagescope_wire.keep import family, sections_of
 from stagescope_wire.schema import PART_FIELDS, Part
 
+KIND: Final = "own"
 ROW_OFFSETS: Final = ".row_offsets"
 
 _RENAMED: Final = {"ref_log_prob": "ref_log_probs"}
@@ -57,38 +59,8 @@ def read_section(entry: DumpEntry) -> DumpContents:
     samples, groups = None, None
     if entry.section in ROW_SECTIONS:
         samples, groups = _ids(metadata, found)
-    return DumpContents(
-        entry, found.tensors, found.numbers, samples, groups,
-        _texts(metadata, entry.section, sections), mask_in(entry.section, found.tensors),
-        found.metadata(),
-    )  # fmt: skip
-
-
-def read_payload(entry: DumpEntry) -> DumpContents:
-    """Read a complete file: every tensor under the name with which it was recorded.
-
-    `about` holds its metadata `meta`, `job` and `settings`; see `records.Dump.read`.
-    """
-    file = map_tensors(entry.path)
-    metadata, job = file.metadata, mapping(file.metadata, "job")
-    strings = _strings(metadata)
-    scalars = nonfinite.numbers(mapping(metadata, "scalars"))
-    return DumpContents(
-        entry,
-        file.tensors,
-        numbers={name: v for name, v in scalars.items() if type(v) in (int, float)},
-        samples=strings.pop("sample_ids", None),
-        groups=strings.pop("group_ids", None),
-        row_texts=strings,
-        mask="response_mask" if "response_mask" in file.tensors else None,
-        about={
-            "meta": mapping(metadata, "meta"),
-            "settings": mapping(metadata, "settings") or mapping(job, "settings"),
-            "job": job,
-            # In a ring's file: the tensors that the service added from the rollout's payload.
-            "joined_tensors": metadata.get("joined_tensors") or [],
-        },
-    )
+    found.texts = _texts(metadata, entry.section, sections)
+    return found.contents(entry, samples=samples, groups=groups, masks=masks_of(entry.section))
 
 
 def holds_sample(path: Path, sample_uid: str) -> bool:
@@ -112,35 +84,30 @@ def place_of_job(job: object) -> Location:
     if not isinstance(job, Mapping):
         raise InvalidTensor("it does not say of which work it is")
     counts = [job.get(name) or 0 for name in PART_FIELDS]
-    numbers = ("step", "rank", "data_rank", "attempt_id", "seq")
-    ints = [*counts, *(job.get(name) for name in numbers)]
+    numbers = [job.get(name) for name in ("step", "rank", "data_rank", "attempt_id", "seq")]
     texts = [job.get(name) for name in ("stage", "role", "incarnation")]
-    if any(type(number) not in (int, type(None)) for number in ints) or any(
-        not isinstance(text, str | None) for text in texts
-    ):
+    are_numbers = all(type(number) in (int, type(None)) for number in (*counts, *numbers))
+    are_texts = all(isinstance(text, str | None) for text in texts)
+    if not are_numbers or not are_texts or min(counts) < 0:
         raise InvalidTensor(
             f"it says {str(dict(job))[:200]} of its work", expected="names and ints"
         )
-    return Location(job.get("step"), texts[0], texts[1], job.get("rank"), Part(*counts))
+    return Location(numbers[0], texts[0], texts[1], numbers[1], Part(*counts))
 
 
-def complete_place(location: Location, job: Mapping[str, object]) -> Location:
-    """Fill the unknown fields of a place from the `job` metadata of its file."""
-    stage, role = job.get("stage"), job.get("role")
-    counts = [_int(job, name) or 0 for name in PART_FIELDS]
-    is_part = all(type(number) is int and number >= 0 for number in counts)
+def complete_place(location: Location, job: object) -> Location:
+    """Fill the unknown fields of a place from the `job` metadata of its file, if they are whole."""
+    try:
+        other = place_of_job(job)
+    except InvalidTensor:
+        return location
     return Location(
-        step=_int(job, "step") if location.step is None else location.step,
-        stage=location.stage or (stage if isinstance(stage, str) else None),
-        role=location.role or (role if isinstance(role, str) else None),
-        rank=_int(job, "rank") if location.rank is None else location.rank,
-        part=Part(*counts) if location.part == Part() and is_part else location.part,
+        step=other.step if location.step is None else location.step,
+        stage=location.stage or other.stage,
+        role=location.role or other.role,
+        rank=other.rank if location.rank is None else location.rank,
+        part=other.part if location.part == Part() else location.part,
     )
-
-
-def _int(values: Mapping[str, object], name: str) -> int | None:
-    value = values.get(name)
-    return value if type(value) is int else None
 
 
 def sections_in(metadata: Mapping[str, object], names: Iterable[str]) -> dict[str, list[str]]:
@@ -164,10 +131,9 @@ def _about(metadata: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in about.items() if value}
 
 
-def mask_in(section: str, names: Container[str]) -> str | None:
-    """Return which of the names is the mask of a section."""
-    masks = ("effective_valid", *_MASKS) if section == "is_loss" else _MASKS
-    return next((mask for mask in masks if mask in names), None)
+def masks_of(section: str) -> tuple[str, ...]:
+    """Return the names that the mask of a section may have, the first that exists counts."""
+    return ("effective_valid", *_MASKS) if section == "is_loss" else _MASKS
 
 
 def name_in_record(name: str) -> str:
@@ -224,68 +190,52 @@ class PayloadFile(NamedTuple):
     """The step that consumed some of the samples, for a rollout without a step."""
 
 
-class PayloadFiles:
-    """Payload files of any steps; one entry a file."""
+def open_payloads(files: Iterable[PayloadFile], name: str) -> FileDump:
+    """Make a dump of files of any steps: one entry a file, with its tensors as they were recorded.
 
-    def __init__(self, files: Iterable[PayloadFile], *, name: str) -> None:
-        self.name = name
-        self.kind = "own"
-        self.about: Mapping[str, object] = {}
-        self._files = {file.path: file for file in files}
-        self.jobs: dict[Path, Mapping[str, object]] = {}
-        """The `job` metadata of each file."""
-        self._problems: list[DumpProblem] = []
-        found = [entry for file in self._files.values() if (entry := self._entry(file)) is not None]
-        self._entries = sorted(found, key=_sort_key)
+    `about` of an entry holds the metadata `meta`, `job` and `settings`, and the catalogue's.
+    """
+    by_path = {file.path: file for file in files}
+    entries: list[DumpEntry] = []
+    problems: list[DumpProblem] = []
+    for path, file in by_path.items():
+        try:
+            with disk_errors(path):
+                size = path.stat().st_size
+            location = place_of_job(describe_file(path).metadata.get("job"))
+        except StagescopeError as error:
+            problems.append(DumpProblem(path, "damaged", str(error)))
+            continue
+        if file.consumed_step is not None:
+            location = location._replace(step=file.consumed_step)
+        entries.append(DumpEntry("other", location, path, size))
+    read = functools.partial(_read_payload, by_path)
+    return FileDump(name, KIND, sorted(entries, key=entry_order), problems, read)
 
-    @property
-    def entries(self) -> Sequence[DumpEntry]:
-        """The files, by step, stage, rank and part."""
-        return self._entries
 
-    @property
-    def problems(self) -> Sequence[DumpProblem]:
-        """Files that cannot be read."""
-        return self._problems
-
-    def read(self, entry: DumpEntry) -> DumpContents:
-        """Read a file; see `records.Dump.read`."""
-        file, record = self._files[entry.path], read_payload(entry)
-        catalogued = {
+def _read_payload(files: Mapping[Path, PayloadFile], entry: DumpEntry) -> DumpContents:
+    file, payload = files[entry.path], map_tensors(entry.path)
+    metadata, job = payload.metadata, mapping(payload.metadata, "job")
+    strings = _strings(metadata)
+    scalars = nonfinite.numbers(mapping(metadata, "scalars"))
+    numbers = {name: v for name, v in scalars.items() if type(v) in (int, float)}
+    return DumpContents(
+        entry,
+        payload.tensors,
+        numbers={**numbers, **file.numbers},
+        samples=strings.pop("sample_ids", None),
+        groups=strings.pop("group_ids", None),
+        row_texts=strings,
+        mask="response_mask" if "response_mask" in payload.tensors else None,
+        about={
+            "meta": mapping(metadata, "meta"),
+            "settings": mapping(metadata, "settings") or mapping(job, "settings"),
+            "job": job,
+            # In a ring's file: the tensors that the service added from the rollout's payload.
+            "joined_tensors": metadata.get("joined_tensors") or [],
             "wall": file.wall or entry.path.stat().st_mtime,
             "path": file.original_path or str(entry.path),
             "checksum": file.checksum,
             "is_consumed": file.consumed_step is not None,
-        }
-        return dataclasses.replace(
-            record,
-            numbers={**record.numbers, **file.numbers},
-            about={**record.about, **catalogued},
-        )
-
-    def _entry(self, file: PayloadFile) -> DumpEntry | None:
-        try:
-            with disk_errors(file.path):
-                size = file.path.stat().st_size
-            metadata = describe_file(file.path).metadata
-            location = place_of_job(metadata.get("job"))
-        except StagescopeError as error:
-            self._problems.append(DumpProblem(file.path, "damaged", str(error)))
-            return None
-        if file.consumed_step is not None:
-            location = location._replace(step=file.consumed_step)
-        self.jobs[file.path] = mapping(metadata, "job")
-        return DumpEntry("other", location, file.path, size)
-
-
-def _sort_key(entry: DumpEntry) -> tuple[object, ...]:
-    location = entry.location
-    return (
-        location.step is None,
-        location.step or 0,
-        location.stage or "",
-        location.role or "",
-        location.rank or 0,
-        location.part,
-        str(entry.path),
+        },
     )

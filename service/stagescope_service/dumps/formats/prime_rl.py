@@ -13,21 +13,14 @@ has written its file. Forms without it never write one.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope_service.dumps.formats.columns import Columns, odd_problem
-from stagescope_service.dumps.formats.content import damage_of, first_values
-from stagescope_service.dumps.formats.listing import (
-    FileDump,
-    ListedFile,
-    file_dump,
-    files_of,
-    is_companion,
-    unknown_file,
-)
+from stagescope_service.dumps.formats.columns import Columns
+from stagescope_service.dumps.formats.listing import FileDump, FileFormat, Format, ListedFile
 from stagescope_service.dumps.formats.odd_values import OddValue, number_in, value_in_words
 from stagescope_service.dumps.formats.sequences import (
     NAN,
@@ -35,7 +28,7 @@ from stagescope_service.dumps.formats.sequences import (
     add_row_values,
     numbers,
     plain_list,
-    prompt_ids,
+    prompt_hashes,
     read_objects,
     response_tensors,
     row_values,
@@ -45,14 +38,12 @@ from stagescope_service.dumps.formats.sequences import (
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
 from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
-from stagescope_wire.errors import InvalidTensor, NotFound
+from stagescope_wire.errors import InvalidTensor
 
-KIND: Final = "prime_rl"
 STAGE: Final = "actor_update"
 STABLE: Final = "STABLE"
 
 _FILE: Final = re.compile(r"step_(\d{1,18})/rank_(\d{1,9})\.jsonl?\Z")
-_MARKS: Final = ("schema_version", "micro_step", "token_ids")
 _SCHEMA: Final = 1
 _NAMES: Final[Mapping[str, str]] = {
     "inference_logprobs": "rollout_log_probs",
@@ -65,60 +56,18 @@ _STREAMS: Final = {
     "rollout": {"producer": "inference", "alignment": "index t is token t"},
     "current": {"producer": "trainer", "alignment": "index t is token t"},
 }
-_PEEKED: Final = 64
 
 
-def _place(found: ListedFile) -> tuple[int, int] | None:
-    match = _FILE.search("/".join(found.path.parts[-2:]))
-    return None if match is None else (int(match[1]), int(match[2]))
+def _place_of(found: ListedFile) -> Location | None:
+    match = _FILE.search("/".join(found.path.absolute().parts[-2:]))
+    return None if match is None else Location(int(match[1]), STAGE, "actor", int(match[2]))
 
 
-def is_prime_rl(found: ListedFile) -> bool:
-    """Return whether a file is a token export, by its name and its first line."""
-    if _place(found) is None:
-        return False
-    values = first_values(found.path, _PEEKED)
-    return all(mark in values for mark in _MARKS)
-
-
-def holds_prime_rl(found: Sequence[ListedFile]) -> bool:
-    """Return whether any of the files is a token export."""
-    return any(map(is_prime_rl, found))
-
-
-def open_prime_rl(path: Path, *, step: int | None = None) -> FileDump:
-    """List a token export, or a directory of them.
-
-    Args:
-        path: `token_exports`, a directory above it or in it, or one file.
-        step: only this step.
-
-    Raises:
-        NotFound: no such path, or no token export in it.
-        TooLarge: more files than a dump has.
-        StoreError: the disk reported an error.
-    """
-    found, problems = files_of(path.absolute())
-    names = {each.name for each in found}
-    entries: list[DumpEntry] = []
-    for each in found:
-        place = _place(each)
-        if is_prime_rl(each):
-            assert place is not None
-            location = Location(place[0], STAGE, "actor", place[1])
-            entries.append(DumpEntry("forward_data", location, each.path, each.bytes))
-        elif place is not None and (error := damage_of(each.path)) is not None:
-            problems.append(DumpProblem.from_error(each.path, error))
-        elif not is_companion(each, names) and each.path.name != STABLE:
-            problems.append(unknown_file(each, "a token export of prime-rl's"))
-    if not entries:
-        raise NotFound(
-            f"{path} holds no token export of prime-rl's",
-            expected="token_exports/step_N/rank_R.jsonl, as enable_token_export writes them",
-        )
-    chosen = [entry for entry in entries if step in (None, entry.location.step)]
-    problems += _unstable(chosen)
-    return file_dump(path, KIND, chosen, problems, read_entry, step=step)
+def open_prime_rl(path: Path, step: int | None) -> FileDump:
+    """List token exports; a step without its marker is a problem if other steps have one."""
+    dump = _FILES.open(path, step)
+    problems = [each for each in dump.problems if each.path.name != STABLE]
+    return dataclasses.replace(dump, problems=[*problems, *_unstable(dump.entries)])
 
 
 def _unstable(entries: Sequence[DumpEntry]) -> list[DumpProblem]:
@@ -172,13 +121,16 @@ def read_entry(entry: DumpEntry) -> DumpContents:
             if ("log_probs" if stream == "current" else f"{stream}_log_probs") in found.tensors
         },
     }
-    groups, _ = prompt_ids(sequences)
+    groups = prompt_hashes(sequences)
     # Packing decides the order of a prompt's sequences, so it differs from run to run: samples pair
     # by their content.
-    return DumpContents(
-        entry, found.tensors, {}, None, groups, found.texts, "response_mask", found.metadata(),
-        [*lines.problems(entry), *odd_problem(found, entry, lines.names())],
-    )  # fmt: skip
+    return found.contents(
+        entry,
+        groups=groups,
+        masks=["response_mask"],
+        problems=lines.problems(entry),
+        rows=lines.names(),
+    )
 
 
 def _columns_of(rows: Sequence[Mapping[str, FileValue]], found: Columns) -> dict[str, str]:
@@ -228,3 +180,15 @@ def _add_rewards(found: Columns, rows: Sequence[Mapping[str, FileValue]]) -> Non
         rewards.append(next((value for value in values if value == value), NAN))
     if any(reward == reward for reward in rewards):
         found.tensors["rewards"] = row_values(rewards)
+
+
+_FILES: Final = FileFormat(
+    kind="prime_rl",
+    layout="prime-rl's (token_exports/step_N/rank_R.jsonl, as enable_token_export writes them)",
+    title="prime-rl's token exports",
+    section="forward_data",
+    place_of=_place_of,
+    read=read_entry,
+    marks=("schema_version", "micro_step", "token_ids"),
+)
+FORMAT: Final = Format(_FILES.kind, _FILES.layout, _FILES.holds, open_prime_rl)

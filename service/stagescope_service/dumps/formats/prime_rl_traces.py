@@ -24,20 +24,20 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, NamedTuple, cast
 
 import pyarrow as pa
 
 from stagescope_service.dumps.formats.columns import Columns
 from stagescope_service.dumps.formats.content import MAX_LINE_BYTES, JsonLine, parse_line
 from stagescope_service.dumps.formats.json_lines import lines_problem
-from stagescope_service.dumps.formats.listing import FileDump, ListedFile, files_of
+from stagescope_service.dumps.formats.listing import FileDump, Format, ListedFile, files_of
 from stagescope_service.dumps.formats.odd_values import number_in, value_in_words
 from stagescope_service.dumps.formats.sequences import (
     NAN,
     SequenceRow,
     numbers,
-    prompt_ids,
+    prompt_hashes,
     response_tensors,
     row_values,
     token_ids,
@@ -75,8 +75,7 @@ _STREAMS: Final = {
 Json = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     """Where a line of a stream is: in which file, at which byte of its content, and its number."""
 
     path: Path
@@ -86,42 +85,23 @@ class _Line:
 
 @dataclasses.dataclass
 class _Step:
-    """The lines with a step's rows, and its traces."""
-
     traces: set[str] = dataclasses.field(default_factory=set)
     updates: list[_Line] = dataclasses.field(default_factory=list)
     episodes: list[_Line] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Traces:
-    """The content of a directory of traces, by step, and what is wrong with it."""
-
-    steps: Mapping[int, _Step]
-    problems: Sequence[DumpProblem]
+_Unread = defaultdict[Path, dict[int, str]]
+"""File -> number of a line -> the part of the line that was not read, and why."""
 
 
-def holds_prime_rl_traces(found: Sequence[ListedFile]) -> bool:
-    """Return whether any of the files has the trainer's annotations of traces."""
-    return any(_TRAINER.search(each.path.as_posix()) for each in found)
+def _is_trainers(found: ListedFile) -> bool:
+    return _TRAINER.search(found.path.as_posix()) is not None
 
 
-def open_prime_rl_traces(path: Path, *, step: int | None = None) -> FileDump:
-    """List the steps of a directory of traces.
-
-    Args:
-        path: `monitors/file/traces`, a directory above it, or the trainer's annotations in it.
-        step: only this step.
-
-    Raises:
-        NotFound: no such path, no annotations of the trainer in it, or no such step.
-        InvalidTensor: the traces of several runs.
-        TooLarge: more files than a dump has.
-        StoreError: the disk reported an error.
-    """
+def open_prime_rl_traces(path: Path, step: int | None) -> FileDump:
+    """List the steps of a directory of traces, of one above it, or of its trainer's annotations."""
     found, problems = files_of(path.absolute())
-    trainers = [each.path for each in found if _TRAINER.search(each.path.as_posix())]
-    roots = {_root(each) for each in trainers}
+    roots = {_root(each.path) for each in found if _is_trainers(each)}
     if not roots:
         raise NotFound(
             f"{path} holds no annotations of prime-rl's trainer",
@@ -131,34 +111,53 @@ def open_prime_rl_traces(path: Path, *, step: int | None = None) -> FileDump:
         raise InvalidTensor(
             f"{path} holds the traces of {len(roots)} runs", expected="the directory of one run"
         )
-    traces = _read_traces(roots.pop(), _stamp(found))
+    steps, of_traces = _read_traces(roots.pop(), _stamp(found))
     entries = [
         DumpEntry("forward_data", Location(number, STAGE, "actor", 0), lines.updates[0].path)
-        for number, lines in sorted(traces.steps.items())
+        for number, lines in sorted(steps.items())
         if step in (None, number)
     ]
-    return FileDump(str(path), KIND, entries, [*problems, *traces.problems], read_entry)
+    return FileDump(str(path), KIND, entries, [*problems, *of_traces], read_entry)
 
 
 def _root(trainer: Path) -> Path:
-    """Return the directory of traces that holds a file of the trainer's annotations."""
-    parts = trainer.parts
-    return Path(*parts[: len(parts) - 1 - parts[::-1].index("annotations")])
+    return next(each.parent for each in trainer.parents if each.name == "annotations")
 
 
 def _stamp(found: Sequence[ListedFile]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((str(each.path), each.bytes) for each in found))
 
 
-_Unread = defaultdict[Path, dict[int, str]]
-"""File -> number of a line -> the part of the line that was not read, and why."""
-
-
 @functools.lru_cache(maxsize=2)
-def _read_traces(root: Path, _stamped: object) -> _Traces:
-    """Read the lines once: which step has which; no values of tokens are kept."""
+def _read_traces(root: Path, _stamped: object) -> tuple[dict[int, _Step], list[DumpProblem]]:
+    """Return which step has which lines, and what is wrong; no values of tokens are kept."""
     problems: list[DumpProblem] = []
     unread: _Unread = defaultdict(dict)
+    steps = _steps_of_updates(root, problems, unread)
+    of_trace = {trace: number for number, step in steps.items() for trace in step.traces}
+    seen: set[str] = set()
+    for line, episode in _lines(_chunks(root, "stream"), problems, unread):
+        traces = _traces_of(episode)
+        if traces is None or not all(isinstance(each, dict) for each in traces):
+            unread[line.path][line.number] = "has traces that are no objects"
+        ids = {str(each.get("id")) for each in traces or () if isinstance(each, dict)}
+        ids &= of_trace.keys()
+        seen |= ids
+        for number in {of_trace[each] for each in ids}:
+            steps[number].episodes.append(line)
+    if lost := of_trace.keys() - seen:
+        message = f"{len(lost)} traces that were trained are in no episode: {min(lost)} first"
+        problems.append(DumpProblem(root / "stream", "missing", message))
+    problems += [lines_problem(path, lines) for path, lines in sorted(unread.items())]
+    return {number: step for number, step in steps.items() if step.episodes}, problems
+
+
+def _steps_of_updates(root: Path, problems: list[DumpProblem], unread: _Unread) -> dict[int, _Step]:
+    """Return the traces that the trainer annotated, and the lines about each, by step.
+
+    Raises:
+        InvalidTensor: all updates are of another version.
+    """
     shipped: dict[str, int] = {}
     trained: dict[str, tuple[int | None, list[_Line]]] = {}
     other: InvalidTensor | None = None
@@ -181,43 +180,16 @@ def _read_traces(root: Path, _stamped: object) -> _Traces:
                 trained[trace][1].append(line)
     if other is not None and not trained:
         raise other
-    steps: dict[int, _Step] = {}
-    of_trace: dict[str, int] = {}
+    steps: dict[int, _Step] = defaultdict(_Step)
     for trace, (own, lines) in trained.items():
         number = shipped.get(trace) if own is None else own
         if number is None:
-            problems.append(
-                DumpProblem(
-                    lines[0].path,
-                    "missing",
-                    f"no annotation says which step took trace {trace}: it is left out",
-                )
-            )
+            message = f"no annotation says which step took trace {trace}: it is left out"
+            problems.append(DumpProblem(lines[0].path, "missing", message))
             continue
-        of_trace[trace] = number
-        taken = steps.setdefault(number, _Step())
-        taken.traces.add(trace)
-        taken.updates += lines
-    seen: set[str] = set()
-    for line, episode in _lines(_chunks(root, "stream"), problems, unread):
-        traces = _traces_of(episode)
-        if traces is None or not all(isinstance(each, dict) for each in traces):
-            unread[line.path][line.number] = "has traces that are no objects"
-        ids = {str(each.get("id")) for each in traces or () if isinstance(each, dict)}
-        ids &= of_trace.keys()
-        seen |= ids
-        for number in {of_trace[each] for each in ids}:
-            steps[number].episodes.append(line)
-    if lost := of_trace.keys() - seen:
-        problems.append(
-            DumpProblem(
-                root / "stream",
-                "missing",
-                f"{len(lost)} traces that were trained are in no episode: {sorted(lost)[0]} first",
-            )
-        )
-    problems += [lines_problem(path, lines) for path, lines in sorted(unread.items())]
-    return _Traces({n: each for n, each in steps.items() if each.episodes}, problems)
+        steps[number].traces.add(trace)
+        steps[number].updates += lines
+    return dict(steps)
 
 
 def _branches(update: Json) -> list[tuple[int, dict[str, list[Any]]]]:
@@ -245,7 +217,6 @@ def _branches(update: Json) -> list[tuple[int, dict[str, list[Any]]]]:
 
 
 def _traces_of(episode: Json) -> list[Any] | None:
-    """Return the traces of an episode; None if they are no list."""
     traces = episode.get("traces") or []
     return traces if isinstance(traces, list) else None
 
@@ -280,28 +251,19 @@ def _lines(
 ) -> Iterator[tuple[_Line, Json]]:
     """Yield the lines of a stream; one that cannot be read costs nothing but itself."""
     for path in paths:
-        yield from _lines_of(path, problems, unread)
-
-
-def _lines_of(
-    path: Path, problems: list[DumpProblem], unread: _Unread
-) -> Iterator[tuple[_Line, Json]]:
-    offset = 0
-    try:
-        with disk_errors(path), _open(path) as file:
-            for number in itertools.count(1):
-                if not (text := file.readline(MAX_LINE_BYTES)):
-                    return
-                try:
-                    found = _parse(text, number) if text.strip() else None
-                except InvalidTensor as error:
-                    unread[path][number] = error.wrong
-                else:
-                    if found is not None:
-                        yield _Line(path, offset, number), found
-                offset += len(text)
-    except (StagescopeError, OSError) as error:
-        problems.append(DumpProblem.from_error(path, error))
+        try:
+            with disk_errors(path), _open(path) as file:
+                offset = 0
+                texts = iter(functools.partial(file.readline, MAX_LINE_BYTES), b"")
+                for number, text in enumerate(texts, 1):
+                    try:
+                        if text.strip():
+                            yield _Line(path, offset, number), _parse(text, number)
+                    except InvalidTensor as error:
+                        unread[path][number] = error.wrong
+                    offset += len(text)
+        except (StagescopeError, OSError) as error:  # noqa: PERF203 - the other files are read
+            problems.append(DumpProblem.from_error(path, error))
 
 
 def _parse(text: bytes, number: int) -> Json:
@@ -338,7 +300,7 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     """Read the rows of a step; see `records.Dump.read`."""
     root = _root(entry.path)
     found_files, _ = files_of(root)
-    step = _read_traces(root, _stamp(found_files)).steps[entry.location.step or 0]
+    step = _read_traces(root, _stamp(found_files))[0][entry.location.step or 0]
     updates: dict[tuple[str, int], dict[str, list[object]]] = {}
     for update in _read(step.updates):
         for index, streams in _branches(update):
@@ -353,25 +315,24 @@ def read_entry(entry: DumpEntry) -> DumpContents:
             try:
                 rows += _rows(episode, trace, updates)
                 odd = _odd_reward(trace)
-                if odd is not None:
-                    message = f"{entry.path}: trace {trace.get('id')} has no reward: it is {odd}"
-                    problems.append(DumpProblem(entry.path, "damaged", message, entry))
+                wrong = f"has no reward: it is {odd}" if odd is not None else None
             except InvalidTensor as error:
-                message = f"{entry.path}: trace {trace.get('id')} is left out: {error.wrong}"
+                wrong = f"is left out: {error.wrong}"
+            if wrong is not None:
+                message = f"{entry.path}: trace {trace.get('id')} {wrong}"
                 problems.append(DumpProblem(entry.path, "damaged", message, entry))
     if problems and not rows:
         raise InvalidTensor(problems[0].message, expected="traces as prime-rl writes them")
-    return dataclasses.replace(_record(entry, rows), problems=problems)
+    return _contents(entry, rows, problems)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """A branch of a trace."""
+class _Row(NamedTuple):
+    """A branch of a trace; `nulls` counts the log-probs of the trainer that are not finite."""
 
     sequence: SequenceRow
-    reward: float
-    policy: tuple[float, float]
     nulls: int
+    reward: float
+    policy: list[float]
     trace: str
     environment: str
 
@@ -385,20 +346,13 @@ def _rows(
     work = mapping(mapping(episode, "run"), "work")
     policy, _ = numbers(cast(Any, mapping(work, "policy").get(name)) for name in ("start", "end"))
     environment = mapping(episode, "env")
+    name = str(environment.get("name") or environment.get("id") or "")
     reward = NAN if _odd_reward(trace) else _reward(trace)
     for index, path in enumerate(_paths(nodes)):
         streams = updates.get((str(trace.get("id")), index), {})
-        if "trainer_logprobs" not in streams:
-            continue
-        sequence, nulls = _sequence([nodes[each] for each in path], streams)
-        yield _Row(
-            sequence,
-            reward,
-            (policy[0], policy[1]),
-            nulls,
-            str(trace.get("id")),
-            str(environment.get("name") or environment.get("id") or ""),
-        )
+        if "trainer_logprobs" in streams:
+            sequence, nulls = _sequence([nodes[each] for each in path], streams)
+            yield _Row(sequence, nulls, reward, policy, str(trace.get("id")), name)
 
 
 def _list(values: Json, name: str) -> list[Any]:
@@ -414,7 +368,6 @@ def _list(values: Json, name: str) -> list[Any]:
 
 
 def _rewards(trace: Json) -> list[tuple[Any, Any]]:
-    """Return (score, weight) of each reward of a trace that has a score."""
     rewards = [each for each in mapping(trace, "rewards").values() if isinstance(each, dict)]
     return [(each.get("score") or 0, each.get("weight", 1)) for each in rewards]
 
@@ -430,7 +383,6 @@ def _odd_reward(trace: Json) -> str | None:
 
 
 def _reward(trace: Json) -> float:
-    """Return the weighted sum of a trace's scores, nan without one."""
     rewards = [numbers(pair)[0] for pair in _rewards(trace)]
     return sum(score * weight for score, weight in rewards) if rewards else NAN
 
@@ -493,20 +445,20 @@ def _sequence(nodes: Sequence[Json], streams: Mapping[str, list[Any]]) -> tuple[
     ), nulls
 
 
-def _record(entry: DumpEntry, rows: Sequence[_Row]) -> DumpContents:
+def _contents(
+    entry: DumpEntry, rows: Sequence[_Row], problems: Sequence[DumpProblem]
+) -> DumpContents:
     sequences = [row.sequence for row in rows]
+    starts, ends = ([row.policy[at] for row in rows] for at in (0, 1))
     found = Columns()
     found.tensors |= response_tensors(sequences)
-    for name, values in {
-        "rewards": [row.reward for row in rows],
-        "policy_start": [row.policy[0] for row in rows],
-        "policy_end": [row.policy[1] for row in rows],
-    }.items():
+    rewards = [row.reward for row in rows]
+    columns = {"rewards": rewards, "policy_start": starts, "policy_end": ends}
+    for name, values in columns.items():
         if any(value == value for value in values):
             found.tensors[name] = row_values(values)
-    if all(row.policy[0] == row.policy[1] for row in rows):
-        versions = (row.policy[0] for row in rows)
-        found.tensors["versions"] = row_values(versions, whole=True)
+    if all(start == end for start, end in zip(starts, ends, strict=True)):
+        found.tensors["versions"] = row_values(starts, whole=True)
     found.texts["env_name"] = tuple(row.environment for row in rows)
     found.texts["trace_id"] = tuple(row.trace for row in rows)
     if nulls := sum(row.nulls for row in rows):
@@ -516,8 +468,14 @@ def _record(entry: DumpEntry, rows: Sequence[_Row]) -> DumpContents:
         "dtypes": "float32 in prime-rl, rounded to four decimals unless its file monitor was told",
         "streams": _STREAMS,
     }
-    groups, _ = prompt_ids(sequences)
     # Each run gives traces new names: samples pair by their content.
-    return DumpContents(
-        entry, found.tensors, {}, None, groups, found.texts, "response_mask", found.metadata()
-    )
+    groups = prompt_hashes(sequences)
+    return found.contents(entry, groups=groups, masks=["response_mask"], problems=problems)
+
+
+FORMAT: Final = Format(
+    KIND,
+    "prime-rl's traces (monitors/file/traces/annotations/trainer)",
+    lambda found: any(map(_is_trainers, found)),
+    open_prime_rl_traces,
+)

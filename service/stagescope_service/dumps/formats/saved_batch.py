@@ -17,13 +17,14 @@ from stagescope_service.dumps.formats.columns import Columns, unique_samples
 from stagescope_service.dumps.formats.content import damage_of
 from stagescope_service.dumps.formats.listing import (
     FileDump,
+    Format,
     ListedFile,
     entry_order,
     files_of,
     unknown_file,
 )
 from stagescope_service.dumps.formats.odd_values import number_of
-from stagescope_service.dumps.formats.own_file import ROW_SECTIONS, mask_in, name_in_record
+from stagescope_service.dumps.formats.own_file import ROW_SECTIONS, masks_of, name_in_record
 from stagescope_service.dumps.records import (
     SECTIONS,
     DumpContents,
@@ -45,8 +46,7 @@ _NO_PARTS: Final = "whole"
 """Key of a batch that has no parts: a microbatch, or selected rows."""
 
 
-def is_batch(found: ListedFile) -> bool:
-    """Return whether a file is a saved batch, by its header."""
+def _is_batch(found: ListedFile) -> bool:
     if found.path.suffix != ".safetensors":
         return False
     try:
@@ -55,27 +55,10 @@ def is_batch(found: ListedFile) -> bool:
         return False
 
 
-def holds_batch(found: Sequence[ListedFile]) -> bool:
-    """Return whether any of the files is a saved batch."""
-    return any(map(is_batch, found))
-
-
-def open_batch(path: Path, *, step: int | None = None) -> FileDump:
-    """List the parts of a saved batch, or of the one in a directory.
-
-    Args:
-        path: the file, or the directory that holds it.
-        step: only this step.
-
-    Raises:
-        NotFound: no such path, or no saved batch there.
-        InvalidInput: several batches in the directory.
-        InvalidTensor: the file is damaged.
-        TooLarge: more than `listing.MAX_FILES` files.
-        StoreError: the disk reported an error.
-    """
+def open_batch(path: Path, step: int | None) -> FileDump:
+    """List the parts of a saved batch, or of the only one in a directory."""
     found, problems = files_of(path)
-    batches = [each for each in found if is_batch(each)]
+    batches = [each for each in found if _is_batch(each)]
     if not batches:
         raise NotFound(
             f"{path} holds no saved batch", expected="what stagescope batch --output wrote"
@@ -119,15 +102,16 @@ def read_entry(entry: DumpEntry) -> DumpContents:
         samples = None if ids is None else unique_samples(ids, found)
         groups = micro.strings.get("group_ids")
     texts = dict(micro.strings) if entry.section == "trajectories" and micro.rows else {}
-    return DumpContents(
-        entry, found.tensors, found.numbers, samples, groups if groups and all(groups) else None,
-        {n: each for n, each in texts.items() if n not in ("sample_ids", "group_ids")},
-        mask_in(entry.section, found.tensors), found.metadata(),
-    )  # fmt: skip
+    found.texts = {n: each for n, each in texts.items() if n not in ("sample_ids", "group_ids")}
+    return found.contents(
+        entry,
+        samples=samples,
+        groups=groups if groups and all(groups) else None,
+        masks=masks_of(entry.section),
+    )
 
 
 def _problem_of(found: ListedFile) -> DumpProblem:
-    """Return the problem of a file that is not a batch, or is damaged."""
     error = damage_of(found.path) if found.path.suffix == ".safetensors" else None
     if error is not None:
         return DumpProblem.from_error(found.path, error)
@@ -214,3 +198,11 @@ def _source(batch: Batch) -> dict[str, object]:
 def _text(batch: Batch, name: str) -> str | None:
     value = batch.source.get(name)
     return value if isinstance(value, str) else None
+
+
+FORMAT: Final = Format(
+    KIND,
+    "a batch (stagescope batch --output FILE)",
+    lambda found: any(map(_is_batch, found)),
+    open_batch,
+)

@@ -9,7 +9,6 @@ responses.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -18,7 +17,6 @@ import numpy as np
 
 from stagescope_service.dumps.formats.columns import Columns
 from stagescope_service.dumps.formats.content import read_content
-from stagescope_service.dumps.formats.json_lines import UNNAMED as UNNAMED
 from stagescope_service.dumps.formats.json_lines import ObjectLines, read_object_lines
 from stagescope_service.dumps.formats.odd_values import OddValue, number_in, value_in_words
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
@@ -121,15 +119,10 @@ def read_objects(path: Path) -> ObjectLines:
     return ObjectLines(path, rows)
 
 
-def prompt_ids(rows: Sequence[SequenceRow]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return group_ids, hashes of the prompts, and sample_ids: how many of it came before."""
-    groups = tuple(_hash(row.prompt) for row in rows)
-    seen: Counter[str] = Counter()
-    samples: list[str] = []
-    for group in groups:
-        samples.append(f"{group}_{seen[group]}")
-        seen[group] += 1
-    return groups, tuple(samples)
+def prompt_hashes(rows: Sequence[SequenceRow]) -> tuple[str, ...]:
+    """Return a hash of each row's prompt, which is its group."""
+    prompts = (np.array(row.prompt, np.int64).tobytes() for row in rows)
+    return tuple(hashlib.blake2b(prompt, digest_size=6).hexdigest() for prompt in prompts)
 
 
 def plain_list(value: FileValue) -> list[FileValue]:
@@ -201,18 +194,8 @@ def add_row_values(
     found.tensors[name] = row_values(values, whole=whole)
 
 
-def is_constant(values: Iterable[float], constant: float = 0.0) -> bool:
-    """Return whether all values equal `constant`; False if there are none."""
-    kinds = set(values)
-    return kinds == {constant}
-
-
 def _ragged(name: str, rows: Iterable[Sequence[float]]) -> WireTensor:
     listed = [list(row) for row in rows]
     dtype = np.int64 if name in _INTEGERS else np.float64
     flat = np.array([value for row in listed for value in row], dtype)
     return str(flat.dtype), flat.shape, flat, cumulative(np.array([*map(len, listed)], np.int64))
-
-
-def _hash(tokens: Sequence[int]) -> str:
-    return hashlib.blake2b(np.array(tokens, np.int64).tobytes(), digest_size=6).hexdigest()

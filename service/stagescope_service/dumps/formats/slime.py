@@ -9,7 +9,6 @@ its `index`, which both files have; its group is `group_index`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -18,37 +17,24 @@ from stagescope_service.dumps.formats.columns import (
     Columns,
     RowIds,
     collect_rows,
-    odd_problem,
     unique_samples,
 )
-from stagescope_service.dumps.formats.content import first_values, read_shared
+from stagescope_service.dumps.formats.content import read_shared
 from stagescope_service.dumps.formats.fitting import (
     NamedRow,
     fitting_rows,
     left_out_problem,
     objects_in,
 )
-from stagescope_service.dumps.formats.listing import (
-    FileDump,
-    ListedFile,
-    file_dump,
-    files_of,
-    is_companion,
-    is_saved,
-    unrecognized_file,
-)
+from stagescope_service.dumps.formats.listing import FileFormat, ListedFile, saved_place
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
 from stagescope_service.rows.ragged import cumulative, slice_indexes
-from stagescope_wire.errors import InvalidTensor, NotFound
+from stagescope_wire.errors import InvalidTensor
 
-KIND: Final = "slime"
 ROLLOUT_STAGE: Final = "rollout_generate"
 EVAL_STAGE: Final = "eval"
 TRAIN_STAGE: Final = "actor_update"
-
-_PEEKED: Final = 400
-"""Values at the start of a train file that include the names in its first sample."""
 
 _NAMES: Final = {"loss_mask": "response_mask", "loss_masks": "response_mask", "reward": "rewards"}
 _TRAIN_NAMES: Final = {**_NAMES, "log_probs": "old_log_probs"}  # before the step's updates
@@ -70,46 +56,11 @@ _PER_TOKEN: Final = (
 _MASKS: Final = ("loss_mask", "loss_masks")
 
 
-def is_slime(values: Sequence[str | int]) -> bool:
-    """Return whether a file is slime's, by the first values in it."""
-    return "rollout_id" in values[:8] and "samples" in values[:16]
-
-
-def holds_slime(found: Sequence[ListedFile]) -> bool:
-    """Return whether any of the files is slime's."""
-    return any(is_slime(first_values(each.path)) for each in found if is_saved(each))
-
-
-def open_slime(path: Path, *, step: int | None = None) -> FileDump:
-    """List a debug file of slime's, or a directory of them.
-
-    Args:
-        path: the file or directory.
-        step: only this rollout_id.
-
-    Raises:
-        NotFound: no such path, or no debug file of slime's in it.
-        TooLarge: more than `listing.MAX_FILES` files.
-        StoreError: the disk reported an error.
-    """
-    found, problems = files_of(path)
-    names = {each.name for each in found}
-    entries: list[DumpEntry] = []
-    for each in found:
-        values = first_values(each.path) if is_saved(each) else []
-        if is_slime(values):
-            entries += _entries_of(each, values)
-        elif not is_companion(each, names):
-            problems.append(unrecognized_file(each, "slime's debug data"))
-    if not entries:
-        raise NotFound(
-            f"{path} holds no debug data of slime's",
-            expected="what --save-debug-rollout-data or --save-debug-train-data wrote",
-        )
-    return file_dump(path, KIND, entries, problems, read_entry, step=step)
-
-
-def _entries_of(found: ListedFile, values: Sequence[str | int]) -> list[DumpEntry]:
+def _entries_of(
+    found: ListedFile, location: Location, values: Sequence[str | int]
+) -> list[DumpEntry]:
+    if "rollout_id" not in values[:8] or "samples" not in values[:16]:
+        return []
     index = values.index("rollout_id") + 1
     step = values[index] if index < len(values) else None
     is_train = "format_version" in values[:2]
@@ -119,7 +70,7 @@ def _entries_of(found: ListedFile, values: Sequence[str | int]) -> list[DumpEntr
     location = Location(step if isinstance(step, int) else None, stage)
     sections = ["trajectories"]
     if is_train:
-        names = {_TRAIN_NAMES.get(str(v), str(v)) for v in first_values(found.path, _PEEKED)}
+        names = {_TRAIN_NAMES.get(str(value), str(value)) for value in values}
         sections += [name for name, tensors in _SECTIONS.items() if not names.isdisjoint(tensors)]
     return [DumpEntry(section, location, found.path, found.bytes, section) for section in sections]
 
@@ -165,13 +116,15 @@ def read_entry(entry: DumpEntry) -> DumpContents:
             found.add_about(name, data[name])
         found.add("raw_rewards", data.get("raw_reward"))
     found.about["alignment"] = "responses alone, not shifted"
-    mask = "response_mask" if "response_mask" in found.tensors else None
     groups, sample_uids = _row_ids(rows, found)
-    problems += odd_problem(found, entry, [row.name for row in fitted])
-    return DumpContents(
-        entry, found.tensors, {}, sample_uids, groups, found.texts, mask, found.metadata(),
-        problems,
-    )  # fmt: skip
+    return found.contents(
+        entry,
+        samples=sample_uids,
+        groups=groups,
+        masks=["response_mask"],
+        problems=problems,
+        rows=[row.name for row in fitted],
+    )
 
 
 def _is_wanted(name: str, own: tuple[str, ...] | None, elsewhere: set[str]) -> bool:
@@ -234,7 +187,6 @@ def _add_versions(found: Columns, rows: list[dict[str, FileValue]]) -> None:
 
 
 def _versions(value: FileValue) -> list[str]:
-    """Return the policy versions of a sample, in the order in which it lists them."""
     if isinstance(value, FileTensor):
         value = value.wire[2].reshape(-1).tolist()
     if isinstance(value, str | int):
@@ -255,3 +207,15 @@ def _row_ids(rows: list[dict[str, FileValue]], found: Columns) -> tuple[RowIds, 
 
 def _scalar(value: FileValue) -> object:
     return value.wire[2].reshape(-1)[0] if isinstance(value, FileTensor) else value
+
+
+FORMAT: Final = FileFormat(
+    kind="slime",
+    layout="slime's debug data (*.pt of --save-debug-rollout-data or --save-debug-train-data)",
+    title="slime's debug data",
+    section="trajectories",
+    place_of=saved_place,
+    read=read_entry,
+    peeked=400,  # of a train file: up to the names in its first sample
+    entries_of=_entries_of,
+)

@@ -9,25 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
-from stagescope_service.dumps.formats.columns import are_numbers, collect_rows, odd_problem
-from stagescope_service.dumps.formats.content import damage_of, first_values
-from stagescope_service.dumps.formats.json_lines import UNNAMED, read_object_lines
-from stagescope_service.dumps.formats.listing import (
-    FileDump,
-    ListedFile,
-    file_dump,
-    files_of,
-    unknown_file,
-)
-from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
-from stagescope_wire.errors import NotFound
-
-KIND: Final = "verl"
+from stagescope_service.dumps.formats.columns import are_numbers, collect_rows
+from stagescope_service.dumps.formats.json_lines import numbered, read_object_lines
+from stagescope_service.dumps.formats.listing import FileFormat, ListedFile
+from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
 
 _FILE: Final = re.compile(r"\d{1,18}\Z")
 _NAMES: Final = {"score": "rewards"}
@@ -35,65 +22,11 @@ _TEXTS: Final = ("input", "output", "gts", "uid")
 """Columns that are texts; all others should be numbers."""
 
 
-def is_verl(found: ListedFile) -> bool:
-    """Return whether a file is verl's, by its name and its first line."""
+def _place_of(found: ListedFile) -> Location | None:
     if found.path.suffix != ".jsonl" or not _FILE.match(found.path.stem):
-        return False
-    values = first_values(found.path)
-    return "input" in values and "output" in values
-
-
-def holds_verl(found: Sequence[ListedFile]) -> bool:
-    """Return whether any of the files is verl's."""
-    return any(map(is_verl, found))
-
-
-def open_verl(path: Path, *, step: int | None = None) -> FileDump:
-    """List a file of verl's generations, or a directory of them.
-
-    Args:
-        path: the file or directory.
-        step: only this step.
-
-    Raises:
-        NotFound: no such path, or no generations of verl's in it.
-        TooLarge: more files than a dump has.
-        StoreError: the disk refused.
-    """
-    found, problems = files_of(path)
-    generations = [each for each in found if is_verl(each)]
-    problems += [
-        problem
-        for each in found
-        if each not in generations
-        for problem in [_problem_of(each)]
-        if problem.entry is None or step in (None, problem.entry.location.step)
-    ]
-    if not generations:
-        raise NotFound(
-            f"{path} holds no generations of verl's",
-            expected="STEP.jsonl with lines of input, output, score, step",
-        )
-    entries = map(_entry_of, generations)
-    return file_dump(path, KIND, entries, problems, read_entry, step=step)
-
-
-def _entry_of(found: ListedFile) -> DumpEntry:
-    location = Location(int(found.path.stem), _stage(found))
-    return DumpEntry("trajectories", location, found.path, found.bytes)
-
-
-def _problem_of(found: ListedFile) -> DumpProblem:
-    """Return the problem of a file whose first line is not verl's."""
-    is_named = found.path.suffix == ".jsonl" and _FILE.match(found.path.stem)
-    if is_named and (error := damage_of(found.path)) is not None:
-        return DumpProblem.from_error(found.path, error, _entry_of(found))
-    return unknown_file(found, "verl's generations")
-
-
-def _stage(found: ListedFile) -> str | None:
-    """Return a name that distinguishes directories opened together (rollouts and validation)."""
-    return found.name.rpartition("/")[0] or None
+        return None
+    # The directory distinguishes rollouts and validation that are opened together.
+    return Location(int(found.path.stem), found.name.rpartition("/")[0] or None)
 
 
 def read_entry(entry: DumpEntry) -> DumpContents:
@@ -105,23 +38,27 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     for name, texts in found.texts.items():
         if name not in _TEXTS and are_numbers(texts):
             found.left_out[name] = "its numbers are texts in the file, and are kept as texts"
-    found.about["samples"] = (
-        UNNAMED
-        if lines.has_holes
-        else "named by a hash of their prompt and their position among its answers"
-    )
+    found.about["samples"] = lines.naming
     groups = tuple(_hash(row.get("input")) for row in rows)
-    seen: Counter[str] = Counter()
-    samples: list[str] = []
-    for group in groups:
-        samples.append(f"{group}_{seen[group]}")
-        seen[group] += 1
-    problems = [*lines.problems(entry), *odd_problem(found, entry, lines.names())]
-    return DumpContents(
-        entry, found.tensors, {}, None if lines.has_holes else tuple(samples), groups, found.texts,
-        about=found.metadata(), problems=problems,
-    )  # fmt: skip
+    return found.contents(
+        entry,
+        samples=None if lines.has_holes else numbered(groups),
+        groups=groups,
+        problems=lines.problems(entry),
+        rows=lines.names(),
+    )
 
 
 def _hash(text: object) -> str:
     return hashlib.blake2b(str(text).encode(errors="surrogatepass"), digest_size=6).hexdigest()
+
+
+FORMAT: Final = FileFormat(
+    kind="verl",
+    layout="verl's generations (STEP.jsonl with lines of input, output, score, step)",
+    title="verl's generations",
+    section="trajectories",
+    place_of=_place_of,
+    read=read_entry,
+    marks=("input", "output"),
+)

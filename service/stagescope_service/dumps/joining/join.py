@@ -7,6 +7,7 @@ for its values. So at most one file is in memory, besides the batch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
@@ -76,22 +77,16 @@ def join(
             expected=f"some of {', '.join(sorted(joiner.seen))}",
         )
     described = {"step": step, "name": dump.name, "kind": dump.kind, **(source or {})}
-    return Batch(
-        rows=batch.rows,
-        tensors=batch.tensors,
+    return dataclasses.replace(
+        batch,
         strings=found.strings(),
-        lengths=batch.lengths,
-        padding=batch.padding,
         meta=found.meta(dump),
         source={**described, "files": found.files},
         gaps=(*gaps, *found.gaps, *batch.gaps),
-        parts=batch.parts,
     )
 
 
 class _Joiner:
-    """Columns and parts while they are read."""
-
     def __init__(
         self, dump: Dump, found: DumpParts, names: Collection[str] | None, allocate: Allocate
     ) -> None:
@@ -169,7 +164,6 @@ class _Joiner:
     def _assembled_shape(
         self, part: RecordedPart, name: str, shape: tuple[int, ...]
     ) -> tuple[int, ...] | None:
-        """Return the shape of a tensor assembled from fragments; None if it cannot be assembled."""
         mask = part.shapes.get("response_mask")
         if part.span is None or name in POSITION_TENSORS or self._sides.get(name) == "left":
             return None
@@ -228,7 +222,6 @@ class _Joiner:
     def _write_fragments(
         self, part: RecordedPart, name: str, block: RowBlock, tokens: TokenPositions
     ) -> None:
-        """Write the tokens of fragments at their positions in the samples."""
         column, rows = self._columns[name], part.rows
         assert rows is not None
         shapes = (tokens.positions.shape, tokens.positions.shape[:1])
@@ -248,7 +241,6 @@ class _Joiner:
         self._assemblies[key].write(rows, tokens, block.values)
 
     def _write_assembled(self) -> None:
-        """Write samples that were assembled from fragments and have no holes."""
         for (stage, *_, name), assembly in self._assemblies.items():
             column = self._columns[name]
             rows, block, holes = assembly.finish()

@@ -95,10 +95,10 @@ def find_parts(dump: Dump, step: int | None, stages: Collection[str] | None) -> 
     """
     entries = [entry for entry in dump.entries if entry.location.step == step]
     if stages is not None:
-        entries = [entry for entry in entries if _stage(entry) in stages]
+        entries = [entry for entry in entries if entry.stage in stages]
     if not entries:
         steps = sorted({e.location.step for e in dump.entries if e.location.step is not None})
-        there = sorted({_stage(entry) for entry in dump.entries if entry.location.step == step})
+        there = sorted({entry.stage for entry in dump.entries if entry.location.step == step})
         raise NotFound(
             f"{dump.name} has nothing of step {step}" + (" in these stages" if there else ""),
             expected=f"one of {', '.join(there)}" if there else _list_steps(steps),
@@ -163,7 +163,7 @@ class _Scanner:
         about = record.about
         self._add_file(entry, about)
         job = mapping(about, "job")
-        part_key = (_stage(entry), location.role, location.rank, location.part)
+        part_key = (entry.stage, location.role, location.rank, location.part)
         payload_key = (part_key, job.get("incarnation"), job.get("seq"))
         part = self._parts.setdefault(payload_key, RecordedPart(*part_key))
         part.entries.append(entry)
@@ -185,7 +185,7 @@ class _Scanner:
         if not any(file["path"] == path for file in self.files):
             self.files.append({
                 "path": path, "bytes": entry.bytes, "checksum": about.get("checksum"),
-                "stage": _stage(entry), "role": location.role, "rank": location.rank,
+                "stage": entry.stage, "role": location.role, "rank": location.rank,
                 "part": str(location.part),
             })  # fmt: skip
 
@@ -300,7 +300,6 @@ def _passes(parts: Iterable[RecordedPart]) -> list[list[RecordedPart]]:
 
 
 def _missing_ranks(parts: Iterable[RecordedPart]) -> list[Gap]:
-    """Name ranks of a role that are in some of its stages and not in others."""
     stages: dict[tuple[str, str], set[int]] = {}
     roles: dict[str, set[int]] = {}
     for part in parts:
@@ -341,10 +340,6 @@ def _checksum(before: str, tensors: Mapping[str, WireTensor]) -> str:
 def _rows_of(wire: WireTensor) -> int:
     _, shape, _, offsets = wire
     return len(offsets) - 1 if offsets is not None else shape[0]
-
-
-def _stage(entry: DumpEntry) -> str:
-    return entry.location.stage or entry.section
 
 
 def _list_steps(steps: Sequence[int]) -> str:

@@ -296,7 +296,6 @@ class Column:
         return not ((bits(ours) != bits(theirs)) & self._within(common, ours)).any()
 
     def _overlap(self, rows: Int64, block: RowBlock) -> tuple[Array, Array]:
-        """Return the column's values at the block's place, and the block's values."""
         theirs = np.ascontiguousarray(block.values)
         if self.values.ndim == 1:
             return self.values[rows], theirs

@@ -185,7 +185,6 @@ def _write(writer: pq.ParquetWriter, rows: list[_Row]) -> None:
 
 
 def _add_file(summary: OperatorSummary, dump: DumpFile, name: str) -> None:
-    """Add the fields that a file that was read has about itself."""
     header = dump.header
     summary.task = summary.task or header["task"]
     summary.framework = summary.framework or header["framework"]
@@ -202,7 +201,6 @@ def _add_file(summary: OperatorSummary, dump: DumpFile, name: str) -> None:
 
 
 def _dump_paths(directory: Path) -> list[Path]:
-    """Return dump.json and debug.json; values that were saved come after the calls."""
     found = [path for name in DUMP_NAMES if (path := directory / name).exists()]
     if not found:
         raise NotFound(f"{directory} holds neither {' nor '.join(DUMP_NAMES)}")

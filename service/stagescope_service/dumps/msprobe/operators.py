@@ -354,7 +354,6 @@ def source_of(frames: list[str]) -> str | None:
 
 
 def _stack(value: JsonValue) -> tuple[list[str], list[str]]:
-    """Return (names, frames) of an entry; empty lists if it is malformed."""
     if not isinstance(value, list) or len(value) != 2:
         return [], []
     names, frames = (

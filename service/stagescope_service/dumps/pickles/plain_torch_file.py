@@ -80,8 +80,6 @@ def read_plain(path: Path) -> object:
 
 
 class _Reader:
-    """Interprets the opcodes of one pickle."""
-
     def __init__(
         self, pickled: bytes, members: Mapping[str, zipfile.ZipInfo], root: str, mapped: mmap.mmap
     ) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.dumps import tabled
+from tests.support.dumps import Argument, table_of, tensor_argument
 
 from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.compare.operators.divergence import OperatorDivergence, first_divergent
@@ -18,53 +17,43 @@ Calls = Sequence[tuple[str, list[Values], Values]]
 """Name, inputs and output of each call."""
 
 
-def tensor(values: Values, dtype: str) -> dict[str, object]:
+def tensor(values: Values, dtype: str = "float32") -> Argument:
     """Describe a tensor as msprobe does: of integers without mean and norm."""
     array = np.asarray(values, np.float64)
-    whole = dtype.startswith("int")
-    return {
-        "type": "torch.Tensor",
-        "dtype": f"torch.{dtype}",
-        "shape": [*array.shape],
-        "Max": float(array.max()),
-        "Min": float(array.min()),
-        "Mean": None if whole else float(array.mean()),
-        "Norm": None if whole else float(np.linalg.norm(array)),
-    }
+    numbers = {"Mean": float(array.mean()), "Norm": float(np.linalg.norm(array))}
+    more = {} if dtype.startswith("int") else numbers
+    return tensor_argument(
+        float(array.min()), float(array.max()), shape=array.shape, dtype=f"torch.{dtype}", **more
+    )
 
 
 def compare(
-    path: Path,
-    a: Calls,
-    b: Calls,
-    *,
-    dtype: str = "float32",
-    first: str = "float32",
+    path: Path, a: Calls, b: Calls, *, dtype: str = "float32", first: str = "float32",
     exact: bool = False,
-) -> OperatorDivergence:
+) -> OperatorDivergence:  # fmt: skip
     """Compare calls; a matrix product in dtype `first` comes before them on both sides."""
-    sides = []
-    for name, calls in (("a", a), ("b", b)):
-        matrix = tensor([[1.0, 2.0]], first)
-        data = {"Torch.matmul.0.forward": {"input_args": [matrix], "output": [matrix]}}
-        for operator, inputs, output in calls:
-            data[f"{operator}.0.forward"] = {
+    matrix = tensor([[1.0, 2.0]], first)
+    before = {"Torch.matmul.0.forward": {"input_args": [matrix], "output": [matrix]}}
+    one, other = (
+        table_of(path / name, before | {
+            f"{operator}.0.forward": {
                 "input_args": [tensor(each, dtype) for each in inputs],
                 "output": [tensor(output, dtype)],
             }
-        document = {"task": "statistics", "level": "L1", "data": data}
-        sides.append(tabled(path / name, json.dumps(document))[0])
-    one, other = sides
+            for operator, inputs, output in calls
+        })
+        for name, calls in (("a", a), ("b", b))
+    )  # fmt: skip
     return first_divergent(one, other, Thresholds(exact=exact))
 
 
-def histogram(*counts: float) -> Calls:
-    return [("Torch.histc", [[0.0, 3.0]], counts)]
+def counting(counts: Values, operator: str = "Torch.histc") -> Calls:
+    return [(operator, [[0.0, 3.0]], counts)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_one_token_of_another_expert(tmp_path: Path, dtype: str) -> None:
-    a, b = histogram(31, 2, 20, 11), histogram(30, 2, 21, 11)
+    a, b = counting((31, 2, 20, 11)), counting((30, 2, 21, 11))
     found = compare(tmp_path, a, b, dtype=dtype)
     assert (found.same, found.near_counts) == (True, 1)
     assert not compare(tmp_path, a, b, dtype=dtype, exact=True).same
@@ -85,26 +74,24 @@ def test_one_token_of_another_expert(tmp_path: Path, dtype: str) -> None:
 def test_rounding_moves_few(
     tmp_path: Path, first: str, a: Sequence[float], b: Sequence[float], same: bool
 ) -> None:
-    assert compare(tmp_path, histogram(*a), histogram(*b), first=first).same == same
+    assert compare(tmp_path, counting(a), counting(b), first=first).same == same
 
 
 def test_another_operator_counts_nothing(tmp_path: Path) -> None:
-    a: Calls = [("Torch.relu", [[0.0, 3.0]], (31, 2))]
-    b: Calls = [("Torch.relu", [[0.0, 3.0]], (30, 3))]
+    a, b = counting((31, 2), "Torch.relu"), counting((30, 3), "Torch.relu")
     assert not compare(tmp_path, a, b).same
 
 
 @pytest.mark.parametrize(
     "operator",
-    ["Torch.unique", "Tensor.scatter_add", "Tensor.cumsum", "Tensor.sum",
-     "NPU.npu_moe_init_routing", "Distributed.all_to_all_single"],
+    ["Torch.unique", "Tensor.scatter_add", "Tensor.cumsum", "NPU.npu_moe_init_routing",
+     "Distributed.all_to_all_single"],
 )  # fmt: skip
 @pytest.mark.parametrize(("other", "same"), [((30, 2, 21), True), ((3, 2, 48), False)])
 def test_integers_that_a_call_makes_are_counts(
     tmp_path: Path, operator: str, other: Values, same: bool
 ) -> None:
-    a: Calls = [(operator, [[0.0, 3.0]], (31, 2, 20))]
-    b: Calls = [(operator, [[0.0, 3.0]], other)]
+    a, b = counting((31, 2, 20), operator), counting(other, operator)
     found = compare(tmp_path, a, b, dtype="int64")
     assert (found.same, found.near_counts) == (same, int(same))
 
@@ -112,16 +99,15 @@ def test_integers_that_a_call_makes_are_counts(
 @pytest.mark.parametrize(
     ("operator", "inputs", "other"),
     [
-        ("Torch.argmax", [[0.0, 3.0]], [[0.0, 3.0]]),
-        ("Torch.topk", [[0.0, 3.0]], [[0.0, 3.0]]),
-        ("Torch.multinomial", [[0.0, 3.0]], [[0.0, 3.0]]),
-        ("Tensor.__getitem__", [[0.0, 3.0]], [[0.0, 3.0]]),
-        ("Distributed.broadcast", [[0.0, 3.0]], [[0.0, 3.0]]),
+        *((name, [[0.0, 3.0]], [[0.0, 3.0]]) for name in (
+            "Torch.argmax", "Torch.topk", "Torch.multinomial", "Tensor.__getitem__",
+            "Distributed.broadcast",
+        )),
         ("Torch.x", [], []),  # made of no tensor: data
         ("Functional.embedding", [(31, 2, 20)], [(30, 2, 21)]),
         ("Functional.cross_entropy", [[0.0], (31, 2, 20)], [[0.0], (30, 2, 21)]),
     ],
-)
+)  # fmt: skip
 def test_indexes_ids_and_labels_are_no_counts(
     tmp_path: Path, operator: str, inputs: list[Values], other: list[Values]
 ) -> None:
@@ -132,52 +118,46 @@ def test_indexes_ids_and_labels_are_no_counts(
     assert found.first["section"] == ("output" if inputs == other else "input_args")
 
 
+MATRIX = tensor([[1.0, 2.0]])
+
+
+def sizes(*values: int) -> list[Argument]:
+    return [{"type": "int", "value": value} for value in values]
+
+
 @pytest.mark.parametrize(
-    ("call", "name", "a", "b", "same"),
+    ("call", "name", "a", "b", "near"),
     [
-        ("Distributed.all_to_all_single", "output_split_sizes", (31, 33), (30, 34), True),
-        ("Distributed.all_to_all_single", "output_split_sizes", (31, 33), (3, 61), False),
-        ("Torch.split", "split_size_or_sections", (31, 33), (30, 34), True),
-        ("Tensor.permute", "dims", (0, 1), (1, 0), False),
+        ("Distributed.all_to_all_single", "output_split_sizes", sizes(31, 33), sizes(30, 34), 2),
+        ("Distributed.all_to_all_single", "output_split_sizes", sizes(31, 33), sizes(3, 61), 0),
+        ("Torch.split", "split_size_or_sections", sizes(31, 33), sizes(30, 34), 2),
+        ("Tensor.permute", "dims", sizes(0, 1), sizes(1, 0), 0),
+        ("NPU.grouped_matmul", "group_list", tensor((31, 2), "int64"), tensor((30, 3), "int64"), 1),
+        ("NPU.grouped_matmul", "index", tensor((31, 2), "int64"), tensor((30, 3), "int64"), 0),
     ],
 )
-def test_sizes_of_parts(
-    tmp_path: Path, call: str, name: str, a: Sequence[int], b: Sequence[int], same: bool
+def test_arguments_that_are_named_for_sizes_and_counts(
+    tmp_path: Path, call: str, name: str, a: Argument, b: Argument, near: int
 ) -> None:
-    sides = []
-    for side, sizes in (("a", a), ("b", b)):
-        matrix = tensor([[1.0, 2.0]], "float32")
-        listed = [{"type": "int", "value": size} for size in sizes]
-        record = {"input_args": [matrix], "input_kwargs": {name: listed}, "output": [matrix]}
-        document = {"task": "statistics", "data": {f"{call}.0.forward": record}}
-        sides.append(tabled(tmp_path / side, json.dumps(document))[0])
-    one, other = sides
+    one, other = (
+        table_of(tmp_path / side, {f"{call}.0.forward": {
+            "input_args": [MATRIX], "input_kwargs": {name: value}, "output": [MATRIX],
+        }})
+        for side, value in (("a", a), ("b", b))
+    )  # fmt: skip
     found = first_divergent(one, other)
-    assert (found.same, found.near_counts) == (same, 2 * same)
-
-
-def test_an_argument_that_is_named_for_counts(tmp_path: Path) -> None:
-    for name, same in (("group_list", True), ("index", False)):
-        sides = []
-        for counts in ((31, 2), (30, 3)):
-            matrix = tensor([[1.0, 2.0]], "float32")
-            record = {"input_args": [matrix], "input_kwargs": {name: tensor(counts, "int64")}}
-            document = {"data": {"NPU.npu_grouped_matmul.0.forward": record}}
-            sides.append(tabled(tmp_path / name / str(counts[0]), json.dumps(document))[0])
-        one, other = sides
-        assert first_divergent(one, other).same == same
+    assert (found.same, found.near_counts) == (near > 0, near)
 
 
 def test_what_is_made_of_counts_alone(tmp_path: Path) -> None:
-    def routed(counts: list[float], scale: float, hidden: float = 1.0) -> Calls:
+    def routed(counts: list[float], scale: float) -> Calls:
         shares = [each / sum(counts) for each in counts]
-        ends = [*np.cumsum(counts)]
         return [
-            *histogram(*counts),
+            *counting(counts),
             ("Tensor.to", [counts], counts),
-            ("Tensor.cumsum", [counts], ends),
+            ("Tensor.cumsum", [counts], [*np.cumsum(counts)]),
             ("Tensor.__truediv__", [counts, [sum(counts)]], shares),
-            ("Torch.mul", [[[hidden, 1.0]], [scale]], [[hidden, scale]]),
+            ("Torch.mul", [[[1.0, 1.0]], [scale]], [[1.0, scale]]),
         ]
 
     found = compare(tmp_path / "1", routed([31, 2, 20], 2.0), routed([30, 3, 20], 2.0))
@@ -192,7 +172,7 @@ def test_what_is_made_of_counts_alone(tmp_path: Path) -> None:
 def test_a_product_with_counts_is_compared_as_usual(tmp_path: Path) -> None:
     def product(counts: list[float], result: float) -> Calls:
         hidden: list[Values] = [[[1.0, 2.0]], counts]
-        return [*histogram(*counts), ("NPU.npu_grouped_matmul", hidden, [[result, 1.0]])]
+        return [*counting(counts), ("NPU.npu_grouped_matmul", hidden, [[result, 1.0]])]
 
     found = compare(tmp_path, product([31, 2], 5.0), product([30, 3], 5.1))
     assert found.first is not None

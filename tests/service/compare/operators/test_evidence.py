@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.dumps import table, tabled
+from tests.support.dumps import Argument, table, table_of, tensor_argument
 from tests.support.families import (
     FAMILIES,
     nan_weight,
@@ -26,13 +25,11 @@ from torch import nn
 from torch.distributed import fsdp
 
 from stagescope_service.compare.operators.differences import Thresholds
-from stagescope_service.compare.operators.divergence import OperatorDivergence, first_divergent
+from stagescope_service.compare.operators.divergence import first_divergent
 from stagescope_service.compare.operators.evidence import Use, infrastructure_stacks, use_of
 from stagescope_service.compare.operators.non_finite import non_finite_of_rank
 from stagescope_service.dumps.msprobe.operator_query import iterate_rows
 
-Argument = dict[str, object]
-"""A recorded argument, as msprobe writes it to dump.json."""
 Arguments = Sequence[Argument | None]
 LEVELS = ("L0", "L1", "mix")
 FAULTS: Mapping[str, tuple[tuple[Callable[[nn.Module, str], None], str], ...]] = {
@@ -47,12 +44,7 @@ FAULTS: Mapping[str, tuple[tuple[Callable[[nn.Module, str], None], str], ...]] =
 
 
 def captured(
-    path: Path,
-    model: nn.Module,
-    *,
-    level: str,
-    byte: int = 0xEE,
-    backwards: bool = False,
+    path: Path, model: nn.Module, *, level: str, byte: int = 0xEE, backwards: bool = False
 ) -> Path:
     with leftovers(byte):
         return table(path, model, level=level, body=lambda: one_pass(model, backwards=backwards))
@@ -146,30 +138,20 @@ def test_gradients_that_are_zero_but_for_rounding_are_no_difference(
     assert not first_divergent(one, other, Thresholds(exact=True)).same
 
 
-def tensor(low: float, high: float, shape: tuple[int, ...] = (2,)) -> Argument:
-    return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": list(shape), "Max": high,
-            "Min": low, "Mean": None, "Norm": None}  # fmt: skip
-
-
 def write_table(
     path: Path, name: str, inputs: Arguments, outputs: Arguments, **kwargs: Argument
 ) -> Path:
     section = "input_args" if name.endswith("forward") else "input"
-    record = {section: inputs, "input_kwargs": kwargs, "output": outputs}
-    text = json.dumps({"task": "statistics", "level": "L1", "data": {name: record}})
-    return tabled(path, text)[0]
+    return table_of(path, {name: {section: inputs, "input_kwargs": kwargs, "output": outputs}})
 
 
-A, B, LEFT, BAD = tensor(0, 1), tensor(0, 2), tensor(0, 7), tensor(math.nan, math.nan)
+A, B, LEFT = (tensor_argument(0, high) for high in (1, 2, 7))
+BAD = tensor_argument(math.nan, math.nan)
 ROWS: Argument = {"type": "slice", "value": [0, 1, None]}
 OTHER_ROWS: Argument = {"type": "slice", "value": [1, 2, None]}
 
 Call = tuple[Arguments, Arguments]
 """Inputs and outputs of a call."""
-
-
-def compare_calls(path: Path, name: str, a: Call, b: Call) -> OperatorDivergence:
-    return first_divergent(write_table(path / "a", name, *a), write_table(path / "b", name, *b))
 
 
 @pytest.mark.parametrize(
@@ -199,13 +181,15 @@ def compare_calls(path: Path, name: str, a: Call, b: Call) -> OperatorDivergence
         ("Tensor.__add__", ([A], [A]), ([LEFT], [LEFT]), "0"),
         ("Custom.unknown_", ([A], [A]), ([LEFT], [LEFT]), "0"),
         # Another shape is a difference of the program, not of what lay in memory.
-        ("Tensor.narrow", ([A], [A]), ([tensor(0, 1, (3,))], [A]), "0"),
+        ("Tensor.narrow", ([A], [A]), ([tensor_argument(0, 1, shape=[3])], [A]), "0"),
     ],
 )
 def test_which_values_of_a_call_are_evidence(
     tmp_path: Path, operator: str, a: Call, b: Call, first: str | None
 ) -> None:
-    found = compare_calls(tmp_path, f"{operator}.0.forward", a, b)
+    name = f"{operator}.0.forward"
+    one, other = (write_table(tmp_path / side, name, *call) for side, call in (("a", a), ("b", b)))
+    found = first_divergent(one, other)
     assert (None if found.first is None else found.first["index"]) == first
     assert first is not None or found.not_read > 0
 
@@ -240,20 +224,18 @@ def test_which_bad_results_are_evidence(
 
 
 def test_a_bias_whose_gradient_really_differs_is_found(tmp_path: Path) -> None:
-    gradient = {**tensor(-0.1, 0.1, (4, 8, 8, 8)), "Norm": 0.25}
+    gradient = tensor_argument(-0.1, 0.1, shape=[4, 8, 8, 8], Norm=0.25)
     name = "Functional.conv2d.0.backward"
 
-    def bias(largest: float) -> Path:
-        return write_table(tmp_path / str(largest), name, [gradient], [tensor(0, largest, (8,))])
+    def result(largest: float, *shape: int) -> Path:
+        output = tensor_argument(0, largest, shape=shape)
+        return write_table(tmp_path / f"{largest} {shape}", name, [gradient], [output])
 
-    zero, rounding, real = bias(1e-9), bias(8e-8), bias(1e-4)
+    zero, rounding, real = (result(largest, 8) for largest in (1e-9, 8e-8, 1e-4))
     assert first_divergent(zero, rounding).zero_gradients == 1
     assert first_divergent(zero, real).counts == {"statistics": 1}
     # A gradient of the results' own size is no sum of them.
-    small, large = (
-        write_table(tmp_path / f"alone{end}", name, [gradient], [tensor(0, end, (4, 8, 8, 8))])
-        for end in (1e-9, 8e-8)
-    )
+    small, large = (result(largest, 4, 8, 8, 8) for largest in (1e-9, 8e-8))
     assert first_divergent(small, large).counts == {"statistics": 1}
 
 

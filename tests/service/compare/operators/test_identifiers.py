@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from tests.support.dumps import tabled
+from tests.support.dumps import table_of, tensor_argument
 
 from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.compare.operators.divergence import OperatorDivergence, first_divergent
 
 Value = dict[str, object] | list[object] | str | int | None
 """A value as msprobe records it."""
-TENSOR: Value = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2], "Max": 1.0,
-                 "Min": 0.0, "Mean": 0.5, "Norm": 1.0}  # fmt: skip
+TENSOR: Value = tensor_argument(0.0, 1.0)
 
 
 def group(*ranks: int, framework: str = "torch") -> Value:
@@ -41,27 +39,20 @@ def peer(op: str, rank: int, tag: int) -> Value:
 def compare(
     path: Path, call: str, args: tuple[list[Value], list[Value]], **keywords: tuple[Value, Value]
 ) -> OperatorDivergence:
-    sides = []
-    for side, inputs in enumerate(args):
-        record = {
+    one, other = (
+        table_of(path / str(side), {f"{call}.0.forward": {
             "input_args": [TENSOR, *inputs],
             "input_kwargs": {name: values[side] for name, values in keywords.items()},
             "output": [TENSOR],
-        }
-        document = {"task": "statistics", "level": "L1", "data": {f"{call}.0.forward": record}}
-        sides.append(tabled(path / str(side), json.dumps(document))[0])
-    one, other = sides
+        }})
+        for side, inputs in enumerate(args)
+    )  # fmt: skip
     return first_divergent(one, other, Thresholds(exact=True))
 
 
 @pytest.mark.parametrize(
     ("call", "a", "b"),
     [
-        (
-            "Distributed.all_reduce",
-            [reduction("SUM"), group(0, 1)],
-            [reduction("SUM"), group(2, 3)],
-        ),
         ("Distributed.all_reduce", [reduction("SUM"), None], [reduction("SUM"), group(2, 3)]),
         ("Distributed.send", [number(1)], [number(3)]),
         ("Distributed.recv", [number(0), None, number(7)], [number(2), None, number(8)]),
@@ -126,11 +117,11 @@ def test_a_source_of_a_scatter_is_data(tmp_path: Path) -> None:
 
 
 def test_a_call_that_was_recomputed_on_one_side(tmp_path: Path) -> None:
-    sides = []
-    for recomputed in (False, True):
-        record = {"input_args": [TENSOR], "output": [TENSOR], "is_recompute": recomputed}
-        document = {"task": "statistics", "data": {"Functional.linear.0.forward": record}}
-        sides.append(tabled(tmp_path / str(recomputed), json.dumps(document))[0])
-    one, other = sides
+    one, other = (
+        table_of(tmp_path / str(recomputed), {"Functional.linear.0.forward": {
+            "input_args": [TENSOR], "output": [TENSOR], "is_recompute": recomputed,
+        }})
+        for recomputed in (False, True)
+    )  # fmt: skip
     found = first_divergent(one, other)
     assert (found.same, found.identifiers) == (True, 1)

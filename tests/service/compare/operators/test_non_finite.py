@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.support.dumps import Masked, table, tabled
+from tests.support.dumps import Argument, Masked, table, table_of
+from tests.support.dumps import tensor_argument as tensor
 from tests.support.small_decoder import small_decoder
 from torch import nn
 
@@ -22,17 +23,16 @@ def planted(value: float, layer: str = "blocks.1.down") -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    ("level", "name", "argument"),
+    ("level", "value", "name", "argument"),
     [
-        ("L0", "Module.blocks.1.down.Linear.forward.0", ("parameters", "weight")),
-        ("L1", "Functional.linear.7.forward", ("input_args", "1")),
-        ("mix", "Functional.linear.7.forward", ("input_args", "1")),
+        ("L0", -math.inf, "Module.blocks.1.down.Linear.forward.0", ("parameters", "weight")),
+        ("L1", math.inf, "Functional.linear.7.forward", ("input_args", "1")),
+        ("mix", math.nan, "Functional.linear.7.forward", ("input_args", "1")),
     ],
 )
 def test_the_layer_with_the_planted_weight_is_named(
-    tmp_path: Path, level: str, name: str, argument: tuple[str, str], value: float
+    tmp_path: Path, level: str, value: float, name: str, argument: tuple[str, str]
 ) -> None:
     found = non_finite_of_rank(table(tmp_path, planted(value), level=level))
     assert found.first is not None
@@ -41,22 +41,6 @@ def test_the_layer_with_the_planted_weight_is_named(
     (bad,) = found.bad_inputs
     assert (bad["section"], bad["index"]) == argument
     assert found.masks == 0
-
-
-def test_the_rank_with_the_planted_weight_is_the_earliest(tmp_path: Path) -> None:
-    fine, late, early = (
-        table(tmp_path / name, model)
-        for name, model in {
-            "fine": small_decoder(),
-            "late": planted(math.nan, "lm_head"),
-            "early": planted(math.nan, "blocks.0.up"),
-        }.items()
-    )
-    found = first_non_finite({0: fine, 1: late, 2: early, 3: early})
-    assert (found.earliest, found.together, found.order_differs) == (2, [2, 3], [])
-    assert found.ranks[0].first is None
-    assert found.positions[2] == found.positions[3]
-    assert (found.positions[2] or 0) < (found.positions[1] or 0)
 
 
 @pytest.mark.parametrize(("level", "masks"), [("L1", 2), ("mix", 3)])
@@ -87,15 +71,6 @@ def test_without_its_operators_a_module_with_minus_infinity_is_only_perhaps_a_ma
     assert not found.certain
 
 
-Argument = dict[str, object]
-"""A recorded argument, as msprobe writes it to dump.json."""
-
-
-def tensor(low: float, high: float) -> Argument:
-    return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2], "Max": high, "Min": low,
-            "Mean": None, "Norm": None}  # fmt: skip
-
-
 FINE = tensor(0.0, 1.0)
 MINUS = tensor(-math.inf, 1.0)
 PLUS = tensor(0.0, math.inf)
@@ -109,8 +84,7 @@ def write_table(path: Path, *calls: tuple[str, Sequence[Argument], Sequence[Argu
         name: {"input_args" if "forward" in name else "input": inputs, "output": outputs}
         for name, inputs, outputs in calls
     }
-    text = json.dumps({"task": "statistics", "level": "L1", "data": data})
-    return tabled(path, text)[0]
+    return table_of(path, data)
 
 
 @pytest.mark.parametrize(
@@ -146,16 +120,14 @@ def test_a_parameter_is_no_mask(tmp_path: Path) -> None:
     name = "Module.bias.AddBias.forward.0"
     for parameters, certain in (({"bias": MINUS}, True), ({"bias": FINE}, False)):
         record = {"input_args": [FINE], "output": [MINUS], "parameters": parameters}
-        text = json.dumps({"task": "statistics", "level": "L0", "data": {name: record}})
-        found = non_finite_of_rank(tabled(tmp_path, text)[0])
+        found = non_finite_of_rank(table_of(tmp_path, {name: record}, level="L0"))
         assert found.first is not None
         assert found.certain == certain
 
 
 def test_gradients_of_saved_values_come_after_these(tmp_path: Path) -> None:
     """msprobe writes a gradient beside its value, though the loss was computed in between."""
-    bad = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [], "Max": math.inf,
-           "Min": math.inf}  # fmt: skip
+    bad = tensor(math.inf, math.inf, shape=[])
     saved = {"logits_grad.0.debug": bad, "loss.0.debug": bad}
     (tmp_path / "debug.json").write_text(json.dumps({"level": "debug", "data": saved}))
     write_operator_table(tmp_path, tmp_path / "o.parquet")
@@ -190,20 +162,16 @@ def test_ranks_in_another_order_are_listed_and_come_last(tmp_path: Path) -> None
     usual = write_table(tmp_path / "usual", *forward, ("Torch.c.0.forward", [NAN], [NAN]))
     cut = write_table(tmp_path / "cut", *forward)
     other = write_table(tmp_path / "other", ("Torch.x.0.forward", [FINE], [NAN]))
-    found = first_non_finite({0: other, 1: usual, 2: usual, 3: cut})
-    assert (found.earliest, found.together, found.order_differs) == (1, [1, 2, 3], [0])
-    assert found.positions == {0: None, 1: 1, 2: 1, 3: 1}
+    late = write_table(tmp_path / "late", forward[0], ("Torch.b.0.forward", [FINE], [FINE]),
+                       ("Torch.c.0.forward", [FINE], [NAN]))  # fmt: skip
+    found = first_non_finite({0: other, 1: late, 2: usual, 3: usual, 4: cut})
+    assert found == {"earliest": 2, "together": [2, 3, 4], "order_differs": [0]}
 
 
-def test_where_only_other_orders_found_anything_fine_inputs_go_first(tmp_path: Path) -> None:
+def test_if_only_other_orders_found_anything_finite_inputs_go_first(tmp_path: Path) -> None:
     fine = write_table(tmp_path / "fine", ("Torch.a.0.forward", [FINE], [FINE]))
     bad_inputs = write_table(tmp_path / "got", ("Torch.y.0.forward", [NAN], [NAN]))
     finite_inputs = write_table(tmp_path / "made", ("Torch.z.0.forward", [FINE], [NAN]))
     found = first_non_finite({0: fine, 1: fine, 2: bad_inputs, 3: finite_inputs})
-    assert (found.earliest, found.together, found.order_differs) == (3, [3], [2, 3])
-
-
-def test_without_any_there_is_no_earliest(tmp_path: Path) -> None:
-    fine = write_table(tmp_path, ("Torch.a.0.forward", [FINE], [FINE]))
-    found = first_non_finite({0: fine, 1: fine})
-    assert (found.earliest, found.together, found.positions) == (None, [], {})
+    assert found == {"earliest": 3, "together": [3], "order_differs": [2, 3]}
+    assert first_non_finite({0: fine}) == {"earliest": None, "together": [], "order_differs": []}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.dump_files import own_directory
+from tests.support.dump_files import own_directory, read_first
 from tests.support.dumps import capture
 
 from stagescope_service.dumps.discover import open_dump
@@ -20,11 +20,8 @@ def test_tensors_by_operator(tmp_path: Path) -> None:
     assert len(rank_dumps(dump)) == 1
     forward = "Module.lm_head.Linear.forward.0.output.0"
     entry = next(entry for entry in dump.entries if entry.key == forward)
-    assert (entry.section, entry.location.step, entry.location.stage) == (
-        "other",
-        1,
-        "actor_update",
-    )
+    place = entry.location
+    assert (entry.section, place.step, place.stage) == ("other", 1, "actor_update")
     record = dump.read(entry)
     assert list(record.tensors) == [forward]
     assert record.tensors[forward][0] == "float32"
@@ -66,9 +63,8 @@ def test_a_tensor_that_is_more_than_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "step0/rank0/dump_tensor_data").mkdir(parents=True)
     (tmp_path / "step0/rank0/dump.json").write_text("{}")
     torch.save(tmp_path, tmp_path / "step0/rank0/dump_tensor_data/x.pt")
-    dump = open_dump(tmp_path)
     with pytest.raises(Forbidden):
-        dump.read(dump.entries[0])
+        read_first(tmp_path)
 
 
 def test_kept_files_beside_them_are_the_dump(tmp_path: Path) -> None:

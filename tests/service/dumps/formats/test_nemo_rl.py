@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.api import Service, service
+from tests.support.api import service
+from tests.support.dump_files import all_problems, read_first, rows_in
 
-from stagescope.session import Session, attach
+from stagescope.session import attach
 from stagescope_service.commands.importing import import_dump
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
@@ -78,81 +79,50 @@ def test_a_row_is_its_response(tmp_path: Path) -> None:
     assert (dump.kind, entry.location.step) == ("nemo_rl", 7)
     assert [problem.kind for problem in dump.problems] == ["unknown"]
     record = dump.read(entry)
-    offsets = record.tensors["responses"][3]
-    assert offsets is not None
     for row, line in enumerate(lines):
-        prompt, length = 2 + row // 2, line["input_lengths"][0]
-        span = slice(offsets[row], offsets[row + 1])
-        assert record.tensors["responses"][2][span].tolist() == line["token_ids"][0][prompt:length]
-        assert (
-            record.tensors["rollout_log_probs"][2][span].tolist()
-            == line["generation_logprobs"][0][prompt:length]
-        )
+        span = slice(2 + row // 2, line["input_lengths"][0])
         counted = [int(one * line["sample_loss_mask"][0]) for one in line["token_loss_mask"][0]]
-        assert record.tensors["response_mask"][2][span].tolist() == counted[prompt:length]
-    assert record.groups is not None
-    assert record.samples is not None
-    assert len(set(record.samples)) == 6
-    assert len(set(record.groups)) == 3
+        for name, values in {
+            "responses": line["token_ids"][0],
+            "rollout_log_probs": line["generation_logprobs"][0],
+            "response_mask": counted,
+        }.items():
+            assert rows_in(record, name)[row] == values[span]
+    assert len(set(record.samples or ())) == 6
+    assert len(set(record.groups or ())) == 3
     assert record.about["uncounted_sequences"] == 1
     assert record.tensors["rewards"][2].tolist() == [0, 1, 0, 1, 0, 1]
 
 
-def test_zeros_of_a_pass_that_was_not_made_are_no_stream(tmp_path: Path) -> None:
-    write(tmp_path / "train_data_step1.jsonl", rows(skipped=True))
-    dump = open_dump(tmp_path)
-    record = dump.read(dump.entries[0])
+def test_columns_that_stand_for_something_else(tmp_path: Path) -> None:
+    """Zeros are a pass that was not made; rewards may be of a batch before it was filtered."""
+    lines = rows(skipped=True)
+    for row, line in enumerate(lines):
+        line["filtered_rewards"] = [10.0 + row]
+        line["advantages"] = [[float(row)]]  # of the sequence
+    record = read_first(write(tmp_path / "train_data_step1.jsonl", lines))
     assert "old_log_probs" not in record.tensors
     assert "not measured" in str(mapping(record.about, "left_out")["old_log_probs"])
     assert set(mapping(record.about, "streams")) == {"rollout"}
-
-
-def test_rewards_of_a_batch_before_it_was_filtered_are_not_these_rows(tmp_path: Path) -> None:
-    lines = rows()
-    for row, line in enumerate(lines):
-        line["filtered_rewards"] = [10.0 + row]
-    dump = open_dump(write(tmp_path / "train_data_step1.jsonl", lines))
-    record = dump.read(dump.entries[0])
     assert record.tensors["rewards"][2].tolist() == [10, 11, 12, 13, 14, 15]
-
-
-def test_one_advantage_of_a_sequence_is_that_of_its_tokens(tmp_path: Path) -> None:
-    lines = rows()
-    for row, line in enumerate(lines):
-        line["advantages"] = [[float(row)]]
-    dump = open_dump(write(tmp_path / "train_data_step1.jsonl", lines))
-    record = dump.read(dump.entries[0])
-    _, _, values, offsets = record.tensors["advantages"]
-    assert offsets is not None
-    assert {*values[offsets[4] : offsets[5]].tolist()} == {4.0}
+    assert {*rows_in(record, "advantages")[4]} == {4.0}
 
 
 def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     lines = rows()
     path = write(tmp_path / "train_data_step2.jsonl", lines)
-    text = path.read_text()
-    path.write_text(text[: len(text) // 2])
-    dump = open_dump(tmp_path)
-    record = dump.read(dump.entries[0])
-    assert (
-        len(record.samples or ())
-        == len(record.tensors["rewards"][2])
-        == text[: len(text) // 2].count("\n")
-    )
-    assert "is no JSON" in record.problems[0].message
-    lines[1]["generation_logprobs"] = [[0.0]]
-    path = write(tmp_path / "train_data_step3.jsonl", lines)
-    dump = open_dump(tmp_path, step=3)
-    assert len(dump.read(dump.entries[0]).tensors["responses"][2]) > 0
+    half = path.read_text()[: path.stat().st_size // 2]
+    path.write_text(half)
+    record = read_first(path)
+    assert len(record.samples or ()) == len(record.tensors["rewards"][2]) == half.count("\n")
+    assert "is no JSON" in all_problems(record)
     lines[1]["generation_logprobs"] = [[0.0, 0.0]]
-    write(path, lines)
-    record = dump.read(open_dump(tmp_path, step=3).entries[0])
+    record = read_first(write(path, lines))
     assert len(record.tensors["rewards"][2]) == len(lines) - 1
     assert record.samples is None  # a name has the position among the answers of its prompt
-    assert "line 2 is left out: rollout_log_probs of a sequence has" in record.problems[0].message
-    write(path, lines[1:2])
+    assert "line 2 is left out: rollout_log_probs of a sequence has" in all_problems(record)
     with pytest.raises(InvalidTensor, match="holds no row: line 1 is left out"):
-        dump.read(open_dump(tmp_path, step=3).entries[0])
+        read_first(write(path, lines[1:2]))
     # The file of distillation has no streams.
     write(tmp_path / "other" / "train_data_step1.jsonl", [{"content": ["x"], "input_lengths": [3]}])
     with pytest.raises(NotFound):
@@ -165,14 +135,15 @@ def test_what_is_no_number_is_named_and_the_rest_is_read(tmp_path: Path) -> None
     lines[2]["rewards"] = [10**400]
     lines[3]["prev_logprobs"][0][5] = "y"
     lines[4]["token_ids"][0][1] = 0.5
-    dump = open_dump(write(tmp_path / "train_data_step3.jsonl", lines))
-    record = dump.read(dump.entries[0])
+    record = read_first(write(tmp_path / "train_data_step3.jsonl", lines))
     np.testing.assert_array_equal(record.tensors["rewards"][2], [0, np.nan, np.nan, 1])
-    message = "; ".join(each.message for each in record.problems)
-    assert "line 2: rewards is no number: a text" in message
-    assert "line 3: rewards is no number: an integer" in message
-    assert "line 4 is left out: prev_logprobs holds no number at index 5" in message
-    assert "line 5 is left out: token_ids holds no token id at index 1" in message
+    for words in (
+        "line 2: rewards is no number: a text",
+        "line 3: rewards is no number: an integer",
+        "line 4 is left out: prev_logprobs holds no number at index 5",
+        "line 5 is left out: token_ids holds no token id at index 1",
+    ):
+        assert words in all_problems(record)
 
 
 def test_two_files_of_one_step_are_never_mixed(tmp_path: Path) -> None:
@@ -188,7 +159,10 @@ def test_an_import_has_nemo_rls_own_number(tmp_path: Path) -> None:
     write(tmp_path / "one" / "train_data_step3.jsonl", lines)
     write(tmp_path / "one" / "train_data_step4.jsonl", rows(12, seed=1, skipped=True))
     write(tmp_path / "two" / "train_data_step3.jsonl", other)
-    with service(tmp_path / "home") as live, session_of(live) as session:
+    with (
+        service(tmp_path / "home") as live,
+        attach(live.server.url, token=live.tokens.operate if live.tokens else None) as session,
+    ):
         report = import_dump(session, open_dump(tmp_path / "one"), "nemo")
         assert (report["problems"], report["refused"]) == ([], [])
         assert list(report["left_out"]) == ["old_log_probs"]
@@ -197,18 +171,11 @@ def test_an_import_has_nemo_rls_own_number(tmp_path: Path) -> None:
         metrics = answer["metrics"]
         assert answer["coverage"]["tokens"] == len(p)
         # token_mult_prob_error of NeMo-RL: sum(exp(|d|) * mask) / sum(mask)
-        assert metrics["token_mult_prob_error"] == pytest.approx(
-            np.exp(np.abs(q - p)).mean(), rel=1e-9
-        )
+        error = np.exp(np.abs(q - p)).mean()
+        assert metrics["token_mult_prob_error"] == pytest.approx(error, rel=1e-9)
         assert metrics["rollout_corr/kl"] == pytest.approx((q - p).mean(), rel=1e-9)
         assert metrics["per_round/total_rounds"] == 2
         live.problem(404, "/steps/4/metrics", run="nemo")
-    result = compare([open_dump(tmp_path / side, step=3) for side in ("one", "two")])
-    assert result.verdict is Verdict.DIFFERENT
-    same = compare([open_dump(tmp_path / "one", step=3), open_dump(tmp_path / "one", step=3)])
-    assert same.verdict is Verdict.SAME
-
-
-def session_of(live: Service) -> Session:
-    assert live.tokens is not None
-    return attach(live.server.url, token=live.tokens.operate)
+    one, two = (open_dump(tmp_path / side, step=3) for side in ("one", "two"))
+    assert compare([one, two]).verdict is Verdict.DIFFERENT
+    assert compare([one, one]).verdict is Verdict.SAME

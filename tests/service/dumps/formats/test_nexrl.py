@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import itertools
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.batches import from_bfloat16
-from tests.support.dump_files import GROUP, make_batch, nexrl_directory
+from tests.support.dump_files import GROUP, all_problems, make_batch, nexrl_directory, rows_in
 
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.nexrl import MICRO_TYPES, place_of_file
@@ -23,12 +22,17 @@ PARAMETER = "model.layers.0.self_attn.q_proj.weight"
 
 
 def one(dump: Dump, key: str, rank: int | None = None, micro: int = 0) -> DumpContents:
-    location = (rank, Part(microbatch=micro))
-    found = [
-        e for e in dump.entries if e.key == key and (e.location.rank, e.location.part) == location
-    ]
-    assert len(found) == 1
-    return dump.read(found[0])
+    place = (key, rank, Part(microbatch=micro))
+    (found,) = [e for e in dump.entries if (e.key, e.location.rank, e.location.part) == place]
+    return dump.read(found)
+
+
+Edit = Callable[[str, str, dict[str, Any]], None]
+
+
+def changing(kind: str, **changes: object) -> Edit:
+    """Change what the files of a kind hold."""
+    return lambda of, name, data: data.update(changes) if of == kind else None
 
 
 @pytest.mark.parametrize("suffix", ["pt", "jsonl"])
@@ -47,20 +51,16 @@ def test_a_self_hosted_directory(tmp_path: Path, suffix: str) -> None:
     assert record.groups == tuple(batch.groups)
     assert record.row_texts["run_id"] == tuple(map(str, batch.runs))
     assert record.row_texts["task_id"] == tuple(str(row // GROUP) for row in range(16))
-    tag, _, tokens, offsets = record.tensors["tokens"]
-    assert tag == "int64"
-    assert offsets is not None
-    rows = [tokens[a:b].tolist() for a, b in itertools.pairwise(offsets)]
-    assert rows == [batch.tokens(row) for row in range(16)]
+    assert record.tensors["tokens"][0] == "int64"
+    assert rows_in(record, "tokens") == [batch.tokens(row) for row in range(16)]
     assert record.mask == "loss_mask"
     np.testing.assert_array_equal(record.tensors["rewards"][2], batch.rewards)
 
     record = one(dump, "forward_data", 1, 1)
     assert record.mask == "response_mask"
     chosen = slice(12, 16)
-    np.testing.assert_array_equal(record.tensors["log_probs"][2], batch.log_probs[chosen])
-    np.testing.assert_array_equal(record.tensors["entropy"][2], batch.entropy[chosen])
-    np.testing.assert_array_equal(record.tensors["response_mask"][2], batch.response_mask[chosen])
+    for name in ("log_probs", "entropy", "response_mask"):
+        np.testing.assert_array_equal(record.tensors[name][2], getattr(batch, name)[chosen])
     assert record.tensors["log_probs"][0] == ("float32" if suffix == "pt" else "float64")
 
     record = one(dump, "old_log_probs")
@@ -70,11 +70,8 @@ def test_a_self_hosted_directory(tmp_path: Path, suffix: str) -> None:
 
 
 def test_numbers_and_parameters(tmp_path: Path) -> None:
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
-        if kind == "loss":
-            data["pg_loss"] = float("nan")
-            data["metrics"] = {"actor/clip": 0.25, "more": {"kl": torch.tensor(0.5)}}
-
+    metrics = {"actor/clip": 0.25, "more": {"kl": torch.tensor(0.5)}}
+    edit = changing("loss", pg_loss=float("nan"), metrics=metrics)
     dump = open_dump(nexrl_directory(tmp_path, edit=edit))
     loss = one(dump, "loss", 0, 1)
     assert not loss.tensors
@@ -103,6 +100,9 @@ def test_a_remote_directory(tmp_path: Path) -> None:
     metrics = one(dump, "training_metrics")
     assert metrics.numbers == {"loss:sum": 0.25, "grad_norm": 1.5, "tokens": 128}
     assert metrics.about["status"] == "ok"
+    empty = changing("prepared_trajectories", advantages=[[] for _ in range(16)])
+    dump = open_dump(nexrl_directory(tmp_path, mode="remote_api", edit=empty))
+    assert "advantages" not in one(dump, "prepared_trajectories").tensors
 
 
 def test_a_weaver_directory(tmp_path: Path) -> None:
@@ -114,53 +114,30 @@ def test_a_weaver_directory(tmp_path: Path) -> None:
     assert one(dump, "batch_inputs", 0, 0).tensors["input_ids"][1][0] == 4
 
 
-def test_empty_lists_of_advantages_are_no_advantages(tmp_path: Path) -> None:
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
-        if kind == "prepared_trajectories":
-            data["advantages"] = [[] for _ in data["trajectories"]]
-
-    dump = open_dump(nexrl_directory(tmp_path, mode="remote_api", edit=edit))
-    assert "advantages" not in one(dump, "prepared_trajectories").tensors
-
-
 def test_entries_are_in_the_order_of_the_data(tmp_path: Path) -> None:
-    dump = open_dump(nexrl_directory(tmp_path, steps=(1, 0), mode="self_hosted"))
+    dump = open_dump(nexrl_directory(tmp_path, steps=(0, -1)))
     order = [(e.location.step, e.section, e.location.rank, e.location.part) for e in dump.entries]
-    assert [step for step, *_ in order] == [0] * 14 + [1] * 14
+    assert [step for step, *_ in order] == [-1] * 14 + [0] * 14
     assert [section for _, section, *_ in order[:14]] == [
         "trajectories", "old_log_probs", *["forward_data"] * 4, *["loss"] * 4,
         *["gradients"] * 2, *["parameters"] * 2,
     ]  # fmt: skip
 
 
-def test_a_directory_above_it(tmp_path: Path) -> None:
-    nexrl_directory(tmp_path / "a/debug_dump")
+def test_a_directory_above_it_one_type_and_one_file(tmp_path: Path) -> None:
+    root = nexrl_directory(tmp_path / "a/debug_dump", steps=(0, 3))
     (tmp_path / "a/train.log").write_text("x")
-    dump = open_dump(tmp_path)
-    assert len(dump.entries) == 14
+    dump = pickle.loads(pickle.dumps(open_dump(tmp_path)))
+    assert (len(dump.entries), dump.problems) == (28, [])
+    assert len(open_dump(root / "loss").entries) == 8
+    dump = open_dump(root / "forward_data/step_000000_rank1_micro0.pt")
     assert dump.problems == []
+    assert one(dump, "forward_data", 1, 0).tensors["log_probs"][1] == (4, 16)
+    with pytest.raises(NotFound, match="step 1; expected one of its steps: 0, 3"):
+        open_dump(tmp_path, step=1)
     nexrl_directory(tmp_path / "b/debug_dump")
     with pytest.raises(InvalidInput, match="2 dumps"):
         open_dump(tmp_path)
-
-
-def test_one_file_and_one_type(tmp_path: Path) -> None:
-    nexrl_directory(tmp_path)
-    dump = open_dump(tmp_path / "forward_data/step_000000_rank1_micro0.pt")
-    assert dump.problems == []
-    assert one(dump, "forward_data", 1, 0).tensors["log_probs"][1] == (4, 16)
-    assert len(open_dump(tmp_path / "loss").entries) == 4
-
-
-def test_a_missing_step_lists_the_steps_there_are(tmp_path: Path) -> None:
-    nexrl_directory(tmp_path, steps=(0, 3))
-    with pytest.raises(NotFound, match="step 1; expected one of its steps: 0, 3"):
-        open_dump(tmp_path, step=1)
-
-
-def test_a_dump_can_be_pickled(tmp_path: Path) -> None:
-    dump = pickle.loads(pickle.dumps(open_dump(nexrl_directory(tmp_path))))
-    assert one(dump, "forward_data", 0, 0).tensors["entropy"][1] == (4, 16)
 
 
 @pytest.mark.parametrize(
@@ -178,11 +155,6 @@ def test_a_dump_can_be_pickled(tmp_path: Path) -> None:
 def test_names(name: str, location: Location | None) -> None:
     found = place_of_file(name)
     assert (None if found is None else found[1]) == location
-
-
-def test_steps_before_the_first(tmp_path: Path) -> None:
-    dump = open_dump(nexrl_directory(tmp_path, steps=(-1,)))
-    assert {entry.location.step for entry in dump.entries} == {-1}
 
 
 def test_files_that_are_missing_are_problems(tmp_path: Path) -> None:
@@ -277,10 +249,7 @@ def trajectory(number: int, **change: object) -> dict[str, Any]:
 
 
 def read_trajectories(path: Path, rows: list[object], *, suffix: str = "jsonl") -> DumpContents:
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
-        if kind == "trajectory":
-            data["trajectories"] = rows
-
+    edit = changing("trajectory", trajectories=rows)
     return one(open_dump(nexrl_directory(path, suffix=suffix, edit=edit)), "trajectory")
 
 
@@ -300,8 +269,7 @@ def test_a_reward_that_is_no_number_costs_nothing_else(
 ) -> None:
     record = read_trajectories(tmp_path, [trajectory(0), trajectory(1, reward=reward)])
     np.testing.assert_array_equal(record.tensors["rewards"][2], [1, np.nan])
-    (problem,) = record.problems
-    assert f"row 1: reward is no number: {words}" in problem.message
+    assert f"row 1: reward is no number: {words}" in all_problems(record)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "pt"])
@@ -338,14 +306,10 @@ def test_a_trajectory_that_does_not_fit_is_named_and_the_others_are_read(
 
 
 def test_repeated_ids_are_not_used_for_pairing(tmp_path: Path) -> None:
-    def edit(kind: str, name: str, data: dict[str, Any]) -> None:
-        for row in data.get("trajectories", []):
-            row["extra_fields"]["run_id"] = 0
-
-    record = one(open_dump(nexrl_directory(tmp_path, edit=edit)), "trajectory")
+    record = read_trajectories(tmp_path, [trajectory(0), trajectory(0)])
     assert record.samples is None
-    assert record.groups is not None
-    assert "4 rows are named g0_0" in str(record.about["samples"])
+    assert record.groups == ("g", "g")
+    assert "2 rows are named g_0" in str(record.about["samples"])
 
 
 def test_trajectories_in_several_lines(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.api import service
+from tests.support.dump_files import all_problems, read_first, rows_in
 
 from stagescope.session import attach
 from stagescope_service.commands.importing import import_dump
@@ -77,21 +78,20 @@ def edit(path: Path, row: int, **columns: object) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+FIRST = "token_exports/step_1/rank_0.jsonl"
+
+
 @pytest.mark.parametrize("older", [False, True])
 def test_both_forms(tmp_path: Path, older: bool) -> None:
     dump = open_dump(write(tmp_path, older=older, stable=not older))
     assert (dump.kind, dump.problems) == ("prime_rl", [])
     assert [(each.location.step, each.location.rank) for each in dump.entries] == [(1, 0), (1, 1)]
     record = dump.read(dump.entries[1])
-    _, _, values, offsets = record.tensors["log_probs"]
-    assert offsets is not None
     for row in range(5):
-        line = sequence(row, step=1, rank=1)
-        begin = 3 + row % 2
-        span = slice(offsets[row], offsets[row + 1])
-        assert values[span].tolist() == line["trainer_logprobs"][begin:]
-        assert record.tensors["responses"][2][span].tolist() == line["token_ids"][begin:]
-        assert record.tensors["response_mask"][2][span].tolist() == line["loss_mask"][begin:]
+        line, begin = sequence(row, step=1, rank=1), 3 + row % 2
+        for name, theirs in {"log_probs": "trainer_logprobs", "responses": "token_ids",
+                             "response_mask": "loss_mask"}.items():  # fmt: skip
+            assert rows_in(record, name)[row] == line[theirs][begin:]
     assert record.tensors["micro_step"][2].tolist() == [0, 0, 1, 1, 2]
     assert record.row_texts["env_name"] == ("gsm8k",) * 5
     if older:
@@ -102,54 +102,38 @@ def test_both_forms(tmp_path: Path, older: bool) -> None:
 
 
 def test_what_is_no_number_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
-    write(tmp_path, ranks=1, older=True)
-    path = tmp_path / "token_exports" / "step_1" / "rank_0.jsonl"
-    line = sequence(2, step=1, rank=0, older=True)
-    edit(path, 0, rewards=["x"] * len(sequence(0, step=1, rank=0, older=True)["token_ids"]))
-    edit(path, 2, trainer_logprobs=["y", *line["trainer_logprobs"][1:]])
+    path = write(tmp_path, ranks=1, older=True) / FIRST
+    lines = [sequence(row, step=1, rank=0, older=True) for row in range(5)]
+    edit(path, 0, rewards=["x"] * len(lines[0]["token_ids"]))
+    edit(path, 1, loss_mask=[2] * len(lines[1]["token_ids"]))
+    edit(path, 2, trainer_logprobs=["y", *lines[2]["trainer_logprobs"][1:]])
     edit(path, 3, micro_step="z")
-    edit(path, 4, token_ids=[10**400] * len(sequence(4, step=1, rank=0)["token_ids"]))
-    dump = open_dump(tmp_path)
-    record = dump.read(dump.entries[0])
-    np.testing.assert_array_equal(record.tensors["rewards"][2], [np.nan, 1, 3])
-    np.testing.assert_array_equal(record.tensors["micro_step"][2], [0, 0, np.nan])
-    message = "; ".join(each.message for each in record.problems)
-    assert "line 1: rewards is no number: a text" in message
-    assert "line 3 is left out: trainer_logprobs holds no number at index 0" in message
-    assert "line 4: micro_step is no number: a text" in message
-    assert "line 5 is left out: token_ids holds no number at index 0" in message
+    edit(path, 4, token_ids=[10**400] * len(lines[4]["token_ids"]))
+    record = read_first(tmp_path)
+    np.testing.assert_array_equal(record.tensors["rewards"][2], [np.nan, 3])
+    np.testing.assert_array_equal(record.tensors["micro_step"][2], [0, np.nan])
+    for words in (
+        "line 1: rewards is no number: a text",
+        "line 2 is left out: loss_mask holds no 0 or 1 at index 0: a number, 2",
+        "line 3 is left out: trainer_logprobs holds no number at index 0",
+        "line 4: micro_step is no number: a text",
+        "line 5 is left out: token_ids holds no number at index 0",
+    ):
+        assert words in all_problems(record)
 
 
-def test_a_mask_of_other_values_is_named(tmp_path: Path) -> None:
-    write(tmp_path, ranks=1)
-    path = tmp_path / "token_exports" / "step_1" / "rank_0.jsonl"
-    edit(path, 1, loss_mask=[2] * len(sequence(1, step=1, rank=0)["token_ids"]))
-    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
-    assert record.tensors["micro_step"][1] == (4,)
-    assert "line 2 is left out: loss_mask holds no 0 or 1" in record.problems[0].message
-
-
-def test_null_is_nan_and_counted(tmp_path: Path) -> None:
-    write(tmp_path, ranks=1)
-    path = tmp_path / "token_exports" / "step_1" / "rank_0.jsonl"
-    line = sequence(0, step=1, rank=0)
-    line["trainer_logprobs"][3] = None
-    edit(path, 0, trainer_logprobs=line["trainer_logprobs"])
-    dump = open_dump(tmp_path)
-    record = dump.read(dump.entries[0])
+def test_null_is_nan_and_counted_and_no_column_where_all_are_null(tmp_path: Path) -> None:
+    path = write(tmp_path, ranks=1) / FIRST
+    lines = [sequence(row, step=1, rank=0) for row in range(5)]
+    lines[0]["trainer_logprobs"][3] = None
+    for row, line in enumerate(lines):
+        nothing = [None] * len(line["token_ids"])
+        edit(path, row, trainer_logprobs=line["trainer_logprobs"], mismatch_kl=nothing)
+    record = read_first(tmp_path)
     values = record.tensors["log_probs"][2]
     assert np.isnan(values[0])
     assert np.isnan(values).sum() == 1
     assert record.about["null_values"] == {"log_probs": 1}
-
-
-def test_a_batch_without_streams_says_so(tmp_path: Path) -> None:
-    write(tmp_path, ranks=1)
-    path = tmp_path / "token_exports" / "step_1" / "rank_0.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for row, line in enumerate(lines):
-        edit(path, row, mismatch_kl=[None] * len(line["token_ids"]))
-    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
     assert "mismatch_kl" in mapping(record.about, "left_out")
 
 
@@ -164,20 +148,16 @@ def test_a_step_without_its_marker_is_a_problem_where_others_have_it(tmp_path: P
 
 
 def test_another_schema_and_a_line_that_was_cut_off(tmp_path: Path) -> None:
-    write(tmp_path, ranks=2)
-    first, second = (tmp_path / "token_exports/step_1" / f"rank_{r}.jsonl" for r in (0, 1))
-    edit(first, 2, schema_version=2)
-    second.write_text(second.read_text()[:-40])
-    dump = open_dump(tmp_path)
+    path = write(tmp_path, ranks=1) / FIRST
+    edit(path, 2, schema_version=2)
     with pytest.raises(InvalidTensor, match="schema version 1, 2"):
-        dump.read(dump.entries[0])
-    record = dump.read(dump.entries[1])
-    assert len(record.tensors["micro_step"][2]) == 4
-    assert "line 5 is no JSON" in record.problems[0].message
-    edit(first, 2, schema_version=1, loss_mask=[True])
-    record = dump.read(dump.entries[0])
-    assert len(record.tensors["micro_step"][2]) == 4
-    assert "line 3 is left out: the mask of a sequence has 1 values" in record.problems[0].message
+        read_first(tmp_path)
+    edit(path, 2, schema_version=1, loss_mask=[True])
+    path.write_text(path.read_text()[:-40])
+    record = read_first(tmp_path)
+    assert len(record.tensors["micro_step"][2]) == 3
+    assert "line 3 is left out: the mask of a sequence has 1 values" in all_problems(record)
+    assert "line 5 is no JSON" in all_problems(record)
 
 
 def test_an_import_has_prime_rls_own_number_and_sides_compare(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.support.api import service
+from tests.support.dump_files import all_problems, read_first, rows_in
 
 from stagescope.session import attach
 from stagescope_service.commands.importing import import_dump
@@ -79,24 +80,15 @@ def lines_of(steps: tuple[int, ...], *, full: bool, shift: float) -> dict[str, l
     for step in steps:
         made = [trace(number, step=step) for number in range(4)]
         for pair in (made[:2], made[2:]):
+            work = {"type": "train", "policy": {"start": step, "end": step}}
             found["stream"].append(
-                {
-                    "id": f"e{step}",
-                    "env": {"id": "gsm8k"},
-                    "run": {"work": {"type": "train", "policy": {"start": step, "end": step}}},
-                    "traces": pair,
-                }
+                {"id": f"e{step}", "env": {"id": "gsm8k"}, "run": {"work": work}, "traces": pair}
             )
         for each in made[:3]:  # the last one was not taken
+            update = {"version": 1, "trace_id": each["id"]}
             advantages = {"advantages": [0.25] * len(row(branches(each)[0])["tokens"])}
-            found["orch"].append(
-                {
-                    "version": 1,
-                    "trace_id": each["id"],
-                    "info": {"effective": True, "ship": {"step": step}},
-                    "branches": [{"index": 0, **advantages}],
-                }
-            )
+            info = {"effective": True, "ship": {"step": step}}
+            found["orch"].append({**update, "info": info, "branches": [{"index": 0, **advantages}]})
             for index, messages in enumerate(branches(each)):
                 values = row(messages, shift)
                 streams = {
@@ -106,14 +98,8 @@ def lines_of(steps: tuple[int, ...], *, full: bool, shift: float) -> dict[str, l
                     ]
                     for name, ours in (("trainer_logprobs", "p"), ("entropies", "entropy"))
                 }
-                found["trainer"].append(
-                    {
-                        "version": 1,
-                        "trace_id": each["id"],
-                        "info": {},
-                        "branches": [{"index": index, **streams}],
-                    }
-                )
+                annotated = [{"index": index, **streams}]
+                found["trainer"].append({**update, "info": {}, "branches": annotated})
     found["stream"].append({"id": "eval", "env": {"id": "aime"}, "traces": [trace(9, step=9)]})
     return found
 
@@ -148,6 +134,13 @@ def write(
     return root
 
 
+def edit(path: Path, line: int, change: Callable[[Any], object]) -> None:
+    """Change the object of a line."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    change(lines[line])
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+
 @pytest.mark.parametrize(("chunked", "full"), [(True, False), (False, True)])
 def test_both_layouts(tmp_path: Path, chunked: bool, full: bool) -> None:
     dump = open_dump(write(tmp_path, chunked=chunked, full=full))
@@ -160,29 +153,27 @@ def test_both_layouts(tmp_path: Path, chunked: bool, full: bool) -> None:
     assert record.row_texts["env_name"] == ("gsm8k",) * 4
     assert record.tensors["rewards"][2].tolist() == [0.0, 0.0, 0.5, 1.0]
     assert record.tensors["versions"][2].tolist() == [2, 2, 2, 2]
-    offsets = record.tensors["log_probs"][3]
-    assert offsets is not None
     for number, values in enumerate(expected):
         begin = 5  # after the question and the token of the template
-        span = slice(offsets[number], offsets[number + 1])
         mask = values["mask"][begin:]
-        assert record.tensors["responses"][2][span].tolist() == values["tokens"][begin:]
-        assert record.tensors["response_mask"][2][span].tolist() == mask.tolist()
+        assert rows_in(record, "responses")[number] == values["tokens"][begin:]
+        assert rows_in(record, "response_mask")[number] == mask.tolist()
         for name, ours in (("rollout_log_probs", "q"), ("log_probs", "p"), ("entropy", "entropy")):
-            assert np.array_equal(record.tensors[name][2][span][mask], values[ours][begin:][mask])
+            held = np.array(rows_in(record, name)[number])
+            assert np.array_equal(held[mask], values[ours][begin:][mask])
     assert open_dump(tmp_path, step=1).entries == dump.entries[:1]
     assert open_dump(tmp_path / TRACES / "annotations/trainer").entries if chunked else True
 
 
 def test_what_is_null_in_one_stream_is_nan_and_in_both_is_not_trained(tmp_path: Path) -> None:
+    def spoil(update: Line) -> None:
+        [branch] = update["branches"]
+        branch["trainer_logprobs"][5] = None
+        branch["trainer_logprobs"][6] = branch["entropies"][6] = None
+
     path = write(tmp_path, steps=(1,), chunked=False) / TRACES / "annotations/trainer.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    [branch] = lines[0]["branches"]
-    branch["trainer_logprobs"][5] = None
-    branch["trainer_logprobs"][6] = branch["entropies"][6] = None
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    dump = open_dump(tmp_path)
-    record = dump.read(dump.entries[0])
+    edit(path, 0, spoil)
+    record = read_first(tmp_path)
     assert np.isnan(record.tensors["log_probs"][2][0])
     assert record.tensors["response_mask"][2][:2].tolist() == [1, 0]
     assert record.about["null_values"] == {"log_probs": 1}
@@ -201,13 +192,6 @@ def test_what_is_cut_off_or_lost_is_a_problem_and_the_rest_is_read(tmp_path: Pat
     assert sum("cut off" in message or "no JSON" in message for message in said) == 1
     assert sum("t2x2" in message for message in said) == 1
     assert dump.read(dump.entries[0]).row_texts["trace_id"] == ("t1x1", "t1x2")
-
-
-def edit(path: Path, line: int, change: Callable[[Any], object]) -> None:
-    """Change the object of a line."""
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    change(lines[line])
-    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
 
 
 def rows_of_steps(root: Path) -> tuple[list[tuple[str, ...]], str]:
@@ -239,56 +223,54 @@ def test_a_line_that_cannot_be_read_costs_itself_alone(
     assert ("line 2 " in said and path.name in said) == bool(odd and not is_an_episode)
 
 
+TOKENS = {"token_ids": [1, 2], "mask": [0, 1]}
+
+
 @pytest.mark.parametrize(
-    "change",
+    "nodes",
     [
-        {"nodes": "x"},
-        {"nodes": [1, 2]},
-        {"nodes": [{"token_ids": "x"}]},
-        {"nodes": [{"token_ids": [1, None], "mask": [0, 0]}]},
-        {"nodes": [{"token_ids": [1, 2], "mask": 3}]},
-        {"nodes": [{"token_ids": [1, 2], "mask": [0, 2], "logprobs": [-1.0]}]},
-        {"nodes": [{"token_ids": [1, 2], "mask": [0, 1], "logprobs": "x"}]},
-        {"nodes": [{"token_ids": [1, 2], "mask": [0, 1], "parent": "x"}]},
+        "x",
+        [1, 2],
+        [{"token_ids": "x"}],
+        [{"token_ids": [1, None], "mask": [0, 0]}],
+        [{"token_ids": [1, 2], "mask": 3}],
+        [{"token_ids": [1, 2], "mask": [0, 2], "logprobs": [-1.0]}],
+        [{**TOKENS, "logprobs": "x"}],
+        [{**TOKENS, "parent": "x"}],
     ],
 )
 def test_a_trace_of_another_form_is_named_and_the_others_are_read(
-    tmp_path: Path, change: Line
+    tmp_path: Path, nodes: object
 ) -> None:
     root = write(tmp_path, chunked=False) / TRACES
-    edit(root / "stream.jsonl", 0, lambda episode: episode["traces"][0].update(change))
+    edit(root / "stream.jsonl", 0, lambda episode: episode["traces"][0].update(nodes=nodes))
     steps, said = rows_of_steps(tmp_path)
     assert steps == [FIRST[2:], SECOND]
     assert "trace t1x0 is left out" in said
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "words"),
     [
-        {"branches": "x"},
-        {"branches": [1]},
-        {"branches": [{"index": "x", "trainer_logprobs": [-1.0]}]},
-        {"branches": [{"index": 0, "trainer_logprobs": {"a": 1}}]},
-        {"branches": [{"index": 0, "trainer_logprobs": [-1.0] * 12, "entropies": 3}]},
-        {"version": None},
+        ({"branches": "x"}, "trainer.jsonl: line 3 "),
+        ({"branches": [1]}, "trainer.jsonl: line 3 "),
+        ({"branches": [{"index": "x", "trainer_logprobs": [-1.0]}]}, "trainer.jsonl: line 3 "),
+        ({"branches": [{"index": 0, "trainer_logprobs": {"a": 1}}]}, "trainer.jsonl: line 3 "),
+        ({"branches": [{"index": 0, "trainer_logprobs": [-1.0] * 12, "entropies": 3}]},
+         "trainer.jsonl: line 3 "),
+        ({"branches": [{"index": 0, "trainer_logprobs": [-1.0] * 12, "entropies": [0.1]}]},
+         "trace t1x1 is left out: entropies has fewer values"),
+        ({"version": None}, "trainer.jsonl: line 3 "),
     ],
-)
+)  # fmt: skip
 def test_an_update_of_another_form_is_named_and_the_others_are_read(
-    tmp_path: Path, change: Line
+    tmp_path: Path, change: Line, words: str
 ) -> None:
     root = write(tmp_path, chunked=False) / TRACES
     edit(root / "annotations/trainer.jsonl", 2, lambda update: update.update(change))
     steps, said = rows_of_steps(tmp_path)
     assert steps == [("t1x0", "t1x0", "t1x2"), SECOND]
-    assert "trainer.jsonl: line 3 " in said
-
-
-def test_streams_that_are_shorter_than_the_trained_tokens_are_named(tmp_path: Path) -> None:
-    root = write(tmp_path, chunked=False) / TRACES
-    edit(root / "annotations/trainer.jsonl", 2, lambda x: x["branches"][0].update(entropies=[0.1]))
-    steps, said = rows_of_steps(tmp_path)
-    assert steps == [("t1x0", "t1x0", "t1x2"), SECOND]
-    assert "trace t1x1 is left out: entropies has fewer values" in said
+    assert words in said
 
 
 @pytest.mark.parametrize(
@@ -300,27 +282,30 @@ def test_a_reward_that_is_no_number_costs_nothing_else(
 ) -> None:
     root = write(tmp_path, steps=(1,), chunked=False) / TRACES
     edit(root / "stream.jsonl", 0, lambda episode: episode["traces"][1].update(rewards=rewards))
-    dump = open_dump(tmp_path)
-    record = dump.read(dump.entries[0])
+    record = read_first(tmp_path)
     np.testing.assert_array_equal(record.tensors["rewards"][2], [0, 0, np.nan, 1])
-    said = "; ".join(problem.message for problem in record.problems)
+    said = all_problems(record)
     assert f"trace t1x1 has no reward: it is {words}" in said if words else not said
 
 
-@pytest.mark.parametrize("change", [{"run": "x"}, {"run": {"work": "x"}}, {"env": "x"}])
-def test_what_an_episode_says_of_itself_may_have_any_form(tmp_path: Path, change: Line) -> None:
+@pytest.mark.parametrize(
+    ("change", "first", "words"),
+    [
+        ({"run": "x"}, FIRST, ""),
+        ({"run": {"work": "x"}}, FIRST, ""),
+        ({"env": "x"}, FIRST, ""),
+        ({"traces": "x"}, FIRST[3:], "line 1 has traces that are no objects"),
+        ({"traces": [3]}, FIRST[3:], "line 1 has traces that are no objects"),
+    ],
+)
+def test_an_episode_may_have_any_form(
+    tmp_path: Path, change: Line, first: tuple[str, ...], words: str
+) -> None:
     root = write(tmp_path, chunked=False) / TRACES
     edit(root / "stream.jsonl", 0, lambda episode: episode.update(change))
-    assert rows_of_steps(tmp_path) == ([FIRST, SECOND], "")
-
-
-@pytest.mark.parametrize("traces", ["x", [3]])
-def test_traces_that_are_no_objects_are_named(tmp_path: Path, traces: object) -> None:
-    root = write(tmp_path, chunked=False) / TRACES
-    edit(root / "stream.jsonl", 0, lambda episode: episode.update(traces=traces))
     steps, said = rows_of_steps(tmp_path)
-    assert steps == [FIRST[3:], SECOND]
-    assert "stream.jsonl: line 1 has traces that are no objects" in said
+    assert steps == [first, SECOND]
+    assert words in said if words else not said
 
 
 def test_another_version_and_two_runs_are_refused(tmp_path: Path) -> None:

@@ -22,15 +22,17 @@ from tests.support.step_batches import step_batch
 
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
-from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.formats.own_file import PayloadFile, open_payloads
+from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.records import Location
 from stagescope_wire.batch import Batch, Gap, Tensor
 from stagescope_wire.errors import InvalidInput, InvalidTensor, NotFound
 
 
 def saved(directory: Path, path: Path, **changes: Any) -> Path:
-    batch = read_batch(directory)
+    files = map(PayloadFile, directory.rglob("*.safetensors"))
+    batch = join(open_payloads(files, "run"), 0, source={"run": "run"})
     return dataclasses.replace(batch, **changes).save(path / "batch.safetensors")
 
 
@@ -85,7 +87,9 @@ def test_a_batch_of_another_projects_dump_is_the_same_as_that(tmp_path: Path) ->
         "areal": areal_file(tmp_path / "areal.pt", batch),
     }
     for name, source in sources.items():
-        path = read_batch(source).save(tmp_path / f"{name}.safetensors")
+        path = join(opened := open_dump(source), opened.entries[0].location.step).save(
+            tmp_path / f"{name}.safetensors"
+        )
         result = compare([open_dump(source), open_dump(path)])
         assert result.verdict is Verdict.SAME, (name, result.reason)
         assert sum(t.found.pairs for t in result.pairs[0].tensors) > 100
@@ -131,7 +135,7 @@ def test_a_microbatch_keeps_its_part_and_ragged_rows_their_lengths(tmp_path: Pat
     dump = open_dump(micro.save(tmp_path / "m.safetensors"))
     assert {entry.location for entry in dump.entries} == {Location(5, "actor_update", "actor", 0)}
     slime = slime_rollout_file(tmp_path / "s.pt", make_batch(4, 9))
-    dump = open_dump(read_batch(slime).save(tmp_path / "s.safetensors"))
+    dump = open_dump(join(open_dump(slime), 0).save(tmp_path / "s.safetensors"))
     (entry,) = dump.entries
     theirs = open_dump(slime)
     for name, (tag, _, values, offsets) in theirs.read(theirs.entries[0]).tensors.items():

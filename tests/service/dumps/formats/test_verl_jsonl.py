@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.dump_files import GROUP, make_batch, verl_directory
+from tests.support.dump_files import GROUP, all_problems, make_batch, read_first, verl_directory
 
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import mapping
@@ -30,16 +30,19 @@ def test_generations(tmp_path: Path) -> None:
     assert again.samples == record.samples
 
 
+def written(path: Path, *rows: object) -> Path:
+    (path / "1.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
 def test_a_last_line_that_was_cut_off_costs_its_own_row_alone(tmp_path: Path) -> None:
     path = verl_directory(tmp_path, make_batch(4, 8)) / "1.jsonl"
-    whole = open_dump(path)
-    names = whole.read(whole.entries[0]).samples
+    names = read_first(path).samples
     assert names is not None
     text = path.read_text().rstrip("\n")
     for cut in (text[:-20].encode(), text[:-20].encode() + "答".encode()[:2]):  # inside a character
         path.write_bytes(cut)
-        dump = open_dump(path)
-        record = dump.read(dump.entries[0])
+        record = read_first(path)
         assert record.samples == names[:-1]
         assert len(record.tensors["rewards"][2]) == 3
         (problem,) = record.problems
@@ -52,36 +55,32 @@ def test_rows_after_a_damaged_line_have_no_names(tmp_path: Path) -> None:
     # A sample is named by how many answers of its prompt came before: one of them is not known.
     path = verl_directory(tmp_path, make_batch(8, 8)) / "1.jsonl"
     lines = path.read_text().split("\n")
-    lines[2] = "\0" * 40
-    lines[5] = "[1]"
+    lines[2], lines[5] = "\0" * 40, "[1]"
     path.write_text("\n".join(lines))
-    dump = open_dump(path)
-    record = dump.read(dump.entries[0])
+    record = read_first(path)
     assert record.samples is None
     assert "not named" in str(record.about["samples"])
     assert len(record.row_texts["output"]) == 6
-    (problem,) = record.problems
-    assert "line 3 is no JSON" in problem.message
-    assert "line 6 holds a list, not an object" in problem.message
+    assert "line 3 is no JSON" in all_problems(record)
+    assert "line 6 holds a list, not an object" in all_problems(record)
 
 
 @pytest.mark.parametrize("odd", [b'{"input": "cut', b"null", b"\0\0\0", b'{"input": "\xff"}'])
 def test_a_first_line_that_is_damaged_costs_its_own_row_alone(tmp_path: Path, odd: bytes) -> None:
     path = verl_directory(tmp_path, make_batch(4, 8)) / "1.jsonl"
     path.write_bytes(odd + b"\n" + path.read_bytes())
-    dump = open_dump(tmp_path)
-    record = dump.read(dump.entries[0])
+    record = read_first(tmp_path)
     assert len(record.tensors["rewards"][2]) == 4
-    (problem,) = record.problems
-    assert "line 1 " in problem.message
+    assert "line 1 " in all_problems(record)
 
 
 def test_a_file_without_a_row_is_damaged(tmp_path: Path) -> None:
-    (tmp_path / "1.jsonl").write_text('{"input": "a", "output": "b"}\n')
+    written(tmp_path, {"input": "a", "output": "b"})
     for content in (b"", b"\n\n", b'{"input": "cut'):
         (tmp_path / "2.jsonl").write_bytes(content)
         (problem,) = open_dump(tmp_path).problems
         assert (problem.kind, problem.path.name) == ("damaged", "2.jsonl")
+        assert open_dump(tmp_path, step=1).problems == []
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1e"])
@@ -91,8 +90,7 @@ def test_a_newline_alone_ends_a_line(tmp_path: Path, character: str, end: str) -
     rows = [{"input": "a", "output": f"one{character}two {row}", "score": row} for row in range(3)]
     text = "".join(json.dumps(row, ensure_ascii=False) + end for row in rows)
     (tmp_path / "1.jsonl").write_bytes(b"\n" + text.encode())
-    dump = open_dump(tmp_path)
-    record = dump.read(dump.entries[0])
+    record = read_first(tmp_path)
     assert record.problems == []
     assert record.row_texts["output"] == tuple(row["output"] for row in rows)
 
@@ -108,23 +106,24 @@ def test_other_files_and_lines(tmp_path: Path) -> None:
 
 def test_numbers_that_are_texts_are_read_or_named(tmp_path: Path) -> None:
     # `json.dumps(default=str)` makes texts of numpy's numbers.
-    rows = [
-        {"input": "7", "output": "1", "gts": "1", "score": score, "acc": acc, "pred": "one"}
-        for score, acc in (("0.5", "1"), (1, "0"), ("nan", None), (None, "1"), ("True", "1"))
-    ]
-    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
+    rows: list[dict[str, object]] = [
+        {"input": "7", "output": "1", "gts": "1", "score": score, "acc": acc, "pred": pred}
+        for score, acc, pred in (
+            ("0.5", "1", 7), (1, "0", 8), ("nan", None, 9), (None, "1", 10), ("True", "1", "none"),
+        )
+    ]  # fmt: skip
+    record = read_first(written(tmp_path, *rows))
     np.testing.assert_array_equal(record.tensors["rewards"][2], [0.5, 1, np.nan, np.nan, 1])
     assert record.about["numbers_from_texts"] == ["rewards"]
     assert record.row_texts["acc"] == ("1", "0", "", "1", "1")
+    assert record.row_texts["pred"] == ("7", "8", "9", "10", "none")
     assert record.about["left_out"] == {
-        "acc": "its numbers are texts in the file, and are kept as texts"
+        "acc": "its numbers are texts in the file, and are kept as texts",
+        "pred": "1 of its 5 values are no numbers: it is kept as texts",
     }
     assert record.about["missing"] == {"rewards": 1, "acc": 1}
-    for row in rows:
-        row["score"] = "good"
-    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
+    assert record.problems == []
+    record = read_first(written(tmp_path, *({**row, "score": "good"} for row in rows)))
     assert "rewards" not in record.tensors
     assert record.row_texts["rewards"][0] == "good"
     assert "no numbers" in str(mapping(record.about, "left_out")["rewards"])
@@ -132,30 +131,19 @@ def test_numbers_that_are_texts_are_read_or_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("odd", ["x", "", [1], {"a": 1}, 10**400])
 def test_a_score_that_is_no_number_costs_no_other_value(tmp_path: Path, odd: object) -> None:
-    rows = [{"input": "a", "output": "b", "score": score} for score in (0.5, odd, 1)]
-    (tmp_path / "1.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
-    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
+    rows = ({"input": "a", "output": "b", "score": score} for score in (0.5, odd, 1))
+    record = read_first(written(tmp_path, *rows))
     np.testing.assert_array_equal(record.tensors["rewards"][2], [0.5, np.nan, 1])
     assert record.row_texts["output"] == ("b", "b", "b")
     (problem,) = record.problems
     assert (problem.kind, problem.path) == ("damaged", tmp_path / "1.jsonl")
-    assert "line 3: score is no number" in problem.message
-
-
-def test_a_column_that_mixes_numbers_and_texts_is_texts(tmp_path: Path) -> None:
-    rows = [{"input": "a", "output": "b", "pred": pred} for pred in (7, 8, "none")]
-    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
-    assert (record.row_texts["pred"], record.problems) == (("7", "8", "none"), [])
-    assert "1 of its 3 values are no numbers" in str(mapping(record.about, "left_out")["pred"])
+    assert "line 2: score is no number" in problem.message
 
 
 def test_scores_that_are_missing_are_nan_and_counted(tmp_path: Path) -> None:
     rows = [{"input": "a", "output": "b", "score": 1.0}, {"input": "a", "output": "c"},
             {"input": "a", "output": "d", "score": float("nan")}]  # fmt: skip
-    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    dump = open_dump(tmp_path)
-    record = dump.read(dump.entries[0])
+    record = read_first(written(tmp_path, *rows))
     assert np.isnan(record.tensors["rewards"][2]).tolist() == [False, True, True]
     assert record.about["missing"] == {"rewards": 1}
 
@@ -164,7 +152,7 @@ def test_two_files_of_one_step_are_never_mixed(tmp_path: Path) -> None:
     for name, rows in (("1", 8), ("01", 4), ("val/1", 2)):
         path = tmp_path / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        path.write_text("".join('{"input": "a", "output": "b", "score": 1}\n' for _ in range(rows)))
+        path.write_text('{"input": "a", "output": "b", "score": 1}\n' * rows)
     dump = open_dump(tmp_path)
     assert [len(dump.read(each).tensors["rewards"][2]) for each in dump.entries] == [8, 2]
     (problem,) = dump.problems

@@ -1,0 +1,1 @@
+"""Hangs: watches for stuck ranks and for processes that do not answer."""

@@ -1,0 +1,365 @@
+"""The actions of a firing: pins, a webhook, a capture; an action that fails makes a finding."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Final
+
+from pydantic import Field
+
+from stagescope_service.coordinator.rules.firings import Act, made_up, told_of
+from stagescope_service.coordinator.rules.webhooks import Webhooks
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Put
+from stagescope_service.fields import Attempt, Row, Run, Step, one_of
+from stagescope_service.rules.budget import ORDERED_BY, Budget, spent
+from stagescope_service.rules.document import Rule, Rules
+from stagescope_service.rules.webhooks import Webhook
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.tables import ArtifactRow, CaptureRow
+from stagescope_service.store.tables.findings import (
+    FiredActions,
+    FiredCapture,
+    FiredPins,
+    FiredWebhook,
+    PinnedOf,
+)
+from stagescope_wire.errors import Conflict, InvalidInput, NotReady, StagescopeError
+from stagescope_wire.nonfinite import Json, JsonObject
+
+_TEST_SECONDS: Final = 8.0
+"""Time limit of a test message: its caller waits for it."""
+_NEWEST: Final = 50
+"""A test message tells the newest valid one among this many firings of a rule."""
+
+RequestCapture = Callable[[JsonObject, str], Awaitable[JsonObject]]
+"""(spec, by) -> the capture; the function behind `POST /captures`."""
+
+_PATIENCE: Final = 60.0
+"""Seconds in which a request is repeated while the coordinator is not ready."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PinAnswer:
+    """The outcome of pinning a step, over all nodes."""
+
+    payloads: int
+    bytes: int
+    gone: int
+    """Payloads that the rings had deleted before."""
+    reasons: tuple[str, ...] = ()
+    """Reasons for which some payloads are not pinned."""
+
+
+def gone_of(rows: Sequence[ArtifactRow], held: int) -> int:
+    """Return the number of payloads that a ring has deleted.
+
+    Args:
+        rows: the rows of its payloads of a step, deleted ones included.
+        held: the number of payloads that it holds now, including some without a row yet.
+    """
+    deleted = sum(row["deleted_wall"] is not None for row in rows)
+    return max(deleted, len(rows) - held)
+
+
+class WebhookTest(Row):
+    """The result of a test message to a rule's webhook."""
+
+    rule: str
+    """Name of the rule."""
+    host: str
+    """Host of the webhook."""
+    format: Annotated[str, one_of("json", "slack", "feishu", "dingtalk", "wecom")]
+    """Format of the message."""
+    delivered: bool
+    """Whether the other side accepted it."""
+    answer: Annotated[str, Field(examples=["200, code 0: success", "404 no_service"])]
+    """The other side's answer; empty: none."""
+    reason: str
+    """Why the message did not arrive; empty: it did."""
+    run: Run | None
+    """Run of the firing that the message tells; null: it tells a made-up one, since the rule has
+    not fired yet."""
+    attempt: Attempt | None
+    """Its attempt; null: a made-up firing."""
+    step: Step | None
+    """Its step; null: a made-up firing."""
+    link: str | None
+    """The link in the message: to the step's page, or to the page; null: the address of the page
+    is unknown."""
+
+
+PinStep = Callable[[int, int], Awaitable[PinAnswer]]
+"""(attempt_id, step) -> the outcome of pinning its payloads on every node that has some."""
+
+
+class Acting:
+    """Takes the actions of firings.
+
+    Args:
+        catalogue: the store's reading side.
+        pin: pins the payloads of a step.
+        request_capture: requests a capture.
+        webhooks: calls webhooks.
+        page: returns the address of the service's page, None if it is unknown.
+        wall: Unix seconds of the service.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        pin: PinStep,
+        request_capture: RequestCapture,
+        webhooks: Webhooks,
+        *,
+        page: Callable[[], str | None] = lambda: None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._catalogue = catalogue
+        self._pin_step = pin
+        self._request_capture = request_capture
+        self._webhooks = webhooks
+        self._page = page
+        self._wall = wall
+
+    async def carry_out(self, act: Act, rules: Rules) -> list[Put]:
+        """Take every action of a firing; return their outcomes."""
+        actions = act.rule.actions
+        done: FiredActions = {}
+        rows: list[Put] = []
+        if actions.pin:
+            done["pin"] = await self._pin(act, rows)
+        if actions.capture is not None:
+            done["capture"] = await self._capture(act, rules, rows)
+        if actions.webhook is not None:
+            done["webhook"] = await self._call(act, actions.webhook, done, rows)
+        fired = {**act.key, "actions": done, "acted_wall": self._wall()}
+        return [*rows, Put("firings", fired)]
+
+    # --- pins -----------------------------------------------------------------------------
+    async def _pin(self, act: Act, rows: list[Put]) -> FiredPins:
+        attempt_id, last = act.row["attempt_id"], act.row["step"]
+        wanted = range(last, last - act.rule.actions.pin, -1)
+        there = await asyncio.to_thread(
+            self._catalogue.steps, attempt_id, before=last + 1, limit=len(wanted)
+        )
+        answers: list[PinnedOf] = []
+        for number in sorted({row["step"] for row in there} & set(wanted)):
+            answer = await self._pin_step(attempt_id, number)
+            answers.append(
+                {
+                    "step": number,
+                    "payloads": answer.payloads,
+                    "bytes": answer.bytes,
+                    "gone": answer.gone,
+                    "reasons": [*answer.reasons],
+                }
+            )
+            if answer.payloads:
+                pinned = {"attempt_id": attempt_id, "step": number, "pinned": True}
+                rows.append(Put("steps", pinned))
+            if answer.gone or answer.reasons:
+                rows.append(self._not_pinned(act, number, answer))
+        return {"steps": answers}
+
+    def _not_pinned(self, act: Act, step: int, answer: PinAnswer) -> Put:
+        gone = f"{answer.gone} payloads had left the ring before" if answer.gone else ""
+        return finding(
+            "pin_not_kept",
+            f"not all payloads of step {step} are pinned for {act.rule.name}: "
+            + "; ".join(filter(None, (gone, *answer.reasons))),
+            run=act.row["run"],
+            attempt_id=act.row["attempt_id"],
+            step=step,
+            wall=self._wall(),
+            evidence={"rule": act.rule.name, **dataclasses.asdict(answer)},
+            advice="unpin steps (stagescope unpin STEP), or raise STAGESCOPE_RING_BYTES",
+        )
+
+    # --- webhooks -------------------------------------------------------------------------
+    async def _call(
+        self, act: Act, webhook: Webhook, done: FiredActions, rows: list[Put]
+    ) -> FiredWebhook:
+        reason = await self._webhooks.call(webhook, told_of(act, done, await self._address()))
+        if reason:
+            rows.append(
+                finding(
+                    "webhook_failed",
+                    f"the webhook of {act.rule.name} at {webhook.host} was not told: {reason}",
+                    run=act.row["run"],
+                    attempt_id=act.row["attempt_id"],
+                    step=act.row["step"],
+                    wall=self._wall(),
+                    evidence={"rule": act.rule.name, "host": webhook.host, "reason": reason},
+                    advice="see whether the coordinator's node reaches that host, and whether its "
+                    f"URL is still good: `stagescope triggers test {act.rule.name}` tries it",
+                )
+            )
+        return {"host": webhook.host, "delivered": not reason, "reason": reason}
+
+    async def test_webhook(self, rule: Rule) -> WebhookTest:
+        """Send a rule's newest firing, or a made-up one, to its webhook, marked as a test.
+
+        Raises:
+            InvalidInput: the rule has no webhook.
+        """
+        webhook = rule.actions.webhook
+        if webhook is None:
+            raise InvalidInput(
+                f"the rule {rule.name} has no webhook",
+                expected="a rule with `webhook` among its actions",
+            )
+        fired = await asyncio.to_thread(self._catalogue.firings, rule=rule.name, limit=_NEWEST)
+        newest = next((row for row in fired if row["withdrawn_wall"] is None), None)
+        page = await self._address()
+        if newest is None:
+            told = told_of(Act(rule, made_up(rule, self._wall())), {}, None)
+            told["link"] = page
+        else:
+            told = told_of(Act(rule, newest), newest["actions"] or {}, page)
+        told["test"] = True
+        delivery = await self._webhooks.try_once(webhook, told, _TEST_SECONDS)
+        return {
+            "rule": rule.name,
+            "host": webhook.host,
+            "format": webhook.format,
+            "delivered": not delivery.reason,
+            "answer": delivery.answer,
+            "reason": delivery.reason,
+            "run": None if newest is None else newest["run"],
+            "attempt": None if newest is None else told["attempt"],
+            "step": None if newest is None else newest["step"],
+            "link": told["link"],
+        }
+
+    async def _address(self) -> str | None:
+        return await asyncio.to_thread(self._page)
+
+    # --- captures -------------------------------------------------------------------------
+    async def _capture(self, act: Act, rules: Rules, rows: list[Put]) -> FiredCapture:
+        try:
+            before = await asyncio.to_thread(self._ordered, act)
+            if before is not None:
+                return {"capture_id": before["capture_id"]}
+            if not await asyncio.to_thread(self._is_meant, act, rules):
+                return {}
+            spec = await asyncio.to_thread(self._spec, act, rules)
+            requested = await self._offer(spec, act.by)
+        except StagescopeError as error:
+            rows.append(self._refused(act, str(error)))
+            return {"refused": str(error)}
+        return {"capture_id": requested["capture_id"]}
+
+    def _ordered(self, act: Act) -> CaptureRow | None:
+        """Return the capture that was requested before a restart."""
+        template = act.rule.actions.capture
+        found = self._catalogue.captures(run=act.row["run"])
+        own = next((row for row in found if row["by"] == act.by), None)
+        if own is not None or template is None or not template.if_allowed:
+            return own
+        # Several default rules may fire at one step, each with a capture: one is enough.
+        of_step = [row for row in found if str(row["by"]).endswith(act.at)]
+        return next((row for row in of_step if str(row["by"]).startswith(ORDERED_BY)), None)
+
+    def _is_meant(self, act: Act, rules: Rules) -> bool:
+        """Return whether a capture is requested, or refused with a reason."""
+        template = act.rule.actions.capture
+        assert template is not None
+        return not template.if_allowed or self._budget(act, rules) is not None
+
+    def _budget(self, act: Act, rules: Rules) -> Budget | None:
+        run = act.row["run"]
+        row = self._catalogue.run(run)
+        return rules.budget_of(run, None if row is None else row["settings"])
+
+    def _spec(self, act: Act, rules: Rules) -> JsonObject:
+        """Return the capture to request.
+
+        Raises:
+            Conflict: the run does not allow it, or its budget is exhausted.
+        """
+        template, run = act.rule.actions.capture, act.row["run"]
+        assert template is not None
+        budget = self._budget(act, rules)
+        if budget is None:
+            raise Conflict("the run does not say `capture: auto` with a budget")
+        attempt = self._catalogue.attempt(act.row["attempt_id"])
+        if attempt is None or attempt["ended_wall"] is not None:
+            raise Conflict("the attempt is over: there is no next step to capture")
+        cost = spent(self._catalogue, run)
+        why = budget.refusal(cost)
+        if why is not None:
+            raise Conflict(f"the budget has no room: {why}")
+        if not act.row["stage"] and "stages" not in template.request:
+            raise Conflict("no stage is concerned, and the template names none")
+        chosen = self._ranks(act, template.worst)
+        spec: dict[str, Json] = {
+            "run": run,
+            "stages": [act.row["stage"]],
+            **template.request,
+            "steps": "next",
+        }
+        spec |= chosen or {"ranks": template.ranks}
+        left = budget.bytes_left(cost)
+        if left is not None:
+            limits = dict(template.request.get("limits") or {})
+            per_rank = max(left // self._count(act, spec["ranks"]), 1)
+            given = limits.get("bytes")
+            spec["limits"] = {**limits, "bytes": min(per_rank, given) if given else per_rank}
+        return spec
+
+    def _ranks(self, act: Act, worst: int | None) -> JsonObject:
+        """Return the ranks of `worst(k)`: ranks of one role, the first one that the firing names.
+
+        Only ranks that can capture: the streams of a step may have been recorded by a driver, which
+        has no model. Then the worst ranks are unknown, and the first ranks of the stage are used.
+        """
+        if worst is None:
+            return {}
+        able = {
+            (row["role"], row["rank"])
+            for row in self._catalogue.processes_with_settings(act.row["attempt_id"])
+            if not row["raw"] and (row["hello"] or {}).get("captures") is not False
+        }
+        named = [tuple(each) for each in act.row["evidence"]["ranks"]]
+        ranks = [each for each in named if each in able]
+        if not ranks:
+            return {"ranks": list(range(worst))} if named else {}
+        role = ranks[0][0]
+        of_role = [rank for name, rank in ranks if name == role]
+        return {"roles": [role], "ranks": sorted(of_role[:worst])}
+
+    def _count(self, act: Act, ranks: Json) -> int:
+        if isinstance(ranks, list):
+            return len(ranks)
+        processes = self._catalogue.processes(act.row["attempt_id"])
+        return max(len({(row["role"], row["rank"]) for row in processes}), 1)
+
+    async def _offer(self, spec: JsonObject, by: str) -> JsonObject:
+        """Request a capture; repeat it while the coordinator is starting."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return await self._request_capture(spec, by)
+            except NotReady:  # noqa: PERF203
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.5)
+
+    def _refused(self, act: Act, reason: str) -> Put:
+        return finding(
+            "capture_refused",
+            f"{act.rule.name} requested no capture at step {act.row['step']}: {reason}",
+            run=act.row["run"],
+            attempt_id=act.row["attempt_id"],
+            step=act.row["step"],
+            stage=act.row["stage"],
+            wall=self._wall(),
+            severity="info",
+            evidence={"rule": act.rule.name, "reason": reason},
+            advice="`runs` in the triggers' document says what may be captured unasked; "
+            "`stagescope capture` requests one by hand",
+        )

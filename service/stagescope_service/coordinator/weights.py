@@ -1,0 +1,425 @@
+"""Compares the stored records of a version of weights: verdict, findings, diverging replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final, TypedDict
+
+from stagescope_service.coordinator.retries import RetriedWork, retried
+from stagescope_service.core.catalogue_rows import row_id
+from stagescope_service.core.findings import FindingText, describe, finding
+from stagescope_service.core.instructions import CompareWeights, Delete, Put
+from stagescope_service.core.weights.records import manifest_of, record_of
+from stagescope_service.core.weights.verdicts import (
+    AGREES,
+    DIFFERS,
+    MISSING,
+    NOT_COMPARABLE,
+    VERDICTS,
+    Comparison,
+    DivergingRank,
+    Rename,
+    WeightRecord,
+    compare,
+    newest,
+    odd_replicas,
+)
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import WriteRows
+from stagescope_service.store.tables import ProcessColumns, WeightsRow
+from stagescope_wire.links import Link
+
+NAMED: Final = 20
+"""Names listed in a finding and a stored verdict; `/weights/{version}` lists all of them."""
+
+
+class RankDevice(TypedDict):
+    """The device of a rank; `device` identifies it across attempts and runs."""
+
+    device: str
+    host: str | None
+    node_id: str | None
+    device_kind: str | None
+    device_index: int | None
+    device_serial: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ComparedVersion:
+    """One version of an attempt's weights."""
+
+    run: str
+    attempt_id: int
+    version: int
+    rows: list[WeightsRow]
+    records: list[WeightRecord]
+    comparisons: list[Comparison]
+    odd: list[DivergingRank]
+    #: All expected ranks have recorded, or no further record will come: missing ones stay missing.
+    complete: bool
+
+    @property
+    def step(self) -> int | None:
+        """The trainer's step, if known."""
+        return max((row["step"] for row in self.rows if row["step"] is not None), default=None)
+
+    @property
+    def wall(self) -> float:
+        """Time of its last record."""
+        return max(row["wall"] for row in self.rows)
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of weights by verdict, the worst first."""
+        counted = Counter(each.verdict for each in self.comparisons)
+        return {verdict: counted[verdict] for verdict in VERDICTS if counted[verdict]}
+
+    def ranks(self) -> dict[str, dict[str, list[int]]]:
+        """Return the ranks that recorded: side -> role -> ranks."""
+        found: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for record in self.records:
+            found[record.side][record.role].add(record.rank)
+        return {s: {r: sorted(ranks) for r, ranks in roles.items()} for s, roles in found.items()}
+
+
+def renaming(rules: Sequence[tuple[str, str]]) -> Rename:
+    """Return the function that applies regular expressions one after the other."""
+    compiled = [(re.compile(pattern), replacement) for pattern, replacement in rules]
+
+    def rename(name: str) -> str:
+        for pattern, replacement in compiled:
+            name = pattern.sub(replacement, name)
+        return name
+
+    return rename
+
+
+def compare_version(
+    catalogue: Catalogue, attempt_id: int, version: int, rules: Sequence[tuple[str, str]] = ()
+) -> ComparedVersion | None:
+    """Compare a version of an attempt's weights; None if there is no record of it.
+
+    Args:
+        catalogue: with the records.
+        attempt_id: the attempt.
+        version: the policy version.
+        rules: (pattern, replacement), for the names of both sides.
+    """
+    attempt = catalogue.attempt(attempt_id)
+    rows = catalogue.weights(attempt_id, version)
+    if attempt is None or not rows:
+        return None
+    processes = {row["incarnation"]: row for row in catalogue.processes(attempt_id)}
+    blobs = catalogue.weight_manifests(sorted({row["manifest"] for row in rows}))
+    manifests = {name: manifest_of(blob) for name, blob in blobs.items()}
+    records = newest(
+        record_of(row, manifests[row["manifest"]], processes.get(row["incarnation"], {}))
+        for row in rows
+        if row["manifest"] in manifests
+    )
+    later = catalogue.newest_weights(attempt_id)
+    return ComparedVersion(
+        run=attempt["run"],
+        attempt_id=attempt_id,
+        version=version,
+        rows=rows,
+        records=records,
+        comparisons=compare(records, renaming(rules)),
+        odd=odd_replicas(records),
+        complete=(later is not None and later > version) or _all_there(records, processes),
+    )
+
+
+def _all_there(records: Sequence[WeightRecord], processes: Mapping[str, ProcessColumns]) -> bool:
+    sizes: dict[str, int] = {}
+    for process in processes.values():
+        if process["world_size"] is not None:
+            sizes[process["role"]] = process["world_size"]
+    there: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for record in records:
+        there[record.side, record.role].add(record.rank)
+    return all(
+        role in sizes and ranks.issuperset(range(sizes[role])) for (_, role), ranks in there.items()
+    )
+
+
+def judge(
+    catalogue: Catalogue, instruction: CompareWeights, rules: Sequence[tuple[str, str]] = ()
+) -> list[Put | Delete]:
+    """Return the rows of a version's comparison.
+
+    For earlier versions no further record is expected: their verdicts become final.
+    """
+    earlier = catalogue.incomplete_weights(instruction.attempt_id, instruction.version)
+    processes = catalogue.processes(instruction.attempt_id)
+    out: list[Put | Delete] = []
+    for version in (*earlier, instruction.version):
+        compared = compare_version(catalogue, instruction.attempt_id, version, rules)
+        if compared is not None:
+            out += rows_of(compared, processes)
+    return out
+
+
+# --- what is written --------------------------------------------------------------------------
+
+
+def rows_of(compared: ComparedVersion, processes: Sequence[ProcessColumns]) -> list[Put | Delete]:
+    """Return the rows of a verdict, which replace the rows of an earlier one."""
+    version_key = {"attempt_id": compared.attempt_id, "version": compared.version}
+    return [
+        _verdict(compared),
+        Delete("odd_replicas", version_key),
+        *(_odd_row(compared, odd, processes) for odd in compared.odd),
+        _judged(compared, "weights_differ", _differ(compared)),
+        _judged(compared, "replica_weights_differ", _replicas_differ(compared, processes)),
+    ]
+
+
+class _Found(FindingText):
+    """The fields of a finding about a version."""
+
+    stage: str | None
+    role: str | None
+    rank: int | None
+
+
+def _names(compared: ComparedVersion, verdict: str) -> list[str]:
+    return [each.name for each in compared.comparisons if each.verdict == verdict]
+
+
+def _verdict(compared: ComparedVersion) -> Put:
+    counts = compared.counts()
+    odd = sorted({name for odd in compared.odd for name in odd.names})
+    named = {verdict: _names(compared, verdict)[:NAMED] for verdict in (DIFFERS, MISSING)}
+    return Put(
+        "weight_verdicts",
+        {
+            "attempt_id": compared.attempt_id,
+            "version": compared.version,
+            "step": compared.step,
+            "records": len(compared.rows),
+            "agree": counts.get(AGREES, 0),
+            "differ": counts.get(DIFFERS, 0),
+            "missing": counts.get(MISSING, 0),
+            "not_comparable": counts.get(NOT_COMPARABLE, 0),
+            "replicas_differ": len(odd),
+            "complete": compared.complete,
+            "ranks": compared.ranks(),
+            "names": {**named, "replicas differ": odd[:NAMED]},
+            "wall": compared.wall,
+        },
+    )
+
+
+def _judged(compared: ComparedVersion, kind: str, found: _Found | None) -> Put | Delete:
+    """Return a finding, or the deletion of one that no longer holds."""
+    finding_id = row_id(kind, compared.attempt_id, compared.version)
+    if found is None:
+        return Delete("findings", {"finding_id": finding_id})
+    made = finding(
+        kind,
+        run=compared.run,
+        attempt_id=compared.attempt_id,
+        wall=compared.wall,
+        step=compared.step,
+        **found,
+    )
+    # For one version: a later version of the same step makes another finding.
+    return Put("findings", {**made.row, "finding_id": finding_id})
+
+
+def _differ(compared: ComparedVersion) -> _Found | None:
+    differ = _names(compared, DIFFERS)
+    missing = _names(compared, MISSING) if compared.complete else []
+    if not differ and not missing:
+        return None
+    words = [f"{len(differ)} differ ({_listed(differ)})"] if differ else []
+    words += [f"{len(missing)} are missing on one side ({_listed(missing)})"] if missing else []
+    ranks = sorted({rank for each in compared.comparisons for rank in each.ranks})
+    count = len(compared.comparisons)
+    unlike = not compared.counts().keys() - {MISSING}
+    return {
+        "message": f"version {compared.version}: of {count} weights {' and '.join(words)} between "
+        "trainer and rollout",
+        "severity": "error",
+        "evidence": {
+            "version": compared.version,
+            "differ": differ[:NAMED],
+            "missing": missing[:NAMED],
+            "rollout_ranks": ranks,
+        },
+        "advice": "no name is on both sides: map them with STAGESCOPE_WEIGHT_NAMES or names="
+        if unlike
+        else "the engine samples from other weights than were trained: look at this sync of these "
+        "tensors",
+        "see": () if unlike else (Link("weights"),),
+        "stage": "weight_sync",
+        "role": "rollout",
+        "rank": ranks[0] if len(ranks) == 1 else None,
+    }
+
+
+def _replicas_differ(
+    compared: ComparedVersion, processes: Sequence[ProcessColumns]
+) -> _Found | None:
+    if not compared.odd:
+        return None
+    outvoted = [odd for odd in compared.odd if odd.is_outvoted]
+    named = outvoted or compared.odd
+    shown = [
+        f"{odd.side} {odd.role} rank {odd.rank} on {device_of(compared, odd, processes)['device']}"
+        for odd in named
+    ]
+    names = sorted({name for odd in named for name in odd.names})
+    verb = "holds" if len(named) == 1 else "hold"
+    rest = "other weights than its replicas" if outvoted else "unlike replicas, without a majority"
+    return {
+        "message": f"version {compared.version}: {'; '.join(shown[:NAMED])} {verb} {rest}: "
+        f"{_listed(names)}",
+        "severity": "error",
+        "evidence": {
+            "version": compared.version,
+            "odd": [{**odd._asdict(), "names": odd.names[:NAMED]} for odd in named[:NAMED]],
+        },
+        "advice": "a device that computes wrong, or a step that these ranks did not take together",
+        "see": (Link("devices"),),
+        "stage": None,
+        "role": named[0].role if len({odd.role for odd in named}) == 1 else None,
+        "rank": named[0].rank if len(named) == 1 else None,
+    }
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _odd_row(
+    compared: ComparedVersion, odd: DivergingRank, processes: Sequence[ProcessColumns]
+) -> Put:
+    return Put(
+        "odd_replicas",
+        {
+            "attempt_id": compared.attempt_id,
+            "version": compared.version,
+            "side": odd.side,
+            "role": odd.role,
+            "rank": odd.rank,
+            "run": compared.run,
+            "step": compared.step,
+            **device_of(compared, odd, processes),
+            "is_outvoted": odd.is_outvoted,
+            "replicas": odd.replicas,
+            "tensors": len(odd.names),
+            "names": list(odd.names[:NAMED]),
+            "wall": compared.wall,
+        },
+    )
+
+
+def device_of(
+    compared: ComparedVersion, odd: DivergingRank, processes: Sequence[ProcessColumns]
+) -> RankDevice:
+    """Return the device of a diverging replica.
+
+    Its name is the serial number, else the host (a node's id is new in every cluster) and device
+    index.
+    """
+    own = [r for r in compared.rows if (r["side"], r["role"], r["rank"]) == odd[:3]]
+    row = max(own, key=lambda row: (row["wall"], row["incarnation"], row["seq"]))
+    process = next((p for p in processes if p["incarnation"] == row["incarnation"]), None)
+    host = node = None
+    kind, index, serial = row["device_kind"], row["device_index"], row["device_serial"]
+    if process is not None:
+        host, node = process["host"], process["node_id"]
+        kind = process["device_kind"] if kind is None else kind
+        index = process["device_index"] if index is None else index
+        # The layout that the process reports was set by its user, who knows better.
+        serial = serial if process["device_serial"] is None else process["device_serial"]
+    name = f"{host or node or 'unknown host'}/{kind or 'device'}{'' if index is None else index}"
+    return {
+        "device": serial or name,
+        "host": host,
+        "node_id": node,
+        "device_kind": kind,
+        "device_index": index,
+        "device_serial": serial,
+    }
+
+
+logger = logging.getLogger(__name__)
+
+NOT_COMPARED = "weights_not_compared"
+"""A version of weights could not be compared; the next try that succeeds ends this."""
+
+
+class WeightComparer:
+    """Compares the versions of weights of one coordinator, from the catalogue.
+
+    Many ranks record a version at about the same time: records that arrive during a comparison
+    wait for one further comparison.
+    """
+
+    def __init__(
+        self, catalogue: Catalogue, write: WriteRows, rules: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self._catalogue = catalogue
+        self._write = write
+        self._rules = rules
+        self._comparing = RetriedWork[CompareWeights, CompareWeights](
+            "the comparison of weights", self._compare, self._not_compared
+        )
+
+    def takes(self, instruction: CompareWeights) -> bool:
+        """Record an instruction; return whether to call `compare` with it."""
+        return self._comparing.takes(instruction, instruction)
+
+    async def compare(self, instruction: CompareWeights) -> None:
+        """Compare a version; repeat it if it was requested meanwhile or failed."""
+        await self._comparing.carry_out(instruction, instruction)
+
+    async def catch_up(self) -> None:
+        """Compare the versions that an earlier coordinator left uncompared."""
+        try:
+            await retried(self._catch_up, "reading which weights were not compared")
+        except Exception:
+            logger.exception("which weights were not compared cannot be read")
+
+    async def _catch_up(self) -> None:
+        for version_key in await asyncio.to_thread(self._catalogue.uncompared):
+            if self.takes(instruction := CompareWeights(*version_key)):
+                await self.compare(instruction)
+
+    async def _compare(self, instruction: CompareWeights) -> None:
+        rows = await asyncio.to_thread(judge, self._catalogue, instruction, self._rules)
+        await self._write([*rows, Delete("findings", {"finding_id": _finding_id(instruction)})])
+
+    async def _not_compared(
+        self, instruction: CompareWeights, error: Exception, tried: int
+    ) -> None:
+        attempt = await asyncio.to_thread(self._catalogue.attempt, instruction.attempt_id)
+        reason = describe(error)
+        made = finding(
+            NOT_COMPARED,
+            f"the weights of version {instruction.version} could not be compared ({tried} tries): "
+            f"{reason}",
+            run="" if attempt is None else attempt["run"],
+            attempt_id=instruction.attempt_id,
+            stage="weight_sync",
+            wall=time.time(),
+            severity="error",
+            evidence={"version": instruction.version, "error": reason, "tries": tried},
+            advice="what was recorded is kept; it is tried again when more of this version is "
+            "recorded and when the service starts anew; the coordinator's log has the traceback",
+        )
+        await self._write([Put("findings", {**made.row, "finding_id": _finding_id(instruction)})])
+
+
+def _finding_id(instruction: CompareWeights) -> str:
+    # For a version, not a step: the step may be unknown, or shared by several versions.
+    return row_id(NOT_COMPARED, *instruction)

@@ -1,0 +1,1 @@
+"""Hangs: which ranks are stuck, and the Python stacks that are asked of them."""

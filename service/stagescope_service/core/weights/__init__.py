@@ -1,0 +1,1 @@
+"""Weights: checksums of tensors by version, and what they say about ranks and engines."""

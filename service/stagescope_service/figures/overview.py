@@ -1,0 +1,532 @@
+"""Metrics over the steps of a run: attempts, noise floor, stalenesses, and what happened when."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+
+from stagescope_service import figure_style as style
+from stagescope_service.figures.lines import (
+    KINDS,
+    ROW,
+    Line,
+    LineStyle,
+    Mark,
+    NotFinite,
+    Place,
+    array_of,
+    axis_of,
+    draw_line,
+    draw_marks,
+    draw_not_finite,
+    ranges,
+    trace_id,
+)
+from stagescope_service.statistics.step_metrics import (
+    OF_STALENESS,
+    STALENESSES,
+    VERSION,
+    floor_name,
+    staleness_name,
+)
+from stagescope_service.store.queries.curves import MarkedStep, StoredNumbers
+from stagescope_service.views.reading.completeness import aggregation_errors
+from stagescope_service.views.reading.dependencies import Dependencies, Window
+from stagescope_service.views.reading.rows import Lineage
+from stagescope_service.views.series import (
+    ABSENT,
+    NOT_LOGGED,
+    NOT_STORED,
+    OPEN,
+    check_known,
+    mean_of,
+    newest_metrics,
+    why_unmeasured,
+)
+from stagescope_wire.errors import InvalidInput
+from stagescope_wire.names import unit_of_metric
+from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render import counted, format_value
+
+DEFAULT: Final = (
+    "rollout_corr/k3_kl", "logprob_abs_diff/mean", "logprob_abs_diff/p99",
+    "training/rollout_actor_probs_pearson_corr",
+)  # fmt: skip
+"""The metrics of a run that measures a mismatch."""
+REWARD: Final = ("reward", "critic/score/mean", "critic/rewards/mean", "*reward*/mean", "*reward*")
+"""Patterns of the scalar that is a training's reward; the first match counts."""
+MAX_METRICS: Final = 12
+TITLE: Final = "Over the steps"
+
+Value = float | str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One metric or scalar."""
+
+    name: str
+    unit: str
+    lines: tuple[Line, ...]
+    not_finite: tuple[NotFinite, ...] = ()
+    floor: tuple[Line, ...] = ()
+    """The noise floor: the same number of the trainer against itself, where it was recorded."""
+    stalenesses: tuple[tuple[int, tuple[Line, ...]], ...] = ()
+    """(staleness, lines), if tokens of several stalenesses were trained on."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether any step has a finite value."""
+        return any(line.has_values for line in self.lines)
+
+
+class Boundary(NamedTuple):
+    """The first step of an attempt other than the first."""
+
+    attempt: int
+    step: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class OverviewInfo:
+    """The data of the figure."""
+
+    run: str
+    attempt: int | None
+    """The requested attempt; None: the current ones."""
+    panels: tuple[Panel, ...]
+    boundaries: tuple[Boundary, ...]
+    marks: tuple[Mark, ...]
+    steps: int
+    """Number of steps."""
+    first: int
+    last: int
+    """The range of the steps; both 0 if there is none."""
+    note: str | None
+    smooth: float | None = None
+    """Steps of the moving average that is drawn over the values; None: no average."""
+    step: None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The request for a figure."""
+
+    metrics: Sequence[str] = ()
+    """Names of published metrics or scalars; none: the reward and the mismatch, else scalars."""
+    attempt: int | None = None
+    window: Window = dataclasses.field(default_factory=lambda: Window(first=None, last=None))
+    superseded: bool = True
+    smooth: float | None = None
+
+
+def info(deps: Dependencies, run: str | None, request: Request) -> OverviewInfo:
+    """Read the numbers of a run's steps.
+
+    Raises:
+        NotFound: no such run, attempt, metric or scalar.
+        InvalidInput: more than `MAX_METRICS` names.
+    """
+    if len(request.metrics) > MAX_METRICS:
+        raise InvalidInput(
+            f"{len(request.metrics)} metrics in one figure", expected=f"at most {MAX_METRICS}"
+        )
+    target = deps.finder.attempt(run, request.attempt)
+    attempts = deps.catalogue.attempts(target.run)
+    chosen = [row for row in attempts if request.attempt in (None, row["number"])]
+    ids = [int(row["attempt_id"]) for row in chosen]
+    reader = _Reader(deps, target.run, ids, request.window, Lineage(attempts), request)
+    published = newest_metrics(deps, ids)
+    scalars = deps.catalogue.scalar_names(ids)
+    names = list(request.metrics) or _default(published, scalars)
+    metrics = [name for name in names if name not in scalars or name in published]
+    by_name = reader.metric_panels(metrics)
+    by_name |= {name: reader.scalar_panels(name) for name in names if name not in by_name}
+    for name in names:
+        if not any(panel.has_values or panel.not_finite for panel in by_name[name]):
+            check_known(target.run, name, published, scalars)
+    panels = tuple(panel for name in names for panel in by_name[name])
+    marks = [*reader.gaps(metrics), *reader.weight_syncs(), *reader.captures(), *reader.findings()]
+    return OverviewInfo(
+        run=target.run,
+        attempt=request.attempt,
+        panels=panels,
+        boundaries=tuple(_boundaries(chosen)) if request.attempt is None else (),
+        marks=tuple(marks),
+        steps=len(reader.states),
+        first=next((step for _, step in reader.states), 0),
+        last=next((step for _, step in reversed(reader.states)), 0),
+        note=_note(reader, panels),
+        smooth=request.smooth,
+    )
+
+
+def _default(published: Collection[str], scalars: Collection[str]) -> list[str]:
+    """Return the names that are drawn if none is requested: the first questions about a run."""
+    names = sorted(scalars)
+    rewards = [name for each in REWARD for name in fnmatch.filter(names, each)][:1]
+    others = [name for name in DEFAULT if name in published] or names[: len(DEFAULT)]
+    return list(dict.fromkeys([*rewards, *others])) or list(DEFAULT)
+
+
+def _note(reader: _Reader, panels: Sequence[Panel]) -> str | None:
+    if not reader.states:
+        return f"run {reader.run} has no step in this range yet"
+    if not any(panel.has_values or panel.not_finite for panel in panels):
+        reasons = {mark.text for mark in reader.gaps([p.name for p in panels])}
+        return f"no step has a value: {'; '.join(sorted(reasons))}" if reasons else None
+    notes = []
+    if len(reader.states) > 2 * style.WIDTH:
+        notes.append(
+            f"of {len(reader.states)} steps the smallest and the largest value of every "
+            f"{-(-len(reader.states) // style.WIDTH)} are drawn: no spike is left out"
+        )
+    if any(k == STALENESSES[-1] for panel in panels for k, _ in panel.stalenesses):
+        notes.append(f"stalenesses above {STALENESSES[-1]} are not drawn")
+    return "; ".join(notes) or None
+
+
+class _Column(NamedTuple):
+    """A number by step; steps without it are missing in both."""
+
+    finite: dict[Place, float]
+    bad: dict[Place, str]
+    """nan, inf or -inf."""
+
+    @classmethod
+    def from_values(cls, values: Iterable[tuple[Place, Value]]) -> _Column:
+        """Split values into finite and other ones."""
+        known = {key: value for key, value in values if value is not None}
+        bad = {key: value for key, value in known.items() if isinstance(value, str)}
+        finite = {k: v for k, v in known.items() if not isinstance(v, str)} if bad else known
+        return cls(finite, bad)  # type: ignore[arg-type]
+
+
+def _columns(stored: StoredNumbers) -> list[_Column]:
+    """Return a column for each of the requested names."""
+    return [
+        _Column.from_values(zip(stored.places, values, strict=True)) for values in stored.values
+    ]
+
+
+class _Reader:
+    """Reads the catalogue's columns of some attempts, each once."""
+
+    def __init__(
+        self,
+        deps: Dependencies,
+        run: str,
+        ids: Sequence[int],
+        window: Window,
+        lineage: Lineage,
+        request: Request,
+    ) -> None:
+        self._deps, self._ids, self._window, self._lineage = deps, ids, window, lineage
+        self.run = run
+        self.states: dict[Place, bool] = {}
+        """Step -> whether a later attempt did it again; ascending by step."""
+        seen: set[int] = set()
+        for state in reversed(deps.catalogue.step_states(ids, **window)):
+            by = state.superseded_by or lineage.repeated_by(state.attempt_id, state.step)
+            again = state.step in seen or by is not None
+            seen.add(state.step)
+            # An attempt that is requested by its number shows all of its steps.
+            if request.superseded or request.attempt is not None or not again:
+                self.states[state.attempt_id, state.step] = again
+        self.states = dict(reversed(self.states.items()))
+        groups: dict[tuple[int, bool], list[Place]] = defaultdict(list)
+        for key, again in self.states.items():
+            groups[lineage.numbers[key[0]], again].append(key)
+        self._groups = sorted(groups.items())
+        self._reasons: dict[Place, str] | None = None
+        self._absent: dict[str, list[Place]] = {}
+
+    # --- metrics and scalars -----------------------------------------------------------------
+    def metric_panels(self, names: Sequence[str]) -> dict[str, list[Panel]]:
+        """Return name -> the panel of a published metric."""
+        floors = [floor_name(name) for name in names]
+        stored = self._stored([*names, *floors])
+        columns = _columns(stored)
+        sliced = self._of_stalenesses(names) if stored.several_versions else {}
+        measured = [key for key in stored.places if key in self.states]
+        panels: dict[str, list[Panel]] = {}
+        for at, name in enumerate(names):
+            column, floor = columns[at], columns[len(names) + at]
+            known = column.finite.keys() | column.bad.keys()
+            self._absent[name] = [key for key in measured if key not in known]
+            panels[name] = [
+                Panel(
+                    name,
+                    unit_of_metric(name),
+                    self._lines(column),
+                    self._not_finite(column),
+                    self._lines(floor),
+                    tuple(
+                        (k, lines)
+                        for k, of in sliced.items()
+                        if name in of and (lines := self._lines(of[name]))
+                    ),
+                )
+            ]
+        return panels
+
+    def _stored(self, names: Sequence[str]) -> StoredNumbers:
+        return self._deps.catalogue.stored_numbers(
+            self._ids, names, version=VERSION, **self._window
+        )
+
+    def _of_stalenesses(self, names: Sequence[str]) -> dict[int, Mapping[str, _Column]]:
+        """Return staleness -> name -> values, if tokens of several stalenesses count."""
+        sliced = [name for name in names if name in OF_STALENESS]
+        wanted = [staleness_name(k, name) for k in STALENESSES for name in sliced]
+        columns = iter(_columns(self._stored(wanted)))
+        return {k: {name: next(columns) for name in sliced} for k in STALENESSES}
+
+    def scalar_panels(self, name: str) -> list[Panel]:
+        """Return a panel for each stage and role that logged a scalar: the mean over its ranks."""
+        series: dict[tuple[str | None, str | None], list[tuple[Place, Value]]] = defaultdict(list)
+        for row in self._deps.catalogue.scalar_values(
+            self._ids, name, by_rank=False, **self._window
+        ):
+            if row["step"] is not None:
+                key = (row["attempt_id"], row["step"])
+                series[row["stage"], row["role"]].append((key, mean_of(row)))
+        logged = {key for values in series.values() for key, _ in values}
+        self._absent[name] = [key for key in self.states if key not in logged]
+        several = len(series) > 1
+        panels = []
+        for place, values in sorted(series.items(), key=str):
+            label = f"{name} ({' '.join(part for part in place if part)})" if several else name
+            column = _Column.from_values(values)
+            lines, bad = self._lines(column), self._not_finite(column)
+            panels.append(Panel(label, unit_of_metric(name), lines, bad))
+        return panels or [Panel(name, "", ())]
+
+    def _lines(self, column: _Column) -> tuple[Line, ...]:
+        """Return a line for each attempt, and another for the steps that a later one repeated."""
+        if not column.finite:
+            return ()
+        get = column.finite.get
+        return tuple(
+            Line(number, again, tuple(step for _, step in keys), tuple(map(get, keys)))
+            for (number, again), keys in self._groups
+        )
+
+    def _not_finite(self, column: _Column) -> tuple[NotFinite, ...]:
+        found = [
+            NotFinite(step, self._lineage.numbers[attempt_id], value)
+            for (attempt_id, step), value in column.bad.items()
+            if (attempt_id, step) in self.states
+        ]
+        return tuple(sorted(found))
+
+    # --- marks ---------------------------------------------------------------------------------
+    def gaps(self, metrics: Collection[str]) -> list[Mark]:
+        """Return the steps without a value, with the reason."""
+        if self._reasons is None:
+            self._reasons = self._why()
+        found: list[Mark] = []
+        if metrics:
+            found += ranges("no value", "", self._reasons)
+        for name, keys in self._absent.items():
+            is_scalar = name not in metrics
+            reason = NOT_LOGGED if is_scalar else ABSENT
+            texts = dict.fromkeys(keys, f"{name}: {reason}")
+            if is_scalar:
+                texts |= {k: f"{name}: {OPEN}" for k in keys if self._reasons.get(k) == OPEN}
+            found += ranges("no value", "", texts)
+        return found
+
+    def _why(self) -> dict[Place, str]:
+        """Return why steps have no numbers, in the order of the steps."""
+        catalogue = self._deps.catalogue
+        rows = catalogue.unmeasured_steps(self._ids, version=VERSION, **self._window)
+        rows = [row for row in rows if (row["attempt_id"], row["step"]) in self.states]
+        if not rows:
+            return {}
+        errors = aggregation_errors(catalogue, self._ids)
+        losses = {
+            (row["attempt_id"], row["step"]): f"{counted(row['count'], 'payload')} lost: "
+            f"{row['reason']:.100}"
+            for row in catalogue.lost_payloads(self._ids, **self._window)
+        }
+        reasons = {}
+        for row in rows:
+            key = (row["attempt_id"], row["step"])
+            why = why_unmeasured(row, errors.get(key), losses.get(key))
+            reasons[key] = NOT_STORED if row["has_summary"] else why
+        return reasons
+
+    def weight_syncs(self) -> list[Mark]:
+        """Return the steps that sent weights to the rollout."""
+        steps = self._deps.catalogue.steps_with_stage(self._ids, "weight_sync", **self._window)
+        text = "weights were synchronised"
+        return ranges("weight sync", "", {(0, step): text for step in steps})
+
+    def captures(self) -> list[Mark]:
+        """Return the steps with dumps."""
+        rows = self._deps.catalogue.dumps_by_step(self._ids, **self._window)
+        return [
+            Mark(
+                "capture", row.severity or "", row.step, row.step,
+                f"capture {row.kind}: {counted(row.times, 'dump')} of {row.text}, "
+                f"{row.severity or 'state unknown'}",
+            )
+            for row in self._shown(rows)
+        ]  # fmt: skip
+
+    def findings(self) -> list[Mark]:
+        """Return the steps with findings, the worst severity of each last."""
+        rows = self._deps.catalogue.findings_by_step(self._ids, **self._window)
+        return [
+            Mark("finding", row.severity or "", row.step, row.step,
+                 f"{row.kind}: {row.text:.200}" + (f" ({row.times})" if row.times > 1 else ""))
+            for row in self._shown(rows)
+        ]  # fmt: skip
+
+    def _shown(self, rows: Iterable[MarkedStep]) -> list[MarkedStep]:
+        return [row for row in rows if (row.attempt_id, row.step) in self.states]
+
+
+def _boundaries(attempts: Sequence[JsonObject]) -> Iterable[Boundary]:
+    """Yield where each attempt but the first began, ascending."""
+    ordered = sorted(attempts, key=lambda row: int(row["number"]))
+    for before, row in itertools.pairwise(ordered):
+        resumed, first = row["resumed_from_step"], row["first_step"]
+        step = first if first is not None else None if resumed is None else resumed + 1
+        if step is None:
+            continue
+        texts = [f"attempt {row['number']} began"]
+        if row["opened_wall"] is not None:
+            texts[0] += f" {format_value(row['opened_wall'], 'unix')}"
+        if resumed is not None:
+            texts.append(f"resumed after step {resumed}")
+        if before["end_reason"]:
+            texts.append(f"attempt {before['number']} ended: {before['end_reason']:.100}")
+        yield Boundary(int(row["number"]), int(step), ", ".join(texts))
+
+
+# --- drawing --------------------------------------------------------------------------------
+_PANEL: Final = 150
+_GAP: Final = 34
+_MAX_LABELS: Final = 12
+"""Most attempts whose boundaries are labelled; further lines have no label."""
+_MAX_BOUNDARIES: Final = 200
+_DISTANCES: Final = (
+    "rollout_corr/k", "rollout_corr/chi2", "rollout_corr/log_ppl", "logprob_abs_diff/", "tail/",
+    "training/rollout_probs_diff_", "train_rollout_logprob_abs_diff",
+)  # fmt: skip
+"""Metrics that are 0 if both streams are equal: their noise floor is a band from 0."""
+
+
+def figure(found: OverviewInfo) -> go.Figure:
+    """Draw the panels below each other over the same steps, and what happened below them."""
+    title = f"{TITLE} of {found.run}"
+    drawn = go.Figure()
+    if not found.steps:
+        return style.empty(title, found.note or "no step yet", x="step", y="value")
+    heights = [*([_PANEL] * len(found.panels)), ROW * len(KINDS)]
+    domains = style.panels(heights, gap=_GAP)
+    total = sum(heights) + _GAP * (len(heights) - 1)
+    for at, panel in enumerate(found.panels):
+        axis = f"y{at + 1}" if at else "y"
+        _draw_panel(drawn, panel, axis=axis, first=at == 0, smooth=found.smooth)
+        bottom, top = domains[at]
+        layout = axis_of(panel.unit, panel.lines, (bottom, top))
+        drawn.update_layout({f"yaxis{at + 1}" if at else "yaxis": layout})
+        style.heading(drawn, panel.name, top)
+        if not panel.has_values:
+            style.say(drawn, "no value in these steps", y=(bottom + top) / 2)
+    last = f"y{len(heights)}"
+    draw_marks(drawn, found.marks, axis=last)
+    # A row for each kind, also for those without a mark: new steps may bring the first.
+    drawn.update_layout({f"yaxis{len(heights)}": {
+        "domain": domains[-1], "tickvals": list(range(len(KINDS))), "ticktext": KINDS,
+        "range": [len(KINDS) - 0.4, -0.6], "title": {"text": ""}, "fixedrange": True,
+    }})  # fmt: skip
+    drawn.update_xaxes(title={"text": "step"}, anchor=last, tickformat="d", range=_range(found))
+    _draw_boundaries(drawn, found.boundaries)
+    drawn = style.legend_below(style.finished(drawn, title, total + 110))
+    return drawn.update_layout({"margin": {"t": 50}, f"yaxis{len(heights)}": {"showgrid": False}})
+
+
+def _range(found: OverviewInfo) -> list[float]:
+    low, high = found.first, found.last
+    room = max((high - low) * 0.015, 0.6)
+    return [low - room, high + room]
+
+
+def _draw_panel(
+    drawn: go.Figure, panel: Panel, *, axis: str, first: bool, smooth: float | None
+) -> None:
+    is_distance = panel.name.startswith(_DISTANCES)
+    for line in panel.floor:
+        if line.superseded:
+            continue
+        values = np.abs(array_of(line.values)) if is_distance else array_of(line.values)
+        kept = style.thinned(values)
+        drawn.add_scatter(
+            uid=trace_id(axis, "noise floor", line.attempt), x=np.array(line.steps)[kept],
+            y=values[kept], yaxis=axis, mode="lines",
+            line={"width": 1, "color": style.GREY}, fill="tozeroy" if is_distance else "none",
+            fillcolor="rgba(118,124,132,0.25)", name="noise floor", legendgroup="noise floor",
+            showlegend=first and "noise floor" not in {each.name for each in style.traces(drawn)},
+            hovertemplate="step %{x}: noise floor %{y:.4g}<extra></extra>",
+        )  # fmt: skip
+    shown: set[str] = set()
+    for line in panel.lines:
+        name = "superseded" if line.superseded else "value"
+        draw_line(
+            drawn, line, axis, panel.unit,
+            LineStyle(
+                name,
+                colour=style.SKY if line.superseded or smooth else style.BLUE,
+                dash="dot" if line.superseded else "solid",
+                legend=first and name not in shown and line.has_values,
+            ),
+        )  # fmt: skip
+        shown |= {name} if line.has_values else set()
+    if smooth:
+        name = f"moving average over {smooth:g} steps"
+        for line in panel.lines:
+            if line.has_values and not line.superseded:
+                draw_line(
+                    drawn, line.smoothed(smooth), axis, panel.unit,
+                    LineStyle(name, style.BLUE, "solid", legend=first and name not in shown),
+                )  # fmt: skip
+                shown.add(name)
+    for at, (staleness, lines) in enumerate(panel.stalenesses):
+        name = f"staleness {staleness}"
+        colour = style.SERIES[1 + at % (len(style.SERIES) - 1)]
+        dash = style.DASHES[1 + at % (len(style.DASHES) - 1)]
+        for line in lines:
+            if not line.superseded and line.has_values:
+                draw_line(
+                    drawn, line, axis, panel.unit,
+                    LineStyle(name, colour, dash, legend=first and name not in shown),
+                )  # fmt: skip
+                shown.add(name)
+    draw_not_finite(drawn, panel.not_finite, panel.lines, axis, first=first)
+
+
+def _draw_boundaries(drawn: go.Figure, boundaries: Sequence[Boundary]) -> None:
+    labelled = boundaries[:: -(-len(boundaries) // _MAX_LABELS) or 1]
+    for each in boundaries[:_MAX_BOUNDARIES]:
+        drawn.add_shape(
+            type="line", x0=each.step - 0.5, x1=each.step - 0.5, y0=0, y1=1, yref="paper",
+            line={"color": style.GREY, "width": 1, "dash": "dash"}, layer="below",
+        )  # fmt: skip
+    for each in labelled:
+        drawn.add_annotation(
+            x=each.step - 0.5, y=1, yref="paper", yanchor="bottom", xanchor="left",
+            text=f"attempt {each.attempt}", showarrow=False, font={"size": 11},
+            hovertext=style.wrapped(each.text), captureevents=True, yshift=16,
+        )  # fmt: skip

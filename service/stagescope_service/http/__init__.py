@@ -1,0 +1,1 @@
+"""HTTP: the app, authentication, errors, the event stream and the routes, which call views."""

@@ -1,0 +1,122 @@
+"""The query parameters that several routes have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Path, Query, Request
+
+from stagescope_service.http.requests import pattern
+from stagescope_service.views.pages import step_number
+from stagescope_service.views.reading.dependencies import (
+    RUN_PATTERN,
+    STEP_PATTERN,
+    AttemptQuery,
+    Dependencies,
+    RankQuery,
+    Window,
+)
+from stagescope_service.views.reading.target import Target
+from stagescope_wire.schema import STEP_BOUND
+
+
+async def dependencies_of(request: Request) -> Dependencies:
+    """Return the collaborators of the app that answers a request."""
+    deps: Dependencies = request.app.state.deps
+    return deps
+
+
+Deps = Annotated[Dependencies, Depends(dependencies_of)]
+
+Run = Annotated[
+    str | None,
+    Query(
+        description="A run's name; default: the run whose training stage began last.",
+        json_schema_extra=pattern(RUN_PATTERN),
+    ),
+]
+
+RunPath = Annotated[
+    str, Path(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
+]
+
+AttemptNumber = Annotated[
+    int | None,
+    Query(ge=1, lt=1 << 31, description="An attempt; default: the newest that has the step."),
+]
+
+AttemptKey = Annotated[
+    str | None,
+    Query(max_length=500, description="Only attempts of this key, as the processes gave it."),
+]
+
+Rank = Annotated[int | None, Query(ge=0, lt=1 << 31, description="Only this rank.")]
+
+Role = Annotated[str | None, Query(max_length=200, description="Only this role.")]
+
+Stage = Annotated[
+    str | None,
+    Query(
+        max_length=200,
+        description="Only this stage; for statistics, the stage that they are taken from.",
+    ),
+]
+
+Round = Annotated[int | None, Query(ge=0, lt=1 << 31, description="Only this round, from 0.")]
+
+StepText = Annotated[
+    str,
+    Path(
+        description="The trainer's step, or `latest`.",
+        examples=["5", "latest"],
+        json_schema_extra=pattern(STEP_PATTERN),
+    ),
+]
+
+
+async def rank_query(stage: Stage = None, role: Role = None, rank: Rank = None) -> RankQuery:
+    """Return the stage and ranks of a query."""
+    return {"stage": stage, "role": role, "rank": rank}
+
+
+async def attempt_query(run: Run = None, attempt: AttemptNumber = None) -> AttemptQuery:
+    """Return the run and attempt of a query."""
+    return AttemptQuery(run, attempt)
+
+
+StepBound = Annotated[int | None, Query(ge=0, lt=STEP_BOUND)]
+
+
+async def window_query(
+    first: Annotated[StepBound, Query(alias="from", description="The first step.")] = None,
+    last: Annotated[StepBound, Query(alias="to", description="The last step.")] = None,
+) -> Window:
+    """Return the steps of a query; `check_window` checks them, after its other parameters."""
+    return {"first": first, "last": last}
+
+
+def step_target(
+    deps: Deps,
+    step: StepText,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    attempt_key: AttemptKey = None,
+) -> Target:
+    """Return the step of a path and its query."""
+    return deps.finder.step(run, attempt, step_number(step), key=attempt_key)
+
+
+def attempt_target(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Target:
+    """Return the attempt of a query."""
+    return deps.finder.attempt(run, attempt)
+
+
+StepTarget = Annotated[Target, Depends(step_target)]
+
+AttemptTarget = Annotated[Target, Depends(attempt_target)]
+
+RankQueryOf = Annotated[RankQuery, Depends(rank_query)]
+
+AttemptQueryOf = Annotated[AttemptQuery, Depends(attempt_query)]
+
+WindowOf = Annotated[Window, Depends(window_query)]

@@ -1,0 +1,155 @@
+"""Answers errors as problem+json (RFC 9457).
+
+A problem holds `type` (`urn:stagescope:<code>`), `title`, `status`, `detail` (a full sentence) and
+`instance` (the path). For programs it holds the parts of the sentence: `code`, `wrong`, `expected`
+and `advice`. Answers of the service that the advice leads to are in `see`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Annotated, Final, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from stagescope_service.views.encoding import JsonObject, encode
+from stagescope_service.views.models.common import Link as LinkModel
+from stagescope_service.views.models.common import Model
+from stagescope_wire.errors import InvalidInput, NotReady, StagescopeError
+from stagescope_wire.links import with_links
+
+MEDIA_TYPE: Final = "application/problem+json"
+RETRY_SECONDS: Final = 1
+
+
+class Problem(Model):
+    """An error of a request, after RFC 9457."""
+
+    type: Annotated[str, Field(examples=["urn:stagescope:not_found"])]
+    """A URN that names the kind of error: `urn:stagescope:` and `code`."""
+    title: Annotated[str, Field(examples=["Not Found"])]
+    """The HTTP status in words."""
+    status: Annotated[int, Field(examples=[404])]
+    """The HTTP status, a number."""
+    detail: str
+    """The error, what was expected and the advice, as one sentence."""
+    instance: str
+    """The path of the request."""
+    code: Annotated[str, Field(examples=["not_found"])]
+    """Stable name of the kind of error."""
+    wrong: str
+    """What was wrong."""
+    expected: str
+    """The value or state that was expected; empty where it is not known."""
+    advice: str
+    """The advice, with the paths to look at; empty where there is none."""
+    see: list[LinkModel]
+    """What to look at, as data."""
+
+
+def problem(error: StagescopeError, path: str, status: int, code: str) -> JsonObject:
+    """Return the body of the answer to a request for `path` that failed with `error`."""
+    advice = with_links(error.advice, error.see)
+    expected = f"expected {error.expected}" if error.expected else ""
+    return {
+        "type": f"urn:stagescope:{code}",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": "; ".join(part for part in (error.wrong, expected, advice) if part),
+        "instance": path,
+        "code": code,
+        "wrong": error.wrong,
+        "expected": error.expected,
+        "advice": advice,
+        "see": [link.to_json() for link in error.see],
+    }
+
+
+def error_response(error: StagescopeError, path: str, seconds: int | None = None) -> Response:
+    """Return the answer to a request that failed with `error`; `seconds`: when to ask again."""
+    body = problem(error, path, error.status, error.code)
+    headers = {}
+    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        seconds = seconds or RETRY_SECONDS
+    if seconds is not None:
+        headers["Retry-After"] = str(seconds)
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = 'Bearer realm="stagescope"'
+    return Response(encode(body), error.status, headers, MEDIA_TYPE)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Let `app` answer every error with a problem."""
+    app.add_exception_handler(StagescopeError, _on_stagescope_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_unexpected_error)
+
+
+Reply = TypeVar("Reply", bound=Mapping[str, object])
+
+
+def check_ready(reply: Reply) -> Reply:
+    """Return the coordinator's `reply`.
+
+    Raises:
+        NotReady: the reply is that the coordinator cannot serve yet.
+    """
+    if reply.get("not_ready"):
+        raise NotReady(
+            f"the coordinator is not ready: {reply['not_ready']}",
+            advice="nothing was recorded; send the same again in a moment",
+        )
+    return reply
+
+
+async def _on_stagescope_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, StagescopeError)
+    return error_response(error, request.url.path)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    wrongs = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        wrongs.append(f"{where} {item.get('input')!r:.100}: {item['msg']}")
+    return error_response(InvalidInput("; ".join(wrongs)), request.url.path)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    expected = ""
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        wrong, code = f"there is no route {request.url.path:.200}", "not_found"
+        expected = "one of the routes that /openapi.json lists"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        wrong, code = f"{request.method} is not possible here", "method_not_allowed"
+        expected = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow", "")
+    else:
+        wrong, code = str(error.detail), "http"
+    found = StagescopeError(wrong, expected=expected)
+    body = problem(found, request.url.path, error.status_code, code)
+    return Response(encode(body), error.status_code, error.headers, MEDIA_TYPE)
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    # The client has gone, which is no error of the service: no traceback in the log.
+    return Response(status_code=HTTPStatus.BAD_REQUEST)
+
+
+async def _on_unexpected_error(request: Request, error: Exception) -> Response:
+    # The message may hold paths or rows: the server logs it with its traceback, and the answer
+    # does not contain it.
+    found = StagescopeError(
+        f"the service failed with {type(error).__name__}",
+        advice="the service's log has the traceback",
+    )
+    body = problem(found, request.url.path, 500, "internal")
+    return Response(encode(body), 500, media_type=MEDIA_TYPE)

@@ -1,0 +1,202 @@
+"""Routes of figures: each returns one figure as plotly's JSON, `/figures` lists them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Depends, Query
+from fastapi.responses import Response
+
+from stagescope_service.figures import (
+    anatomy,
+    density,
+    distribution,
+    heatmaps,
+    operators,
+    rounds,
+    timeline,
+)
+from stagescope_service.figures.drawing import Shown, drawn
+from stagescope_service.figures.trace_events import trace_events
+from stagescope_service.http.parameters import (
+    AttemptNumber,
+    Deps,
+    RankQueryOf,
+    Run,
+    StepTarget,
+)
+from stagescope_service.http.requests import Answer, pattern
+from stagescope_service.views.models import figures as models
+from stagescope_service.views.operators.tables import operator_target
+from stagescope_service.views.pages import step_number
+from stagescope_service.views.reading.dependencies import STEP_PATTERN
+from stagescope_service.views.reading.target import Target
+from stagescope_service.views.steps.numbers import comparability_fields, doubt
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+router = APIRouter(tags=["figures"])
+
+StepName = Annotated[
+    str,
+    Query(
+        description="The trainer's step, or `latest`.",
+        examples=["5", "latest"],
+        json_schema_extra=pattern(STEP_PATTERN),
+    ),
+]
+TokenProperty = Annotated[
+    anatomy.By, Query(description="The property of the tokens by which they are told apart.")
+]
+
+
+def figure_target(
+    deps: Deps, step: StepName = "latest", run: Run = None, attempt: AttemptNumber = None
+) -> Target:
+    """Return the step of a query."""
+    return deps.finder.step(run, attempt, step_number(step))
+
+
+def dumped_target(
+    deps: Deps, step: StepName = "latest", run: Run = None, attempt: AttemptNumber = None
+) -> Target:
+    """Return the step of a query; `latest` is the newest with operators."""
+    return operator_target(deps, step, run, attempt)
+
+
+FigureTarget = Annotated[Target, Depends(figure_target)]
+DumpedTarget = Annotated[Target, Depends(dumped_target)]
+
+
+class FigureAnswer(Response):
+    """A figure; see `figures.drawing.drawn`."""
+
+    media_type = "application/json"
+
+    def __init__(self, name: str, figure: go.Figure, found: Shown) -> None:
+        super().__init__(drawn(name, figure, found))
+
+
+@router.get("/figures/rounds", response_model=models.Figure)
+def rounds_figure(
+    deps: Deps,
+    target: FigureTarget,
+    compare: Annotated[
+        int,
+        Query(ge=0, le=rounds.MAX_BEFORE, description="Number of steps before, drawn faded."),
+    ] = 3,
+) -> FigureAnswer:
+    """Draw |d| by round of a step with its quantiles, and the number of tokens."""
+    found = rounds.info(deps, target, compare=compare)
+    return FigureAnswer("rounds", rounds.figure(found), found)
+
+
+@router.get("/figures/rank-rounds", response_model=models.Figure)
+def rank_rounds_figure(
+    deps: Deps,
+    target: FigureTarget,
+    metric: Annotated[
+        heatmaps.Metric, Query(description="The number that is drawn.")
+    ] = heatmaps.DEFAULT,
+) -> FigureAnswer:
+    """Draw a number by rank and round of a step; many ranks are folded, the odd one out on top."""
+    found = heatmaps.rounds_info(deps, target, metric)
+    return FigureAnswer("rank-rounds", heatmaps.figure(found), found)
+
+
+@router.get("/figures/distribution", response_model=models.Figure)
+def distribution_figure(
+    deps: Deps,
+    target: FigureTarget,
+    of: Annotated[
+        distribution.Of,
+        Query(description="`abs`: |p - q| in nats; `ratio`: e^(p - q), of the probabilities."),
+    ] = "abs",
+    round: Annotated[
+        int | None, Query(ge=0, lt=1 << 31, description="Only this round, from 0.")
+    ] = None,
+) -> FigureAnswer:
+    """Draw how many tokens of a step have which |d|, or which ratio of probabilities."""
+    found = distribution.info(deps, target, of=of, round=round)
+    return FigureAnswer("distribution", distribution.figure(found), found)
+
+
+@router.get("/figures/density", response_model=models.Figure)
+async def density_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
+    """Draw the trainer's log-probs against the rollout's, with the verdict on both.
+
+    The cloud is counted from the tensors while they exist. Without them the figure has its ellipse,
+    its line of regression and the worst tokens, which are stored for every step.
+    """
+    found = await deps.computations.run(density.info, deps, target)
+    return FigureAnswer("density", density.figure(found), found)
+
+
+@router.get("/figures/anatomy", response_model=models.Figure)
+def anatomy_figure(
+    deps: Deps,
+    target: FigureTarget,
+    by: TokenProperty = "place",
+) -> FigureAnswer:
+    """Draw |d| and d of a step by where its tokens are, or how probable or stale they are."""
+    found = anatomy.info(deps, target, by)
+    doubted = None if found.comparability is None else doubt(found.comparability)
+    notes = (found.note, doubted)
+    shown = dataclasses.replace(found, note="; ".join(filter(None, notes)) or None)
+    return FigureAnswer("anatomy", anatomy.figure(found), shown)
+
+
+@router.get("/figures/timeline", response_model=models.Figure)
+def timeline_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
+    """Draw the stages of a step: a lane for each rank, waits, and what failed or did not end."""
+    found = timeline.info(deps, target)
+    return FigureAnswer("timeline", timeline.figure(found), found)
+
+
+@router.get("/figures/operators", response_model=models.Figure)
+async def operators_figure(deps: Deps, target: DumpedTarget, ranks: RankQueryOf) -> FigureAnswer:
+    """Draw the results of a dump's operators in execution order, the first non-finite one marked.
+
+    With several dumps, it draws the one with the earliest non-finite result, else the first.
+    """
+    found = await deps.computations.run(
+        operators.info,
+        deps,
+        target,
+        {"stage": ranks["stage"], "role": ranks["role"], "rank": ranks["rank"]},
+    )
+    return FigureAnswer("operators", operators.figure(found), found)
+
+
+@router.get("/steps/{step}/anatomy", response_model=models.Anatomy, tags=["steps"])
+def step_anatomy(deps: Deps, target: StepTarget, by: TokenProperty = "place") -> Answer:
+    """Return |d| and d of a step by where its tokens are, or how probable or stale they are."""
+    info = anatomy.info(deps, target, by)
+    found = dataclasses.asdict(dataclasses.replace(info, comparability=None))
+    rows = found.pop("bins")
+    return Answer({**found, **comparability_fields(info.comparability), "rows": rows, "next": None})
+
+
+@router.get("/steps/{step}/timeline", response_model=models.Trace, tags=["steps"])
+def trace(deps: Deps, target: StepTarget) -> Answer:
+    """Return the stages of a step as trace events, for ui.perfetto.dev and chrome://tracing.
+
+    A role is a process, a rank a thread. Slices have the stage's status; waits name the rank that
+    was waited for.
+    """
+    found = timeline.read(deps, target)
+    name = f"{target.run}-{target.number}-step{target.step_number}.trace.json"
+    other = {
+        "run": found.run, "attempt": found.attempt, "step": found.step,
+        "begin_wall": found.begin_wall, "clock_error": found.clock_error, "note": found.note,
+    }  # fmt: skip
+    return Answer(
+        {
+            "traceEvents": trace_events(found),
+            "displayTimeUnit": "ms",
+            "otherData": other,
+        },
+        headers={"content-disposition": f'attachment; filename="{name}"'},
+    )

@@ -1,0 +1,84 @@
+"""Routes of figures over the steps of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from stagescope_service.figures import (
+    heatmaps,
+    offenders,
+    overview,
+)
+from stagescope_service.http.parameters import (
+    AttemptQueryOf,
+    Deps,
+    WindowOf,
+)
+from stagescope_service.http.routes.figures import FigureAnswer
+from stagescope_service.views.models import figures as models
+from stagescope_service.views.reading.dependencies import check_window
+
+router = APIRouter(tags=["figures"])
+
+Metrics = Annotated[
+    list[str] | None,
+    Query(description="A published metric or a scalar; may be given several times.", max_length=12),
+]
+
+
+@router.get("/figures/overview", response_model=models.Figure)
+def overview_figure(
+    deps: Deps,
+    chosen: AttemptQueryOf,
+    window: WindowOf,
+    metric: Metrics = None,
+    superseded: Annotated[
+        bool, Query(description="Also steps that a later attempt did again, faded.")
+    ] = True,
+    smooth: Annotated[
+        float | None,
+        Query(
+            ge=1,
+            le=10_000,
+            allow_inf_nan=False,
+            description="Also draw an exponential moving average over so many steps.",
+        ),
+    ] = None,
+) -> FigureAnswer:
+    """Draw metrics over the steps of a run, with its attempts and what happened when.
+
+    The marks are findings, captures, weight syncs and steps without a value, each with its reason.
+    A band is the noise floor where it was recorded. Dashed lines are the first stalenesses.
+    """
+    check_window(window)
+    request = overview.Request(tuple(metric or ()), chosen.attempt, window, superseded, smooth)
+    found = overview.info(deps, chosen.run, request)
+    return FigureAnswer("overview", overview.figure(found), found)
+
+
+@router.get("/figures/rank-steps", response_model=models.Figure)
+def rank_steps_figure(
+    deps: Deps,
+    chosen: AttemptQueryOf,
+    window: WindowOf,
+    metric: Annotated[
+        heatmaps.Metric, Query(description="The number that is drawn.")
+    ] = heatmaps.DEFAULT,
+) -> FigureAnswer:
+    """Draw a number by rank and step, by default of the newest 200 steps."""
+    check_window(window)
+    found = heatmaps.steps_info(deps, *chosen, window, metric)
+    return FigureAnswer("rank-steps", heatmaps.figure(found), found)
+
+
+@router.get("/figures/offenders", response_model=models.Figure)
+async def offenders_figure(deps: Deps, chosen: AttemptQueryOf, window: WindowOf) -> FigureAnswer:
+    """Draw the prompts whose samples differ more than their steps do, over the newest 40 steps.
+
+    `prompt_hashes` of the payloads identify a prompt.
+    """
+    check_window(window)
+    found = await deps.computations.run(offenders.info, deps, *chosen, window)
+    return FigureAnswer("offenders", offenders.figure(found), found)

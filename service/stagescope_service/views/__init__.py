@@ -1,0 +1,1 @@
+"""Views: what the service answers, by noun, read from the store; no HTTP."""

@@ -1,0 +1,399 @@
+"""Answers about runs: attempts, steps in lists, series, exactness, findings and losses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stagescope_service.fields import Attempt, Number, Rank, Role, Row, Run, Stage, Step
+from stagescope_service.store.queries.overview import RunRow
+from stagescope_service.store.tables.findings import FindingColumns, LossColumns
+from stagescope_service.views.encoding import JsonObject
+from stagescope_service.views.models.common import (
+    ABSENT,
+    BegunAgainIn,
+    Complete,
+    GapText,
+    Link,
+    ListedMissing,
+    Model,
+    Page,
+    RunHeading,
+    ScopeHeading,
+)
+
+
+class Runs(Model, Page[RunRow]):
+    """Runs, the one that was active last first."""
+
+
+class Superseded(Row):
+    """Steps that a later attempt repeats."""
+
+    from_step: Annotated[int, Field(description="From this step of the trainer on.", examples=[5])]
+    by: Annotated[int, Field(description="Number of the later attempt, from 1.", ge=1)]
+
+
+class AttemptRow(Row):
+    """An attempt with its fingerprint."""
+
+    attempt: Attempt
+    state: Literal["live", "silent", "ended"]
+    """`silent`: it did not end, and none of its processes reports."""
+    begun: float | None
+    """Unix seconds: when the first of its processes started."""
+    ended: float | None
+    """Unix seconds; null: it has not."""
+    end_reason: str | None
+    """`finished`, `it was interrupted`, `an exception ended one of its processes`, or
+    `its processes fell silent`; null: it has not ended."""
+    attempt_key: str
+    """Key that the processes of one start share."""
+    resumed_from_step: Step | None
+    """The trainer's step after which it continued; null: it continued none, or that is not
+    known."""
+    first_step: Step | None
+    """The trainer's lowest step in it; null: it has none."""
+    last_closed_step: Step | None
+    """The trainer's highest closed step in it; null: none is closed."""
+    unkeyed: bool | None
+    """Whether raw calls without a key are in it."""
+    processes: int
+    """Number of processes that have reported."""
+    last_wall: float | None
+    """Unix seconds: when one of them last reported."""
+    fingerprint: JsonObject | None
+    """git, config, packages, drivers, environment without secrets; null: none was given."""
+    superseded: list[Superseded]
+    """Steps that later attempts repeat."""
+
+
+class Attempts(RunHeading, Page[AttemptRow]):
+    """A run's attempts, newest first."""
+
+    note: str | None
+    """Which steps between two attempts were never reported; null: there are none."""
+
+
+class NumberName(Model):
+    """A number that a run has over its steps."""
+
+    name: Annotated[str, Field(examples=["rollout_corr/k3_kl"])]
+    """Name, as `/series` and `/figures/overview` accept it."""
+    kind: Literal["metric", "scalar"]
+    """`metric`: published by the service; `scalar`: logged by the training."""
+    unit: Annotated[str, Field(examples=["nat"])]
+    """`nat`, `tokens`, `sequences` or `rows`; empty: a pure number, or not known."""
+
+
+class NumberNames(RunHeading, Page[NumberName]):
+    """The numbers of a run, published metrics first, in alphabetical order."""
+
+
+class StepRow(Row):
+    """A step in a list."""
+
+    step: Step
+    run: Run
+    attempt: Attempt
+    complete: Complete
+    missing: list[ListedMissing]
+    """Ranks that have not ended a stage in which they were expected."""
+    gap: GapText
+    begun_again: BegunAgainIn
+    superseded_by: int | None
+    """Number of the newest attempt that repeats this step; null: none does."""
+    opened_wall: float | None
+    """Unix seconds: when the first rank began it."""
+    closed_wall: float | None
+    """Unix seconds; null: it is open."""
+    close_reason: str | None
+    """`everyone went on`, `attempt ended`, `end_step` (a call) or `left behind` (too many steps
+    were open); null: it is open."""
+    measured: bool
+    """Whether it has numbers."""
+    losses: int
+    """Number of rows of `/losses` about it."""
+    pinned: bool
+    """Whether its payloads and kept files stay."""
+
+
+class Steps(ScopeHeading, Page[StepRow]):
+    """A run's steps, newest first."""
+
+    note: str | None
+    """Which steps between two attempts were never reported; null: there are none."""
+
+
+# --- one number over the steps ------------------------------------------------------------
+class OneSeries(Model):
+    """The values of one series, aligned to `steps`."""
+
+    name: Annotated[str, Field(examples=["actor 3", "round 0", ""])]
+    """Short name of its slice; empty for the step's own number."""
+    stage: Stage = ABSENT
+    role: Role = ABSENT
+    rank: Rank = ABSENT
+    round: int = ABSENT
+    """Index of the round, from 0."""
+    staleness: int = ABSENT
+    """Trainer version - the tokens' own version, in policy versions."""
+    values: list[Number | None]
+    """The metric's values in its own unit; for a scalar the mean over ranks and parts. Null where
+    the step has none."""
+    low: list[Number | None] = ABSENT
+    """Lowest value of a scalar over ranks and parts."""
+    high: list[Number | None] = ABSENT
+    """Highest value of a scalar over ranks and parts."""
+
+
+class Series(ScopeHeading):
+    """One number over the steps of a run, as columns with one entry a step, ascending."""
+
+    metric: Annotated[str, Field(examples=["rollout_corr/kl"])]
+    """Name of the metric or scalar, as requested."""
+    kind: Literal["metric", "scalar"]
+    """`metric`: a published number of the step summary; `scalar`: what ranks logged."""
+    by: Literal["rank", "round", "staleness"] | None
+    """Property that separates the series; null: one series of the whole step."""
+    steps: list[Step]
+    """The trainer's steps, ascending."""
+    attempts: list[Attempt]
+    """Number of the attempt of each step, from 1."""
+    superseded_by: list[int | None]
+    """Number of the newest attempt that began again at the step or before; null: none did."""
+    begun_again: list[BegunAgainIn]
+    """Ranks that repeated each step within the attempt, so that both passes count. Mostly empty."""
+    complete: list[Complete]
+    """Whether all expected ranks arrived in each step; `open` where it is not closed."""
+    comparable: list[str | None]
+    """The verdict on the step's streams; null: it has none."""
+    suspects: list[list[str]]
+    """The checks behind the verdict that found something."""
+    reasons: list[str | None]
+    """Why the step has no value; null: it has one."""
+    series: list[OneSeries]
+    """The series, each with an entry a step."""
+    earlier_to: int | None
+    """The step to give as `to` for the steps before; null: there are none."""
+    note: str | None
+    """The steps that only a superseded attempt has; null: there are none."""
+
+
+# --- zero as proof ------------------------------------------------------------------------
+class FirstDifference(Model):
+    """The first step that differs, and the first token in it; where it was not kept no token."""
+
+    step: Step
+    attempt: Attempt
+    text: str
+    """Where it is, and both values with all digits."""
+    sample_uid: str | None = ABSENT
+    """The token's sample: group_id + sample_index; null: the payload names no samples."""
+    role: Role = ABSENT
+    rank: Annotated[
+        int, Field(description="The rank that handed the token over, in its role, from 0.", ge=0)
+    ] = ABSENT
+    row: int = ABSENT
+    """Index of the row in the payload, from 0."""
+    round: int = ABSENT
+    """Index of the round in the row, from 0."""
+    position: int = ABSENT
+    """Index among the row's tokens, from 0, or the value that `positions` gives."""
+    token_id: int | None = ABSENT
+    """The token's id in the tokenizer's vocabulary; null: no responses were handed over."""
+    p: Number = ABSENT
+    """The trainer's log-prob in nats."""
+    q: Number = ABSENT
+    """The rollout's log-prob in nats."""
+    is_first: bool = ABSENT
+    """Whether no token of the step before it differs; false: one that was not kept may."""
+
+
+class ExactRange(Row):
+    """Steps in a row of one verdict."""
+
+    from_step: Step
+    to_step: Step
+    steps: int
+    """Number of measured steps in the range."""
+    attempt: Annotated[int, Field(description="Number of the attempt that did them.", ge=1)]
+    verdict: Literal["exact", "differs", "not measured"]
+    """`exact`: equal in all tokens, from two producers; `differs` in some; `not measured`: equal,
+    which proves nothing (`reason`)."""
+    tokens: int
+    """Number of tokens on which it rests."""
+    unequal: int
+    """Number of tokens in which the streams differ, be it that one alone is not finite."""
+    non_finite: int
+    """Number of tokens beside those it rests on: a stream is not finite in them."""
+    reason: str | None
+    """Why it is not measured; null: it is."""
+
+
+class Exact(ScopeHeading, Page[ExactRange]):
+    """In which steps trainer and rollout are equal in all tokens; -0.0 equals 0.0."""
+
+    text: str
+    """All of it in one sentence."""
+    first: FirstDifference | None
+    """Null: no step differs."""
+
+
+# --- findings and losses ------------------------------------------------------------------
+OnAttempt = Annotated[int | None, Field(description="The attempt; null: it is about none.", ge=1)]
+
+
+class FindingRow(FindingColumns):
+    """Something wrong that the service found."""
+
+    attempt: OnAttempt
+    see: list[Link]
+    """What to look at, as data."""
+
+
+class Findings(ScopeHeading, Page[FindingRow]):
+    """Findings, the last seen first."""
+
+
+class Extent(Row):
+    """The steps and ranks of a group."""
+
+    where: Annotated[str, Field(examples=["steps 10-25, rank 3"])]
+    """As text."""
+    first_step: Step | None
+    """The trainer's lowest step of them; null: they are about none."""
+    last_step: Step | None
+    """The trainer's highest step of them; null: they are about none."""
+    steps: int
+    """Number of different steps."""
+    ranks: int
+    """Number of different rank numbers; the same number in two roles counts once."""
+
+
+class _Grouped(Model):
+    groups: int
+    """Number of groups, on all pages."""
+    grouped: int
+    """Number of rows in these groups."""
+    truncated: bool
+    """Whether there were more rows than are grouped; the newest are."""
+
+
+class FindingGroup(Extent, FindingRow):
+    """Findings of one attempt with the same cause: the first of them, and their extent.
+
+    `message` is true of all: where they differ, ranks and steps are listed, other numbers are given
+    as their smallest and largest.
+    """
+
+    findings: int
+    """Number of rows of `/findings`."""
+
+
+class FindingGroups(ScopeHeading, _Grouped, Page[FindingGroup]):
+    """Groups of findings, the most severe first."""
+
+
+class FindingOfGroup(Extent):
+    """The findings of an attempt with the cause of one."""
+
+    findings: int
+    """Number of rows of `/findings`."""
+    first_id: str
+    """Id of the first of them."""
+
+
+class Finding(FindingRow):
+    """One finding."""
+
+    group: FindingOfGroup
+    """The findings of its attempt with the same cause."""
+
+
+class LossRow(LossColumns):
+    """Something that was announced and never arrived, or was dropped."""
+
+    attempt: OnAttempt
+
+
+class Losses(ScopeHeading, Page[LossRow]):
+    """Losses, the last first."""
+
+
+class LossGroup(Extent):
+    """Losses of one attempt of one kind, reason, stage and role: the first, and how many."""
+
+    loss_id: str
+    """Id of the first loss."""
+    attempt: OnAttempt
+    role: Role | None
+    """Role of the first; the same in all."""
+    rank: Rank | None
+    """Rank of the first in its role, from 0; null: unknown."""
+    step: Step | None
+    """The trainer's step of the first; null: it is of none, or that is not known."""
+    stage: Stage | None
+    """Stage of the first; the same in all."""
+    kind: str
+    """Kind of the lost data, as in `/losses`; the same in all."""
+    reason: str | None
+    """Reason of the first; the others may have other numbers in it."""
+    wall: float | None
+    """Unix seconds: `wall` of the first, which has the lowest step and rank."""
+    losses: int
+    """Number of rows of `/losses`."""
+    count: int
+    """Number of payloads, stages, dumps, events or scalars that were lost."""
+    bytes: int
+    """Size in bytes of the lost data whose size is known."""
+    first_wall: float | None
+    """Unix seconds: the earliest `wall` of them."""
+    last_wall: float | None
+    """Unix seconds: the latest `wall` of them."""
+
+
+class LossGroups(ScopeHeading, _Grouped, Page[LossGroup]):
+    """Groups of losses, the most lost first."""
+
+
+class FiringGroup(Extent):
+    """Firings of one rule, stage and role of an attempt: the first, and how many."""
+
+    run: Run
+    attempt: OnAttempt
+    step: Step
+    rule: str
+    """Name of the rule."""
+    stage: Stage | None
+    """Stage of the first; the same in all. Null: it concerns none."""
+    role: Role | None
+    """Role of the first; the same in all. Null: it concerns none, or several."""
+    rank: Rank | None
+    """Rank of the first in its role, from 0; null: it concerns none, or several."""
+    round: int | None
+    """Index of the round of the first, from 0; null: it is of none."""
+    message: str
+    """Message of the first."""
+    actions: JsonObject | None
+    """Results of its actions, as in `/triggers/firings`; null: they have not run yet."""
+    outcomes: list[str]
+    """Results of the actions of all of them, as text."""
+    wall: float | None
+    """Unix seconds: when the first of them fired."""
+    withdrawn_wall: float | None
+    """Unix seconds; always null: withdrawn firings are left out."""
+    firings: int
+    """Number of times that it fired."""
+    first_wall: float | None
+    """Unix seconds: when one of them fired first."""
+    last_wall: float | None
+    """Unix seconds: when one of them fired last."""
+
+
+class FiringGroups(_Grouped, Page[FiringGroup]):
+    """Groups of firings, the last first."""
+
+    run: Run | None
+    """The requested run; null: all runs."""

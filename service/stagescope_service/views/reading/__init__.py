@@ -1,0 +1,1 @@
+"""What views read with: the collaborators, targets, completeness, step summaries, rows."""

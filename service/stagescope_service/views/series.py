@@ -1,0 +1,510 @@
+"""One number over the steps of a run: a published metric or a scalar, or slices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Final, Literal, NamedTuple
+
+from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
+from stagescope_service.store.queries.measurements import ScalarValues, StepNumbers
+from stagescope_service.store.tables import StepMarks
+from stagescope_service.views.encoding import JsonObject
+from stagescope_service.views.findings.texts import ranges_text
+from stagescope_service.views.models.common import BegunAgain
+from stagescope_service.views.reading.completeness import (
+    ROWS_REMOVED,
+    aggregation_errors,
+    begun_again,
+    is_behind,
+)
+from stagescope_service.views.reading.dependencies import (
+    AttemptQuery,
+    Dependencies,
+    RankQuery,
+    Window,
+    check_window,
+)
+from stagescope_service.views.reading.rows import Lineage
+from stagescope_service.views.reading.target import Target
+from stagescope_wire.errors import InvalidInput, NotFound
+from stagescope_wire.links import Link
+from stagescope_wire.names import similar_names
+from stagescope_wire.render import ranks_text
+
+MAX_SERIES_STEPS: Final = 20_000
+"""Most steps of an answer."""
+
+By = Literal["rank", "round", "staleness"]
+
+Key = tuple[str | None, str | None, int | None]
+"""(stage, role, rank or round or staleness) of one series; all None for the step's own number."""
+
+Value = float | str | None
+"""A number, or the name of one that is not finite; None: the step has none."""
+
+MAX_VALUES: Final = 500_000
+"""Most values of an answer: steps times series."""
+
+_STEPS_SEARCHED: Final = 20
+"""Newest steps that are searched for the ranks and stages of a scalar."""
+
+OPEN: Final = "the step is not closed"
+
+UNMEASURED: Final = "no rank handed over both streams"
+
+BEHIND: Final = "its numbers are being aggregated"
+
+NOT_STORED: Final = "its numbers are not stored for curves: request the step"
+
+ABSENT: Final = "not among the numbers of this step"
+
+NOT_LOGGED: Final = "no rank logged it"
+
+
+@dataclasses.dataclass
+class Point:
+    """One step of one attempt, and its values by series."""
+
+    row: StepNumbers
+    values: dict[Key, Value]
+    reason: str | None = None
+    """Why it has no value."""
+    low: dict[Key, Value] = dataclasses.field(default_factory=dict)
+    high: dict[Key, Value] = dataclasses.field(default_factory=dict)
+
+
+class SeriesQuery(RankQuery):
+    """The query parameters that select series; None: no filter."""
+
+    metric: str
+    by: By | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SeriesRequest:
+    """A request for one number over the steps of some attempts."""
+
+    metric: str
+    by: By | None
+    stage: str | None
+    role: str | None
+    rank: int | None
+    attempt_ids: Sequence[int]
+    window: Window
+
+    def matches(self, role: str | None, rank: int | None) -> bool:
+        """Return whether a rank is requested."""
+        return self.role in (None, role) and self.rank in (None, rank)
+
+    @property
+    def has_scalar_slices(self) -> bool:
+        """Whether a scalar fits the request: it has no rounds and no staleness."""
+        return self.by in (None, "rank")
+
+
+class PointPage(NamedTuple):
+    """The newest points of a metric or scalar."""
+
+    kind: str
+    points: Sequence[Point]
+    earlier_to: int | None
+    """The last step before them; None: there is none."""
+    superseded: Mapping[int, Sequence[int]] = {}
+    """Number of an attempt -> its steps, ascending, that no current attempt has."""
+
+
+def _newest_points(
+    kind: str, points: Iterable[Point], lineage: Lineage, keep_all: bool, limit: int
+) -> PointPage:
+    """Return the newest points within the limits.
+
+    Args:
+        kind: of the points.
+        points: the newest first.
+        lineage: tells which steps are superseded.
+        keep_all: whether superseded steps are returned too.
+        limit: most points.
+    """
+    newest: list[Point] = []
+    keys: set[Key] = set()
+    last_step: int | None = None
+    omitted: dict[int, int] = {}  # step -> the newest attempt that has it
+    earlier_to = None
+    for point in points:
+        step = point.row["step"]
+        is_superseded = step == last_step or lineage.superseded_by(point.row) is not None
+        if is_superseded and not keep_all:
+            if step != last_step:
+                omitted.setdefault(step, lineage.numbers[point.row["attempt_id"]])
+            continue
+        keys |= point.values.keys()
+        if len(newest) >= limit or len(newest) * len(keys) >= MAX_VALUES:
+            earlier_to = min(step, newest[-1].row["step"] - 1)
+            break
+        last_step = step
+        newest.append(point)
+    found = {point.row["step"] for point in newest}
+    superseded: dict[int, list[int]] = {}
+    for step, attempt in sorted(omitted.items()):
+        if step not in found and (earlier_to is None or step > earlier_to):
+            superseded.setdefault(attempt, []).append(step)
+    return PointPage(kind, newest, earlier_to, superseded)
+
+
+def _superseded_note(superseded: Mapping[int, Sequence[int]]) -> str | None:
+    """Return which steps only superseded attempts have; None: there are none."""
+    if not superseded:
+        return None
+    texts = [
+        f"attempt {attempt} has step{'s' if len(steps) > 1 else ''} {ranges_text(steps)}"
+        for attempt, steps in sorted(superseded.items())
+    ]
+    return (
+        f"{', '.join(texts)}, which no attempt in force has done: a later one began again before "
+        "(ask for that attempt, or for superseded steps)"
+    )
+
+
+# --- metrics --------------------------------------------------------------------------------
+_WHOLE_STEP: Final[Key] = (None, None, None)
+
+
+def _metric_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Point]:
+    """Yield every step, newest first, with the metric where it was published."""
+    has_rank = requested.rank is not None or requested.role is not None
+    by = requested.by or ("rank" if has_rank else None)
+    numbers: Literal["metrics", "slices"] = "metrics" if by is None else "slices"
+    losses = {
+        (row["attempt_id"], row["step"]): f"{row['count']} payloads were lost: {row['reason']:.300}"
+        for row in deps.catalogue.lost_payloads(requested.attempt_ids, **requested.window)
+    }
+    errors = aggregation_errors(deps.catalogue, requested.attempt_ids)
+    for row in deps.catalogue.step_metrics(
+        requested.attempt_ids, version=VERSION, **requested.window, numbers=numbers
+    ):
+        stored: Mapping[str, Value] | bytes | None
+        stored = row.pop("metrics", None) if numbers == "metrics" else row.pop("slices", None)
+        point = Point(row, {})
+        key = (row["attempt_id"], row["step"])
+        if stored is None and row["has_summary"]:
+            point.reason = NOT_STORED
+        elif stored is None:
+            point.reason = why_unmeasured(row, errors.get(key), losses.get(key))
+        elif isinstance(stored, Mapping):
+            if requested.metric in stored:
+                point.values = {_WHOLE_STEP: stored[requested.metric]}
+        elif by is not None:
+            slices = SliceMetrics.from_bytes(stored)
+            point.values = {
+                (None, role if by == "rank" else None, number): value
+                for (role, number), value in slices.column(by, requested.metric).items()
+                if by != "rank" or requested.matches(role, number)
+            }
+        if not point.values and point.reason is None:
+            point.reason = ABSENT
+        yield point
+
+
+def why_unmeasured(row: StepMarks, error: str | None, loss: str | None) -> str:
+    """Return why a step has no numbers.
+
+    Args:
+        row: of the step.
+        error: of its last aggregation.
+        loss: a text about its lost payloads.
+    """
+    if row["closed_wall"] is None:
+        return OPEN
+    if row["rows_removed"] is not None:
+        return ROWS_REMOVED
+    if is_behind(row):
+        return BEHIND if error is None else f"its aggregation failed: {error:.300}"
+    return loss or UNMEASURED
+
+
+# --- scalars --------------------------------------------------------------------------------
+def _scalar_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Point]:
+    """Yield every step, newest first, with the scalar where a rank logged it."""
+    if not requested.has_scalar_slices:
+        return
+    values = deps.catalogue.scalar_values(
+        requested.attempt_ids,
+        requested.metric,
+        by_rank=requested.by == "rank",
+        **requested.window,
+        stage=requested.stage,
+        role=requested.role,
+        rank=requested.rank,
+    )
+    by_step: dict[tuple[int, int], list[ScalarValues]] = {}
+    for value in values:
+        if value["step"] is not None:
+            by_step.setdefault((value["attempt_id"], value["step"]), []).append(value)
+    if not by_step:
+        return
+    for row in deps.catalogue.step_metrics(
+        requested.attempt_ids, version=VERSION, **requested.window, numbers=None
+    ):
+        logged = by_step.get((row["attempt_id"], row["step"]), [])
+        removed = row["rows_removed"] is not None
+        why = OPEN if not row["closed_wall"] else ROWS_REMOVED if removed else NOT_LOGGED
+        point = Point(row, {}, None if logged else why)
+        for value in logged:
+            key = (value["stage"], value["role"], value.get("rank"))
+            point.values[key] = mean_of(value)
+            point.low[key], point.high[key] = _low(value), _high(value)
+        yield point
+
+
+def mean_of(row: ScalarValues) -> Value:
+    """Return the mean of all values, the non-finite ones included as in a sum."""
+    if row["nan"] or (row["posinf"] and row["neginf"]):
+        return "nan"
+    return "inf" if row["posinf"] else "-inf" if row["neginf"] else row["mean"]
+
+
+def _low(row: ScalarValues) -> Value:
+    if row["nan"] or row["neginf"]:
+        return "nan" if row["nan"] else "-inf"
+    return "inf" if row["low"] is None else row["low"]
+
+
+def _high(row: ScalarValues) -> Value:
+    if row["nan"] or row["posinf"]:
+        return "nan" if row["nan"] else "inf"
+    return "-inf" if row["high"] is None else row["high"]
+
+
+# --- the answer -----------------------------------------------------------------------------
+def _columns(points: Sequence[Point], lineage: Lineage, by: By | None, kind: str) -> JsonObject:
+    """Return the answer's columns, one entry a step, and its series."""
+    keys = sorted({key for point in points for key in point.values}, key=_key_order)
+    # Names leave out a stage or role that all series share.
+    same_stage = len({key[0] for key in keys}) <= 1
+    same_role = len({key[1] for key in keys}) <= 1
+    columns: list[JsonObject] = []
+    for key in keys:
+        stage, role, number = key
+        name = [
+            None if same_stage else stage,
+            None if same_role and by != "rank" else role,
+            _slice_name(by, number),
+        ]
+        identity = {"stage": stage, "role": role, by or "rank": number}
+        column: JsonObject = {
+            "name": " ".join(part for part in name if part),
+            **{field: value for field, value in identity.items() if value is not None},
+            "values": [point.values.get(key) for point in points],
+        }
+        if kind == "scalar":
+            column["low"] = [point.low.get(key) for point in points]
+            column["high"] = [point.high.get(key) for point in points]
+        columns.append(column)
+    rows = [point.row for point in points]
+    return {
+        "steps": [row["step"] for row in rows],
+        "attempts": [lineage.numbers[row["attempt_id"]] for row in rows],
+        "superseded_by": [lineage.superseded_by(row) for row in rows],
+        "complete": [
+            "open" if row["closed_wall"] is None else row["completeness"] or "unknown"
+            for row in rows
+        ],
+        "comparable": [row["verdict"] for row in rows],
+        "suspects": [row["suspects"] or [] for row in rows],
+        "reasons": [point.reason for point in points],
+        "series": columns,
+    }
+
+
+def _begun_again(deps: Dependencies, points: Sequence[Point]) -> list[list[BegunAgain]]:
+    """Return the ranks that began each of the steps again, an entry a step."""
+    keys = [(int(point.row["attempt_id"]), int(point.row["step"])) for point in points]
+    if not keys:
+        return []
+    repeated = begun_again(
+        deps.catalogue,
+        {attempt_id for attempt_id, _ in keys},
+        first=keys[0][1],
+        last=keys[-1][1],
+    )
+    return [repeated.get(key, []) for key in keys]
+
+
+def _key_order(key: Key) -> tuple[str, str, int]:
+    return (key[0] or "", key[1] or "", -1 if key[2] is None else key[2])
+
+
+def _slice_name(by: By | None, number: int | None) -> str:
+    if number is None:
+        return ""
+    return str(number) if by in (None, "rank") else f"{by} {number}"
+
+
+# --- names that do not exist ----------------------------------------------------------------
+def newest_metrics(deps: Dependencies, ids: Sequence[int]) -> Mapping[str, Value]:
+    """Return the published numbers of the newest step that has some."""
+    return deps.catalogue.newest_numbers(ids, version=VERSION)
+
+
+def _is_published(metric: str, newest: Mapping[str, Value]) -> bool:
+    """Return whether a name looks like a published metric's, given those of the newest step."""
+    family = metric.partition("/")[0]
+    return not newest or metric in newest or any(name.startswith(f"{family}/") for name in newest)
+
+
+def _unlogged(point: Point) -> Point:
+    reason = NOT_LOGGED if point.row["closed_wall"] else OPEN
+    return dataclasses.replace(point, reason=reason)
+
+
+def _check_rank(
+    requested: SeriesRequest, existing: Collection[tuple[str | None, int | None]]
+) -> None:
+    """Raise NotFound where none of the existing (role, rank) is requested."""
+    if any(requested.matches(role, rank) for role, rank in existing):
+        return
+    ranks = sorted({(str(role), int(rank or 0)) for role, rank in existing})
+    owner = requested.role or "any role"
+    owner += "" if requested.rank is None else f", rank {requested.rank}"
+    raise NotFound(
+        f"there is no {requested.metric} of {owner}",
+        expected=ranks_text(ranks) if ranks else "",
+    )
+
+
+def _check_name(
+    deps: Dependencies, requested: SeriesRequest, target: Target, metrics: Mapping[str, Value]
+) -> Literal["metric", "scalar"]:
+    """Return the kind of a name without values; raise where it cannot have any.
+
+    Args:
+        deps: the catalogue's holder.
+        requested: the name and its slices.
+        target: the run.
+        metrics: of the newest step.
+
+    Raises:
+        NotFound: no metric of the newest steps and no scalar has that name, or the last steps
+            that have it lack the requested stage, role or rank.
+        InvalidInput: a scalar by round or staleness.
+    """
+    name, ids = requested.metric, requested.attempt_ids
+    scalars = deps.catalogue.scalar_names(ids)
+    if name in scalars:
+        _check_scalar(deps, requested, scalars[name])
+        return "scalar"
+    has_slice = requested.by or requested.role or requested.rank is not None
+    if name in metrics and has_slice:
+        # The error below keeps this frame for a while; its read transaction would stay as long.
+        with closing(deps.catalogue.step_metrics(ids, version=VERSION, numbers="slices")) as rows:
+            blob = next((each for row in rows if (each := row.get("slices"))), None)
+        slices = SliceMetrics.from_bytes(blob) if blob else None
+        if slices is not None and name not in slices.names:
+            raise NotFound(
+                f"{name} is a number of the whole step: there is none by {requested.by or 'rank'}",
+                expected=f"one of {', '.join(slices.names)}",
+            )
+        if slices is not None:
+            _check_rank(requested, slices.column("rank", name))
+    check_known(target.run, name, metrics, scalars)
+    return "metric"
+
+
+def check_known(run: str, name: str, metrics: Collection[str], scalars: Collection[str]) -> None:
+    """Check a name against the metrics and scalars of a run; any will do if it has none yet.
+
+    Raises:
+        NotFound: there is no such metric and no such scalar.
+    """
+    if name in metrics or name in scalars or not (metrics or scalars):
+        return
+    close = similar_names(name, [*metrics, *scalars])
+    raise NotFound(
+        f"run {run} has no metric and no scalar {name!r:.100}",
+        advice=f"did you mean {' or '.join(close)}?" if close else "",
+        see=(Link("metrics", "latest"), Link("scalars", "latest", shows="the names")),
+    )
+
+
+def _check_scalar(deps: Dependencies, requested: SeriesRequest, last: int | None) -> None:
+    """Raise where a scalar has no such slice, stage, role or rank.
+
+    Args:
+        deps: the catalogue's holder.
+        requested: the scalar and its slices.
+        last: its newest step; None: it is of no step.
+    """
+    name = requested.metric
+    if not requested.has_scalar_slices:
+        raise InvalidInput(
+            f"{name} is a scalar, which has no {requested.by}", expected="by=rank, or no by"
+        )
+    if last is None:
+        return
+    rows = list(
+        deps.catalogue.scalar_values(
+            requested.attempt_ids, name, by_rank=True, first=last - _STEPS_SEARCHED, last=last
+        )
+    )
+    stages = sorted({str(row["stage"]) for row in rows if row["stage"] is not None})
+    if requested.stage is not None and requested.stage not in stages:
+        close = similar_names(requested.stage, stages)
+        raise NotFound(
+            f"{name} is logged in no stage {requested.stage!r:.100}",
+            expected=f"one of {', '.join(stages)}" if stages else "no stage",
+            advice=f"did you mean {' or '.join(close)}?" if close else "",
+        )
+    _check_rank(requested, {(row["role"], row.get("rank")) for row in rows})
+
+
+def series(
+    deps: Dependencies,
+    query: SeriesQuery,
+    chosen: AttemptQuery,
+    window: Window,
+    superseded: bool = False,
+    limit: int = 10000,
+) -> JsonObject:
+    """Return one number over the steps of a run, as columns: `steps` and, aligned, the others."""
+    check_window(window)
+    target = deps.finder.attempt(*chosen)
+    metric, stage, attempt = query["metric"], query["stage"], chosen.attempt
+    attempts = deps.catalogue.attempts(target.run)
+    lineage = Lineage(attempts)
+    ids = [row["attempt_id"] for row in attempts if attempt in (None, row["number"])]
+    requested = SeriesRequest(**query, attempt_ids=ids, window=window)
+    keep_all = superseded or attempt is not None
+    result = PointPage("metric", [], None)
+    newest = newest_metrics(deps, ids)
+    readers = {"metric": _metric_points, "scalar": _scalar_points}
+    # The kind that the name suggests is read first: most often the other need not be read.
+    scalars_first = stage is not None or not _is_published(metric, newest)
+    for kind in sorted(readers, reverse=scalars_first):
+        page = _newest_points(kind, readers[kind](deps, requested), lineage, keep_all, limit)
+        result = page if page.points or page.superseded else result
+        if any(point.values for point in page.points):
+            break
+    else:
+        if _check_name(deps, requested, target, newest) == "scalar":
+            unlogged = [_unlogged(point) for point in result.points]
+            result = result._replace(kind="scalar", points=unlogged)
+    has_values = any(point.values for point in result.points)
+    if stage is not None and result.kind == "metric" and (has_values or metric in newest):
+        raise InvalidInput(
+            f"{metric} is a metric, which a step has of one stage alone: stage {stage!r:.100} "
+            "cannot be chosen",
+            expected="no stage; of scalars alone there is one of each stage that logged it",
+        )
+    return {
+        **target.heading(),
+        "attempt": attempt,
+        "metric": metric,
+        "kind": result.kind,
+        "by": query["by"],
+        **_columns(result.points[::-1], lineage, query["by"], result.kind),
+        "begun_again": _begun_again(deps, result.points[::-1]),
+        "earlier_to": result.earlier_to,
+        "note": _superseded_note(result.superseded),
+    }

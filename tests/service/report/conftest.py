@@ -1,0 +1,3 @@
+from tests.support.service_fixtures import compiled, live
+
+__all__ = ["compiled", "live"]

@@ -1,0 +1,445 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from tests.support.api import Rank, Service
+from tests.support.measure import payload
+from tests.support.stores import eventually
+
+from stagescope import attach
+from stagescope_service.core.findings import finding
+from stagescope_service.store.queries.overview import ListedRun
+from stagescope_service.store.tables import StepState
+from stagescope_service.views.pages import cursor
+from stagescope_service.views.reading.rows import Lineage
+from stagescope_wire.links import Link
+
+LOG_PROB = "actor_compute_log_prob"
+
+
+def train(live: Service, steps: range, **keywords: Any) -> Rank:
+    """One rank goes through steps; the last stays open."""
+    rank = Rank(live, world_size=1, **keywords)
+    for step in steps:
+        rank.stage("actor_update", step)
+    return rank
+
+
+def test_streams_that_are_not_joined_are_reported(live: Service) -> None:
+    for role, stage, name in (
+        ("rollout", "rollout_generate", "rollout_log_probs"),
+        ("actor", LOG_PROB, "old_log_probs"),
+    ):
+        rank = Rank(live, role=role, world_size=1)
+        handed = payload()
+        handed["tensors"] = {n: t for n, t in handed["tensors"].items() if n in (name, "responses")}
+        rank.begin(stage, 1)
+        declared = {"tensors": {n: ["float32", [4, 12]] for n in handed["tensors"]}, "bytes": 1}
+        rank.say("end", handed, stage=stage, step=1, payload={**declared, "meta": {}})
+    problem = live.problem(404, "/steps/1/metrics")
+    assert "both streams were handed over, by different payloads, and are not joined" in str(
+        problem
+    )
+    assert "/findings" in problem["advice"]
+
+
+def resumed(live: Service) -> None:
+    """Attempt 1 did steps 1 to 6, attempt 2 resumed at 4 and did 5."""
+    train(live, range(1, 7), key="first")
+    train(live, range(5, 6), key="second", start=2_000.0, resumed_from_step=4)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "note"),
+    [
+        (range(1, 7), range(21, 23),
+         "steps 7 to 20 were never reported: attempt 2 begins with 21, after 6 of attempt 1"),
+        (range(1, 7), range(8, 10),
+         "step 7 was never reported: attempt 2 begins with 8, after 6 of attempt 1"),
+        (range(1, 7), range(7, 9), None),
+        (range(1, 7), range(4, 6), None),
+        (range(10, 40, 10), range(40, 60, 10), None),
+    ],
+)  # fmt: skip
+def test_steps_between_two_attempts_that_neither_reported_are_named(
+    first: range, second: range, note: str | None, live: Service
+) -> None:
+    train(live, first, key="first")
+    train(live, second, key="second", start=2_000.0)
+    assert live.get("/runs/r/attempts")["note"] == note
+    assert live.get("/steps")["note"] == note
+    assert live.tokens is not None
+    with attach(live.server.url, token=live.tokens.read) as session:
+        assert note is None or note in " ".join(str(session.attempts("r")).split())
+
+
+class TestRuns:
+    def test_last_active_first_with_the_newest_attempt(self, live: Service) -> None:
+        train(live, range(1, 3), run="old", start=1_000.0)
+        train(live, range(1, 3), run="new", start=5_000.0)
+        rows = live.get("/runs")["rows"]
+        assert [row["run"] for row in rows] == ["new", "old"]
+        assert rows[0]["live"] is True
+        assert (rows[0]["attempt"], rows[0]["attempt_key"], rows[0]["attempts"]) == (1, "a1", 1)
+        assert rows[0]["last_closed_step"] == 1
+
+    def test_pages(self, live: Service) -> None:
+        for number in range(5):
+            train(live, range(1, 2), run=f"run-{number}", start=1_000.0 * (number + 1))
+        found, following = [], None
+        for _ in range(10):
+            params = {"limit": 2} | ({"cursor": following} if following else {})
+            page = live.get("/runs", **params)
+            assert len(page["rows"]) <= 2
+            found += [row["run"] for row in page["rows"]]
+            following = page["next"]
+            if following is None:
+                break
+        assert found == [f"run-{number}" for number in (4, 3, 2, 1, 0)]
+
+
+class TestAttempts:
+    def test_with_fingerprints_and_what_was_done_again(self, live: Service) -> None:
+        train(live, range(1, 7), key="first", fingerprint={"git": "abc"})
+        train(live, range(5, 6), key="second", start=2_000.0, resumed_from_step=4)
+        answer = live.get("/runs/r/attempts")
+        assert answer["run"] == "r"
+        second, first = answer["rows"]
+        assert (first["attempt"], first["attempt_key"]) == (1, "first")
+        assert first["fingerprint"] == {"git": "abc"}
+        assert first["superseded"] == [{"from_step": 5, "by": 2}]
+        assert second["resumed_from_step"] == 4
+        assert second["superseded"] == []
+        assert second["state"] == "live"
+
+    def test_an_ended_one_says_so(self, live: Service) -> None:
+        train(live, range(1, 3)).say("finish")
+        row = live.get("/runs/r/attempts")["rows"][0]
+        assert (row["state"], row["end_reason"]) == ("ended", "finished")
+        assert row["ended"] is not None
+
+    def test_of_an_unknown_run(self, live: Service) -> None:
+        train(live, range(1, 2), run="qwen3-8b")
+        problem = live.problem(404, "/runs/qwen3-8/attempts")
+        assert problem["expected"] == "one of qwen3-8b"
+
+    def test_a_name_that_leaves_its_directory(self, live: Service) -> None:
+        train(live, range(1, 2))
+        for name in ("..%2F..%2Fetc", "%2e%2e", "a%00b", "a%20b", "é", "x" * 101):
+            answer = live.read.get(f"/runs/{name}/attempts")
+            assert answer.status_code in (404, 422), name
+            assert answer.headers["content-type"] == "application/problem+json", name
+
+
+class TestSteps:
+    def test_newest_first_with_what_is_missing(self, live: Service) -> None:
+        ranks = [Rank(live, rank=rank) for rank in (0, 1)]
+        for step in (1, 2):
+            for rank in ranks:
+                rank.stage("actor_update", step)
+        ranks[0].stage("actor_update", 3)
+        answer = live.get("/steps")
+        assert answer["run"] == "r"
+        assert [row["step"] for row in answer["rows"]] == [3, 2, 1]
+        assert [row["complete"] for row in answer["rows"]] == ["open", "open", "complete"]
+        missing = answer["rows"][0]["missing"]
+        assert [(item["rank"], item["status"]) for item in missing] == [(1, "not begun")]
+        assert missing[0]["since"] is not None
+
+    def test_of_all_attempts_or_of_one(self, live: Service) -> None:
+        resumed(live)
+        rows = live.get("/steps")["rows"]
+        assert [(row["step"], row["attempt"], row["superseded_by"]) for row in rows] == [
+            (6, 1, 2),
+            (5, 2, None),
+            (5, 1, 2),
+            (4, 1, None),
+            (3, 1, None),
+            (2, 1, None),
+            (1, 1, None),
+        ]
+        assert [row["step"] for row in live.get("/steps", attempt=2)["rows"]] == [5]
+
+    @pytest.mark.parametrize("limit", [1, 2, 3, 6])
+    def test_pages_hold_while_steps_begin(self, live: Service, limit: int) -> None:
+        resumed(live)
+        newest = Rank(live, key="second", rank=1, start=3_000.0)
+        found, following = [], None
+        for step in range(20, 40):
+            params = {"limit": limit} | ({"cursor": following} if following else {})
+            page = live.get("/steps", **params)
+            found += [(row["step"], row["attempt"]) for row in page["rows"]]
+            following = page["next"]
+            newest.begin("actor_update", step)
+            if following is None:
+                break
+        assert found == [(6, 1), (5, 2), (5, 1), (4, 1), (3, 1), (2, 1), (1, 1)]
+
+    def test_say_whether_they_were_measured(self, live: Service) -> None:
+        rank = Rank(live, world_size=1)
+        rank.stage(LOG_PROB, 1, payload())
+        rank.stage("actor_update", 2)
+        rank.begin("actor_update", 3)
+        rows = live.get("/steps")["rows"]
+        assert [(row["step"], row["measured"]) for row in rows] == [
+            (3, False),
+            (2, False),
+            (1, True),
+        ]
+
+
+class TestWhoAnswers:
+    def test_the_run_whose_training_stage_began_last(self, live: Service) -> None:
+        train(live, range(1, 3), run="trained", start=5_000.0)
+        rank = Rank(live, run="rolling", start=9_000.0)
+        rank.stage("rollout_generate", 1)
+        answer = live.get("/steps")
+        assert answer["run"] == "trained"
+        assert answer["also_live"] == [{"run": "rolling", "attempt": 1}]
+        assert live.get("/steps", run="rolling")["run"] == "rolling"
+
+    def test_the_latest_attempt_that_has_the_step(self, live: Service) -> None:
+        resumed(live)
+        assert live.get("/steps/5/stages")["attempt"] == 2
+        old = live.get("/steps/5/stages", attempt=1)
+        assert (old["attempt"], old["superseded_by"]) == (1, 2)
+        gone = live.get("/steps/6/stages")
+        assert (gone["attempt"], gone["superseded_by"]) == (1, 2)
+        assert live.get("/steps/3/stages")["superseded_by"] is None
+
+    def test_of_an_attempt_key_only_its_own(self, live: Service) -> None:
+        resumed(live)
+        path = "/steps/5/stages"
+        assert live.get(path, attempt_key="first")["attempt"] == 1
+        assert live.get(path, attempt_key="second")["attempt"] == 2
+        assert live.get("/steps/latest/stages", attempt_key="first")["step"] == 6
+        assert live.get(path, attempt_key="first", attempt=1)["attempt"] == 1
+        problem = live.problem(404, path, attempt_key="third")
+        assert problem["wrong"] == "run r has no attempt of key 'third'"
+        problem = live.problem(404, path, attempt_key="first", attempt=2)
+        assert problem["expected"] == "one of 1"
+        problem = live.problem(404, "/steps/6/stages", attempt_key="second")
+        assert "has no step 6" in problem["wrong"]
+
+    def test_of_a_key_that_covers_two_starts_the_newest(self, live: Service) -> None:
+        train(live, range(1, 4), key="job~1")
+        late = Rank(live, key="job~1", start=2_000.0)
+        late.sender = dataclasses.replace(late.sender, incarnation="again")
+        late.say("hello", world_size=1)
+        late.stage("actor_update", 2)
+        keys = [row["attempt_key"] for row in live.get("/runs/r/attempts")["rows"]]
+        assert keys == ["job-1~2", "job-1"]
+        assert live.get("/steps/2/stages", attempt_key="job~1")["attempt"] == 2
+        assert live.get("/steps/3/stages", attempt_key="job~1")["attempt"] == 1
+        live.problem(404, "/steps/2/stages", attempt_key="job-1~2")
+
+    def test_latest_is_of_the_newest_attempt(self, live: Service) -> None:
+        resumed(live)
+        answer = live.get("/steps/latest/stages")
+        assert (answer["attempt"], answer["step"]) == (2, 5)
+        assert live.get("/steps/latest/stages", attempt=1)["step"] == 6
+
+    def test_latest_passes_over_an_attempt_without_a_step(self, live: Service) -> None:
+        train(live, range(1, 4), key="first")
+        Rank(live, key="second", start=2_000.0)
+        assert live.get("/steps/latest/stages")["attempt"] == 1
+
+    def test_a_stored_mark_wins(self) -> None:
+        step: StepState = {
+            "attempt_id": 1, "step": 5, "closed_wall": None, "completeness": None,
+            "superseded_by": 7, "summary_wall": None, "parts_mark": None, "summary_mark": None,
+            "rows_removed": None,
+        }  # fmt: skip
+        assert Lineage([]).superseded_by(step) == 7
+
+
+IMPOSSIBLE: list[tuple[str, dict[str, object]]] = [
+    ("/steps", {"attempt": 0}),
+    ("/steps", {"attempt": "x"}),
+    ("/steps", {"attempt": 2**40}),
+    ("/steps", {"run": "a/../b"}),
+    ("/steps", {"run": ""}),
+    ("/steps", {"limit": 0}),
+    ("/steps", {"limit": 100_000}),
+    ("/steps", {"cursor": "nonsense"}),
+    ("/steps", {"cursor": "!!!"}),
+    ("/steps", {"cursor": cursor(1)[:-1]}),
+    ("/losses", {"step": 10**20}),
+    ("/findings", {"step": -1}),
+    ("/series", {"metric": "loss", "from": -1}),
+    ("/series", {"metric": "loss", "to": 10**18}),
+    ("/steps/1/metrics", {"rank": -1}),
+    ("/steps/1/metrics", {"round": "a"}),
+    ("/steps/1/metrics", {"stage": "x" * 201}),
+]
+
+
+class TestErrors:
+    def test_without_any_run(self, live: Service) -> None:
+        assert "no run yet" in live.problem(404, "/steps")["wrong"]
+        assert live.get("/runs") == {"rows": [], "next": None}
+
+    def test_an_unknown_step_names_the_nearest(self, live: Service) -> None:
+        train(live, range(1, 30))
+        problem = live.problem(404, "/steps/17000/stages")
+        assert problem["wrong"] == "run r has no step 17000"
+        assert problem["expected"] == (
+            "one of 22, 23, 24, 25, 26, 27, 28, 29 (the nearest of 29, from 1 to 29)"
+        )
+        assert problem["type"] == "urn:stagescope:not_found"
+        assert problem["instance"] == "/steps/17000/stages"
+
+    def test_an_unknown_attempt_names_those_there_are(self, live: Service) -> None:
+        resumed(live)
+        assert live.problem(404, "/steps/5/stages", attempt=9)["expected"] == "one of 1, 2"
+        problem = live.problem(404, "/steps/6/stages", attempt=2)
+        assert problem["wrong"] == "attempt 2 of run r has no step 6"
+        assert problem["expected"] == "one of 5"
+
+    def test_a_step_that_is_none(self, live: Service) -> None:
+        train(live, range(1, 2))
+        expected = "an integer from 0 of at most 18 digits, or 'latest'"
+        for step in ("five", "1.0", "1e3", "9" * 30, "9" * 19, "-", "-1", "+5", "\u0665"):
+            for route in ("stages", "metrics", "kept", "stuck", "operators", "weights"):
+                problem = live.problem(422, f"/steps/{step}/{route}")
+                assert problem["expected"] == expected, (step, route)
+
+    def test_values_that_cannot_be(self, live: Service) -> None:
+        train(live, range(1, 2))
+        for path, params in IMPOSSIBLE:
+            assert live.problem(422, path, **params)["code"] == "invalid_input", (path, params)
+
+    def test_unknown_parameters_name_the_known(self, live: Service) -> None:
+        train(live, range(1, 2))
+        problem = live.problem(422, "/steps/1/metrics", rnak=1)
+        assert problem["wrong"] == "unknown query parameter rnak"
+        assert problem["expected"] == "one of attempt, attempt_key, rank, role, round, run, stage"
+        assert live.problem(422, "/plan", run="r")["expected"] == "none"
+
+    def test_a_parameter_given_twice(self, live: Service) -> None:
+        train(live, range(1, 2))
+        answer = live.read.get("/steps?attempt=1&attempt=2")
+        assert answer.status_code == 422
+        assert "twice" in answer.json()["wrong"]
+
+    def test_no_route_and_no_method(self, live: Service) -> None:
+        assert live.problem(404, "/step/5")["code"] == "not_found"
+        answer = live.operate.put("/runs")
+        assert answer.status_code == 405
+        assert answer.json()["code"] == "method_not_allowed"
+        assert answer.json()["expected"] == "GET"
+
+
+class TestLossesAndFindings:
+    def test_advice_leads_to_the_attempt_that_a_finding_is_of(self, live: Service) -> None:
+        resumed(live)
+        see = [Link("stages", 5), Link("devices")]
+        found = [
+            finding("k", "wrong", run="r", attempt_id=number, wall=1.0, step=5, see=see)
+            for number in (1, 2)
+        ]
+        live.store.submit(found).result(30)
+        told = {1: "see /steps/5/stages?run=r&attempt=1, /devices?run=r"}
+        told[2] = "see /steps/5/stages?run=r, /devices?run=r"  # the newest answers by default
+        for path in ("/findings", "/findings/groups"):
+            rows = live.get(path, run="r", only="k")["rows"]
+            assert {row["attempt"]: row["advice"] for row in rows} == told, path
+            for row in rows:
+                assert f"see {', '.join(each['path'] for each in row['see'])}" == row["advice"]
+        for put, text in zip(found, told.values(), strict=True):
+            assert live.get(f"/findings/{put.row['finding_id']}")["advice"] == text
+        assert live.get("/steps/5/stages", run="r")["attempt"] == 2
+        assert live.get("/steps/5/stages", run="r", attempt=1)["attempt"] == 1
+
+    def test_losses_newest_first(self, live: Service) -> None:
+        rank = train(live, range(1, 3))
+        for count in (1, 2, 3):
+            rank.say(
+                "dropped", what="payload", count=count, bytes=10, reason="full", step=2, stage="s"
+            )
+        losses = {row["step"]: row["losses"] for row in live.get("/steps")["rows"]}
+        assert losses == {step: len(live.get("/losses", step=step)["rows"]) for step in losses}
+        assert sum(losses.values()) == 3
+        answer = live.get("/losses")
+        assert answer["run"] == "r"
+        assert [row["count"] for row in answer["rows"]] == [3, 2, 1]
+        assert answer["rows"][0]["reason"] == "full"
+        assert answer["rows"][0]["attempt"] == 1
+        assert "attempt_id" not in answer["rows"][0]
+        assert live.get("/losses", step=1)["rows"] == []
+        assert len(live.get("/losses", kind="payload", attempt=1)["rows"]) == 3
+        first = live.get("/losses", limit=2)
+        assert len(first["rows"]) == 2
+        assert len(live.get("/losses", limit=2, cursor=first["next"])["rows"]) == 1
+
+    def test_findings(self, live: Service) -> None:
+        rank = train(live, range(1, 3))
+        rank.say("refused", what="record", message="response_mask is missing", step=2, stage="s")
+        answer = live.get("/findings")
+        assert [row["kind"] for row in answer["rows"]] == ["refused_record"]
+        assert answer["rows"][0]["message"] == "response_mask is missing"
+        assert answer["rows"][0]["advice"]
+        assert live.get("/findings", severity="error")["rows"] == []
+
+    def test_filters_by_unknown_values_name_the_known(self, live: Service) -> None:
+        rank = train(live, range(1, 3))
+        assert live.get("/findings", kind="refused_recrd")["rows"] == []  # there is none yet
+        rank.say("refused", what="record", message="response_mask is missing", step=2, stage="s")
+        rank.say("dropped", what="payload", count=1, bytes=1, reason="full", step=2, stage="s")
+        assert len(live.get("/findings", kind="refused_record")["rows"]) == 1
+        problem = live.problem(422, "/findings", severity="eror")
+        assert "'error', 'warning' or 'info'" in problem["wrong"]
+        problem = live.problem(404, "/findings", kind="refused_recrd")
+        assert problem["expected"] == "one of refused_record"
+        assert live.get("/findings", kind="streams_shifted")["rows"] == []  # none of it, so far
+        assert live.problem(404, "/losses", kind="paylod")["expected"] == "one of payload"
+
+
+def test_a_complete_step_says_what_its_numbers_lack(live: Service) -> None:
+    ranks = [Rank(live, rank=rank) for rank in (0, 1)]
+    announced = {"tensors": {"old_log_probs": {}}, "bytes": 1}
+    for step in (1, 2, 3):
+        for index, rank in enumerate(ranks):
+            rank.begin(LOG_PROB, step)
+            held = payload(seed=step, first_sample=4 * index)
+            # Of step 2 nothing is read, of step 3 what rank 0 has.
+            handed = held if (step, index) in ((1, 0), (1, 1), (3, 0)) else None
+            rank.say("end", handed, stage=LOG_PROB, step=step, payload=announced)
+    for rank in ranks:
+        live.engine.fall_silent(rank)
+    rows = {row["step"]: row for row in live.get("/steps")["rows"]}
+    why = "(its process stopped reporting before the payload was read)"
+    declared = {step: (row["complete"], row["measured"], row["gap"]) for step, row in rows.items()}
+    assert declared == {
+        1: ("complete", True, None),
+        2: ("complete", False, f"no numbers: 2 payloads lost {why}"),
+        3: ("complete", True, f"numbers without 1 payload lost {why}"),
+    }
+    assert live.get("/steps/2/stages")["gap"] == declared[2][2]
+    assert live.get("/steps/3/rounds")["gap"] == declared[3][2]
+    problem = live.problem(404, "/steps/2/metrics")
+    assert f"no numbers (yet): 2 payloads lost {why}" in str(problem)
+    assert "/steps/2/stages?run=r&attempt=1 for who has arrived" in problem["advice"]
+    reasons = live.get("/series", metric="rollout_corr/k3_kl")["reasons"]
+    assert reasons == [None, f"2 payloads were lost: {why.strip('()')}", None]
+    assert live.tokens is not None
+    with attach(live.server.url, token=live.tokens.read) as session:
+        assert f"no numbers: 2 payloads lost {why}" in repr(session.step(2))
+        assert "no numbers: 2 payloads lost" in repr(session.steps())
+        assert "no numbers: 2 payloads lost" in repr(session.step(2).stages())
+
+
+def test_an_error_inside_says_nothing_of_its_cause(
+    live: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(**page: int) -> list[ListedRun]:
+        raise RuntimeError("SELECT secret FROM /path")
+
+    live.catalogue.runs = broken  # type: ignore[method-assign]
+    problem = live.problem(500, "/runs")
+    assert "secret" not in str(problem)
+    assert problem["advice"] == "the service's log has the traceback"
+    # The server writes it after it has answered.
+    eventually(lambda: "SELECT secret" in caplog.text)
