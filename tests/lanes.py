@@ -27,19 +27,33 @@ LANE_OF: Final = {
     "tests/workers/integrations/test_trl_async.py": "long",
     # Real engines and models: llama.cpp, transformers, CTranslate2.
     "tests/workers/consistency": "long",
-    # msprobe in models of three families, and in one that FSDP shards.
+    # msprobe in processes of their own: DDP, FSDP, models of three families; its own comparison.
+    "tests/workers/capture/test_processes.py": "long",
+    "tests/workers/capture/test_shards.py": "long",
     "tests/service/compare/operators/test_evidence.py": "long",
+    "tests/service/compare/operators/test_tensors.py": "long",
     # Real trackers, a real kernel for each notebook, a release in empty environments.
     "tests/client/forwarding/test_tensorboard.py": "long",
     "tests/client/forwarding/test_trackers.py": "long",
     "tests/client/test_notebooks.py": "long",
     "tests/test_release.py": "long",
-    # Every view in two widths and colours, held to axe; what is only slow to draw or large.
+    # Every view and report in two widths and colours, held to axe.
+    "tests/service/compare/test_html_in_browser.py": "long",
     "tests/service/http/test_page.py::test_every_view_is_quiet_accessible_and_fits": "long",
     "tests/service/http/test_page.py::test_the_documentation_is_drawn_without_a_network": "long",
     "tests/service/report/test_report.py::test_it_can_be_read_without_network": "long",
+    # Sizes: many ranks, steps, calls.
+    "tests/service/compare/operators/test_sequences.py"
+    "::test_a_hundred_thousand_calls_with_a_few_edits_are_aligned_in_order": "long",
+    "tests/service/coordinator/test_memory.py": "long",
+    "tests/service/core/test_steps.py::test_memory_stays_bounded_over_a_long_training": "long",
     "tests/service/report/test_report.py"
     "::test_a_long_run_of_many_ranks_stays_below_8_megabytes": "long",
+    # Many drawn cases of what single cases show: requests, and trainings that go wrong.
+    "tests/service/http/test_openapi.py"
+    "::test_generated_requests_are_answered_as_documented": "long",
+    "tests/service/rules/test_doctor.py::test_since_when_is_the_first_step_that_shows_it": "long",
+    "tests/service/rules/test_turns.py::test_turns_that_vary_are_none_that_stop": "long",
     # What SQLite shows already, on PostgreSQL.
     "tests/service/http/test_recorded_answers.py"
     "::test_the_same_events_are_answered_alike_from_postgresql": "long",
