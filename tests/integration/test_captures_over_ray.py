@@ -234,18 +234,6 @@ def test_what_does_not_fit_is_refused_before_it_starts_unless_forced(
         assert session.capture(**spec, force=True)["agreement"]["phase"] == "agreed"
 
 
-def test_a_withdrawn_order_is_let_go_of_by_every_rank(service: Service, ranks: Training) -> None:
-    with service.session() as session:
-        requested = session.capture(
-            run=RUN, stages=["actor_update"], steps={"every": 100_000}, task="statistics"
-        )
-        capture_id = requested["capture_id"]
-        eventually(lambda: session.progress(capture_id)["state"] == "agreed")
-        session.remove_capture(capture_id)
-        assert session.progress(capture_id)["state"] == "withdrawn"
-        eventually(lambda: all(row["acknowledged"] for row in session.progress(capture_id).ranks()))
-
-
 def test_gradients_and_parameters_of_every_rank_are_kept(service: Service, ranks: Training) -> None:
     with service.session() as session:
         spec = {"gradients": ["*.weight"], "parameters": ["1.bias"]}

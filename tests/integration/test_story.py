@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
+from tests.support.command_line import Home
 from tests.support.measure import payload
+from tests.support.ray_nodes import short_directory
 
 ray = pytest.importorskip("ray")
 from tests.support.cluster import Service, eventually, expect  # noqa: E402
@@ -29,54 +24,33 @@ RUN = "story"
 HANDED = [payload(seed=rank, first_sample=4 * rank) for rank in (0, 1)]
 
 
-class Machine:
-    """A home directory, and the commands of its user."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._environment = {key: os.environ[key] for key in os.environ if key != "RAY_ADDRESS"}
-        self._environment |= {
-            "STAGESCOPE_HOME": str(path / "home"), "RAY_TMPDIR": str(path),
-            "STAGESCOPE_LEASE_SECONDS": "4", "STAGESCOPE_POLL_SECONDS": "1",
-        }  # fmt: skip
-
-    def json(self, *words: str) -> Any:
-        """Return what `stagescope WORDS --json` prints."""
-        program = "from stagescope.cli import main; main()"
-        done = subprocess.run(
-            [sys.executable, "-c", program, *words, "--json"],
-            env=self._environment, capture_output=True, text=True, timeout=110,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    def processes(self) -> list[psutil.Process]:
-        """Return the processes that were started for this home."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("RAY_TMPDIR") == str(self.path):
-                    found.append(process)
-        return found
-
-
 @pytest.fixture(scope="module")
-def machine() -> Iterator[Machine]:
-    # Ray puts sockets below RAY_TMPDIR, whose paths have at most 107 bytes: pytest's are longer.
-    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp", ignore_cleanup_errors=True) as path:
-        made = Machine(Path(path))
+def home() -> Iterator[Home]:
+    with short_directory() as path:
+        settings = {"STAGESCOPE_LEASE_SECONDS": "4", "STAGESCOPE_POLL_SECONDS": "1"}
+        made = Home(path / "home", path, **settings)
         yield made
-        for process in made.processes():
+        for process in processes(made):
             process.kill()
 
 
+def processes(home: Home) -> list[psutil.Process]:
+    """Return the processes that were started for a home."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("STAGESCOPE_HOME") == str(home.path):
+                found.append(process)
+    return found
+
+
 @pytest.fixture(scope="module")
-def service(machine: Machine, clusters_closed: None) -> Iterator[Service]:
+def service(home: Home, clusters_closed: None) -> Iterator[Service]:
     """What `stagescope serve` started with a cluster of its own; this process is a driver of it."""
-    told = machine.json("serve", "--address", "local", "--port", "0")
+    told = home.json("serve", "--address", "local", "--port", "0")
     assert (told["cluster"], told["already_running"]) == ("embedded", False)
     with clusters.joined(told["address"]):
-        yield Service.start(machine.path / "home", told["address"])
+        yield Service.start(home.path, told["address"])
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +76,7 @@ def train(ranks: list[Rank], steps: list[int]) -> None:
 
 
 def test_http_the_client_and_the_command_line_give_the_same_exact_numbers(
-    machine: Machine, service: Service, ranks: list[Rank]
+    home: Home, service: Service, ranks: list[Rank]
 ) -> None:
     with service.session() as session:
         expect(session.step(1, run=RUN), *HANDED)
@@ -112,7 +86,7 @@ def test_http_the_client_and_the_command_line_give_the_same_exact_numbers(
         params={"run": RUN},
         headers={"Authorization": f"Bearer {service.info.token_file.read_text().strip()}"},
     ).raise_for_status()
-    by_command = machine.json("metrics", "1", "--run", RUN)
+    by_command = home.json("metrics", "1", "--run", RUN)
     assert by_http.json()["metrics"] == by_command["metrics"]
     assert {*by_client} == {*by_command["metrics"]}
     mean = "training/rollout_probs_diff_mean"
@@ -126,6 +100,7 @@ def test_killed_processes_of_the_service_come_back_and_lose_nothing(
         for rank, handed in zip(ranks, HANDED, strict=True):
             rank.ask("report", 3, handed)
             eventually(rank.acknowledged)
+            assert rank.status()["waiting_payloads"] == 1
         service.kill_and_await("coordinator")
         service.kill_and_await("ingestor", lambda: all(rank.settled() for rank in ranks), pid)
     train(ranks, [4])
@@ -137,7 +112,7 @@ def test_killed_processes_of_the_service_come_back_and_lose_nothing(
 
 
 def test_a_killed_rank_is_named_with_what_it_took_along(
-    machine: Machine, service: Service, ranks: list[Rank]
+    home: Home, service: Service, ranks: list[Rank]
 ) -> None:
     for rank in ranks:
         rank.ask("begin", 5)
@@ -146,9 +121,11 @@ def test_a_killed_rank_is_named_with_what_it_took_along(
     (lost,) = eventually(lambda: service.losses(RUN))
     assert (lost["kind"], lost["step"], lost["stage"]) == ("stage", 5, "actor_update")
     assert (lost["role"], lost["rank"]) == ("actor", 1)
+    assert "stopped reporting" in lost["reason"]
+    assert service.stages(RUN, 5, rank=0)[0]["status"] == "open"
     ranks[0].ask("end")
     eventually(ranks[0].settled)
-    assert [row["rank"] for row in machine.json("losses", "--run", RUN)["rows"]] == [1]
+    assert [row["rank"] for row in home.json("losses", "--run", RUN)["rows"]] == [1]
     statuses = {row["rank"]: row["status"] for row in service.stages(RUN, 5)}
     assert statuses == {0: "ok", 1: "unfinished"}
 
@@ -171,18 +148,18 @@ def test_the_job_starts_again_as_the_next_attempt(service: Service, ranks: list[
 
 
 def test_stop_leaves_no_process_and_serve_answers_from_what_is_stored(
-    machine: Machine, service: Service
+    home: Home, service: Service
 ) -> None:
     before = service.info.url
     ray.shutdown()  # a driver of this cluster; another one begins with what follows
-    assert machine.json("stop") == {"stopped": True}
-    assert eventually(lambda: machine.processes() == [])
+    assert home.json("stop") == {"stopped": True}
+    assert eventually(lambda: processes(home) == [])
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{before}/healthz")
-    machine.json("serve", "--address", "local", "--port", "0")
+    home.json("serve", "--address", "local", "--port", "0")
     try:
-        rows = machine.json("steps", "--run", RUN)["rows"]
+        rows = home.json("steps", "--run", RUN)["rows"]
         assert {row["step"] for row in rows} == {1, 2, 3, 4, 5, 6}
     finally:
-        assert machine.json("stop") == {"stopped": True}
-    assert eventually(lambda: machine.processes() == [])
+        assert home.json("stop") == {"stopped": True}
+    assert eventually(lambda: processes(home) == [])

@@ -117,31 +117,6 @@ def test_unrelated_job_writes_with_three_lines(service: Service, address: str) -
         assert [row["status"] for row in session.step(1, run="other-job").stages()] == ["ok"]
 
 
-def test_process_without_ray_writes_over_http(service: Service) -> None:
-    run_python(
-        """
-        import sys
-                from stagescope_workers import init
-
-        values = np.full((2, 5), -1.0, np.float32)
-        with init("no-ray", world_size=1, attempt_key="a") as probe:
-            with probe.stage("actor_update", step=4) as stage:
-                stage.record(old_log_probs=values, rollout_log_probs=values + 0.5,
-                             response_mask=np.ones((2, 5), np.int64), sample_ids=["a", "b"])
-                stage.log(loss=2.5)
-            probe.end_step(4)
-            assert probe.close(30.0), probe.status()
-        assert "ray" not in sys.modules
-        """,
-        STAGESCOPE_URL=service.info.url,
-        STAGESCOPE_TOKEN=service.token,
-    )
-    with service.session() as session:
-        step = session.step(4, run="no-ray")
-        assert step.metrics()["logprob_abs_diff/mean"] == pytest.approx(0.5)
-        assert [(row["name"], row["value"]) for row in step.scalars()] == [("loss", 2.5)]
-
-
 def test_registered_engines_outlive_the_coordinator(service: Service) -> None:
     with service.session() as session:
         session.add_engine("http://127.0.0.1:9", name="llm", model="m")
