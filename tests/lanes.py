@@ -49,7 +49,8 @@ LANE_OF: Final = {
     "tests/service/core/test_steps.py::test_memory_stays_bounded_over_a_long_training": "long",
     "tests/service/report/test_report.py"
     "::test_a_long_run_of_many_ranks_stays_below_8_megabytes": "long",
-    # Many drawn cases of what single cases show: requests, and trainings that go wrong.
+    # Many cases of what single cases show: requests, layouts, trainings that go wrong.
+    "tests/service/http/test_round_trips.py": "long",
     "tests/service/http/test_openapi.py"
     "::test_generated_requests_are_answered_as_documented": "long",
     "tests/service/rules/test_doctor.py::test_since_when_is_the_first_step_that_shows_it": "long",
