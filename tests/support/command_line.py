@@ -26,6 +26,11 @@ def invoke(*words: str, env: Mapping[str, str] | None = None) -> Result:
     return CliRunner(**_APART).invoke(cli.main, words, env=env)
 
 
+def ask(*words: str, width: int = 80) -> Result:
+    """Run `stagescope WORDS` in so many columns; the environment names the service."""
+    return invoke(*words, env={"COLUMNS": str(width)})
+
+
 class Home:
     """The commands of a user with a home of their own, each in a process.
 

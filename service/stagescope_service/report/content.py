@@ -51,7 +51,7 @@ from stagescope_service.views.steps import listing as steps
 from stagescope_service.views.steps import numbers
 from stagescope_wire.captures import needs_ranks
 from stagescope_wire.errors import StagescopeError
-from stagescope_wire.render import counted, format_value, stretches
+from stagescope_wire.render import counted, format_value, ranges_text
 from stagescope_wire.sparkline import sparkline
 
 MAX_ITEMS: Final = 40
@@ -225,7 +225,7 @@ def _names(missing: Sequence[Mapping[str, object]]) -> str:
         key = (str(each["role"]), str(each["stage"]), str(each["status"]))
         groups.setdefault(key, []).append(cast("int", each["rank"]))
     return "; ".join(
-        f"{role} {stretches('rank', sorted(ranks))} in {stage}: {status}"
+        f"{role} {ranges_text('rank', sorted(ranks))} in {stage}: {status}"
         for (role, stage, status), ranks in groups.items()
     )
 

@@ -8,10 +8,10 @@ import itertools
 import pytest
 from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
-from stagescope_service.core import registry as registry_module
+from stagescope_service.core import restarts
 from stagescope_service.core.entities import Attempt
 from stagescope_service.core.instructions import Aggregate, Ingest
-from stagescope_service.core.registry import Registry
+from stagescope_service.core.restarts import Restarts
 from stagescope_service.core.state import Arrival
 from stagescope_wire.errors import InvalidEvent
 from stagescope_wire.schema import Event
@@ -329,7 +329,10 @@ def test_a_rank_that_is_replaced_alone_stays(bench: Bench, goes_on: bool, keyed:
         old[0].wall = 1021.0
         bench.give(*old[0].work(6))
     registry = bench.state.registry
-    assert registry.may_be_of_new_start(registry.processes[new.sender.incarnation], 6) != goes_on
+    assert (
+        registry.restarts.may_be_of_new_start(registry.processes[new.sender.incarnation], 6)
+        != goes_on
+    )
     bench.give(*new.work(6))
     assert placed(bench, [*old, new]) == [1, 1, 1]
     # Then all of them start again.
@@ -361,7 +364,7 @@ def test_the_processes_of_another_role_must_have_begun_again_too(bench: Bench) -
 
 def may_be_of_new_start(bench: Bench, rank: Rank, step: int) -> bool:
     registry = bench.state.registry
-    return registry.may_be_of_new_start(registry.processes[rank.sender.incarnation], step)
+    return registry.restarts.may_be_of_new_start(registry.processes[rank.sender.incarnation], step)
 
 
 def poll(bench: Bench, ranks: list[Rank], wall: float) -> None:
@@ -500,9 +503,9 @@ def test_a_start_costs_about_as_much_for_each_rank_however_many_there_are(
 
     old = killed_in(bench, 2, count, keyed=keyed)
     for owner, name in [
-        (Registry, "_next"), (Registry, "_older"), (Registry, "_came_with"), (Attempt, "believe"),
-        (registry_module, "_is_nearer"), (registry_module, "_began_after"),
-        (registry_module, "_is_recent"),
+        (Restarts, "_next"), (Restarts, "older_of"), (Restarts, "came_with"), (Attempt, "believe"),
+        (restarts, "_is_nearer"), (restarts, "_began_after"),
+        (restarts, "_is_recent"),
     ]:  # fmt: skip
         counted(owner, name)
     key = old[0].sender.attempt_key
@@ -546,7 +549,7 @@ def test_after_a_restart_of_the_service_nobody_is_taken_for_gone(bench: Bench) -
     for rank in ranks:
         bench.give(*rank.work(1))
     bench.restart()
-    bench.state.registry.listening_since = 1990.0
+    bench.state.registry.restarts.listening_since = 1990.0
     bench.give(*Rank(1, key=None, started=2000.0).work(2))
     assert [number for number, _ in attempts(bench)] == [1]
 

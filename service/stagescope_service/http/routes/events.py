@@ -8,7 +8,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request
 
-from stagescope_service.coordinator.answers import News, Taken
+from stagescope_service.coordinator.answers import News, RecordedBatch
 from stagescope_service.coordinator.draining import Drained
 from stagescope_service.http import framing
 from stagescope_service.http.parameters import Deps
@@ -40,7 +40,7 @@ _EVENTS_BODY: Final[Schema] = {
 
 @router.post(
     "/events",
-    response_model=Taken,
+    response_model=RecordedBatch,
     tags=["processes"],
     openapi_extra={"requestBody": _EVENTS_BODY},
 )

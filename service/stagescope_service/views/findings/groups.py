@@ -3,11 +3,13 @@
 A NaN that persists makes a finding for each rank and step. Rows of one attempt with the same stage
 and role, whose texts are equal apart from numbers and ids, make one group. Groups of findings are
 sorted by severity, then by how much they name: an operator, why streams cannot be compared, a rank,
-a round. The row of a group is its first finding, where the problem began; its text is true of all.
+a round. The row of a group is its first finding, where the problem began, with the extent of all.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeVar
 
@@ -18,10 +20,32 @@ from stagescope_service.store.queries.findings import (
     Outline,
 )
 from stagescope_service.store.tables.findings import FiredActions, PinnedOf
-from stagescope_service.views.findings.texts import MAX_RANGES, ranges_text, without_values
 from stagescope_service.views.models.runs import Extent
+from stagescope_wire.render import ranges_text
 
 SEVERITIES: Final = ("error", "warning", "info")
+_MAX_CAPTURES: Final = 6
+"""Most captures that a text lists."""
+
+# Patterns of a text in which every digit is a zero.
+_DIGITS: Final = str.maketrans("123456789", "0" * 9)
+_NUMBERS: Final = r"(?:(?<!\w)-)?0+(?:\.0+)?(?:e[-+]?0+)?"
+_IDS: Final = r"""'[^']*0[^']*'|"[^"]*0[^"]*"|\b(?=[a-f-]*0)[0a-f]{6}[0a-f-]*\b"""
+_ID: Final = re.compile(_IDS)
+_NUMBER: Final = re.compile(_NUMBERS)
+_PLURAL: Final = re.compile(r"(\b0 [a-z]+?)s\b")
+_LIST: Final = re.compile(r"\b(rank|step)s\b|0(?:(?:, ?| and | ?- ?)0)+\b")
+
+
+def without_values(text: str | None) -> str:
+    """Return a text without its values, which differ between texts of one cause."""
+    return _without_numbers((text or "").translate(_DIGITS))
+
+
+@functools.lru_cache(maxsize=4096)  # texts of one cause often differ in their digits alone
+def _without_numbers(text: str) -> str:
+    plain = _PLURAL.sub(r"\1", _NUMBER.sub("0", _ID.sub("0", text)))
+    return _LIST.sub(lambda match: match[1] or "0", plain)
 
 
 E = TypeVar("E", bound=Outline)
@@ -102,7 +126,7 @@ def extent(group: Sequence[Outline]) -> Extent:
     """Return the steps and ranks of a group, as numbers and as text."""
     steps = sorted({row["step"] for row in group if row["step"] is not None})
     ranks = sorted({row["rank"] for row in group if row["rank"] is not None})
-    texts = [_ranges_text("step", steps), _ranges_text("rank", ranks)]
+    texts = [ranges_text("step", steps), ranges_text("rank", ranks)]
     return {
         "where": ", ".join(text for text in texts if text),
         "first_step": steps[0] if steps else None,
@@ -110,13 +134,6 @@ def extent(group: Sequence[Outline]) -> Extent:
         "steps": len(steps),
         "ranks": len(ranks),
     }
-
-
-def _ranges_text(noun: str, numbers: Sequence[int]) -> str:
-    """Return sorted numbers as text, such as `steps 10-25, 30`; "" for none."""
-    if not numbers:
-        return ""
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {ranges_text(numbers)}"
 
 
 # --- outcomes of firings --------------------------------------------------------------------
@@ -131,7 +148,7 @@ def outcomes(fired: Sequence[FiredActions | None]) -> list[str]:
     texts = [*_capture_outcomes(results), *_pin_outcomes(results), *_webhook_outcomes(results)]
     if since:
         text = "not taken again: the rule cools down from those of "
-        texts.append(text + _ranges_text("step", sorted({*since})))
+        texts.append(text + ranges_text("step", sorted({*since})))
     if waiting := len(fired) - len(results):
         texts.append("actions are not taken yet" + (f" of {waiting}" if results else ""))
     return texts
@@ -140,8 +157,8 @@ def outcomes(fired: Sequence[FiredActions | None]) -> list[str]:
 def _capture_outcomes(results: Sequence[FiredActions]) -> list[str]:
     captures = [capture for actions in results if (capture := actions.get("capture"))]
     ids = [*dict.fromkeys(each for fired in captures if (each := fired.get("capture_id")))]
-    more = f" and {len(ids) - MAX_RANGES} more" if len(ids) > MAX_RANGES else ""
-    texts = [f"capture {', '.join(ids[:MAX_RANGES])}{more} requested"] if ids else []
+    more = f" and {len(ids) - _MAX_CAPTURES} more" if len(ids) > _MAX_CAPTURES else ""
+    texts = [f"capture {', '.join(ids[:_MAX_CAPTURES])}{more} requested"] if ids else []
     refusals = [why for fired in captures if (why := fired.get("refused"))]
     return texts + [f"capture refused{times}: {why}" for why, times in _count_texts(refusals)]
 
@@ -160,11 +177,11 @@ def _pin_outcomes(results: Sequence[FiredActions]) -> list[str]:
     pinned = {step: pin["payloads"] for step, pin in pins.items() if pin["payloads"]}
     gone = sum(pin["gone"] for pin in pins.values())
     if not pinned:
-        text = f"pinned no payload of {_ranges_text('step', sorted(pins))}: none were left"
+        text = f"pinned no payload of {ranges_text('step', sorted(pins))}: none were left"
     else:
         payloads = sum(pinned.values())
         text = f"pinned {payloads} payload{'' if payloads == 1 else 's'} of "
-        text += _ranges_text("step", sorted(pinned))
+        text += ranges_text("step", sorted(pinned))
     text += f" ({gone} had left the ring before)" if gone else ""
     reasons = [why for pin in pins.values() for why in pin["reasons"]]
     return [text, *(f"not pinned{times}: {why}" for why, times in _count_texts(reasons))]
