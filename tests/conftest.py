@@ -106,13 +106,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write down how long each file took, where it was noticeable."""
-    is_worker = hasattr(session.config, "workerinput")
-    if session.config.getoption("--record-durations") and not is_worker:
-        found = lanes.durations() | {name: round(took, 1) for name, took in _SECONDS.items()}
+    """Write down how long each file took, in its own lane."""
+    config = session.config
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        lane = config.getoption("--lane")
+        own = {name: round(took, 1) for name, took in _SECONDS.items()
+               if lane is None or lanes.is_in(lane, name)}  # fmt: skip
         kept = {
             name: took
-            for name, took in sorted(found.items())
+            for name, took in sorted((lanes.durations() | own).items())
             if took >= lanes.QUICK_SECONDS and (lanes.ROOT / name).exists()
         }
         lanes.DURATIONS.write_text(json.dumps(kept, indent=0) + "\n")
