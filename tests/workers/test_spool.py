@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.support.api import Service, service
 from tests.support.command_line import invoke
-from tests.support.shown_run import keep_tensors
+from tests.support.runs.shown import keep_tensors
 from tests.support.stores import eventually
 
 import stagescope
