@@ -324,10 +324,7 @@ def _begun_again(deps: Dependencies, points: Sequence[Point]) -> list[list[Begun
     if not keys:
         return []
     repeated = begun_again(
-        deps.catalogue,
-        {attempt_id for attempt_id, _ in keys},
-        first=keys[0][1],
-        last=keys[-1][1],
+        deps.catalogue, {attempt_id for attempt_id, _ in keys}, first=keys[0][1], last=keys[-1][1]
     )
     return [repeated.get(key, []) for key in keys]
 
@@ -369,8 +366,7 @@ def _check_rank(
     owner = requested.role or "any role"
     owner += "" if requested.rank is None else f", rank {requested.rank}"
     raise NotFound(
-        f"there is no {requested.metric} of {owner}",
-        expected=ranks_text(ranks) if ranks else "",
+        f"there is no {requested.metric} of {owner}", expected=ranks_text(ranks) if ranks else ""
     )
 
 

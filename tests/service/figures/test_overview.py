@@ -60,9 +60,7 @@ def test_every_step_of_each_attempt_has_the_number_of_its_tokens(found: Overview
     assert (found.steps, found.first, found.last) == (13, 1, 10)
 
 
-def test_the_noise_floor_and_the_stalenesses_are_those_of_their_tokens(
-    found: OverviewInfo,
-) -> None:
+def test_the_noise_floor_and_the_stalenesses_are_those_of_their_tokens(found: OverviewInfo) -> None:
     panel = found.panels[0]
     tokens = streams(5)
     (floor, _, _) = panel.floor

@@ -73,8 +73,7 @@ class TestEvents:
         work = {"step": 5, "stage": "actor_compute_log_prob"}
         announced = {"tensors": {}, "bytes": 1, "meta": {}}
         body = framed(
-            [event("begin", 1, **work), event("end", 2, **work, payload=announced)],
-            {2: payload()},
+            [event("begin", 1, **work), event("end", 2, **work, payload=announced)], {2: payload()}
         )
         for _ in range(3):
             assert post(live, body).status_code == 200

@@ -938,9 +938,7 @@ def test_what_the_loss_did_with_a_token(browser: Browser, shared: Service) -> No
         visit.wait_until(f"document.querySelector('.panel h2').textContent.includes('{pointed}')")
 
 
-def test_the_ratio_that_is_clipped_is_shown_with_the_passes_that_clip_it(
-    entered: Visit,
-) -> None:
+def test_the_ratio_that_is_clipped_is_shown_with_the_passes_that_clip_it(entered: Visit) -> None:
     for at, clipped, fate in (
         (1, "in 2 of 2 passes, on the high side", "clipped high in every one of 2 passes"),
         (3, "in 1 of 2 passes, on the high side", "trained"),

@@ -145,10 +145,7 @@ def test_runs_whose_settings_name_an_engine_use_it(live: Service) -> None:
 
 def test_a_session_gets_an_engine_back_by_name(live: Service) -> None:
     assert live.tokens is not None
-    with (
-        engine() as (url, _),
-        attach(live.server.url, token=live.tokens.operate) as session,
-    ):
+    with engine() as (url, _), attach(live.server.url, token=live.tokens.operate) as session:
         session.add_engine(url.removeprefix("http://"), name="llm")
         rollout = session.engine("llm")
         assert rollout.generate([[1, 2]], Sampling(max_tokens=3))[0].token_ids is not None
@@ -160,8 +157,5 @@ def test_a_session_gets_an_engine_back_by_name(live: Service) -> None:
         session.add_engine("http://127.0.0.1:9", name="gone")
         with pytest.raises(EngineError, match="cannot be reached"):
             session.engine("gone")
-    with (
-        attach(live.server.url, token=live.tokens.read) as session,
-        pytest.raises(Forbidden),
-    ):
+    with attach(live.server.url, token=live.tokens.read) as session, pytest.raises(Forbidden):
         session.add_engine("http://127.0.0.1:9")

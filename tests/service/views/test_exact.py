@@ -444,10 +444,7 @@ def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
 
 def test_a_resumed_run_is_judged_over_the_attempts_in_force(live: Service) -> None:
     again: dict[str, Any] = {"key": "a2", "start": 2_000.0, "resumed_from_step": 4}
-    for steps, hello in (
-        (range(1, 7), {"key": "a1", "start": 1_000.0}),
-        (range(5, 8), again),
-    ):
+    for steps, hello in ((range(1, 7), {"key": "a1", "start": 1_000.0}), (range(5, 8), again)):
         rank = Rank(live, world_size=1, **hello)
         for step in steps:
             bad = step >= 4 and hello is not again

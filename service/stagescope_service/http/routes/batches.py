@@ -10,10 +10,7 @@ from fastapi.responses import StreamingResponse
 from stagescope_service.dumps.joining.join import Selection
 from stagescope_service.http.parameters import Deps, StepTarget
 from stagescope_service.http.requests import pattern
-from stagescope_service.views.samples.batches import (
-    batch_of,
-    open_stream,
-)
+from stagescope_service.views.samples.batches import batch_of, open_stream
 from stagescope_wire.errors import InvalidInput
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])
@@ -61,10 +58,7 @@ async def batch(
     joined = await deps.computations.run(batch_of, deps, target, selection)
     size, stream = open_stream(joined)
     name = f"{target.run}-{target.number}-step{target.step_number}.safetensors"
-    headers = {
-        "content-length": str(size),
-        "content-disposition": f'attachment; filename="{name}"',
-    }
+    headers = {"content-length": str(size), "content-disposition": f'attachment; filename="{name}"'}
     return StreamingResponse(stream, media_type=MEDIA_TYPE, headers=headers)
 
 

@@ -41,8 +41,7 @@ async def bundle_query(
         Query(description="With the step's tensors: log-probs, and prompts and responses as ids."),
     ] = True,
     limit_bytes: Annotated[
-        int,
-        Query(ge=1 << 20, le=1 << 40, description="Most bytes of its files; others are named."),
+        int, Query(ge=1 << 20, le=1 << 40, description="Most bytes of its files; others are named.")
     ] = DEFAULT_BYTES,
 ) -> BundleQuery:
     """Return the requested parts of a bundle."""
@@ -55,10 +54,7 @@ async def bundle_query(
     responses={200: {"content": {MEDIA_TYPE: {"schema": _FILE}}}},
 )
 async def bundle(
-    request: Request,
-    deps: Deps,
-    run: RunPath,
-    query: Annotated[BundleQuery, Depends(bundle_query)],
+    request: Request, deps: Deps, run: RunPath, query: Annotated[BundleQuery, Depends(bundle_query)]
 ) -> StreamingResponse:
     """Return a step as one archive without secrets, for whoever must look at it elsewhere.
 

@@ -10,9 +10,7 @@ from fastapi import APIRouter, Query
 
 from stagescope_service.http.parameters import AttemptNumber, Deps, RunPath
 from stagescope_service.http.requests import Answer, PageOf
-from stagescope_service.views.diagnosis import (
-    diagnosis_of,
-)
+from stagescope_service.views.diagnosis import diagnosis_of
 from stagescope_service.views.models import diagnosis as models
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_wire.schema import STEP_BOUND

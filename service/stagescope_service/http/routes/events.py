@@ -39,10 +39,7 @@ _EVENTS_BODY: Final[Schema] = {
 
 
 @router.post(
-    "/events",
-    response_model=Taken,
-    tags=["processes"],
-    openapi_extra={"requestBody": _EVENTS_BODY},
+    "/events", response_model=Taken, tags=["processes"], openapi_extra={"requestBody": _EVENTS_BODY}
 )
 async def events(request: Request, deps: Deps) -> Answer:
     """Record a batch of events, with payloads, of a process without Ray; needs the operate token.

@@ -19,13 +19,7 @@ from stagescope_service.figures import (
 )
 from stagescope_service.figures.drawing import Shown, drawn
 from stagescope_service.figures.trace_events import trace_events
-from stagescope_service.http.parameters import (
-    AttemptNumber,
-    Deps,
-    RankQueryOf,
-    Run,
-    StepTarget,
-)
+from stagescope_service.http.parameters import AttemptNumber, Deps, RankQueryOf, Run, StepTarget
 from stagescope_service.http.requests import Answer, pattern
 from stagescope_service.views.models import figures as models
 from stagescope_service.views.operators.tables import operator_target
@@ -84,8 +78,7 @@ def rounds_figure(
     deps: Deps,
     target: FigureTarget,
     compare: Annotated[
-        int,
-        Query(ge=0, le=rounds.MAX_BEFORE, description="Number of steps before, drawn faded."),
+        int, Query(ge=0, le=rounds.MAX_BEFORE, description="Number of steps before, drawn faded.")
     ] = 3,
 ) -> FigureAnswer:
     """Draw |d| by round of a step with its quantiles, and the number of tokens."""
@@ -135,11 +128,7 @@ async def density_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
 
 
 @router.get("/figures/anatomy", response_model=models.Figure)
-def anatomy_figure(
-    deps: Deps,
-    target: FigureTarget,
-    by: TokenProperty = "place",
-) -> FigureAnswer:
+def anatomy_figure(deps: Deps, target: FigureTarget, by: TokenProperty = "place") -> FigureAnswer:
     """Draw |d| and d of a step by where its tokens are, or how probable or stale they are."""
     found = anatomy.info(deps, target, by)
     doubted = None if found.comparability is None else doubt(found.comparability)
@@ -193,10 +182,6 @@ def trace(deps: Deps, target: StepTarget) -> Answer:
         "begin_wall": found.begin_wall, "clock_error": found.clock_error, "note": found.note,
     }  # fmt: skip
     return Answer(
-        {
-            "traceEvents": trace_events(found),
-            "displayTimeUnit": "ms",
-            "otherData": other,
-        },
+        {"traceEvents": trace_events(found), "displayTimeUnit": "ms", "otherData": other},
         headers={"content-disposition": f'attachment; filename="{name}"'},
     )

@@ -19,19 +19,14 @@ router = APIRouter(prefix="/steps/{step}")
 Section = Annotated[
     str | None,
     Query(
-        description="Only files that hold something of it.",
-        json_schema_extra={"enum": [*SECTIONS]},
+        description="Only files that hold something of it.", json_schema_extra={"enum": [*SECTIONS]}
     ),
 ]
 
 
 @router.get("/kept", response_model=models.Kept, tags=["kept files"])
 def kept(
-    deps: Deps,
-    target: StepTarget,
-    page: PageOf,
-    ranks: RankQueryOf,
-    section: Section = None,
+    deps: Deps, target: StepTarget, page: PageOf, ranks: RankQueryOf, section: Section = None
 ) -> Answer:
     """List the files that are kept of the step, by stage, role, rank and part.
 

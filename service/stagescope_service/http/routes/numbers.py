@@ -11,21 +11,13 @@ from stagescope_service.http.requests import Answer, PageOf
 from stagescope_service.views.models import numbers as models
 from stagescope_service.views.reading.step_summaries import Slice
 from stagescope_service.views.steps import numbers as view
-from stagescope_service.views.steps.numbers import (
-    SliceBy,
-    metrics_of,
-)
+from stagescope_service.views.steps.numbers import SliceBy, metrics_of
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
 
 @router.get("/metrics", response_model=models.Metrics)
-def metrics(
-    deps: Deps,
-    target: StepTarget,
-    ranks: RankQueryOf,
-    round: Round = None,
-) -> Answer:
+def metrics(deps: Deps, target: StepTarget, ranks: RankQueryOf, round: Round = None) -> Answer:
     """Return the step's metrics under their published names, and what they rest on.
 
     `complete` is `complete`, `partial` or `unknown` for a closed step. For an open step it is
@@ -58,12 +50,7 @@ def rounds(
 
 
 @router.get("/ranks", response_model=models.Ranks)
-def ranks(
-    deps: Deps,
-    target: StepTarget,
-    page: PageOf,
-    ranks: RankQueryOf,
-) -> Answer:
+def ranks(deps: Deps, target: StepTarget, page: PageOf, ranks: RankQueryOf) -> Answer:
     """List the mismatch by rank, with where each ran.
 
     The numbers of a rank are its own, even if a replica counts in its place (`parts_counted` 0),

@@ -12,15 +12,8 @@ from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
 from stagescope_service.http.parameters import AttemptNumber, Deps, RunPath
-from stagescope_service.report.parts import (
-    Report,
-    file_name,
-)
-from stagescope_service.report.rendering import (
-    as_html,
-    as_markdown,
-    make_report,
-)
+from stagescope_service.report.parts import Report, file_name
+from stagescope_service.report.rendering import as_html, as_markdown, make_report
 from stagescope_service.views.encoding import encode
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_wire.schema import STEP_BOUND

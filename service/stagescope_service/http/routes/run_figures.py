@@ -6,16 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from stagescope_service.figures import (
-    heatmaps,
-    offenders,
-    overview,
-)
-from stagescope_service.http.parameters import (
-    AttemptQueryOf,
-    Deps,
-    WindowOf,
-)
+from stagescope_service.figures import heatmaps, offenders, overview
+from stagescope_service.http.parameters import AttemptQueryOf, Deps, WindowOf
 from stagescope_service.http.routes.figures import FigureAnswer
 from stagescope_service.views.models import figures as models
 from stagescope_service.views.reading.dependencies import check_window

@@ -8,9 +8,7 @@ from stagescope_service.http.parameters import AttemptNumber, Deps, Run, RunPath
 from stagescope_service.http.requests import Answer, PageOf
 from stagescope_service.views import runs as view
 from stagescope_service.views.models import runs as models
-from stagescope_service.views.reading.rows import (
-    run_row,
-)
+from stagescope_service.views.reading.rows import run_row
 
 router = APIRouter(tags=["runs"])
 
@@ -23,11 +21,7 @@ def runs(deps: Deps, page: PageOf) -> Answer:
 
 
 @router.get("/runs/{run}/attempts", response_model=models.Attempts)
-def attempts(
-    deps: Deps,
-    page: PageOf,
-    run: RunPath,
-) -> Answer:
+def attempts(deps: Deps, page: PageOf, run: RunPath) -> Answer:
     """List a run's attempts, newest first: fingerprint, where it resumed, which steps it repeats.
 
     `superseded` names the steps of an attempt that later attempts repeat: from `from_step` on, by

@@ -10,10 +10,7 @@ from stagescope_service.http.parameters import AttemptQueryOf, Deps, Rank, Role,
 from stagescope_service.http.requests import Answer
 from stagescope_service.views import series as view
 from stagescope_service.views.models import runs as models
-from stagescope_service.views.series import (
-    By,
-    SeriesQuery,
-)
+from stagescope_service.views.series import By, SeriesQuery
 
 router = APIRouter(tags=["steps"])
 

@@ -48,11 +48,7 @@ StackQueryOf = Annotated[StackQuery, Depends(stack_query)]
 
 @router.get("/steps/{step}/stacks", response_model=models.StepStacks)
 def step_stacks(
-    deps: Deps,
-    target: StepTarget,
-    page: PageOf,
-    filters: StackQueryOf,
-    stage: Stage = None,
+    deps: Deps, target: StepTarget, page: PageOf, filters: StackQueryOf, stage: Stage = None
 ) -> Answer:
     """List the stacks that were taken in a step, a row a process, the newest first.
 

@@ -10,13 +10,8 @@ from stagescope_service.http.parameters import Deps, RankQueryOf, Run, StepTarge
 from stagescope_service.http.requests import Answer, PageOf
 from stagescope_service.views.models import runs as list_models
 from stagescope_service.views.models import steps as models
-from stagescope_service.views.reading.completeness import (
-    ALL_ROWS,
-)
-from stagescope_service.views.reading.rows import (
-    dump_row,
-    matching,
-)
+from stagescope_service.views.reading.completeness import ALL_ROWS
+from stagescope_service.views.reading.rows import dump_row, matching
 from stagescope_service.views.steps import listing as view
 from stagescope_wire.schema import STEP_BOUND
 
@@ -80,12 +75,7 @@ def scalars(
 
 
 @router.get("/steps/{step}/dumps", response_model=models.Dumps, tags=["steps"])
-def dumps(
-    deps: Deps,
-    target: StepTarget,
-    page: PageOf,
-    ranks: RankQueryOf,
-) -> Answer:
+def dumps(deps: Deps, target: StepTarget, page: PageOf, ranks: RankQueryOf) -> Answer:
     """List msprobe's dumps of the step: who collected, missed or failed, where, how large."""
     every = deps.catalogue.dumps(target.attempt_id, target.step_number, limit=ALL_ROWS)
     rows = matching(every, f"step {target.step_number}", **ranks)

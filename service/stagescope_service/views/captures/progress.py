@@ -119,10 +119,7 @@ def _progress(catalogue: Catalogue, row: CaptureRow) -> Progress:
 
 
 def _requested_ranks(
-    catalogue: Catalogue,
-    spec: StoredCapture,
-    agreement: Agreement,
-    attempt: ListedAttempt | None,
+    catalogue: Catalogue, spec: StoredCapture, agreement: Agreement, attempt: ListedAttempt | None
 ) -> list[AskedRank]:
     """Return the ranks that a capture requests, and which acknowledged its latest revision."""
     requested = {(each["role"], each["rank"]) for each in (*agreement.members, *agreement.without)}
@@ -357,10 +354,7 @@ def _listed_steps(steps: CaptureSteps | None) -> list[int]:
 
 
 def _result(
-    step: int,
-    attempt: int | None,
-    states: Mapping[RankKey, RankState],
-    over: bool,
+    step: int, attempt: int | None, states: Mapping[RankKey, RankState], over: bool
 ) -> CapturedStep:
     waiting = [rank for rank, (_, final) in states.items() if not final]
     gaps: list[RankGap] = [

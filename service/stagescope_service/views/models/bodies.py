@@ -164,10 +164,7 @@ class EventsRequest(RequestBody):
     ]
     payloads: Annotated[
         dict[str, JsonObject] | None,
-        _document(
-            type="object",
-            description="seq -> the payload of that event, without tensors.",
-        ),
+        _document(type="object", description="seq -> the payload of that event, without tensors."),
     ] = None
 
 
@@ -207,8 +204,7 @@ class DrainRequest(RequestBody):
     """A request to wait until the payloads of a run are read."""
 
     run: Annotated[
-        object,
-        _document(type=["string", "null"], description="The run's name; null: every run."),
+        object, _document(type=["string", "null"], description="The run's name; null: every run.")
     ]
     timeout: Annotated[
         float,
@@ -535,8 +531,7 @@ class RulesRequest(RequestBody):
         ),
     ] = None
     runs: Annotated[
-        object,
-        _document(type="object", description="Run or pattern -> {capture: auto, budget}."),
+        object, _document(type="object", description="Run or pattern -> {capture: auto, budget}.")
     ] = None
     yaml: Annotated[
         str,

@@ -37,10 +37,7 @@ from stagescope_service.views.findings.texts import text_of_all
             "old has shape (4, 38 to 40), expected (4, 64)",
         ),
         (["loss is -2e-5", "loss is 1e-6"], "loss is -2e-5 to 1e-6"),
-        (
-            ["sample 'a-1' is odd", "sample 'b-2' is odd"],
-            "sample 'a-1' or 'b-2' is odd",
-        ),
+        (["sample 'a-1' is odd", "sample 'b-2' is odd"], "sample 'a-1' or 'b-2' is odd"),
         (
             [f"capture {0x10F0 + n:06x}: late" for n in range(5)],
             "capture 0010f0 or 0010f1 or 0010f2 or 2 more: late",
