@@ -97,14 +97,6 @@ class TestLogin:
         )
         assert answer.status_code == 403
 
-    def test_without_tokens_there_is_nothing_to_trade(self, tmp_path: Path) -> None:
-        with service(tmp_path, auth=False) as running:
-            answer = running.client(None).post("/login", json={"token": "any"})
-            assert answer.status_code == 204
-            assert "set-cookie" not in answer.headers
-            whoami = running.client(None).get("/whoami").json()
-            assert whoami["grade"] == "operate"
-
     def test_a_token_that_was_replaced_ends_it(self, live: Service) -> None:
         client = browser(live, "read")
         assert live.tokens is not None
@@ -224,9 +216,6 @@ class TestChanges:
             client = browser(running, "operate")
             answer = client.post("/captures", json=CAPTURE, headers={"origin": other})
             assert answer.status_code == 403
-
-    def test_a_bearer_token_needs_no_page(self, live: Service) -> None:
-        assert live.operate.post("/captures", json=CAPTURE).status_code == 201
 
 
 class TestFiles:

@@ -39,12 +39,6 @@ def test_serves_from_a_thread_and_lets_go() -> None:
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
     bind("127.0.0.1", port).close()
-
-
-def test_starts_again_after_a_stop() -> None:
-    server = ApiServer(app(), port=0)
-    server.start()
-    server.stop()
     server.start()
     assert httpx.get(server.url).status_code == 200
     server.stop()

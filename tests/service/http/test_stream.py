@@ -360,15 +360,6 @@ def test_events_of_ranks_do_not_wait_for_listeners(live: Service, listen: Listen
     assert live.get("/steps")["rows"][0]["step"] == 1
 
 
-def test_a_server_that_stops_does_not_wait_for_listeners(live: Service, listen: Listen) -> None:
-    listener = listen()
-    listener.next("hello")
-    begun = time.monotonic()
-    live.server.stop()
-    assert time.monotonic() - begun < 1.5  # GRACE_SECONDS is for answers that end
-    assert listener.ended.wait(10)
-
-
 def test_a_catalogue_that_cannot_be_read_is_read_again(
     live: Service, listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -359,21 +359,6 @@ def test_waiting_for_a_capture_waits_for_a_run_that_has_not_reported(
         assert final["state"] == "withdrawn"
 
 
-def test_the_command_line_waits_for_a_run_as_long_as_it_is_told(
-    live: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert live.tokens is not None
-    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
-    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
-    result = invoke(
-        *("capture", "--run", "later", "--stages", STAGE, "--steps", "3", "--wait-seconds", "0")
-    )
-    assert result.exit_code == 1
-    assert "no run later has reported yet" in result.stderr
-    [capture] = live.get("/captures", run="later")["rows"]
-    assert capture["state"] == "agreed"
-
-
 @pytest.mark.parametrize(
     ("wait", "text"),
     [
