@@ -243,7 +243,7 @@ def table_of(answer: JsonObject, columns: str, total: int | None = None) -> Repo
     return ReportTable(names, shown, max((len(rows) if total is None else total) - len(shown), 0))
 
 
-def missing_text(missing: Sequence[Mapping[str, object]]) -> str:
+def missing_text(missing: Sequence[Mapping[str, Any]]) -> str:
     """Return the missing ranks, by stage and status."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for each in missing:

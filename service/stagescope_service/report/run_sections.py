@@ -9,6 +9,7 @@ from stagescope_service.figures import (
     heatmaps,
     overview,
 )  # fmt: skip
+from stagescope_service.figures.run_curves import CurveRequest
 from stagescope_service.report.parts import (
     MAX_ROWS,
     NEWEST_STEPS,
@@ -96,7 +97,7 @@ def _fingerprint(found: object) -> list[str]:
 def course_section(scope: ReportScope) -> ReportSection:
     """Return the numbers over the steps."""
     deps = scope.deps
-    request = overview.Request((), scope.attempt, ALL_STEPS, superseded=True, smooth=None)
+    request = CurveRequest((), scope.attempt, ALL_STEPS, superseded=True, smooth=None)
     by_step = heatmaps.steps_info(deps, *scope.query, ALL_STEPS, heatmaps.DEFAULT)
     drawn = [
         figure_of("overview", overview.figure, overview.info(deps, scope.run, request)),

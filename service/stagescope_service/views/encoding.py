@@ -56,7 +56,7 @@ def spell_nonfinite(value: object) -> object:
     return value
 
 
-def parse_nonfinite(value: object) -> object:
+def parse_nonfinite(value: object) -> Json:
     """Return the number that "nan", "inf" or "-inf" stands for; any other value unchanged."""
     return NONFINITE.get(value, value) if isinstance(value, str) else value
 

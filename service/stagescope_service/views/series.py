@@ -37,29 +37,19 @@ MAX_SERIES_STEPS: Final = 20_000
 """Most steps of an answer."""
 
 By = Literal["rank", "round", "staleness"]
-
 Key = tuple[str | None, str | None, int | None]
 """(stage, role, rank or round or staleness) of one series; all None for the step's own number."""
-
 Value = float | str | None
 """A number, or the name of one that is not finite; None: the step has none."""
-
 MAX_VALUES: Final = 500_000
 """Most values of an answer: steps times series."""
-
 _STEPS_SEARCHED: Final = 20
 """Newest steps that are searched for the ranks and stages of a scalar."""
-
 OPEN: Final = "the step is not closed"
-
 UNMEASURED: Final = "no rank handed over both streams"
-
 BEHIND: Final = "its numbers are being aggregated"
-
 NOT_STORED: Final = "its numbers are not stored for curves: request the step"
-
 ABSENT: Final = "not among the numbers of this step"
-
 NOT_LOGGED: Final = "no rank logged it"
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from stagescope_service.figures import heatmaps, offenders, overview
+from stagescope_service.figures.run_curves import CurveRequest
 from stagescope_service.http.parameters import AttemptQueryOf, Deps, WindowOf
 from stagescope_service.http.routes.figures import FigureAnswer
 from stagescope_service.views.models import figures as models
@@ -45,7 +46,7 @@ def overview_figure(
     A band is the noise floor where it was recorded. Dashed lines are the first stalenesses.
     """
     check_window(window)
-    request = overview.Request(tuple(metric or ()), chosen.attempt, window, superseded, smooth)
+    request = CurveRequest(tuple(metric or ()), chosen.attempt, window, superseded, smooth)
     found = overview.info(deps, chosen.run, request)
     return FigureAnswer("overview", overview.figure(found), found)
 
