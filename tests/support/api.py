@@ -16,12 +16,13 @@ from tests.support import documented
 from tests.support.ingestors import LocalIngestors
 from tests.support.stores import rows_of
 
+import stagescope
 from stagescope_service.coordinator.composition import Parts
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.runner import Clock
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.state import State
-from stagescope_service.http.access_tokens import AccessTokens
+from stagescope_service.http.access_tokens import AccessTokens, Grade
 from stagescope_service.http.app import make_app
 from stagescope_service.http.server import ApiServer
 from stagescope_service.ingest.ingestors import IngestWorker
@@ -188,13 +189,13 @@ class Service:
         self.store.open()
         self.catalogue = Catalogue(self.settings.catalogue_url)
         self.engine = LocalEngine(self.store, self.settings, resumes=resumes)
-        self.tokens = AccessTokens.load(self.settings) if self.settings.auth else None
+        self._tokens = AccessTokens.load(self.settings) if self.settings.auth else None
         self.now: float | None = None
         self.app = make_app(
             catalogue=self.catalogue,
             commands=cast(Commands, self.engine),
             settings=self.settings,
-            tokens=self.tokens,
+            tokens=self._tokens,
             clock=lambda: time.time() if self.now is None else self.now,
         )
         self.answers: list[documented.Answered] = []
@@ -203,8 +204,25 @@ class Service:
         self.server = ApiServer(served, port=0, header_seconds=self.settings.header_seconds)
         self.server.start()
         self._clients: list[httpx.Client] = []
-        self.read = self.client(self.tokens.read if self.tokens else None)
-        self.operate = self.client(self.tokens.operate if self.tokens else None)
+        self.read, self.operate = (
+            self.client(None if self._tokens is None else getattr(self._tokens, grade))
+            for grade in ("read", "operate")
+        )
+
+    @property
+    def tokens(self) -> AccessTokens:
+        """Those of its home; only of a service that asks for some."""
+        assert self._tokens is not None
+        return self._tokens
+
+    def session(self, grade: Grade = "read") -> stagescope.Session:
+        """A session of the client."""
+        return stagescope.attach(self.server.url, token=getattr(self.tokens, grade))
+
+    def environment(self, grade: Grade = "read") -> dict[str, str]:
+        """The variables by which the command line finds it."""
+        token = getattr(self.tokens, grade)
+        return {"STAGESCOPE_URL": self.server.url, "STAGESCOPE_TOKEN": token}
 
     def client(self, token: str | None, **headers: str) -> httpx.Client:
         if token is not None:

@@ -11,7 +11,6 @@ from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 from stagescope_service.store.queries.measurements import ScalarValues, StepNumbers
 from stagescope_service.store.tables import StepMarks
 from stagescope_service.views.encoding import JsonObject
-from stagescope_service.views.findings.texts import ranges_text
 from stagescope_service.views.models.common import BegunAgain
 from stagescope_service.views.reading.completeness import (
     ROWS_REMOVED,
@@ -31,7 +30,7 @@ from stagescope_service.views.reading.target import Target
 from stagescope_wire.errors import InvalidInput, NotFound
 from stagescope_wire.links import Link
 from stagescope_wire.names import similar_names
-from stagescope_wire.render import ranks_text
+from stagescope_wire.render import ranks_text, stretches
 
 MAX_SERIES_STEPS: Final = 20_000
 """Most steps of an answer."""
@@ -148,7 +147,7 @@ def _superseded_note(superseded: Mapping[int, Sequence[int]]) -> str | None:
     if not superseded:
         return None
     texts = [
-        f"attempt {attempt} has step{'s' if len(steps) > 1 else ''} {ranges_text(steps)}"
+        f"attempt {attempt} has {stretches('step', steps)}"
         for attempt, steps in sorted(superseded.items())
     ]
     return (

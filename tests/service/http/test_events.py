@@ -17,7 +17,6 @@ from tests.support.api import Rank, Service, service
 from tests.support.measure import payload
 from tests.support.stores import eventually
 
-import stagescope
 from stagescope_service.http.framing import MEDIA_TYPE
 from stagescope_service.http.routes import health
 from stagescope_service.store.catalogue import Catalogue
@@ -60,8 +59,7 @@ class TestEvents:
             event("log", 2, step=3, scalars={"kl": 0.5}),
             event("begin", 3, step=3),
         ]
-        assert live.tokens is not None
-        with stagescope.attach(live.server.url, token=live.tokens.operate) as session:
+        with live.session("operate") as session:
             reply = session.send(SENDER, events)
         assert [*reply.refused] == [3]
         assert "has no stage" in reply.refused[3]
@@ -122,9 +120,7 @@ class TestPoll:
         thread = threading.Thread(target=ask)
         began = time.monotonic()
         thread.start()
-        made = live.client(live.tokens.operate if live.tokens else None).post(
-            "/captures", json=CAPTURE
-        )
+        made = live.client(live.tokens.operate).post("/captures", json=CAPTURE)
         thread.join(20)
         assert time.monotonic() - began < 15
         # Requested, and agreed on at once: no rank is there to acknowledge it.
@@ -422,7 +418,6 @@ def test_a_drain_says_whether_all_came_and_whether_anything_did(live: Service) -
 
 
 def test_ranks_without_a_key_learn_that_of_their_attempt(live: Service, tmp_path: Path) -> None:
-    assert live.tokens is not None
     options = {"run": "unkeyed", "url": live.server.url, "token": live.tokens.operate}
     probes = [Probe(checked_options({**options, "rank": rank})) for rank in (0, 1)]
     assert len({probe.dump_key for probe in probes}) == 2  # nothing is known yet

@@ -116,7 +116,6 @@ def described(handed: Handed) -> dict[str, object]:
 
 
 def test_below_a_path_of_a_proxy(browser: Browser, shared: Service) -> None:
-    assert shared.tokens is not None
     with (
         path_proxy(shared.server.url) as (url, outside),
         visiting(browser, shared, url=url) as visit,
@@ -144,7 +143,6 @@ def training(live: Service) -> ShownRun:
 
 
 def operator(live: Service) -> str:
-    assert live.tokens is not None
     return live.tokens.operate
 
 
@@ -174,7 +172,6 @@ def text(visit: Visit, selector: str = "main") -> str:
 def test_a_visitor_is_told_what_to_paste_and_where_to_find_it(
     browser: Browser, shared: Service
 ) -> None:
-    assert shared.tokens is not None
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         shown_text = text(visit)
@@ -787,7 +784,6 @@ def test_a_capture_that_only_keeps_what_is_recorded_asks_no_rank(
 
 
 def test_the_read_token_arms_nothing(browser: Browser, shared: Service) -> None:
-    assert shared.tokens is not None
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(shared.tokens.read)

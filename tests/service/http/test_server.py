@@ -118,7 +118,7 @@ def test_heavy_questions_do_not_block_what_training_sends(live: Service) -> None
 
     live.catalogue.runs = slow_runs  # type: ignore[method-assign]
     answers: list[int] = []
-    clients = [live.client(live.tokens.read if live.tokens else None) for _ in range(60)]
+    clients = [live.client(live.tokens.read) for _ in range(60)]
     threads = [
         threading.Thread(
             target=lambda client=client: answers.append(client.get("/runs").status_code)

@@ -8,7 +8,6 @@ from tests.support.api import Rank, Service
 from tests.support.measure import payload
 from tests.support.stores import eventually
 
-from stagescope import attach
 from stagescope_service.core.findings import finding
 from stagescope_service.store.queries.overview import ListedRun
 from stagescope_service.store.tables import StepState
@@ -70,8 +69,7 @@ def test_steps_between_two_attempts_that_neither_reported_are_named(
     train(live, second, key="second", start=2_000.0)
     assert live.get("/runs/r/attempts")["note"] == note
     assert live.get("/steps")["note"] == note
-    assert live.tokens is not None
-    with attach(live.server.url, token=live.tokens.read) as session:
+    with live.session() as session:
         assert note is None or note in " ".join(str(session.attempts("r")).split())
 
 
@@ -375,8 +373,7 @@ def test_a_complete_step_says_what_its_numbers_lack(live: Service) -> None:
     assert "/steps/2/stages?run=r&attempt=1 for who has arrived" in problem["advice"]
     reasons = live.get("/series", metric="rollout_corr/k3_kl")["reasons"]
     assert reasons == [None, f"2 payloads were lost: {why.strip('()')}", None]
-    assert live.tokens is not None
-    with attach(live.server.url, token=live.tokens.read) as session:
+    with live.session() as session:
         assert f"no numbers: 2 payloads lost {why}" in repr(session.step(2))
         assert "no numbers: 2 payloads lost" in repr(session.steps())
         assert "no numbers: 2 payloads lost" in repr(session.step(2).stages())

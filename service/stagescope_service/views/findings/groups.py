@@ -18,14 +18,15 @@ from stagescope_service.store.queries.findings import (
     Outline,
 )
 from stagescope_service.store.tables.findings import FiredActions, PinnedOf
-from stagescope_service.views.findings.texts import MAX_RANGES, ranges_text, without_values
+from stagescope_service.views.findings.texts import without_values
 from stagescope_service.views.models.runs import Extent
+from stagescope_wire.render import stretches
 
 SEVERITIES: Final = ("error", "warning", "info")
-
+_MAX_CAPTURES: Final = 6
+"""Most captures that a text lists."""
 
 E = TypeVar("E", bound=Outline)
-
 
 CauseKey = tuple[object, ...]
 
@@ -102,21 +103,14 @@ def extent(group: Sequence[Outline]) -> Extent:
     """Return the steps and ranks of a group, as numbers and as text."""
     steps = sorted({row["step"] for row in group if row["step"] is not None})
     ranks = sorted({row["rank"] for row in group if row["rank"] is not None})
-    texts = [_ranges_text("step", steps), _ranges_text("rank", ranks)]
+    named = {"step": steps, "rank": ranks}
     return {
-        "where": ", ".join(text for text in texts if text),
+        "where": ", ".join(stretches(noun, numbers) for noun, numbers in named.items() if numbers),
         "first_step": steps[0] if steps else None,
         "last_step": steps[-1] if steps else None,
         "steps": len(steps),
         "ranks": len(ranks),
     }
-
-
-def _ranges_text(noun: str, numbers: Sequence[int]) -> str:
-    """Return sorted numbers as text, such as `steps 10-25, 30`; "" for none."""
-    if not numbers:
-        return ""
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {ranges_text(numbers)}"
 
 
 # --- outcomes of firings --------------------------------------------------------------------
@@ -131,7 +125,7 @@ def outcomes(fired: Sequence[FiredActions | None]) -> list[str]:
     texts = [*_capture_outcomes(results), *_pin_outcomes(results), *_webhook_outcomes(results)]
     if since:
         text = "not taken again: the rule cools down from those of "
-        texts.append(text + _ranges_text("step", sorted({*since})))
+        texts.append(text + stretches("step", sorted({*since})))
     if waiting := len(fired) - len(results):
         texts.append("actions are not taken yet" + (f" of {waiting}" if results else ""))
     return texts
@@ -140,8 +134,8 @@ def outcomes(fired: Sequence[FiredActions | None]) -> list[str]:
 def _capture_outcomes(results: Sequence[FiredActions]) -> list[str]:
     captures = [capture for actions in results if (capture := actions.get("capture"))]
     ids = [*dict.fromkeys(each for fired in captures if (each := fired.get("capture_id")))]
-    more = f" and {len(ids) - MAX_RANGES} more" if len(ids) > MAX_RANGES else ""
-    texts = [f"capture {', '.join(ids[:MAX_RANGES])}{more} requested"] if ids else []
+    more = f" and {len(ids) - _MAX_CAPTURES} more" if len(ids) > _MAX_CAPTURES else ""
+    texts = [f"capture {', '.join(ids[:_MAX_CAPTURES])}{more} requested"] if ids else []
     refusals = [why for fired in captures if (why := fired.get("refused"))]
     return texts + [f"capture refused{times}: {why}" for why, times in _count_texts(refusals)]
 
@@ -160,11 +154,11 @@ def _pin_outcomes(results: Sequence[FiredActions]) -> list[str]:
     pinned = {step: pin["payloads"] for step, pin in pins.items() if pin["payloads"]}
     gone = sum(pin["gone"] for pin in pins.values())
     if not pinned:
-        text = f"pinned no payload of {_ranges_text('step', sorted(pins))}: none were left"
+        text = f"pinned no payload of {stretches('step', sorted(pins))}: none were left"
     else:
         payloads = sum(pinned.values())
         text = f"pinned {payloads} payload{'' if payloads == 1 else 's'} of "
-        text += _ranges_text("step", sorted(pinned))
+        text += stretches("step", sorted(pinned))
     text += f" ({gone} had left the ring before)" if gone else ""
     reasons = [why for pin in pins.values() for why in pin["reasons"]]
     return [text, *(f"not pinned{times}: {why}" for why, times in _count_texts(reasons))]

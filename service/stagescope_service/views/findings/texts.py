@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-MAX_RANGES: Final = 6
-"""Most ranges of steps or ranks, or captures, that a text lists."""
+from stagescope_wire.render import ranges_text
+
 _MAX_TEXTS: Final = 1000
 """Most different texts of a group that are merged into one."""
 _MAX_NAMES: Final = 3
@@ -117,16 +117,3 @@ def _joined(values: Sequence[str], *, listed: bool) -> str:
         column[0] if len(column) == 1 else f"{column[0]} to {column[-1]}" for column in columns
     ]
     return "".join(itertools.chain(*zip(spans, [*lists[0][1::2], ""], strict=True)))
-
-
-def ranges_text(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as text, such as `10-25, 30`; "" for none."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:MAX_RANGES]]
-    omitted = sum(b - a + 1 for a, b in ranges[MAX_RANGES:])
-    return ", ".join(texts) + (f" and {omitted} more" if omitted else "")

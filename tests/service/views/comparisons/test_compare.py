@@ -79,8 +79,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def session(running: Service) -> Iterator[stagescope.Session]:
-    assert running.tokens is not None
-    with stagescope.attach(running.server.url, token=running.tokens.read) as found:
+    with running.session() as found:
         yield found
 
 
@@ -118,8 +117,7 @@ def test_an_export_that_is_imported_again_pairs_every_number(
     running.engine.keep(*SECTIONS)
     logging(running, "exported", 0.5)
     running.engine.keep()
-    assert running.tokens is not None
-    env = {"STAGESCOPE_URL": running.server.url, "STAGESCOPE_TOKEN": running.tokens.operate}
+    env = running.environment("operate")
     kept = running.settings.data_path / "exported" / "a1"
     for words in (("export", str(kept), str(tmp_path / "out")),
                   ("import", str(tmp_path / "out"), "--run", "again")):  # fmt: skip
@@ -266,7 +264,6 @@ def test_a_step_that_grew_is_compared_anew(running: Service, session: stagescope
 def test_the_command_says_by_its_exit_status_what_it_found(
     running: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert running.tokens is not None
     monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
     monkeypatch.setenv("STAGESCOPE_TOKEN", running.tokens.read)
     page = tmp_path / "report.html"

@@ -108,8 +108,7 @@ def running(tmp_path: Path) -> Iterator[Service]:
 
 @pytest.fixture
 def step(running: Service) -> Iterator[stagescope.Step]:
-    assert running.tokens is not None
-    with stagescope.attach(running.server.url, token=running.tokens.read) as session:
+    with running.session() as session:
         yield session.step(5)
 
 
@@ -295,8 +294,7 @@ def test_an_id_may_have_slashes_and_line_ends(running: Service) -> None:
     rank.begin(STAGE, 20)
     rank.say("end", payload, stage=STAGE, step=20, payload=describe(payload))
     rank.stage(STAGE, 21)
-    assert running.tokens is not None
-    with stagescope.attach(running.server.url, token=running.tokens.read) as session:
+    with running.session() as session:
         step = session.step(20)
         assert {row["sample_uid"] for row in step.samples()} == {*ids}
         assert [step.sample(uid).about["sample_uid"] for uid in ids] == ids
@@ -347,8 +345,7 @@ def test_a_damaged_or_foreign_tokenizer_is_a_reason(
 
 
 def test_the_command_line_asks_the_same(running: Service) -> None:
-    assert running.tokens is not None
-    environment = {"STAGESCOPE_URL": running.server.url, "STAGESCOPE_TOKEN": running.tokens.read}
+    environment = running.environment()
     for words in (["samples", "5"], ["sample", "5", "g0/0"], ["loss", "5"]):
         result = invoke(*words, env=environment)
         assert result.exit_code == 0, result.output
