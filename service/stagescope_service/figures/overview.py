@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from stagescope_service import figure_style as style
 from stagescope_service.figures.lines import (
     KINDS,
     ROW,
+    Line,
     LineStyle,
     Mark,
     array_of,
@@ -225,39 +226,29 @@ def _draw_panel(
             hovertemplate="step %{x}: noise floor %{y:.4g}<extra></extra>",
         )  # fmt: skip
     shown: set[str] = set()
-    for line in panel.lines:
-        name = "superseded" if line.superseded else "value"
-        draw_line(
-            drawn, line, axis, panel.unit,
-            LineStyle(
-                name,
-                colour=style.SKY if line.superseded or smooth else style.BLUE,
-                dash="dot" if line.superseded else "solid",
-                legend=first and name not in shown and line.has_values,
-            ),
-        )  # fmt: skip
+    for line, name, colour, dash in _looks(panel, smooth):
+        legend = first and name not in shown and line.has_values
+        draw_line(drawn, line, axis, panel.unit, LineStyle(name, colour, dash, legend))
         shown |= {name} if line.has_values else set()
+    draw_not_finite(drawn, panel.not_finite, panel.lines, axis, first=first)
+
+
+def _looks(panel: Panel, smooth: float | None) -> Iterator[tuple[Line, str, str, str]]:
+    """Yield the lines of a panel, each with its name, colour and dash."""
+    for line in panel.lines:
+        colour = style.SKY if line.superseded or smooth else style.BLUE
+        name, dash = ("superseded", "dot") if line.superseded else ("value", "solid")
+        yield line, name, colour, dash
+    current = [line for line in panel.lines if line.has_values and not line.superseded]
     if smooth:
         name = f"moving average over {smooth:g} steps"
-        for line in panel.lines:
-            if line.has_values and not line.superseded:
-                draw_line(
-                    drawn, line.smoothed(smooth), axis, panel.unit,
-                    LineStyle(name, style.BLUE, "solid", legend=first and name not in shown),
-                )  # fmt: skip
-                shown.add(name)
+        yield from ((line.smoothed(smooth), name, style.BLUE, "solid") for line in current)
     for at, (staleness, lines) in enumerate(panel.stalenesses):
-        name = f"staleness {staleness}"
         colour = style.SERIES[1 + at % (len(style.SERIES) - 1)]
         dash = style.DASHES[1 + at % (len(style.DASHES) - 1)]
         for line in lines:
-            if not line.superseded and line.has_values:
-                draw_line(
-                    drawn, line, axis, panel.unit,
-                    LineStyle(name, colour, dash, legend=first and name not in shown),
-                )  # fmt: skip
-                shown.add(name)
-    draw_not_finite(drawn, panel.not_finite, panel.lines, axis, first=first)
+            if line.has_values and not line.superseded:
+                yield line, f"staleness {staleness}", colour, dash
 
 
 def _draw_boundaries(drawn: go.Figure, boundaries: Sequence[Boundary]) -> None:
