@@ -171,8 +171,10 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def ranges_text(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as ranges, such as `10-12, 15 and 4 more`; "" for none."""
+def stretches(noun: str, numbers: Sequence[int]) -> str:
+    """Return ascending numbers as ranges, such as `steps 10-12, 15 and 4 more`; "" for none."""
+    if not numbers:
+        return ""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -181,12 +183,8 @@ def ranges_text(numbers: Sequence[int]) -> str:
             ranges.append([number, number])
     texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:_MAX_RANGES]]
     rest = sum(b - a + 1 for a, b in ranges[_MAX_RANGES:])
-    return ", ".join(texts) + (f" and {rest} more" if rest else "")
-
-
-def stretches(noun: str, numbers: Sequence[int]) -> str:
-    """Return ascending numbers as ranges with their noun, such as `steps 10-12, 15`."""
-    return f"{noun if len(numbers) == 1 else f'{noun}s'} {ranges_text(numbers)}"
+    more = f" and {rest} more" if rest else ""
+    return f"{noun if len(numbers) == 1 else f'{noun}s'} {', '.join(texts)}{more}"
 
 
 def ranks_text(ranks: Iterable[tuple[str, int]]) -> str:

@@ -502,7 +502,7 @@ class Intake:
 
     def _renew_all(self, now: float) -> None:
         self._state.renew_all(now)
-        self._state.registry.listening_since = self._wall()
+        self._state.registry.restarts.listening_since = self._wall()
 
     # --- capture requests -------------------------------------------------------------------
     def _check_requests_soon(self) -> None:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from stagescope_service.core import spans, steps
+from stagescope_service.core import spans, steps, verdicts
 from stagescope_service.core.catalogue_rows import integer
 from stagescope_service.core.completeness import UNKNOWN
 from stagescope_service.core.entities import (
     ANNOUNCED,
+    CRASHED,
+    INTERRUPTED,
     OPEN,
     RECENT_STEPS,
+    SAID,
     UNFINISHED,
     Attempt,
     Drops,
@@ -82,8 +85,8 @@ def _attempt(row: AttemptRow) -> Attempt:
         opened_wall=row["opened_wall"],
         ended_wall=row["ended_wall"],
         end_reason=row["end_reason"],
-        crashed=row["end_reason"] == steps.CRASHED,
-        interrupted=row["end_reason"] == steps.INTERRUPTED,
+        crashed=row["end_reason"] == CRASHED,
+        interrupted=row["end_reason"] == INTERRUPTED,
         first_step=first,
         resumed_from_step=resumed,
         resume_reported=is_reported,
@@ -170,7 +173,7 @@ def _restore_step(attempt: Attempt, row: StepColumns, *, kept: bool) -> None:
     attempt.top_step = number if top is None else max(top, number)
     if row["closed_wall"] is not None:
         attempt.note_closed(row["closed_wall"])
-    if row["close_reason"] == steps.SAID:
+    if row["close_reason"] == SAID:
         known_through = attempt.ended_through
         attempt.ended_through = number if known_through is None else max(known_through, number)
     if attempt.over and not kept:
@@ -293,7 +296,7 @@ def _settle(attempt: Attempt) -> None:
     if len(closed) >= RECENT_STEPS:
         attempt.forgotten_through = closed[0] - 1
     for number in closed:
-        steps.judge_in_memory(attempt, attempt.steps[number])
+        verdicts.judge_in_memory(attempt, attempt.steps[number])
 
 
 def _note_who_went_back(attempt: Attempt) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.core.entities import Process
-from stagescope_service.core.registry import OVERLAP_SECONDS
+from stagescope_service.core.restarts import OVERLAP_SECONDS
 from stagescope_service.core.state import State
 from stagescope_wire.errors import InvalidEvent
 from stagescope_wire.schema import BEGIN, END, FINISH, HELLO, WEIGHTS, Event, Sender, Work
@@ -59,7 +59,7 @@ class Starts:
             return None
         known = attempt.by_rank.get((sender.role, sender.rank), ())
         is_again = any(each.bound for each in known)
-        if is_again or registry.may_have_other_size(attempt, sender.role, sender.rank):
+        if is_again or registry.restarts.may_have_other_size(attempt, sender.role, sender.rank):
             return _first_step(events)
         return None
 
@@ -97,7 +97,7 @@ class Starts:
                 self._since = {name: each for name, each in self._since.items() if each > limit}
             since = self._since.setdefault(incarnation, now)
             is_urgent = len(events) >= MOST_EVENTS or any(_kind(wire) == FINISH for wire in events)
-            will_show = not is_urgent and self._state.registry.will_show(process, step)
+            will_show = not is_urgent and self._state.registry.restarts.will_show(process, step)
             if now < since + (self._longest if will_show else WAIT_SECONDS):
                 return True
         self._since.pop(incarnation, None)
@@ -111,7 +111,7 @@ class Starts:
         key = (process.attempt_id, process.role)
         if (waiting := self._waits.get(key)) is not None:
             return waiting
-        if not registry.may_be_of_new_start(process, step):
+        if not registry.restarts.may_be_of_new_start(process, step):
             return None
         waiting = self._waits[key] = self._tasks.start(self._look(process, step))
         waiting.add_done_callback(lambda _: self._waits.pop(key, None))
@@ -124,7 +124,7 @@ class Starts:
             await asyncio.sleep(_LOOK_SECONDS)
             if process.bound or process.attempt_id != attempt_id:
                 return
-            if not registry.may_be_of_new_start(process, step):
+            if not registry.restarts.may_be_of_new_start(process, step):
                 return
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Final
 
 from stagescope_service.core import operators as operator_tables
-from stagescope_service.core import payloads, spans, steps
+from stagescope_service.core import payloads, spans, steps, verdicts
 from stagescope_service.core.catalogue_rows import loss_row, process_row, row_id
 from stagescope_service.core.entities import LOST, Attempt, Process, Span
 from stagescope_service.core.instructions import Delete, Instruction, Put
@@ -140,4 +140,4 @@ def take_leave_back(process: Process, work: Work) -> list[Instruction]:
 
 def _judge_span(attempt: Attempt, span: Span) -> list[Instruction]:
     step = None if span.work.step is None else attempt.steps.get(span.work.step)
-    return [] if step is None else steps.rejudge_rank(attempt, step, span)
+    return [] if step is None else verdicts.rejudge_rank(attempt, step, span)

@@ -12,7 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, Final, NamedTuple
 
-from stagescope_service.core.instructions import PayloadKey, Put
+from stagescope_service.core.instructions import (
+    PayloadKey,
+    Put,
+)
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.schema import Part, Work
 
@@ -440,3 +443,28 @@ class StageTiming:
         self.longest = self.longest or 0.0
         if seconds > self.longest:
             self.longest = seconds
+
+
+WENT_ON: Final = "everyone went on"
+
+
+ENDED: Final = "attempt ended"
+
+
+SAID: Final = "end_step"
+
+
+LEFT_BEHIND: Final = "left behind"
+"""Closed with processes still in it: the others are too many steps ahead."""
+
+
+FINISHED: Final = "finished"
+
+
+CRASHED: Final = "an exception ended one of its processes"
+
+
+INTERRUPTED: Final = "it was interrupted"
+
+
+SILENT: Final = "its processes fell silent"

@@ -31,7 +31,6 @@ from stagescope_service.core.findings import (
     finding,
     moved,
 )
-from stagescope_service.core.handshakes import MAX_WORLD_SIZE
 from stagescope_service.core.instructions import (
     Delete,
     DumpReported,
@@ -39,7 +38,6 @@ from stagescope_service.core.instructions import (
     NonFiniteScalars,
     Put,
 )
-from stagescope_service.core.settings_findings import of_settings
 from stagescope_wire.links import Link
 from stagescope_wire.names import closest_stage
 from stagescope_wire.nonfinite import Json, JsonObject
@@ -204,61 +202,6 @@ def follow(attempt: Attempt, process: Process, step: int) -> list[Instruction]:
             out.append(Put(put.table, {**put.row, "attempt_id": attempt.attempt_id}))
     process.unbound_rows.clear()
     return out
-
-
-def handshake_fields(attempt: Attempt, process: Process) -> list[Instruction]:
-    """Return the findings about a process's handshake."""
-    return [
-        *_versions(attempt, process),
-        *_world_size(attempt, process),
-        *of_settings(attempt, process),
-    ]
-
-
-def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
-    """Return a finding of the unsupported packages of a process."""
-    handshake = process.handshake
-    reported: Json = None if handshake is None else handshake.fingerprint
-    for name in ("versions", "unsupported"):
-        reported = reported.get(name) if isinstance(reported, Mapping) else None
-    lines = (
-        [text(line, 500) or "" for line in reported] if isinstance(reported, list | tuple) else []
-    )
-    if handshake is None or not lines:
-        return []
-    return [
-        finding(
-            "unsupported_version",
-            "; ".join(lines[:20]),
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=handshake.wall,
-            role=process.role,
-            advice="what it reports may be wrong or missing; training itself is not touched",
-        )
-    ]
-
-
-def _world_size(attempt: Attempt, process: Process) -> list[Instruction]:
-    """Return a finding of a process whose rank is beyond its own world_size, or which is none."""
-    handshake = process.handshake
-    size = None if handshake is None else handshake.world_size
-    if handshake is None or size is None or process.rank < size <= MAX_WORLD_SIZE:
-        return []
-    return [
-        finding(
-            "refused_world_size",
-            f"{process.role} rank {process.rank} says world_size {size}, which is not taken",
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=handshake.wall,
-            severity="error",
-            role=process.role,
-            rank=process.rank,
-            advice="ranks count from 0 to world_size - 1, both of the role; at most "
-            f"{MAX_WORLD_SIZE} are known",
-        )
-    ]
 
 
 def stage_name(

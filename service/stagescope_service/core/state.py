@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from stagescope_service.core import departures, payloads, reports, spans, steps
+from stagescope_service.core import (
+    departures,
+    handshake_findings,
+    payloads,
+    reports,
+    spans,
+    steps,
+    verdicts,
+)
 from stagescope_service.core.catalogue_rows import span_row
 from stagescope_service.core.entities import (
     FAILED,
@@ -140,8 +148,8 @@ class State:
                 resized, rows = self.registry.adopt_handshake(process, event.fields, event.wall)
                 out += rows
                 if not self.registry.may_leave(process):
-                    out += reports.handshake_fields(attempt, process)
-                out += steps.rejudge_all(attempt) if resized else []
+                    out += handshake_findings.handshake_fields(attempt, process)
+                out += verdicts.rejudge_all(attempt) if resized else []
             case "log":
                 out += steps.open_step(attempt, work.step, ours)[1]
                 out += self._of_start(process, reports.scalars(attempt, process, event, work))
@@ -233,10 +241,10 @@ class State:
         attempt = self.registry.attempt_of(process)
         if left is not None:
             for each in attempt.processes.values():
-                out += reports.handshake_fields(attempt, each)
+                out += handshake_findings.handshake_fields(attempt, each)
                 out += reports.follow(attempt, each, step)
             # Its known world size may have come from the process that left it.
-            out += steps.rejudge_all(left)
+            out += verdicts.rejudge_all(left)
             out += steps.end_if_left(left)
             out += steps.close_due(left, wall)
             size = left.world_size(process.role)
@@ -244,8 +252,8 @@ class State:
             if process.unkeyed and had_rank and not left.by_rank.get((process.role, process.rank)):
                 out.append(reports.began_alone(attempt, left, process, wall))
         elif may_leave:
-            out += reports.handshake_fields(attempt, process)
-        if left is None and not process.raw and self.registry.stays_without_key(process):
+            out += handshake_findings.handshake_fields(attempt, process)
+        if left is None and not process.raw and self.registry.restarts.stays_without_key(process):
             out.append(reports.started_again(attempt, process, wall))
         process.unbound_rows.clear()
         return out
@@ -292,7 +300,7 @@ class State:
         if step is attempt.stepless:
             return out
         if step.closed_wall is not None:
-            out += steps.rejudge_rank(attempt, step, span)
+            out += verdicts.rejudge_rank(attempt, step, span)
             if repeated and not attempt.pending.get(step.step):
                 out += steps.aggregate(attempt, step.step, wall)
             if step.evicted and span.status != OPEN:
@@ -446,7 +454,7 @@ class State:
     def rejudge(self, attempt_id: int, step: int) -> list[Instruction]:
         """Return the present verdict on a closed step that is in memory."""
         attempt = self.attempt(attempt_id)
-        return [] if attempt is None else steps.rejudge_now(attempt, step)
+        return [] if attempt is None else verdicts.rejudge_now(attempt, step)
 
     # --- asking -----------------------------------------------------------------------------
     def pending(self, run: str | None) -> list[PayloadKey]:

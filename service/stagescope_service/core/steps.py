@@ -6,25 +6,27 @@ attempt ends, or on an END_STEP. Later events of a closed step update its verdic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from stagescope_service.core.catalogue_rows import attempt_row, process_row
 from stagescope_service.core.completeness import (
     NOT_BEGUN,
-    expect,
     participants,
-    status_of,
-    statuses_of,
-    verdict_of,
 )
 from stagescope_service.core.entities import (
+    CRASHED,
+    ENDED,
+    FINISHED,
+    INTERRUPTED,
+    LEFT_BEHIND,
     OPEN_STEPS,
     RECENT_STEPS,
+    SAID,
+    SILENT,
+    WENT_ON,
     Attempt,
-    Participants,
     Process,
-    Span,
     Step,
 )
 from stagescope_service.core.findings import finding
@@ -34,28 +36,18 @@ from stagescope_service.core.instructions import (
     Instruction,
     PayloadKey,
     Put,
-    Rejudge,
 )
-from stagescope_wire.schema import Part
+from stagescope_service.core.verdicts import (
+    judged,
+    step_key,
+    update_next_verdict,
+    update_top_verdict,
+)
 
-WENT_ON: Final = "everyone went on"
-ENDED: Final = "attempt ended"
-SAID: Final = "end_step"
-LEFT_BEHIND: Final = "left behind"
-"""Closed with processes still in it: the others are too many steps ahead."""
-
-_LONG_VERDICT: Final = 200
-"""With more missing ranks a verdict is judged again later, once for many events. To judge it with
-every event would take time in the square of the ranks."""
 RANKS_SECONDS: Final = 30.0
 """How long after its start an attempt waits for the first event of each expected rank."""
 
-FINISHED: Final = "finished"
 _NAMED_RANKS: Final = 10
-
-CRASHED: Final = "an exception ended one of its processes"
-INTERRUPTED: Final = "it was interrupted"
-SILENT: Final = "its processes fell silent"
 
 
 def open_step(attempt: Attempt, number: int | None, wall: float) -> tuple[Step, list[Instruction]]:
@@ -67,7 +59,7 @@ def open_step(attempt: Attempt, number: int | None, wall: float) -> tuple[Step, 
         return _open(attempt, number, wall)
     if wall < step.opened_wall:
         step.opened_wall = wall
-        return step, [Put("steps", {**_key(attempt, number), "opened_wall": wall})]
+        return step, [Put("steps", {**step_key(attempt, number), "opened_wall": wall})]
     return step, []
 
 
@@ -80,11 +72,11 @@ def _open(attempt: Attempt, number: int, wall: float) -> tuple[Step, list[Instru
         out.append(attempt_row(attempt))
     if attempt.forgotten_through is not None and number <= attempt.forgotten_through:
         # It has left memory: its stored rows stay.
-        out.append(Put("steps", _key(attempt, number)))
+        out.append(Put("steps", step_key(attempt, number)))
         return Step(step=number, opened_wall=wall, closed_wall=wall, evicted=True), out
     step = attempt.steps[number] = Step(step=number, opened_wall=wall)
     attempt.open.add(number)
-    out.append(Put("steps", {**_key(attempt, number), "opened_wall": wall}))
+    out.append(Put("steps", {**step_key(attempt, number), "opened_wall": wall}))
     if attempt.top_step is None or number > attempt.top_step:
         attempt.top_step = number
     if len(attempt.open) > OPEN_STEPS:
@@ -134,7 +126,7 @@ def end_if_left(attempt: Attempt) -> list[Instruction]:
     if (attempt.ended_wall, attempt.end_reason) == (ended, reason):
         return []
     attempt.ended_wall, attempt.end_reason = ended, reason
-    return [attempt_row(attempt), *_update_top_verdict(attempt)]
+    return [attempt_row(attempt), *update_top_verdict(attempt)]
 
 
 def _left_on_our_clock(process: Process) -> float:
@@ -152,7 +144,7 @@ def resume(attempt: Attempt, process: Process) -> list[Instruction]:
     if attempt.ended_wall is None or not _holds(attempt, process):
         return []
     attempt.ended_wall = attempt.end_reason = None
-    return [attempt_row(attempt), *_update_top_verdict(attempt)]
+    return [attempt_row(attempt), *update_top_verdict(attempt)]
 
 
 def close_due(attempt: Attempt, wall: float) -> list[Instruction]:
@@ -187,8 +179,8 @@ def _close(attempt: Attempt, step: Step, wall: float, reason: str) -> list[Instr
     step.closed_wall, step.close_reason = wall, reason
     attempt.open.discard(step.step)
     attempt.note_closed(wall)
-    out = _judged(attempt, step, closed_wall=wall, close_reason=reason)
-    out += _update_next_verdict(attempt, step)
+    out = judged(attempt, step, closed_wall=wall, close_reason=reason)
+    out += update_next_verdict(attempt, step)
     if attempt.last_closed_step is None or step.step > attempt.last_closed_step:
         attempt.last_closed_step = step.step
         out.append(attempt_row(attempt))
@@ -303,141 +295,6 @@ def end_silence(attempt: Attempt, wall: float) -> list[Instruction]:
     ]
 
 
-# --- judging ----------------------------------------------------------------------------------
-def rejudge_rank(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
-    """Update the verdict of a closed step after a late event of one rank."""
-    if step.closed_wall is None or step.evicted or span.work.stage is None:
-        return []
-    stage = (span.role, span.work.stage)
-    if span.rank not in step.expected.get(stage, ()):
-        return [*_rejudged(attempt, step), *_update_next_verdict(attempt, step)]
-    key = (*stage, span.rank)
-    first_of_it = step.missing.get(key) == NOT_BEGUN
-    status = status_of(step.ranks[stage][span.rank])
-    if status == step.missing.get(key):
-        return []
-    if status is None:
-        del step.missing[key]
-    else:
-        step.missing[key] = status
-    is_long = len(step.missing) > _LONG_VERDICT
-    out: list[Instruction] = [_stale(attempt, step) if is_long else _verdict_row(attempt, step)]
-    # The participants of this step are expected in the next.
-    return out + _update_next_verdict(attempt, step) if first_of_it else out
-
-
-def rejudge_number(attempt: Attempt, number: int) -> list[Instruction]:
-    """Update the verdict of a step that is closed and in memory."""
-    step = attempt.steps.get(number)
-    return [] if step is None or step.closed_wall is None else _rejudged(attempt, step)
-
-
-def rejudge_now(attempt: Attempt, number: int) -> list[Instruction]:
-    """Return the verdict of a step that is closed and in memory."""
-    step = attempt.steps.get(number)
-    if step is None or step.closed_wall is None or step.evicted:
-        return []
-    return _judged(attempt, step)
-
-
-def rejudge_all(attempt: Attempt) -> list[Instruction]:
-    """Update the verdicts of all closed steps in memory after a world size became known."""
-    return [row for number in sorted(attempt.steps) for row in rejudge_number(attempt, number)]
-
-
-def _update_top_verdict(attempt: Attempt) -> list[Instruction]:
-    return [] if attempt.top_step is None else rejudge_number(attempt, attempt.top_step)
-
-
-def _update_next_verdict(attempt: Attempt, step: Step) -> list[Instruction]:
-    """Update the verdict of the next closed step: `step` decides which ranks it expects."""
-    closed = [number for number in attempt.steps if number > step.step]
-    following = min((number for number in closed if number not in attempt.open), default=None)
-    return [] if following is None else rejudge_number(attempt, following)
-
-
-def judge_in_memory(attempt: Attempt, step: Step) -> None:
-    """Form the verdict on a step."""
-    statuses = statuses_of(step)
-    step.expected, step.unknown = expect(
-        statuses,
-        size_of=attempt.world_size,
-        before=_before(attempt, step),
-        all_stages=_broke_off_in(attempt, step),
-    )
-    step.missing = {
-        (*key, rank): status
-        for key, ranks in step.expected.items()
-        for rank in ranks
-        if (status := statuses.get(key, {}).get(rank, NOT_BEGUN)) is not None
-    }
-    if not step.missing and attempt.expected_roles - {role for role, _ in statuses}:
-        # A step with reports of its driver alone: the number of missing ranks is unknown.
-        step.unknown = True
-    if _broke_off_in(attempt, step) and _has_fewer_parts(attempt, step):
-        # A killed process never sends the last parts that it did: how many is unknown.
-        step.unknown = True
-
-
-def _rejudged(attempt: Attempt, step: Step) -> list[Instruction]:
-    return [_stale(attempt, step)] if len(step.missing) > _LONG_VERDICT else _judged(attempt, step)
-
-
-def _stale(attempt: Attempt, step: Step) -> Rejudge:
-    step.stale = True
-    return Rejudge(attempt.attempt_id, step.step)
-
-
-def _judged(attempt: Attempt, step: Step, **columns: object) -> list[Instruction]:
-    judge_in_memory(attempt, step)
-    return [_verdict_row(attempt, step, **columns)]
-
-
-def _verdict_row(attempt: Attempt, step: Step, **columns: object) -> Put:
-    step.stale = False
-    verdict = verdict_of(step.expected, step.missing, step.unknown)
-    row = {
-        **_key(attempt, step.step),
-        "completeness": verdict.verdict,
-        "expected": verdict.expected,
-        "missing": [
-            {"role": role, "rank": rank, "stage": stage, "status": status}
-            for role, rank, stage, status in verdict.missing
-        ],
-    }
-    return Put("steps", {**row, **columns})
-
-
-def _before(attempt: Attempt, step: Step) -> Participants | None:
-    earlier = [number for number in attempt.steps if number < step.step]
-    previous = max((number for number in earlier if number not in attempt.open), default=None)
-    return step.before if previous is None else participants(attempt.steps[previous])
-
-
-def _has_fewer_parts(attempt: Attempt, step: Step) -> bool:
-    """Return whether a rank did fewer parts of a stage than in the closed step before, if known."""
-    earlier = [number for number in attempt.steps if number < step.step]
-    previous = max((number for number in earlier if number not in attempt.open), default=None)
-    if previous is None:
-        return False
-    return any(
-        spans and len(_parts(spans)) < len(_parts(attempt.steps[previous].ranks[key].get(rank, ())))
-        for key, ranks in step.ranks.items()
-        if key in attempt.steps[previous].ranks
-        for rank, spans in ranks.items()
-    )
-
-
-def _parts(spans: Iterable[Span]) -> set[Part]:
-    return {span.work.part for span in spans if not span.superseded}
-
-
-def _broke_off_in(attempt: Attempt, step: Step) -> bool:
-    if attempt.end_reason != SILENT or step.step != attempt.top_step:
-        return False
-    return attempt.ended_through is None or step.step > attempt.ended_through
-
-
 # --- payloads ---------------------------------------------------------------------------------
 def payload_pending(attempt: Attempt, number: int | None, key: PayloadKey) -> None:
     """Record that a step has a pending payload."""
@@ -466,7 +323,7 @@ def aggregate(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
     steps that were not aggregated.
     """
     attempt.last_mark = max(attempt.last_mark + 1, int(wall * 1e6))
-    marked = {**_key(attempt, number), "parts_mark": attempt.last_mark}
+    marked = {**step_key(attempt, number), "parts_mark": attempt.last_mark}
     return [Put("steps", marked), Aggregate(attempt.attempt_id, number)]
 
 
@@ -511,7 +368,7 @@ def _forget(attempt: Attempt) -> list[Instruction]:
     closed = sorted(number for number in attempt.steps if number not in attempt.open)
     for number in closed[:-RECENT_STEPS]:
         if attempt.steps[number].stale:
-            out += _judged(attempt, attempt.steps[number])
+            out += judged(attempt, attempt.steps[number])
         step = attempt.steps.pop(number)
         before = attempt.forgotten_through
         attempt.forgotten_through = number if before is None else max(number, before)
@@ -519,7 +376,3 @@ def _forget(attempt: Attempt) -> list[Instruction]:
         if following is not None:
             attempt.steps[following].before = participants(step)
     return out
-
-
-def _key(attempt: Attempt, number: int) -> dict[str, object]:
-    return {"attempt_id": attempt.attempt_id, "step": number}

@@ -329,7 +329,10 @@ def test_a_rank_that_is_replaced_alone_stays(bench: Bench, goes_on: bool, keyed:
         old[0].wall = 1021.0
         bench.give(*old[0].work(6))
     registry = bench.state.registry
-    assert registry.may_be_of_new_start(registry.processes[new.sender.incarnation], 6) != goes_on
+    assert (
+        registry.restarts.may_be_of_new_start(registry.processes[new.sender.incarnation], 6)
+        != goes_on
+    )
     bench.give(*new.work(6))
     assert placed(bench, [*old, new]) == [1, 1, 1]
     # Then all of them start again.
@@ -361,7 +364,7 @@ def test_the_processes_of_another_role_must_have_begun_again_too(bench: Bench) -
 
 def may_be_of_new_start(bench: Bench, rank: Rank, step: int) -> bool:
     registry = bench.state.registry
-    return registry.may_be_of_new_start(registry.processes[rank.sender.incarnation], step)
+    return registry.restarts.may_be_of_new_start(registry.processes[rank.sender.incarnation], step)
 
 
 def poll(bench: Bench, ranks: list[Rank], wall: float) -> None:
@@ -546,7 +549,7 @@ def test_after_a_restart_of_the_service_nobody_is_taken_for_gone(bench: Bench) -
     for rank in ranks:
         bench.give(*rank.work(1))
     bench.restart()
-    bench.state.registry.listening_since = 1990.0
+    bench.state.registry.restarts.listening_since = 1990.0
     bench.give(*Rank(1, key=None, started=2000.0).work(2))
     assert [number for number, _ in attempts(bench)] == [1]
 

@@ -168,7 +168,7 @@ class HangWatch:
         out: list[Instruction] = []
         # Events that ranks sent while the service could not receive (full disk, restart) are
         # still on the way; a rank that stays silent is unresponsive, not stuck.
-        is_news = wall - self._state.registry.listening_since > self._silence.seconds
+        is_news = wall - self._state.registry.restarts.listening_since > self._silence.seconds
         unheard = {(process.role, process.rank) for process in silent}
         for name, role in roles(attempt, {process.incarnation for process in silent}):
             if name in restarted:

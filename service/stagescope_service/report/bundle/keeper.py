@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from stagescope_service.core.entities import CRASHED, SILENT
 from stagescope_service.core.findings import ATTEMPT_BUNDLED, describe
-from stagescope_service.core.steps import CRASHED, SILENT
 from stagescope_service.report.bundle.making import make_bundle
 from stagescope_service.store.queries.runs import DiedAttempt
 from stagescope_service.store.tensorfile import disk_errors

@@ -11,7 +11,7 @@ from typing import Final
 
 from stagescope_service.compare.causes import BROKE_OFF
 from stagescope_service.core.completeness import PARTIAL
-from stagescope_service.core.steps import ENDED
+from stagescope_service.core.entities import ENDED
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.listing import FileDump, entry_order, files_of
 from stagescope_service.dumps.formats.own import open_files

@@ -3,11 +3,13 @@
 A NaN that persists makes a finding for each rank and step. Rows of one attempt with the same stage
 and role, whose texts are equal apart from numbers and ids, make one group. Groups of findings are
 sorted by severity, then by how much they name: an operator, why streams cannot be compared, a rank,
-a round. The row of a group is its first finding, where the problem began; its text is true of all.
+a round. The row of a group is its first finding, where the problem began, with the extent of all.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeVar
 
@@ -18,7 +20,6 @@ from stagescope_service.store.queries.findings import (
     Outline,
 )
 from stagescope_service.store.tables.findings import FiredActions, PinnedOf
-from stagescope_service.views.findings.texts import without_values
 from stagescope_service.views.models.runs import Extent
 from stagescope_wire.render import stretches
 
@@ -26,7 +27,29 @@ SEVERITIES: Final = ("error", "warning", "info")
 _MAX_CAPTURES: Final = 6
 """Most captures that a text lists."""
 
+# Patterns of a text in which every digit is a zero.
+_DIGITS: Final = str.maketrans("123456789", "0" * 9)
+_NUMBERS: Final = r"(?:(?<!\w)-)?0+(?:\.0+)?(?:e[-+]?0+)?"
+_IDS: Final = r"""'[^']*0[^']*'|"[^"]*0[^"]*"|\b(?=[a-f-]*0)[0a-f]{6}[0a-f-]*\b"""
+_ID: Final = re.compile(_IDS)
+_NUMBER: Final = re.compile(_NUMBERS)
+_PLURAL: Final = re.compile(r"(\b0 [a-z]+?)s\b")
+_LIST: Final = re.compile(r"\b(rank|step)s\b|0(?:(?:, ?| and | ?- ?)0)+\b")
+
+
+def without_values(text: str | None) -> str:
+    """Return a text without its values, which differ between texts of one cause."""
+    return _without_numbers((text or "").translate(_DIGITS))
+
+
+@functools.lru_cache(maxsize=4096)  # texts of one cause often differ in their digits alone
+def _without_numbers(text: str) -> str:
+    plain = _PLURAL.sub(r"\1", _NUMBER.sub("0", _ID.sub("0", text)))
+    return _LIST.sub(lambda match: match[1] or "0", plain)
+
+
 E = TypeVar("E", bound=Outline)
+
 
 CauseKey = tuple[object, ...]
 
@@ -103,9 +126,9 @@ def extent(group: Sequence[Outline]) -> Extent:
     """Return the steps and ranks of a group, as numbers and as text."""
     steps = sorted({row["step"] for row in group if row["step"] is not None})
     ranks = sorted({row["rank"] for row in group if row["rank"] is not None})
-    named = {"step": steps, "rank": ranks}
+    texts = [stretches("step", steps), stretches("rank", ranks)]
     return {
-        "where": ", ".join(stretches(noun, numbers) for noun, numbers in named.items() if numbers),
+        "where": ", ".join(text for text in texts if text),
         "first_step": steps[0] if steps else None,
         "last_step": steps[-1] if steps else None,
         "steps": len(steps),

@@ -25,7 +25,6 @@ from stagescope_service.views.findings.groups import (
     outcomes,
     over_since,
 )
-from stagescope_service.views.findings.texts import text_of_all
 from stagescope_service.views.pages import Page
 from stagescope_service.views.reading.dependencies import AttemptQuery, Dependencies
 from stagescope_service.views.reading.rows import finding_rows, with_attempt_numbers
@@ -186,7 +185,6 @@ def finding_groups(
         {
             **by_id[each[0]["finding_id"]],
             **extent(each),
-            "message": text_of_all(row["message"] for row in each),
             "findings": len(each),
             "count": sum(row["count"] or 1 for row in each),
             "first_wall": min(row["first_wall"] for row in each),
@@ -243,7 +241,6 @@ def loss_groups(
         {
             **each[0],
             **extent(each),
-            "reason": text_of_all(row["reason"] for row in each),
             "losses": len(each),
             "count": _count(each),
             "bytes": sum(row["bytes"] or 0 for row in each),
@@ -272,7 +269,6 @@ def firing_groups(
         {
             **each[0],
             **extent(each),
-            "message": text_of_all(row["message"] for row in each),
             "outcomes": outcomes([row["actions"] for row in each]),
             "firings": len(each),
             "first_wall": min(row["wall"] for row in each),

@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
+from stagescope_service.core.catalogue_rows import (
+    text,
+)
 from stagescope_service.core.entities import Attempt, Process
-from stagescope_service.core.findings import by_message, finding
-from stagescope_service.core.instructions import Instruction
+from stagescope_service.core.findings import (
+    by_message,
+    finding,
+)
+from stagescope_service.core.handshakes import MAX_WORLD_SIZE
+from stagescope_service.core.instructions import (
+    Instruction,
+)
 from stagescope_service.rules.budget import Budget
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_wire.errors import InvalidInput
@@ -147,3 +156,58 @@ def _kept(keep: Json) -> Iterator[tuple[str, str]]:
     for word, meant in misspelt_selectors(words):
         text = f"keep names {word!r:.100}, no section and no known tensor: did you mean {meant}?"
         yield "misspelt_setting", f"{text} A tensor of that name is kept where one is recorded"
+
+
+def handshake_fields(attempt: Attempt, process: Process) -> list[Instruction]:
+    """Return the findings about a process's handshake."""
+    return [
+        *_versions(attempt, process),
+        *_world_size(attempt, process),
+        *of_settings(attempt, process),
+    ]
+
+
+def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
+    """Return a finding of the unsupported packages of a process."""
+    handshake = process.handshake
+    reported: Json = None if handshake is None else handshake.fingerprint
+    for name in ("versions", "unsupported"):
+        reported = reported.get(name) if isinstance(reported, Mapping) else None
+    lines = (
+        [text(line, 500) or "" for line in reported] if isinstance(reported, list | tuple) else []
+    )
+    if handshake is None or not lines:
+        return []
+    return [
+        finding(
+            "unsupported_version",
+            "; ".join(lines[:20]),
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=handshake.wall,
+            role=process.role,
+            advice="what it reports may be wrong or missing; training itself is not touched",
+        )
+    ]
+
+
+def _world_size(attempt: Attempt, process: Process) -> list[Instruction]:
+    """Return a finding of a process whose rank is beyond its own world_size, or which is none."""
+    handshake = process.handshake
+    size = None if handshake is None else handshake.world_size
+    if handshake is None or size is None or process.rank < size <= MAX_WORLD_SIZE:
+        return []
+    return [
+        finding(
+            "refused_world_size",
+            f"{process.role} rank {process.rank} says world_size {size}, which is not taken",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=handshake.wall,
+            severity="error",
+            role=process.role,
+            rank=process.rank,
+            advice="ranks count from 0 to world_size - 1, both of the role; at most "
+            f"{MAX_WORLD_SIZE} are known",
+        )
+    ]
