@@ -30,6 +30,7 @@ from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.settings import Settings
 from stagescope_service.store.artifacts import read_piece
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.ring import Ring
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.views.reading.dependencies import Commands
 from stagescope_wire import schema
@@ -224,6 +225,12 @@ class Service:
         token = getattr(self.tokens, grade)
         return {"STAGESCOPE_URL": self.server.url, "STAGESCOPE_TOKEN": token}
 
+    def use_ring(self, size: int = 1 << 24) -> None:
+        """Have recent payloads in a ring, as an ingestor has them."""
+        data = self.settings.data_path
+        ring = Ring(data / "ring" / "here", size, reserve_bytes=0)
+        self.engine.read_with(PayloadReader(data, "here", ring))
+
     def client(self, token: str | None, **headers: str) -> httpx.Client:
         if token is not None:
             headers["authorization"] = f"Bearer {token}"
@@ -372,6 +379,24 @@ class Rank:
         self.clock += seconds - 0.25
         ended = self._draft_end(stage, step, payload, **fields)
         return Report(self.sender, begun.events + ended.events, ended.payloads, self.clock)
+
+    def hand(
+        self,
+        stage: str,
+        step: int | None,
+        payload: Mapping[str, Any],
+        /,
+        scalars: Mapping[str, float] | None = None,
+        **part: object,
+    ) -> int:
+        """Begin a stage, and end it with a payload whose tensors are announced by name."""
+        specs = {
+            name: [tag, [*shape], None] for name, (tag, shape, *_) in payload["tensors"].items()
+        }
+        announced = {"tensors": specs, "bytes": 1, "meta": payload["meta"]}
+        self.begin(stage, step, **part)
+        end = {"stage": stage, "step": step, "payload": announced, **part}
+        return self.say(schema.END, payload, **end, **({"scalars": scalars} if scalars else {}))
 
     def begin(self, stage: str, step: int | None, **fields: object) -> int:
         return self.say(schema.BEGIN, stage=stage, step=step, **fields)

@@ -121,7 +121,7 @@ def course_section(scope: ReportScope) -> ReportSection:
     return ReportSection(texts=[text], table=ReportTable(columns, rows), figures=drawn)
 
 
-def _trends(metric: str, answer: Mapping[str, object]) -> Iterator[JsonObject]:
+def _trends(metric: str, answer: JsonObject) -> Iterator[JsonObject]:
     several = answer["series"]
     for each in several:
         values = [parse_nonfinite(value) for value in each["values"]]

@@ -17,8 +17,6 @@ from tests.support.step_dumps import WholeStep
 import stagescope
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.importing import import_key
-from stagescope_service.ingest.reader import PayloadReader
-from stagescope_service.store.ring import Ring
 from stagescope_wire.keep import SECTIONS
 
 WHOLE = WholeStep([9, 2, 4, 3])
@@ -45,10 +43,7 @@ def train(running: Service, run: str, *, loss: float = 0.1) -> Path:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(tmp_path_factory.mktemp("home")) as made:
-        data = made.settings.data_path
-        made.engine.read_with(
-            PayloadReader(data, "here", Ring(data / "ring", 1 << 24, reserve_bytes=0))
-        )
+        made.use_ring()
         made.engine.keep(*SECTIONS)
         yield made
 

@@ -20,7 +20,7 @@ from stagescope_service.figures.drawing import Shown, drawn
 from stagescope_service.http.parameters import AttemptNumber, Deps, RankQueryOf, Run
 from stagescope_service.http.requests import pattern
 from stagescope_service.views.models import figures as models
-from stagescope_service.views.operators.tables import operator_target
+from stagescope_service.views.operators.tables import TableFilters, operator_target
 from stagescope_service.views.pages import step_number
 from stagescope_service.views.reading.dependencies import STEP_PATTERN
 from stagescope_service.views.reading.target import Target
@@ -144,5 +144,6 @@ async def operators_figure(deps: Deps, target: DumpedTarget, ranks: RankQueryOf)
 
     With several dumps, it draws the one with the earliest non-finite result, else the first.
     """
-    found = await deps.computations.run(operators.info, deps, target, {**ranks})
+    filters: TableFilters = {**ranks, "part": None, "capture_id": None}
+    found = await deps.computations.run(operators.info, deps, target, filters)
     return FigureAnswer("operators", operators.figure(found), found)

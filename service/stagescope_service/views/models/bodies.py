@@ -56,9 +56,9 @@ _EXPECTED: Final = {
 """Error type of pydantic -> what is expected; else pydantic's message."""
 
 
-def _field(description: str, *, also: Schema | None = None, **bounds: float) -> Any:
+def _field(description: str, *, also: Schema | None = None, **bounds: Any) -> Any:
     """Return `pydantic.Field`; `also` is what the document says beyond the type and its bounds."""
-    return Field(description=description, json_schema_extra=also, **bounds)  # type: ignore[arg-type]
+    return Field(description=description, json_schema_extra=also, **bounds)
 
 
 def _tidy(schema: Schema, model: type[RequestBody]) -> None:

@@ -16,9 +16,7 @@ from tests.support.command_line import invoke
 from tests.support.step_dumps import WholeStep
 
 import stagescope
-from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.contract import Put
-from stagescope_service.store.ring import Ring
 from stagescope_wire.batch import Batch
 from stagescope_wire.errors import NotFound
 
@@ -36,20 +34,11 @@ def recorded(rows: list[int], *names: str, **extra: object) -> dict[str, Any]:
     return {"schema": 1, "tensors": tensors, "strings": strings, "meta": meta}
 
 
-def describe(payload: dict[str, Any]) -> dict[str, object]:
-    specs = {
-        name: [tag, list(shape), None] for name, (tag, shape, *_) in payload["tensors"].items()
-    }
-    return {"tensors": specs, "bytes": 1, "meta": {}}
-
-
 @pytest.fixture
 def batches_service(tmp_path: Path) -> Iterator[Service]:
     """Step 5 of two ranks: log-probs, and an update in two epochs."""
     with service(tmp_path / "home") as running:
-        data = running.settings.data_path
-        ring = Ring(data / "ring" / "here", 1 << 22, reserve_bytes=0)
-        running.engine.read_with(PayloadReader(data, "here", ring))
+        running.use_ring()
         ranks = [Rank(running, rank=rank, settings={"clip": 0.2}) for rank in (0, 1)]
         for rank in (0, 1):
             rows = [2 * rank, 2 * rank + 1]
@@ -62,11 +51,8 @@ def batches_service(tmp_path: Path) -> Iterator[Service]:
                     log_probs=("float32", values.shape, values, None),
                     spare=("float32", values.shape, values, None),
                 )  # fmt: skip
-                ranks[rank].begin("actor_update", 5, epoch=epoch)
-                ranks[rank].say(
-                    "end", payload, stage="actor_update", step=5, epoch=epoch,
-                    scalars={"loss": epoch + 0.5 * rank}, payload=describe(payload),
-                )  # fmt: skip
+                loss = {"loss": epoch + 0.5 * rank}
+                ranks[rank].hand("actor_update", 5, payload, scalars=loss, epoch=epoch)
         yield running
 
 
