@@ -18,28 +18,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from stagescope_wire import __version__ as __version__
-from stagescope_wire.errors import (
-    CaptureError,
-    CatalogueUnavailable,
-    ComparisonFailed,
-    Conflict,
-    EngineError,
-    Forbidden,
-    InvalidEvent,
-    InvalidInput,
-    InvalidPlan,
-    InvalidTensor,
-    MissingExtra,
-    NotFound,
-    NotReady,
-    StagescopeError,
-    StoreError,
-    TooLarge,
-    TooManyRequests,
-    Unauthorized,
-    UnknownName,
-    Unreachable,
-)
+from stagescope_wire import errors
+from stagescope_wire.errors import *  # noqa: F403 - all of them, by __all__
 
 if TYPE_CHECKING:
     from stagescope.answers import Metrics, Record
@@ -52,50 +32,18 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Batch",
-    "CaptureError",
-    "CatalogueUnavailable",
-    "ComparisonFailed",
-    "Conflict",
-    "EngineError",
-    "Forbidden",
-    "InvalidEvent",
-    "InvalidInput",
-    "InvalidPlan",
-    "InvalidTensor",
-    "Metrics",
-    "MissingExtra",
-    "NotFound",
-    "NotReady",
-    "Record",
-    "ReplayRollouts",
-    "Session",
-    "StagescopeError",
-    "Step",
-    "StoreError",
-    "Table",
-    "TooLarge",
-    "TooManyRequests",
-    "Unauthorized",
-    "UnknownName",
-    "Unreachable",
-    "attach",
-    "engine",
+    "Batch", "Metrics", "Record", "ReplayRollouts", "Session", "Step", "Table", "attach", "engine",
     "replay",
-]
+]  # fmt: skip
+__all__ += errors.__all__
 
 _LAZY = {
-    "Batch": "stagescope_wire.batch",
-    "Metrics": "stagescope.answers",
-    "Record": "stagescope.answers",
-    "ReplayRollouts": "stagescope.rollouts",
-    "Session": "stagescope.session",
-    "Step": "stagescope.step",
-    "Table": "stagescope.table",
-    "attach": "stagescope.session",
-    "engine": "stagescope.session",
+    "Batch": "stagescope_wire.batch", "Metrics": "stagescope.answers",
+    "Record": "stagescope.answers", "ReplayRollouts": "stagescope.rollouts",
+    "Session": "stagescope.session", "Step": "stagescope.step", "Table": "stagescope.table",
+    "attach": "stagescope.session", "engine": "stagescope.session",
     "replay": "stagescope.replaying",
-}
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

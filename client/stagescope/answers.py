@@ -13,6 +13,7 @@ from stagescope.table import (
     Table,
     begun_again,
     coverage_notes,
+    reason_text,
     step_verdict_notes,
     token_accounting,
 )
@@ -28,17 +29,11 @@ if TYPE_CHECKING:
 
 
 KEY_METRICS: Final[tuple[str, ...]] = (
-    "rollout_corr/k3_kl",
-    "rollout_corr/kl",
-    "logprob_abs_diff/mean",
-    "logprob_abs_diff/max",
-    "training/rollout_probs_diff_mean",
-    "training/rollout_probs_diff_max",
-    "training/rollout_actor_probs_pearson_corr",
-    "per_round/max_diff_value",
-    "per_round/max_round_diff",
-    "counts/tokens",
-)
+    "rollout_corr/k3_kl", "rollout_corr/kl", "logprob_abs_diff/mean", "logprob_abs_diff/max",
+    "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max",
+    "training/rollout_actor_probs_pearson_corr", "per_round/max_diff_value",
+    "per_round/max_round_diff", "counts/tokens",
+)  # fmt: skip
 """The most important metrics; they are displayed first."""
 
 _ROUND_MEAN: Final = re.compile(r"per_round/round_\d+_abs_diff_mean")
@@ -213,9 +208,7 @@ class Metrics(Mapping[str, float]):
         notes += begun_again(self._about)
         if "comparable" in self._about:
             notes.append(f"comparable: {self.comparable}")
-        for item in self.comparability:
-            text = ": ".join(str(item[n]) for n in ("code", "verdict", "text") if item.get(n))
-            notes.append(f"  {text}")
+        notes += [f"  {reason_text(item)}" for item in self.comparability]
         notes += step_verdict_notes(self._about)
         bad = {stream: kinds for stream, kinds in self.nonfinite.items() if _any_counted(kinds)}
         if bad:
@@ -298,13 +291,8 @@ class Record(Mapping[str, Json]):
 
     def lines(self, *, width: int = 80) -> list[str]:
         """Return one line per field; long values are wrapped, and paths stay in one piece."""
-        fields = _flattened(self._fields)
-        left = max(map(render.width_of, fields), default=0)
-        lines = []
-        for name, value in fields.items():
-            text = render.format_value(value, render.unit_of(name.rpartition(".")[2]))
-            lines += render.wrapped(f"{name:<{left}}{render.GAP}", text, width)
-        return lines
+        fields = _flattened(self._fields).items()
+        return render.aligned({n: render.format_value(v, _unit(n)) for n, v in fields}, width)
 
     def __repr__(self) -> str:
         return "\n".join([self._title, *self.lines()] if self._title else self.lines())
@@ -325,18 +313,21 @@ class Record(Mapping[str, Json]):
     def _cells(self) -> _Columns:
         """Return every field and its value as text; times and sizes have their units."""
         fields = _flattened(self._fields)
-        values = []
-        for name, value in fields.items():
-            unit = render.unit_of(name.rpartition(".")[2])
-            is_plain = value is None or isinstance(value, str | int | float)
-            values.append(_with_unit(value, unit) if is_plain else value)
-        return {"field": tuple(fields), "value": tuple(values)}
+        values = tuple(_with_unit(value, _unit(name)) for name, value in fields.items())
+        return {"field": tuple(fields), "value": values}
 
 
 _HTML_WIDTH: Final = 110
 
 
-def _with_unit(value: object, unit: str) -> str:
+def _unit(name: str) -> str:
+    return render.unit_of(name.rpartition(".")[2])
+
+
+def _with_unit(value: Json, unit: str) -> Json:
+    """Return a number or text with its unit; other values stay what they are."""
+    if not (value is None or isinstance(value, str | int | float)):
+        return value
     text = render.format_value(value, unit)
     return f"{text} s" if unit == "s" and isinstance(value, int | float) else text
 
@@ -350,36 +341,24 @@ class Status(Record):
         """Return it as lines of at most `width` columns; `dict(status)` has every field."""
         coordinator = self.get("coordinator") or {}
         ready = "ready" if self.get("ready", True) else f"not ready: {self.get('reason')}"
-        facts: list[tuple[str, object]] = [("version", self.get("version"))]
-        if coordinator.get("started") is not None:
-            since = render.format_value(coordinator["started"], "unix")
-            facts.append(("coordinator", f"since {since}, process {coordinator.get('pid')}"))
-        facts += [
-            (label, coordinator[name])
-            for name, label in _STATUS.items()
-            if coordinator.get(name) is not None
-        ]
-        facts.append(("data", self.get("data_dir")))
-        if self.get("catalogue_bytes") is not None:
-            facts.append(("catalogue", render.format_bytes(self["catalogue_bytes"])))
-        keeping = coordinator.get("keeping")
-        if isinstance(keeping, Mapping) and keeping.get("reason"):
-            facts.append(("keeping", keeping["reason"]))
-        lines = render.wrapped("", ready, width)
-        left = max(len(name) for name, _ in facts)
-        for name, value in facts:
-            if value is not None:
-                text = render.format_value(value)
-                lines += render.wrapped(f"{name:<{left}}{render.GAP}", text, width)
-        return lines
+        started, size = coordinator.get("started"), self.get("catalogue_bytes")
+        since = started and f"since {render.format_value(started, 'unix')}"
+        facts: dict[str, object] = {
+            "version": self.get("version"),
+            "coordinator": since and f"{since}, process {coordinator.get('pid')}",
+            **{label: coordinator.get(name) for name, label in _STATUS.items()},
+            "data": self.get("data_dir"),
+            "catalogue": None if size is None else render.format_bytes(size),
+            "keeping": (coordinator.get("keeping") or {}).get("reason"),
+        }
+        texts = {n: render.format_value(value) for n, value in facts.items() if value is not None}
+        return [*render.wrapped("", ready, width), *render.aligned(texts, width)]
 
 
 _STATUS: Final = {
-    "live_processes": "live processes",
-    "events_taken": "events taken",
-    "pending_payloads": "payloads to read",
-    "revision": "plan revision",
-}
+    "live_processes": "live processes", "events_taken": "events taken",
+    "pending_payloads": "payloads to read", "revision": "plan revision",
+}  # fmt: skip
 
 
 def _any_counted(kinds: object) -> bool:

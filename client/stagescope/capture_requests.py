@@ -11,10 +11,11 @@ from typing import Final, Literal
 from urllib.parse import urlencode
 
 from stagescope.answers import Record
-from stagescope.connection import LIMIT, Connection, segment, step_segment
+from stagescope.connection import LIMIT, Connection, OptInt, OptStr, segment, step_segment
 from stagescope.findings import FIRING_ORDER, FindingRows
 from stagescope.progress import CaptureProgress, RequestedCapture
 from stagescope.table import Row, Table
+from stagescope.transport import given
 from stagescope_wire import render
 from stagescope_wire.nonfinite import Json, JsonObject
 
@@ -56,11 +57,8 @@ class Triggers(Table):
         foot += [_budget_line(budget) for budget in self.about.get("budgets") or ()]
         if not self.about.get("budgets"):
             patterns = ", ".join(self.about.get("runs") or ())
-            foot.append(
-                render.printable(f"no run here may be captured unasked; those that may: {patterns}")
-                if patterns
-                else "no run may be captured unasked"
-            )
+            only = f", because none matches {patterns}" if patterns else ""
+            foot.append(render.printable(f"rules may capture none of the known runs{only}"))
         pinned = self.about.get("pinned") or ()
         if pinned:
             steps = ", ".join(
@@ -78,17 +76,12 @@ _STATE: Final = ("fired", "last_fired")
 def dry_run(answer: JsonObject) -> Table:
     """Return the firings in an answer of `POST /triggers/test`."""
     rows = answer["rows"]
-    steps = f"{answer['steps']} stored steps"  # `context` names their run
-    times = f"{len(rows)} time{'s' if len(rows) > 1 else ''}"
-    title = (
-        f"would have fired {times} in {steps}" if rows else f"nothing would have fired in {steps}"
-    )
+    fired = f"would have fired {render.counted(len(rows), 'time')}"
+    # `context` names the run of the steps.
+    title = f"{fired if rows else 'nothing would have fired'} in {answer['steps']} stored steps"
     about = {name: value for name, value in answer.items() if name != "rows"}
     # Messages and evidence are long: they are the last columns, which a narrow terminal leaves out.
-    rows = [
-        {**{n: v for n, v in row.items() if n not in _DETAILS}, **{n: row[n] for n in _DETAILS}}
-        for row in rows
-    ]
+    rows = [{n: row[n] for n in sorted(row, key=lambda name: name in _DETAILS)} for row in rows]
     return Table.from_rows(rows, order=_TEST_ORDER, title=title, about=about)
 
 
@@ -100,16 +93,11 @@ def _rule_row(rule: JsonObject) -> Row:
     if rule["by"] != "whole":
         when.append(f"by {rule['by']}")
     return {
-        "name": rule["name"],
-        "metric": rule["metric"],
-        "when": ", ".join(when),
-        "fired": rule["fired"],
-        "last_step": last.get("step"),
-        "last_value": (last.get("evidence") or {}).get("value"),
-        "last_run": last.get("run"),
-        "actions": ", ".join(rule["actions"]),
-        "cooldown": rule["cooldown"],
-    }
+        "name": rule["name"], "metric": rule["metric"], "when": ", ".join(when),
+        "fired": rule["fired"], "last_step": last.get("step"),
+        "last_value": (last.get("evidence") or {}).get("value"), "last_run": last.get("run"),
+        "actions": ", ".join(rule["actions"]), "cooldown": rule["cooldown"],
+    }  # fmt: skip
 
 
 def _bound(bound: object) -> str:
@@ -152,7 +140,10 @@ class CaptureRequests(Connection):
         captures = answer.get("captures") or []
         if run is not None:
             captures = [capture for capture in captures if capture.get("run") in (None, run)]
-        rows = [{**capture, **_state_and_start(capture)} for capture in captures]
+        rows = [
+            {**capture, "start": (capture.get("agreement") or {}).get("start")}
+            for capture in captures
+        ]
         about = {name: value for name, value in answer.items() if name != "captures"}
         title = f"plan, revision {answer.get('revision')}"
         return Table.from_rows(rows, order=_PLAN_ORDER, title=title, about=about)
@@ -160,36 +151,26 @@ class CaptureRequests(Connection):
     def captures(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
         """Return all captures that were ever requested, newest first, also withdrawn ones."""
         found = self.table("/captures", {"run": run}, title="captures", limit=limit)
-        rows = [{**_requested_fields(row.get("spec")), **row} for row in found]
+        requested = [row.get("spec") or {} for row in found]
+        rows = [
+            {**{name: spec[name] for name in _REQUESTED if name in spec}, **row}
+            for spec, row in zip(requested, found, strict=True)
+        ]
         return Table.from_rows(rows, order=_PLAN_ORDER, title="captures", about=found.about)
 
     def capture(
-        self,
-        *,
-        stages: Sequence[str] | str | None = None,
-        steps: int | Sequence[int] | str | Mapping[str, int | None] = "next",
-        run: str | None = None,
-        roles: Sequence[str] | None = None,
-        ranks: Sequence[int] | str | None = None,
-        task: str | None = None,
-        level: str | None = None,
-        scope: Sequence[str] | None = None,
-        list: Sequence[str] | None = None,
-        data_mode: Sequence[str] | None = None,
-        config: JsonObject | None = None,
-        config_path: str | None = None,
-        bench: Mapping[str, str | int] | None = None,
-        data_dir: str | None = None,
-        keep: Sequence[str] | None = None,
-        parameters: Sequence[str] | None = None,
-        gradients: Sequence[str] | None = None,
-        limits: Mapping[str, float] | None = None,
-        force: bool | None = None,
-        strict: bool | None = None,
-        timeout: float | None = None,
-        late: Literal["wait", "go_on", "give_up"] | None = None,
-        again: int | None = None,
-    ) -> RequestedCapture:
+        self, *, stages: Sequence[str] | str | None = None,
+        steps: int | Sequence[int] | str | Mapping[str, OptInt] = "next", run: OptStr = None,
+        roles: Sequence[str] | None = None, ranks: Sequence[int] | str | None = None,
+        task: OptStr = None, level: OptStr = None, scope: Sequence[str] | None = None,
+        list: Sequence[str] | None = None, data_mode: Sequence[str] | None = None,
+        config: JsonObject | None = None, config_path: OptStr = None,
+        bench: Mapping[str, str | int] | None = None, data_dir: OptStr = None,
+        keep: Sequence[str] | None = None, parameters: Sequence[str] | None = None,
+        gradients: Sequence[str] | None = None, limits: Mapping[str, float] | None = None,
+        force: bool | None = None, strict: bool | None = None, timeout: float | None = None,
+        late: Literal["wait", "go_on", "give_up"] | None = None, again: OptInt = None,
+    ) -> RequestedCapture:  # fmt: skip
         """Request a capture on a live run; needs the operate token.
 
         The default captures msprobe's statistics of the next step. The service first waits until
@@ -227,10 +208,9 @@ class CaptureRequests(Connection):
                 misspelling of a known one.
             Forbidden: the token allows only reading, or a path is outside the allowed roots.
         """
-        given = {name: value for name, value in locals().items() if name != "self"}
+        spec = given(**{name: value for name, value in locals().items() if name != "self"})
         if isinstance(steps, int) and not isinstance(steps, bool):
-            given["steps"] = [steps]
-        spec = {name: value for name, value in given.items() if value is not None}
+            spec["steps"] = [steps]
         return RequestedCapture(self._transport.change("POST", "/captures", spec) or {})
 
     def progress(self, capture_id: str) -> CaptureProgress:
@@ -242,12 +222,9 @@ class CaptureRequests(Connection):
         return CaptureProgress(self.get(f"/captures/{segment(capture_id, 'capture_id')}"))
 
     def wait_for(
-        self,
-        capture_id: str,
-        *,
-        timeout: float | None = None,
+        self, capture_id: str, *, timeout: float | None = None,
         told: Callable[[CaptureProgress], None] = lambda progress: None,
-    ) -> CaptureProgress:
+    ) -> CaptureProgress:  # fmt: skip
         """Wait until a capture has ended; return its progress.
 
         It also returns once no requested rank is alive any more. Without `timeout` it also returns
@@ -298,24 +275,18 @@ class CaptureRequests(Connection):
         Raises:
             InvalidPlan: a field is wrong; the message names it.
         """
-        body = {"yaml": document} if isinstance(document, str) else dict(document)
-        return Record(self._transport.change("PUT", "/triggers", body) or {}, title="triggers")
+        answer = self._transport.change("PUT", "/triggers", _rules_body(document))
+        return Record(answer or {}, title="triggers")
 
     def test_triggers(
-        self,
-        run: str | None = None,
-        document: JsonObject | str | None = None,
-        *,
-        steps: int | None = None,
+        self, run: OptStr = None, document: JsonObject | str | None = None, *, steps: OptInt = None
     ) -> Table:
         """Return the stored steps of a run in which rules would have fired, with the values.
 
         No action is taken. The default `document` is the active rules; `steps` is how many of the
         newest steps are evaluated (1000).
         """
-        body = {"yaml": document} if isinstance(document, str) else dict(document or {})
-        filters = {"run": run, "steps": steps}
-        body |= {name: value for name, value in filters.items() if value is not None}
+        body = _rules_body(document or {}) | given(run=run, steps=steps)
         return dry_run(self._transport.query("/triggers/test", body))
 
     def test_webhook(self, rule: str) -> Record:
@@ -337,12 +308,7 @@ class CaptureRequests(Connection):
         return str(self.get("/triggers/defaults")["yaml"])
 
     def firings(
-        self,
-        run: str | None = None,
-        rule: str | None = None,
-        *,
-        only: str | None = None,
-        limit: int = LIMIT,
+        self, run: OptStr = None, rule: OptStr = None, *, only: OptStr = None, limit: int = LIMIT
     ) -> FindingRows:
         """Return the firings of rules, the last first, with the outcomes of their actions.
 
@@ -364,17 +330,10 @@ class CaptureRequests(Connection):
         return Record(answer, title="unpinned" if answer.get("unpinned") else "not unpinned")
 
 
-def _requested_fields(spec: Mapping[str, Json] | None) -> Mapping[str, Json]:
-    return {name: spec.get(name) for name in _REQUESTED} if spec else {}
-
-
-def _state_and_start(capture: JsonObject) -> dict[str, Json]:
-    """Return the state and the start step of a capture."""
-    agreement = capture.get("agreement") or {}
-    return {"state": capture["state"], "start": agreement.get("start")}
+def _rules_body(document: JsonObject | str) -> dict[str, Json]:
+    return {"yaml": document} if isinstance(document, str) else dict(document)
 
 
 def _pin_path(step: int, run: str | None, attempt: int | None) -> str:
-    filters = {"run": run, "attempt": attempt}
-    query = urlencode({name: value for name, value in filters.items() if value is not None})
+    query = urlencode(given(run=run, attempt=attempt))
     return f"/steps/{step_segment(step)}/pin" + (f"?{query}" if query else "")

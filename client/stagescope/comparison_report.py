@@ -11,6 +11,7 @@ import json
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -23,11 +24,9 @@ from stagescope_wire.render import Line, counted, format_bytes, printable, wrapp
 from stagescope_wire.schema import Target
 
 _HEADINGS: Final[Mapping[str, str]] = {
-    "numbers": "may change numbers",
-    "place": "another place",
-    "start": "differs at every start",
-    "unknown": "one side does not know it",
-}
+    "numbers": "may change numbers", "place": "another place",
+    "start": "differs at every start", "unknown": "one side does not know it",
+}  # fmt: skip
 
 
 class Changes(Table):
@@ -44,13 +43,12 @@ class Changes(Table):
     @property
     def heading(self) -> str:
         """Which two attempts, and how many things differ."""
-        a, b = (Target(side["run"], side["attempt"]) for side in self._sides())
+        a, b = (Target(self.about[side]["run"], self.about[side]["attempt"]) for side in "ab")
         unknown = sum(row["weight"] == "unknown" for row in self)
         differ = len(self) - unknown
-        text = f"{a} (a) against {b} (b): {render.counted(differ, 'thing')} "
-        text += "differs" if differ == 1 else "differ"
-        verb = "is" if unknown == 1 else "are"
-        return render.printable(f"{text}, {unknown} {verb} unknown" if unknown else text)
+        text = f"{a} (a) against {b} (b): {counted(differ, 'thing differs', 'things differ')}"
+        text += f", {counted(unknown, 'is', 'are')} unknown" if unknown else ""
+        return printable(text)
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return a block of lines for each weight; long values are on separate lines."""
@@ -59,23 +57,16 @@ class Changes(Table):
             for name in self.about.get("unknown") or []
         ]
         shown = self[:rows]
-        weight = None
-        for row in shown:
-            if row["weight"] != weight:
-                weight = row["weight"]
-                lines.append(f"{_HEADINGS.get(weight, weight)}:")
-            lines += change_lines(row, width)
+        for weight, changes in groupby(shown, key=lambda row: row["weight"]):
+            lines.append(f"{_HEADINGS.get(weight, weight)}:")
+            lines += [line for row in changes for line in change_lines(row, width)]
         if not len(self):
             lines.append("nothing that is known differs")
-        rest = len(self) - len(shown)
-        if rest:
-            lines.append(f"... {rest} more thing{'' if rest == 1 else 's'}")
+        if rest := len(self) - len(shown):
+            lines.append(f"... {counted(rest, 'more thing')}")
         if note := self.about.get("note"):
             lines += textwrap.wrap(f"not compared: {note}", width, subsequent_indent="  ")
         return lines
-
-    def _sides(self) -> Iterator[JsonObject]:
-        yield from (self.about["a"], self.about["b"])
 
 
 def change_lines(row: JsonObject, width: int) -> Iterator[str]:
@@ -83,14 +74,14 @@ def change_lines(row: JsonObject, width: int) -> Iterator[str]:
     label = f"  {row['area']} {row['name']}: "
     missing = "unknown" if row["weight"] == "unknown" else render.MISSING
     values = [missing if row[side] is None else _value(row[side]) for side in ("a", "b")]
-    line = render.printable(f"{label}{values[0]} -> {values[1]}")
+    line = printable(f"{label}{values[0]} -> {values[1]}")
     if len(line) <= width:
         yield line
         return
-    yield render.printable(label).rstrip()
+    yield printable(label).rstrip()
     for side, value in zip("ab", values, strict=True):
         yield from textwrap.wrap(
-            render.printable(value), width, initial_indent=f"    {side} ", subsequent_indent=" " * 6
+            printable(value), width, initial_indent=f"    {side} ", subsequent_indent=" " * 6
         )
 
 
@@ -191,11 +182,8 @@ def as_lines(
         everything: show long lists completely.
         full: also show what follows the likely causes: excluded causes, and each tensor.
     """
-    return list(
-        _TextWriter(
-            comparison, width, None if everything else MAX_SHOWN, full or everything
-        ).lines()
-    )
+    most = None if everything else MAX_SHOWN
+    return _TextWriter(comparison, width, most, full or everything).write()
 
 
 def deciding_changes(comparison: JsonObject) -> list[JsonObject]:
@@ -212,7 +200,7 @@ def title_of(comparison: JsonObject) -> str:
     return f"{verdict} in what both sides have" if is_part else verdict
 
 
-def place_text(location: JsonObject) -> str:
+def location_text(location: JsonObject) -> str:
     """Return a location as short text: rank 3, microbatch 1."""
     if location["rank"] is not None:
         return f"{location['role'] or 'rank'} {location['rank']}, {part_text(location)}"
@@ -225,9 +213,9 @@ def step_text(location: JsonObject) -> str:
     return f"{step}{location['stage']}, " if location["stage"] else step
 
 
-def places_text(location: JsonObject) -> str:
+def locations_text(location: JsonObject) -> str:
     """Return a tensor's location on the first side, and that on the other if it differs."""
-    one, other = (place_text(location[side]) for side in "ab")
+    one, other = (location_text(location[side]) for side in "ab")
     return one if one == other else f"{one} against {other}"
 
 
@@ -279,124 +267,114 @@ _FINDINGS: Final = 5
 
 
 class _TextWriter:
+    """Writes the lines of a comparison.
+
+    Args:
+        comparison: what to write.
+        width: columns.
+        most: items of a list that are shown; None: all.
+        full: also show what follows the likely causes.
+    """
+
     def __init__(self, comparison: JsonObject, width: int, most: int | None, full: bool) -> None:
-        self.comparison = comparison
-        self.width = width
-        self.most = most
-        self.full = full
+        self.comparison, self.width, self.most, self.full = comparison, width, most, full
+        self.lines: list[Line] = []
 
-    def lines(self) -> Iterator[Line]:
+    def write(self) -> list[Line]:
+        """Return the lines of the whole comparison."""
         comparison = self.comparison
-        yield Line(
-            f"{MARKS[comparison['verdict']]} {title_of(comparison).upper()}",
-            _tone(comparison["verdict"]),
-        )
+        verdict = comparison["verdict"]
+        self._add("", f"{MARKS[verdict]} {title_of(comparison).upper()}", _tone(verdict))
         for letter, side in zip(SIDES, comparison["sides"], strict=False):
-            yield from self._wrap(f"{letter}  ", side["name"])
+            self._add(f"{letter}  ", side["name"])
             steps = f"step {', '.join(map(str, side['steps']))}" if side["steps"] else "no step"
-            yield from self._wrap(
-                "   ",
-                f"{side['kind']}, {steps}, {counted(len(side['ranks']), 'rank')}, "
-                f"{counted(side['entries'], 'entry', 'entries')}, {format_bytes(side['bytes'])}",
-            )
-        yield from self._wrap("", comparison["reason"])
+            entries = counted(side["entries"], "entry", "entries")
+            ranks, size = counted(len(side["ranks"]), "rank"), format_bytes(side["bytes"])
+            self._add("   ", f"{side['kind']}, {steps}, {ranks}, {entries}, {size}")
+        self._add("", comparison["reason"])
         for remark in comparison.get("remarks", ()):  # only of `compare-dumps`
-            yield from self._wrap("", remark)
-        yield from self._changes(deciding_changes(comparison))
+            self._add("", remark)
+        if rows := deciding_changes(comparison):
+            self._title("Changed between the attempts (stagescope diff lists all)")
+            self._cut([Line(line) for row in rows for line in change_lines(row, self.width)])
         for pair in comparison["pairs"]:
-            yield from self._pair(pair)
-        yield Line("")
-        yield Line(f"{format_bytes(comparison['bytes'])} read in {comparison['seconds']:.2f} s")
+            self._pair(pair)
+        self.lines.append(Line(""))
+        self._add("", f"{format_bytes(comparison['bytes'])} read in {comparison['seconds']:.2f} s")
+        return self.lines
 
-    def _changes(self, rows: Sequence[JsonObject]) -> Iterator[Line]:
-        if rows:
-            yield from self._title("Changed between the attempts (stagescope diff lists all)")
-        yield from self._cut([Line(line) for row in rows for line in change_lines(row, self.width)])
-
-    def _pair(self, pair: JsonObject) -> Iterator[Line]:
+    def _pair(self, pair: JsonObject) -> None:
         a, b = (SIDES[side] for side in pair["sides"])
         if len(self.comparison["pairs"]) > 1:
-            yield Line("")
-            yield Line("=" * self.width)
-            yield Line(f"{a} and {b}: {pair['verdict']}", _tone(pair["verdict"]))
-            yield from self._wrap("", pair["reason"])
+            self.lines += [Line(""), Line("=" * self.width)]
+            self._add("", f"{a} and {b}: {pair['verdict']}", _tone(pair["verdict"]))
+            self._add("", pair["reason"])
         if pair["first"] is not None:
-            yield from self._first(pair["first"], a, b)
-        yield from self._causes(pair)
-        yield from self._findings(pair)
+            self._first(pair["first"], a, b)
+        self._causes(pair)
+        self._findings(pair)
         if not self.full:
-            yield from self._rest(pair)
+            self._count_tensors(pair)
             return
         if (floor := pair["noise_floor"]) is not None:
             text = f"mean |d| {floor['mean']:.3g}, max {floor['max']:.3g}: {floor['source']}"
-            yield from self._wrap("noise floor ", text)
+            self._add("noise floor ", text)
         for section in pair["sections"]:
-            yield Line("")
             keys = pair["keys"].get(section["section"], ())
             paired = f" (rows paired by {', '.join(keys)})" if keys else ""
-            title = TITLES.get(section["section"], section["section"])
-            yield from self._wrap("", f"{title}{paired}", "title")
+            self._title(TITLES.get(section["section"], section["section"]) + paired)
             for tensor in section["tensors"]:
-                yield from self._tensor(tensor)
+                self._tensor(tensor)
 
-    def _rest(self, pair: JsonObject) -> Iterator[Line]:
-        """Yield the number of tensors per verdict, for the tensors that are not listed."""
-        verdicts = [
-            tensor["verdict"] for section in pair["sections"] for tensor in section["tensors"]
-        ]
-        counts = [f"{verdicts.count(mark)} {mark}" for mark in MARKS if mark in verdicts]
-        if counts:
-            yield Line("")
+    def _count_tensors(self, pair: JsonObject) -> None:
+        verdicts = [each["verdict"] for section in pair["sections"] for each in section["tensors"]]
+        if verdicts:
+            counts = ", ".join(f"{verdicts.count(v)} {v}" for v in MARKS if v in verdicts)
+            tensors = counted(len(verdicts), "tensor")
             sections = counted(len(pair["sections"]), "section")
-            yield from self._wrap(
-                "", f"{counted(len(verdicts), 'tensor')} in {sections}: {', '.join(counts)}"
-                " (--full shows each)",
-            )  # fmt: skip
+            self.lines.append(Line(""))
+            self._add("", f"{tensors} in {sections}: {counts} (--full shows each)")
 
-    def _first(self, first: JsonObject, a: str, b: str) -> Iterator[Line]:
-        yield from self._title("First difference")
-        yield from self._wrap(
-            "  ", f"at the {first['station']}: {first['section']}/{first['name']}"
-        )
-        yield from self._wrap("  ", first["reason"])
+    def _first(self, first: JsonObject, a: str, b: str) -> None:
+        self._title("First difference")
+        self._add("  ", f"at the {first['station']}: {first['section']}/{first['name']}")
+        self._add("  ", first["reason"])
         if (location := first["location"]) is None:
             return
         if location["sample"] is not None:
-            text = f"sample {location['sample']}, its value {location['position']} (from 0)"
-            yield from self._wrap("  ", text)
+            position = location["position"]
+            self._add("  ", f"sample {location['sample']}, its value {position} (from 0)")
         for letter, side in ((a, location["a"]), (b, location["b"])):
             at = f", at {list(side['coordinate'])}" if side["coordinate"] else ""
-            where = f"{step_text(side['place'])}{place_text(side['place'])}{at}"
-            text = f"{letter} {number_text(side['value'])}  ({where})"
-            yield from self._wrap("  ", text)
+            where = f"{step_text(side['place'])}{location_text(side['place'])}{at}"
+            self._add("  ", f"{letter} {number_text(side['value'])}  ({where})")
 
-    def _causes(self, pair: JsonObject) -> Iterator[Line]:
+    def _causes(self, pair: JsonObject) -> None:
         if pair["causes"]:
-            yield from self._title("Likely causes")
+            self._title("Likely causes")
         for at, cause in enumerate(pair["causes"], 1):
-            yield from self._wrap(f"  {at}. ", cause["title"])
-            yield from self._wrap("     because ", cause["evidence"])
+            self._add(f"  {at}. ", cause["title"])
+            self._add("     because ", cause["evidence"])
             for check in cause["checks"]:
-                yield from self._wrap("     - ", check)
+                self._add("     - ", check)
         if pair["excluded"] and self.full:
-            yield from self._title("Excluded by what agrees")
-        for text in pair["excluded"] if self.full else ():
-            yield from self._wrap("  - ", text)
+            self._title("Excluded by what agrees")
+            for text in pair["excluded"]:
+                self._add("  - ", text)
 
-    def _findings(self, pair: JsonObject) -> Iterator[Line]:
+    def _findings(self, pair: JsonObject) -> None:
         if pair["findings"]:
-            yield from self._title("Not compared, or worth knowing")
+            self._title("Not compared, or worth knowing")
         found = [*findings_of(pair)]
         shown = found if self.full else found[:_FINDINGS]
         for text, items, verdict in shown:
-            mark = "-" if verdict == "same" else MARKS[verdict]
-            yield from self._wrap(f"  {mark} ", text)
+            self._add(f"  {'-' if verdict == 'same' else MARKS[verdict]} ", text)
             if self.full:
-                yield from self._cut([Line(f"      {printable(item)}") for item in items])
+                self._cut([Line(f"      {printable(item)}") for item in items])
         if len(found) > len(shown):
-            yield Line(f"  ... {len(found) - len(shown)} more (--full)")
+            self._add("  ", f"... {len(found) - len(shown)} more (--full)")
 
-    def _tensor(self, tensor: JsonObject) -> Iterator[Line]:
+    def _tensor(self, tensor: JsonObject) -> None:
         several = len(self.comparison["sides"][0]["steps"]) > 1
         step = f" of step {tensor['step']}" if several else ""
         stats, verdict = tensor["statistics"], tensor["verdict"]
@@ -405,71 +383,61 @@ class _TextWriter:
         count = counted(stats["pairs"], "value")
         count += "" if rows is None else f" of {share}{counted(total or rows, 'sample')}"
         text = f"{tensor['name']}{step}: {verdict}, {count}"
-        yield from self._wrap(f"  {MARKS[verdict]} ", text, _tone(verdict))
+        self._add(f"  {MARKS[verdict]} ", text, _tone(verdict))
         if tensor["reason"]:
-            yield from self._wrap("      ", tensor["reason"])
+            self._add("      ", tensor["reason"])
         if verdict == "same" or not stats["finite"]:
             return
         if tensor["station"] not in ("tokens", "masks"):  # ids have no distance
-            yield from self._numbers(tensor)
+            self._statistics(stats, tensor["tolerance"]["reason"])
         if len(tensor["places"]) > 1:
-            yield from self._places(tensor["places"])
-        yield from self._cut(
-            [
-                Line(
-                    f"      sample {printable(each['sample'])}: {each['unequal']} of "
-                    f"{each['pairs']} values, max |d| {each['max_abs']:.4e}"
-                )
-                for each in tensor["differing_samples"]
-            ]
-        )
+            self._places(tensor["places"])
+        self._cut([
+            Line(
+                f"      sample {printable(each['sample'])}: {each['unequal']} of {each['pairs']} "
+                f"values, max |d| {each['max_abs']:.4e}"
+            )
+            for each in tensor["differing_samples"]
+        ])  # fmt: skip
 
-    def _numbers(self, tensor: JsonObject) -> Iterator[Line]:
-        stats = tensor["statistics"]
-        yield from self._wrap(
+    def _statistics(self, stats: JsonObject, allowed: str) -> None:
+        self._add(
             "      ",
             f"max |d| {stats['max_abs']:.6e}, mean |d| {stats['mean_abs']:.6e}, relative error "
             f"{stats['relative']:.3g}, cosine {stats['cosine']:.9g}",
         )
         a, b = stats["a"], stats["b"]
-        yield from self._wrap(
-            "      ",
-            f"mean {a['mean']:.6g} and {b['mean']:.6g}, std {a['std']:.4g} and {b['std']:.4g}; "
-            f"allowed: {tensor['tolerance']['reason']}",
-        )
+        means = f"mean {a['mean']:.6g} and {b['mean']:.6g}"
+        self._add("      ", f"{means}, std {a['std']:.4g} and {b['std']:.4g}; allowed: {allowed}")
 
-    def _places(self, locations: Sequence[JsonObject]) -> Iterator[Line]:
-        yield from self._cut(
-            [
-                Line(
-                    f"      {MARKS[each['verdict']]} {places_text(each)}: {largest_text(each)}"
-                    + (f" ({each['problem']})" if each["problem"] else ""),
-                    _tone(each["verdict"]),
-                )
-                for each in worst_first(locations)
-            ]
-        )
+    def _places(self, locations: Sequence[JsonObject]) -> None:
+        self._cut([
+            Line(
+                f"      {MARKS[each['verdict']]} {locations_text(each)}: {largest_text(each)}"
+                + (f" ({each['problem']})" if each["problem"] else ""),
+                _tone(each["verdict"]),
+            )
+            for each in worst_first(locations)
+        ])  # fmt: skip
         values = [_difference(each) for each in locations]
-        yield Line(
-            f"      over {len(values)}: max {max(values):.6e}, min {min(values):.6e}, mean "
-            f"{statistics.fmean(values):.6e}"
-        )
+        least, mean = min(values), statistics.fmean(values)
+        text = f"over {len(values)}: max {max(values):.6e}, min {least:.6e}, mean {mean:.6e}"
+        self._add("      ", text)
 
-    def _title(self, text: str) -> Iterator[Line]:
-        yield Line("")
-        yield Line(text, "title")
+    def _title(self, text: str) -> None:
+        self.lines.append(Line(""))
+        self._add("", text, "title")
 
-    def _cut(self, lines: Sequence[Line]) -> Iterator[Line]:
+    def _cut(self, lines: Sequence[Line]) -> None:
         most = len(lines) if self.most is None else self.most
         for line in lines[:most]:
             text = line.text.lstrip()
-            yield from self._wrap(" " * (len(line.text) - len(text)), text, line.tone)
+            self._add(" " * (len(line.text) - len(text)), text, line.tone)
         if len(lines) > most:
-            yield Line(f"      ... {len(lines) - most} more (--all)")
+            self._add("      ", f"... {len(lines) - most} more (--all)")
 
-    def _wrap(self, indent: str, text: str, tone: str = "") -> Iterator[Line]:
-        for line in wrapped(indent, text, self.width):
-            yield Line(line, tone)
+    def _add(self, indent: str, text: str, tone: str = "") -> None:
+        self.lines += [Line(line, tone) for line in wrapped(indent, text, self.width)]
 
 
 def _numbers(value: Json, name: str = "") -> Json:

@@ -11,6 +11,7 @@ from stagescope.comparison_report import Changes, ComparisonReport
 from stagescope.connection import LIMIT, Connection
 from stagescope.operators import Divergence
 from stagescope.table import Table
+from stagescope.transport import given
 from stagescope_wire import render
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.nonfinite import JsonObject
@@ -81,18 +82,12 @@ class ComparisonRequests(Connection):
         Raises:
             NotFound: there is no such run or attempt.
         """
-        params = {"a": a, "b": b}
-        return Changes.from_table(self.table("/diff", params, noun="diff"))
+        return Changes.from_table(self.table("/diff", {"a": a, "b": b}, noun="diff"))
 
     def compare(
-        self,
-        a: Side,
-        b: Side,
-        c: Side | None = None,
-        *,
-        tolerances: Sequence[str] = (),
+        self, a: Side, b: Side, c: Side | None = None, *, tolerances: Sequence[str] = (),
         wait: float = 900.0,
-    ) -> ComparisonReport:
+    ) -> ComparisonReport:  # fmt: skip
         """Compare the kept tensors of two or three steps, attempts or runs.
 
         Args:
@@ -120,16 +115,10 @@ class ComparisonRequests(Connection):
             )
 
     def divergence(
-        self,
-        a: DumpSide,
-        b: DumpSide,
-        *,
-        factor: float | None = None,
-        by_dtype: Mapping[str, float] | None = None,
-        exact: bool = False,
-        skip_sharded: bool = False,
-        limit: int | None = None,
-    ) -> Divergence:
+        self, a: DumpSide, b: DumpSide, *, factor: float | None = None,
+        by_dtype: Mapping[str, float] | None = None, exact: bool = False,
+        skip_sharded: bool = False, limit: int | None = None,
+    ) -> Divergence:  # fmt: skip
         """Return the first operator, parameter and gradient in which two dumps differ.
 
         Args:
@@ -146,12 +135,10 @@ class ComparisonRequests(Connection):
             >>> session.divergence({"step": 5, "rank": 0}, {"rank": 1})
             >>> session.divergence({"step": 5, "rank": 0, "attempt": 1}, {"attempt": 2})
         """
-        body = {
-            "a": dict(a), "b": dict(b), "factor": factor, "exact": exact,
-            "by_dtype": None if by_dtype is None else dict(by_dtype),
-            "skip_sharded": skip_sharded, "limit": limit,
-        }  # fmt: skip
-        body = {name: value for name, value in body.items() if value is not None}
+        body = given(
+            a=dict(a), b=dict(b), factor=factor, exact=exact, skip_sharded=skip_sharded,
+            by_dtype=None if by_dtype is None else dict(by_dtype), limit=limit,
+        )  # fmt: skip
         return Divergence.from_answer(self._transport.query("/operators/divergence", body))
 
     def tensors(

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, TypeAlias
 from urllib.parse import quote
 
-from stagescope.columns import COLUMNS, Kinds
+from stagescope.convert import COLUMNS, Kinds
 from stagescope.findings import GROUP_ORDER, FindingRows
 from stagescope.link_text import session_call
 from stagescope.plotting import figure_of, graph_objects
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects
     from typing_extensions import Self
 
+OptStr: TypeAlias = str | None
+OptInt: TypeAlias = int | None
 LIMIT: Final = 1000
 """Most rows of a table unless `limit` is given."""
 
@@ -80,13 +82,9 @@ class Connection:
     """A connection to one service; safe to use from several threads."""
 
     def __init__(
-        self,
-        location: discovery.ServiceLocation,
-        *,
-        timeout: float = 10.0,
-        link_text: LinkText = session_call,
-        on_close: Callable[[], None] = lambda: None,
-    ) -> None:
+        self, location: discovery.ServiceLocation, *, timeout: float = 10.0,
+        link_text: LinkText = session_call, on_close: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._location = location
         self._on_close = on_close
         self._link_text = link_text
@@ -105,12 +103,7 @@ class Connection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -162,21 +155,14 @@ class Connection:
         self._transport.download(path, params, write, timeout=timeout)
 
     def table(
-        self,
-        path: str,
-        params: Params | None = None,
-        *,
-        noun: str = "",
-        title: str | None = None,
-        order: Sequence[str] = (),
-        columns: Kinds = MappingProxyType({}),
-        limit: int = LIMIT,
-    ) -> Table:
+        self, path: str, params: Params | None = None, *, noun: str = "", title: str | None = None,
+        order: Sequence[str] = (), columns: Kinds = MappingProxyType({}), limit: int = LIMIT,
+    ) -> Table:  # fmt: skip
         """Return the rows of a route, following its pages up to `limit` rows.
 
         Args:
             path, params: of the route.
-            noun: what the rows are: its ORDERS and its columns (`stagescope.columns`) are used.
+            noun: what the rows are: its ORDERS and its columns (`convert.COLUMNS`) are used.
             title: of the table; default: the noun.
             order: the columns that are shown first, instead of the noun's.
             columns: further columns that every row has.
@@ -219,13 +205,11 @@ class Connection:
         self, path: str, params: Params, title: str, order: Sequence[str], limit: int
     ) -> FindingRows:
         """Return the rows of `path` together with those of its `/groups`."""
-        rows, groups = (
-            self.table(route, params, noun=noun, title=title, order=first, limit=limit)
-            for route, first, noun in (
-                (path, order, title),
-                (f"{path}/groups", GROUP_ORDER, f"{title}/groups"),
-            )
-        )
+        rows = self.table(path, params, noun=title, order=order, limit=limit)
+        groups = self.table(
+            f"{path}/groups", params, noun=f"{title}/groups", title=title, order=GROUP_ORDER,
+            limit=limit,
+        )  # fmt: skip
         return FindingRows.of_answers(rows, groups, link_text=self._link_text)
 
     def _poll(self, path: str, body: JsonObject, wait: float) -> Json:
@@ -259,11 +243,9 @@ def step_segment(step: object) -> str:
     """
     if step == "latest":
         return "latest"
-    if isinstance(step, int) and not isinstance(step, bool):
-        if 0 <= step < STEP_BOUND:
-            return str(step)
-        raise InvalidInput(
-            f"step is {step!r:.50}",
-            expected="an int from 0 of at most 18 digits, 'latest', 'measured' or 'captured'",
-        )
-    raise InvalidInput(f"step is {step!r}", expected="an int, 'latest', 'measured' or 'captured'")
+    if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < STEP_BOUND:
+        return str(step)
+    raise InvalidInput(
+        f"step is {step!r:.50}",
+        expected="an int from 0 of at most 18 digits, 'latest', 'measured' or 'captured'",
+    )

@@ -13,9 +13,9 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from stagescope.columns import RECORDS, Kinds
 from stagescope_wire import nonfinite
 from stagescope_wire.errors import MissingExtra
 from stagescope_wire.nonfinite import Json
@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     import pandas
     import polars
     import pyarrow
+
+Kinds: TypeAlias = Mapping[str, str]
+"""Column -> int, float, bool, text, ints, texts or nested; `int?` and `bool?` may be missing."""
+
+_FILE: Final = json.loads(Path(__file__).with_name("columns.json").read_text(encoding="utf-8"))
+# `python -m tests.support.columns` makes the file of the OpenAPI document.
+RECORDS: Final[Mapping[str, Kinds]] = _FILE["records"]
+"""Nested column whose values are lists of records -> the fields of a record."""
+COLUMNS: Final[Mapping[str, Kinds]] = _FILE["tables"]
+"""Table -> its columns, so that a table without rows has the same ones."""
 
 _NONE: Final[Kinds] = {}
 _Library: TypeAlias = Any
@@ -41,7 +51,7 @@ def to_pandas(columns: Columns, kinds: Kinds = _NONE) -> pandas.DataFrame:
     """Return the columns as a pandas DataFrame."""
     library = _import("pandas")
     series = {
-        name: library.Series(list(values), dtype=_PANDAS[_kind(name, values, kinds)])
+        name: library.Series(list(values), dtype=_PANDAS.get(_kind(name, values, kinds), "object"))
         for name, values in columns.items()
     }
     frame: pandas.DataFrame = library.DataFrame(series)
@@ -72,55 +82,37 @@ def to_arrow(columns: Columns, kinds: Kinds = _NONE) -> pyarrow.Table:
 
 
 _PANDAS: Final[Mapping[str, str]] = {
-    "int": "int64",
-    "int?": "Int64",
-    "bool": "bool",
-    "bool?": "boolean",
-    "float": "float64",
-    "text": "object",
-    "ints": "object",
-    "texts": "object",
-    "nested": "object",
-    "records": "object",
-}
+    "int": "int64", "int?": "Int64", "bool": "bool", "bool?": "boolean", "float": "float64",
+}  # fmt: skip
 
 
-_INTS: Final = frozenset({
-    "attempt", "attempts", "step", "rank", "round", "turn", "staleness", "superseded_by", "row",
-    "position", "token_id", "order", "pid", "world_size", "parts", "parts_counted", "tokens",
-    "masked_tokens", "nonfinite", "over_0.1", "over_0.5", "over_1", "over_5", "bytes", "files",
-    "count", "losses", "findings", "firings", "fired", "seq", "revision", "processes", "epoch",
-    "occurrence", "minibatch", "microbatch", "ranks_begun", "ranks_ended", "history_steps",
-    "truncated_at", "masks", "replicas", "odd", "suspected", "start", "last_closed_step",
-    "first_step", "last_step", "resumed_from_step", "consumed_step", "policy_version", "data_rank",
-    "device_index", "sample_index", "cooldown", "calls", "grouped",
-})  # fmt: skip
+_BY_NAME: Final[Mapping[str, str]] = {
+    **{
+        name: kind.rstrip("?")
+        for columns in COLUMNS.values()
+        for name, kind in columns.items()
+        if kind.rstrip("?") in ("int", "float", "bool")
+    },
+    **dict.fromkeys((
+        "cooldown", "epoch", "fired", "microbatch", "minibatch", "occurrence", "replicas",
+        "staleness", "start",
+    ), "int"),
+    **dict.fromkeys(("cosine", "high", "last_value", "low", "relative", "since", "value"), "float"),
+    **dict.fromkeys(("acknowledged", "fired_live", "joined_later", "there"), "bool"),
+}  # fmt: skip
+"""Column -> its kind, in tables that declare none."""
 _INT_ENDS: Final = ("_rank", "_size", "_count", "_bytes", "_tokens", "_rows")
-_FLOATS: Final = frozenset({
-    "seconds", "wall", "begun", "ended", "since", "value", "p", "q", "abs_diff", "kl", "k3_kl",
-    "pearson", "mult_prob_error", "reward", "min", "max", "mean", "norm", "last_value",
-    "clock_error", "threshold", "relative", "temperature", "top_p", "waited_since", "cosine",
-    "low", "high", "share",
-})  # fmt: skip
 _FLOAT_ENDS: Final = ("_wall", "_at", "_mono", "_seconds", "_mean", "_max", "_min", "_sum", "_std")
-_BOOLS: Final = frozenset({
-    "live", "superseded", "pinned", "measured", "certain", "done", "truncated", "shared", "unkeyed",
-    "raw", "whole_role", "fired_live", "order_differs", "earliest", "acknowledged", "there",
-    "joined_later", "processed", "device_time",
-})  # fmt: skip
 _INT_LISTS: Final = frozenset({"ranks", "shape", "policy_versions"})
 _TEXT_LISTS: Final = frozenset({"sections", "suspects", "names", "dtypes"})
 
 
 def _kind_by_name(name: str) -> str:
-    """Return the kind that a column's name implies."""
-    if name in _BOOLS:
-        return "bool"
-    if name in _FLOATS or name.endswith(_FLOAT_ENDS):
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if name.endswith(_FLOAT_ENDS):
         return "float"
-    if name in _INTS or name.endswith(_INT_ENDS):
-        return "int"
-    return "text"
+    return "int" if name.endswith(_INT_ENDS) else "text"
 
 
 def _kind(name: str, values: Sequence[Json], kinds: Kinds) -> str:
@@ -183,12 +175,9 @@ def _polars_type(polars: _Library, kind: str, name: str) -> object:
         fields = RECORDS[name].items()
         return polars.List(polars.Struct({n: _polars_type(polars, kind, n) for n, kind in fields}))
     return {
-        "int": polars.Int64,
-        "bool": polars.Boolean,
-        "float": polars.Float64,
-        "ints": polars.List(polars.Int64),
-        "texts": polars.List(polars.String),
-    }.get(kind.rstrip("?"), polars.String)
+        "int": polars.Int64, "bool": polars.Boolean, "float": polars.Float64,
+        "ints": polars.List(polars.Int64), "texts": polars.List(polars.String),
+    }.get(kind.rstrip("?"), polars.String)  # fmt: skip
 
 
 def _arrow_type(arrow: _Library, kind: str, name: str) -> object:
@@ -196,12 +185,9 @@ def _arrow_type(arrow: _Library, kind: str, name: str) -> object:
         fields = [(n, _arrow_type(arrow, kind, n)) for n, kind in RECORDS[name].items()]
         return arrow.list_(arrow.struct(fields))
     return {
-        "int": arrow.int64(),
-        "bool": arrow.bool_(),
-        "float": arrow.float64(),
-        "ints": arrow.list_(arrow.int64()),
-        "texts": arrow.list_(arrow.string()),
-    }.get(kind.rstrip("?"), arrow.string())
+        "int": arrow.int64(), "bool": arrow.bool_(), "float": arrow.float64(),
+        "ints": arrow.list_(arrow.int64()), "texts": arrow.list_(arrow.string()),
+    }.get(kind.rstrip("?"), arrow.string())  # fmt: skip
 
 
 def _import(name: str) -> _Library:

@@ -32,15 +32,10 @@ class FigureRequests(Connection):
         return Table.from_rows(answer["rows"], order=_ORDER, title="figures")
 
     def plot(
-        self,
-        *metrics: str,
-        run: str | None = None,
-        attempt: int | None = None,
-        from_step: int | None = None,
-        to_step: int | None = None,
-        superseded: bool = True,
+        self, *metrics: str, run: str | None = None, attempt: int | None = None,
+        from_step: int | None = None, to_step: int | None = None, superseded: bool = True,
         smooth: float | None = None,
-    ) -> plotly.graph_objects.Figure:
+    ) -> plotly.graph_objects.Figure:  # fmt: skip
         """Return a figure of metrics over the steps, a panel each, and what happened when.
 
         Usage:
@@ -86,13 +81,9 @@ class FigureRequests(Connection):
 
 
 def _overview_query(
-    metrics: tuple[str, ...],
-    run: str | None,
-    attempt: int | None,
-    from_step: int | None,
-    to_step: int | None,
-    superseded: bool,
-) -> dict[str, Any]:
+    metrics: tuple[str, ...], run: str | None, attempt: int | None, from_step: int | None,
+    to_step: int | None, superseded: bool,
+) -> dict[str, Any]:  # fmt: skip
     return {
         "metric": metrics or None, "run": run, "attempt": attempt, "from": from_step,
         "to": to_step, "superseded": None if superseded else False,
@@ -164,7 +155,6 @@ class Watch:
 
 
 def _redraw(widget: Any, figure: Any) -> None:
-    """Give a widget the traces and layout of a figure, in place where the traces are the same."""
     same = [(trace.type, trace.name) for trace in widget.data] == [
         (trace.type, trace.name) for trace in figure.data
     ]

@@ -98,8 +98,8 @@ class FindingRows(Table):
 
     def _titled(self, group: Row) -> str:
         # The heading names the run if one was requested.
-        several = self._groups.about.get("run") is None
-        return _title(group, str(group["run"]) if several and group.get("run") else "")
+        is_named = self._groups.about.get("run") is not None
+        return _title({**group, "run": None} if is_named else group)
 
     def _notes(self, rows: int | None) -> list[str]:
         shown = min(len(self._groups), _SHOWN if rows is None else rows)
@@ -184,24 +184,16 @@ def _advice(row: Mapping[str, Any], link_text: LinkText) -> str:
     return reworded(str(row["advice"]), links_from_json(row.get("see")), link_text)
 
 
-def _title(group: JsonObject, run: str) -> str:
-    """Return `error non_finite_operator: step 10, actor rank 1, actor_update, attempt 1`.
-
-    Args:
-        group: a row of groups.
-        run: the first part of the title if several runs are listed, else empty.
-    """
-    head = " ".join(
-        str(part)
-        for part in (group.get("severity"), group.get("rule") or group.get("kind"))
-        if part
-    )
+def _title(group: JsonObject) -> str:
+    """Return `error non_finite_operator: step 10, actor rank 1, actor_update, attempt 1`."""
+    words = (group.get("severity"), group.get("rule") or group.get("kind"))
+    head = " ".join(str(word) for word in words if word)
     steps, comma, ranks = str(group.get("where") or "").partition(", rank")
     role = str(group.get("role") or "")
     rank = f"{role} rank{ranks}".strip() if comma else role
     if steps.startswith("rank"):
         steps, rank = "", f"{role} {steps}".strip()
-    parts = [f"run {run}" if run else "", steps, rank, group.get("stage")]
+    parts = [f"run {group['run']}" if group.get("run") else "", steps, rank, group.get("stage")]
     if group.get("attempt") is not None:
         parts.append(f"attempt {group['attempt']}")
     number = group.get("findings") or group.get("firings") or group.get("count") or 1

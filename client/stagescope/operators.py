@@ -6,7 +6,7 @@ each has its own line and is never shortened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Final
 
@@ -50,13 +50,15 @@ class Operators(Table):
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return each call's name, source and arguments as lines of at most `width` columns."""
-        shown = [self[index] for index in range(len(self))][:rows]
+        shown = list(self)[:rows]
         titles = f"{'argument':<{_ARGUMENT}} {'tensor':<{_TENSOR}}{_number_titles()}"
         lines = wrapped("  ", titles, width) if shown else ["(no rows)"]
         dump = ""
-        for first, call in _calls(shown):
-            if _dump_name(first) != dump:
-                dump = _dump_name(first)
+        for (name, _), group in groupby(shown, key=lambda row: (_dump_name(row), row["order"])):
+            call = list(group)
+            first = call[0]
+            if name != dump:
+                dump = name
                 lines.append(dump)
             lines += wrapped(f"{first['order']:>5}  ", first["name"], width)
             if first["source"]:
@@ -66,10 +68,7 @@ class Operators(Table):
 
     def _table_notes(self, width: int, shown: int) -> list[str]:
         notes = [note for table in self.about.get("tables") or () for note in _notes_of(table)]
-        if shown < len(self):
-            notes.append(f"... {len(self) - shown} more rows")
-        if self.truncated:
-            notes.append(f"truncated at {len(self)} rows: the service has more (see limit)")
+        notes += self._omissions(shown)
         return [line for note in notes for line in wrapped("", note, width)]
 
 
@@ -140,9 +139,7 @@ def _finite(row: Row) -> str:
 
 
 def _of_unknown(count: int) -> str:
-    """Return that so many tensors have no Min and Max."""
-    tensors = "1 tensor has" if count == 1 else f"{count} tensors have"
-    return f"{tensors} no Min and Max"
+    return f"{render.counted(count, 'tensor has', 'tensors have')} no Min and Max"
 
 
 def _not_read(row: Row) -> str:
@@ -150,7 +147,7 @@ def _not_read(row: Row) -> str:
     count = row.get("not_read")
     if not count:
         return ""
-    calls = "1 call that hands" if count == 1 else f"{count} calls that hand"
+    calls = render.counted(count, "call that hands", "calls that hand")
     return f", {calls} on memory without reading it left out"
 
 
@@ -262,13 +259,6 @@ def read_side(text: str) -> dict[str, str | int]:
     return side
 
 
-def _calls(rows: Sequence[Row]) -> Iterator[tuple[Row, list[Row]]]:
-    """Yield each call's first row and all its rows."""
-    for _, group in groupby(rows, key=lambda row: (_dump_name(row), row["order"])):
-        call = list(group)
-        yield call[0], call
-
-
 def _dump_key(row: Row) -> tuple[object, ...]:
     return tuple(row[name] for name in ("capture_id", "stage", "part", "role", "rank"))
 
@@ -285,8 +275,7 @@ def _number_titles() -> str:
 def _argument(row: Row, width: int) -> list[str]:
     if row["section"] is None:
         return ["  (nothing recorded)"]
-    name = ".".join(str(row[part]) for part in ("section", "index") if row[part])
-    line = _value(row)
+    name, line = _argument_name(row), _value(row)
     if len(name) > _ARGUMENT:
         return [*wrapped("  ", name, width), *wrapped(" " * (_ARGUMENT + 3), line, width)]
     return wrapped(f"  {name:<{_ARGUMENT}} ", line, width)
@@ -297,27 +286,22 @@ def _value(row: Row) -> str:
     if not row["dtype"]:
         value = "" if row["value"] is None else f" {row['value']}"
         return f"{row['type'] or 'None':<{_TENSOR}}{value}".rstrip()
-    tensor = row["dtype"] + ("" if row["shape"] is None else _shape(row["shape"]))
+    tensor = row["dtype"]
+    tensor += "" if row["shape"] is None else f"[{','.join(map(str, row['shape']))}]"
     numbers = "".join(f"{_number(row[name]):>{_NUMBER + 1}}" for name in _NUMBERS)
     return f"{tensor:<{_TENSOR}}{numbers}"
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return f"[{','.join(map(str, shape))}]"
 
 
 def _number(value: float | str | None) -> str:
     return render.MISSING if value is None else f"{float(value):.3g}"
 
 
-def _argument_name(section: str | None, index: str | None) -> str:
-    return ".".join(part for part in (section, index) if part)
+def _argument_name(row: Row) -> str:
+    return ".".join(str(row[part]) for part in ("section", "index") if row[part])
 
 
 def _first(row: Row, width: int) -> list[str]:
-    inputs = ", ".join(
-        _argument_name(bad["section"], bad["index"]) for bad in row["bad_inputs"] or ()
-    )
+    inputs = ", ".join(map(_argument_name, row["bad_inputs"] or ()))
     saved = row["direction"] == "debug"
     finite = "a value that was saved" if saved else "its inputs were finite"
     before = f"not finite before it: {inputs}" if inputs else finite
@@ -325,8 +309,8 @@ def _first(row: Row, width: int) -> list[str]:
     lines = wrapped("  ", row["name"] or "", width)
     if row["parent"]:
         lines += wrapped("  in ", row["parent"], width)
-    argument = _argument_name(row["section"], row["index"])
-    lines += wrapped("  ", f"{argument} is {row['non_finite']}; {before}{doubt}", width)
+    found = f"{_argument_name(row)} is {row['non_finite']}; {before}{doubt}"
+    lines += wrapped("  ", found, width)
     if row["source"]:
         lines += wrapped("  ", row["source"], width)
     return lines
@@ -359,8 +343,7 @@ def _difference(row: Row, width: int) -> list[str]:
     verdict = row["verdict"]
     if row["relative"] is not None:
         verdict += f", relative {row['relative']:.3g} over {row['threshold']:.3g}"
-    argument = _argument_name(row["section"], row["index"])
-    lines += wrapped("  ", f"{argument}: {verdict}", width)
+    lines += wrapped("  ", f"{_argument_name(row)}: {verdict}", width)
     if operator["source"]:
         lines += wrapped("  ", operator["source"], width)
     lines += wrapped("     ", f"{'tensor':<{_TENSOR}}{_number_titles()}", width)

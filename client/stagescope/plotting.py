@@ -124,14 +124,9 @@ class PlottedTable(BarTable):
 
     @classmethod
     def drawn_by(
-        cls,
-        table: Table,
-        draw: Callable[..., plotly.graph_objects.Figure],
-        *,
-        label: str,
-        column: str,
-        refusal: str = "",
-    ) -> Self:
+        cls, table: Table, draw: Callable[..., plotly.graph_objects.Figure], *, label: str,
+        column: str, refusal: str = "",
+    ) -> Self:  # fmt: skip
         """Return a table with its figure.
 
         Args:

@@ -9,6 +9,7 @@ from stagescope.answers import Record
 from stagescope.table import Table
 from stagescope_wire.captures import needs_ranks
 from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render import counted, grouped
 
 ENDED: Final = frozenset(
     {"complete", "partial", "empty", "given up", "too late", "refused", "withdrawn"}
@@ -95,21 +96,17 @@ class CaptureProgress(Record):
         agreement = self["agreement"]
         kept = () if needs_ranks(self["order"]) else self["order"]["keep"]
         lines = [
-            f"the service keeps {', '.join(kept)} by itself: no rank is asked"
+            f"the service keeps {', '.join(kept)} and asks no rank"
             if kept
             else _acknowledgements(self["ranks"], self["state"])
         ]
         run = self.get("run")
         if run is not None and self.get("attempt") is None and not self.ended:
-            lines = [f"no run {run} has reported yet: it waits for one of that name"]
+            lines = [f"no run {run} has reported yet: the capture waits for it"]
         if unmatched := self.get("unmatched_ranks"):
-            lines.append(f"no rank {_numbers(unmatched)} is there: nothing is collected of it")
+            lines.append(f"rank {_numbers(unmatched)} is not connected: nothing is collected of it")
         if self.is_abandoned:
-            lines.append(
-                "no rank that it is for is there: it waits for them"
-                if kept
-                else "no rank that it asks is there: it waits for them"
-            )
+            lines.append("waiting: no requested rank is connected")
         if self["reason"]:
             lines.append(f"reason: {self['reason']}")
         if agreement["start"] is not None:
@@ -117,12 +114,12 @@ class CaptureProgress(Record):
             latency = "" if trip is None else f" (acknowledged in {trip:.2f} s)"
             listed = agreement.get("steps")
             begins = not isinstance(listed, list) or agreement["start"] in listed
-            text = "starts at" if begins else "in force from"
+            text = "starts at" if begins else "active from"
             lines.append(f"{text} step {agreement['start']}{latency}")
         if agreement["without"]:
             lines.append(f"without {_names(agreement['without'])}")
         if agreement["missed_steps"]:
-            lines.append(f"begun before it was agreed on: steps {agreement['missed_steps']}")
+            lines.append(f"started before the agreement: steps {agreement['missed_steps']}")
         lines += map(_estimate_line, agreement["estimates"][:_MAX_NAMED])
         several = len({step.get("attempt") for step in self["steps"]}) > 1
         lines += [_step_line(step, run, kept, of_attempt=several) for step in self["steps"]]
@@ -144,9 +141,9 @@ def _value(value: object) -> str:
 
 def _acknowledgements(ranks: Sequence[JsonObject], state: str) -> str:
     if not ranks:
-        return "none of the ranks that it asks has reported yet"
+        return "no requested rank has reported yet"
     late = [rank for rank in ranks if not rank["acknowledged"]]
-    done = {"asked": "acknowledged it", "withdrawn": "let go of it"}
+    done = {"asked": "acknowledged it", "withdrawn": "released it"}
     text = f"{len(ranks) - len(late)} of {len(ranks)} ranks have "
     text += done.get(state, "acknowledged the agreed step")
     return text if not late else f"{text}; not {_names(late)}"
@@ -201,14 +198,14 @@ def _step_line(step: JsonObject, run: str | None, kept: Sequence[str], *, of_att
         return f"{label}: nothing to {'keep' if kept else 'collect'}, {why} these stages"
     text = f"{label}: {step['state']}"
     if collected or not kept:
-        ranks = f"{collected} rank{'' if collected == 1 else 's'}"
+        ranks = counted(collected, "rank")
         text += f", tensors of {ranks} kept" if kept else f", {ranks} collected"
     if step["waiting"]:
         text += f"; waiting for {_names(step['waiting'])}"
     gaps = [f"{gap['role']} {gap['rank']} {gap['state']}" for gap in step["gaps"][:_MAX_NAMED]]
     text += f"; {', '.join(gaps)}" if gaps else ""
     if unrecorded := step.get("unrecorded"):
-        text += f"; nobody recorded {_listed(unrecorded)}"
+        text += f"; no rank recorded {_listed(unrecorded)}"
     if kept and collected and run is not None and step["state"] != "waiting":
         attempt = "" if step["attempt"] is None else f" --attempt {step['attempt']}"
         text += f" (stagescope kept {number} --run {run}{attempt})"
@@ -217,12 +214,12 @@ def _step_line(step: JsonObject, run: str | None, kept: Sequence[str], *, of_att
 
 def _error_lines(dumps: Sequence[JsonObject]) -> list[str]:
     """Return why dumps failed, once for each reason."""
-    ranks: dict[tuple[str, str, str], dict[int, None]] = {}
-    for dump in dumps:
-        if dump.get("error"):
-            place = (str(dump["stage"]), str(dump["role"]), str(dump["error"]))
-            ranks.setdefault(place, {})[dump["rank"]] = None
+    by_reason = grouped(
+        ((dump["stage"], dump["role"], dump["error"]), dump["rank"])
+        for dump in dumps
+        if dump.get("error")
+    )
     return [
-        f"{stage} of {role} {_numbers([*numbers])}: {error}"
-        for (stage, role, error), numbers in [*ranks.items()][:_MAX_NAMED]
+        f"{stage} of {role} {_numbers([*dict.fromkeys(ranks)])}: {error}"
+        for (stage, role, error), ranks in [*by_reason.items()][:_MAX_NAMED]
     ]

@@ -230,12 +230,9 @@ class Replay(Table):
 
 
 def replay(
-    source: Batch | Step | str | Path,
-    fn: LossFunction,
-    *,
-    stage: str | None = None,
+    source: Batch | Step | str | Path, fn: LossFunction, *, stage: str | None = None,
     tolerance: float | None = None,
-) -> Replay:
+) -> Replay:  # fmt: skip
     """Call `fn` with each stored microbatch of a step and compare its results with the stored ones.
 
     Args:

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -81,12 +80,7 @@ class ReplayRollouts:
     def __enter__(self) -> ReplayRollouts:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None and (self.unasked or self.missed):
             _LOG.warning("%s", self.summary())
 
@@ -101,13 +95,9 @@ class ReplayRollouts:
         return tuple(key for key in self._stored if key not in self._served)
 
     def get(
-        self,
-        group_id: object,
-        run_id: object,
-        *,
-        step: int | None = None,
+        self, group_id: object, run_id: object, *, step: int | None = None,
         prompt: Iterable[int] | None = None,
-    ) -> Trajectory | None:
+    ) -> Trajectory | None:  # fmt: skip
         """Return a trajectory; None only if it is not stored and `strict` is off.
 
         Args:
@@ -148,9 +138,9 @@ class ReplayRollouts:
         parts = [f"{len(self._served)} of {len(self)} stored trajectories were served"]
         if self.missed:
             missed = _listed(self.missed)
-            parts.append(f"{len(self.missed)} were asked for and are not there: {missed}")
+            parts.append(f"{len(self.missed)} were requested and are not stored: {missed}")
         if self.unasked:
-            parts.append(f"{len(self.unasked)} were never asked for: {_listed(self.unasked)}")
+            parts.append(f"{len(self.unasked)} were never requested: {_listed(self.unasked)}")
         return "; ".join(parts)
 
     def _miss(self, wanted: Key) -> None:
@@ -182,7 +172,7 @@ def batch_of(source: Batch | Step | str | Path) -> Batch:
         raise InvalidInput(
             f"{source} is a directory",
             expected="a file of `stagescope batch --output`",
-            advice="`stagescope batch RUN:STEP --output FILE` writes one",
+            advice="`stagescope batch STEP --run RUN --output FILE` writes one",
         )
     return Batch.load(source)
 

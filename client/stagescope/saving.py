@@ -14,11 +14,10 @@ from typing import Final, Literal
 
 from stagescope.answers import Record
 from stagescope.connection import Connection, segment
-from stagescope.transport import Params
+from stagescope.transport import Params, given
 from stagescope_wire.batch.file import atomic_file
 from stagescope_wire.discovery import ServiceLocation
 from stagescope_wire.errors import InvalidInput, MissingExtra
-from stagescope_wire.nonfinite import Json
 from stagescope_wire.versions import install_command
 
 ARCHIVES: Final = (".tar.gz", ".tgz")
@@ -103,11 +102,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 ReportFormat = Literal["html", "json", "md"]
 FORMATS: Final[Mapping[str, ReportFormat]] = {
-    ".html": "html",
-    ".htm": "html",
-    ".json": "json",
-    ".md": "md",
-}
+    ".html": "html", ".htm": "html", ".json": "json", ".md": "md",
+}  # fmt: skip
 """Ending of a file -> format of the report."""
 
 OnProgress = Callable[[int, int], object]
@@ -122,16 +118,10 @@ class FileRequests(Connection):
     """Reports and bundles, as files."""
 
     def save_report(
-        self,
-        path: str | Path,
-        run: str,
-        *,
-        step: int | None = None,
-        attempt: int | None = None,
-        format: ReportFormat | None = None,
-        timeout: float = 120.0,
+        self, path: str | Path, run: str, *, step: int | None = None, attempt: int | None = None,
+        format: ReportFormat | None = None, timeout: float = 120.0,
         on_progress: OnProgress = _ignore,
-    ) -> Record:
+    ) -> Record:  # fmt: skip
         """Save a report about a run or one of its steps: verdicts, tables, figures, advice.
 
         Usage:
@@ -158,22 +148,15 @@ class FileRequests(Connection):
             raise InvalidInput(f"{str(path)!r} names no format", expected=".html, .json or .md")
         if named not in (None, kind):
             raise InvalidInput(f"{str(path)!r} is no name of {kind}", expected=f"an ending .{kind}")
-        params: dict[str, str | int | None] = {"step": step, "attempt": attempt, "format": kind}
-        size = self._save(f"/runs/{segment(run, 'run')}/report", params, path, timeout, on_progress)
-        return _saved(f"report of {run}", run, attempt, step, format=kind, path=path, bytes=size)
+        of = given(run=run, attempt=attempt, step=step, format=kind)
+        size = self._save("report", of, path, timeout, on_progress)
+        return Record({**of, "path": str(path), "bytes": size}, title=f"report of {run}")
 
     def save_bundle(
-        self,
-        path: str | Path,
-        run: str,
-        step: int,
-        *,
-        attempt: int | None = None,
-        tensors: bool = True,
-        limit_bytes: int | None = None,
-        timeout: float = 600.0,
+        self, path: str | Path, run: str, step: int, *, attempt: int | None = None,
+        tensors: bool = True, limit_bytes: int | None = None, timeout: float = 600.0,
         on_progress: OnProgress = _ignore,
-    ) -> Record:
+    ) -> Record:  # fmt: skip
         """Save a step as one archive without secrets, to look at it elsewhere.
 
         `stagescope attach PATH` and `stagescope.attach(PATH)` open it, without a service.
@@ -197,17 +180,18 @@ class FileRequests(Connection):
             raise InvalidInput(
                 f"{str(path)!r} is no archive's name", expected=" or ".join(ARCHIVES)
             )
-        params: dict[str, str | int | None] = {
-            "step": step, "attempt": attempt, "tensors": "true" if tensors else "false",
-            "limit_bytes": limit_bytes,
-        }  # fmt: skip
-        size = self._save(f"/runs/{segment(run, 'run')}/bundle", params, path, timeout, on_progress)
-        return _saved(f"bundle of {run}, step {step}", run, attempt, step, path=path, bytes=size)
+        of = given(run=run, attempt=attempt, step=step)
+        params = {**of, "tensors": tensors, "limit_bytes": limit_bytes}
+        size = self._save("bundle", params, path, timeout, on_progress)
+        fields = {**of, "path": str(path), "bytes": size}
+        return Record(fields, title=f"bundle of {run}, step {step}")
 
     def _save(
-        self, route: str, params: Params, path: Path, timeout: float, on_progress: OnProgress
+        self, noun: str, params: Params, path: Path, timeout: float, on_progress: OnProgress
     ) -> int:
-        """Download a route's answer to a file; return its bytes."""
+        """Download a report or bundle of a run to a file; return its bytes."""
+        query = {name: value for name, value in params.items() if name != "run"}
+        route = f"/runs/{segment(params['run'], 'run')}/{noun}"
         received = 0
         with atomic_file(path) as file:
 
@@ -217,18 +201,5 @@ class FileRequests(Connection):
                 received += len(chunk)
                 on_progress(received, size)
 
-            self.download(route, params, write, timeout=timeout)
+            self.download(route, query, write, timeout=timeout)
         return received
-
-
-def _saved(
-    title: str, run: str, attempt: int | None, step: int | None, **file: Json | Path
-) -> Record:
-    """Return a record of the saved file; it omits an attempt or a step that is None."""
-    fields: dict[str, Json | Path] = {"run": run, "attempt": attempt, "step": step, **file}
-    shown = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in fields.items()
-        if value is not None
-    }
-    return Record(shown, title=title)

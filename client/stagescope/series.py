@@ -12,11 +12,8 @@ from stagescope.answers import Record
 from stagescope.table import Row, Table, begun_again_steps
 from stagescope_wire import nonfinite, render
 from stagescope_wire.nonfinite import Json, JsonObject
-from stagescope_wire.sparkline import (
-    Value,
-    _step_ranges,
-    sparkline,
-)
+from stagescope_wire.render import ranges_text
+from stagescope_wire.sparkline import Value, sparkline, step_ranges
 
 _AGAIN_MARK: Final = "^"
 _STEP_FIELDS: Final = frozenset({
@@ -49,22 +46,17 @@ class Series(Table):
     def from_answer(cls, answer: JsonObject) -> Series:
         """Return the series in an answer of `GET /series`."""
         columns: dict[str, Sequence[Json]] = {
-            "step": answer["steps"],
-            "attempt": answer["attempts"],
-            "superseded_by": answer["superseded_by"],
-            "complete": answer["complete"],
+            "step": answer["steps"], "attempt": answer["attempts"],
+            "superseded_by": answer["superseded_by"], "complete": answer["complete"],
             "comparable": answer["comparable"],
             "begun_again": answer.get("begun_again") or [[]] * len(answer["steps"]),
             "reason": answer["reasons"],
-        }
-        names = []
-        for one in answer["series"]:
-            name = one["name"] or "value"
-            names.append(name)
-            columns[name] = [nonfinite.number(value) for value in one["values"]]
+        }  # fmt: skip
+        values = {one["name"] or "value": one["values"] for one in answer["series"]}
+        columns |= {name: nonfinite.numbers(each) for name, each in values.items()}
         about = {name: value for name, value in answer.items() if name not in _STEP_FIELDS}
         about["series"] = [_series_fields(one) for one in answer["series"]]
-        about["names"] = names
+        about["names"] = [*values]
         title = answer["metric"] + (f" by {answer['by']}" if answer["by"] else "")
         return cls(columns, title=title, about=about, truncated=answer["earlier_to"] is not None)
 
@@ -114,7 +106,7 @@ class Series(Table):
         """Return a line with a `^` below each step of a sparkline that was repeated."""
         again = [bool(ranks) for ranks in self["begun_again"]]
         return "".join(
-            _AGAIN_MARK if any(again[a:b]) else " " for a, b in _step_ranges(len(again), width)
+            _AGAIN_MARK if any(again[a:b]) else " " for a, b in step_ranges(len(again), width)
         )
 
     def notes(self) -> list[str]:
@@ -123,31 +115,21 @@ class Series(Table):
         notes = [f"{render.counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}"]
         if len(set(attempts)) > 1:
             notes[0] += f", attempts {', '.join(map(str, sorted(set(attempts))))}"
-        by_reason: dict[str, list[int]] = {}
-        for step, reason in self.gaps:
-            by_reason.setdefault(reason, []).append(step)
-        notes += [
-            f"no value at {render.stretches('step', at)}: {reason}"
-            for reason, at in by_reason.items()
-        ]
+        by_reason = render.grouped((reason, step) for step, reason in self.gaps)
+        notes += [f"no value at {ranges_text('step', at)}: {why}" for why, at in by_reason.items()]
         if self.about["kind"] == "scalar":
             notes[0] += "; a value is the mean over the ranks and parts that logged it"
         if self.about["kind"] == "metric":
-            verdicts: dict[str, list[int]] = {}
-            for step, verdict in zip(steps, self["comparable"], strict=True):
-                if verdict not in (None, "comparable"):
-                    verdicts.setdefault(str(verdict), []).append(step)
+            verdicts = render.grouped(zip(self["comparable"], steps, strict=True))
             notes += [
-                f"{verdict}: {render.stretches('step', at)}" for verdict, at in verdicts.items()
+                f"{verdict}: {ranges_text('step', at)}"
+                for verdict, at in verdicts.items()
+                if verdict not in (None, "comparable")
             ]
-        by_attempt: dict[int, list[int]] = {}
-        for step, by in zip(steps, self["superseded_by"], strict=True):
-            if by:
-                by_attempt.setdefault(by, []).append(step)
+        by_attempt = render.grouped(zip(self["superseded_by"], steps, strict=True))
         notes += [
-            f"no longer in force, since attempt {by} began again before: "
-            f"{render.stretches('step', at)}"
-            for by, at in sorted(by_attempt.items())
+            f"superseded, because attempt {by} repeated them: {ranges_text('step', by_attempt[by])}"
+            for by in sorted(filter(None, by_attempt))
         ]
         if self.about.get("note"):
             notes.append(str(self.about["note"]))
@@ -184,7 +166,6 @@ class Series(Table):
 
 
 def _series_fields(one: JsonObject) -> Row:
-    """Return the fields of a series without its values."""
     return {
         name: nonfinite.numbers(value) if name in ("low", "high") else value
         for name, value in one.items()
@@ -203,7 +184,7 @@ def _summary(steps: Sequence[int], values: Sequence[Value]) -> str:
         (low, at_low), (high, at_high) = min(finite), max(finite)
         text += f"  min {low:.4g} ({at_low})  max {high:.4g} ({at_high})"
     bad = [step for value, step in pairs if not math.isfinite(value)]
-    return text + (f"  not finite at {render.stretches('step', bad)}" if bad else "")
+    return text + (f"  not finite at {ranges_text('step', bad)}" if bad else "")
 
 
 class Exact(Record):

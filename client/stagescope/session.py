@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Final, Literal
 from stagescope.answers import Record, Status
 from stagescope.capture_requests import CaptureRequests
 from stagescope.comparison_requests import ComparisonRequests
-from stagescope.connection import LIMIT, segment, step_segment
+from stagescope.connection import LIMIT, OptInt, OptStr, segment, step_segment
 from stagescope.figures import FigureRequests
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Diagnosis, Finding, FindingRows
 from stagescope.forwarding import forwarder
 from stagescope.link_text import session_call
 from stagescope.saving import FileRequests, is_bundle, open_bundle
 from stagescope.series import Exact, Series
-from stagescope.step import Step, Steps
-from stagescope.step_answers import Stacks, Weights
+from stagescope.step import Step
+from stagescope.step_answers import Stacks, Steps, Weights
 from stagescope.table import Table
+from stagescope.transport import given
 from stagescope_wire import discovery, render
 from stagescope_wire.engines.http import engine_url
 from stagescope_wire.errors import NotFound, StagescopeError
@@ -61,12 +62,9 @@ def engine(name: str, *, key_file: str | Path | None = None, timeout: float = 12
 
 
 def attach(
-    url: str | Path | None = None,
-    *,
-    token: str | None = None,
-    timeout: float = 10.0,
+    url: str | Path | None = None, *, token: OptStr = None, timeout: float = 10.0,
     link_text: LinkText = session_call,
-) -> Session:
+) -> Session:  # fmt: skip
     """Connect to the service of this machine's user, or to the one at `url`; or open a bundle.
 
     `url` may be an archive of `stagescope bundle`: a separate process then serves it on loopback,
@@ -126,21 +124,17 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         """Return the runs, the most recently active first."""
         return self.table("/runs", noun="runs", limit=limit)
 
-    def attempts(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
+    def attempts(self, run: OptStr = None, *, limit: int = LIMIT) -> Table:
         """Return a run's attempts with their fingerprints."""
-        name = run if run is not None else self._newest_run()
-        path = f"/runs/{segment(name, 'run')}/attempts"
-        return self.table(path, noun="attempts", limit=limit)
+        return self.table(f"{self._run_path(run)}/attempts", noun="attempts", limit=limit)
 
-    def steps(
-        self, run: str | None = None, attempt: int | None = None, *, limit: int = LIMIT
-    ) -> Steps:
+    def steps(self, run: OptStr = None, attempt: OptInt = None, *, limit: int = LIMIT) -> Steps:
         """Return the steps with their completeness, the newest first."""
         params = {"run": run, "attempt": attempt}
         return Steps.from_table(self.table("/steps", params, noun="steps", limit=limit))
 
     def step(
-        self, step: StepName = "latest", *, run: str | None = None, attempt: int | None = None
+        self, step: StepName = "latest", *, run: OptStr = None, attempt: OptInt = None
     ) -> Step:
         """Return one step, bound to the run and attempt that answer now.
 
@@ -159,29 +153,17 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         else:
             path = f"/steps/{step_segment(step)}/stages"
         answer = self.get(path, run=run, attempt=attempt, limit=1)
+        gap = None if step == "captured" else answer.get("gap")
         return Step(
-            self,
-            answer["step"],
-            run=answer.get("run"),
-            attempt=answer.get("attempt"),
-            gap=None if step == "captured" else answer.get("gap"),
+            self, answer["step"], run=answer.get("run"), attempt=answer.get("attempt"), gap=gap
         )
 
     def series(
-        self,
-        metric: str,
-        *,
-        by: Literal["rank", "round", "staleness"] | None = None,
-        run: str | None = None,
-        attempt: int | None = None,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        from_step: int | None = None,
-        to_step: int | None = None,
-        superseded: bool = False,
-        limit: int = 10_000,
-    ) -> Series:
+        self, metric: str, *, by: Literal["rank", "round", "staleness"] | None = None,
+        run: OptStr = None, attempt: OptInt = None, stage: OptStr = None, role: OptStr = None,
+        rank: OptInt = None, from_step: OptInt = None, to_step: OptInt = None,
+        superseded: bool = False, limit: int = 10_000,
+    ) -> Series:  # fmt: skip
         """Return one number over the steps of a run: one row per step, one column per series.
 
         Args:
@@ -208,25 +190,19 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         )  # fmt: skip
         return Series.from_answer(answer)
 
-    def metric_names(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
+    def metric_names(self, run: OptStr = None, *, limit: int = LIMIT) -> Table:
         """Return the names that `series` and `plot` accept: published metrics and logged scalars.
 
         Usage:
             >>> session.metric_names()["name"]
         """
-        name = run if run is not None else self._newest_run()
-        path = f"/runs/{segment(name, 'run')}/metrics"
+        path = f"{self._run_path(run)}/metrics"
         return self.table(path, noun="metric_names", title="numbers", limit=limit)
 
     def weights(
-        self,
-        version: int | None = None,
-        *,
-        run: str | None = None,
-        attempt: int | None = None,
-        verdict: str | None = None,
-        limit: int = LIMIT,
-    ) -> Table:
+        self, version: OptInt = None, *, run: OptStr = None, attempt: OptInt = None,
+        verdict: OptStr = None, limit: int = LIMIT,
+    ) -> Table:  # fmt: skip
         """Return the recorded versions of weights and their verdicts, the newest first.
 
         With `version`, return the weights of that version, as `Step.weights` does.
@@ -242,7 +218,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         path = f"/weights/{version}"
         return Weights.from_table(self.table(path, params, noun="weights", title="", limit=limit))
 
-    def devices(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
+    def devices(self, run: OptStr = None, *, limit: int = LIMIT) -> Table:
         """Return the devices whose weights differed from their replicas', by default of all runs.
 
         `odd` counts the recorded versions in which the majority of the replicas differed from this
@@ -250,7 +226,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         """
         return self.table("/devices", {"run": run}, noun="devices", limit=limit)
 
-    def exact(self, run: str | None = None, attempt: int | None = None) -> Exact:
+    def exact(self, run: OptStr = None, attempt: OptInt = None) -> Exact:
         """Return the steps in which trainer and rollout are equal, and the first difference.
 
         Equal is the same number in every token: -0.0 equals 0.0.
@@ -265,19 +241,14 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         return Exact(self.get("/exact", run=run, attempt=attempt))
 
     def losses(
-        self,
-        run: str | None = None,
-        attempt: int | None = None,
-        *,
-        only: str | None = None,
-        limit: int = LIMIT,
+        self, run: OptStr = None, attempt: OptInt = None, *, only: OptStr = None, limit: int = LIMIT
     ) -> FindingRows:
         """Return what was announced and never arrived, with the reasons, as `findings` does."""
         params = {"run": run, "attempt": attempt, "only": only}
         return self._findings_table("/losses", params, "losses", LOSS_ORDER, limit)
 
     def doctor(
-        self, run: str | None = None, attempt: int | None = None, *, step: int | None = None
+        self, run: OptStr = None, attempt: OptInt = None, *, step: OptInt = None
     ) -> Diagnosis:
         """Diagnose a run by the rulebook: what is wrong, since when, and how sure that is.
 
@@ -295,12 +266,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         return Diagnosis.from_table(self.table(path, params, noun="diagnosis"))
 
     def findings(
-        self,
-        run: str | None = None,
-        attempt: int | None = None,
-        *,
-        only: str | None = None,
-        limit: int = LIMIT,
+        self, run: OptStr = None, attempt: OptInt = None, *, only: OptStr = None, limit: int = LIMIT
     ) -> FindingRows:
         """Return the service's findings, one row each, the last seen first.
 
@@ -329,18 +295,10 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         return Finding(answer, link_text=self._link_text)
 
     def forward(
-        self,
-        run: str,
-        to: str | Sequence[str],
-        *,
-        prefix: str = forwarder.PREFIX,
-        from_step: int = 0,
-        anew: bool = False,
-        page_url: str | None = None,
-        follow: bool = False,
-        every: float = 5.0,
-        report: Callable[[str], object] = print,
-    ) -> Table:
+        self, run: str, to: str | Sequence[str], *, prefix: str = forwarder.PREFIX,
+        from_step: int = 0, anew: bool = False, page_url: OptStr = None, follow: bool = False,
+        every: float = 5.0, report: Callable[[str], object] = print,
+    ) -> Table:  # fmt: skip
         """Write a run's closed steps and findings into trackers that exist; see docs/trackers.md.
 
         Usage:
@@ -370,14 +328,9 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         )  # fmt: skip
 
     def stacks(
-        self,
-        run: str | None = None,
-        attempt: int | None = None,
-        *,
-        role: str | None = None,
-        ranks: Sequence[int] | None = None,
-        wait: float = 5.0,
-    ) -> Stacks:
+        self, run: OptStr = None, attempt: OptInt = None, *, role: OptStr = None,
+        ranks: Sequence[int] | None = None, wait: float = 5.0,
+    ) -> Stacks:  # fmt: skip
         """Request the stacks of all threads of live processes, also of blocked ones.
 
         Processes that answer within `wait` seconds (60 at most) are in `rows`; `not_answered` lists
@@ -387,23 +340,16 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             Forbidden: the token allows only reading.
             NotFound: there is no such run or attempt, or it has ended.
         """
-        filters = {"run": run, "attempt": attempt, "role": role}
-        body: dict[str, Json] = {
-            name: value for name, value in filters.items() if value is not None
-        }
-        if ranks is not None:
-            body["ranks"] = [*ranks]
-        body["wait"] = wait
+        only = None if ranks is None else [*ranks]
+        body = given(run=run, attempt=attempt, role=role, ranks=only, wait=wait)
         timeout = wait + self._transport.timeout
         answer = self._transport.change("POST", "/stacks", body, timeout=timeout)
         return Stacks(answer, title=f"stacks of {answer['run']}, attempt {answer['attempt']}")
 
     def send(
-        self,
-        sender: Sequence[Json],
-        events: Sequence[Sequence[Json]],
+        self, sender: Sequence[Json], events: Sequence[Sequence[Json]],
         payloads: Mapping[int, WirePayload] | None = None,
-    ) -> SendResult:
+    ) -> SendResult:  # fmt: skip
         """Send events on behalf of another process; return the refused ones with the reasons.
 
         An event may be refused in part, such as a scalar that is not a number. The format is
@@ -460,17 +406,10 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         return connect(str(row["url"]), key_file=key_file, timeout=timeout)
 
     def add_engine(
-        self,
-        url: str,
-        *,
-        name: str | None = None,
-        kind: str | None = None,
-        model: str | None = None,
-        version: str | None = None,
-        run: str | None = None,
-        note: str | None = None,
+        self, url: str, *, name: OptStr = None, kind: OptStr = None, model: OptStr = None,
+        version: OptStr = None, run: OptStr = None, note: OptStr = None,
         settings: JsonObject | None = None,
-    ) -> Record:
+    ) -> Record:  # fmt: skip
         """Register an engine with the service; needs the operate token.
 
         Args:
@@ -483,12 +422,11 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             note: anything that people should know of it.
             settings: what it said of itself.
         """
-        fields: dict[str, Json] = {
-            "name": name, "kind": kind, "model": model, "version": version, "run": run,
-            "note": note, "settings": settings,
-        }  # fmt: skip
-        body = {field: value for field, value in fields.items() if value is not None}
-        answer = self._transport.change("POST", "/engines", {**body, "url": engine_url(url)})
+        body = given(
+            url=engine_url(url), name=name, kind=kind, model=model, version=version, run=run,
+            note=note, settings=settings,
+        )  # fmt: skip
+        answer = self._transport.change("POST", "/engines", body)
         return Record(answer or {}, title="registered engine")
 
     def remove_engine(self, name: str) -> Record:
@@ -517,22 +455,20 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             latest.metrics()  # an open step has the numbers that arrived so far
         except NotFound as error:
             target = f"run {latest.run}" + ("" if attempt is None else f", attempt {attempt},")
-            searched = (
-                "no step"
-                if len(steps) < _RECENT_STEPS
-                else f"none of the newest {len(steps)} steps"
-            )
+            is_whole = len(steps) < _RECENT_STEPS
+            searched = "no step" if is_whole else f"none of the newest {len(steps)} steps"
             raise NotFound(
                 f"{searched} of {target} has numbers; the latest: {error.wrong}",
-                expected=error.expected,
-                advice=error.advice,
-                see=error.see,
+                expected=error.expected, advice=error.advice, see=error.see,
                 link_text=error.link_text,
-            ) from error
+            ) from error  # fmt: skip
         return latest
 
-    def _newest_run(self) -> str:
-        runs = self.runs(limit=1)
-        if not len(runs):
-            raise NotFound("the service has no run yet", advice="start a training that reports")
-        return str(runs[0]["run"])
+    def _run_path(self, run: str | None) -> str:
+        """Return the path of a run; None: the most recently active one."""
+        if run is None:
+            runs = self.runs(limit=1)
+            if not len(runs):
+                raise NotFound("the service has no run yet", advice="start a training that reports")
+            run = str(runs[0]["run"])
+        return f"/runs/{segment(run, 'run')}"

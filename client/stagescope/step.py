@@ -6,10 +6,10 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from stagescope.answers import Metrics, Record
-from stagescope.connection import LIMIT, segment
+from stagescope.connection import LIMIT, OptInt, OptStr, segment
 from stagescope.operators import NonFiniteOperators, Operators, Stack
 from stagescope.plotting import BarTable, PlottedTable
 from stagescope.step_answers import SampleTokens, Stacks, Stuck, Weights
@@ -26,38 +26,11 @@ if TYPE_CHECKING:
 
     from stagescope.capture_requests import CaptureRequests
 
-_LACKS: Final = {"gap": "", "missing": "missing "}
-"""Column of data that a step lacks -> prefix of its value in text."""
-
 
 def _of_slice(filters: Mapping[str, object]) -> str:
     """Return which slice filters select, "" for none."""
     given = [f"{name} {value}" for name, value in filters.items() if value is not None]
     return f"of a slice ({', '.join(given)})" if given else ""
-
-
-class Steps(Table):
-    """The steps of a run; in text, what a step lacks is below the table, and is not shortened."""
-
-    __slots__ = ()
-
-    def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return the table, and below it which steps lack numbers or ranks, and why."""
-        named = [name for name in _LACKS if name in self.names]
-        if width >= render.WIDE_ENOUGH or not len(self) or len(named) < len(_LACKS):
-            return super().lines(width=width, rows=rows)
-        others = (name for name in self.names if name not in named)
-        lines = self.select(*others).lines(width=width, rows=rows)
-        lacking: dict[str, list[int]] = {}
-        for row in self[:rows]:
-            for name in named:
-                if row[name]:
-                    text = _LACKS[name] + render.format_value(row[name])
-                    lacking.setdefault(text, []).append(row["step"])
-        for text, steps in lacking.items():
-            at = render.stretches("step", sorted({*steps}))
-            lines += render.wrapped("", f"{at}: {text}", width)
-        return lines
 
 
 class Step:
@@ -69,14 +42,9 @@ class Step:
     """
 
     def __init__(
-        self,
-        session: CaptureRequests,
-        step: int,
-        *,
-        run: str | None,
-        attempt: int | None,
-        gap: str | None = None,
-    ) -> None:
+        self, session: CaptureRequests, step: int, *, run: OptStr, attempt: OptInt,
+        gap: OptStr = None,
+    ) -> None:  # fmt: skip
         self._session = session
         self.step = step
         self.run = run
@@ -97,13 +65,9 @@ class Step:
             return render.html_block(repr(self), render.html_text(str(error)))
 
     def metrics(
-        self,
-        *,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        round: int | None = None,
-    ) -> Metrics:
+        self, *, stage: OptStr = None, role: OptStr = None, rank: OptInt = None,
+        round: OptInt = None,
+    ) -> Metrics:  # fmt: skip
         """Return the metrics of the step, or of one stage, role, rank or round of it.
 
         Raises:
@@ -113,14 +77,9 @@ class Step:
         return Metrics.from_answer(self._session.get(self._path("metrics"), **params))
 
     def rounds(
-        self,
-        *,
-        by: Literal["round", "turn", "staleness"] | None = None,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        limit: int = LIMIT,
-    ) -> PlottedTable:
+        self, *, by: Literal["round", "turn", "staleness"] | None = None, stage: OptStr = None,
+        role: OptStr = None, rank: OptInt = None, limit: int = LIMIT,
+    ) -> PlottedTable:  # fmt: skip
         """Return the mismatch per round, or per true turn or staleness.
 
         The default is the true turn where `turn_ids` are recorded, else the round. Rounds are
@@ -139,22 +98,15 @@ class Step:
         if by is None and table.about.get("turns"):
             filters["by"] = "turn"
             table = self._table("rounds", limit, **filters)
-        sliced = {**filters, "by": None if filters["by"] == "round" else filters["by"]}
+        label = str(filters["by"] or "round")
+        filters["by"] = None if label == "round" else label
         return PlottedTable.drawn_by(
-            table,
-            functools.partial(self.figure, "rounds"),
-            label=str(filters["by"] or "round"),
-            column="abs_diff_mean",
-            refusal=_of_slice(sliced),
-        )
+            table, functools.partial(self.figure, "rounds"), label=label, column="abs_diff_mean",
+            refusal=_of_slice(filters),
+        )  # fmt: skip
 
     def ranks(
-        self,
-        *,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        limit: int = LIMIT,
+        self, *, stage: OptStr = None, role: OptStr = None, rank: OptInt = None, limit: int = LIMIT
     ) -> PlottedTable:
         """Return the mismatch per rank, with each rank's placement.
 
@@ -166,12 +118,9 @@ class Step:
         """
         filters = {"stage": stage, "role": role, "rank": rank}
         return PlottedTable.drawn_by(
-            self._table("ranks", limit, **filters),
-            functools.partial(self.figure, "rank-rounds"),
-            label="rank",
-            column="abs_diff_mean",
-            refusal=_of_slice(filters),
-        )
+            self._table("ranks", limit, **filters), functools.partial(self.figure, "rank-rounds"),
+            label="rank", column="abs_diff_mean", refusal=_of_slice(filters),
+        )  # fmt: skip
 
     def figure(self, name: str, **parameters: object) -> plotly.graph_objects.Figure:
         """Return a figure of this step by its name; `session.figures()` lists them.
@@ -188,37 +137,21 @@ class Step:
         return self._session.figure(name, **self._params(step=self.step, **query))
 
     def heatmap(self, metric: str = "logprob_abs_diff/mean") -> plotly.graph_objects.Figure:
-        """Return a figure of a number by rank and round; many ranks are folded.
-
-        Usage:
-            >>> session.step(5).heatmap("rollout_corr/k3_kl")
-        """
+        """Return a figure of a number by rank and round; many ranks are folded."""
         return self.figure("rank-rounds", metric=metric)
 
     def timeline(self) -> plotly.graph_objects.Figure:
-        """Return a figure of the step's stages, one lane per rank, with the waits between them.
-
-        Usage:
-            >>> session.step(5).timeline()
-        """
+        """Return a figure of the step's stages, one lane per rank, with the waits between them."""
         return self.figure("timeline")
 
     def distribution(
-        self, of: Literal["abs", "ratio"] = "abs", *, round: int | None = None
+        self, of: Literal["abs", "ratio"] = "abs", *, round: OptInt = None
     ) -> plotly.graph_objects.Figure:
-        """Return a figure of how many tokens have which |p - q|, or which ratio e^(p - q).
-
-        Usage:
-            >>> session.step(5).distribution("ratio")
-        """
+        """Return a figure of how many tokens have which |p - q|, or which ratio e^(p - q)."""
         return self.figure("distribution", of=of, round=round)
 
     def density(self) -> plotly.graph_objects.Figure:
-        """Return a figure of the trainer's log-probs against the rollout's, with the verdict.
-
-        Usage:
-            >>> session.step(5).density()
-        """
+        """Return a figure of the trainer's log-probs against the rollout's, with the verdict."""
         return self.figure("density")
 
     def anatomy(
@@ -239,10 +172,8 @@ class Step:
         about = {name: value for name, value in answer.items() if name not in ("rows", "next")}
         return PlottedTable.drawn_by(
             Table.from_rows(answer["rows"], title=f"mismatch by {by}", about=about),
-            functools.partial(self.figure, "anatomy", by=by),
-            label="label",
-            column="mean_abs",
-        )
+            functools.partial(self.figure, "anatomy", by=by), label="label", column="mean_abs",
+        )  # fmt: skip
 
     def save_trace(self, path: str | Path) -> Path:
         """Write the step's stages as trace events, for ui.perfetto.dev; return the path.
@@ -256,34 +187,22 @@ class Step:
         return Path(path)
 
     def tokens(
-        self,
-        *,
-        kind: Literal["worst", "nonfinite"] | None = None,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        round: int | None = None,
-        limit: int = LIMIT,
-    ) -> BarTable:
+        self, *, kind: Literal["worst", "nonfinite"] | None = None, stage: OptStr = None,
+        role: OptStr = None, rank: OptInt = None, round: OptInt = None, limit: int = LIMIT,
+    ) -> BarTable:  # fmt: skip
         """Return the worst tokens, the largest |p - q| first, then the non-finite ones.
 
         `text` is None where no tokenizer is known: `about["texts_reason"]` says how to name one.
         """
         filters = {"kind": kind, "stage": stage, "role": role, "rank": rank, "round": round}
         return BarTable.with_bars(
-            self._table("tokens", limit, **filters),
-            label="position",
-            column="abs_diff",
+            self._table("tokens", limit, **filters), label="position", column="abs_diff"
         )
 
     def samples(
-        self,
-        *,
-        sort: Literal["max_abs", "mean_abs", "tokens", "sample_uid"] | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        limit: int = LIMIT,
-    ) -> BarTable:
+        self, *, sort: Literal["max_abs", "mean_abs", "tokens", "sample_uid"] | None = None,
+        role: OptStr = None, rank: OptInt = None, limit: int = LIMIT,
+    ) -> BarTable:  # fmt: skip
         """Return the step's samples with their mismatch, the largest |p - q| first.
 
         Usage:
@@ -291,9 +210,8 @@ class Step:
         """
         return BarTable.with_bars(
             self._table("samples", limit, sort=sort, role=role, rank=rank),
-            label="sample_uid",
-            column="max_abs",
-        )
+            label="sample_uid", column="max_abs",
+        )  # fmt: skip
 
     def sample(self, sample_uid: str | None) -> SampleTokens:
         """Return the tokens of a sample: both log-probs, and what the loss did to each.
@@ -332,40 +250,24 @@ class Step:
         )
 
     def stages(
-        self,
-        *,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        limit: int = LIMIT,
+        self, *, stage: OptStr = None, role: OptStr = None, rank: OptInt = None, limit: int = LIMIT
     ) -> Table:
         """Return which ranks were in which stage and when, and which have not arrived."""
         return self._table("stages", limit, stage=stage, role=role, rank=rank)
 
     def stuck(
-        self,
-        *,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        limit: int = LIMIT,
+        self, *, stage: OptStr = None, role: OptStr = None, rank: OptInt = None, limit: int = LIMIT
     ) -> Stuck:
         """Return the ranks that hold up the others, since when, and the usual durations.
 
         `about["findings"]` holds all findings about hangs in this step, also ended ones.
         """
-        table = self._table("stuck", limit, stage=stage, role=role, rank=rank)
-        return Stuck.from_table(table)
+        return Stuck.from_table(self._table("stuck", limit, stage=stage, role=role, rank=rank))
 
     def stacks(
-        self,
-        *,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        source: Literal["probe", "watchdog"] | None = None,
-        limit: int = LIMIT,
-    ) -> Stacks:
+        self, *, stage: OptStr = None, role: OptStr = None, rank: OptInt = None,
+        source: Literal["probe", "watchdog"] | None = None, limit: int = LIMIT,
+    ) -> Stacks:  # fmt: skip
         """Return the stacks that were recorded in this step; `Session.stacks` takes new ones."""
         filters = {"stage": stage, "role": role, "rank": rank, "source": source}
         table = self._table("stacks", limit, **filters)
@@ -373,25 +275,15 @@ class Step:
         return Stacks(answer, title=f"stacks of step {self.step} of {self.run}")
 
     def dumps(
-        self,
-        *,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        limit: int = LIMIT,
+        self, *, stage: OptStr = None, role: OptStr = None, rank: OptInt = None, limit: int = LIMIT
     ) -> Table:
         """Return msprobe's dumps: path, size and state."""
         return self._table("dumps", limit, stage=stage, role=role, rank=rank)
 
     def kept(
-        self,
-        *,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        section: str | None = None,
-        limit: int = LIMIT,
-    ) -> Table:
+        self, *, stage: OptStr = None, role: OptStr = None, rank: OptInt = None,
+        section: OptStr = None, limit: int = LIMIT,
+    ) -> Table:  # fmt: skip
         """Return the files that are kept of this step: sections, tensors, path, size and state.
 
         Args:
@@ -410,7 +302,7 @@ class Step:
         """Allow them to be deleted again; needs the operate token."""
         return self._session.unpin(self.step, run=self.run, attempt=self.attempt)
 
-    def weights(self, *, verdict: str | None = None, limit: int = LIMIT) -> Weights:
+    def weights(self, *, verdict: OptStr = None, limit: int = LIMIT) -> Weights:
         """Return the weights recorded at this step, trainer compared with rollout, worst first.
 
         Args:
@@ -424,25 +316,17 @@ class Step:
         return Weights.from_table(self._table("weights", limit, verdict=verdict))
 
     def scalars(
-        self,
-        *,
-        name: str | None = None,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        limit: int = LIMIT,
-    ) -> Table:
+        self, *, name: OptStr = None, stage: OptStr = None, role: OptStr = None,
+        rank: OptInt = None, limit: int = LIMIT,
+    ) -> Table:  # fmt: skip
         """Return the scalars that ranks logged."""
         filters = {"name": name, "stage": stage, "role": role, "rank": rank}
         return self._table("scalars", limit, **filters)
 
     def batch(
-        self,
-        *,
-        names: Sequence[str] | None = None,
-        stages: Sequence[str] | None = None,
+        self, *, names: Sequence[str] | None = None, stages: Sequence[str] | None = None,
         timeout: float = 120.0,
-    ) -> Batch:
+    ) -> Batch:  # fmt: skip
         """Return the recorded rows of all ranks, exactly, as far as they are kept.
 
         Args:
@@ -458,14 +342,10 @@ class Step:
         return parse(buffer.data, repr(self), Batch)
 
     def save_batch(
-        self,
-        path: str | Path,
-        *,
-        names: Sequence[str] | None = None,
-        stages: Sequence[str] | None = None,
-        timeout: float = 120.0,
+        self, path: str | Path, *, names: Sequence[str] | None = None,
+        stages: Sequence[str] | None = None, timeout: float = 120.0,
         on_progress: Callable[[int, int], object] = lambda done, total: None,
-    ) -> Batch:
+    ) -> Batch:  # fmt: skip
         """Download the result of `batch` to a file, and open it.
 
         `on_progress` is called with the bytes that have arrived, and all.
@@ -480,34 +360,19 @@ class Step:
         return load(Path(path), Batch)
 
     def _download(
-        self,
-        write: Callable[[bytes, int], object],
-        names: Sequence[str] | None,
-        stages: Sequence[str] | None,
-        timeout: float,
-    ) -> None:
-        params = self._params(
-            names=None if names is None else ",".join(names),
-            stages=None if stages is None else ",".join(stages),
-        )
-        self._session.download(self._path("batch"), params, write, timeout=timeout)
+        self, write: Callable[[bytes, int], object], names: Sequence[str] | None,
+        stages: Sequence[str] | None, timeout: float,
+    ) -> None:  # fmt: skip
+        lists = {"names": names, "stages": stages}
+        params = {name: None if of is None else ",".join(of) for name, of in lists.items()}
+        self._session.download(self._path("batch"), self._params(**params), write, timeout=timeout)
 
     def operators(
-        self,
-        *,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        part: str | None = None,
-        capture_id: str | None = None,
-        name: str | None = None,
-        kind: str | None = None,
-        direction: str | None = None,
-        section: str | None = None,
-        dtype: str | None = None,
-        non_finite: bool | None = None,
-        limit: int = LIMIT,
-    ) -> Operators:
+        self, *, stage: OptStr = None, role: OptStr = None, rank: OptInt = None,
+        part: OptStr = None, capture_id: OptStr = None, name: OptStr = None, kind: OptStr = None,
+        direction: OptStr = None, section: OptStr = None, dtype: OptStr = None,
+        non_finite: bool | None = None, limit: int = LIMIT,
+    ) -> Operators:  # fmt: skip
         """Return operator calls in execution order, one row per argument.
 
         Args:
@@ -531,15 +396,9 @@ class Step:
         return Operators.from_table(self._table("operators", limit, **filters))
 
     def stack(
-        self,
-        stack_id: str,
-        *,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
-        part: str | None = None,
-        capture_id: str | None = None,
-    ) -> Stack:
+        self, stack_id: str, *, stage: OptStr = None, role: OptStr = None, rank: OptInt = None,
+        part: OptStr = None, capture_id: OptStr = None,
+    ) -> Stack:  # fmt: skip
         """Return the Python frames of an operator's call, the innermost first.
 
         Args:
@@ -555,14 +414,9 @@ class Step:
         )
 
     def non_finite(
-        self,
-        *,
-        stage: str | None = None,
-        role: str | None = None,
-        part: str | None = None,
-        capture_id: str | None = None,
-        limit: int = LIMIT,
-    ) -> NonFiniteOperators:
+        self, *, stage: OptStr = None, role: OptStr = None, part: OptStr = None,
+        capture_id: OptStr = None, limit: int = LIMIT,
+    ) -> NonFiniteOperators:  # fmt: skip
         """Return the first operator with a NaN or infinite result on each rank.
 
         `about["earliest"]` is the earliest over the ranks, None if everything is finite.

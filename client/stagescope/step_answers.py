@@ -9,12 +9,40 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from stagescope.answers import Record
-from stagescope.columns import Kinds
+from stagescope.convert import Kinds
 from stagescope.table import Row, Table
 from stagescope_wire import nonfinite, render
 from stagescope_wire.errors import StagescopeError
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.render import context
+
+_LACKS: Final = {"gap": "", "missing": "missing "}
+"""Column of data that a step lacks -> prefix of its value in text."""
+
+
+class Steps(Table):
+    """The steps of a run; in text, what a step lacks is below the table, and is not shortened."""
+
+    __slots__ = ()
+
+    def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
+        """Return the table, and below it which steps lack numbers or ranks, and why."""
+        named = [name for name in _LACKS if name in self.names]
+        if width >= render.WIDE_ENOUGH or not len(self) or len(named) < len(_LACKS):
+            return super().lines(width=width, rows=rows)
+        others = (name for name in self.names if name not in named)
+        lines = self.select(*others).lines(width=width, rows=rows)
+        lacking = render.grouped(
+            (_LACKS[name] + render.format_value(row[name]), row["step"])
+            for row in self[:rows]
+            for name in named
+            if row[name]
+        )
+        for text, steps in lacking.items():
+            at = render.ranges_text("step", sorted({*steps}))
+            lines += render.wrapped("", f"{at}: {text}", width)
+        return lines
+
 
 _PROCESS_COLUMNS: Final = ("process", "host", "pid", "role")
 
@@ -109,8 +137,8 @@ class Stacks(Record):
             stack = str(thread.get("stack") or "(no Python frame)")
             lines += [f"  {render.printable(line)}" for line in stack.split("\n")]
         if len(shown) < len(threads):
-            others = len(threads) - len(shown)
-            lines.append(f"  and {others} other thread{'' if others == 1 else 's'}")
+            others = render.counted(len(threads) - len(shown), "other thread")
+            lines.append(f"  and {others}")
         return lines
 
 
@@ -131,23 +159,13 @@ _NOT_FINITE: Final = "204,0,160"
 _LEGEND: Final = (
     f"shaded by |d|, fully from {_FULL_SHADE} nat on; purple: not finite; faint: not of the model"
 )
-_COLUMNS: Final[dict[str, tuple[str, str]]] = {
-    "position": ("positions", "int"),
-    "text": ("texts", "text"),
-    "token_id": ("token_ids", "int?"),
-    "round": ("round", "int?"),
-    "d": ("d", "float"),
-    "p": ("p", "float"),
-    "q": ("q", "float"),
-    "fate": ("fate", "text"),
-    "weight": ("weight", "float"),
-    "weight_raw": ("weight_raw", "float"),
-    "advantage": ("advantage", "float"),
-    "clipped": ("clipped", "text"),
-    "turn": ("turn", "int?"),
-    "mask": ("mask", "int"),
-}
-"""Column of the table -> (field of the answer, kind)."""
+_COLUMNS: Final[Kinds] = {
+    "position": "int", "text": "text", "token_id": "int?", "round": "int?", "d": "float",
+    "p": "float", "q": "float", "fate": "text", "weight": "float", "weight_raw": "float",
+    "advantage": "float", "clipped": "text", "turn": "int?", "mask": "int",
+}  # fmt: skip
+_FIELDS: Final = {"position": "positions", "text": "texts", "token_id": "token_ids"}
+"""Column -> the field of the answer with its values, if they have two names."""
 
 
 class SampleTokens(Table):
@@ -176,17 +194,16 @@ class SampleTokens(Table):
         length = len(answer["positions"])
         columns: dict[str, Sequence[Json]] = {
             name: values if kind == "text" else nonfinite.column(name, values)
-            for name, (field, kind) in _COLUMNS.items()
-            for values in (answer.get(field) or [None] * length,)
+            for name, kind in _COLUMNS.items()
+            for values in (answer.get(_FIELDS.get(name, name)) or [None] * length,)
         }
-        kinds: Kinds = {name: kind for name, (_, kind) in _COLUMNS.items()}
-        fields = {field for field, _ in _COLUMNS.values()}
+        fields = {_FIELDS.get(name, name) for name in _COLUMNS}
         about = {name: value for name, value in answer.items() if name not in fields}
         reasons = [f"no texts: {about['texts_reason']}"] if about.get("texts_reason") else []
         reasons += [about["loss_note"]] if about.get("loss_note") else []
         about["note"] = "; ".join(reasons)
         title = f"tokens of {about.get('sample_uid') or 'a row'}"
-        return cls(columns, title=title, about=about, kinds=kinds)
+        return cls(columns, title=title, about=about, kinds=_COLUMNS)
 
     def _repr_html_(self) -> str:
         """Return the text with every token shaded by its |d|, and the table below it."""
@@ -245,16 +262,11 @@ class Weights(Table):
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return a line per weight with its full name, and notes below those that are wrong."""
-        count = len(self) if rows is None else min(rows, len(self))
         lines = [f"{'verdict':<{_VERDICT}}name"] if len(self) else ["(no rows)"]
-        for row in self[:count]:
+        for row in self[:rows]:
             lines += _wrapped(f"{row['verdict']:<{_VERDICT}}", row["name"], width)
             lines += [line for note in _notes(row) for line in _wrapped(_INDENT, note, width)]
-        if count < len(self):
-            lines.append(f"... {len(self) - count} more rows")
-        if self.truncated:
-            lines.append(f"truncated at {len(self)} rows: the service has more (see limit)")
-        return lines
+        return lines + self._omissions(rows)
 
     @property
     def heading(self) -> str:

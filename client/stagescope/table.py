@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, overload
 
 from stagescope import convert
-from stagescope.columns import Kinds
+from stagescope.convert import Kinds
 from stagescope_wire import nonfinite, render
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.names import unknown_name
@@ -46,25 +46,14 @@ class Table:
     """
 
     __slots__ = (
-        "_about",
-        "_columns",
-        "_declared_kinds",
-        "_length",
-        "_title",
-        "_truncated",
-        "_units",
-    )
+        "_about", "_columns", "_declared_kinds", "_length", "_title", "_truncated", "_units",
+    )  # fmt: skip
 
     def __init__(
-        self,
-        columns: Mapping[str, Sequence[Json]],
-        *,
-        title: str = "",
-        units: Mapping[str, str] | None = None,
-        about: JsonObject | None = None,
-        truncated: bool = False,
-        kinds: Kinds = MappingProxyType({}),
-    ) -> None:
+        self, columns: Mapping[str, Sequence[Json]], *, title: str = "",
+        units: Mapping[str, str] | None = None, about: JsonObject | None = None,
+        truncated: bool = False, kinds: Kinds = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         lengths = {name: len(values) for name, values in columns.items()}
         if len(set(lengths.values())) > 1:
             raise InvalidInput(f"columns of lengths {lengths}", expected="one length")
@@ -79,15 +68,10 @@ class Table:
 
     @classmethod
     def from_rows(
-        cls,
-        rows: Iterable[JsonObject],
-        *,
-        order: Sequence[str] = (),
-        columns: Kinds = MappingProxyType({}),
-        title: str = "",
-        about: JsonObject | None = None,
+        cls, rows: Iterable[JsonObject], *, order: Sequence[str] = (),
+        columns: Kinds = MappingProxyType({}), title: str = "", about: JsonObject | None = None,
         truncated: bool = False,
-    ) -> Table:
+    ) -> Table:  # fmt: skip
         """Return a table of `rows` as the service sends them, with the columns of `order` first.
 
         Missing fields become None. In columns of numbers the strings "nan", "inf" and "-inf" become
@@ -231,17 +215,15 @@ class Table:
         return ", ".join(part for part in (self._title, context(self._about)) if part)
 
     def __repr__(self) -> str:
-        count = f"{self._length} row{'' if self._length == 1 else 's'}"
+        count = render.counted(self._length, "row")
         heading = f"{self.heading} ({count})" if self.heading else count
         return "\n".join([render.clip(heading, 80), *self.lines(rows=SHOWN_ROWS)])
 
     def _repr_html_(self) -> str:
         rows = 5 * SHOWN_ROWS
-        columns = self._displayed_columns(rows)
+        columns, foot = self._displayed_columns(rows), self._foot(rows)
         if not columns or not self._length:
-            foot = ["(no rows)", *self._foot(rows)]
-            return render.html_table({}, units={}, caption=self.heading, foot=foot)
-        foot = self._foot(rows)
+            columns, foot = {}, ["(no rows)", *foot]
         return render.html_table(columns, units=self._units, caption=self.heading, foot=foot)
 
     def _displayed_columns(self, rows: int | None) -> dict[str, tuple[Json, ...]]:
@@ -266,11 +248,7 @@ class Table:
         return {"comparable", "step_comparable"} <= self._columns.keys()
 
     def _foot(self, rows: int | None) -> list[str]:
-        foot = []
-        if rows is not None and self._length > rows:
-            foot.append(f"... {self._length - rows} more rows")
-        if self._truncated:
-            foot.append(f"truncated at {self._length} rows: the service has more (see limit)")
+        foot = self._omissions(rows)
         about = self._about
         if "coverage" in about and about.get("complete") not in (None, "complete"):
             foot.append(f"the step is {render.format_value(about['complete'])}")
@@ -292,6 +270,15 @@ class Table:
             foot.append(f"superseded by {render.format_value(about['superseded_by'])}")
         return foot
 
+    def _omissions(self, rows: int | None) -> list[str]:
+        """Return which rows a text of the first `rows` lacks, a line for each reason."""
+        notes = []
+        if rows is not None and self._length > rows:
+            notes.append(f"... {self._length - rows} more rows")
+        if self._truncated:
+            notes.append(f"truncated at {self._length} rows: the service has more (see limit)")
+        return notes
+
     def _row(self, index: int) -> Row:
         return {name: values[index] for name, values in self._columns.items()}
 
@@ -299,14 +286,11 @@ class Table:
         lost_all_rows = self._length and not any(map(len, columns.values()))
         # A selection without rows keeps the column types of the table it was selected from.
         kinds = convert.kinds(self._columns, self._kinds) if lost_all_rows else self._kinds
+        units = {name: unit for name, unit in self._units.items() if name in columns}
         return Table(
-            kinds=kinds,
-            columns=columns,
-            title=self._title,
-            units={name: unit for name, unit in self._units.items() if name in columns},
-            about=self._about,
-            truncated=self._truncated,
-        )
+            columns, title=self._title, units=units, about=self._about,
+            truncated=self._truncated, kinds=kinds,
+        )  # fmt: skip
 
 
 MARK: Final = "*"
@@ -333,7 +317,7 @@ def comparability_notes(about: JsonObject) -> list[str]:
     if verdict in (None, "comparable"):
         return step_verdict_notes(about)
     reasons = [
-        ": ".join(str(item[n]) for n in ("code", "verdict", "text") if item.get(n))
+        reason_text(item)
         for item in about.get("comparability") or ()
         if verdict == "unknown" or item.get("verdict") != "unknown"
     ]
@@ -341,12 +325,17 @@ def comparability_notes(about: JsonObject) -> list[str]:
     return [*own, *step_verdict_notes(about)]
 
 
+def reason_text(item: JsonObject) -> str:
+    """Return a reason against a comparison: its code, verdict and text."""
+    return ": ".join(str(item[name]) for name in ("code", "verdict", "text") if item.get(name))
+
+
 def begun_again(about: JsonObject) -> list[str]:
     """Return a sentence on the ranks that repeated the answer's step within its attempt."""
     ranks = about.get("begun_again")
     if not ranks:
         return []
-    return [f"begun again by {render.format_value(ranks)}: {_BOTH_PASSES_COUNT}"]
+    return [f"repeated by {render.format_value(ranks)}: {_BOTH_PASSES_COUNT}"]
 
 
 def begun_again_steps(table: Table, *, mark: str = "") -> list[str]:
@@ -354,15 +343,16 @@ def begun_again_steps(table: Table, *, mark: str = "") -> list[str]:
 
     It names the ranks if they are the same for all of these steps. `mark` is its prefix.
     """
-    by_ranks: dict[str, list[int]] = {}
-    for step, ranks in zip(table["step"], table["begun_again"], strict=True):
-        if ranks:
-            by_ranks.setdefault(render.format_value(ranks), []).append(step)
-    if not by_ranks:
+    repeated = [
+        (step, render.format_value(ranks))
+        for step, ranks in zip(table["step"], table["begun_again"], strict=True)
+        if ranks
+    ]
+    if not repeated:
         return []
-    steps = sorted({step for group in by_ranks.values() for step in group})
-    by = f" by {next(iter(by_ranks))}" if len(by_ranks) == 1 else ""
-    return [f"{mark}begun again in {render.stretches('step', steps)}{by}: {_BOTH_PASSES_COUNT}"]
+    steps, ranks_ = sorted({step for step, _ in repeated}), {ranks for _, ranks in repeated}
+    by = f" by {ranks_.pop()}" if len(ranks_) == 1 else ""
+    return [f"{mark}repeated in {render.ranges_text('step', steps)}{by}: {_BOTH_PASSES_COUNT}"]
 
 
 _BOTH_PASSES_COUNT: Final = (
@@ -372,13 +362,10 @@ _BOTH_PASSES_COUNT: Final = (
 
 _NOT_READ: Final = ("refused", "lost", "dropped", "pending")
 _GAP_TEXTS: Final = {
-    "payloads_refused": "refused payloads",
-    "payloads_lost": "lost payloads",
-    "payloads_dropped": "dropped payloads",
-    "payloads_pending": "payloads on their way",
-    "parts_to_restate": "parts that overlap others",
-    "tokens_unaccounted": "tokens unaccounted for",
-}
+    "payloads_refused": "refused payloads", "payloads_lost": "lost payloads",
+    "payloads_dropped": "dropped payloads", "payloads_pending": "payloads on their way",
+    "parts_to_restate": "parts that overlap others", "tokens_unaccounted": "tokens unaccounted for",
+}  # fmt: skip
 
 
 def coverage_notes(coverage: JsonObject) -> list[str]:

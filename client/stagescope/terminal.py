@@ -31,22 +31,17 @@ from stagescope_wire.links import Link, with_links
 from stagescope_wire.versions import install_command
 
 EXIT_CODES: Final[Mapping[int, str]] = {
-    0: "an answer was given",
-    1: "the service, or this command, failed",
+    0: "an answer was given", 1: "the service, or this command, failed",
     2: "the command was not understood",
     3: "the service cannot be reached, does not answer in time, or is not ready",
-    4: "what was asked for is not there",
-    5: "the token is missing, wrong, or may not do this",
-}
+    4: "there is no such run, step or name",
+    5: "the access token is missing or wrong, or does not allow this",
+}  # fmt: skip
 
 _CODES: Final[tuple[tuple[type[StagescopeError], int], ...]] = (
-    (Unreachable, 3),
-    (NotReady, 3),
-    (NotFound, 4),
-    (Unauthorized, 5),
-    (Forbidden, 5),
+    (Unreachable, 3), (NotReady, 3), (NotFound, 4), (Unauthorized, 5), (Forbidden, 5),
     (InvalidInput, 2),
-)
+)  # fmt: skip
 
 
 class Displayable(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from stagescope.connection import segment
@@ -12,7 +12,7 @@ from stagescope.session import Session
 from stagescope_wire import nonfinite, render
 from stagescope_wire.errors import NotFound, StagescopeError
 from stagescope_wire.nonfinite import Json, JsonObject
-from stagescope_wire.render import Line, clip, printable, stretches
+from stagescope_wire.render import Line, clip, printable, ranges_text
 from stagescope_wire.schema import STAGES, RankKey
 
 MIN_WIDTH: Final = 40
@@ -82,33 +82,20 @@ class RunReader:
                 found = ask("/series", metric=metric, run=run, limit=_STEPS + 2)
             except NotFound:  # no step has numbers yet
                 continue
-            verdicts |= {
-                step: verdict
-                for step, verdict in zip(found["steps"], found["comparable"], strict=True)
-                if verdict is not None
-            }
+            pairs = zip(found["steps"], found["comparable"], strict=True)
+            verdicts |= {step: verdict for step, verdict in pairs if verdict is not None}
             values = found["series"][0]["values"] if found["series"] else []
             numbers[title] = dict(zip(found["steps"], nonfinite.numbers(values), strict=False))
         measured = next((row for row in steps if row["measured"]), None)
-        progress = self._of_newest_step() if steps else {}
+        progress = ask("/steps/latest/stages", run=run, limit=1) if steps else {}
         return RunSnapshot(
-            run=run,
-            attempt=attempts[0] if attempts else {},
-            steps=steps,
-            verdicts=verdicts,
-            numbers=numbers,
-            progress=progress,
+            run, attempts[0] if attempts else {}, steps, verdicts, numbers, progress,
             rounds=() if measured is None else self._rounds_of(measured),
             measured=None if measured is None else measured["step"],
             findings=ask("/findings", run=run, limit=_FINDINGS)["rows"],
-            captures=ask("/captures", run=run, limit=_CAPTURES)["rows"],
-            wall=time.time(),
+            captures=ask("/captures", run=run, limit=_CAPTURES)["rows"], wall=time.time(),
             gone=self._gone_from(progress) if progress.get("missing") else (),
-        )
-
-    def _of_newest_step(self) -> JsonObject:
-        answer: JsonObject = self._session.get("/steps/latest/stages", run=self._run, limit=1)
-        return answer
+        )  # fmt: skip
 
     def _gone_from(self, progress: JsonObject) -> Collection[RankKey]:
         answer = self._session.get(
@@ -131,44 +118,32 @@ class RunReader:
         return self._rounds[1]
 
 
-def screen(
-    snapshot: RunSnapshot | None, *, width: int, height: int, run: str = "", problem: str = ""
-) -> list[Line]:
+def screen(snapshot: RunSnapshot, *, width: int, height: int, problem: str = "") -> list[Line]:
     """Return at most `height` lines of at most `width` columns.
 
     Args:
-        snapshot: the newest one; None: none yet.
+        snapshot: the newest one.
         width, height: of the screen.
-        run: its name, where there is no snapshot.
         problem: why the newest request was not answered; empty: it was.
     """
     width, height = max(width, MIN_WIDTH), max(height, MIN_HEIGHT)
-    if snapshot is None:
-        text = problem or "asking the service ..."
-        lines = [Line(f"stagescope  {run}", "title"), *_wrapped(text, width, "bad")]
-        return _fitted(lines, width, height)
     ranks = _RankRows.of(snapshot, width)
     parts = [
-        _step_lines(snapshot),
-        ranks.lines(),
-        _round_lines(snapshot),
-        _finding_lines(snapshot),
+        _step_lines(snapshot), ranks.lines(), _round_lines(snapshot), _finding_lines(snapshot),
         _capture_lines(snapshot),
-    ]
+    ]  # fmt: skip
     head = [_title(snapshot)]
     if problem:
-        head += _wrapped(f"no answer: {problem}", width, "bad")[:2]
+        said = render.wrapped("", f"no answer: {problem}", width)
+        head += [Line(line, "bad") for line in said[:2]]
     foot = Line("q quits", "dim")
     room = height - len(head) - 1
     # The title of each part and its first row come before further rows of any.
     given = _shared([len(part) for part in parts], room)
     parts[1] = ranks.lines(given[1])
     shown = [line for part, most in zip(parts, given, strict=True) for line in part[:most]]
-    return _fitted([*head, *shown, foot], width, height)
-
-
-def _fitted(lines: Iterable[Line], width: int, height: int) -> list[Line]:
-    return [Line(clip(printable(line.text.rstrip()), width), line.tone) for line in lines][:height]
+    lines = [*head, *shown, foot][:height]
+    return [Line(clip(printable(line.text.rstrip()), width), line.tone) for line in lines]
 
 
 def _shared(lengths: Sequence[int], room: int) -> list[int]:
@@ -180,10 +155,6 @@ def _shared(lengths: Sequence[int], room: int) -> list[int]:
                 given[at] += 1
                 room -= 1
     return given
-
-
-def _wrapped(text: str, width: int, tone: str) -> list[Line]:
-    return [Line(line, tone) for line in render.wrapped("", text, width)]
 
 
 def _title(snapshot: RunSnapshot) -> Line:
@@ -300,7 +271,7 @@ def _folded(marks: str, room: int) -> str:
 def _waited(role: str, late: Mapping[int, JsonObject], now: Json) -> str:
     """Return who is waited for, and since when."""
     since = [each["since"] for each in late.values() if each.get("since") is not None]
-    text = f"{role} {stretches('rank', sorted(late)).partition(' ')[2]}"
+    text = f"{role} {ranges_text('rank', sorted(late)).partition(' ')[2]}"
     if since and now is not None:
         text += f", {max(now - min(since), 0.0):.0f} s"
     return text
@@ -312,15 +283,12 @@ def _round_lines(snapshot: RunSnapshot) -> list[Line]:
         return []
     worst = max(rows, key=lambda row: _number(row["abs_diff_mean"]) or 0.0)
     few = ", too few to judge" if worst.get("comparable") == "unknown" else ""
-    return [
-        Line(
-            f"WORST of {len(snapshot.rounds)} ROUNDS of step {snapshot.measured}: "
-            f"{worst['round']}, {worst['tokens']} tokens{few}, "
-            f"mean |d| {_number(worst['abs_diff_mean']):.4g}, "
-            f"max {_number(worst['abs_diff_max']):.4g} nat",
-            "title",
-        )
-    ]
+    mean, most = (_number(worst[name]) for name in ("abs_diff_mean", "abs_diff_max"))
+    text = (
+        f"WORST of {len(snapshot.rounds)} ROUNDS of step {snapshot.measured}: {worst['round']}, "
+        f"{worst['tokens']} tokens{few}, mean |d| {mean:.4g}, max {most:.4g} nat"
+    )
+    return [Line(text, "title")]
 
 
 def _number(value: Json) -> float | None:

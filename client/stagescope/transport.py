@@ -38,24 +38,22 @@ QueryValue: TypeAlias = str | int | float | bool | Sequence[str] | None
 Params: TypeAlias = Mapping[str, QueryValue]
 """Query parameters; None is left out, a sequence is repeated."""
 
+
+def given(**fields: Json) -> dict[str, Json]:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 _INITIAL_BACKOFF: Final = 0.1
 _MAX_BACKOFF: Final = 1.0
 _CHUNK_BYTES: Final = 1 << 20
 
 _BY_STATUS: Final[Mapping[int, type[StagescopeError]]] = {
-    400: InvalidInput,
-    401: Unauthorized,
-    403: Forbidden,
-    404: NotFound,
-    405: NotFound,
-    409: Conflict,
-    413: InvalidInput,
-    422: InvalidInput,
-    429: TooManyRequests,
-    502: Unreachable,
-    503: NotReady,
-    504: Unreachable,
-}
+    400: InvalidInput, 401: Unauthorized, 403: Forbidden, 404: NotFound, 405: NotFound,
+    409: Conflict, 413: InvalidInput, 422: InvalidInput, 429: TooManyRequests, 502: Unreachable,
+    503: NotReady, 504: Unreachable,
+}  # fmt: skip
+"""Status of an answer whose code this version does not know -> its error."""
 
 
 _Retry = Callable[[StagescopeError, int | None], bool]
@@ -72,11 +70,7 @@ class Transport:
     """
 
     def __init__(
-        self,
-        location: ServiceLocation,
-        *,
-        timeout: float,
-        link_text: LinkText = session_call,
+        self, location: ServiceLocation, *, timeout: float, link_text: LinkText = session_call
     ) -> None:
         self.location = location
         self._link_text = link_text
@@ -98,7 +92,7 @@ class Transport:
             Unreachable: nothing answered before the deadline.
             StagescopeError: the service refused; the answer's code selects the class.
         """
-        return self._call("GET", path, params=params, retry=_if_unavailable if retry else _never)
+        return self._send(self._request("GET", path, params), _if_unavailable if retry else _never)
 
     def query(self, path: str, body: JsonObject, *, retry: bool = True) -> Json:
         """POST a question that is too long for a query string; return the JSON of the answer.
@@ -108,16 +102,13 @@ class Transport:
         Raises:
             StagescopeError: as `get`.
         """
-        return self._call("POST", path, body=body, retry=_if_unavailable if retry else _never)
+        request = self._request("POST", path, body=body)
+        return self._send(request, _if_unavailable if retry else _never)
 
     def change(
-        self,
-        method: str,
-        path: str,
-        body: JsonObject | None = None,
-        *,
+        self, method: str, path: str, body: JsonObject | None = None, *,
         timeout: float | None = None,
-    ) -> Json:
+    ) -> Json:  # fmt: skip
         """Request a change with the operate token; return the JSON of the answer, or None.
 
         `timeout` replaces the usual deadline of a call [s].
@@ -140,12 +131,7 @@ class Transport:
         return self._send(request, _if_unavailable)
 
     def download(
-        self,
-        path: str,
-        params: Params,
-        write: Callable[[bytes, int], object],
-        *,
-        timeout: float,
+        self, path: str, params: Params, write: Callable[[bytes, int], object], *, timeout: float
     ) -> None:
         """Call `write(chunk, total size)` for each chunk of the bytes that `path` answers.
 
@@ -186,17 +172,6 @@ class Transport:
                 f"{self.location.url} sent {received} of {size} bytes", advice="ask again"
             )
 
-    def _call(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Params | None = None,
-        body: JsonObject | None = None,
-        retry: _Retry,
-    ) -> Json:
-        return self._send(self._request(method, path, params=params, body=body), retry)
-
     def _send(self, request: httpx.Request, retry: _Retry, timeout: float | None = None) -> Json:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         backoff = _INITIAL_BACKOFF
@@ -221,26 +196,18 @@ class Transport:
             backoff = min(2 * backoff, _MAX_BACKOFF)
 
     def _request(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Params | None = None,
-        body: JsonObject | None = None,
-        operate: bool = False,
-    ) -> httpx.Request:
+        self, method: str, path: str, params: Params | None = None, *,
+        body: JsonObject | None = None, operate: bool = False,
+    ) -> httpx.Request:  # fmt: skip
         token = self.location.operate_token if operate else self.location.read_token
         headers = self._authorization(token)
         if body is not None:
             headers["content-type"] = "application/json"
-        query = {name: value for name, value in (params or {}).items() if value is not None}
+        content = None if body is None else json.dumps(body, allow_nan=False)
         return self._client.build_request(
-            method,
-            self.location.url + path,
-            params=query or None,
-            headers=headers,
-            content=None if body is None else json.dumps(body, allow_nan=False),
-        )
+            method, self.location.url + path, params=given(**(params or {})) or None,
+            headers=headers, content=content,
+        )  # fmt: skip
 
     def _authorization(self, token: str | None) -> dict[str, str]:
         return {"authorization": f"Bearer {token}"} if token else {}
@@ -325,5 +292,5 @@ def _user() -> str:
 
 
 def _token_advice(advice: str, location: ServiceLocation) -> str:
-    hint = "give token=, STAGESCOPE_TOKEN or, on the command line, --token-file"
+    hint = "give an access token: token=, STAGESCOPE_TOKEN or, on the command line, --token-file"
     return "; ".join(part for part in (advice, location.note, hint) if part)

@@ -82,13 +82,7 @@ def validate_capture(spec: JsonObject, *, allowed_roots: Iterable[str]) -> Captu
     """
     if not isinstance(spec, Mapping):
         raise InvalidPlan(f"a capture is {spec!r:.200}", expected=f"fields {list(CAPTURE_FIELDS)}")
-    unknown = sorted(map(str, set(spec) - set(CAPTURE_FIELDS) - set(SHORTHANDS)))
-    if unknown:
-        fields = {**CAPTURE_FIELDS, **SHORTHANDS}
-        raise InvalidPlan(
-            f"a capture has no field {', '.join(map(repr, unknown))}",
-            expected="; ".join(f"{name}: {text}" for name, text in fields.items()),
-        )
+    check_fields("a capture", spec, {**CAPTURE_FIELDS, **SHORTHANDS})
     if spec.keys().isdisjoint(_CONTENT_FIELDS):
         spec = {**spec, "task": "statistics"}
     roots = list(allowed_roots)
@@ -128,6 +122,19 @@ def validate_capture(spec: JsonObject, *, allowed_roots: Iterable[str]) -> Captu
     return capture
 
 
+def check_fields(what: str, spec: JsonObject, fields: Mapping[str, str]) -> None:
+    """Check that a request has no field besides `fields`, each with what it may hold.
+
+    Raises:
+        InvalidPlan: it has others.
+    """
+    if unknown := sorted(map(str, spec.keys() - fields.keys())):
+        raise InvalidPlan(
+            f"{what} has no field {', '.join(map(repr, unknown))}",
+            expected="; ".join(f"{name}: {text}" for name, text in fields.items()),
+        )
+
+
 def _paths_in(config: JsonObject) -> Iterator[tuple[str, Json]]:
     """Yield (field, path) for every path in an msprobe configuration, also in nested objects."""
     for field, value in config.items():
@@ -137,16 +144,20 @@ def _paths_in(config: JsonObject) -> Iterator[tuple[str, Json]]:
             yield field, value
 
 
+def _wrong(field: str, value: object, expected: str = "") -> InvalidPlan:
+    return InvalidPlan(f"{field} is {value!r:.200}", expected=expected or CAPTURE_FIELDS[field])
+
+
 def _names(spec: JsonObject, field: str, *, required: bool) -> Json:
     value = spec.get(field)
     if value is None and not required:
         return None
     if field == "stages" and value == "all":
         return value
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise InvalidPlan(f"{field} is {value!r:.200}", expected=CAPTURE_FIELDS[field])
-    if (not value and required) or not all(isinstance(item, str) and item for item in value):
-        raise InvalidPlan(f"{field} is {value!r:.200}", expected=CAPTURE_FIELDS[field])
+    if isinstance(value, str) or not isinstance(value, Sequence) or (required and not value):
+        raise _wrong(field, value)
+    if not all(isinstance(item, str) and item for item in value):
+        raise _wrong(field, value)
     return list(value)
 
 
@@ -154,7 +165,7 @@ def _flag(spec: JsonObject, field: str) -> bool:
     value = spec.get(field)
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise InvalidPlan(f"{field} is {value!r:.200}", expected=CAPTURE_FIELDS[field])
+    raise _wrong(field, value)
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -175,7 +186,7 @@ def read_ranks(value: object) -> CaptureRanks:
         value = {"worst": int(worst[1])}
     if isinstance(value, Mapping):
         if set(value) != {"worst"} or not _is_count(value["worst"], 1):
-            raise InvalidPlan(f"ranks is {value!r:.200}", expected=CAPTURE_FIELDS["ranks"])
+            raise _wrong("ranks", value)
         return {"worst": value["worst"]}
     return _numbers(value, "ranks")
 
@@ -188,28 +199,26 @@ def read_steps(value: object) -> CaptureSteps:
     """
     if value == "all":
         return "all"
-    expected = CAPTURE_FIELDS["steps"]
     if value == "next":
         value = {"next": 1}
-    if isinstance(value, Mapping) and set(value) == {"next"}:
-        if not _is_count(value["next"], 1) or value["next"] > _MAX_NUMBERS:
-            raise InvalidPlan(f"steps is {value!r:.200}", expected=expected)
+    if not isinstance(value, Mapping):
+        return _numbers(value, "steps")
+    if set(value) == {"next"} and _is_count(value["next"], 1) and value["next"] <= _MAX_NUMBERS:
         return {"next": value["next"]}
-    if isinstance(value, Mapping):
-        if set(value) - {"every", "start", "count"} or not _is_count(value.get("every"), 1):
-            raise InvalidPlan(f"steps is {value!r:.200}", expected=expected)
-        start, count = value.get("start"), value.get("count")
-        if not all(
-            item is None or _is_count(item, least) for item, least in ((start, 0), (count, 1))
-        ):
-            raise InvalidPlan(f"steps is {value!r:.200}", expected=expected)
-        return {"every": value["every"], "start": start, "count": count}
-    return _numbers(value, "steps")
+    every, start, count = (value.get(name) for name in ("every", "start", "count"))
+    if (
+        not set(value) <= {"every", "start", "count"}
+        or not _is_count(every, 1)
+        or not (start is None or _is_count(start, 0))
+        or not (count is None or _is_count(count, 1))
+    ):
+        raise _wrong("steps", value)
+    return {"every": value["every"], "start": start, "count": count}
 
 
 def _numbers(value: object, field: str) -> list[int]:
     """Parse a list of numbers, or a text like `0,4-7`."""
-    wrong = InvalidPlan(f"{field} is {value!r:.200}", expected=CAPTURE_FIELDS[field])
+    wrong = _wrong(field, value)
     if isinstance(value, str):
         numbers: list[int] = []
         for item in value.split(","):
@@ -242,11 +251,11 @@ def _expand_shorthands(spec: JsonObject) -> Json:
     task = section.pop("task", "statistics")
     level = section.pop("level", "L1")
     if not isinstance(task, str):
-        raise InvalidPlan(f"task is {task!r:.200}", expected=f"one of {MSPROBE_TASKS}")
+        raise _wrong("task", task, f"one of {MSPROBE_TASKS}")
     for name, value in section.items():
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
-            raise InvalidPlan(f"{name} is {value!r:.200}", expected=SHORTHANDS[name])
+            raise _wrong(name, value, SHORTHANDS[name])
         section[name] = list(items)
     return {"task": task, "level": level, **({task: section} if section else {})}
 
@@ -255,7 +264,7 @@ def _timeout(value: object) -> float:
     if value is None:
         return 60.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
-        raise InvalidPlan(f"timeout is {value!r:.200}", expected="seconds over 0, up to a day")
+        raise _wrong("timeout", value, "seconds over 0, up to a day")
     return float(value)
 
 
@@ -263,7 +272,7 @@ def _late(value: object) -> str:
     if value is None:
         return LATE[0]
     if value not in LATE:
-        raise InvalidPlan(f"late is {value!r:.200}", expected=f"one of {', '.join(LATE)}")
+        raise _wrong("late", value, f"one of {', '.join(LATE)}")
     return str(value)
 
 
@@ -272,31 +281,30 @@ def _again(value: object) -> int:
         return 0
     if isinstance(value, int) and _is_count(value, 0) and value <= 100:
         return value
-    raise InvalidPlan(f"again is {value!r:.200}", expected="a count from 0 to 100")
+    raise _wrong("again", value, "a count from 0 to 100")
 
 
 def _config(value: object) -> dict[str, Json] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise InvalidPlan(f"config is {value!r:.200}", expected=CAPTURE_FIELDS["config"])
+        raise _wrong("config", value)
     task, level = value.get("task", "statistics"), value.get("level", "L1")
     if task not in MSPROBE_TASKS:
-        raise InvalidPlan(f"config.task is {task!r}", expected=f"one of {MSPROBE_TASKS}")
+        raise _wrong("config.task", task, f"one of {MSPROBE_TASKS}")
     if level not in MSPROBE_LEVELS:
-        raise InvalidPlan(f"config.level is {level!r}", expected=f"one of {MSPROBE_LEVELS}")
+        raise _wrong("config.level", level, f"one of {MSPROBE_LEVELS}")
     return dict(value)
 
 
 def _read_baseline(value: object) -> Baseline | None:
     if value is None:
         return None
-    expected = CAPTURE_FIELDS["bench"]
-    if not isinstance(value, Mapping) or set(value) != {"capture_id", "step"}:
-        raise InvalidPlan(f"bench is {value!r:.200}", expected=expected)
-    if not isinstance(value["capture_id"], str) or not _is_count(value["step"], 0):
-        raise InvalidPlan(f"bench is {value!r:.200}", expected=expected)
-    return {"capture_id": value["capture_id"], "step": value["step"]}
+    if isinstance(value, Mapping) and set(value) == {"capture_id", "step"}:
+        capture_id, step = value["capture_id"], value["step"]
+        if isinstance(capture_id, str) and _is_count(step, 0):
+            return {"capture_id": capture_id, "step": step}
+    raise _wrong("bench", value)
 
 
 def _check_baseline(capture: CaptureSpec) -> None:
@@ -320,21 +328,19 @@ def _limits(value: object) -> CaptureLimits:
     if value is None:
         return limits
     if not isinstance(value, Mapping) or set(value) - {*limits, "reserve_bytes", "tokens"}:
-        raise InvalidPlan(f"limits is {value!r:.200}", expected=CAPTURE_FIELDS["limits"])
+        raise _wrong("limits", value)
     for name, number in value.items():
         positive = isinstance(number, int | float) and not isinstance(number, bool) and number > 0
         if number is not None and not positive:
-            raise InvalidPlan(f"limits.{name} is {number!r}", expected="a number over 0, or null")
+            raise _wrong(f"limits.{name}", number, "a number over 0, or null")
     return cast("CaptureLimits", {**limits, **value})
 
 
 def _path(value: object, field: str, roots: Sequence[str]) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise InvalidPlan(f"{field} is {value!r:.200}", expected="a path")
-    if not os.path.isabs(value):
-        raise InvalidPlan(f"{field} is {value!r:.200}", expected="an absolute path")
+    if not isinstance(value, str) or "\0" in value or not os.path.isabs(value):
+        raise _wrong(field, value, "an absolute path")
     try:
         resolved = Path(value).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, too long, not UTF-8

@@ -98,9 +98,7 @@ def read_header(body: bytes) -> BatchHeader:
 
 
 def pack_batch(
-    sender: Sequence[Json],
-    events: Sequence[Sequence[Json]],
-    payloads: Mapping[int, WirePayload],
+    sender: Sequence[Json], events: Sequence[Sequence[Json]], payloads: Mapping[int, WirePayload]
 ) -> bytes:
     """Return the body of one batch.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from stagescope_wire.captures import matches, read_ranks, read_steps, validate_capture
+from stagescope_wire.captures import check_fields, matches, read_ranks, read_steps, validate_capture
 from stagescope_wire.errors import InvalidPlan, StagescopeError
 from stagescope_wire.names import closest, closest_by_words
 from stagescope_wire.nonfinite import JsonObject
@@ -33,33 +33,26 @@ KEEP_FIELDS: Final[Mapping[str, str]] = {
     "gradients": "patterns of parameter names to keep the gradients of, each rank's shards",
 }
 
-COMPANIONS: Final = frozenset(
-    {
-        "response_mask", "loss_mask", "positions", "cu_seqlens", "token_offset", "round_offset",
-    }
-)  # fmt: skip
+COMPANIONS: Final = frozenset({
+    "response_mask", "loss_mask", "positions", "cu_seqlens", "token_offset", "round_offset",
+})  # fmt: skip
 """Kept with every section of rows, whose other tensors cannot be interpreted without them."""
 
-_TRAJECTORIES: Final = frozenset(
-    {
+_ROWS: Final[Mapping[str, frozenset[str]]] = {
+    "trajectories": frozenset({
         "tokens", "prompts", "responses", "round_ids", "turn_ids", "rollout_log_probs", "rewards",
         "versions",
-    }
-)  # fmt: skip
-_ROWS: Final[Mapping[str, frozenset[str]]] = {
-    "trajectories": _TRAJECTORIES,
+    }),
     "batch_inputs": frozenset({"input_ids", "attention_mask", "position_ids", "labels"}),
-    "old_log_probs": frozenset(
-        {"old_log_probs", "ref_log_probs", "ref_log_prob", "recomputed_log_probs"}
-    ),
+    "old_log_probs": frozenset({
+        "old_log_probs", "ref_log_probs", "ref_log_prob", "recomputed_log_probs",
+    }),
     "forward_data": frozenset({"log_probs", "entropy"}),
     "advantages": frozenset({"values", "advantages", "returns"}),
-    "is_loss": frozenset(
-        {
-            "log_probs", "old_log_probs", "ref_log_probs", "advantages", "prob_ratio",
-            "elementwise_loss", "effective_valid",
-        }
-    ),
+    "is_loss": frozenset({
+        "log_probs", "old_log_probs", "ref_log_probs", "advantages", "prob_ratio",
+        "elementwise_loss", "effective_valid",
+    }),
 }  # fmt: skip
 _LOSS_INTERMEDIATES: Final = frozenset({"prob_ratio", "elementwise_loss", "effective_valid"})
 _PREFIXES: Final = {"parameters": "parameter", "gradients": "gradient", "datums": "datums"}
@@ -68,13 +61,10 @@ SECTIONS: Final = (*_ROWS, "loss", "gradients", "parameters", "datums", "metrics
 """The names of the sections; `loss` and `metrics` are the numbers that a stage logged."""
 
 ALIASES: Final[Mapping[str, str]] = {
-    "trajectory": "trajectories",
-    "prepared_trajectories": "trajectories",
-    "is_loss_debug": "is_loss",
-    "param": "parameters",
-    "gradient": "gradients",
+    "trajectory": "trajectories", "prepared_trajectories": "trajectories",
+    "is_loss_debug": "is_loss", "param": "parameters", "gradient": "gradients",
     "training_metrics": "metrics",
-}
+}  # fmt: skip
 """Names in NexRL's dump_options, remote_api_dump_options and WEAVER_DEBUG_DUMP_OPTIONS."""
 
 _SHARDS: Final = ("parameters", "gradients")
@@ -91,12 +81,7 @@ def validate_keep(spec: object) -> KeepSpec:
     """
     if not isinstance(spec, Mapping):
         raise InvalidPlan(f"keep is {spec!r:.200}", expected=f"fields {[*KEEP_FIELDS]}")
-    unknown = sorted(map(str, set(spec) - set(KEEP_FIELDS)))
-    if unknown:
-        raise InvalidPlan(
-            f"keep has no field {', '.join(map(repr, unknown))}",
-            expected="; ".join(f"{name}: {text}" for name, text in KEEP_FIELDS.items()),
-        )
+    check_fields("keep", spec, KEEP_FIELDS)
     selectors = read_selectors(spec.get("what"))
     checked = _as_capture(spec, selectors)
     for name in _SHARDS:
@@ -105,15 +90,10 @@ def validate_keep(spec: object) -> KeepSpec:
                 f"keep names {name} without saying which", expected=f"patterns in {name}"
             )
     return {
-        "every_n_steps": spec.get("every_n_steps"),
-        "steps": _named_steps(spec),
-        "roles": checked["roles"],
-        "ranks": checked["ranks"],
-        "stages": checked["stages"],
-        "parameters": checked["parameters"],
-        "gradients": checked["gradients"],
-        "what": selectors,
-    }
+        "every_n_steps": spec.get("every_n_steps"), "steps": _named_steps(spec),
+        "roles": checked["roles"], "ranks": checked["ranks"], "stages": checked["stages"],
+        "parameters": checked["parameters"], "gradients": checked["gradients"], "what": selectors,
+    }  # fmt: skip
 
 
 def _named_steps(spec: JsonObject) -> CaptureSteps | None:
@@ -214,11 +194,9 @@ def matching_selectors(
 ) -> tuple[str, ...]:
     """Return the selectors of a validated configuration that apply to this stage; () if none do."""
     scope: CaptureScope = {
-        "stages": keep["stages"],
-        "roles": keep["roles"],
-        "ranks": keep["ranks"],
+        "stages": keep["stages"], "roles": keep["roles"], "ranks": keep["ranks"],
         "steps": _steps_of(keep) or [],
-    }
+    }  # fmt: skip
     if not matches(scope, stage=stage, role=role, rank=rank, step=step):
         return ()
     return (*keep["what"], *(f"{_PREFIXES[name]}/*" for name in _SHARDS if keep[name]))

@@ -16,12 +16,7 @@ from typing import Final
 
 from stagescope_wire.errors import InvalidInput, UnknownName
 from stagescope_wire.nonfinite import valid_text
-from stagescope_wire.schema import (
-    PAYLOAD_STRINGS,
-    PAYLOAD_TENSORS,
-    STREAM_TENSORS,
-    check_run_name,
-)
+from stagescope_wire.schema import PAYLOAD_STRINGS, PAYLOAD_TENSORS, STREAM_TENSORS, check_run_name
 
 _log = logging.getLogger("stagescope.names")
 

@@ -14,7 +14,7 @@ import textwrap
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from stagescope_wire.nonfinite import Json, JsonObject
 
@@ -29,7 +29,7 @@ _PICTURE_HEIGHT: Final = 48
 _MARGIN: Final = 4
 _LEAST_PERCENT: Final = 1e-6
 _MAX_RANGES: Final = 6
-"""Most ranges of numbers that are listed."""
+"""Most ranges of numbers that a text lists."""
 WIDE_ENOUGH: Final = 1000
 """From this width on nothing is shortened: the user requested all of it."""
 _WALLS: Final = frozenset({
@@ -39,6 +39,8 @@ _CALENDAR_END: Final = 253_402_300_800.0
 """First second of the year 10000, which a datetime cannot represent."""
 
 Columns = Mapping[str, Sequence[Json]]
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 def unit_of(name: str) -> str:
@@ -71,20 +73,18 @@ def format_value(value: object, unit: str = "") -> str:
 
 def _format_ranks(value: Sequence[Json]) -> str:
     """Return [[role, rank], ...] as `actor ranks 1, 3, critic rank 0`; empty for anything else."""
-    by_role: dict[str, list[str]] = {}
     for item in value:
         if not (isinstance(item, list | tuple) and [*map(type, item)] == [str, int]):
             return ""
-        by_role.setdefault(item[0], []).append(str(item[1]))
     return ", ".join(
-        printable(f"{role} rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}")
-        for role, ranks in by_role.items()
+        printable(f"{role} rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
+        for role, ranks in grouped(value).items()
     )
 
 
 def _format_mapping(value: JsonObject) -> str:
     if value.keys() == {"role", "ranks", "stages"}:  # ranks that began a step again
-        return printable(f"{value['role']} {stretches('rank', value['ranks'])}")
+        return printable(f"{value['role']} {ranges_text('rank', value['ranks'])}")
     if "role" in value and "rank" in value:  # a rank that has not arrived
         parts = (f"{value['role']}/{value['rank']}", value.get("stage"), value.get("status"))
         return printable(" ".join(str(part) for part in parts if part))
@@ -171,7 +171,15 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def stretches(noun: str, numbers: Sequence[int]) -> str:
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return each key of (key, value) pairs with its values, in the order of the pairs."""
+    groups: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
+def ranges_text(noun: str, numbers: Sequence[int]) -> str:
     """Return ascending numbers as ranges, such as `steps 10-12, 15 and 4 more`; "" for none."""
     if not numbers:
         return ""
@@ -189,10 +197,8 @@ def stretches(noun: str, numbers: Sequence[int]) -> str:
 
 def ranks_text(ranks: Iterable[tuple[str, int]]) -> str:
     """Return (role, rank) pairs as text, such as `actor ranks 0-3, 7, critic rank 0`."""
-    by_role: dict[str, set[int]] = {}
-    for role, rank in ranks:
-        by_role.setdefault(role, set()).add(rank)
-    return ", ".join(f"{role} {stretches('rank', sorted(own))}" for role, own in by_role.items())
+    by_role = grouped(ranks).items()
+    return ", ".join(f"{role} {ranges_text('rank', sorted({*own}))}" for role, own in by_role)
 
 
 def wrapped(indent: str, text: str, width: int) -> list[str]:
@@ -213,9 +219,15 @@ def wrapped(indent: str, text: str, width: int) -> list[str]:
             break
         pieces.append(text[:cut].rstrip())
         text = text[cut:].lstrip()
-    pieces.append(text)
-    blank = " " * len(indent)
-    return [f"{blank if index else indent}{piece}" for index, piece in enumerate(pieces)]
+    first, *more = [*pieces, text]
+    return [f"{indent}{first}", *(" " * len(indent) + piece for piece in more)]
+
+
+def aligned(facts: Mapping[str, str], width: int) -> list[str]:
+    """Return a line for each fact, its name first; long texts are wrapped."""
+    left = max(map(width_of, facts), default=0)
+    labelled = [(f"{name:<{left}}{GAP}", text) for name, text in facts.items()]
+    return [line for label, text in labelled for line in wrapped(label, text, width)]
 
 
 def text_table(columns: Columns, *, units: Mapping[str, str], width: int = 80) -> list[str]:
@@ -369,12 +381,9 @@ def html_bars(names: Sequence[str], values: Sequence[Json], what: str) -> str:
 
 
 def html_line(
-    values: Sequence[float | None],
-    *,
-    what: str,
-    rules: Sequence[int] = (),
+    values: Sequence[float | None], *, what: str, rules: Sequence[int] = (),
     marks: Sequence[int] = (),
-) -> str:
+) -> str:  # fmt: skip
     """Return a small picture of a line as HTML; a missing value is a gap.
 
     It has no script and has the colour of the text around it. If values share a pixel, the picture

@@ -88,15 +88,9 @@ reported: problems with the shapes and dtypes of its tensors are sent as REFUSED
 
 ROLES: Final = ("actor", "ref", "critic", "reward_model", "rollout")
 STAGES: Final = (
-    "rollout_generate",
-    "actor_compute_log_prob",
-    "ref_compute_log_prob",
-    "compute_values",
-    "compute_rm_score",
-    "critic_update",
-    "actor_update",
-    "weight_sync",
-)
+    "rollout_generate", "actor_compute_log_prob", "ref_compute_log_prob", "compute_values",
+    "compute_rm_score", "critic_update", "actor_update", "weight_sync",
+)  # fmt: skip
 STEP_SUMMARY_STAGES: Final = ("actor_compute_log_prob", "actor_update", "rollout_generate")
 """The order in which the stage of a step summary is chosen: the first that has both streams."""
 
@@ -116,12 +110,9 @@ LAYOUT_COLUMNS: Final = (
 )  # fmt: skip
 
 STREAM_TENSORS: Final[Mapping[str, str]] = {
-    "rollout": "rollout_log_probs",
-    "old": "old_log_probs",
-    "current": "log_probs",
-    "ref": "ref_log_probs",
-    "recomputed": "recomputed_log_probs",
-}
+    "rollout": "rollout_log_probs", "old": "old_log_probs", "current": "log_probs",
+    "ref": "ref_log_probs", "recomputed": "recomputed_log_probs",
+}  # fmt: skip
 """Stream -> the name of its tensor in a payload (`ref_log_prob` is read as `ref_log_probs`)."""
 
 PAIRS: Final = (("old", "rollout"), ("current", "rollout"), ("old", "recomputed"))
@@ -169,21 +160,16 @@ PER_TOKEN: Final = (
     "round_ids", "turn_ids", "advantages", "rollout_is_weights", "clipped",
 )  # fmt: skip
 """Tensors with one value per token: in one payload they have the same rows and tokens."""
-INTEGER_TENSORS: Final = frozenset(
-    {
-        "responses", "positions", "round_ids", "turn_ids", "versions", "token_offset",
-        "round_offset", "cu_seqlens", "tokens", "prompts", "input_ids", "attention_mask",
-        "position_ids", "clipped",
-    }
-)  # fmt: skip
+INTEGER_TENSORS: Final = frozenset({
+    "responses", "positions", "round_ids", "turn_ids", "versions", "token_offset", "round_offset",
+    "cu_seqlens", "tokens", "prompts", "input_ids", "attention_mask", "position_ids", "clipped",
+})  # fmt: skip
 """Tensors of integers; an empty list under one of these names is also one of integers."""
-RECENT_TENSORS: Final = frozenset(
-    {
-        *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
-        "round_ids", "turn_ids", "versions", "token_offset", "round_offset", "rewards",
-        "advantages", "rollout_is_weights", "clipped", "cu_seqlens",
-    }
-)  # fmt: skip
+RECENT_TENSORS: Final = frozenset({
+    *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
+    "round_ids", "turn_ids", "versions", "token_offset", "round_offset", "rewards", "advantages",
+    "rollout_is_weights", "clipped", "cu_seqlens",
+})  # fmt: skip
 """The tensors that statistics read; the ring keeps them for the last steps without a request."""
 PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
     "sample_ids": "sample_uid of each row: unique in a step",
@@ -209,8 +195,7 @@ STEP_BOUND: Final = 10**18
 """Steps are below this: at most 18 digits, in the API's paths too."""
 MAX_SCALAR_NAME: Final = 200
 """Characters of the name of a scalar."""
-_MAX_ROLE: Final = 100
-_MAX_KEY: Final = 500
+_MAX_ROLE, _MAX_KEY = 100, 500
 _RUN_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}\Z")
 
 
@@ -223,18 +208,19 @@ def check_run_name(run: object) -> str:
 
 def check_role(role: object) -> str:
     """Return `role` if it is a valid name of a role, else raise `InvalidInput`."""
-    if isinstance(role, str) and _is_name(role, _MAX_ROLE):
-        return role
-    raise InvalidInput(f"role {role!r:.200}", expected="a printable name of 1 to 100 characters")
+    return _check_text("role", role, _MAX_ROLE)
 
 
 def check_attempt_key(key: object) -> str:
     """Return `key` if it is a valid attempt key, else raise `InvalidInput`."""
-    if isinstance(key, str) and _is_name(key, _MAX_KEY):
-        return key
-    raise InvalidInput(
-        f"attempt_key {key!r:.200}", expected="a printable text of 1 to 500 characters"
-    )
+    return _check_text("attempt_key", key, _MAX_KEY)
+
+
+def _check_text(what: str, value: object, most: int) -> str:
+    if isinstance(value, str) and _is_name(value, most):
+        return value
+    expected = f"a printable text of 1 to {most} characters"
+    raise InvalidInput(f"{what} {value!r:.200}", expected=expected)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -297,18 +283,17 @@ def _parse_sender(*given: Json) -> Sender:
         value = values.get(name)
         if not (_is_name(value, _MAX_KEY) or (value is None and not needed)):
             raise InvalidEvent(
-                f"sender with {name} {values.get(name)!r:.200}",
+                f"sender with {name} {value!r:.200}",
                 expected="a printable text of 1 to 500 characters",
             )
     for name in ("clock_offset", "clock_error", "started"):
-        if values.get(name) is not None and not _is_time(values[name]):
-            raise InvalidEvent(
-                f"sender with {name} {values[name]!r:.200}", expected="seconds, or None"
-            )
-    revision = values.get("plan_revision")
-    if revision is not None and not _is_int(revision, 0, _INT64):
+        value = values.get(name)
+        if value is not None and not _is_time(value):
+            raise InvalidEvent(f"sender with {name} {value!r:.200}", expected="seconds, or None")
+    value = values.get("plan_revision")
+    if value is not None and not _is_int(value, 0, _INT64):
         raise InvalidEvent(
-            f"sender with plan_revision {revision!r:.200}", expected="an int from 0, or None"
+            f"sender with plan_revision {value!r:.200}", expected="an int from 0, or None"
         )
     return Sender(**{**values, "run": run})
 
@@ -509,9 +494,6 @@ def read_target(text: object) -> Target:
         raise InvalidInput(
             f"{text!r:.200} names no run", expected="RUN[@ATTEMPT][:STEP], such as qwen3-8b@2:5"
         )
-    attempt, step = match["attempt"], match["step"]
-    return Target(
-        check_run_name(match["run"]),
-        None if attempt is None else int(attempt),
-        None if step is None else int(step),
-    )
+    numbers = match.group("attempt", "step")
+    attempt, step = (None if number is None else int(number) for number in numbers)
+    return Target(check_run_name(match["run"]), attempt, step)

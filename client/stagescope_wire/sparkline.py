@@ -8,14 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
-
-
 _PLAIN: Final = "_.-=+*%#"
-
-
 _NAN: Final = "!"
-
-
 Value = float | None
 
 
@@ -30,14 +24,14 @@ def sparkline(
     """
     if extremes and len(values) > width:
         stretches = [
-            _extremes(values[begin:end]) for begin, end in _step_ranges(len(values), width // 2)
+            _extremes(values[begin:end]) for begin, end in step_ranges(len(values), width // 2)
         ]
         return sparkline([value for both in stretches for value in both], width, bars=bars)
     bars = bars or (_BARS if _can_encode(_BARS) else _PLAIN)
     finite = [value for value in values if value is not None and math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     line = ""
-    for begin, end in _step_ranges(len(values), width):
+    for begin, end in step_ranges(len(values), width):
         present = [value for value in values[begin:end] if value is not None]
         if not present:
             line += " "
@@ -64,7 +58,7 @@ def _extremes(values: Sequence[Value]) -> tuple[Value, Value]:
     return first, second
 
 
-def _step_ranges(count: int, width: int) -> Iterator[tuple[int, int]]:
+def step_ranges(count: int, width: int) -> Iterator[tuple[int, int]]:
     """Yield (begin, end) of the steps that each character of a line of `width` represents."""
     width = max(min(width, count), 1)
     for position in range(width):

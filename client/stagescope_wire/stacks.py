@@ -57,12 +57,9 @@ def watchdog_header(
         work: work fields of the stage that was entered last.
     """
     header = {
-        "schema": SCHEMA,
-        "armed": armed,
-        "threads": dict([*threads.items()][:MAX_THREADS]),
-        "training": [*training],
-        "work": dict(work),
-    }
+        "schema": SCHEMA, "armed": armed, "threads": dict([*threads.items()][:MAX_THREADS]),
+        "training": [*training], "work": dict(work),
+    }  # fmt: skip
     return json.dumps(header) + "\n"
 
 
@@ -107,12 +104,10 @@ def parse_watchdog(text: str) -> dict[str, Json] | None:
             ident = int(found[1], 16)
             threads.append(
                 {
-                    "name": names.get(str(ident)),
-                    "ident": ident,
-                    "is_training": ident in training,
+                    "name": names.get(str(ident)), "ident": ident, "is_training": ident in training,
                     "stack": [],
                 }
-            )
+            )  # fmt: skip
         elif threads and line.startswith("  "):
             threads[-1]["stack"].append(line)
     for thread in threads:  # faulthandler writes the innermost frame first

@@ -36,12 +36,10 @@ class Supported:
 
 
 SUPPORTED: Final = (
-    Supported("python", "3.10", "3.11"),
-    Supported("torch", "2.4", "2.15"),
-    Supported("torch_npu", "2.4", None),
-    Supported("ray", "2.44", "2.60"),
+    Supported("python", "3.10", "3.11"), Supported("torch", "2.4", "2.15"),
+    Supported("torch_npu", "2.4", None), Supported("ray", "2.44", "2.60"),
     Supported("mindstudio-probe", "26", "26.2"),
-)
+)  # fmt: skip
 ALL: Final = tuple(supported.package for supported in SUPPORTED)
 SERVICE: Final = ("python", "ray")
 """The packages that the service itself needs."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.answering import OPERATE, Answering, serving
+from tests.support.api import Service
 
 from stagescope import Session, attach
 
@@ -37,8 +38,25 @@ def service(_server: Answering) -> Answering:
 
 
 @pytest.fixture
-def session(service: Answering) -> Iterator[Session]:
+def client(service: Answering) -> Iterator[Session]:
+    """A session with the small service."""
     with attach(service.url, token=OPERATE, timeout=5.0) as session:
         service.seen.clear()
         service.headers.clear()
+        yield session
+
+
+@pytest.fixture
+def found(real: Service, monkeypatch: pytest.MonkeyPatch) -> Service:
+    """The module's `real` service; the environment names it and its operate token."""
+    assert real.tokens is not None
+    monkeypatch.setenv("STAGESCOPE_URL", real.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", real.tokens.operate)
+    return real
+
+
+@pytest.fixture
+def session(found: Service) -> Iterator[Session]:
+    """A session with the module's `real` service."""
+    with attach() as session:
         yield session

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import polars
 import pytest
-from click.testing import Result
 from tests.support.api import Rank, Service, service
-from tests.support.command_line import invoke
+from tests.support.command_line import ask, invoke
 from tests.support.measure import payload
 from tests.support.stores import eventually
 
@@ -56,21 +54,12 @@ def found(real: Service, monkeypatch: pytest.MonkeyPatch) -> Service:
     return real
 
 
-@pytest.fixture
-def session(found: Service) -> Iterator[Session]:
-    with stagescope.attach() as session:
-        yield session
-
-
-def ask(*args: str) -> Result:
-    return invoke(*args)
-
-
 def test_both_attempts_and_their_fingerprints(session: Session) -> None:
     assert session.runs()["run"] == ("r",)
     attempts = session.attempts()
     assert attempts["attempt"] == (2, 1)
     assert attempts.where(attempt=1)[0]["fingerprint"]["git"] == "0f3a"
+    assert session.attempts("r").to_dicts() == attempts.to_dicts()
 
 
 def test_the_latest_attempt_answers_by_default(session: Session) -> None:
@@ -139,15 +128,6 @@ def test_every_noun_converts(session: Session) -> None:
         assert len(table) == table.to_arrow().num_rows
 
 
-def test_pages_of_the_real_service(session: Session) -> None:
-    step = session.step(5, attempt=1)
-    whole = step.tokens()
-    assert len(whole) > 3
-    part = step.tokens(limit=3)
-    assert part.truncated
-    assert part.to_dicts() == whole[:3].to_dicts()
-
-
 def test_request_and_withdraw_a_capture(session: Session, found: Service) -> None:
     capture = session.capture(
         run="r", steps=[9], stages=[STAGE], config={"task": "statistics", "level": "L1"}
@@ -179,7 +159,7 @@ def test_request_and_withdraw_a_capture(session: Session, found: Service) -> Non
     "args",
     [
         *(["status"], ["runs"], ["attempts"], ["steps"], ["losses"], ["findings"], ["plan"]),
-        *(["metrics"], ["metrics", "5"], ["metrics", "--attempt", "1"]),
+        *(["captures"], ["metrics"], ["metrics", "5"], ["metrics", "--attempt", "1"]),
         *([noun, "5", "--attempt", "1"] for noun in NOUNS),
         ["rounds", "--by", "staleness"],
     ],
@@ -189,10 +169,10 @@ def test_the_command_line(args: list[str]) -> None:
     text = ask(*args)
     assert text.exit_code == 0, text.output
     assert max(map(len, text.stdout.splitlines())) <= 80
-    answer: Json = json.loads(ask(*args, "--json").stdout)
-    assert isinstance(answer, dict)
-    # Spelled numbers stay spelled: neither NaN nor null took their place.
-    assert not re.search(r"\bNaN\b|\bInfinity\b", text.stdout)
+    assert "\x1b" not in text.stdout
+    # Spelled numbers stay spelled: the output is strict JSON.
+    answer: Json = json.loads(ask(*args, "--json").stdout, parse_constant=pytest.fail)
+    assert answer.get("attempt") == (1 if "1" in args else answer.get("attempt"))
 
 
 @pytest.mark.usefixtures("found")

@@ -168,14 +168,11 @@ def chosen(steps: Json) -> list[int]:
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
-        ("all", [*range(20)]),
-        ([7, 3, 3], [3, 7]),
-        ({"every": 5}, [0, 5, 10, 15]),
-        ({"every": 5, "start": 2}, [2, 7, 12, 17]),
-        ({"every": 5, "start": 2, "count": 2}, [2, 7]),
+        ("all", [*range(20)]), ([7, 3, 3], [3, 7]), ({"every": 5}, [0, 5, 10, 15]),
+        ({"every": 5, "start": 2}, [2, 7, 12, 17]), ({"every": 5, "start": 2, "count": 2}, [2, 7]),
         ({"every": 1, "start": 18}, [18, 19]),
     ],
-)
+)  # fmt: skip
 def test_matching_steps(steps: Json, expected: list[int]) -> None:
     assert chosen(steps) == expected
 

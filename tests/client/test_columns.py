@@ -10,8 +10,14 @@ import pytest
 from tests.support import columns
 
 from stagescope import Table
-from stagescope.columns import COLUMNS, RECORDS
+from stagescope.convert import COLUMNS, RECORDS
 from stagescope_wire.nonfinite import Json
+
+SPELLED: dict[str, Json] = {
+    "int": 1, "float": 0.5, "text": "x", "bool": True, "ints": [1], "texts": ["x"],
+    "nested": {"a": 1},
+}  # fmt: skip
+"""Kind of a column -> a value of it."""
 
 
 def test_the_columns_are_those_of_the_answers() -> None:
@@ -20,11 +26,7 @@ def test_the_columns_are_those_of_the_answers() -> None:
 
 @pytest.mark.parametrize("noun", ["scalars", "tokens", "findings", "stages", "runs"])
 def test_a_table_without_rows_concatenates_with_a_full_one(noun: str) -> None:
-    spell: dict[str, Json] = {
-        "int": 1, "float": 0.5, "text": "x", "bool": True, "ints": [1], "texts": ["x"],
-        "nested": {"a": 1},
-    }  # fmt: skip
-    row = {name: spell[kind.rstrip("?")] for name, kind in COLUMNS[noun].items()}
+    row = {name: SPELLED[kind.rstrip("?")] for name, kind in COLUMNS[noun].items()}
     row |= {name: "nan" for name in ("value", "p") if name in row}
     full = Table.from_rows([row], order=("rank", "value"), columns=COLUMNS[noun])
     for empty in (
@@ -45,12 +47,10 @@ def test_records_keep_their_type_whatever_they_hold(noun: str) -> None:
     kinds = COLUMNS[noun]
     names = [name for name in kinds if name in RECORDS]
     assert names
-    spell: dict[str, Json] = {
-        "int": 1, "float": 0.5, "text": "x", "bool": True, "ints": [1], "texts": ["x"],
-        "nested": {"a": 1},
-    }  # fmt: skip
-    empty_row = {name: spell[kind.rstrip("?")] for name, kind in kinds.items()}
-    record = {name: {field: spell[kind] for field, kind in RECORDS[name].items()} for name in names}
+    empty_row = {name: SPELLED[kind.rstrip("?")] for name, kind in kinds.items()}
+    record = {
+        name: {field: SPELLED[kind] for field, kind in RECORDS[name].items()} for name in names
+    }
     full_row = empty_row | {name: [{**record[name], "later": 7}] for name in names}
     empty_row |= {name: [] for name in names}
     lacking = empty_row | dict.fromkeys(names)

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.support.answering import READ, Answering, unused_port
+from tests.support.answering import Answering, unused_port
 
 import stagescope
 from stagescope_wire import discovery
@@ -47,19 +47,16 @@ def test_the_file_that_serve_wrote() -> None:
     assert "rrrr" not in repr(location)
 
 
-def test_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_win_over_the_environment_and_that_over_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     write_service_file("http://127.0.0.1:8700")
     monkeypatch.setenv("STAGESCOPE_URL", "http://head:8700/")
     monkeypatch.setenv("STAGESCOPE_TOKEN", "from-environment")
     location = discovery.find()
     assert (location.url, location.read_token) == ("http://head:8700", "from-environment")
-
-
-def test_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGESCOPE_URL", "http://head:8700")
-    monkeypatch.setenv("STAGESCOPE_TOKEN", "from-environment")
-    location = discovery.find("http://other:1", "given")
-    assert (location.url, location.read_token, location.operate_token) == (
+    given = discovery.find("http://other:1", "given")
+    assert (given.url, given.read_token, given.operate_token) == (
         "http://other:1",
         "given",
         "given",
@@ -112,6 +109,9 @@ def test_a_text_that_cannot_be_a_token_is_refused_and_not_shown(
     secret = f"hidden{text}hidden"
     with pytest.raises(Unauthorized, match="the token given") as given:
         discovery.find("http://head:8700", secret)
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(Unauthorized, match="is empty"):
+        discovery.read_token(tmp_path / "token")
     (tmp_path / "token").write_text(secret, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(Unauthorized, match="the token file") as of_file:
         discovery.read_token(tmp_path / "token")
@@ -178,13 +178,6 @@ def test_not_the_url_of_a_service(url: str) -> None:
         discovery.find(url)
 
 
-@pytest.mark.parametrize("content", ["", "two words", "\u00e9"])
-def test_a_token_file_contains_one_word(tmp_path: Path, content: str) -> None:
-    (tmp_path / "token").write_text(content, encoding="utf-8")
-    with pytest.raises(Unauthorized):
-        discovery.read_token(tmp_path / "token")
-
-
 def test_attach_to_nobody_fails_at_once_and_names_the_url() -> None:
     url = f"http://127.0.0.1:{unused_port()}"
     with pytest.raises(Unreachable, match=url) as caught:
@@ -198,12 +191,3 @@ def test_attach_refuses_a_wrong_token(service: Answering) -> None:
     with pytest.raises(Unauthorized) as caught:
         stagescope.attach(service.url, timeout=5.0)
     assert str(discovery.service_file()) in str(caught.value)
-
-
-def test_attach_finds_the_running_service(service: Answering) -> None:
-    path = write_service_file(service.url)
-    (path.parent / "read.token").write_text(READ)
-    with stagescope.attach(timeout=5.0) as session:
-        assert session.url == service.url
-        assert str(path) in repr(session)
-        assert READ not in repr(session)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.command_line import invoke
+from tests.support.command_line import ask, invoke
 
 import stagescope
 from stagescope_service.core.findings import finding
@@ -58,25 +58,13 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
-@pytest.fixture
-def session(real: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[stagescope.Session]:
-    home = real.settings.home
-    files = {name: str(home / f"{name.split('_')[0]}.token") for name in ("read_token_file",)}
-    (home / "service.json").write_text(json.dumps({"url": real.server.url, **files}))
-    monkeypatch.setenv("STAGESCOPE_HOME", str(home))
-    with stagescope.attach() as session:
-        yield session
-
-
-def ask(*words: str, width: int = 80) -> str:
-    result = invoke(*words, env={"COLUMNS": str(width)})
+def printed(*words: str, width: int = 80) -> str:
+    result = ask(*words, width=width)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
-def test_repeated_findings_are_grouped(
-    session: stagescope.Session,
-) -> None:
+def test_repeated_findings_are_grouped(session: stagescope.Session) -> None:
     found = session.findings()
     assert len(found) == 34
     kinds = found.groups["kind"]
@@ -92,7 +80,7 @@ def test_repeated_findings_are_grouped(
 def test_a_message_and_its_advice_are_wrapped_not_cut(
     session: stagescope.Session, width: int
 ) -> None:
-    text = ask("findings", width=width)
+    text = printed("findings", width=width)
     assert max(map(len, text.splitlines())) <= max(width, len(OPERATOR) + 2)
     assert ".." not in text
     flat = " ".join(text.split())
@@ -118,13 +106,13 @@ def test_only_some(session: stagescope.Session) -> None:
     assert not len(session.findings(only="info"))
     with pytest.raises(NotFound, match="streams_temperature"):
         session.findings(only="stream")
-    assert "non_finite_operator" not in ask("findings", "--only", "warning")
+    assert "non_finite_operator" not in printed("findings", "--only", "warning")
 
 
 def test_one_finding_by_the_displayed_id(session: stagescope.Session) -> None:
-    shown = re.findall(r"^([0-9a-f]{10}) error nonfinite", ask("findings"), re.MULTILINE)
+    shown = re.findall(r"^([0-9a-f]{10}) error nonfinite", printed("findings"), re.MULTILINE)
     assert len(shown) == 1
-    text = ask("finding", shown[0])
+    text = printed("finding", shown[0])
     for words in ("10 old_nan of 96", "old_nan  10", "32 findings, steps 10-25", "--kind nonf"):
         assert words in text
     found = session.finding(shown[0])
@@ -140,11 +128,11 @@ def test_losses_that_differ_in_a_number_are_one(session: stagescope.Session) -> 
     assert len(lost) == 2
     (group,) = lost.groups
     assert (group["count"], group["bytes"], group["where"]) == (4, 60, "steps 4-5, ranks 0-1")
-    assert "303 to 304 MB wait" in ask("losses")
+    assert "303 to 304 MB wait" in printed("losses")
 
 
 def test_json_holds_every_row_and_the_groups(session: stagescope.Session) -> None:
-    answer = json.loads(ask("findings", "--json", "--limit", "500"))
+    answer = json.loads(printed("findings", "--json", "--limit", "500"))
     assert len(answer["rows"]) == 34
     assert len(answer["groups"]) == 3
 
@@ -161,11 +149,9 @@ def test_a_notebook_shows_the_groups_too(session: stagescope.Session) -> None:
 def test_other_errors_are_not_hidden_behind_the_first_one(tmp_path: Path) -> None:
     shape = "rollout_log_probs has shape (4, {}), expected (4, 64) as old_log_probs"
     texts = {
-        1: shape.format(40),
-        2: "response_mask holds 2 at row 0, expected 0 and 1",
-        3: "sample_ids names 3 samples, expected 4",
-        4: shape.format(38),
-    }
+        1: shape.format(40), 2: "response_mask holds 2 at row 0, expected 0 and 1",
+        3: "sample_ids names 3 samples, expected 4", 4: shape.format(38),
+    }  # fmt: skip
     with service(tmp_path) as running:
         rank = Rank(running)
         rank.begin(STAGE, 1)
@@ -237,9 +223,9 @@ def test_firings_name_their_run_and_what_became_of_their_actions(
                 "webhook hooks.example.com not told: timed out",
             ],
         }
-        for shown in (repr(firings), firings._repr_html_(), ask("triggers", "firings")):
+        for shown in (repr(firings), firings._repr_html_(), printed("triggers", "firings")):
             assert "mean: run r, steps 4-6" in shown
             assert "mean: run s, step 4" in shown
             assert "capture c1 requested" in shown
             assert "none were left" in shown
-        assert "run r" not in ask("triggers", "firings", "--run", "r").partition("\n")[2]
+        assert "run r" not in printed("triggers", "firings", "--run", "r").partition("\n")[2]

@@ -57,19 +57,17 @@ def test_names_of_other_projects_are_aliases() -> None:
 @pytest.mark.parametrize(
     ("spec", "wrong"),
     [
-        ({}, "names nothing"),
-        ("all", "keep is 'all'"),
+        ({}, "names nothing"), ("all", "keep is 'all'"),
         ({"what": ["loss"], "every": 3}, "no field 'every'"),
         ({"what": ["loss"], "every_n_steps": 0}, "steps is"),
         ({"what": ["loss"], "every_n_steps": 2, "steps": [1]}, "both every_n_steps and steps"),
         ({"what": ["loss"], "steps": "next"}, "steps is 'next'"),
-        ({"what": ["loss"], "ranks": "worst(2)"}, "ranks is"),
-        ({"what": [3]}, "what is"),
+        ({"what": ["loss"], "ranks": "worst(2)"}, "ranks is"), ({"what": [3]}, "what is"),
         ({"what": {"loss": 1}}, "what is"),
         ({"what": ["param"]}, "parameters without saying which"),
         ({"parameters": "*.weight"}, "parameters is"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_configuration_is_refused(spec: Json, wrong: str) -> None:
     with pytest.raises(InvalidPlan, match=wrong.replace("(", r"\(")):
         validate_keep(spec)

@@ -33,28 +33,20 @@ SERVICE = Path(__file__).parents[2] / "service" / "stagescope_service"
     [
         (Link("steps"), "/steps", "stagescope steps", "session.steps()"),
         (
-            Link("attempts", run="a-1"),
-            "/runs/a-1/attempts",
-            "stagescope attempts --run a-1",
+            Link("attempts", run="a-1"), "/runs/a-1/attempts", "stagescope attempts --run a-1",
             'session.attempts("a-1")',
         ),
         (Link("captures"), "/captures", "stagescope captures", "session.captures()"),
         (
-            Link("captures", name="3f0c"),
-            "/captures/3f0c",
-            "stagescope progress 3f0c",
+            Link("captures", name="3f0c"), "/captures/3f0c", "stagescope progress 3f0c",
             'session.progress("3f0c")',
         ),
         (
-            Link("findings", name="ID"),
-            "/findings/ID",
-            "stagescope finding ID",
+            Link("findings", name="ID"), "/findings/ID", "stagescope finding ID",
             'session.finding("ID")',
         ),
         (
-            Link.to_step("metrics", None),
-            "/steps/latest/metrics",
-            "stagescope metrics latest",
+            Link.to_step("metrics", None), "/steps/latest/metrics", "stagescope metrics latest",
             'session.step("latest").metrics()',
         ),
         (
@@ -64,15 +56,11 @@ SERVICE = Path(__file__).parents[2] / "service" / "stagescope_service"
             'session.step(5).tokens(kind="nonfinite")',
         ),
         (
-            Link("divergence"),
-            "/operators/divergence",
-            "stagescope divergence",
+            Link("divergence"), "/operators/divergence", "stagescope divergence",
             "session.divergence(a, b)",
         ),
         (
-            Link("stuck", 5, run="a-1"),
-            "/steps/5/stuck?run=a-1",
-            "stagescope stuck 5 --run a-1",
+            Link("stuck", 5, run="a-1"), "/steps/5/stuck?run=a-1", "stagescope stuck 5 --run a-1",
             'session.step(5, run="a-1").stuck()',
         ),
         (
@@ -82,14 +70,12 @@ SERVICE = Path(__file__).parents[2] / "service" / "stagescope_service"
             'session.step(5, run="a", attempt=2).tokens(kind="worst")',
         ),
         (
-            Link("findings", run="a", attempt=2),
-            "/findings?run=a&attempt=2",
-            "stagescope findings --run a --attempt 2",
-            'session.findings(run="a", attempt=2)',
+            Link("findings", run="a", attempt=2), "/findings?run=a&attempt=2",
+            "stagescope findings --run a --attempt 2", 'session.findings(run="a", attempt=2)',
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_a_link_is_a_path_a_command_and_a_call(
     link: Link, path: str, as_command: str, as_call: str
 ) -> None:
@@ -126,12 +112,9 @@ def test_the_advice_of_another_version_is_left_as_it_is() -> None:
 
 def test_links_name_run_and_attempt_where_the_answer_is_about_one() -> None:
     links = (
-        Link("tokens", 5, query={"kind": "worst"}),
-        Link("losses"),
-        Link("devices"),
-        Link("engines"),
-        Link("stuck", 5, run="b", attempt=1),
-    )
+        Link("tokens", 5, query={"kind": "worst"}), Link("losses"), Link("devices"),
+        Link("engines"), Link("stuck", 5, run="b", attempt=1),
+    )  # fmt: skip
     assert [link.within("a", 3).path for link in links] == [
         "/steps/5/tokens?kind=worst&run=a&attempt=3",
         "/losses?run=a&attempt=3",

@@ -24,19 +24,14 @@ from stagescope_wire.schema import STAGES
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("rollout_logprobs", "rollout_log_probs"),
-        ("rollout_log_prob", "rollout_log_probs"),
-        ("rollouts_log_probs", "rollout_log_probs"),
-        ("rolout_log_probs", "rollout_log_probs"),
-        ("rollout_logps", "rollout_log_probs"),
-        ("Old-LogProb", "old_log_probs"),
-        ("current_log_probs", "log_probs"),
-        ("respones_mask", "response_mask"),
-        ("sample_id", "sample_ids"),
-        ("weight_versions", "versions"),
+        ("rollout_logprobs", "rollout_log_probs"), ("rollout_log_prob", "rollout_log_probs"),
+        ("rollouts_log_probs", "rollout_log_probs"), ("rolout_log_probs", "rollout_log_probs"),
+        ("rollout_logps", "rollout_log_probs"), ("Old-LogProb", "old_log_probs"),
+        ("current_log_probs", "log_probs"), ("respones_mask", "response_mask"),
+        ("sample_id", "sample_ids"), ("weight_versions", "versions"),
         ("policy_versions", "versions"),
     ],
-)
+)  # fmt: skip
 def test_a_misspelling_has_a_closest_name(name: str, meant: str) -> None:
     assert closest(name) == meant
 
@@ -62,17 +57,12 @@ def test_a_name_beside_the_known_one_is_told_apart() -> None:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("actor_updat", "actor_update"),
-        ("update_actor", "actor_update"),
-        ("Actor-Update", "actor_update"),
-        ("compute_ref_log_prob", "ref_compute_log_prob"),
-        ("rollout_generat", "rollout_generate"),
-        ("actor_update", None),
-        ("eval", None),
-        ("reward_shaping", None),
-        ("val_generate", None),
+        ("actor_updat", "actor_update"), ("update_actor", "actor_update"),
+        ("Actor-Update", "actor_update"), ("compute_ref_log_prob", "ref_compute_log_prob"),
+        ("rollout_generat", "rollout_generate"), ("actor_update", None), ("eval", None),
+        ("reward_shaping", None), ("val_generate", None),
     ],
-)
+)  # fmt: skip
 def test_a_misspelt_stage_has_a_closest_one(name: str, meant: str | None) -> None:
     assert closest_stage(name, STAGES) == meant
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import stagescope
 from stagescope.answers import KEY_METRICS, Metrics, Record, Status
 from stagescope.capture_requests import CaptureRequests
 from stagescope.operators import Stack
@@ -97,11 +96,6 @@ def test_times_and_sizes_have_their_units() -> None:
     assert "white-space:nowrap" in table._repr_html_()
 
 
-def test_a_status_says_why_it_is_not_ready() -> None:
-    found = Status({"ready": False, "reason": "the disk is full", "coordinator": {}})
-    assert "not ready: the disk is full" in repr(found)
-
-
 def test_names_complete_in_a_notebook() -> None:
     updates: list[tuple[Any, str]] = [
         (metrics(), "rollout_corr/k3_kl"), (status(), "coordinator"), (Table({"k": [1]}), "k"),
@@ -116,7 +110,3 @@ def test_signatures_name_what_can_be_given() -> None:
         assert inspect.Parameter.VAR_KEYWORD not in kinds
     given = set(inspect.signature(CaptureRequests.capture).parameters) - {"self"}
     assert given == {*CAPTURE_FIELDS, *SHORTHANDS}
-
-
-def test_dir_shows_public_names_alone() -> None:
-    assert set(dir(stagescope)) == {*stagescope.__all__, "__version__"}

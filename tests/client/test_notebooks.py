@@ -17,31 +17,21 @@ import stagescope
 from stagescope import Metrics, Session, Step, Table
 from stagescope.findings import Diagnosis, FindingRows
 from stagescope.operators import NonFiniteOperators, Operators
-from stagescope.plotting import BarTable
+from stagescope.plotting import BarTable, PlottedTable
 from stagescope.series import Series
 from stagescope.step_answers import SampleTokens
 
 NOTEBOOKS: Final = Path(stagescope.__file__).parents[1] / "notebooks"
 
 
+pytestmark = pytest.mark.usefixtures("found")
+
+
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(tmp_path_factory.mktemp("home"), recorded=False) as running:
         investigated(running)
         yield running
-
-
-@pytest.fixture(autouse=True)
-def user(live: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert live.tokens is not None
-    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
-    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
-
-
-@pytest.fixture
-def session(live: Service) -> Iterator[Session]:
-    with stagescope.attach() as session:
-        yield session
 
 
 def test_each_answer_shows_itself_as_text_and_as_html(session: Session) -> None:
@@ -108,13 +98,18 @@ def test_the_tokens_of_a_sample_are_shaded_by_their_mismatch() -> None:
 
 
 EXAMPLES: Final = (
-    Session, Step, Step.samples, Step.sample, Step.loss, Session.doctor, Table, Metrics,
-    FindingRows, Diagnosis, SampleTokens, Operators, NonFiniteOperators, BarTable, Series,
+    Session, Step, Step.samples, Step.sample, Step.loss, Step.rounds, Step.ranks, Step.figure,
+    Step.anatomy, Step.save_trace, Session.doctor, Session.figures, Session.figure, Session.plot,
+    Table, Metrics, FindingRows, Diagnosis, SampleTokens, Operators, NonFiniteOperators, BarTable,
+    PlottedTable, Series,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("holder", EXAMPLES, ids=lambda each: each.__qualname__)
-def test_examples_of_docstrings_run(session: Session, holder: Any) -> None:
+def test_examples_of_docstrings_run(
+    session: Session, holder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (found,) = doctest.DocTestFinder(recurse=False).find(holder, holder.__qualname__)
     assert found.examples
     scope: dict[str, object] = {"session": session}
@@ -155,20 +150,20 @@ def outputs(notebook: Any, kind: str = "text/html") -> str:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "cause"),
     [
         ("jump_at_the_restart", [f"actor {HOT_RANK}", "attempt 2", "rgba(213,94,0"]),
         ("nan_in_one_operator", [f"rank {NAN_RANK}", BROKEN_OPERATOR, "old_nan", "acknowledged"]),
     ],
 )
-def test_an_investigation_finds_its_cause(name: str, found: list[str], tmp_path: Path) -> None:
+def test_an_investigation_finds_its_cause(name: str, cause: list[str], tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     written = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     nbformat.validate(written)
     assert not any(cell.get("outputs") for cell in written.cells)
     done = executed(written, tmp_path)
     shown = outputs(done) + outputs(done, "text/plain")
-    for text in found:
+    for text in cause:
         assert text in shown, text
     kinds = {kind for cell in done.cells for out in cell.get("outputs", ()) for kind in out["data"]}
     assert "application/vnd.plotly.v1+json" in kinds
@@ -230,12 +225,9 @@ def test_a_live_cell_follows_the_run_in_a_kernel(
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("anywidget")
     cells = [
-        "import time, stagescope\nsession = stagescope.attach()",
-        _REPORT,
-        "train(1)\ntrain(2)",
-        "live = session.watch('loss', run='watched', seconds=0.1)\nlive",
-        _WAIT,
-    ]
+        "import time, stagescope\nsession = stagescope.attach()", _REPORT, "train(1)\ntrain(2)",
+        "live = session.watch('loss', run='watched', seconds=0.1)\nlive", _WAIT,
+    ]  # fmt: skip
     notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)))
     with service(tmp_path / "another", recorded=False) as running:
         assert running.tokens is not None
@@ -250,23 +242,3 @@ def test_a_live_cell_follows_the_run_in_a_kernel(
     sent = [message["content"]["data"].get("state", {}) for message in messages]
     updates = [state["_py2js_update"] for state in sent if state.get("_py2js_update")]
     assert [1, 2, 3] in [x for update in updates for x in update["style_data"]["x"]]
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
-def test_what_can_be_asked_completes(tmp_path: Path) -> None:
-    nbformat = pytest.importorskip("nbformat")
-    expected = {
-        "session.do": "doctor", "step.rou": "rounds", 'metrics["rollout_corr/k3': "k3_kl",
-        'rounds["abs_diff_me': "abs_diff_mean",
-    }  # fmt: skip
-    cells = [
-        "import stagescope\nsession = stagescope.attach()\nstep = session.step(36)\n"
-        "metrics, rounds = step.metrics(), step.rounds()",
-        *(f"get_ipython().Completer.use_jedi = False\n"
-          f"get_ipython().complete(None, {typed!r}, {len(typed)})" for typed in expected),
-    ]  # fmt: skip
-    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)))
-    done = executed(notebook, tmp_path)
-    shown = [cell.outputs[-1]["data"]["text/plain"] for cell in done.cells[1:]]
-    for found, wanted in zip(shown, expected.values(), strict=True):
-        assert wanted in found

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
 from tests.support.api import Rank, Service, service
-from tests.support.command_line import invoke
+from tests.support.command_line import ask
 from tests.support.dumps import capture, dumped
 from tests.support.small_decoder import small_decoder
 
-import stagescope
 from stagescope import Session
 from stagescope.operators import Divergence, NonFiniteOperators, Operators, read_side
 from stagescope.table import Table
@@ -26,7 +24,7 @@ CHANGED = "Module.blocks.0.up.Linear.forward.0"
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Step 5: rank 1 has a NaN in a layer. Step 6: rank 1 was changed in a layer."""
     root = tmp_path_factory.mktemp("dumps")
     broken, changed = small_decoder(), small_decoder()
@@ -42,28 +40,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
-def read_token(live: Service) -> str:
-    assert live.tokens is not None
-    return live.tokens.read
-
-
-@pytest.fixture
-def asking(live: Service) -> Iterator[Session]:
-    with stagescope.attach(live.server.url, token=read_token(live)) as session:
-        yield session
-
-
-def ask(live: Service, *words: str, width: int = 80) -> Result:
-    env = {
-        "STAGESCOPE_URL": live.server.url,
-        "STAGESCOPE_TOKEN": read_token(live),
-        "COLUMNS": str(width),
-    }
-    return invoke(*words, env=env)
-
-
-def test_operators_as_a_table(asking: Session) -> None:
-    operators = asking.step(5).operators(rank=1, name="*blocks.1.down*", direction="forward")
+def test_operators_as_a_table(session: Session) -> None:
+    operators = session.step(5).operators(rank=1, name="*blocks.1.down*", direction="forward")
     assert isinstance(operators, Operators)
     assert set(operators["name"]) == {BROKEN}
     output = operators.where(section="output")[0]
@@ -72,45 +50,45 @@ def test_operators_as_a_table(asking: Session) -> None:
     assert operators.about["tables"][0]["done"] is True
     frame = operators.to_pandas()
     assert frame["shape"].tolist()[0] == [2, 6, 32]
-    everything = asking.step(5).operators(limit=5)
+    everything = session.step(5).operators(limit=5)
     assert everything.truncated
     assert "the service has more" in repr(everything)
-    assert len(asking.step(5).operators(non_finite=True, rank=0)) == 0
+    assert len(session.step(5).operators(non_finite=True, rank=0)) == 0
 
 
 def test_the_newest_step_with_operators_answers_where_none_is_named(
-    live: Service, asking: Session
+    found: Service, session: Session
 ) -> None:
-    Rank(live, world_size=1).begin("actor_update", 99)
-    assert asking.step("latest").step == 99
-    captured = asking.step("captured")
+    Rank(found, world_size=1).begin("actor_update", 99)
+    assert session.step("latest").step == 99
+    captured = session.step("captured")
     assert captured.step < 99
     assert len(captured.operators()) > 0
-    assert ask(live, "non-finite").exit_code == 0
+    assert ask("non-finite").exit_code == 0
     with pytest.raises(NotFound, match="has no operators; expected one of 5, 6"):
-        asking.step(99).operators()
+        session.step(99).operators()
 
 
-def test_the_stack_of_an_operator(asking: Session) -> None:
-    row = asking.step(5).operators(rank=0, name="Functional.linear.0.forward")[0]
-    stack = asking.step(5).stack(row["stack_id"], rank=0)
+def test_the_stack_of_an_operator(session: Session) -> None:
+    row = session.step(5).operators(rank=0, name="Functional.linear.0.forward")[0]
+    stack = session.step(5).stack(row["stack_id"], rank=0)
     assert any("small_decoder.py" in line for line in stack.lines())
 
 
-def test_the_first_non_finite_operator_is_named(asking: Session) -> None:
-    found = asking.step(5).non_finite()
+def test_the_first_non_finite_operator_is_named(session: Session) -> None:
+    found = session.step(5).non_finite()
     earliest = found.about["earliest"]
     assert (earliest["rank"], earliest["parent"]) == (1, BROKEN)
     text = "\n".join(found.lines())
     assert text.startswith("the earliest: actor_update actor/1")
     assert f"in {BROKEN}" in text
     assert "actor_update actor/0: all finite" in text
-    assert "no operator gave a NaN" in asking.step(6).non_finite().lines()[0]
+    assert "no operator gave a NaN" in session.step(6).non_finite().lines()[0]
 
 
-def test_the_first_of_each_stage_is_shown(asking: Session) -> None:
+def test_the_first_of_each_stage_is_shown(session: Session) -> None:
     """The earliest of another stage or part is one more, not the same again."""
-    found = asking.step(5).non_finite()
+    found = session.step(5).non_finite()
     (broken,) = [row for row in found if row["earliest"]]
     rows = [*found, {**broken, "part": "0.0.1.0"}]
     text = "\n".join(
@@ -120,8 +98,8 @@ def test_the_first_of_each_stage_is_shown(asking: Session) -> None:
     assert text.count("actor_update actor/1\n") == 1
 
 
-def test_calls_that_the_search_skipped_are_reported(asking: Session) -> None:
-    found = asking.step(5).non_finite()
+def test_calls_that_the_search_skipped_are_reported(session: Session) -> None:
+    found = session.step(5).non_finite()
     rows = [{**row, "not_read": 3 if row["name"] is None else 1} for row in found]
     about = {**found.about, "earliest": {**found.about["earliest"], "not_read": 1}}
     text = " ".join(NonFiniteOperators.from_table(Table.from_rows(rows, about=about)).lines())
@@ -129,8 +107,8 @@ def test_calls_that_the_search_skipped_are_reported(asking: Session) -> None:
     assert ", 1 call that hands on memory without reading it left out" in text
 
 
-def test_the_first_divergent_operator_is_named(asking: Session) -> None:
-    found = asking.divergence({"step": 6, "rank": 0}, {"rank": 1})
+def test_the_first_divergent_operator_is_named(session: Session) -> None:
+    found = session.divergence({"step": 6, "rank": 0}, {"rank": 1})
     assert not found.same
     assert found["first"]["a"]["parent"] == CHANGED
     assert found["first_parameter"]["a"]["name"] == CHANGED
@@ -139,11 +117,11 @@ def test_the_first_divergent_operator_is_named(asking: Session) -> None:
     assert f"in {CHANGED}" in text
     noted = Divergence({**found, "first_note": "input_args.0 differs already"})
     assert "  input_args.0 differs already" in noted.lines()
-    assert asking.divergence({"step": 6, "rank": 0}, {"step": 5}, exact=True).same
-    stepless = asking.divergence({"step": 6, "rank": 0}, {"rank": 1}, by_dtype={"float32": 9.0})
+    assert session.divergence({"step": 6, "rank": 0}, {"step": 5}, exact=True).same
+    stepless = session.divergence({"step": 6, "rank": 0}, {"rank": 1}, by_dtype={"float32": 9.0})
     assert stepless["first"] is None
     with pytest.raises(NotFound):
-        asking.divergence({"step": 6, "rank": 0}, {"rank": 7})
+        session.divergence({"step": 6, "rank": 0}, {"rank": 7})
 
 
 @pytest.mark.parametrize(
@@ -158,31 +136,30 @@ def test_the_first_divergent_operator_is_named(asking: Session) -> None:
     ],
 )
 @pytest.mark.parametrize("width", [80, 50, 200])
-def test_names_are_never_shortened(live: Service, words: list[str], said: str, width: int) -> None:
-    result = ask(live, *words, "--limit", "500", width=width) if words[0] != "divergence" else ask(
-        live, *words, width=width
-    )  # fmt: skip
+def test_names_are_never_shortened(found: Service, words: list[str], said: str, width: int) -> None:
+    limit = () if words[0] == "divergence" else ("--limit", "500")
+    result = ask(*words, *limit, width=width)
     assert result.exit_code == 0, result.output
     for line in result.stdout.splitlines():  # a name or a path that is longer stays in one piece
         text_of = line.split()
         assert len(line) <= width or max(map(len, text_of)) > width - 8, line
     assert said in result.stdout
     assert ".." not in result.stdout
-    as_json = ask(live, *words, "--json")
+    as_json = ask(*words, "--json")
     json.loads(as_json.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_a_truncated_dump_is_noted_beside_the_rows(live: Service, tmp_path: Path) -> None:
+def test_a_truncated_dump_is_noted_beside_the_rows(found: Service, tmp_path: Path) -> None:
     files = capture(tmp_path, level="L0")
     text = (files / "dump.json").read_bytes()
     (files / "dump.json").write_bytes(text[:9000])
     (files / "DONE.json").unlink()
-    dumped(live, Rank(live, rank=3), files, 8, state="truncated")
-    result = ask(live, "operators", "8")
+    dumped(found, Rank(found, rank=3), files, 8, state="truncated")
+    result = ask("operators", "8")
     assert "truncated at byte 9000: the capture did not come to its end" in " ".join(
         result.stdout.split()
     )
-    compared = ask(live, "divergence", "step=8,rank=3", "step=5,rank=0")
+    compared = ask("divergence", "step=8,rank=3", "step=5,rank=0")
     assert "truncated at byte 9000" in " ".join(compared.stdout.split())
 
 
@@ -199,7 +176,7 @@ def test_a_side_is_parsed_from_text(text: str, side: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "step", "step=", "step=x", "steps=5", "step=5,,"])
-def test_a_side_that_cannot_be_read(live: Service, text: str) -> None:
+def test_a_side_that_cannot_be_read(found: Service, text: str) -> None:
     with pytest.raises(InvalidInput):
         read_side(text)
-    assert ask(live, "divergence", text, "rank=0").exit_code == 2
+    assert ask("divergence", text, "rank=0").exit_code == 2

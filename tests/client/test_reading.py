@@ -26,11 +26,9 @@ def table(**changes: Json) -> Table:
     "changes",
     [
         {"rank": None, "k3_kl": None, "live": None, "host": None, "wall": None},
-        {"k3_kl": 1, "wall": 2},
-        {"ranks": [], "missing": []},
-        {"ranks": None, "missing": None},
+        {"k3_kl": 1, "wall": 2}, {"ranks": [], "missing": []}, {"ranks": None, "missing": None},
     ],
-)
+)  # fmt: skip
 def test_tables_of_two_steps_concatenate(changes: dict[str, Json]) -> None:
     polars = pytest.importorskip("polars")
     pyarrow = pytest.importorskip("pyarrow")
@@ -84,12 +82,6 @@ def test_columns_and_wide(service: Answering) -> None:
     assert metrics.exit_code == 4
     assert "did you mean rollout_corr/k3_kl" in metrics.stderr
     assert ask(service, "status", "--columns", "a").exit_code == 2
-
-
-def test_help_stands_by_task() -> None:
-    text = invoke("--help").stdout
-    assert text.index("What went wrong:") < text.index("findings") < text.index("Compare and keep:")
-    assert "More:" not in text, "a command of no task: name one in plugins.TASKS"
 
 
 def compared(**pair: Json) -> dict[str, Json]:

@@ -10,24 +10,15 @@ from stagescope_wire import render
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
     [
-        (None, "", "-"),
-        (math.nan, "", "nan"),
-        (-math.inf, "B", "-inf"),
-        (True, "", "yes"),
-        (0.00371234567, "", "0.00371235"),
-        (123456789, "", "123456789"),
-        (301_000_000_000, "B", "301 GB"),
-        (999_600, "B", "1 MB"),
-        (0, "B", "0 B"),
-        (0.0, "unix", "1970-01-01 00:00:00Z"),
-        ([1, None, 3], "", "1, -, 3"),
-        ([], "", "-"),
-        ({"a": 1}, "", '{"a": 1}'),
-        (dict.fromkeys("abcd", 1), "", "{4 fields}"),
+        (None, "", "-"), (math.nan, "", "nan"), (-math.inf, "B", "-inf"), (True, "", "yes"),
+        (0.00371234567, "", "0.00371235"), (123456789, "", "123456789"),
+        (301_000_000_000, "B", "301 GB"), (999_600, "B", "1 MB"), (0, "B", "0 B"),
+        (0.0, "unix", "1970-01-01 00:00:00Z"), ([1, None, 3], "", "1, -, 3"), ([], "", "-"),
+        ({"a": 1}, "", '{"a": 1}'), (dict.fromkeys("abcd", 1), "", "{4 fields}"),
         ([{"role": "actor", "rank": 1, "stage": "s", "status": "begun"}], "", "actor/1 s begun"),
         ("a\nb\x1b[2J", "", r"a\nb\x1b[2J"),
     ],
-)
+)  # fmt: skip
 def test_values_are_formatted_for_readers(value: object, unit: str, text: str) -> None:
     assert render.format_value(value, unit) == text
 
@@ -50,12 +41,9 @@ def test_a_table_fits_and_names_what_it_left_out() -> None:
 
 def test_ids_and_times_are_not_shortened_and_empty_columns_are_dropped_first() -> None:
     columns: dict[str, list[object]] = {
-        "capture_id": ["0123456789abcdef"],
-        "empty": [None],
-        "text": ["x" * 60],
-        "wall": [0.0],
+        "capture_id": ["0123456789abcdef"], "empty": [None], "text": ["x" * 60], "wall": [0.0],
         "last": ["y" * 24],
-    }
+    }  # fmt: skip
     lines = render.text_table(columns, units={"wall": "unix"}, width=96)
     assert "0123456789abcdef" in lines[2]
     assert "1970-01-01 00:00:00Z" in lines[2]

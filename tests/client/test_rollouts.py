@@ -70,7 +70,7 @@ def test_at_the_end_it_reports_what_was_never_requested(caplog: pytest.LogCaptur
         rollouts.get("g0", 0)
     assert [key[:2] for key in rollouts.unasked] == [("g0", "1"), ("g1", "0"), ("g1", "1")]
     (record,) = caplog.records
-    assert "1 of 4 stored trajectories were served; 3 were never asked for" in record.message
+    assert "1 of 4 stored trajectories were served; 3 were never requested" in record.message
     caplog.clear()
     with ReplayRollouts(step_batch()) as whole:
         for key in whole.keys:

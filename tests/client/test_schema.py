@@ -13,12 +13,8 @@ from stagescope_wire.errors import InvalidEvent, InvalidInput, StagescopeError
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.schema import (
     BEGIN,
-    KINDS,
-    LAYOUT_COLUMNS,
     PART_FIELDS,
     SCHEMA,
-    STAGES,
-    STEP_SUMMARY_STAGES,
     WORK_FIELDS,
     Event,
     Part,
@@ -175,10 +171,3 @@ def test_good_names_of_runs(run: str) -> None:
 def test_bad_names_of_runs(run: object) -> None:
     with pytest.raises(InvalidInput):
         check_run_name(run)
-
-
-def test_the_vocabulary_has_no_repeats() -> None:
-    assert len(KINDS) == 11
-    assert len(set(STAGES)) == 8
-    assert set(STEP_SUMMARY_STAGES) <= set(STAGES)
-    assert len(set(LAYOUT_COLUMNS)) == len(LAYOUT_COLUMNS)

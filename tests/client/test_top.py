@@ -28,6 +28,7 @@ from tests.support.stores import eventually
 
 from stagescope.session import Session
 from stagescope.top import RunReader, RunSnapshot, screen
+from stagescope_wire.render import Line
 from stagescope_wire.schema import BEGIN
 
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
@@ -179,26 +180,23 @@ def test_a_run_on_80_by_24(trained: Service) -> None:
         assert f"mean |d| {worst['abs_diff_mean']:.4g}" in text
         assert "error   step 33" in text
         assert "asked     actor_update" in text
-        terminal.press("x")  # no key of it
-        terminal.wait_for_text("STEP")
+        assert STYLE.search(terminal.seen)
+        for keys in ("x", "\x1b[A", ""):  # an escape alone quits, an arrow does not
+            terminal.press(keys)
+            terminal.wait_for_text("STEP")
+        # The screen is cleared once, when it is entered; then lines are written over.
+        assert terminal.seen.count("\x1b[2J") == 1
         terminal.press("q")
         assert terminal.end() == 0
         assert terminal.is_restored()
         assert all(fits(each, 24, 80) for each in terminal.frames)
 
 
-def test_it_does_not_clear_what_it_draws_again(trained: Service) -> None:
-    with top(trained, RUN) as terminal:
-        for _ in range(4):
-            terminal.wait_for_text("STEP")
-        # The screen is cleared once, when it is entered; then lines are written over.
-        assert terminal.seen.count("\x1b[2J") == 1
-
-
 @pytest.mark.parametrize("how", ["ctrl-c", "term", "escape"])
 def test_it_restores_the_terminal_however_it_ends(trained: Service, how: str) -> None:
-    with top(trained, RUN) as terminal:
-        terminal.wait_for_text("STEP")
+    with top(trained, RUN, NO_COLOR="1") as terminal:
+        terminal.wait_for_text("suspect")
+        assert not STYLE.search(terminal.seen)
         if how == "term":
             terminal.process.send_signal(signal.SIGTERM)
         else:
@@ -206,15 +204,6 @@ def test_it_restores_the_terminal_however_it_ends(trained: Service, how: str) ->
         assert terminal.end() == 0
         assert terminal.is_restored()
         assert "Traceback" not in terminal.seen
-
-
-def test_an_arrow_does_not_quit(trained: Service) -> None:
-    with top(trained, RUN) as terminal:
-        terminal.wait_for_text("STEP")
-        terminal.press("\x1b[A")
-        for _ in range(3):
-            terminal.wait_for_text("STEP")
-        assert terminal.process.poll() is None
 
 
 def test_it_can_be_suspended(trained: Service) -> None:
@@ -249,16 +238,6 @@ def test_it_follows_the_size_of_the_window(trained: Service) -> None:
         terminal.resize(50, 120)
         large = terminal.wait_for(lambda frame: len(frame) > 20)
         assert fits(large, 50, 120)
-
-
-def test_without_colour_it_says_the_same(trained: Service) -> None:
-    with top(trained, RUN, NO_COLOR="1") as terminal:
-        frame = terminal.wait_for_text("STEP")
-        assert not STYLE.search(terminal.seen)
-        assert any("suspect" in line for line in frame)
-    with top(trained, RUN) as terminal:
-        terminal.wait_for_text("STEP")
-        assert STYLE.search(terminal.seen)
 
 
 def test_a_new_step_appears(live: Service) -> None:
@@ -344,23 +323,27 @@ def test_1024_ranks_fit(live: Service) -> None:
         assert re.search(r" #{19}> 1000/1024  actor 1000-1023", row)
 
 
+STEP: dict[str, object] = {"step": 3, "attempt": 1, "complete": "open", "measured": False,
+                           "gap": None, "superseded_by": None, "closed_wall": None}  # fmt: skip
+
+
+def screen_of(answers: dict[str, object]) -> list[Line]:
+    """The screen of a service that gives these answers, and no rows to other questions."""
+    answers = {"/series": {"steps": [], "comparable": [], "series": []}, **answers}
+    asked = SimpleNamespace(get=lambda path, **_: answers.get(path, {"rows": []}))
+    return screen(RunReader(cast("Session", asked), "r").read(), width=80, height=24)
+
+
 def test_a_rank_that_is_gone_is_marked_where_it_never_began() -> None:
     progress = {"run": "r", "attempt": 1, "step": 3, "complete": "open", "wall": 9.0,
                 "expected": {"actor": {"actor_update": [0, 1, 2]}},
                 "missing": [{"role": "actor", "stage": "actor_update", "rank": rank,
                              "status": "not begun", "since": 1.0} for rank in (1, 2)]}  # fmt: skip
-    answers: dict[str, object] = {
-        "/steps/latest/stages": progress,
+    lines = screen_of({
+        "/steps/latest/stages": progress, "/steps": {"rows": [STEP]},
         "/steps/3/stuck": {"rows": [{"role": "actor", "rank": 1, "process": "silent"},
                                     {"role": "actor", "rank": 2, "process": "gone"}]},
-        "/steps": {"rows": [{"step": 3, "attempt": 1, "complete": "open", "measured": False,
-                             "gap": None, "superseded_by": None, "closed_wall": None}]},
-        "/series": {"steps": [], "comparable": [], "series": []},
-    }  # fmt: skip
-    session = cast(
-        "Session", SimpleNamespace(get=lambda path, **_: answers.get(path, {"rows": []}))
-    )
-    lines = screen(RunReader(session, "r").read(), width=80, height=24)
+    })  # fmt: skip
     (row,) = [line for line in lines if line.text.startswith("actor_update")]
     assert row.text.split()[1:3] == ["#.!", "1/3"]
     assert row.tone == "bad"
@@ -370,15 +353,10 @@ def test_a_rank_that_is_gone_is_marked_where_it_never_began() -> None:
     ("verdict", "tone"), [("comparable", "good"), ("unknown", ""), ("suspect", "bad")]
 )
 def test_an_unknown_verdict_is_neither_good_nor_bad(verdict: str, tone: str) -> None:
-    answers: dict[str, object] = {
-        "/steps": {"rows": [{"step": 3, "attempt": 1, "complete": "complete", "measured": True,
-                             "gap": None, "superseded_by": None, "closed_wall": 1.0}]},
+    lines = screen_of({
+        "/steps": {"rows": [{**STEP, "complete": "complete", "measured": True}]},
         "/series": {"steps": [3], "comparable": [verdict], "series": [{"values": [0.1]}]},
-    }  # fmt: skip
-    session = cast(
-        "Session", SimpleNamespace(get=lambda path, **_: answers.get(path, {"rows": []}))
-    )
-    lines = screen(RunReader(session, "r").read(), width=80, height=24)
+    })  # fmt: skip
     (row,) = [line for line in lines if f" {verdict} " in line.text]
     assert row.tone == tone
 
@@ -448,5 +426,3 @@ def test_hostile_names_and_numbers_do_not_control_the_terminal() -> None:
             assert line.text.isprintable()
             assert len(line.text) <= max(width, 40)
     assert any(line.text.endswith("all stages") for line in screen(snapshot, width=80, height=60))
-    (title, *_) = screen(None, width=80, height=24, run="r", problem=evil)
-    assert title.text == "stagescope  r"

@@ -23,78 +23,74 @@ TOO_MANY = (429, {"code": "too_many_requests", "wrong": "more than the 2 request
 UNAVAILABLE = (503, {"code": "catalogue_unavailable", "wrong": "the disk is full"})
 
 
-def test_every_error_of_the_tree_comes_back_as_itself(service: Answering, session: Session) -> None:
+def test_every_error_of_the_tree_comes_back_as_itself(service: Answering, client: Session) -> None:
     for name in errors.__all__:
         kind = getattr(errors, name)
         # A status that is not retried; the code alone decides on the class.
         body = {"code": kind.code, "wrong": "w", "expected": "e", "advice": "a"}
         service.refusals.append((418, body))
         with pytest.raises(errors.StagescopeError) as caught:
-            session.get("/runs")
+            client.get("/runs")
         assert type(caught.value) is kind, name
         assert (caught.value.wrong, caught.value.expected) == ("w", "e")
         assert caught.value.advice.startswith("a")
 
 
-def test_links_of_an_error_are_calls_of_the_session(service: Answering, session: Session) -> None:
+def test_links_of_an_error_are_calls_of_the_session(service: Answering, client: Session) -> None:
     see = [Link("stages", 5, shows="who has arrived").to_json(), Link("losses").to_json()]
     advice = "wait; see /steps/5/stages for who has arrived, /losses"
     body = {"code": "not_found", "wrong": "w", "expected": "", "advice": advice, "see": see}
     of_other_version = {**body, "advice": "look at /steps/5/stages, /losses"}
     service.refusals += [(404, body), (404, of_other_version)]
     with pytest.raises(errors.NotFound) as caught:
-        session.get("/runs")
+        client.get("/runs")
     assert (caught.value.advice, len(caught.value.see)) == ("wait", 2)
     calls = "see session.step(5).stages() for who has arrived, session.losses()"
     assert str(caught.value) == f"w; wait; {calls}"
     with pytest.raises(errors.NotFound, match=r"w; look at /steps/5/stages, /losses$"):
-        session.get("/runs")
+        client.get("/runs")
 
 
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (401, errors.Unauthorized),
-        (403, errors.Forbidden),
-        (404, errors.NotFound),
-        (409, errors.Conflict),
-        (422, errors.InvalidInput),
-        (418, errors.StagescopeError),
+        (401, errors.Unauthorized), (403, errors.Forbidden), (404, errors.NotFound),
+        (409, errors.Conflict), (422, errors.InvalidInput), (418, errors.StagescopeError),
     ],
-)
+)  # fmt: skip
 def test_an_unknown_code_falls_back_to_the_status(
-    service: Answering, session: Session, status: int, kind: type[errors.StagescopeError]
+    service: Answering, client: Session, status: int, kind: type[errors.StagescopeError]
 ) -> None:
     service.refusals.append((status, {"code": "of_a_later_version", "detail": "said so"}))
     with pytest.raises(errors.StagescopeError, match="said so") as caught:
-        session.get("/runs")
+        client.get("/runs")
     assert type(caught.value) is kind
 
 
-def test_a_service_that_is_not_ready_is_waited_for(service: Answering, session: Session) -> None:
+def test_a_service_that_is_not_ready_is_waited_for(service: Answering, client: Session) -> None:
     service.refusals += [NOT_READY, NOT_READY, UNAVAILABLE]
-    assert len(session.runs()) == 2
+    assert len(client.runs()) == 2
     assert len(service.seen) == 4
 
 
-def test_one_request_too_many_is_sent_again(service: Answering, session: Session) -> None:
+def test_one_request_too_many_is_sent_again(service: Answering, client: Session) -> None:
     service.refusals += [TOO_MANY]
-    assert len(session.runs()) == 2
+    assert len(client.runs()) == 2
     service.refusals += [TOO_MANY]
-    session.capture(steps=[5])
+    client.capture(steps=[5])
     assert len(service.captures) == 1
-    service.refusals += [TOO_MANY] * 50
-    transport = Transport(ServiceLocation(service.url, "the test", READ), timeout=0.3)
-    with pytest.raises(errors.TooManyRequests, match="more than the 2 requests"):
-        transport.get("/runs")
-    transport.close()
 
 
-def test_the_wait_ends_at_the_deadline_with_the_reason(service: Answering) -> None:
+@pytest.mark.parametrize(
+    ("refusal", "kind"), [(TOO_MANY, errors.TooManyRequests), (NOT_READY, errors.NotReady)]
+)
+def test_the_wait_ends_at_the_deadline_with_the_reason(
+    service: Answering, refusal: tuple[int, dict[str, str]], kind: type[errors.StagescopeError]
+) -> None:
     transport = Transport(ServiceLocation(service.url, "the test", READ), timeout=0.5)
-    service.refusals += [NOT_READY] * 50
+    service.refusals += [refusal] * 50
     began = time.monotonic()
-    with pytest.raises(errors.NotReady, match="being opened"):
+    with pytest.raises(kind, match=refusal[1]["wrong"]):
         transport.get("/runs")
     assert time.monotonic() - began < 5
     assert 2 <= len(service.seen) < 10
@@ -102,14 +98,14 @@ def test_the_wait_ends_at_the_deadline_with_the_reason(service: Answering) -> No
 
 
 def test_a_change_is_retried_only_if_it_was_not_accepted(
-    service: Answering, session: Session
+    service: Answering, client: Session
 ) -> None:
     service.refusals.append(NOT_READY)
-    session.capture(steps=[5])
+    client.capture(steps=[5])
     assert len(service.captures) == 1
     service.refusals.append(UNAVAILABLE)
     with pytest.raises(errors.CatalogueUnavailable):
-        session.capture(steps=[6])
+        client.capture(steps=[6])
     assert len(service.captures) == 1
 
 
@@ -163,13 +159,11 @@ def test_a_change_that_may_have_arrived_is_not_repeated(gap: bytes) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        http(b"<p/>"),
-        http(b"[]"),
+        http(b"<p/>"), http(b"[]"),
         b"HTTP/1.1 302 Found\r\nlocation: http://x/login\r\ncontent-length: 0\r\n\r\n",
-        b"SSH-2.0-OpenSSH_9.6\r\n",
-        b"",
+        b"SSH-2.0-OpenSSH_9.6\r\n", b"",
     ],
-)
+)  # fmt: skip
 def test_something_else_at_the_url(answer: bytes) -> None:
     with answering_bytes(answer) as url, pytest.raises(errors.StagescopeError) as caught:
         stagescope.attach(url, token=READ, timeout=5.0)
@@ -186,9 +180,9 @@ def test_a_download_waits_for_a_busy_service_and_is_complete(tmp_path: Path) -> 
     stages = http(b'{"step": 5, "run": "r", "attempt": 1}')
     with (
         answering_bytes(stages, BUSY, http(whole)) as url,
-        Session(ServiceLocation(url, "the test", READ)) as session,
+        Session(ServiceLocation(url, "the test", READ)) as client,
     ):
-        found = session.step(5).save_batch(tmp_path / "there.safetensors")
+        found = client.step(5).save_batch(tmp_path / "there.safetensors")
     assert (tmp_path / "there.safetensors").read_bytes() == whole
     assert found.sample_ids == batch.sample_ids
 
@@ -198,9 +192,9 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     broken = http(b"x" * 100)[:-60]
     with (
         answering_bytes(stages, broken, BUSY) as url,
-        Session(ServiceLocation(url, "the test", READ)) as session,
+        Session(ServiceLocation(url, "the test", READ)) as client,
     ):
-        step = session.step(5)
+        step = client.step(5)
         with pytest.raises(errors.Unreachable):
             step.save_batch(tmp_path / "there.safetensors")
         assert not list(tmp_path.iterdir())
@@ -209,22 +203,13 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_service_that_never_answers_ends_at_the_deadline() -> None:
+    """A slow answer is no absent service."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         began = time.monotonic()
-        with pytest.raises(errors.Unreachable, match=r"does not answer within 0\.5 s; it is runn"):
+        with pytest.raises(errors.Unreachable, match=r"not answer within 0\.5 s; it is") as caught:
             stagescope.attach(url, token=READ, timeout=0.5)
         assert time.monotonic() - began < 10
-
-
-def test_a_slow_answer_is_no_absent_service() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        transport = Transport(ServiceLocation(url, "the test", READ), timeout=0.3)
-        with pytest.raises(errors.Unreachable) as caught:
-            transport.get("/runs")
-        transport.close()
-    assert "may be busy" in caught.value.wrong
     assert "cannot be reached" not in str(caught.value)
     assert "is it running" not in str(caught.value)
     assert "--timeout" in caught.value.advice
@@ -243,7 +228,7 @@ def test_each_request_carries_its_own_token_and_the_user(service: Answering) -> 
 def test_a_service_that_is_starting_can_be_attached_to(service: Answering) -> None:
     service.refusals += [NOT_READY] * 20
     began = time.monotonic()
-    with stagescope.attach(service.url, token=READ, timeout=30.0) as session:
+    with stagescope.attach(service.url, token=READ, timeout=30.0) as client:
         assert time.monotonic() - began < 10
         service.refusals.clear()
-        assert len(session.runs()) == 2
+        assert len(client.runs()) == 2

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from tests.support.api import Rank, Service, service
 from tests.support.chat_services import SECRET, TOKEN, chat_service
-from tests.support.command_line import invoke
+from tests.support.command_line import ask
 from tests.support.measure import payload
 from tests.support.stores import rows_of
 
@@ -46,24 +45,6 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             rank.stage(STAGE, step, handed)
         rank.begin("actor_update", 6)
         yield running
-
-
-@pytest.fixture
-def found(real: Service, monkeypatch: pytest.MonkeyPatch) -> Service:
-    assert real.tokens is not None
-    monkeypatch.setenv("STAGESCOPE_URL", real.server.url)
-    monkeypatch.setenv("STAGESCOPE_TOKEN", real.tokens.operate)
-    return real
-
-
-@pytest.fixture
-def session(found: Service) -> Iterator[Session]:
-    with stagescope.attach() as session:
-        yield session
-
-
-def ask(*words: str) -> Result:
-    return invoke(*words, env={"COLUMNS": "80"})
 
 
 def test_the_defaults_are_tried_on_stored_steps(session: Session) -> None:
@@ -131,7 +112,7 @@ def test_the_command_line(found: Service, tmp_path: Path) -> None:
     put = ask("triggers", "set", "--rules", str(file))
     assert put.exit_code == 0
     # The rules that ship are replaced: each that is gone is named.
-    assert "no longer in force: " in put.stderr
+    assert "no longer active: " in put.stderr
     assert "non_finite" in put.stderr
     assert "mean" in put.stdout
     row = {"attempt_id": 1, "step": 3, "rule": "mean", "run": "r", "message": "far off"}

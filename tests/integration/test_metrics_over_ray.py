@@ -90,10 +90,10 @@ def test_attach_finds_the_service_of_the_cluster_that_the_process_has_joined(
 def test_numbers_of_an_open_step_are_those_of_the_route(
     service: Service, probe: Probe, feed: MetricsFeed
 ) -> None:
-    assert feed.take(1) == {}
+    assert feed.get(1) == {}
     record(probe, 1)
-    feed.want(1)
-    taken = eventually(lambda: feed.take(1))
+    feed.request(1)
+    taken = eventually(lambda: feed.get(1))
     answer = ask(probe, 1)
     # The attempt's key is the one that Ray gives.
     assert answer == over_http(
@@ -113,17 +113,17 @@ def test_numbers_of_an_open_step_are_those_of_the_route(
 
 def test_late_payload_is_waited_for(service: Service, probe: Probe, feed: MetricsFeed) -> None:
     record(probe, 1)
-    feed.want(1)
-    eventually(lambda: feed.take(1))
+    feed.request(1)
+    eventually(lambda: feed.get(1))
     other = Rank(probe.run, 1, role="driver")
     with service.held("ingestor"):
         other.begins("report", 1, payload(seed=1, first_sample=4), STAGE)
         eventually(lambda: ask(probe, 1)["coverage"]["payloads_pending"] == 1)
-        feed.want(1)
+        feed.request(1)
         partial = ask(probe, 1)
         assert partial["coverage"]["tokens"] == 44
-        assert feed.take(1) == {}
-    taken = eventually(lambda: feed.take(1))
+        assert feed.get(1) == {}
+    taken = eventually(lambda: feed.get(1))
     assert taken["counts/tokens"] == 88
 
 
@@ -136,13 +136,13 @@ def test_killed_api_fails_the_question_and_is_asked_again(
     assert link is not None
     with service.held("api") as pid:
         asked = link.metrics(probe.run, probe.attempt_key, 1)
-        feed.want(1)
-        assert feed.take(1) == {}
+        feed.request(1)
+        assert feed.get(1) == {}
         service.kill("api", pid)
         assert asked.exception(SECONDS) is not None
     record(probe, 2)  # events go on without the API
     eventually(lambda: probe.outbox.is_empty)
-    taken = eventually(lambda: feed.take(1))
+    taken = eventually(lambda: feed.get(1))
     assert taken["counts/tokens"] == 44
 
 

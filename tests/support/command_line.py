@@ -19,3 +19,8 @@ _APART: dict[str, Any] = (
 def invoke(*words: str, env: Mapping[str, str] | None = None) -> Result:
     """Run `stagescope WORDS`; the result holds stdout and stderr apart."""
     return CliRunner(**_APART).invoke(cli.main, words, env=env)
+
+
+def ask(*words: str, width: int = 80) -> Result:
+    """Run `stagescope WORDS` in so many columns; the environment names the service."""
+    return invoke(*words, env={"COLUMNS": str(width)})

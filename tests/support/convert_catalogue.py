@@ -63,7 +63,7 @@ def _rewritten(data: bytes) -> bytes:
     header = json.loads(plain[8 : 8 + int.from_bytes(plain[:8], "little")])
     document = json.loads(header["__metadata__"]["stagescope"])
     kind = {"whole": "step summary"}.get(document["kind"], document["kind"])
-    return codec.save(safetensors.numpy.load(plain), {**document, "kind": kind})
+    return codec.save(kind, 1, safetensors.numpy.load(plain), {**document, "kind": kind})
 
 
 if __name__ == "__main__":

@@ -124,6 +124,19 @@ def all_problems(found: Dump | DumpContents) -> str:
     return "; ".join(problem.message for problem in found.problems)
 
 
+def same_contents(one: DumpContents, other: DumpContents) -> None:
+    """Check that two dumps hold the same in a place; their metadata may differ."""
+    assert one.entry.location == other.entry.location
+    assert {*one.tensors} == {*other.tensors}
+    for name, (tag, shape, values, offsets) in one.tensors.items():
+        assert other.tensors[name][:2] == (tag, shape), name
+        np.testing.assert_array_equal(other.tensors[name][2], values)
+        np.testing.assert_array_equal(other.tensors[name][3], offsets)
+    np.testing.assert_equal(dict(other.numbers), dict(one.numbers))
+    assert (other.samples, other.groups, other.mask) == (one.samples, one.groups, one.mask)
+    assert other.row_texts == one.row_texts
+
+
 def make_batch(rows: int, tokens: int, *, seed: int = 0, step: int = 0) -> Batch:
     """Make a step's batch; the same arguments make the same."""
     rng = np.random.default_rng([seed, step + 1])
@@ -193,16 +206,15 @@ def nexrl_directory(
             _write_remote(write, step, batch)
             continue
         if mode == "self_hosted":
-            write("trajectory", step, _trajectories(step, batch))
-            write("old_log_probs", step, _old_log_probs(step, batch))
+            write("trajectory", step, _trajectories(batch))
+            write("old_log_probs", step, _old_log_probs(batch))
         for rank in range(ranks):
             write("gradient", step, _parameter(step, rank, "gradient"), rank)
             write("param", step, _parameter(step, rank, "param"), rank)
             for micro in range(micros):
                 begin = (rank * micros + micro) * rows
                 chosen = slice(begin, begin + rows)
-                location = {"step": step, "rank": rank, "micro_idx": micro}
-                _write_micro(write, location, batch, chosen, mode)
+                _write_micro(write, step, rank, micro, batch, chosen, mode)
     return path
 
 
@@ -215,17 +227,11 @@ class _Writer:
         ):  # fmt: skip
             (path / kind).mkdir(parents=True, exist_ok=True)
 
-    def __call__(
-        self,
-        kind: str,
-        step: int,
-        data: dict[str, object],
-        rank: int | None = None,
-        micro: int | None = None,
-    ) -> None:
-        name = f"step_{step:06d}"
-        name += "" if rank is None else f"_rank{rank}"
-        name += "" if micro is None else f"_micro{micro}"
+    def __call__(self, kind: str, step: int, data: dict[str, object], *numbers: int) -> None:
+        """Write a file; `numbers` are the rank and the microbatch, as far as it has them."""
+        labels = zip(("rank", "micro"), numbers, strict=False)
+        name = "_".join([f"step_{step:06d}", *(f"{label}{number}" for label, number in labels)])
+        data = {"step": step, **dict(zip(("rank", "micro_idx"), numbers, strict=False)), **data}
         if self.edit is not None:
             self.edit(kind, name, data)
         file = self.path / kind / f"{name}.{self.suffix}"
@@ -244,31 +250,25 @@ def _plain(value: object) -> object:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _trajectories(step: int, batch: Batch) -> dict[str, object]:
+def _trajectories(batch: Batch) -> dict[str, object]:
     trajectories = [
         {
-            "tokens": batch.tokens(row),
-            "loss_mask": batch.loss_mask(row),
-            "reward": float(batch.rewards[row]),
-            "is_val": False,
+            "tokens": batch.tokens(row), "loss_mask": batch.loss_mask(row),
+            "reward": float(batch.rewards[row]), "is_val": False,
             "extra_fields": {
-                "group_id": batch.groups[row],
-                "run_id": batch.runs[row],
-                "task_id": row // GROUP,
-                "score": float(batch.rewards[row]),
-                "temperature": 1.0,
+                "group_id": batch.groups[row], "run_id": batch.runs[row], "task_id": row // GROUP,
+                "score": float(batch.rewards[row]), "temperature": 1.0,
             },
         }
         for row in range(batch.rows)
-    ]
-    return {"step": step, "num_trajectories": batch.rows, "trajectories": trajectories}
+    ]  # fmt: skip
+    return {"num_trajectories": batch.rows, "trajectories": trajectories}
 
 
-def _old_log_probs(step: int, batch: Batch) -> dict[str, object]:
+def _old_log_probs(batch: Batch) -> dict[str, object]:
     values = batch.padded("old_log_probs")
-    ids = batch.input_ids()
-    info = {"batch_size": batch.rows, "input_ids_shape": list(ids.shape)}
-    return {"step": step, "old_log_probs": values, "shape": [*values.shape], "batch_info": info}
+    info = {"batch_size": batch.rows, "input_ids_shape": [*batch.input_ids().shape]}
+    return {"old_log_probs": values, "shape": [*values.shape], "batch_info": info}
 
 
 def _parameter(step: int, rank: int, kind: str) -> dict[str, object]:
@@ -276,61 +276,47 @@ def _parameter(step: int, rank: int, kind: str) -> dict[str, object]:
     values = torch.from_numpy(rng.normal(size=(8, 8))).to(torch.bfloat16)
     known = values.float()
     return {
-        "step": step,
-        "rank": rank,
-        "param_name": "model.layers.0.self_attn.q_proj.weight",
-        kind: values,
-        "shape": [8, 8],
-        "dtype": str(values.dtype),
-        "norm": float(known.norm()),
-        "mean": float(known.mean()),
+        "param_name": "model.layers.0.self_attn.q_proj.weight", kind: values, "shape": [8, 8],
+        "dtype": str(values.dtype), "norm": float(known.norm()), "mean": float(known.mean()),
         "std": float(known.std()),
-    }
+    }  # fmt: skip
 
 
 def _write_micro(
-    write: _Writer, location: dict[str, int], batch: Batch, rows: slice, mode: str
+    write: _Writer, step: int, rank: int, micro: int, batch: Batch, rows: slice, mode: str
 ) -> None:
-    step, rank, micro = location.values()
-    forward = {
-        **location,
-        "log_probs": batch.padded("log_probs", rows),
-        "entropy": batch.padded("entropy", rows),
-        "response_mask": batch.padded("response_mask", rows),
-        "log_probs_shape": [*batch.padded("log_probs", rows).shape],
-        "entropy_shape": [*batch.padded("entropy", rows).shape],
-        "input_ids": batch.input_ids(rows),
+    values = {
+        name: batch.padded(name, rows)
+        for name in ("log_probs", "old_log_probs", "entropy", "advantages", "response_mask")
     }
-    write("forward_data", step, forward, rank, micro)
-    inside = batch.padded("response_mask", rows)
-    ratio = torch.exp(batch.padded("log_probs", rows) - batch.padded("old_log_probs", rows))
-    elementwise = -ratio * batch.padded("advantages", rows) * inside
+    ids = batch.input_ids(rows)
+    forward: dict[str, object] = {
+        name: values[name] for name in ("log_probs", "entropy", "response_mask")
+    }
+    shapes = {f"{name}_shape": [*values[name].shape] for name in ("log_probs", "entropy")}
+    write("forward_data", step, {**forward, **shapes, "input_ids": ids}, rank, micro)
+    inside = values["response_mask"]
+    ratio = torch.exp(values["log_probs"] - values["old_log_probs"])
+    elementwise = -ratio * values["advantages"] * inside
     count = max(int(inside.sum()), 1)
     policy = float(elementwise.sum()) / count
-    entropy = float((batch.padded("entropy", rows) * inside).sum()) / count
+    entropy = float((values["entropy"] * inside).sum()) / count
     losses = {"loss": policy - 0.01 * entropy, "pg_loss": policy, "entropy_loss": entropy}
     extra = {"epoch": 0, "batch_idx": micro}
-    write("loss", step, {**location, **losses, "extra_info": extra}, rank, micro)
+    write("loss", step, {**losses, "extra_info": extra}, rank, micro)
     if mode != "weaver":
         return
-    debug = {
-        **location,
-        "log_probs": batch.padded("log_probs", rows),
-        "old_log_probs": batch.padded("old_log_probs", rows),
-        "advantages": batch.padded("advantages", rows),
-        "prob_ratio": ratio,
-        "elementwise_loss": elementwise,
-        "effective_valid": inside,
-        "loss": torch.tensor(losses["loss"]),
+    debug: dict[str, object] = {
+        name: values[name] for name in ("log_probs", "old_log_probs", "advantages")
     }
-    write("is_loss_debug", step, debug, rank, micro)
-    ids = batch.input_ids(rows)
-    inputs = {**location, "input_ids": ids, "attention_mask": (ids != 0).long()}
+    debug |= {"prob_ratio": ratio, "elementwise_loss": elementwise, "effective_valid": inside}
+    write("is_loss_debug", step, {**debug, "loss": torch.tensor(losses["loss"])}, rank, micro)
+    inputs: dict[str, object] = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     write("batch_inputs", step, inputs, rank, micro)
 
 
 def _write_remote(write: _Writer, step: int, batch: Batch) -> None:
-    prepared = _trajectories(step, batch)
+    prepared = _trajectories(batch)
     prepared["advantages"] = [batch.of_row("advantages", row) for row in range(batch.rows)]
     write("prepared_trajectories", step, prepared)
     datums = []
@@ -344,82 +330,64 @@ def _write_remote(write: _Writer, step: int, batch: Batch) -> None:
             "loss_mask": [float(value) for value in mask[1:]],
         }
         datums.append({"input_tokens": tokens[:-1], "loss_fn_inputs": inputs})
-    write("datums", step, {"step": step, "num_datums": len(datums), "datums": datums})
+    write("datums", step, {"num_datums": len(datums), "datums": datums})
     metrics = {"loss:sum": 0.25, "grad_norm": 1.5, "tokens": 128, "status": "ok"}
-    write("training_metrics", step, {"step": step, "metrics": metrics})
+    write("training_metrics", step, {"metrics": metrics})
 
 
 def slime_rollout_file(path: Path, batch: Batch, *, rollout_id: int = 0, **changes: object) -> Path:
     """Write slime's `--save-debug-rollout-data`; `changes` replace fields of every sample."""
     samples = [
         {
-            "group_index": row // GROUP,
-            "index": row,
-            "rollout_id": None,
-            "prompt": f"question {row}",
-            "tokens": batch.tokens(row),
-            "multimodal_inputs": None,
-            "response": f"answer {row}",
-            "response_length": int(batch.lengths[row]),
-            "label": "1",
-            "reward": float(batch.rewards[row]),
-            "loss_mask": batch.of_row("response_mask", row),
+            "group_index": row // GROUP, "index": row, "rollout_id": None,
+            "prompt": f"question {row}", "tokens": batch.tokens(row), "multimodal_inputs": None,
+            "response": f"answer {row}", "response_length": int(batch.lengths[row]), "label": "1",
+            "reward": float(batch.rewards[row]), "loss_mask": batch.of_row("response_mask", row),
             "weight_versions": ["3"],
             "rollout_log_probs": batch.of_row("rollout_log_probs", row),
-            "remove_sample": False,
-            "teacher_log_probs": None,
-            "status": "completed",
-            "metadata": {"source": "made"},
-            "spec_info": {"spec_accept_token_num": 0},
+            "remove_sample": False, "teacher_log_probs": None, "status": "completed",
+            "metadata": {"source": "made"}, "spec_info": {"spec_accept_token_num": 0},
             **changes,
         }
         for row in range(batch.rows)
-    ]
+    ]  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"rollout_id": rollout_id, "samples": samples}, path)
     return path
 
 
-def slime_train_file(path: Path, batch: Batch, *, rollout_id: int = 0, ranks: int = 2) -> Path:
-    """Write slime's `--save-debug-train-data`, format version 2."""
+def slime_train_file(path: Path, batch: Batch, *, rollout_id: int = 0) -> Path:
+    """Write slime's `--save-debug-train-data`, format version 2, of two ranks."""
+    ranks = 2
 
     def tensor(name: str, row: int) -> torch.Tensor:
         return torch.tensor(batch.of_row(name, row))
 
     samples = [
         {
-            "data_parallel_rank": row % ranks,
-            "sample_index": row,
-            "rollout_position": row,
-            "tokens": torch.tensor(batch.tokens(row)),
-            "loss_masks": tensor("response_mask", row),
-            "total_lengths": len(batch.tokens(row)),
-            "response_lengths": int(batch.lengths[row]),
+            "data_parallel_rank": row % ranks, "sample_index": row, "rollout_position": row,
+            "tokens": torch.tensor(batch.tokens(row)), "loss_masks": tensor("response_mask", row),
+            "total_lengths": len(batch.tokens(row)), "response_lengths": int(batch.lengths[row]),
             "rewards": float(batch.rewards[row]),
             "rollout_log_probs": tensor("rollout_log_probs", row),
-            "log_probs": tensor("old_log_probs", row),
-            "advantages": tensor("advantages", row),
+            "log_probs": tensor("old_log_probs", row), "advantages": tensor("advantages", row),
             "returns": tensor("advantages", row),
         }
         for row in range(batch.rows)
-    ]
+    ]  # fmt: skip
+    rows_of = [list(range(rank, batch.rows, ranks)) for rank in range(ranks)]
     shards = [
-        {
-            "rank": rank,
-            "data_parallel_rank": rank,
-            "sample_indices": list(range(rank, batch.rows, ranks)),
-            "partition": list(range(rank, batch.rows, ranks)),
-            "micro_batch_indices": [[0]],
-        }
-        for rank in range(ranks)
-    ]
+        {"rank": rank, "data_parallel_rank": rank, "sample_indices": rows, "partition": rows,
+         "micro_batch_indices": [[0]]}
+        for rank, rows in enumerate(rows_of)
+    ]  # fmt: skip
     whole = {"format_version": 2, "rollout_id": rollout_id, "rank": 0, "samples": samples}
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({**whole, "dp_shards": shards, "raw_reward": batch.rewards.tolist()}, path)
     return path
 
 
-def areal_batch(batch: Batch, *, version: int = 3) -> dict[str, torch.Tensor]:
+def areal_batch(batch: Batch) -> dict[str, torch.Tensor]:
     """AReaL's batch of padded sequences; index t of every tensor is token t (not shifted)."""
     width = max(len(batch.tokens(row)) for row in range(batch.rows))
 
@@ -436,24 +404,17 @@ def areal_batch(batch: Batch, *, version: int = 3) -> dict[str, torch.Tensor]:
         made["input_ids"].append(pad(tokens, 0))
         made["loss_mask"].append(pad(mask, 0))
         made["logprobs"].append(pad(log_probs, 0.0))
-        made["versions"].append(pad([version if on else -1 for on in mask], -1))
+        made["versions"].append(pad([3 if on else -1 for on in mask], -1))
         made["attention_mask"].append(pad([True] * len(tokens), False))
     kinds = {"logprobs": torch.float32, "attention_mask": torch.bool}
     found = {n: torch.tensor(v, dtype=kinds.get(n, torch.int32)) for n, v in made.items()}
     return {**found, "rewards": torch.tensor(batch.rewards, dtype=torch.float32)}
 
 
-def areal_file(path: Path, batch: Batch, *, form: str = "dict", version: int = 3) -> Path:
-    """Write AReaL's `batch_data.pt`.
-
-    Args:
-        path: the file.
-        batch: what it holds.
-        form: 'dict' of padded tensors, 'list' of a dict a trajectory ([1, tokens]), or
-            'tensordict'.
-        version: the policy version of every model token.
-    """
-    padded = areal_batch(batch, version=version)
+def areal_file(path: Path, batch: Batch, *, form: str = "dict") -> Path:
+    """Write AReaL's `batch_data.pt`: a 'dict' of padded tensors, a 'list' of dicts a trajectory
+    ([1, tokens]), or a 'tensordict'."""
+    padded = areal_batch(batch)
     path.parent.mkdir(parents=True, exist_ok=True)
     if form == "dict":
         torch.save(padded, path)
@@ -480,16 +441,10 @@ def verl_directory(path: Path, batch: Batch, *, steps: Iterable[int] = (1,)) -> 
     path.mkdir(parents=True, exist_ok=True)
     for step in steps:
         lines = [
-            {
-                "input": f"question {row // GROUP}",
-                "output": f"answer {row}",
-                "gts": "42",
-                "score": float(batch.rewards[row]),
-                "step": step,
-                "acc": bool(batch.rewards[row]),
-            }
+            {"input": f"question {row // GROUP}", "output": f"answer {row}", "gts": "42",
+             "score": float(batch.rewards[row]), "step": step, "acc": bool(batch.rewards[row])}
             for row in range(batch.rows)
-        ]
+        ]  # fmt: skip
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (path / f"{step}.jsonl").write_text(text)
     return path
@@ -513,8 +468,8 @@ def hostile_torch_file(path: Path, marker: Path) -> Path:
     return path
 
 
-def zip_bomb(path: Path, size: int = 64 << 20) -> Path:
-    """Write a .pt file of a few kilobytes whose one storage inflates to `size` bytes."""
+def zip_bomb(path: Path) -> Path:
+    """Write a .pt file of a few kilobytes whose one storage inflates to 64 MiB."""
     plain = path.with_suffix(".plain")
     torch.save({"step": 0, "log_probs": torch.zeros(4)}, plain)
     with (
@@ -523,7 +478,7 @@ def zip_bomb(path: Path, size: int = 64 << 20) -> Path:
     ):
         for member in source.namelist():
             data = source.read(member)
-            target.writestr(member, b"\0" * size if "/data/" in member else data)
+            target.writestr(member, bytes(64 << 20) if "/data/" in member else data)
     plain.unlink()
     return path
 
@@ -531,14 +486,11 @@ def zip_bomb(path: Path, size: int = 64 << 20) -> Path:
 def own_directory(
     path: Path,
     *,
-    run: str = "run",
     key: str = "first",
     steps: Iterable[int] = (0,),
     ranks: int = 2,
     micros: int = 2,
     rows: int = 4,
-    tokens: int = 16,
-    seed: int = 0,
     stage: str = "actor_update",
     edit: Edit | None = None,
 ) -> Path:
@@ -548,23 +500,23 @@ def own_directory(
     intermediates, a gradient and the samples' ids.
     """
     for step in steps:
-        batch = make_batch(ranks * micros * rows, tokens, seed=seed, step=step)
+        batch = make_batch(ranks * micros * rows, 16, step=step)
         for rank in range(ranks):
             for micro in range(micros):
                 begin = (rank * micros + micro) * rows
                 data = _own_payload(batch, slice(begin, begin + rows), rank)
                 part = Part(microbatch=micro)
-                directory = step_directory(path, run, key, step, stage, part)
+                directory = step_directory(path, "run", key, step, stage, part)
                 file = kept_path(directory, "actor", rank, f"incarnation{rank}", micro + 1)
                 if edit is not None:
                     edit("own", file.stem, data)
-                job = {"run": run, "attempt_key": key, "step": step, "stage": stage,
+                job = {"run": "run", "attempt_key": key, "step": step, "stage": stage,
                        "role": "actor", "rank": rank, **part._asdict()}  # fmt: skip
                 tensors = {name: wire(values) for name, values in data["tensors"].items()}
                 sections = sections_of(stage, tensors, data["scalars"])
                 kept = Kept(tensors, sections, data["scalars"], data["strings"], data["meta"], job)
                 write_kept(file, kept)
-    return path / run / key
+    return path / "run" / key
 
 
 def _own_payload(batch: Batch, rows: slice, rank: int) -> dict[str, Any]:

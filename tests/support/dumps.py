@@ -10,14 +10,18 @@ from typing import Any, cast
 
 import torch
 from tests.support.api import Rank, Service
-from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
+from tests.support.small_decoder import (
+    SmallDecoder,
+    begin,
+    forward_backward,
+    small_decoder,
+    token_ids,
+)
 from torch import nn
 from torch.nn import functional
 
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
 from stagescope_wire.plan import CaptureRequest
-from stagescope_wire.schema import Part
-from stagescope_workers.capture.msprobe_capture import begin_capture
 
 
 def capture_request(**fields: object) -> CaptureRequest:
@@ -70,19 +74,8 @@ def capture(
     """Capture one forward and backward pass; return the directory of the rank's files."""
     model = model if model is not None else small_decoder()
     section = {} if mode is None else {"summary_mode": mode}
-    armed = begin_capture(
-        capture_request(capture_id="c", config={"task": task, "level": level, task: section}),
-        run="run",
-        attempt_key="first",
-        stage="actor_update",
-        step=1,
-        part=Part(),
-        role="actor",
-        rank=0,
-        model=model,
-        data_root=str(directory),
-    )
-    assert armed is not None
+    config = {"task": task, "level": level, task: section}
+    armed = begin({"config": config}, model, attempt_key="first", data_root=str(directory))
     if body is None:
         forward_backward(model, token_ids())
     else:

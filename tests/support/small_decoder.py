@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, cast
+
 import torch
 from torch import nn
 from torch.nn import functional
+
+from stagescope_wire.plan import CaptureRequest
+from stagescope_wire.schema import Part
 
 
 class Block(nn.Module):
@@ -62,3 +68,13 @@ def forward_backward(model: nn.Module, tokens: torch.Tensor) -> float:
     loss = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     torch.autograd.backward(loss)
     return float(loss.detach())
+
+
+def begin(request: Mapping[str, object], model: object = None, **work: Any) -> Any:
+    """Begin a capture of `request`, of the first update of a run's first actor but for `work`."""
+    from stagescope_workers.capture.msprobe_capture import begin_capture
+
+    usual = {"run": "run", "attempt_key": "k", "stage": "actor_update", "step": 1, "part": Part()}
+    usual |= {"role": "actor", "rank": 0, "data_root": None}
+    capture = cast(CaptureRequest, {"capture_id": "c", **request})
+    return begin_capture(capture, model=model, **{**usual, **work})

@@ -55,8 +55,8 @@ def record(
 class WholeStep:
     """Rows of a step with lengths of their own, padded on the right."""
 
-    def __init__(self, lengths: Sequence[int], seed: int = 0) -> None:
-        generator = np.random.default_rng(seed)
+    def __init__(self, lengths: Sequence[int]) -> None:
+        generator = np.random.default_rng(0)
         rows, width = len(lengths), max(lengths)
         self.lengths = np.array(lengths, np.int64)
         self.there = np.arange(width) < self.lengths[:, None]

@@ -122,17 +122,6 @@ def test_any_changed_bit_is_seen(tensor: torch.Tensor, data: st.DataObject) -> N
     assert checksum(complete) != before
 
 
-@given(tensors(), st.data())
-def test_two_elements_that_are_swapped_are_seen(tensor: torch.Tensor, data: st.DataObject) -> None:
-    flat = whole_of(tensor)
-    assume(flat.numel() > 1)
-    one, other = data.draw(st.permutations(range(flat.numel())))[:2]
-    traded = flat.clone()
-    traded[one : one + 1].copy_(flat[other : other + 1])
-    traded[other : other + 1].copy_(flat[one : one + 1])
-    assert (checksum(traded) == checksum(flat)) == (bytes_of(traded) == bytes_of(flat))
-
-
 @given(tensors(DTYPES[-2:]))
 def test_lazily_conjugated_and_negated_tensors_are_their_values(tensor: torch.Tensor) -> None:
     for view in (tensor.conj(), tensor.conj().imag):
@@ -159,7 +148,7 @@ def test_what_has_no_bytes_is_refused(value: object) -> None:
 def test_memory_is_bounded(block_words: int, form: str) -> None:
     if block_words == 4:
         pytest.skip("of real chunks alone")
-    data = np.arange(48 << 20, dtype=np.uint8).reshape(6 << 10, -1)
+    data = np.random.default_rng(0).integers(0, 256, (6 << 10, 8 << 10), np.uint8)
     view = {"whole": data, "transposed": data.T, "step": data[:, ::2]}[form]
     checksum(view)  # the weights are made once
     tracemalloc.start()

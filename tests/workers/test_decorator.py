@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,8 @@ from tests.support.coordinators import FakeCoordinator, wait_for
 
 import stagescope_workers
 from stagescope_workers.probe import lifecycle
-from stagescope_workers.probe.decorator import find_step
+from stagescope_workers.probe.decorator import as_stage, find_step
 from stagescope_workers.probe.probe import Probe
-from stagescope_workers.probe.stage import Stage
 
 MakeProbe = Callable[..., Probe]
 
@@ -101,27 +101,15 @@ def test_decorator_before_init_finds_the_probe_later(
     assert coordinator.fields("end")[0]["stage"] == "compute_values"
 
 
-def test_model_is_found_from_the_worker(make_probe: MakeProbe) -> None:
-    probe = make_probe()
+def test_model_is_found_from_the_worker() -> None:
     models: list[object] = []
-    make_stage = probe.stage
 
-    def stage(name: str, **options: Any) -> Stage:
-        models.append(options["model"])
-        return make_stage(name, **options)
+    class Maker:
+        def stage(self, name: str, *, step: int | None = None, model: object = None) -> Any:
+            models.append(model)
+            return contextlib.nullcontext()
 
-    probe.stage = stage  # type: ignore[method-assign]
-
-    class Actor:
-        def __init__(self) -> None:
-            self.engine = SimpleNamespace(module="the model")
-
-        @probe.as_stage("actor_update", model="engine.module", step=1)
-        def update(self) -> None: ...
-
-        @probe.as_stage("actor_update", model="engine.absent", step=1)
-        def other(self) -> None: ...
-
-    Actor().update()
-    Actor().other()
+    worker = SimpleNamespace(engine=SimpleNamespace(module="the model"))
+    for path in ("engine.module", "engine.absent"):
+        as_stage("actor_update", model=path, step=1, probe=Maker)(lambda self: None)(worker)
     assert models == ["the model", None]

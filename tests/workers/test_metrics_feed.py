@@ -70,11 +70,11 @@ def test_numbers_arrive_for_exactly_the_step_that_was_requested(
 ) -> None:
     api.answers = {1: answer(0.5), 2: answer(0.75)}
     feed = make_feed()
-    assert feed.take(1) == {}
-    feed.want(2)
-    wait_for(lambda: feed.take(2))
-    assert feed.take(2) == {"rollout_corr/kl": 0.75}
-    assert feed.take(1) == {}
+    assert feed.get(1) == {}
+    feed.request(2)
+    wait_for(lambda: feed.get(2))
+    assert feed.get(2) == {"rollout_corr/kl": 0.75}
+    assert feed.get(1) == {}
     assert set(api.asked) == {("test-run", "attempt-a", 2)}
 
 
@@ -83,10 +83,10 @@ def test_it_connects_before_the_first_request(make_feed: MakeFeed, api: FakeApi)
     feed = make_feed()
     feed.prepare()
     wait_for(lambda: len(api.asked) == 1)
-    assert feed.take(0) == {}  # of no step that was asked for
+    assert feed.get(0) == {}  # of no step that was asked for
     api.answers = {1: answer(0.5)}
-    feed.want(1)
-    wait_for(lambda: feed.take(1))
+    feed.request(1)
+    wait_for(lambda: feed.get(1))
     assert [step for _, _, step in api.asked] == [0, 1]
 
 
@@ -94,9 +94,9 @@ def test_numbers_keep_their_kind(make_feed: MakeFeed, api: FakeApi) -> None:
     metrics = {"a": "nan", "b": "-inf", "c": 3, "d": 0.5, "e": None, "f": "text", "g": [1]}
     api.answers[1] = {**answer("nan"), "metrics": metrics}
     feed = make_feed()
-    feed.want(1)
-    wait_for(lambda: feed.take(1))
-    taken = dict(feed.take(1))
+    feed.request(1)
+    wait_for(lambda: feed.get(1))
+    taken = dict(feed.get(1))
     assert math.isnan(taken.pop("a"))
     assert taken == {"b": -math.inf, "c": 3, "d": 0.5}
 
@@ -117,13 +117,13 @@ def test_what_does_not_cover_the_step_is_requested_again(
 ) -> None:
     api.answers[1] = partial
     feed = make_feed()
-    feed.want(1)
+    feed.request(1)
     wait_for(lambda: len(api.asked) > 2)
-    assert feed.take(1) == {}
+    assert feed.get(1) == {}
     api.answers[1] = answer(0.5)
-    wait_for(lambda: feed.take(1))
+    wait_for(lambda: feed.get(1))
     count = len(api.asked)
-    feed.want(2)
+    feed.request(2)
     wait_for(lambda: len(api.asked) > count + 1)
     assert {step for _, _, step in api.asked[count:]} == {2}
 
@@ -133,12 +133,12 @@ def test_rows_that_ranks_have_not_announced_yet_are_waited_for(
 ) -> None:
     api.answers[1] = answer(0.001, sequences=4)  # the first mini-batch of two, received
     feed = make_feed()
-    feed.want(1, rows=8)
+    feed.request(1, rows=8)
     wait_for(lambda: len(api.asked) > 2)
-    assert feed.take(1) == {}
+    assert feed.get(1) == {}
     api.answers[1] = answer(0.002, sequences=7, empty_rows=1)
-    wait_for(lambda: feed.take(1))
-    assert feed.take(1) == {"rollout_corr/kl": 0.002}
+    wait_for(lambda: feed.get(1))
+    assert feed.get(1) == {"rollout_corr/kl": 0.002}
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_what_will_not_change_is_used(
 ) -> None:
     api.answers[1] = covering
     feed = make_feed()
-    feed.want(1, rows=4)
-    wait_for(lambda: feed.take(1))
+    feed.request(1, rows=4)
+    wait_for(lambda: feed.get(1))
 
 
 def test_own_payload_is_received_before_the_service_is_asked(
@@ -168,12 +168,12 @@ def test_own_payload_is_received_before_the_service_is_asked(
     feed = make_feed(probe)
     with probe.stage(LOG_PROB, step=1) as stage:
         stage.record(rewards=[1.0])
-    feed.want(1)
-    feed.want(2)
-    wait_for(lambda: feed.take(2))
+    feed.request(1)
+    feed.request(2)
+    wait_for(lambda: feed.get(2))
     assert {step for _, _, step in api.asked} == {2}
     coordinator.settle({3: "ingested"})
-    wait_for(lambda: feed.take(1))
+    wait_for(lambda: feed.get(1))
 
 
 def waiting(feed: MetricsFeed) -> threading.Thread:
@@ -189,7 +189,7 @@ def test_the_end_waits_for_no_step_that_cannot_be_measured(
     feed = make_feed(probe)
     with probe.stage(LOG_PROB, step=1) as stage:
         stage.record(rewards=[1.0])
-    feed.want(1)
+    feed.request(1)
     wait_for(lambda: coordinator.events)
     thread = waiting(feed)
     # The service has no numbers of the step, but has not received all of it either.
@@ -198,20 +198,20 @@ def test_the_end_waits_for_no_step_that_cannot_be_measured(
     coordinator.settle({3: "ingested"})
     thread.join(60.0)
     assert not thread.is_alive()
-    assert feed.take(1) == {}
+    assert feed.get(1) == {}
     # Another process may still hand over the other stream.
     api.answers[1] = answer(0.5)
-    wait_for(lambda: feed.take(1))
+    wait_for(lambda: feed.get(1))
 
 
 def test_the_end_waits_for_a_step_of_which_more_was_recorded(
     make_feed: MakeFeed, api: FakeApi
 ) -> None:
     feed = make_feed()
-    feed.want(1)
+    feed.request(1)
     feed.wait(60.0)
     api.hangs = True
-    feed.want(1)
+    feed.request(1)
     wait_for(lambda: api.hanging)
     thread = waiting(feed)
     thread.join(0.2)
@@ -226,12 +226,12 @@ def test_the_end_waits_for_a_step_of_which_more_was_recorded(
 def test_wanting_again_requests_again(make_feed: MakeFeed, api: FakeApi) -> None:
     api.answers[1] = answer(0.5)
     feed = make_feed()
-    feed.want(1)
-    wait_for(lambda: feed.take(1))
+    feed.request(1)
+    wait_for(lambda: feed.get(1))
     api.answers[1] = answer(0.75)
-    feed.want(1)
-    wait_for(lambda: feed.take(1))
-    assert feed.take(1) == {"rollout_corr/kl": 0.75}
+    feed.request(1)
+    wait_for(lambda: feed.get(1))
+    assert feed.get(1) == {"rollout_corr/kl": 0.75}
 
 
 def test_answer_to_a_question_before_more_was_recorded_does_not_count(
@@ -239,22 +239,22 @@ def test_answer_to_a_question_before_more_was_recorded_does_not_count(
 ) -> None:
     api.hangs = True
     feed = make_feed()
-    feed.want(1)
+    feed.request(1)
     wait_for(lambda: api.hanging)
-    feed.want(1)
+    feed.request(1)
     api.hangs = False
     api.answers[1] = answer(0.75)
     api.hanging[0].set_result(answer(0.5))
-    wait_for(lambda: feed.take(1))
-    assert feed.take(1) == {"rollout_corr/kl": 0.75}
+    wait_for(lambda: feed.get(1))
+    assert feed.get(1) == {"rollout_corr/kl": 0.75}
 
 
 def test_hung_service_is_called_once_and_holds_up_nobody(make_feed: MakeFeed, api: FakeApi) -> None:
     api.hangs = True
     feed = make_feed()
     for step in range(100):
-        feed.want(step)
-        assert feed.take(step) == {}
+        feed.request(step)
+        assert feed.get(step) == {}
     wait_for(lambda: api.hanging)
     assert len(api.asked) == 1
     feed.close()
@@ -266,13 +266,13 @@ def test_only_the_newest_steps_are_remembered(make_feed: MakeFeed, api: FakeApi)
     feed = make_feed()
     steps = range(3 * KEPT_STEPS)
     for step in steps:
-        feed.want(step)
+        feed.request(step)
     api.answers = {step: answer(float(step)) for step in steps}
     newest = steps[-KEPT_STEPS:]
-    wait_for(lambda: all(feed.take(step) for step in newest))
-    feed.want(steps[-1] + 1)
+    wait_for(lambda: all(feed.get(step) for step in newest))
+    feed.request(steps[-1] + 1)
     api.answers[steps[-1] + 1] = answer(0.5)
-    wait_for(lambda: feed.take(steps[-1] + 1))
+    wait_for(lambda: feed.get(steps[-1] + 1))
     assert len(feed._arrived) == KEPT_STEPS
     assert not feed._requests
 
@@ -283,19 +283,19 @@ def test_service_that_comes_late_is_called_then(
     late, service.coordinator = service.coordinator, None
     api.answers[1] = answer(0.5)
     feed = make_feed()
-    feed.want(1)
+    feed.request(1)
     wait_for(lambda: service.looked > 1)
     assert not api.asked
     service.coordinator = late
-    wait_for(lambda: feed.take(1))
+    wait_for(lambda: feed.get(1))
 
 
 @pytest.mark.parametrize("step", ["five", 1.5, None, [1], object()])
 def test_nonsense_is_refused_without_an_exception(make_probe: MakeProbe, step: Any) -> None:
     probe = make_probe(strict=True)
     feed = MetricsFeed(probe)
-    feed.want(step)
-    assert feed.take(step) == {}
+    feed.request(step)
+    assert feed.get(step) == {}
     assert feed._thread is None
     assert probe.refused["metrics feed"] == (step is not None)
 
@@ -303,14 +303,14 @@ def test_nonsense_is_refused_without_an_exception(make_probe: MakeProbe, step: A
 def test_nothing_is_requested_after_close(make_feed: MakeFeed, api: FakeApi) -> None:
     api.answers = {1: answer(0.5), 2: answer(0.5)}
     feed = make_feed()
-    feed.want(1)
-    wait_for(lambda: feed.take(1))
+    feed.request(1)
+    wait_for(lambda: feed.get(1))
     feed.close()
     ended(feed)
-    feed.want(2)
+    feed.request(2)
     ended(feed)
     assert {step for _, _, step in api.asked} == {1}
-    assert feed.take(1) == {"rollout_corr/kl": 0.5}
+    assert feed.get(1) == {"rollout_corr/kl": 0.5}
 
 
 def test_thread_ends_with_the_probe(
@@ -318,7 +318,7 @@ def test_thread_ends_with_the_probe(
 ) -> None:
     probe = make_probe()
     feed = make_feed(probe)
-    feed.want(1)
+    feed.request(1)
     wait_for(lambda: api.asked)
     probe.close(0.0)
     ended(feed)
@@ -328,15 +328,15 @@ def test_thread_ends_with_the_probe(
 def test_forked_child_is_silent(make_feed: MakeFeed, api: FakeApi) -> None:
     api.answers[1] = answer(0.5)
     feed = make_feed()
-    feed.want(1)
-    wait_for(lambda: feed.take(1))
+    feed.request(1)
+    wait_for(lambda: feed.get(1))
     threads = threading.active_count()
     # Held by a thread that the child does not have: whoever takes it there waits for ever.
     with feed._condition:
         child = os.fork()
         if child == 0:
-            feed.want(2)
-            silent = feed.take(1) == {} and threading.active_count() == 1
+            feed.request(2)
+            silent = feed.get(1) == {} and threading.active_count() == 1
             feed.close()
             os._exit(0 if silent else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

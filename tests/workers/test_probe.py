@@ -296,7 +296,7 @@ def test_one_bad_value_does_not_cost_the_others(
 @pytest.mark.parametrize(
     ("options", "told", "used"),
     [
-        ({"role": "actr"}, ("role 'actr' is taken as one of your own", "actor, the closest"), {}),
+        ({"role": "actr"}, ("role 'actr' counts as one of your own", "actor, the closest"), {}),
         (
             {"rank": 8, "world_size": 8},
             ("rank 8 is not one of the 8 ranks", "a rank from 0 to 7"),
@@ -304,7 +304,7 @@ def test_one_bad_value_does_not_cost_the_others(
         ),
         (
             {"resumed_from_step": -1},
-            ("resumed_from_step is -1", "None where the training starts anew"),
+            ("resumed_from_step is -1", "None where the training starts over"),
             {"resumed_from_step": None},
         ),
     ],
@@ -368,7 +368,7 @@ def test_a_misspelt_name_is_reported_once_with_the_closest_and_kept(
             ("rollout_logprobs is kept", "expected rollout_log_probs"),
             ("reward is kept beside rewards",),
             ("sample_id is kept beside sample_ids", "expected sample_ids alone"),
-            ("what is said of rollout counts",),
+            ("producers has rollout too, which counts",),
         ),
         strict=True,
     ):

@@ -156,7 +156,7 @@ def test_a_spool_is_followed_while_processes_write_and_one_is_killed(
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         said = process.stdout.read()
-        assert "taking in run r" in said
+        assert "importing run r" in said
         assert "of 2 processes, runs: r" in said
 
 
@@ -204,7 +204,7 @@ def test_a_spool_that_cannot_be_written_is_unreachable(tmp_path: Path) -> None:
     link = SpoolLink(file)
     with pytest.raises(Unreachable, match=r"the spool .*file: Not a directory"):
         link.record(sender(), [], {}).result(10)
-    with pytest.raises(Unreachable, match="answers no questions"):
+    with pytest.raises(Unreachable, match="has no numbers"):
         link.metrics("r", None, 5).result(10)
 
 

@@ -174,7 +174,6 @@ def _is_on_device(value: torch.Tensor) -> bool:
 
 
 def _concatenated(name: str, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, IntArray]:
-    """Concatenate rows on their device; their lengths are known on the host."""
     for i, row in enumerate(rows):
         check_torch(f"{name}[{i}]", row)
     if len({row.dtype for row in rows}) != 1 or any(row.dim() != 1 for row in rows):
@@ -218,7 +217,6 @@ def _start_copy(
 
 
 def _bits(pinned: torch.Tensor) -> Array:
-    """Return the tensor's bytes in ordinary memory (bfloat16 as uint16)."""
     torch = sys.modules["torch"]
     if pinned.dtype is torch.bfloat16:
         return np.array(pinned.view(torch.int16).numpy().view(np.uint16), copy=True)

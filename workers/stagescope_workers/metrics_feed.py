@@ -35,16 +35,8 @@ _STILL_COMING: Final = frozenset({"open", "not begun"})
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Request:
-    """A call of `want`.
-
-    Attributes:
-        rows: How many samples a complete answer has.
-        is_unmeasured: Whether the service received all that this process recorded of the step, and
-            has no numbers of it.
-    """
-
-    rows: int
-    is_unmeasured: bool = False
+    rows: int  # samples of a complete answer
+    is_unmeasured: bool = False  # the service received all of this process, and has no numbers
 
 
 class MetricsFeed:
@@ -52,13 +44,13 @@ class MetricsFeed:
 
     Only `wait` waits, and no method raises. A number in a trainer's log is never corrected. So an
     answer is used only when it covers everything that was announced for the step, and all rows that
-    `want` named. After `close`, in a forked child and without a service there are no numbers.
+    `request` named. After `close`, in a forked child and without a service there are no numbers.
 
     Usage:
         >>> feed = MetricsFeed(probe)
         >>> feed.prepare()  # before the first step, where there is time
-        >>> feed.want(step)  # where the step's tensors were recorded
-        >>> logged.update(feed.take(step))  # where the trainer logs the step
+        >>> feed.request(step)  # where the step's tensors were recorded
+        >>> logged.update(feed.get(step))  # where the trainer logs the step
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -76,13 +68,13 @@ class MetricsFeed:
 
     def prepare(self) -> None:
         """Begin to connect to the API: a process's first call takes some tenths of a second."""
-        if self._closed or os.getpid() != self._pid:
+        if not self._is_usable:
             return
         with self._probe.guard("metrics feed", None, quiet=True), self._condition:
             self._is_cold = True
             self._start()
 
-    def want(self, step: int, rows: int | None = None) -> None:
+    def request(self, step: int, rows: int | None = None) -> None:
         """Begin to request a step's numbers; call it again after more of the step was recorded.
 
         Args:
@@ -91,14 +83,18 @@ class MetricsFeed:
                 service cannot see samples that were not announced yet. None: this process
                 recorded all of them.
         """
-        if self._closed or os.getpid() != self._pid:
+        if not self._is_usable:
             return
         with self._probe.guard("metrics feed", None, quiet=True):
             number = index("step", step)
             if number is not None:
-                self._request(number, 0 if rows is None else index("rows", rows) or 0)
+                self._add_request(number, 0 if rows is None else index("rows", rows) or 0)
 
-    def _request(self, step: int, rows: int) -> None:
+    @property
+    def _is_usable(self) -> bool:
+        return not self._closed and os.getpid() == self._pid
+
+    def _add_request(self, step: int, rows: int) -> None:
         with self._condition:
             self._requests.pop(step, None)
             self._requests[step] = _Request(rows)
@@ -116,7 +112,7 @@ class MetricsFeed:
             self._thread = thread
         self._condition.notify_all()
 
-    def take(self, step: int) -> Mapping[str, float]:
+    def get(self, step: int) -> Mapping[str, float]:
         """Return the numbers of exactly this step by published name; empty if there are none."""
         if os.getpid() != self._pid:
             return _NOTHING
@@ -189,7 +185,9 @@ class MetricsFeed:
             try:
                 answer = self._fetch(link, step)
             except NotFound:
-                self._note_unmeasured(request)
+                # Another process may still hand over the other stream: it is requested again.
+                request.is_unmeasured = True
+                self._wake()
                 continue
             if answer is not None and _covers_all(answer, request.rows):
                 self._keep(step, request, _numbers(answer["metrics"]))
@@ -209,12 +207,6 @@ class MetricsFeed:
         with self._condition:
             self._condition.wait_for(lambda: future.done() or self._closed)
         return future.result() if future.done() else None
-
-    def _note_unmeasured(self, request: _Request) -> None:
-        # Another process may still hand over the other stream: the step is requested again.
-        with self._condition:
-            request.is_unmeasured = True
-            self._condition.notify_all()
 
     def _keep(self, step: int, request: _Request, numbers: Mapping[str, float]) -> None:
         with self._condition:

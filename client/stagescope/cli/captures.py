@@ -10,12 +10,15 @@ import click
 from stagescope.answers import Record
 from stagescope.capture_requests import UNKNOWN_SECONDS
 from stagescope.cli.common import (
+    FILE,
     LIMIT,
     RUN,
     OptionValue,
     comma_list,
     json_file,
     question,
+    session_command,
+    set_exit_code,
     text_file,
 )
 from stagescope.progress import CaptureProgress
@@ -26,24 +29,17 @@ from stagescope_wire.captures import LATE, read_ranks, read_steps
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.render import printable
 
-
-@question(RUN)
-def plan(session: Session, run: str | None) -> Table:
-    """The active captures; with --run those that apply to it."""
-    return session.plan(run)
-
-
-@question(click.option("--run", help="Only those requested for this run."), LIMIT)
-def captures(session: Session, run: str | None, limit: int) -> Table:
-    """All captures that were ever requested, also ended and withdrawn ones."""
-    return session.captures(run, limit=limit)
-
+session_command(Session.plan, "The active captures; with --run those that apply to it.", RUN)
+session_command(
+    Session.captures, "All captures that were ever requested, also ended and withdrawn ones.",
+    click.option("--run", help="Only those requested for this run."), LIMIT,
+)  # fmt: skip
 
 _WITHDRAWN: Final = ("capture_id", "run", "state", "stages", "steps", "ranks", "by")
 _WAIT: Final = click.option(
     "--wait", is_flag=True,
-    help="Show the progress until the capture has ended, or nobody that it asks has reported for "
-    "a minute.",
+    help="Show the progress until the capture has ended, or no requested rank has reported for a "
+    "minute.",
 )  # fmt: skip
 _WAIT_SECONDS: Final = click.option(
     "--wait-seconds", type=FiniteFloat(min=0), metavar="SECONDS",
@@ -52,7 +48,7 @@ _WAIT_SECONDS: Final = click.option(
 
 
 @question(
-    click.option("--run", help="Name of the run (default: the last that began a stage)."),
+    RUN,
     click.option(
         "--steps", default="next", show_default=True, metavar="next|N,N-N|all|next:K|every:N[,K]",
         help="Which steps: the next K, numbers, or every Nth (K times) from the agreed step.",
@@ -69,8 +65,7 @@ _WAIT_SECONDS: Final = click.option(
     click.option("--list", "names", metavar="NAME,...", help="msprobe's list."),
     click.option("--data-mode", metavar="WORD,...", help="msprobe's data_mode."),
     click.option(
-        "--config",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        "--config", type=FILE,
         help="msprobe's config.json on this machine instead; its content is sent.",
     ),
     click.option(
@@ -89,7 +84,7 @@ _WAIT_SECONDS: Final = click.option(
         help="Time to acknowledge [default: 60].",
     ),
     click.option("--again", type=click.IntRange(min=0),
-                 help="How often to agree anew after a rank missed a step."),
+                 help="How often to agree again after a rank missed a step."),
     click.option("--force", is_flag=True, help="Start even if the estimated cost is too high "
                  "or a stage seems to be misspelt."),
     _WAIT,
@@ -120,6 +115,7 @@ def progress(session: Session, capture_id: str, wait: bool, wait_seconds: float 
 
 def _wait_for(session: Session, capture_id: str, timeout: float | None) -> CaptureProgress:
     seen: set[str] = set()
+    withdraw = f"`stagescope remove-capture {capture_id}` withdraws it"
 
     def print_new_lines(found: CaptureProgress) -> None:
         new = [line for line in (found.heading, *found.lines()) if line not in seen]
@@ -129,8 +125,7 @@ def _wait_for(session: Session, capture_id: str, timeout: float | None) -> Captu
     try:
         final = session.wait_for(capture_id, timeout=timeout, told=print_new_lines)
     except KeyboardInterrupt:
-        stays = f"the request stays: `stagescope remove-capture {capture_id}` withdraws it"
-        click.echo(f"\n{stays}", err=True)
+        click.echo(f"\nthe request stays: {withdraw}", err=True)
         raise
     if not final.ended:
         if final.is_abandoned:
@@ -139,28 +134,17 @@ def _wait_for(session: Session, capture_id: str, timeout: float | None) -> Captu
             text = f"no requested rank has reported for {UNKNOWN_SECONDS:g} s"
         else:
             text = f"the capture has not ended after {timeout:g} s"
-        text += (
-            f". The request stays: `stagescope progress {capture_id} --wait-seconds N` waits "
-            f"longer, `stagescope remove-capture {capture_id}` withdraws it"
-        )
-        click.echo(printable(text), err=True)
+        longer = f"`stagescope progress {capture_id} --wait-seconds N` waits longer, {withdraw}"
+        click.echo(printable(f"{text}. The request stays: {longer}"), err=True)
     if final["state"] != "complete":
-        # A script can detect it by the exit code.
-        click.get_current_context().meta["stagescope.exit_code"] = 1
+        set_exit_code(1)
     return final
 
 
 def _spec(
-    *,
-    steps: str,
-    stages: str,
-    config: Path | None,
-    late_after: float | None,
-    ranks: str,
-    names: str | None,
-    bench: str | None,
-    **others: OptionValue,
-) -> dict[str, Json]:
+    *, steps: str, stages: str, config: Path | None, late_after: float | None, ranks: str,
+    names: str | None, bench: str | None, **others: OptionValue,
+) -> dict[str, Json]:  # fmt: skip
     """Return the capture request of the options of `capture`."""
     spec: dict[str, Json] = {
         "steps": _steps(steps),
@@ -215,7 +199,7 @@ def _set_rules(session: Session, document: str) -> Table:
     session.set_triggers(document)
     found = session.triggers()
     if gone := sorted(before - {str(row["name"]) for row in found}):
-        text = f"no longer in force: {', '.join(gone)} (those that ship: triggers --defaults)"
+        text = f"no longer active: {', '.join(gone)} (the default rules: triggers --defaults)"
         click.echo(printable(text), err=True)
     return found
 
@@ -223,11 +207,7 @@ def _set_rules(session: Session, document: str) -> Table:
 @question(
     click.argument("action", type=click.Choice(["show", "test", "set", "firings"]), default="show"),
     click.argument("rule", required=False),
-    click.option(
-        "--rules",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="YAML file of rules, to test or to set.",
-    ),
+    click.option("--rules", type=FILE, help="YAML file of rules, to test or to set."),
     click.option("--run", help="Only of this run (test: default the live one)."),
     click.option("--steps", type=click.IntRange(min=1), help="test: newest steps [default: 1000]."),
     click.option("--defaults", is_flag=True, help="Print the default rules as YAML."),
@@ -235,16 +215,9 @@ def _set_rules(session: Session, document: str) -> Table:
     LIMIT,
 )
 def triggers(
-    session: Session,
-    action: str,
-    rule: str | None,
-    rules: Path | None,
-    run: str | None,
-    steps: int | None,
-    defaults: bool,
-    only: str | None,
-    limit: int,
-) -> Table | Record:
+    session: Session, action: str, rule: str | None, rules: Path | None, run: str | None,
+    steps: int | None, defaults: bool, only: str | None, limit: int,
+) -> Table | Record:  # fmt: skip
     """The active rules; `test` rules on a stored run, or a webhook; `set` other rules.
 
     \b
@@ -264,7 +237,7 @@ def triggers(
             raise click.UsageError("RULE goes with `test` alone")
         tested = session.test_webhook(rule)
         if not tested["delivered"]:
-            click.get_current_context().meta["stagescope.exit_code"] = 1
+            set_exit_code(1)
         return tested
     document = None if rules is None else text_file(rules)
     if action == "set":

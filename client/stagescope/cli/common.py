@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -16,7 +15,6 @@ from stagescope import __version__, terminal
 from stagescope.answers import Metrics, Record
 from stagescope.findings import FindingRows
 from stagescope.session import Session, StepName, attach
-from stagescope.step import Step
 from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
 from stagescope_wire import discovery
@@ -86,11 +84,7 @@ class CommandGroup(click.Group):
             for name in names:
                 rest.pop(name, None)
         self._write(ctx, formatter, "More", [*rest])
-        missing = [
-            (extra, text)
-            for extra, (module, text) in EXTRAS.items()
-            if importlib.util.find_spec(module) is None
-        ]
+        missing = [(n, text) for n, (module, text) in EXTRAS.items() if not find_spec(module)]
         if missing:
             with formatter.section(f"Not installed here ({install_command('NAME')})"):
                 formatter.write_dl(missing)
@@ -170,10 +164,7 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
 
     for option in (
         click.option(
-            "--debug",
-            is_flag=True,
-            expose_value=False,
-            callback=remember_debug,
+            "--debug", is_flag=True, expose_value=False, callback=remember_debug,
             help="Show the traceback of an error.",
         ),
         click.option(
@@ -194,6 +185,11 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def comma_list(text: str) -> list[str]:
+    """Parse `a,b,c`."""
+    return [item for part in text.split(",") if (item := part.strip())]
+
+
 def read_names(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
     """Parse `a,b,c`; None if the option is not given."""
     return None if value is None else comma_list(value)
@@ -201,12 +197,9 @@ def read_names(_: click.Context, __: click.Parameter, value: str | None) -> list
 
 def read_step(_: click.Context, __: click.Parameter, value: str) -> StepName:
     """Parse a step: a number, or 'latest', 'measured' or 'captured'."""
-    if value == "latest":
-        return "latest"
-    if value == "measured":
-        return "measured"
-    if value == "captured":
-        return "captured"
+    for word in _STEP_WORDS:
+        if value == word:
+            return word
     try:
         return int(value)
     except ValueError:
@@ -215,16 +208,7 @@ def read_step(_: click.Context, __: click.Parameter, value: str) -> StepName:
         ) from None
 
 
-def _step_argument(default: str) -> Option:
-    return click.argument(
-        "step", callback=read_step, default=default, metavar="[STEP|latest|measured|captured]"
-    )
-
-
-STEP: Final = _step_argument("latest")
-# A step has numbers only once it has ended, so the default is the newest step with numbers.
-MEASURED: Final = _step_argument("measured")
-CAPTURED: Final = _step_argument("captured")
+_STEP_WORDS: Final[tuple[StepName, ...]] = ("latest", "measured", "captured")
 RUN: Final = click.option("--run", help="Name of the run (default: the last that began a stage).")
 NAMED_RUN: Final = click.argument("named_run", required=False, metavar="[RUN]")
 """The same as --run; a command has both."""
@@ -235,9 +219,28 @@ RANK: Final = click.option("--rank", type=click.IntRange(min=0), help="Only this
 ROUND: Final = click.option("--round", type=click.IntRange(min=0), help="Only this round.")
 PART: Final = click.option("--part", help="Only this part of the stage, such as 0.0.1.0.")
 CAPTURE: Final = click.option("--capture", "capture_id", help="Only dumps of this capture.")
+FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 LIMIT: Final = click.option(
     "--limit", type=click.IntRange(min=1), default=50, show_default=True, help="Most rows."
 )
+
+
+def a_step(default: str | None = None) -> Option:
+    """Return the options that name a step: STEP, --run and --attempt."""
+    if default is None:
+        argument = click.argument("step", callback=read_step, metavar=STEP_NAMES)
+    else:
+        argument = click.argument(
+            "step", callback=read_step, default=default, metavar=f"[{STEP_NAMES}]"
+        )
+    return lambda command: argument(RUN(ATTEMPT(command)))
+
+
+STEP_NAMES: Final = "STEP|latest|measured|captured"
+STEP: Final = a_step("latest")
+# A step has numbers only once it has ended, so the default is the newest step with numbers.
+MEASURED: Final = a_step("measured")
+CAPTURED: Final = a_step("captured")
 
 
 def _print(answer: Answer, as_json: bool, columns: list[str] | None, wide: bool) -> None:
@@ -261,83 +264,57 @@ def _print(answer: Answer, as_json: bool, columns: list[str] | None, wide: bool)
 
 def question(*options: Option) -> Callable[[Callable[..., Answer]], click.Command]:
     """Make a command of a function of (session, **options); its docstring is the help."""
-
-    def command(query: Callable[..., Answer]) -> click.Command:
-        @functools.wraps(query)
-        def run(
-            *,
-            url: str | None,
-            token_file: Path | None,
-            timeout: float,
-            as_json: bool,
-            columns: list[str] | None,
-            wide: bool,
-            **own: OptionValue,
-        ) -> None:
-            click.get_current_context().meta[terminal.IS_JSON] = as_json
-            if (name := own.pop("named_run", None)) is not None:
-                if own["run"] not in (None, name):
-                    raise InvalidInput(
-                        f"two runs are named: {name} and {own['run']}", expected="one of them"
-                    )
-                own["run"] = name
-            token = None if token_file is None else discovery.read_token(token_file)
-            with attach(
-                url, token=token, timeout=timeout, link_text=terminal.command_of
-            ) as session:
-                _print(query(session, **own), as_json, columns, wide)
-            ctx = click.get_current_context()
-            ctx.exit(ctx.meta.get("stagescope.exit_code", 0))
-
-        body = _connection(run)
-        for option in reversed(options):
-            body = option(body)
-        return main.command(query.__name__.replace("_", "-"))(body)
-
-    return command
+    return lambda query: _add(query.__name__, query.__doc__ or "", query, options)
 
 
-def step_question(
-    step_argument: Option, *options: Option, first: tuple[Option, ...] = ()
-) -> Callable[[Callable[..., Answer]], click.Command]:
-    """Make a command of a function of (step, **options); it adds STEP, --run and --attempt.
-
-    Args:
-        step_argument: STEP, MEASURED or CAPTURED.
-        options: further options.
-        first: arguments that come before the step.
-    """
-
-    def command(query: Callable[..., Answer]) -> click.Command:
-        @functools.wraps(query)
-        def query_step(
-            session: Session,
-            *,
-            step: StepName,
-            run: str | None,
-            attempt: int | None,
-            **own: OptionValue,
-        ) -> Answer:
-            return query(session.step(step, run=run, attempt=attempt), **own)
-
-        return question(*first, step_argument, RUN, ATTEMPT, *options)(query_step)
-
-    return command
+def session_command(method: Callable[..., Answer], text: str, *options: Option) -> None:
+    """Make a command of a method of `Session`, with the method's parameters as options."""
+    _add(method.__name__, text, method, options)
 
 
-def optional_step(
-    session: Session, step: str | None, run: str | None, attempt: int | None
-) -> Step | None:
-    """Return the step of an optional argument; None if it is not given."""
-    if step is None:
-        return None
-    word = read_step(click.get_current_context(), click.Argument(["step"]), step)
-    return session.step(word, run=run, attempt=attempt)
+def step_command(method: Callable[..., Answer], text: str, *options: Option) -> None:
+    """Make a command of a method of `Step`; STEP, MEASURED or CAPTURED is among its options."""
+
+    def query(
+        session: Session, step: StepName, run: str | None, attempt: int | None, **own: OptionValue
+    ) -> Answer:
+        return method(session.step(step, run=run, attempt=attempt), **own)
+
+    _add(method.__name__, text, query, options)
 
 
-def comma_list(text: str) -> list[str]:
-    """Parse `a,b,c`."""
-    return [item for part in text.split(",") if (item := part.strip())]
+def _add(
+    name: str, text: str, query: Callable[..., Answer], options: Sequence[Option]
+) -> click.Command:
+    def run(
+        *, url: str | None, token_file: Path | None, timeout: float, as_json: bool,
+        columns: list[str] | None, wide: bool, **own: OptionValue,
+    ) -> None:  # fmt: skip
+        context = click.get_current_context()
+        context.meta[terminal.IS_JSON] = as_json
+        if (named := own.pop("named_run", None)) is not None:
+            if own["run"] not in (None, named):
+                raise InvalidInput(
+                    f"two runs are named: {named} and {own['run']}", expected="one of them"
+                )
+            own["run"] = named
+        token = None if token_file is None else discovery.read_token(token_file)
+        with attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session:
+            _print(query(session, **own), as_json, columns, wide)
+        context.exit(context.meta.get(_EXIT_CODE, 0))
+
+    body = _connection(run)
+    for option in reversed(options):
+        body = option(body)
+    return main.command(name.replace("_", "-"), help=text)(body)
+
+
+def set_exit_code(code: int) -> None:
+    """Make the running command end with an exit code after it has printed its answer."""
+    click.get_current_context().meta[_EXIT_CODE] = code
+
+
+_EXIT_CODE: Final = "stagescope.exit_code"
 
 
 def text_file(path: Path) -> str:
@@ -359,8 +336,8 @@ def json_file(path: Path) -> Json:
         InvalidInput: it cannot be read, or is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return json.loads(text_file(path))
+    except ValueError as error:
         raise InvalidInput(
             f"{str(path)!r} cannot be read as JSON ({error})", expected="an msprobe config.json"
         ) from error

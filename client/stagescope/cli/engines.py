@@ -8,7 +8,7 @@ from typing import TypedDict
 import click
 
 from stagescope.answers import Record
-from stagescope.cli.common import LIMIT, question
+from stagescope.cli.common import FILE, LIMIT, question
 from stagescope.session import Session
 from stagescope.table import Row, Table
 from stagescope_wire.engines import connect
@@ -25,7 +25,7 @@ from stagescope_wire.errors import EngineError
     click.argument("target", required=False, metavar="[URL|NAME]"),
     click.option(
         "--from-log",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=FILE,
         help="add: all servers in a launcher's log (AREAL_LLM_SERVER_ADDRS=...).",
     ),
     click.option("--name", help="add: its name [default: host and port]."),
@@ -38,17 +38,9 @@ from stagescope_wire.errors import EngineError
     LIMIT,
 )
 def engines(
-    session: Session,
-    action: str,
-    target: str | None,
-    from_log: Path | None,
-    name: str | None,
-    run: str | None,
-    note: str | None,
-    key_file: Path | None,
-    check: bool,
-    limit: int,
-) -> Table | Record:
+    session: Session, action: str, target: str | None, from_log: Path | None, name: str | None,
+    run: str | None, note: str | None, key_file: Path | None, check: bool, limit: int,
+) -> Table | Record:  # fmt: skip
     """The registered inference engines; `add` and `remove` need the operate token.
 
     \b
@@ -69,7 +61,7 @@ def engines(
     urls = _urls(target, from_log)
     if name is not None and len(urls) > 1:
         raise click.UsageError(f"one --name for {len(urls)} engines: leave it out")
-    fields: _Given = {"name": name, "run": run, "note": note}
+    fields: _Description = {"name": name, "run": run, "note": note}
     rows = [dict(_add(session, url, key_file, fields)) for url in urls]
     return Record(rows[0], title="registered engine") if len(rows) == 1 else _table(rows)
 
@@ -82,7 +74,7 @@ def _urls(target: str | None, from_log: Path | None) -> list[str]:
     return addresses_in_environment() if from_log is None else addresses_in_log(from_log)
 
 
-class _Given(TypedDict):
+class _Description(TypedDict):
     """The user's description of an engine."""
 
     name: str | None
@@ -90,7 +82,7 @@ class _Given(TypedDict):
     note: str | None
 
 
-def _add(session: Session, url: str, key_file: Path | None, fields: _Given) -> Record:
+def _add(session: Session, url: str, key_file: Path | None, fields: _Description) -> Record:
     try:
         # This process connects, not the service, so that the key stays on this machine.
         engine = connect(url, key_file=key_file, timeout=10.0)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import tempfile
-import threading
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from stagescope import terminal
 from stagescope.answers import Record
-from stagescope.cli.common import ATTEMPT, NAMED_RUN, RUN, question, read_step
+from stagescope.cli.common import (
+    ATTEMPT,
+    NAMED_RUN,
+    RUN,
+    STEP_NAMES,
+    question,
+    read_step,
+    set_exit_code,
+)
 from stagescope.forwarding import forwarder
 from stagescope.saving import ReportFormat
 from stagescope.session import Session, StepName
@@ -43,14 +49,9 @@ _WAIT = click.option(
     _WAIT,
 )  # fmt: skip
 def report(
-    session: Session,
-    run: str | None,
-    step: int | None,
-    attempt: int | None,
-    output: Path | None,
-    kind: ReportFormat | None,
-    wait: float,
-) -> Record:
+    session: Session, run: str | None, step: int | None, attempt: int | None, output: Path | None,
+    kind: ReportFormat | None, wait: float,
+) -> Record:  # fmt: skip
     """Save what is known of a run, or of a step, as one file: verdicts, tables, figures, advice."""
     named = run or str(session.step("latest").run)
 
@@ -79,7 +80,7 @@ def _default_name(run: str, attempt: int | None, step: int | None, ending: str) 
 
 @question(
     click.argument("run", metavar="RUN"),
-    click.argument("step", callback=read_step, metavar="STEP|latest|measured|captured"),
+    click.argument("step", callback=read_step, metavar=STEP_NAMES),
     ATTEMPT,
     click.option(
         "--output", "-o", type=click.Path(path_type=Path), required=True, metavar="FILE.tar.gz",
@@ -96,15 +97,9 @@ def _default_name(run: str, attempt: int | None, step: int | None, ending: str) 
     _WAIT,
 )  # fmt: skip
 def bundle(
-    session: Session,
-    run: str,
-    step: StepName,
-    attempt: int | None,
-    output: Path,
-    without_tensors: bool,
-    limit_bytes: int | None,
-    wait: float,
-) -> Record:
+    session: Session, run: str, step: StepName, attempt: int | None, output: Path,
+    without_tensors: bool, limit_bytes: int | None, wait: float,
+) -> Record:  # fmt: skip
     """Save a step as one archive without secrets, to be opened elsewhere by `stagescope attach`."""
     if not isinstance(step, int):
         chosen = session.step(step, run=run, attempt=attempt)
@@ -128,7 +123,7 @@ def bundle(
     click.option("--follow", is_flag=True, help="Go on as steps close, until interrupted."),
     click.option(
         "--every", type=FiniteFloat(min=0.2), default=5.0, show_default=True, metavar="SECONDS",
-        help="How often the service is asked, with --follow.",
+        help="Seconds between two requests, with --follow.",
     ),
     click.option(
         "--prefix", default=forwarder.PREFIX, show_default=True, help="Before each name."
@@ -141,39 +136,21 @@ def bundle(
     ),
 )  # fmt: skip
 def forward(
-    session: Session,
-    run: str | None,
-    targets: tuple[str, ...],
-    follow: bool,
-    every: float,
-    prefix: str,
-    from_step: int,
-    anew: bool,
-    page_url: str | None,
-) -> Table:
+    session: Session, run: str | None, targets: tuple[str, ...], follow: bool, every: float,
+    prefix: str, from_step: int, anew: bool, page_url: str | None,
+) -> Table:  # fmt: skip
     """Write a run's closed steps and findings into runs of trackers, its stages into traces.
 
     The command remembers what it wrote. A second call writes only what is new or has changed.
     """
     # MLflow's client tries for minutes by default; what fails here is tried again anyway.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-    stopped = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-
-    numbers = (signal.SIGINT, signal.SIGTERM) if follow else ()
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
+    with terminal.interruption() if follow else contextlib.nullcontext() as stopped:
         outcome = forwarder.forward(
             session, run or str(session.step("latest").run), targets, prefix=prefix,
-            from_step=from_step,
-            anew=anew, page_url=page_url, every=every if follow else None, stopped=stopped,
-            report=lambda line: click.echo(line, err=True),
+            from_step=from_step, anew=anew, page_url=page_url, every=every if follow else None,
+            stopped=stopped, report=lambda line: click.echo(line, err=True),
         )  # fmt: skip
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if any(outcome["problem"]):
-        click.get_current_context().meta["stagescope.exit_code"] = 1
+        set_exit_code(1)
     return outcome

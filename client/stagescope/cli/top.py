@@ -41,7 +41,7 @@ _LATE: Final = 5.0
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option(
     "--every", type=FiniteFloat(min=0.2), default=1.0, show_default=True, metavar="SECONDS",
-    help="How often the service is asked.",
+    help="Seconds between two requests.",
 )  # fmt: skip
 @click.option("--once", is_flag=True, help="Print one screen and end, as without a terminal.")
 @click.option("--url", help="The service, such as http://head:8700.")
@@ -51,13 +51,9 @@ _LATE: Final = 5.0
     show_default=True, help="Deadline of each call.",
 )  # fmt: skip
 def top(
-    run: str | None,
-    every: float,
-    once: bool,
-    url: str | None,
-    token_file: Path | None,
+    run: str | None, every: float, once: bool, url: str | None, token_file: Path | None,
     timeout: float,
-) -> None:
+) -> None:  # fmt: skip
     """A run live: its steps and verdicts, which ranks wait, findings, captures; q quits."""
     token = None if token_file is None else discovery.read_token(token_file)
     with attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session:

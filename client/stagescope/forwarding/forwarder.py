@@ -29,7 +29,7 @@ from stagescope_wire import discovery
 from stagescope_wire.batch.file import atomic_file
 from stagescope_wire.errors import Conflict, InvalidInput, StagescopeError, Unauthorized
 from stagescope_wire.nonfinite import Json
-from stagescope_wire.render import printable, stretches
+from stagescope_wire.render import printable, ranges_text
 
 PREFIX: Final = "stagescope/service/"
 """Integrations also write under `stagescope/` in a trainer's log, but never these names:
@@ -59,7 +59,7 @@ class Cursor:
 
     path: Path
     steps: dict[str, list[Json]] = dataclasses.field(default_factory=dict)
-    """Step (of traces: attempt:step) -> attempt, mark of the row, checksum of the record."""
+    """Step (of traces: attempt:step) -> attempt, checksum of the row, checksum of the record."""
     findings: set[str] = dataclasses.field(default_factory=set)
 
     @classmethod
@@ -108,7 +108,7 @@ class Delivery:
         self.path = path
         self.cursor = Cursor(path)
         self.written = self.again = self.alerted = 0
-        self.left: set[int] = set()
+        self.waiting: set[int] = set()
         """Steps whose numbers are still being made."""
         self.problem = ""
         self._backoff = _FIRST_BACKOFF
@@ -116,7 +116,7 @@ class Delivery:
         self._pending_since: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def held(self, *, anew: bool) -> Iterator[None]:
+    def opened(self, *, anew: bool) -> Iterator[None]:
         """Open the target, load what was written, and keep other processes from forwarding to it.
 
         Raises:
@@ -199,13 +199,15 @@ class Delivery:
 
     def _due(self, steps: Sequence[ClosedStep], patient: bool) -> list[ClosedStep]:
         """Return the steps that are not as they were written."""
-        wanted = self._wanted(steps)
-        due = [step for step in wanted if self._known(step)[:2] != [step.attempt, step.mark]]
-        self.left = {step.step for step in due if self._is_waited_for(step, patient)}
-        if self._kind.is_ordered and patient and self.left:
+        wanted = self._selected(steps)
+        due = [
+            step for step in wanted if self._known(step)[:2] != [step.attempt, step.row_checksum]
+        ]
+        self.waiting = {step.step for step in due if self._is_waited_for(step, patient)}
+        if self._kind.is_ordered and patient and self.waiting:
             # Later steps would have to be rewritten.
-            due = [step for step in due if step.step < min(self.left)]
-        due = [step for step in due if step.step not in self.left]
+            due = [step for step in due if step.step < min(self.waiting)]
+        due = [step for step in due if step.step not in self.waiting]
         if not self._kind.is_ordered or not due:
             return due
         first = min(step.step for step in due)
@@ -216,13 +218,13 @@ class Delivery:
         if not changed:
             return due
         first = min(changed)
-        later = [step for step in self._wanted(self._records.steps()) if step.step >= first]
+        later = [step for step in self._selected(self._records.steps()) if step.step >= first]
         for key in [key for key in self.cursor.steps if int(key) > first]:
             self.cursor.steps[key][1:] = [None, None]  # to be written after them
         found = [step for step in due if step.step < first] + later
-        return [step for step in found if step.step not in self.left]
+        return [step for step in found if step.step not in self.waiting]
 
-    def _wanted(self, steps: Sequence[ClosedStep]) -> list[ClosedStep]:
+    def _selected(self, steps: Sequence[ClosedStep]) -> list[ClosedStep]:
         return [
             step
             for step in steps
@@ -254,7 +256,7 @@ class Delivery:
         return self.cursor.steps.get(self._key(step)) or [None, None, None]
 
     def _remember(self, step: ClosedStep, record: StepRecord) -> None:
-        self.cursor.steps[self._key(step)] = [step.attempt, step.mark, record.checksum]
+        self.cursor.steps[self._key(step)] = [step.attempt, step.row_checksum, record.checksum]
 
     def _key(self, step: ClosedStep) -> str:
         return f"{step.attempt}:{step.step}" if self._kind.of_stages else str(step.step)
@@ -313,38 +315,18 @@ def _failures_of_tracker() -> Iterator[None]:
 
 
 def forward(
-    connection: Connection,
-    run: str,
-    targets: Sequence[str],
-    *,
-    prefix: str = PREFIX,
-    from_step: int = 0,
-    anew: bool = False,
-    page_url: str | None = None,
-    every: float | None = None,
-    stopped: threading.Event | None = None,
-    report: Report = lambda line: None,
-) -> Table:
+    connection: Connection, run: str, targets: Sequence[str], *, prefix: str = PREFIX,
+    from_step: int = 0, anew: bool = False, page_url: str | None = None, every: float | None = None,
+    stopped: threading.Event | None = None, report: Report = lambda line: None,
+) -> Table:  # fmt: skip
     """Write closed steps and findings to targets; return a row for each target.
 
-    Args:
-        connection: to the service.
-        run: its name.
-        targets: `kind:address`, see `TRACKERS`.
-        prefix: before each name.
-        from_step: the first step.
-        anew: forget what was written.
-        page_url: address at which readers open the page; default: the connection's.
-        every: continue as steps close, and look again after this many seconds; None: once.
-        stopped: ends the loop, with `every`.
-        report: accepts lines about problems, findings and steps that are written again; with
-            `every`, about every step.
+    The arguments are those of `Session.forward`, but for two: `every` is None to write what exists,
+    else the seconds between two requests, and `stopped` ends that loop.
 
     Raises:
-        InvalidInput: a target or the prefix cannot be read.
-        MissingExtra: a tracker's client is not installed.
-        Conflict: another process forwards this run to a target.
-        StagescopeError: the service refused or, unless `every`, cannot be reached.
+        StagescopeError: as `Session.forward`; the service refused or, without `every`, cannot be
+            reached.
     """
     if not _PREFIX.fullmatch(prefix):
         raise InvalidInput(f"{prefix!r} is no prefix", expected="letters, digits, / . _ -")
@@ -354,7 +336,7 @@ def forward(
     deliveries = [Delivery(each, records, prefix, from_step) for each in dict.fromkeys(targets)]
     with contextlib.ExitStack() as stack:
         for delivery in deliveries:
-            stack.enter_context(delivery.held(anew=anew))
+            stack.enter_context(delivery.opened(anew=anew))
             if delivery.notice:
                 report(f"{delivery.target}: {delivery.notice}")
         if every is None:
@@ -367,12 +349,9 @@ def forward(
 
 
 def _follow(
-    records: RunRecords,
-    deliveries: Sequence[Delivery],
-    every: float,
-    stopped: threading.Event,
+    records: RunRecords, deliveries: Sequence[Delivery], every: float, stopped: threading.Event,
     report: Report,
-) -> None:
+) -> None:  # fmt: skip
     """Write what closes until `stopped` is set; a service that is away is waited for.
 
     One that refuses the access token is not: only a person changes that.
@@ -400,13 +379,11 @@ def _follow(
 def _outcome(run: str, deliveries: Sequence[Delivery]) -> Table:
     rows = [
         {
-            "target": each.target,
-            "steps": each.written,
-            "again": each.again,
+            "target": each.target, "steps": each.written, "again": each.again,
             "findings": each.alerted,
-            "waiting": stretches("step", sorted(each.left)) if each.left else None,
+            "waiting": ranges_text("step", sorted(each.waiting)) if each.waiting else None,
             "problem": each.problem or None,
         }
         for each in deliveries
-    ]
+    ]  # fmt: skip
     return Table.from_rows(rows, title="forwarded", about={"run": run})

@@ -41,7 +41,7 @@ _PENDING: Final = ("being aggregated", "not read yet")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClosedStep:
-    """A closed step in a list; its `mark` changes whenever the step changes."""
+    """A closed step in a list; its `row_checksum` changes whenever the step changes."""
 
     step: int
     attempt: int
@@ -50,7 +50,7 @@ class ClosedStep:
     gap: str
     superseded: bool
     measured: bool
-    mark: str
+    row_checksum: str
 
     @property
     def is_pending(self) -> bool:
@@ -102,7 +102,6 @@ class FindingRecord:
     text: str
     step: int | None
     wall: float
-    page: str
 
 
 class RunRecords:
@@ -130,18 +129,12 @@ class RunRecords:
             key = (row["attempt"], row["step"])
             names = ("closed_wall", "complete", "measured", "gap", "losses", "missing")
             seen = [*key, *(row[name] for name in names), witnesses.get(key)]
-            steps.append(
-                ClosedStep(
-                    step=row["step"],
-                    attempt=row["attempt"],
-                    closed_wall=row["closed_wall"],
-                    complete=row["complete"],
-                    gap=row["gap"] or "",
-                    superseded=row["superseded_by"] is not None,
-                    measured=bool(row["measured"]),
-                    mark=_checksum(seen),
-                )
-            )
+            step = ClosedStep(
+                row["step"], row["attempt"], row["closed_wall"], row["complete"],
+                gap=row["gap"] or "", superseded=row["superseded_by"] is not None,
+                measured=bool(row["measured"]), row_checksum=_checksum(seen),
+            )  # fmt: skip
+            steps.append(step)
         return sorted(steps, key=lambda each: (each.step, each.attempt))
 
     def record(self, step: ClosedStep, *, metrics: bool = True, stages: bool = False) -> StepRecord:
@@ -168,17 +161,9 @@ class RunRecords:
             params: Params = {"run": self.run, "attempt": step.attempt}
             rows = self._connection.table(path, params, limit=_STAGE_ROWS).to_dicts()
         return StepRecord(
-            run=self.run,
-            step=step.step,
-            attempt=step.attempt,
-            wall=step.closed_wall,
-            values=values,
-            verdict=verdict,
-            complete=step.complete,
-            gap=step.gap,
-            page=self._page_of(step.step, step.attempt),
-            stages=rows,
-        )
+            self.run, step.step, step.attempt, step.closed_wall, values, verdict, step.complete,
+            step.gap, self._page_of(step.step, step.attempt), rows,
+        )  # fmt: skip
 
     def findings(self) -> list[FindingRecord]:
         """Return errors and warnings that have not ended, one record per cause."""
@@ -197,15 +182,10 @@ class RunRecords:
         advice = reworded(row["advice"] or "", links_from_json(row.get("see")), _as_command)
         lines = [row["message"], advice and f"Try: {advice}", page]
         return FindingRecord(
-            finding_id=row["finding_id"],
-            kind=row["kind"],
-            severity=row["severity"],
-            title=", ".join(part for part in parts if part),
-            text="\n".join(line for line in lines if line),
-            step=step,
+            row["finding_id"], row["kind"], row["severity"], step=step,
+            title=", ".join(filter(None, parts)), text="\n".join(filter(None, lines)),
             wall=row["first_wall"] or 0.0,
-            page=page,
-        )
+        )  # fmt: skip
 
     def _metrics(self, step: ClosedStep) -> Metrics | None:
         try:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import logging.handlers
+import queue
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from stagescope.forwarding.records import StepRecord
 from stagescope.forwarding.trackers import Tracker, installed
 from stagescope.table import Row
+from stagescope.transport import given
 
 _SPANS_A_CALL: Final = 512
 _SECONDS: Final = 10.0
@@ -35,9 +39,8 @@ class Otlp(Tracker):
 
     of_stages = True
 
-    def __init__(self, address: str, prefix: str, page: str) -> None:
-        super().__init__(address, prefix, page)
-        if not address.startswith(("http://", "https://")):
+    def _load(self) -> None:
+        if not self.address.startswith(("http://", "https://")):
             raise self._misread("otlp:http://HOST:4318")
         with installed("OTLP", "trackers"):
             from opentelemetry import trace
@@ -46,7 +49,7 @@ class Otlp(Tracker):
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace.export import SpanExportResult
         self._trace, self._sdk, self._succeeded = trace, sdk, SpanExportResult.SUCCESS
-        endpoint = address.rstrip("/")
+        endpoint = self.address.rstrip("/")
         endpoint += "" if endpoint.endswith("/v1/traces") else "/v1/traces"
         self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_SECONDS)
         self._resource = Resource({"service.name": "stagescope"})
@@ -55,10 +58,11 @@ class Otlp(Tracker):
         """Send the spans of each step."""
         spans = [span for record in steps for span in self._spans(record)]
         for first in range(0, len(spans), _SPANS_A_CALL):
-            with _Said(_EXPORTER_LOG) as said:
+            with _logged(_EXPORTER_LOG) as records:
                 result = self._exporter.export(spans[first : first + _SPANS_A_CALL])
             if result is not self._succeeded:
-                raise ConnectionError(said[0] if said else "the collector took no spans")
+                said = "the collector refused the spans" if records.empty() else records.get().msg
+                raise ConnectionError(said)
 
     def close(self) -> None:
         """Close the connection."""
@@ -77,54 +81,32 @@ class Otlp(Tracker):
         ends = [max(_end(row, record), row["begin_wall"]) for row in rows]
         failed = [row for row in rows if row["status"] in _FAILED]
         yield self._span(
-            f"step {record.step}",
-            step,
-            None,
+            f"step {record.step}", step, None,
             {**common, "stagescope.complete": record.complete},
             f"{len(failed)} of {len(rows)} stages failed or are unfinished" if failed else None,
-            min(row["begin_wall"] for row in rows),
-            max(ends),
-        )
+            min(row["begin_wall"] for row in rows), max(ends),
+        )  # fmt: skip
         for row, end in zip(rows, ends, strict=True):
             parts = ("stage", "role", "rank", "part", "incarnation", "revision")
-            own = self._context(key, [row[name] for name in parts])
-            attributes = {
-                attribute: row[name]
-                for name, attribute in _ATTRIBUTES.items()
-                if row[name] is not None
-            }
+            context = self._context(key, [row[name] for name in parts])
+            known = given(**{attribute: row[name] for name, attribute in _ATTRIBUTES.items()})
             # Its process is gone, or it was still open: when it ended is not known.
-            attributes["stagescope.end_is_known"] = row["end_wall"] is not None
-            status = _problem(row)
+            known["stagescope.end_is_known"] = row["end_wall"] is not None
+            attributes, problem = {**common, **known}, _problem(row)
             yield self._span(
-                row["stage"], own, step, {**common, **attributes}, status, row["begin_wall"], end
+                row["stage"], context, step, attributes, problem, row["begin_wall"], end
             )
 
     def _span(
-        self,
-        name: str,
-        context: Any,
-        parent: Any,
-        attributes: dict[str, Any],
-        problem: str | None,
-        begin: float,
-        end: float,
-    ) -> Any:
-        status = (
-            self._trace.Status()
-            if problem is None
-            else self._trace.Status(self._trace.StatusCode.ERROR, problem)
-        )
+        self, name: str, context: Any, parent: Any, attributes: dict[str, Any], problem: str | None,
+        begin: float, end: float,
+    ) -> Any:  # fmt: skip
+        failed = () if problem is None else (self._trace.StatusCode.ERROR, problem)
         return self._sdk.ReadableSpan(
-            name=name,
-            context=context,
-            parent=parent,
-            resource=self._resource,
-            attributes=attributes,
-            status=status,
-            start_time=round(begin * 1e9),
-            end_time=round(end * 1e9),
-        )
+            name=name, context=context, parent=parent, resource=self._resource,
+            attributes=attributes, status=self._trace.Status(*failed),
+            start_time=round(begin * 1e9), end_time=round(end * 1e9),
+        )  # fmt: skip
 
     def _context(self, step: tuple[object, ...], own: Sequence[object]) -> Any:
         return self._trace.SpanContext(
@@ -151,27 +133,19 @@ def _problem(row: Row) -> str | None:
 
 
 def _number(parts: Sequence[object], size: int) -> int:
-    """Return a number of `size` bytes that follows from `parts`; never 0."""
     digest = hashlib.sha256(repr(tuple(parts)).encode()).digest()
     return int.from_bytes(digest[:size], "big") or 1
 
 
-class _Said(logging.Handler):
-    """Collects what a library logs inside the block, instead of printing it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._logger = logging.getLogger(name)
-        self._said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._said.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        self._propagated, self._logger.propagate = self._logger.propagate, False
-        self._logger.addHandler(self)
-        return self._said
-
-    def __exit__(self, *error: object) -> None:
-        self._logger.removeHandler(self)
-        self._logger.propagate = self._propagated
+@contextlib.contextmanager
+def _logged(name: str) -> Iterator[queue.SimpleQueue[logging.LogRecord]]:
+    """Collect what a library logs inside the block, instead of printing it."""
+    logger, records = logging.getLogger(name), queue.SimpleQueue[logging.LogRecord]()
+    handler, propagated = logging.handlers.QueueHandler(records), logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagated

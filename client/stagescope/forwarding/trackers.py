@@ -49,9 +49,12 @@ class Tracker(ABC):
     """Note for its reader, shown once."""
 
     def __init__(self, address: str, prefix: str, page: str) -> None:
-        self.address = address
-        self.prefix = prefix
-        self.page = page
+        self.address, self.prefix, self.page = address, prefix, page
+        self._load()
+
+    @abstractmethod
+    def _load(self) -> None:
+        """Read the address and import the client; raise `InvalidInput` or `MissingExtra`."""
 
     @abstractmethod
     def write(self, steps: Sequence[StepRecord]) -> None:
@@ -70,13 +73,14 @@ class Tracker(ABC):
         return InvalidInput(f"{self.address!r} names no run to forward to", expected=expected)
 
 
+def _link(record: StepRecord) -> str:
+    """Return a step's page and verdict as Markdown."""
+    return f"[step {record.step}]({record.page}): {record.text}"
+
+
 @contextlib.contextmanager
 def installed(what: str, extra: str) -> Iterator[None]:
-    """Turn a failed import into an error that names the extra.
-
-    Raises:
-        MissingExtra: a library is not installed.
-    """
+    """Turn a failed import into a `MissingExtra` that names the extra."""
     try:
         yield
     except ImportError as error:
@@ -94,9 +98,8 @@ class TensorBoard(Tracker):
 
     is_ordered = True
 
-    def __init__(self, address: str, prefix: str, page: str) -> None:
-        super().__init__(address, prefix, page)
-        if not address:
+    def _load(self) -> None:
+        if not self.address:
             raise self._misread("tensorboard:DIR")
         with installed("TensorBoard", "trackers"):
             from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
@@ -106,7 +109,7 @@ class TensorBoard(Tracker):
         self._tensors, self._types, self._text = tensor_pb2, types_pb2, metadata
         self._make_writer: Callable[..., Any] = EventFileWriter
         self._writer: Any = None
-        self._directory = Path(address).expanduser()
+        self._directory = Path(self.address).expanduser()
         found = self._directory.glob("events.out.tfevents.*")
         if not all(path.name.endswith(_OWN_FILE) for path in found):
             self.notice = (
@@ -122,25 +125,24 @@ class TensorBoard(Tracker):
                 self._summaries.Summary.Value(tag=name, simple_value=value)
                 for name, value in self._named(record).items()
             ]
-            text = f"[step {record.step}]({record.page}): {record.text}"
-            self._add(record.step, record.wall, [*values, self._text_value("step/page", text)])
-        self._flush()
+            page = self._text_value("step/page", _link(record))
+            self._add(record.step, record.wall, [*values, page])
+        self._writer.flush()
 
     def alert(self, findings: Sequence[FindingRecord]) -> None:
         """Write each finding as text."""
-        for finding in findings:
-            text = f"**{finding.severity}** {finding.title}\n\n" + finding.text.replace(
-                "\n", "\n\n"
-            )
-            value = self._text_value(f"findings/{finding.kind}/{finding.finding_id[:8]}", text)
-            self._add(finding.step or 0, finding.wall, [value])
-        self._flush()
+        for each in findings:
+            paragraphs = each.text.replace("\n", "\n\n")
+            text = f"**{each.severity}** {each.title}\n\n{paragraphs}"
+            value = self._text_value(f"findings/{each.kind}/{each.finding_id[:8]}", text)
+            self._add(each.step or 0, each.wall, [value])
+        self._writer.flush()
 
     def close(self) -> None:
         """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     def _add(self, step: int, wall: float, values: Sequence[Any]) -> None:
         if self._writer is None:
@@ -160,10 +162,6 @@ class TensorBoard(Tracker):
         while newest == str(int(time.time())) and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
-
     def _text_value(self, name: str, text: str) -> Any:
         tag = f"{self.prefix}{name}"
         # Without a dimension: a text of one would be shown as a table.
@@ -178,9 +176,8 @@ class MLflow(Tracker):
     A metric's time is when its step was closed, so that a call that is repeated adds nothing.
     """
 
-    def __init__(self, address: str, prefix: str, page: str) -> None:
-        super().__init__(address, prefix, page)
-        self._run_id, _, uri = address.partition("@")
+    def _load(self) -> None:
+        self._run_id, _, uri = self.address.partition("@")
         if not self._run_id:
             raise self._misread("mlflow:RUN_ID or mlflow:RUN_ID@TRACKING_URI")
         with installed("MLflow", "trackers"):
@@ -194,16 +191,14 @@ class MLflow(Tracker):
         """Write the metrics of each step; the newest one's page is a tag."""
         self._link()
         for record in steps:
-            metrics = [
-                self._metric(name, value, round(1000 * record.wall), record.step)
-                for name, value in self._named(record).items()
-            ]
+            wall, named = round(1000 * record.wall), self._named(record).items()
+            metrics = [self._metric(name, value, wall, record.step) for name, value in named]
             for first in range(0, len(metrics), _METRICS_A_CALL):
                 some = metrics[first : first + _METRICS_A_CALL]
                 self._client.log_batch(self._run_id, metrics=some)
         if steps:
-            tags = {"stagescope.step": steps[-1].page, "stagescope.verdict": steps[-1].text}
-            self._set(tags)
+            newest = steps[-1]
+            self._set({"stagescope.step": newest.page, "stagescope.verdict": newest.text})
 
     def alert(self, findings: Sequence[FindingRecord]) -> None:
         """Set a tag for each kind of finding."""
@@ -226,26 +221,53 @@ class MLflow(Tracker):
         self._client.log_batch(self._run_id, tags=found)
 
 
-class Wandb(Tracker):
+class _ResumedRun(Tracker):
+    """A run named by three words, which its client opens before the first record."""
+
+    form: ClassVar[str]
+    """The target, such as `wandb:ENTITY/PROJECT/RUN_ID`."""
+    _run: Any = None
+
+    def _load(self) -> None:
+        parts = self.address.split("/")
+        if len(parts) != 3 or not all(parts):
+            raise self._misread(self.form)
+        self._owner, self._project, self._id = parts
+
+    @abstractmethod
+    def _resumed(self) -> Any:
+        """Open the client's run."""
+
+    def _opened(self) -> Any:
+        if self._run is None:
+            with _quiet():
+                self._run = self._resumed()
+        return self._run
+
+    def close(self) -> None:
+        """Send what waits, and finish this writer of the run."""
+        run, self._run = self._run, None
+        if run is not None:
+            with _quiet():
+                run.finish()
+
+
+class Wandb(_ResumedRun):
     """A run of Weights & Biases, resumed beside its trainer; steps have a separate axis."""
 
-    def __init__(self, address: str, prefix: str, page: str) -> None:
-        super().__init__(address, prefix, page)
-        parts = address.split("/")
-        if len(parts) != 3 or not all(parts):
-            raise self._misread("wandb:ENTITY/PROJECT/RUN_ID")
-        self._entity, self._project, self._id = parts
+    form = "wandb:ENTITY/PROJECT/RUN_ID"
+
+    def _load(self) -> None:
+        super()._load()
         with installed("W&B", "wandb"):
             import wandb
         self._wandb: Any = wandb
-        self._axis = f"{prefix}step"
-        self._run: Any = None
 
     def write(self, steps: Sequence[StepRecord]) -> None:
         """Write a row of history for each step; the newest one's page is in the summary."""
         run = self._opened()
         for record in steps:
-            run.log({**self._named(record), self._axis: record.step})
+            run.log({**self._named(record), f"{self.prefix}step": record.step})
             run.summary[f"{self.prefix}page"] = record.page
             run.summary[f"{self.prefix}verdict"] = record.text
 
@@ -260,21 +282,15 @@ class Wandb(Tracker):
                 wait_duration=timedelta(milliseconds=1),
             )
 
-    def close(self) -> None:
-        """Finish the writer, not the run: what waits is sent."""
-        if self._run is not None:
-            run, self._run = self._run, None
-            run.finish()
-
-    def _opened(self) -> Any:
-        if self._run is None:
-            self._run = self._resumed()
-            self._run.config.update({"stagescope_page": self.page}, allow_val_change=True)
-            self._run.define_metric(self._axis)
-            self._run.define_metric(f"{self.prefix}*", step_metric=self._axis)
-        return self._run
-
     def _resumed(self) -> Any:
+        run = self._second_writer()
+        axis = f"{self.prefix}step"
+        run.config.update({"stagescope_page": self.page}, allow_val_change=True)
+        run.define_metric(axis)
+        run.define_metric(f"{self.prefix}*", step_metric=axis)
+        return run
+
+    def _second_writer(self) -> Any:
         """Open the run, as a second writer beside the trainer's if this version supports that."""
         # Nothing of this process but the numbers: neither its console, files, load nor its end.
         own: dict[str, Any] = {
@@ -285,9 +301,7 @@ class Wandb(Tracker):
         }  # fmt: skip
         known = set(getattr(self._wandb.Settings, "model_fields", ()))
         own = {name: value for name, value in own.items() if name in known}
-        named: dict[str, Any] = {
-            "entity": self._entity, "project": self._project, "id": self._id
-        }  # fmt: skip
+        named: dict[str, Any] = {"entity": self._owner, "project": self._project, "id": self._id}
         mode = os.environ.get("WANDB_MODE", "online")
         if mode != "online" or "x_primary" not in own:
             settings = self._wandb.Settings(**own)
@@ -297,19 +311,16 @@ class Wandb(Tracker):
         return self._wandb.init(**named, settings=self._wandb.Settings(mode="shared", **own))
 
 
-class SwanLab(Tracker):
+class SwanLab(_ResumedRun):
     """A run of SwanLab, resumed."""
 
-    def __init__(self, address: str, prefix: str, page: str) -> None:
-        super().__init__(address, prefix, page)
-        parts = address.split("/")
-        if len(parts) != 3 or not all(parts):
-            raise self._misread("swanlab:WORKSPACE/PROJECT/RUN_ID")
-        self._workspace, self._project, self._id = parts
+    form = "swanlab:WORKSPACE/PROJECT/RUN_ID"
+
+    def _load(self) -> None:
+        super()._load()
         with installed("SwanLab", "swanlab"):
             import swanlab  # pyright: ignore[reportMissingImports] # not beside protobuf 7
         self._swanlab: Any = swanlab
-        self._run: Any = None
 
     def write(self, steps: Sequence[StepRecord]) -> None:
         """Write the metrics of each step, and its page as text."""
@@ -324,23 +335,13 @@ class SwanLab(Tracker):
             text = self._swanlab.Text(finding.text, caption=finding.title)
             self._opened().log({f"{self.prefix}findings": text}, step=finding.step or 0)
 
-    def close(self) -> None:
-        """Send what waits, and finish the run."""
-        if self._run is not None:
-            with _quiet():
-                self._run.finish()
-            self._run = None
-
-    def _opened(self) -> Any:
-        if self._run is None:
-            names = ("hardware", "runtime", "requirements", "git", "swanlab", "monitor")
-            with _quiet():
-                self._run = self._swanlab.init(
-                    workspace=self._workspace, project=self._project, id=self._id, resume="must",
-                    # Neither this process's machine, packages nor load.
-                    settings=self._swanlab.Settings(probe=dict.fromkeys(names, False)),
-                )  # fmt: skip
-        return self._run
+    def _resumed(self) -> Any:
+        # Neither this process's machine, packages nor load.
+        names = ("hardware", "runtime", "requirements", "git", "swanlab", "monitor")
+        return self._swanlab.init(
+            workspace=self._owner, project=self._project, id=self._id, resume="must",
+            settings=self._swanlab.Settings(probe=dict.fromkeys(names, False)),
+        )  # fmt: skip
 
 
 class Trackio(Tracker):
@@ -350,9 +351,8 @@ class Trackio(Tracker):
     finished in each call, and its warnings are errors.
     """
 
-    def __init__(self, address: str, prefix: str, page: str) -> None:
-        super().__init__(address, prefix, page)
-        self._project, _, self._name = address.partition("/")
+    def _load(self) -> None:
+        self._project, _, self._name = self.address.partition("/")
         if not self._project or not self._name:
             raise self._misread("trackio:PROJECT/RUN")
         with installed("Trackio", "trackio"), _quiet():
@@ -364,10 +364,8 @@ class Trackio(Tracker):
 
         def log(run: Any) -> None:
             for record in steps:
-                link = f"[step {record.step}]({record.page}): {record.text}"
-                page = self._trackio.Markdown(link)
-                values = {**self._named(record), f"{self.prefix}page": page}
-                run.log(values, step=record.step)
+                page = self._trackio.Markdown(_link(record))
+                run.log({**self._named(record), f"{self.prefix}page": page}, step=record.step)
 
         self._in_run(log)
 
@@ -380,31 +378,29 @@ class Trackio(Tracker):
                 level = levels.ERROR if each.severity == "error" else levels.WARN
                 run.alert(each.title, text=each.text, level=level, step=each.step or 0)
 
-        if findings:
-            self._in_run(alert)
+        self._in_run(alert)
 
-    def _in_run(self, act: Callable[[Any], None]) -> None:
-        """Open the run, act and finish it, in a context without the caller's own open run."""
+    def _in_run(self, write: Callable[[Any], None]) -> None:
+        """Open the run, write and finish it, in a context without the caller's own open run."""
         with warnings.catch_warnings(record=True) as caught, _quiet():
             warnings.simplefilter("always")
-            contextvars.Context().run(self._act, act)
+            contextvars.Context().run(self._write_to_run, write)
         said = [str(each.message) for each in caught if "trackio" in str(each.message).lower()]
         if said:
             raise RuntimeError(said[0])
 
-    def _act(self, act: Callable[[Any], None]) -> None:
+    def _write_to_run(self, write: Callable[[Any], None]) -> None:
         run = self._trackio.init(
             self._project, name=self._name, resume="must", embed=False, auto_log_gpu=False,
             auto_log_cpu=False,
         )  # fmt: skip
         # Its first record would replace the trainer's configuration: that, with the page, or none.
-        stored = (each for each in self._trackio.Api().runs(self._project) if each.id == run.id)
-        trained = next(stored, None)
         run.config.clear()
-        if trained is not None:
-            run.config.update({**(trained.config or {}), "stagescope_page": self.page})
+        for stored in self._trackio.Api().runs(self._project):
+            if stored.id == run.id:
+                run.config.update({**(stored.config or {}), "stagescope_page": self.page})
         try:
-            act(run)
+            write(run)
         finally:
             run.finish()
 

@@ -21,7 +21,7 @@ from stagescope_wire.batch.data import BatchData, BatchPart, Gap, Padding, Tenso
 from stagescope_wire.errors import InvalidInput, InvalidTensor, NotFound, StoreError
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.schema import PART_FIELDS, Part
-from stagescope_wire.tensorfile import Array, Bytes
+from stagescope_wire.tensorfile import Bytes
 
 T = TypeVar("T", bound=BatchData)
 
@@ -196,44 +196,38 @@ def _wire_tensors(batch: BatchData) -> dict[str, tensorfile.WireTensor]:
 def _read(tensors: Mapping[str, tensorfile.WireTensor], metadata: JsonObject, kind: type[T]) -> T:
     if metadata.get("stagescope_batch") != FORMAT:
         raise ValueError(f"its format is {metadata.get('stagescope_batch')!r}, expected {FORMAT}")
-    columns: dict[str, Tensor] = {}
-    others: dict[str, Tensor] = {}
-    lengths: dict[str, Array] = {}
-    rows: dict[int, Tensor] = {}
-    own_by_part: dict[int, dict[str, Tensor]] = {}
-    for name, (tag, _, values, _) in tensors.items():
-        if name.startswith(LENGTHS):
-            lengths[name.removeprefix(LENGTHS)] = values
-        elif name.startswith(ROWS):
-            rows[int(name.removeprefix(ROWS))] = Tensor(tag, values)
-        elif name.startswith(PARTS):
-            index, _, own = name.removeprefix(PARTS).partition("/")
-            own_by_part.setdefault(int(index), {})[own] = Tensor(tag, values)
-        elif name.startswith(OTHERS):
-            others[name.removeprefix(OTHERS)] = Tensor(tag, values)
-        else:
-            columns[name] = Tensor(tag, values)
+    found = {name: Tensor(tag, values) for name, (tag, _, values, _) in tensors.items()}
+    rows = _beginning_with(ROWS, found)
+    own = _beginning_with(PARTS, found)
     padding = {
         name: Padding({"left": "left", "right": "right"}[side], _number(fill))
         for name, (side, fill) in metadata["padding"].items()
     }
     batch = kind(
         rows=int(metadata["rows"]),
-        tensors=columns,
+        tensors={name: t for name, t in found.items() if not name.startswith(_RESERVED)},
         strings={name: tuple(map(str, texts)) for name, texts in metadata["strings"].items()},
-        lengths=lengths,
+        lengths={name: t.values for name, t in _beginning_with(LENGTHS, found).items()},
         padding=padding,
-        others=others,
+        others=_beginning_with(OTHERS, found),
         numbers={name: _number(value) for name, value in metadata["numbers"].items()},
         meta=_object(metadata["meta"]),
         source=_object(metadata["source"]),
         gaps=tuple(Gap(str(kind), str(message)) for kind, message in metadata["gaps"]),
         parts=tuple(
-            _part(rows[index], part, own_by_part.get(index, {}))
+            _part(rows[str(index)], part, _beginning_with(f"{index}/", own))
             for index, part in enumerate(metadata["parts"])
         ),
     )
     return check_rows(batch)
+
+
+def _beginning_with(prefix: str, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in found.items()
+        if name.startswith(prefix)
+    }
 
 
 def _part(rows: Tensor, metadata: JsonObject, own: Mapping[str, Tensor]) -> BatchPart:

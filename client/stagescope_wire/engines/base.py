@@ -179,7 +179,7 @@ def check_ids(row: Sequence[int]) -> list[int]:
     ids = list(row)
     wrong = [token for token in ids if type(token) is not int or not 0 <= token < 1 << 31]
     if not ids or len(ids) > MAX_TOKENS or wrong:
-        what = f"{wrong[0]!r:.50} is no token id" if wrong else f"{len(ids)} token ids"
+        what = f"{wrong[0]!r:.50} is not a token id" if wrong else f"{len(ids)} token ids"
         raise InvalidInput(what, expected=f"1 to {MAX_TOKENS} ids from 0")
     return ids
 
@@ -221,7 +221,7 @@ def multimodal_warning(info: EngineInfo, config: JsonObject) -> str | None:
     model = names[0] if names else str(config.get("model_type") or "the model")
     if info.multimodal is False:
         how = "; start SGLang with --enable-multimodal" if info.kind == "sglang" else ""
-        return f"{model} has a {part}, and {info.kind} at {info.place} takes no images{how}"
+        return f"{model} has a {part}, and {info.kind} at {info.place} accepts no images{how}"
     if info.kind == "sglang":
         default = " (its default for this model)" if model in _OFF_BY_DEFAULT else ""
         return (

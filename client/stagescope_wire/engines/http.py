@@ -52,7 +52,9 @@ def engine_url(text: str) -> str:
     url = check_url(text if "://" in text else f"http://{text}")
     parsed = httpx.URL(url)
     if parsed.fragment or not _HOST.match(parsed.host):
-        raise InvalidInput(f"{text!r:.200} is no engine's URL", expected="http://HOST:PORT")
+        raise InvalidInput(
+            f"{text!r:.200} is not the URL of an engine", expected="http://HOST:PORT"
+        )
     return url.removesuffix("/v1")
 
 
@@ -127,7 +129,7 @@ class EngineHttp:
                     content += chunk
                     if len(content) > MAX_BYTES:
                         raise EngineError(
-                            f"{self.url}{path} answers more than {MAX_BYTES >> 20} MiB",
+                            f"{self.url}{path} returned more than {MAX_BYTES >> 20} MiB",
                             advice="ask for fewer tokens at once",
                         )
                     # httpx limits a single read only: a slow stream could last forever.
@@ -147,18 +149,18 @@ class EngineHttp:
     def _json(self, status: int, content: bytes, path: str) -> Json:
         if status in (401, 403):
             raise EngineError(
-                f"the engine at {self.url} answered {status} to {path}{proxies.way_to(self.url)}",
+                f"the engine at {self.url} returned {status} for {path}{proxies.way_to(self.url)}",
                 expected="its key",
                 advice=f"give it in a file ({KEY_FILE_VARIABLE}, --key-file) or as {KEY_VARIABLE}",
             )
         if not 200 <= status < 300:
-            raise EngineError(f"the engine at {self.url} answered {status} to {path}"
+            raise EngineError(f"the engine at {self.url} returned {status} for {path}"
                               f"{proxies.way_to(self.url)}: {self.shown(content)}")  # fmt: skip
         try:
             return json.loads(content)
         except ValueError as error:
             raise EngineError(
-                f"what {self.url}{path} answers is no JSON: {self.shown(content)}",
+                f"{self.url}{path} returned no JSON: {self.shown(content)}",
                 advice="is this the address of an inference engine?",
             ) from error
 

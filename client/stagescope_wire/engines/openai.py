@@ -54,7 +54,7 @@ class OpenAIEngine:
         """Return the log-prob of each given token; see `Engine.score`."""
         if self.info.scores is False:
             raise EngineError(
-                f"{self.info.kind} at {self._http.url} gives no log-probs of given tokens",
+                f"{self.info.kind} at {self._http.url} returns no log-probs of given tokens",
                 expected="an engine with prompt_logprobs or echo",
                 advice="let this engine generate, and another one (--against) score",
             )
@@ -108,7 +108,7 @@ class OpenAIEngine:
         choices = answer.get("choices") if isinstance(answer, Mapping) else None
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
             raise EngineError(
-                f"{self._http.url}{path} answers without choices",
+                f"{self._http.url}{path} returned no choices",
                 expected="OpenAI's shape of a completion",
             )
         usage = answer.get("usage")
@@ -143,9 +143,9 @@ class OpenAIEngine:
 
     def _misread(self, row: Sequence[int], found: str) -> EngineError:
         return EngineError(
-            f"{self._http.url} answers {found} for {len(row)} given tokens",
+            f"{self._http.url} returned {found} for {len(row)} given tokens",
             expected="one for each token as given",
-            advice="the server tokenised the prompt again, or it gives no log-probs of a prompt",
+            advice="the server tokenised the prompt again, or it returns no log-probs of a prompt",
         )
 
     # --- answers ---------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class OpenAIEngine:
         count = usage.get("completion_tokens")
         problem = ""
         if not values:
-            problem = "the server gave no log-probs"
+            problem = "the server returned no log-probs"
         elif ids is not None and len(ids) != len(values):
             problem = f"{len(values)} log-probs for {len(ids)} tokens"
         elif isinstance(count, int) and count != len(values):
@@ -237,7 +237,7 @@ class LlamaCppEngine(OpenAIEngine):
         answer = self._http.post("/completion", body)
         if not isinstance(answer, Mapping) or not isinstance(answer.get("tokens"), list):
             raise EngineError(
-                f"{self._http.url}/completion answers without tokens",
+                f"{self._http.url}/completion returned no tokens",
                 expected="llama.cpp's answer to return_tokens",
             )
         ids = tuple(token for token in answer["tokens"] if type(token) is int)
@@ -245,7 +245,7 @@ class LlamaCppEngine(OpenAIEngine):
         entries = [entry for entry in listed or () if isinstance(entry, Mapping)]
         problem = ""
         if not entries:
-            problem = "the server gave no log-probs"
+            problem = "the server returned no log-probs"
         elif tuple(entry.get("id") for entry in entries) != ids:
             problem = (
                 f"log-probs of {len(entries)} of {len(ids)} tokens: those whose bytes are no whole "
@@ -322,7 +322,7 @@ class SGLangEngine(OpenAIEngine):
             prompt_tokens=count if isinstance(count, int) else None,
             finish_reason=None if reason is None else str(reason),
             weight_version=None if version is None else str(version),
-            problem=problem if entries else "the server gave no log-probs",
+            problem=problem if entries else "the server returned no log-probs",
         )
 
     def _score(self, row: list[int]) -> tuple[float, ...]:
@@ -348,7 +348,7 @@ class SGLangEngine(OpenAIEngine):
 
     def _unreadable(self, what: str) -> EngineError:
         return EngineError(
-            f"{self._http.url}/generate answers without {what}",
+            f"{self._http.url}/generate returned no {what}",
             expected="SGLang's answer to return_logprob",
         )
 

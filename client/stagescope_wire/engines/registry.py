@@ -91,14 +91,13 @@ def detect(http: EngineHttp) -> EngineInfo:
     kind = _OWNERS.get(str(model.get("owned_by"))) or _other_kind(http, seconds, bool(model))
     if kind is None:
         raise EngineError(
-            f"what answers at {http.url} is no inference engine that is known",
+            f"the server at {http.url} is not a known inference engine",
             expected="/v1/models (OpenAI's shape: vLLM, llama.cpp) or /model_info (SGLang)",
         )
     return _DESCRIBE[kind](http, model, seconds)
 
 
 def _other_kind(http: EngineHttp, seconds: float, has_models: bool) -> str | None:
-    """Return the kind of a server whose list of models does not name it; None if unknown."""
     if _sglang_info(http, seconds) is not None:
         return "sglang"
     return "openai" if has_models else None
@@ -238,10 +237,10 @@ def check_engine(fields: JsonObject) -> dict[str, Json]:
     name = fields.get("name")
     found["name"] = engine_name(url) if name is None else check_name(name)
     settings = fields.get("settings")
-    if settings is not None and not (
-        isinstance(settings, Mapping) and len(settings) <= _MAX_SETTINGS
-    ):
-        raise InvalidInput("settings is no small object", expected=f"up to {_MAX_SETTINGS} fields")
+    is_small = isinstance(settings, Mapping) and len(settings) <= _MAX_SETTINGS
+    if settings is not None and not is_small:
+        text = "settings is not a small object"
+        raise InvalidInput(text, expected=f"up to {_MAX_SETTINGS} fields")
     found["settings"] = None if not settings else dict(settings)
     return found
 
@@ -304,7 +303,7 @@ def addresses_in_log(path: Path) -> list[str]:
     found = addresses_in(text)
     if not found:
         raise NotFound(
-            f"{str(path)!r} does not say {AREAL_VARIABLE}=HOST:PORT",
+            f"{str(path)!r} has no line {AREAL_VARIABLE}=HOST:PORT",
             advice="the launcher prints it once its servers are up",
         )
     return found

@@ -193,7 +193,11 @@ def _compare_remotely(sides: tuple[str, ...], options: CompareOptions) -> _Repor
     file = options["token_file"]
     token = None if file is None else discovery.read_token(file)
     # The service does not say what takes it long.
-    timer = threading.Timer(_COMPILING_SECONDS, _announce_remote_compilation)
+    timer = threading.Timer(
+        _COMPILING_SECONDS, click.echo,
+        ["the service compares; its first comparison compiles for half a minute or so ..."],
+        {"err": True},
+    )  # fmt: skip
     timer.daemon = True
     timer.start()
     try:
@@ -223,7 +227,7 @@ def _target(side: str, step: int | None) -> str | dict[str, str]:
     if path.exists():
         if step is not None:
             raise InvalidInput(
-                f"--step chooses nothing from {side!r}, which is compared whole beside a run",
+                f"--step does not apply to {side!r}: beside a run, all of a directory is compared",
                 expected="--step between directories alone, and RUN:STEP for a run",
                 advice="`stagescope import` makes a run of a directory",
             )
@@ -232,7 +236,7 @@ def _target(side: str, step: int | None) -> str | dict[str, str]:
         target = read_target(side)
     except InvalidInput as error:
         raise InvalidInput(
-            f"{side!r} is no directory or file here, and names no run",
+            f"{side!r} is neither a directory or file here nor the name of a run",
             expected="a directory of dumps, or RUN[@ATTEMPT][:STEP]",
         ) from error
     return str(target if target.step is not None else target._replace(step=step))
@@ -258,18 +262,10 @@ def _compare_locally(dumps: Sequence[Dump], options: OutputOptions) -> _Report:
 
         mapper = ray_tasks()
     tolerances = Tolerances.parse(options["tolerances"])
-    pairwise.warm(_announce_compilation)  # before the bar, which has its own line
+    text = "compiling, once for an installation: half a minute or so ..."
+    pairwise.warm(lambda: click.echo(text, err=True))  # before the bar, which has its own line
     with _progress_bar() as update:
         return as_json(compare_sides(dumps, tolerances=tolerances, mapper=mapper, progress=update))
-
-
-def _announce_remote_compilation() -> None:
-    text = "the service compares; its first comparison compiles for half a minute or so ..."
-    click.echo(text, err=True)
-
-
-def _announce_compilation() -> None:
-    click.echo("compiling, once for an installation: half a minute or so ...", err=True)
 
 
 def _finish(ctx: click.Context, report: _Report, options: OutputOptions) -> None:

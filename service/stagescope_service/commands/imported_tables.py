@@ -48,7 +48,7 @@ def wait_for_tables(session: Session, run: str, key: str, dumps: Sequence[Operat
     It gives up when nothing happens for longer than the largest dump may need.
     """
     tables: Tables = {}
-    left = {_sent(each.work) for each in dumps}
+    left = {_as_stored(each.work) for each in dumps}
     if not left:
         return tables
     (attempt,) = (row["attempt"] for row in session.attempts(run) if row["attempt_key"] == key)
@@ -85,7 +85,7 @@ def _tables_of(session: Session, run: str, attempt: int, step: int) -> Tables:
     }
 
 
-def _sent(place: Location) -> Location:
+def _as_stored(place: Location) -> Location:
     """Return a place as the service knows it: a directory's name may be no valid text."""
     return place._replace(stage=None if place.stage is None else valid_text(place.stage))
 
@@ -104,7 +104,7 @@ def cut_off_tables(dumps: Sequence[OperatorDump], tables: Tables) -> Iterator[Du
     from stagescope_service.dumps.records import DumpProblem
 
     for each in dumps:
-        row = tables.get(_sent(each.work))
+        row = tables.get(_as_stored(each.work))
         if row is None or row["truncated_at"] is None:
             continue
         path = _cut_file(each, row["truncated_at"])
@@ -137,7 +137,7 @@ def _cut_file(dump: OperatorDump, byte: int) -> Path:
 def unread_tables(dumps: Sequence[OperatorDump], tables: Tables) -> Iterator[str]:
     """Yield the operator dumps that have no table in the service, each with the reason."""
     for each in dumps:
-        row = tables.get(_sent(each.work))
+        row = tables.get(_as_stored(each.work))
         if row is None or row["state"] == "announced":
             reason = "the service has not read it yet: see `stagescope findings`"
         elif row["state"] == "digested":

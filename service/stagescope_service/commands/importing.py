@@ -17,7 +17,7 @@ from stagescope_service.commands.imported_tables import (
     unread_tables,
     wait_for_tables,
 )
-from stagescope_service.commands.spooled import take_in
+from stagescope_service.commands.spooled import send_spool
 from stagescope_wire import discovery, render, spool
 from stagescope_wire.errors import Conflict, InvalidInput, NotFound
 from stagescope_wire.names import run_name
@@ -88,7 +88,7 @@ class ImportReport(TypedDict):
 @click.option(
     "--new-attempt",
     is_flag=True,
-    help="Into a run that is there, of a training or of another directory, as its next attempt.",
+    help="Make it the next attempt of a run that exists already.",
 )
 @click.option("--follow", is_flag=True, help="Of a spool: go on as it grows, until interrupted.")
 @click.option(
@@ -138,19 +138,19 @@ def import_directory(
     if directory.is_dir() and spool.folders(directory):
         if run is not None or step is not None or kind is not None or new_attempt:
             raise InvalidInput(
-                f"{directory} is a spool, which names its runs itself",
+                f"{directory} is a spool, and its files name their runs",
                 expected="no --run, --step, --format or --new-attempt with it",
             )
         with attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session:
-            taken = take_in(session, directory, follow=follow, delete=delete, show=not as_json)
+            sent = send_spool(session, directory, follow=follow, delete=delete, show=not as_json)
         if as_json:
-            terminal.show_json(taken)
-        ctx.exit(1 if taken["refused"] or taken["unread"] else 0)
+            terminal.show_json(sent)
+        ctx.exit(1 if sent["refused"] or sent["unread"] else 0)
     if follow or delete:
         raise InvalidInput(
-            f"{directory} is no spool: --follow and --delete are for one",
+            f"{directory} is no spool, and --follow and --delete need one",
             expected="the directory of STAGESCOPE_URL=file:///DIRECTORY of a training",
-            advice="one that grew becomes the run's next attempt: import it again",
+            advice="import a directory that grew again: it becomes the run's next attempt",
         )
     try:
         from stagescope_service.dumps.discover import open_dump
@@ -195,7 +195,6 @@ def import_dump(
     """
     from stagescope_service.dumps.formats.listing import rank_dumps
     from stagescope_service.dumps.importing import (
-        NOTES,
         TrainedSamples,
         copy_operator_dumps,
         import_events,
@@ -211,21 +210,9 @@ def import_dump(
             advice="; ".join(each.message for each in dump.problems[:3]),
         )
     key = import_key(dump, run)
-    notes = dump.about.get(NOTES)
-    stepless = [each for each in dump.entries if is_of_no_step(each)]
-    report = ImportReport(
-        run=run, attempt_key=key, format=dump.kind,
-        nothing_new=_is_complete(session, dump, run, key, new_attempt=new_attempt),
-        processes=0, events=0, payloads=0, operators=0,
-        problems=[*map(_unread, dump.problems)], refused=[],
-        left_out={
-            f"{each.path.parent.name}/{each.path.name}": f"of step {each.location.step}, "
-            "which is none"
-            for each in stepless
-        },
-        missing={}, notes=[*map(str, notes)] if isinstance(notes, list) else [],
-    )  # fmt: skip
-    parts = len({each.location for each in dump.entries if each not in stepless})
+    nothing_new = _is_complete(session, dump, run, key, new_attempt=new_attempt)
+    report = _empty_report(dump, run, key, nothing_new=nothing_new)
+    parts = len({each.location for each in dump.entries if not is_of_no_step(each)})
     senders: set[tuple[object, ...]] = set()
     announced: list[OperatorDump] = []
     from_texts: set[str] = set()
@@ -250,6 +237,23 @@ def import_dump(
         *samples.notes(),
     ]
     return report
+
+
+def _empty_report(dump: Dump, run: str, key: str, *, nothing_new: bool) -> ImportReport:
+    """Return the report of an import that has sent nothing yet."""
+    from stagescope_service.dumps.importing import NOTES, is_of_no_step
+
+    notes = dump.about.get(NOTES)
+    left_out = {
+        f"{each.path.parent.name}/{each.path.name}": f"of step {each.location.step}, which is none"
+        for each in dump.entries
+        if is_of_no_step(each)
+    }
+    return ImportReport(
+        run=run, attempt_key=key, format=dump.kind, nothing_new=nothing_new, processes=0, events=0,
+        payloads=0, operators=0, problems=[*map(_unread, dump.problems)], refused=[],
+        left_out=left_out, missing={}, notes=[*map(str, notes)] if isinstance(notes, list) else [],
+    )  # fmt: skip
 
 
 def _add_conversions(report: ImportReport, meta: Mapping[str, object]) -> set[str]:
@@ -309,10 +313,10 @@ def _is_complete(session: Session, dump: Dump, run: str, key: str, *, new_attemp
     config = (newest["fingerprint"] or {}).get("config") or {}
     if not new_attempt and config.get(IMPORTED) != valid_text(dump.name):
         source = config.get(IMPORTED)
-        made = "is of processes that reported" if source is None else f"was imported from {source}"
+        made = "is a training that reported" if source is None else f"was imported from {source}"
         raise Conflict(
-            f"run {run!r} is there: its attempt {newest['attempt']} {made}, and {dump.name} would "
-            "answer in its place",
+            f"run {run!r} exists: its attempt {newest['attempt']} {made}. {dump.name} would "
+            "replace it as the newest attempt",
             expected="a name that no run has, in --run",
             advice=f"or give --new-attempt, to make this attempt {newest['attempt'] + 1} of {run}",
         )
@@ -343,7 +347,7 @@ def _show(report: ImportReport, stepless: Path | None) -> None:
         else f"{report['run']}: {what}"
     )
     for text in wrong[:_SHOWN]:
-        click.echo(f"  {terminal.style('not taken:', fg='red')} {render.printable(text)}")
+        click.echo(f"  {terminal.style('not imported:', fg='red')} {render.printable(text)}")
     for name, why in [*report["left_out"].items()][:_SHOWN]:
         click.echo(f"  left out: {render.printable(f'{name}: {why}')}")
     if report["missing"]:
@@ -357,7 +361,7 @@ def _show(report: ImportReport, stepless: Path | None) -> None:
         click.echo(f"  ... {hidden} more (--json lists all)")
     if stepless is not None and not report["operators"]:
         click.echo(
-            "its files name no step, and metrics and rounds are of steps: they can be compared"
+            "Its files name no step, so they have no metrics and rounds. You can compare them."
         )
         click.echo(f"try  stagescope compare {render.printable(str(stepless))} ANOTHER")
         return

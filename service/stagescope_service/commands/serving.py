@@ -108,37 +108,43 @@ def serve(address: str | None, as_json: bool, **options: Unpack[ServeOptions]) -
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
     info = start_service(settings, address=address)
+    for note in _notes(info, settings, options):
+        click.echo(f"note: {note}", err=True)
+    if info.not_ready:
+        click.echo(f"warning: the service runs but accepts no data yet: {info.not_ready}", err=True)
+    if as_json:
+        terminal.show_json(_as_json(info))
+    else:
+        _announce(info, settings)
+
+
+def _notes(info: ServiceInfo, settings: Settings, options: ServeOptions) -> Iterator[str]:
     if info.dead_cluster:
-        click.echo(
-            f"note: the head of this home's Ray cluster at {info.dead_cluster} had died: what was "
-            "left of it was ended, and the service goes on with the same data",
-            err=True,
+        yield (
+            f"the head of this home's Ray cluster at {info.dead_cluster} had died. stagescope "
+            "ended the rest of that cluster. The service continues with the same data"
         )
     if info.passed_over:
-        click.echo(_skipped_clusters(info.passed_over), err=True)
+        yield (
+            f"another Ray cluster runs at {', '.join(info.passed_over)}. No `ray start` is known "
+            "to have left it, so a service in it may end with its driver. stagescope did not join "
+            "it. Use --address to join it"
+        )
     unused = [
         f"--{name.replace('_', '-')}"
         for name, value in options.items()
         if value is not None and not (name == "port" and (not value or f":{value}" in info.url))
     ]
     if info.already_running and unused:
-        click.echo(
-            f"note: the running service keeps the settings that it was started with, without "
-            f"{', '.join(unused)}: `stagescope stop` first",
-            err=True,
+        yield (
+            f"the running service keeps its settings and ignores {', '.join(unused)}. Run "
+            "`stagescope stop` first"
         )
     if (mode := _others_mode(settings.data_path)) is not None:
-        click.echo(
-            f"note: others may read {settings.data_path} (mode {mode:o}), with the tensors, texts "
-            f"and dumps in it: chmod 700 {settings.data_path}",
-            err=True,
+        yield (
+            f"others may read {settings.data_path} (mode {mode:o}). It holds tensors, texts and "
+            f"dumps. Run `chmod 700 {settings.data_path}`"
         )
-    if info.not_ready:
-        click.echo(f"warning: the service runs and takes nothing in: {info.not_ready}", err=True)
-    if as_json:
-        terminal.show_json(_as_json(info))
-    else:
-        _announce(info, settings)
 
 
 @click.command()
@@ -208,14 +214,6 @@ def _as_json(info: ServiceInfo) -> dict[str, object]:
     fields = dataclasses.asdict(info)
     del fields["passed_over"]
     return {name: str(v) if isinstance(v, Path) else v for name, v in fields.items()}
-
-
-def _skipped_clusters(addresses: tuple[str, ...]) -> str:
-    return (
-        f"note: not joined unasked: the Ray cluster at {', '.join(addresses)}, which no `ray "
-        "start` is known to have left here: a service in it would end with its driver; --address "
-        "joins it all the same"
-    )
 
 
 def _announce(info: ServiceInfo, settings: Settings) -> None:

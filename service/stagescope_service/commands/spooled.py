@@ -47,7 +47,7 @@ class SpoolReport(TypedDict):
     unread: list[str]
 
 
-def take_in(
+def send_spool(
     session: Session, directory: Path, *, follow: bool, delete: bool, show: bool
 ) -> SpoolReport:
     """Send what a spool holds, and with `follow` what comes, until SIGINT or SIGTERM.
@@ -63,27 +63,27 @@ def take_in(
         StagescopeError: the service cannot be reached (without `follow`), or the token may not
             operate.
     """
-    taking = _Spool(session, directory, delete=delete, show=show)
+    importer = _SpoolImport(session, directory, delete=delete, show=show)
     with terminal.interruption() as ended:
         while True:
             try:
-                taking.take(ended)
+                importer.send_new(ended)
                 if follow:
-                    taking.renew()
+                    importer.renew()
             except (Unreachable, NotReady) as error:
                 if not follow:
                     raise
-                taking.say(f"waiting for the service: {error.wrong}")
+                importer.show_line(f"waiting for the service: {error.wrong}")
                 ended.wait(_RETRY_SECONDS)
             if not follow or ended.wait(_LOOK_SECONDS):
-                taking.say(taking.summary())
-                return taking.report
+                importer.show_line(importer.summary())
+                return importer.report
 
 
-class _Spool:
+class _SpoolImport:
     """A spool and what of it the service has.
 
-    Args: as of `take_in`.
+    Args: as of `send_spool`.
     """
 
     def __init__(self, session: Session, directory: Path, *, delete: bool, show: bool) -> None:
@@ -91,23 +91,23 @@ class _Spool:
         self._directory = directory
         self._delete = delete
         self._show = show
-        self._taken: dict[Path, int] = {}
+        self._sent: dict[Path, int] = {}
         """Folder -> the number of the last batch that the service has."""
         self._alive: dict[Path, int] = {}
         """Folder -> last time at which its process reported that it is alive."""
-        self._said = ""
+        self._last_line = ""
         self.report: SpoolReport = {
             "runs": [], "processes": 0, "batches": 0, "payloads": 0, "refused": [], "unread": [],
         }  # fmt: skip
 
-    def take(self, ended: threading.Event) -> None:
+    def send_new(self, ended: threading.Event) -> None:
         """Send every batch that is there and was not sent, in the order of their writing.
 
         The order matters to steps: they close when their processes begin the next one.
         """
         waiting = {}
         for folder in spool.folders(self._directory):
-            waiting[folder] = list(spool.batches(folder, self._taken.get(folder, 0)))
+            waiting[folder] = list(spool.batches(folder, self._sent.get(folder, 0)))
         while not ended.is_set():
             heads = [(_written(each[0][1]), folder) for folder, each in waiting.items() if each]
             if not heads:
@@ -115,7 +115,7 @@ class _Spool:
             _, folder = min(heads)
             number, path = waiting[folder].pop(0)
             pause = self._send(folder, path)
-            self._taken[folder] = number
+            self._sent[folder] = number
             ended.wait(pause)
 
     def _send(self, folder: Path, path: Path) -> float:
@@ -142,11 +142,11 @@ class _Spool:
         refused = {**answer.refused, **answer.refused_in_part}
         self.report["refused"] += [f"{who}, event {seq}: {why}" for seq, why in refused.items()]
         self._wait_for_payloads(who, header.sender, set(header.payloads) - {*answer.refused})
-        if folder not in self._taken:
+        if folder not in self._sent:
             self.report["processes"] += 1
         if sender.run not in self.report["runs"]:
             self.report["runs"].append(sender.run)
-            self.say(f"taking in run {sender.run}")
+            self.show_line(f"importing run {sender.run}")
         self.report["batches"] += 1
         self.report["payloads"] += len(header.payloads)
         if self._delete and not refused:
@@ -162,7 +162,7 @@ class _Spool:
 
     def renew(self) -> None:
         """Tell the service which processes have said that they are alive since the last look."""
-        for folder in self._taken:
+        for folder in self._sent:
             path = folder / spool.SENDER
             with contextlib.suppress(OSError, ValueError, InvalidInput):
                 seen = path.stat().st_mtime_ns
@@ -184,16 +184,16 @@ class _Spool:
         of = render.counted(found["processes"], "process", "processes")
         wrong = [*found["refused"], *found["unread"]]
         lines = [f"{' and '.join(counts)} of {of}, runs: {', '.join(found['runs']) or 'none'}"]
-        lines += [f"  not taken: {render.printable(each)}" for each in wrong[:_SHOWN]]
+        lines += [f"  not imported: {render.printable(each)}" for each in wrong[:_SHOWN]]
         if len(wrong) > _SHOWN:
             lines.append(f"  ... {len(wrong) - _SHOWN} more (--json lists all)")
         return "\n".join(lines)
 
-    def say(self, text: str) -> None:
+    def show_line(self, text: str) -> None:
         """Print a line that is not the one before."""
-        if self._show and text != self._said:
+        if self._show and text != self._last_line:
             click.echo(text)
-        self._said = text
+        self._last_line = text
 
 
 def _written(path: Path) -> float:

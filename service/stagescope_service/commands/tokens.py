@@ -43,7 +43,7 @@ def token() -> None:
 @click.option(
     "--proxy-user",
     metavar="PERSON",
-    help="No token: this is whom the proxy's header calls so (STAGESCOPE_TRUSTED_PROXY_HEADER).",
+    help="Name in the proxy's header (STAGESCOPE_TRUSTED_PROXY_HEADER); it needs no token.",
 )
 @_JSON
 def add(

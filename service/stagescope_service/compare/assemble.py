@@ -148,9 +148,9 @@ def _verdict(comparison: ShardComparison, criteria: _Criteria) -> Verdict:
     is_sampling = comparison.section in flow.SAMPLE_SECTIONS
     if criteria.uncomparable_reason and by_location and not is_structural and not is_sampling:
         return Verdict.NOT_COMPARABLE
-    found = comparison.statistics
-    states = None if comparison.rows is None else comparison.rows.states
-    if is_structural and states is not None and (states == LENGTHS_DIFFER).any():
+    found, states = comparison.statistics, comparison.states
+    has_other_lengths = bool((states == LENGTHS_DIFFER).any())
+    if is_structural and has_other_lengths:
         return Verdict.DIFFERENT
     if found.unequal_count:
         tolerance = criteria.tolerances.for_tensor(
@@ -158,17 +158,14 @@ def _verdict(comparison: ShardComparison, criteria: _Criteria) -> Verdict:
         )
         if not is_noise(found, tolerance, criteria.noise_floor, comparison.name):
             return Verdict.DIFFERENT
-    if states is not None and len(states):
-        compared = (states == COMPARED).any()
-        if not compared or (states == LENGTHS_DIFFER).any():
-            return Verdict.NOT_COMPARABLE
+    if has_other_lengths or (len(states) and not (states == COMPARED).any()):
+        return Verdict.NOT_COMPARABLE
     return Verdict.WITHIN_NOISE if found.unequal_count else Verdict.SAME
 
 
 def _differs(comparison: ShardComparison) -> bool:
-    states = None if comparison.rows is None else comparison.rows.states
-    has_uncompared = states is not None and bool((states != COMPARED).any())
-    return comparison.shapes_differ or comparison.statistics.unequal_count > 0 or has_uncompared
+    has_unequal = comparison.shapes_differ or comparison.statistics.unequal_count > 0
+    return has_unequal or bool((comparison.states != COMPARED).any())
 
 
 def _is_paired_by_id(comparison: ShardComparison) -> bool:
@@ -178,19 +175,17 @@ def _is_paired_by_id(comparison: ShardComparison) -> bool:
 def _without_replicas(comparisons: Sequence[ShardComparison]) -> list[ShardComparison]:
     """Leave out comparisons whose samples were all compared before in the same pass."""
     seen: dict[BatchPass, set[str]] = collections.defaultdict(set)
-    kept = []
+    first = []
     for comparison in comparisons:
-        rows = comparison.rows
-        if rows is None or comparison.has_fragments or not _is_paired_by_id(comparison):
-            kept.append(comparison)
-            continue
-        location = comparison.locations[0]
-        part = location.part
-        batch_pass = BatchPass(location.step, location.stage, part.occurrence, part.epoch)
-        if not rows.labels or not seen[batch_pass].issuperset(rows.labels):
-            kept.append(comparison)
-            seen[batch_pass].update(rows.labels)
-    return kept
+        rows, location = comparison.rows, comparison.locations[0]
+        if rows is not None and not comparison.has_fragments and _is_paired_by_id(comparison):
+            part = location.part
+            samples = seen[BatchPass(location.step, location.stage, part.occurrence, part.epoch)]
+            if rows.labels and samples.issuperset(rows.labels):
+                continue
+            samples.update(rows.labels)
+        first.append(comparison)
+    return first
 
 
 def _samples(comparisons: Sequence[ShardComparison]) -> dict[str, int]:
@@ -223,12 +218,11 @@ def _samples(comparisons: Sequence[ShardComparison]) -> dict[str, int]:
 
 def _first(shards: Sequence[ShardResult], verdict: Verdict) -> ValueLocation | None:
     """Return the first value over the tolerance in the first shard of this verdict."""
-    for shard in shards:
-        if shard.verdict is verdict and verdict is not Verdict.SAME:
-            location = shard.comparison.over or shard.comparison.unequal
-            if location is not None:
-                return location
-    return None
+    if verdict is Verdict.SAME:
+        return None
+    of_verdict = (shard.comparison for shard in shards if shard.verdict is verdict)
+    locations = (comparison.over or comparison.unequal for comparison in of_verdict)
+    return next((location for location in locations if location is not None), None)
 
 
 def _location_order(comparison: ShardComparison) -> tuple[int, Part, str, str, int]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from stagescope.comparison_report import ONE_SIDED_KINDS
+from stagescope_service.compare.fingerprints import leaves
 from stagescope_service.compare.flow import TOKEN_IDS
 from stagescope_service.compare.pairing.shard_comparison import Doubt
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
@@ -250,7 +251,7 @@ def _non_finite_cause(result: PairResult) -> Cause | None:
 def _settings_cause(result: PairResult, dumps: tuple[Dump, Dump]) -> Cause | None:
     if result.verdict in _AGREE:
         return None
-    one, other = (_flat(dump.about.get("settings")) for dump in dumps)
+    one, other = (dict(leaves(dump.about.get("settings"))) for dump in dumps)
     differing = [
         f"{name}: {one[name]} and {other[name]}"
         for name in sorted(one.keys() & other.keys())
@@ -323,14 +324,3 @@ def _share(tensors: Sequence[TensorResult], total: int) -> str:
     if by_step:
         return f"{sum(by_step.values())} of {counted(total, 'sample')}"
     return counted(sum(tensor.found.pairs for tensor in tensors), "number")
-
-
-def _flat(settings: object, prefix: str = "") -> dict[str, object]:
-    """Return nested settings by dotted names."""
-    flat: dict[str, object] = {}
-    for name, value in settings.items() if isinstance(settings, Mapping) else ():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

@@ -70,11 +70,8 @@ def fingerprint_differences(
     a: AttemptFingerprint, b: AttemptFingerprint
 ) -> list[FingerprintDifference]:
     """Return everything that differs; what decides numbers comes first."""
-    found = [
-        *_fingerprint_changes(a.fingerprint or {}, b.fingerprint or {}),
-        *_rank_changes(a.processes, b.processes),
-    ]
-    return in_order(found)
+    changes = _fingerprint_changes(a.fingerprint or {}, b.fingerprint or {})
+    return in_order([*changes, *_rank_changes(a.processes, b.processes)])
 
 
 def in_order(differences: Sequence[FingerprintDifference]) -> list[FingerprintDifference]:
@@ -89,18 +86,17 @@ def stream_differences(a: _Streams, b: _Streams) -> list[FingerprintDifference]:
         a, b: (stage, stream) -> attribute -> its distinct values.
     """
     found = []
-    for place in sorted(a.keys() & b.keys()):
-        for name in sorted(a[place].keys() | b[place].keys()):
-            one, other = (_one_or_all(side[place].get(name)) for side in (a, b))
+    for stream in sorted(a.keys() & b.keys()):
+        for name in sorted(a[stream].keys() | b[stream].keys()):
+            one, other = (
+                values[0] if values is not None and len(values) == 1 else values
+                for values in (a[stream].get(name), b[stream].get(name))
+            )
             if one != other:
                 weight: Weight = "unknown" if one is None or other is None else "numbers"
-                label = ".".join((*place, name))
+                label = ".".join((*stream, name))
                 found.append(FingerprintDifference("config", label, one, other, weight))
     return found
-
-
-def _one_or_all(values: Sequence[object] | None) -> object:
-    return values[0] if values is not None and len(values) == 1 else values
 
 
 def not_compared(a: AttemptFingerprint, b: AttemptFingerprint) -> list[str]:
@@ -117,7 +113,8 @@ def not_compared(a: AttemptFingerprint, b: AttemptFingerprint) -> list[str]:
     }
     found = [text for area, text in said.items() if not (one.get(area) or other.get(area))]
     found += _code_not_compared(_code(one), _code(other))
-    if all(_is_dirty(each) for each in (one, other)):
+    states = [each.get("git") for each in (one, other)]
+    if all(isinstance(git, Mapping) and git.get("dirty") is True for git in states):
         found.append(
             "both sides have uncommitted changes: of those only loaded Python files are compared"
         )
@@ -150,11 +147,6 @@ def _code_not_compared(a: Mapping[str, object], b: Mapping[str, object]) -> list
 _NAMED_MODULES: Final = 5
 MOST_MODULES: Final = 400
 """As many modules as a process reports."""
-
-
-def _is_dirty(fingerprint: Mapping[str, object]) -> bool:
-    state = fingerprint.get("git")
-    return isinstance(state, Mapping) and state.get("dirty") is True
 
 
 def _fingerprint_changes(
@@ -234,44 +226,40 @@ def _interpreter(fingerprint: Mapping[str, object]) -> dict[str, object]:
 def _rank_changes(
     a: Iterable[Mapping[str, object]], b: Iterable[Mapping[str, object]]
 ) -> Iterator[FingerprintDifference]:
-    shared = {_rank(row) for row in a} & {_rank(row) for row in b}
     kinds: tuple[tuple[Sequence[str], str, Weight], ...] = (
         (_LAYOUT, "layout", "numbers"), (_PLACE, "place", "place"),
     )  # fmt: skip
     for columns, area, weight in kinds:
-        of_a, of_b = _columns_by_rank(a, columns), _columns_by_rank(b, columns)
-        for name, value_a, value_b in _changes(of_a, of_b):
-            is_known = None not in (value_a, value_b) or name.rpartition(".")[0] not in shared
+        one, other = (_columns_by_rank(rows, columns) for rows in (a, b))
+        for name, value_a, value_b in _changes(one, other):
+            is_on_both = name.rpartition(".")[0] in one.keys() & other.keys()
+            is_unknown = is_on_both and None in (value_a, value_b)
             yield FingerprintDifference(
-                area, name, value_a, value_b, weight if is_known else "unknown"
+                area, name, value_a, value_b, "unknown" if is_unknown else weight
             )
-
-
-def _rank(row: Mapping[str, object]) -> str:
-    return f"{row['role']}/{row['rank']}"
 
 
 def _columns_by_rank(
     processes: Iterable[Mapping[str, object]], names: Sequence[str]
 ) -> dict[str, object]:
-    """Return `role/rank` -> its columns that are known, from the newest process of the rank."""
+    """Return `role/rank` -> its columns, from the newest process of the rank."""
     return {
-        _rank(row): {name: row[name] for name in names if row.get(name) is not None}
-        for row in processes
+        f"{row['role']}/{row['rank']}": {name: row.get(name) for name in names} for row in processes
     }
 
 
 def _changes(a: object, b: object) -> Iterator[tuple[str, object, object]]:
     """Yield the dotted name and both values of everything that differs."""
-    of_a, of_b = dict(_leaves("", a)), dict(_leaves("", b))
+    of_a, of_b = dict(leaves(a)), dict(leaves(b))
     for name in sorted({*of_a, *of_b}):
         if of_a.get(name) != of_b.get(name):
             yield name, of_a.get(name), of_b.get(name)
 
 
-def _leaves(prefix: str, value: object) -> Iterator[tuple[str, object]]:
+def leaves(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the dotted name and the value of every leaf of a nested mapping."""
     if isinstance(value, Mapping):
         for name, each in value.items():
-            yield from _leaves(f"{prefix}.{name}" if prefix else str(name), each)
-    elif value is not None:
+            yield from leaves(each, f"{prefix}.{name}" if prefix else str(name))
+    else:
         yield prefix, value

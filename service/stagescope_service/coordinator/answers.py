@@ -24,7 +24,7 @@ class RankPlan(Row):
     ]
 
 
-class Taken(Row):
+class RecordedBatch(Row):
     """The result of a batch of events, after its commit."""
 
     coordinator: str
@@ -48,7 +48,7 @@ class Taken(Row):
     """Seconds to wait before the next batch: the service is behind."""
 
 
-class BatchAnswer(Taken):
+class BatchAnswer(RecordedBatch):
     """Reply to a batch of events; the probe reads it."""
 
     relay: NotRequired[bool]

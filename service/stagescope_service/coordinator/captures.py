@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from stagescope_service.coordinator.commits import Commits
-from stagescope_service.coordinator.intake import Intake
+from stagescope_service.coordinator.plan_changes import PlanChanges
 from stagescope_service.coordinator.runner import Clock
 from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_service.core.catalogue_rows import audit_row
@@ -42,7 +42,7 @@ class CaptureCommands:
         catalogue: the store's reading side.
         commits: says whether the catalogue can be written.
         requests: the active capture requests.
-        intake: informs every rank.
+        plan_changes: commits a change, and informs every rank.
         clock: the service's clock.
     """
 
@@ -52,14 +52,14 @@ class CaptureCommands:
         catalogue: Catalogue,
         commits: Commits,
         requests: CaptureRequests,
-        intake: Intake,
+        plan_changes: PlanChanges,
         clock: Clock,
     ) -> None:
         self._settings = settings
         self._catalogue = catalogue
         self._commits = commits
         self._requests = requests
-        self._intake = intake
+        self._plan_changes = plan_changes
         self._wall, self._mono = clock
 
     async def add(self, spec: JsonObject, *, by: str, wait: float) -> dict[str, Json]:
@@ -81,9 +81,9 @@ class CaptureCommands:
         valid = await asyncio.to_thread(with_baseline, self._catalogue, valid, settings.roots)
         entry = requests.add(valid, by=by, mono=self._mono(), wall=self._wall())
         audit = audit_row(self._wall(), by, "add_capture", entry.stored())
-        await self._intake.change_plan([requests.row(entry), audit])
-        await self._intake.check_requests()
-        found = await self._intake.agreed(entry.capture_id, min(wait, _MAX_WAIT))
+        await self._plan_changes.change([requests.row(entry), audit])
+        await self._plan_changes.check()
+        found = await self._plan_changes.agreed(entry.capture_id, min(wait, _MAX_WAIT))
         if found is not None:
             return {**found.stored(), "notes": requests.notes(entry)}
         # It ended at once: the catalogue has its outcome.
@@ -99,7 +99,7 @@ class CaptureCommands:
         self._commits.check_ready()
         entry, rows = self._requests.remove(capture_id, by=by, wall=self._wall())
         audit = audit_row(self._wall(), by, "remove_capture", entry.stored())
-        await self._intake.change_plan([*rows, audit])
+        await self._plan_changes.change([*rows, audit])
         return entry.stored()
 
 

@@ -16,6 +16,7 @@ from stagescope_service.coordinator.load import Load
 from stagescope_service.coordinator.node_jobs import NodeJobs
 from stagescope_service.coordinator.node_watch import NodeWatch
 from stagescope_service.coordinator.payload_reading import PayloadReading
+from stagescope_service.coordinator.plan_changes import PlanChanges
 from stagescope_service.coordinator.raw_calls import RawCalls
 from stagescope_service.coordinator.retention import Limits, Retention
 from stagescope_service.coordinator.rules.actions import Acting
@@ -89,8 +90,9 @@ class Parts:
         )
         self.requests = CaptureRequests(plan, state)
         self.draining = Draining(runner, commits, catalogue, self.load, clock)
+        self.plan_changes = PlanChanges(runner, commits, self.requests, clock)
         self.intake = Intake(
-            runner, commits, self.payloads, self.requests, self.load, self.draining, self.hangs,
+            runner, commits, self.payloads, self.plan_changes, self.load, self.draining, self.hangs,
             NodeWatch(state), ingestors.lost_nodes, clock,
             coordinator=name, poll_seconds=settings.poll_seconds,
         )  # fmt: skip
@@ -98,7 +100,7 @@ class Parts:
             runner, commits, self.payloads, clock, poll_seconds=settings.poll_seconds
         )
         self.captures = CaptureCommands(
-            settings, catalogue, commits, self.requests, self.intake, clock
+            settings, catalogue, commits, self.requests, self.plan_changes, clock
         )
         acting = Acting(
             catalogue,

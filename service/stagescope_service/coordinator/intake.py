@@ -1,7 +1,7 @@
 """Receives batches of events and polls, and expires leases. No Ray in here.
 
 One event loop owns the state. A call changes it, has the rows committed, and answers after the
-commit; `Effects` starts the work that depends on the rows.
+commit; `Runner` starts the work that depends on the rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.answers import (
     BatchAnswer,
     ErrorAnswer,
@@ -25,16 +24,13 @@ from stagescope_service.coordinator.hangs.watch import HangWatch
 from stagescope_service.coordinator.load import Load
 from stagescope_service.coordinator.node_watch import NodeWatch
 from stagescope_service.coordinator.payload_reading import PayloadReading
+from stagescope_service.coordinator.plan_changes import PlanChanges
 from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.coordinator.starts import PAUSE_SECONDS, Starts, hellos
 from stagescope_service.core import reports
-from stagescope_service.core.captures.agreement import ASKED
-from stagescope_service.core.captures.plan import CaptureEntry
-from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_service.core.entities import REFUSED
 from stagescope_service.core.findings import REFUSED_EVENT, describe, finding
 from stagescope_service.core.instructions import (
-    DumpReported,
     Instruction,
     PayloadKey,
     Put,
@@ -49,9 +45,6 @@ from stagescope_wire.schema import END, FINISH, Event, Sender
 
 logger = logging.getLogger(__name__)
 
-_CHECK_SECONDS: Final = 0.02
-
-
 _UNDECIDED: Final = "it waits for what the other ranks report, to know whether all started again"
 
 
@@ -61,7 +54,7 @@ class _ReadBatch(NamedTuple):
     payloads: Mapping[int, object]
 
 
-class _Taken(NamedTuple):
+class _Recorded(NamedTuple):
     """The result of a batch, before the commit."""
 
     batch: _ReadBatch
@@ -94,7 +87,7 @@ class Intake:
         runner: carries out instructions.
         commits: says what is on disk.
         payloads: has payloads read.
-        requests: the active capture requests.
+        plan_changes: commits changes of the plan.
         load: limits how much is accepted at a time.
         draining: requests processes to leave.
         hangs: finds stuck ranks.
@@ -110,7 +103,7 @@ class Intake:
         runner: Runner,
         commits: Commits,
         payloads: PayloadReading,
-        requests: CaptureRequests,
+        plan_changes: PlanChanges,
         load: Load,
         draining: Draining,
         hangs: HangWatch,
@@ -129,8 +122,8 @@ class Intake:
         self._commits = commits
         self._state = commits.state
         self._payloads = payloads
-        self._requests = requests
-        self._plan = requests.plan
+        self._plan_changes = plan_changes
+        self._plan = plan_changes.plan
         self._load = load
         self._draining = draining
         self._hangs = hangs
@@ -139,8 +132,6 @@ class Intake:
         self._wall, self._mono = clock
         self._starts = Starts(self._state)
         self._last_expiry = self._mono()
-        self._tasks = BackgroundTasks()
-        self._check: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Begin every lease now that calls can arrive: no poll could be received before."""
@@ -171,9 +162,9 @@ class Intake:
         """Return the step with which a batch may begin a new start, after its HELLO is recorded."""
         step = self._starts.step_in_question(sender, events)
         if step is not None and not self._starts.is_known(sender.incarnation):
-            hello = self._take(_ReadBatch(sender, hellos(events), {}), None)
+            hello = self._handle(_ReadBatch(sender, hellos(events), {}), None)
             self.events_taken -= len(hello.batch.events)  # it counts with its batch
-            await self._carry_out(hello.instructions)
+            await self._plan_changes.carry_out(hello.instructions)
         return step
 
     async def _record(
@@ -185,8 +176,8 @@ class Intake:
         async with self._load.admit(len(events)):
             stored = await self._stored_payloads(sender, events)
             async with self._commits.turn(sender.incarnation):
-                taken = self._take(_ReadBatch(sender, events, payloads or {}), stored)
-                taken.note_refused(await self._carry_out(taken.instructions))
+                taken = self._handle(_ReadBatch(sender, events, payloads or {}), stored)
+                taken.note_refused(await self._plan_changes.carry_out(taken.instructions))
         return self._batch_answer(taken)
 
     async def _stored_payloads(
@@ -249,7 +240,7 @@ class Intake:
     def _relay_answer(self, answers: Sequence[Mapping[str, object] | None]) -> RelayAnswer:
         return {"answers": answers, "gather_seconds": self._load.gather_seconds}
 
-    def _take(self, batch: _ReadBatch, stored: SettledPayloads | None) -> _Taken:
+    def _handle(self, batch: _ReadBatch, stored: SettledPayloads | None) -> _Recorded:
         sender, events, payloads = batch
         refused: dict[int, str] = {}
         in_part: dict[int, str] = {}
@@ -291,9 +282,9 @@ class Intake:
         self.events_taken += len(events) - len(refused)
         if newest is not None and sender.clock_offset is not None:
             self._load.arrived(self._wall() - sender.clock_offset - newest)
-        return _Taken(batch, out, refused, in_part, by_event)
+        return _Recorded(batch, out, refused, in_part, by_event)
 
-    def _batch_answer(self, taken: _Taken) -> BatchAnswer:
+    def _batch_answer(self, taken: _Recorded) -> BatchAnswer:
         sender, events, _ = taken.batch
         receipts = {
             each.key.seq: each.state
@@ -320,19 +311,6 @@ class Intake:
         if self._load.relays:
             answer["relay"] = True
         return answer
-
-    async def _carry_out(self, instructions: Sequence[Instruction]) -> Sequence[RefusedWrite]:
-        """Carry out instructions, and change the plan by the reported states of dumps."""
-        mono, wall = self._mono(), self._wall()
-        changes = [
-            put
-            for each in instructions
-            if type(each) is DumpReported
-            for put in self._requests.reported(each.row, mono, wall)
-        ]
-        # A step that a rank missed may be agreed on again: then every rank must learn of it. Both
-        # in one commit, because in between the capture would have ended as partial.
-        return await self._commit_with_plan(instructions, changes)
 
     def _refusal(self, sender: Sender, error: Exception) -> list[Instruction]:
         process = self._state.registry.processes.get(sender.incarnation)
@@ -422,7 +400,7 @@ class Intake:
             out += self._acknowledge(incarnation, poll.revision)
         await self._runner.carry_out(out)
         if out:
-            self._check_requests_soon()
+            self._plan_changes.check_soon()
 
     def _has_news(self, poll: _Poll) -> bool:
         incarnation = poll.sender.incarnation
@@ -474,7 +452,7 @@ class Intake:
         if revision < (process.plan_revision or 0) <= self._plan.revision:
             return []
         process.plan_revision = revision
-        self._check_requests_soon()
+        self._plan_changes.check_soon()
         return [Put("processes", {"incarnation": incarnation, "plan_revision": revision})]
 
     # --- leases -----------------------------------------------------------------------------
@@ -495,54 +473,14 @@ class Intake:
             self._renew_all(now)
         else:
             lost = self._lost_nodes()
-            await self._carry_out(self._state.expire(now, wall, lost))
-            await self._carry_out(self._nodes.check(lost, wall))
-            await self._carry_out(self._hangs.check(now, wall))
-        await self.check_requests()
+            await self._plan_changes.carry_out(self._state.expire(now, wall, lost))
+            await self._plan_changes.carry_out(self._nodes.check(lost, wall))
+            await self._plan_changes.carry_out(self._hangs.check(now, wall))
+        await self._plan_changes.check()
 
     def _renew_all(self, now: float) -> None:
         self._state.renew_all(now)
         self._state.registry.restarts.listening_since = self._wall()
-
-    # --- capture requests -------------------------------------------------------------------
-    def _check_requests_soon(self) -> None:
-        # If a thousand ranks acknowledge at once, each would have every request checked.
-        if self._plan.entries and (self._check is None or self._check.done()):
-            self._check = self._tasks.start(self._check_requests_later())
-
-    async def _check_requests_later(self) -> None:
-        await asyncio.sleep(_CHECK_SECONDS)
-        await self.check_requests()
-
-    async def check_requests(self) -> None:
-        """Agree on the capture requests that ranks acknowledged, and end those that are done."""
-        if self._plan.entries:
-            await self.change_plan(self._requests.check(self._mono(), self._wall()))
-
-    async def change_plan(self, rows: Sequence[Put]) -> None:
-        """Commit changes of the plan, then let every rank know."""
-        if rows:
-            await self._commit_with_plan((), rows)
-
-    async def _commit_with_plan(
-        self, instructions: Sequence[Instruction], rows: Sequence[Put]
-    ) -> Sequence[RefusedWrite]:
-        publication = self._plan.publication() if rows else None
-        refused = await self._runner.carry_out([*instructions, *rows])
-        if publication is not None:
-            self._plan.publish(publication)
-            self._commits.notify_all()
-        return refused
-
-    async def agreed(self, capture_id: str, wait: float) -> CaptureEntry | None:
-        """Wait until a capture is agreed on or refused, at most `wait` seconds; None: it ended."""
-        deadline = self._mono() + wait
-        while (entry := self._plan.entries.get(capture_id)) is not None:
-            left = deadline - self._mono()
-            if entry.agreement.phase != ASKED or left <= 0:
-                break
-            await self._commits.wait([f"capture/{capture_id}"], left)
-        return entry
 
 
 def _announced_seqs(events: Iterable[object]) -> Iterator[int]:

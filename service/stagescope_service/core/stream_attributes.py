@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, TypeAlias
 
 from stagescope_service.core.catalogue_rows import integer, number, text
-from stagescope_service.statistics.payload import producer_of
+from stagescope_service.statistics.token_batch import producer_of
 from stagescope_service.store.tables import PayloadRow
 from stagescope_wire.names import MAX_ID
 from stagescope_wire.nonfinite import Json

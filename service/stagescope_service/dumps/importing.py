@@ -147,9 +147,9 @@ class TrainedSamples:
                 named = ", ".join(lacking[:_NAMED]) + (", ..." if len(lacking) > _NAMED else "")
                 yield (
                     f"step {step}: {len(lacking)} of {len(sampled)} samples of the rollout are in "
-                    f"no file of the training ({named}): the trainer filtered them out, or the "
-                    "files of other ranks are missing (where a path has no rank in it, each rank "
-                    "writes over the file of the others)"
+                    f"no file of the training ({named}). The trainer filtered them out, or files "
+                    "of other ranks are missing. If a path has no rank in it, the ranks overwrite "
+                    "each other's file"
                 )
 
 
@@ -218,7 +218,7 @@ def import_events(
     for role, rank in processes:
         world_size = 1 + max(number for name, number in processes if name == role)
         sender = schema.Sender(f"{key}-{role}-{rank}", run, key, role, rank, started=started)
-        replays[role, rank] = _ProcessReplay(dump, sender, world_size)
+        replays[role, rank] = _ProcessReplay(dump, sender, world_size, wall=started)
     files = [
         item for item in reversed(items) if dump.kind in _WITH_PROCESSES and item[1] not in of_entry
     ]
@@ -234,31 +234,31 @@ def import_events(
         yield replay.finish()
 
 
+@dataclasses.dataclass
 class _ProcessReplay:
     """One process of the dump: numbers its events and dates them by its files."""
 
-    def __init__(self, dump: Dump, sender: schema.Sender, world_size: int) -> None:
-        self._dump = dump
-        self._sender = sender
-        self._world_size = world_size
-        self._wall = sender.started or 0.0
-        self._seq = 0
+    dump: Dump
+    sender: schema.Sender
+    world_size: int
+    wall: float
+    seq: int = 0
 
     def hello(self, keep: Mapping[str, object], first: DumpEntry | None) -> ProcessEvents:
         """Return the event that registers the process, with the fields from its first file."""
-        about = {name: value for name, value in self._dump.about.items() if name != NOTES}
-        imported = {IMPORTED: self._dump.name, "kind": self._dump.kind, **about}
+        about = {name: value for name, value in self.dump.about.items() if name != NOTES}
+        imported = {IMPORTED: self.dump.name, "kind": self.dump.kind, **about}
         records, _ = self._read([] if first is None else [first])
         job = mapping(records[0].about, "job") if records else {}
         known = {name: job[name] for name in _OF_PROCESS if job.get(name) is not None}
         hello = self._event(
             schema.HELLO,
-            world_size=self._world_size,
+            world_size=self.world_size,
             fingerprint={"config": imported},
             settings={**mapping(job, "settings"), "keep": dict(keep)},
             **known,
         )
-        return ProcessEvents(self._sender.wire(), [hello], {})
+        return ProcessEvents(self.sender.wire(), [hello], {})
 
     def stage(
         self,
@@ -270,11 +270,12 @@ class _ProcessReplay:
         entries, alike = distinct(entries, location)
         records, problems = self._read(entries)
         problems = [*alike, *problems]
-        self._wall = max([self._wall, *(modified_at(entry.path) for entry in entries)])
-        version = next((v for each in records if (v := _policy_version(each)) is not None), None)
+        self.wall = max([self.wall, *(modified_at(entry.path) for entry in entries)])
+        versions = (mapping(each.about, "job").get("policy_version") for each in records)
+        version = next((each for each in versions if type(each) is int), None)
         work = schema.Work(location.step, version, location.stage, location.part).fields()
         begin = self._event(schema.BEGIN, **work)
-        begin_seq = self._seq
+        begin_seq = self.seq
         dumps = [
             self._event(
                 schema.DUMP,
@@ -291,25 +292,25 @@ class _ProcessReplay:
         end = self._event(
             schema.END, **work, status="ok", begin_seq=begin_seq, scalars=scalars, **described
         )
-        payloads = {self._seq: payload} if has_rows else {}
+        payloads = {self.seq: payload} if has_rows else {}
         events = [begin, *dumps, end]
-        return ProcessEvents(self._sender.wire(), events, payloads, problems, location, operators)
+        return ProcessEvents(self.sender.wire(), events, payloads, problems, location, operators)
 
     def finish(self) -> ProcessEvents:
         """Return the event that ends the process."""
-        return ProcessEvents(self._sender.wire(), [self._event(schema.FINISH)], {})
+        return ProcessEvents(self.sender.wire(), [self._event(schema.FINISH)], {})
 
     def _event(self, kind: str, **fields: object) -> _Wire:
-        self._seq += 1
-        self._wall += _SECONDS
-        return schema.Event(kind, self._seq, self._wall, self._wall, fields).wire()
+        self.seq += 1
+        self.wall += _SECONDS
+        return schema.Event(kind, self.seq, self.wall, self.wall, fields).wire()
 
     def _read(self, entries: Sequence[DumpEntry]) -> tuple[list[DumpContents], list[DumpProblem]]:
         records: list[DumpContents] = []
         problems: list[DumpProblem] = []
         for entry in entries:
             try:
-                records.append(record := self._dump.read(entry))
+                records.append(record := self.dump.read(entry))
                 problems += record.problems
             except StagescopeError as error:  # noqa: PERF203 - the other files are still read
                 problems.append(DumpProblem(entry.path, error.code, str(error), entry))
@@ -342,11 +343,6 @@ def _meta(record: DumpContents) -> dict[str, object]:
     """Return the metadata of a record's payload; this project's files keep theirs."""
     described = {name: value for name, value in record.about.items() if name not in ("meta", "job")}
     return {**described, **mapping(record.about, "meta")}
-
-
-def _policy_version(record: DumpContents) -> int | None:
-    version = mapping(record.about, "job").get("policy_version")
-    return version if type(version) is int else None
 
 
 def _scalars(numbers: Mapping[str, float | int]) -> dict[str, float | int]:

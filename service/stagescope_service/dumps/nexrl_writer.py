@@ -25,30 +25,36 @@ from typing import Final, TypeAlias, cast
 import numpy as np
 
 from stagescope_service.dumps.formats.nexrl import DTYPES, OF_JOB, write_index
-from stagescope_service.dumps.formats.nexrl_rows import (
+from stagescope_service.dumps.formats.slime import EVAL_STAGE
+from stagescope_service.dumps.joining.join import join
+from stagescope_service.dumps.nexrl_forms import (
+    ROLLOUT_TENSORS,
     TRAJECTORY_TENSORS,
+    complete_batch,
     datum,
     lists_in,
     rows_of,
     trajectory,
-    widened,
 )
-from stagescope_service.dumps.formats.slime import EVAL_STAGE
-from stagescope_service.dumps.joining.join import join
-from stagescope_service.dumps.nexrl_batch import ROLLOUT_TENSORS, complete_batch
 from stagescope_service.dumps.pickles.torch_file import (
     FileTensor,
     FileValue,
     check_torch,
     save_torch_file,
 )
-from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location, mapping
+from stagescope_service.dumps.records import (
+    Dump,
+    DumpContents,
+    DumpEntry,
+    Location,
+    mapping,
+    widened,
+)
 from stagescope_service.rows.ragged import padded
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 from stagescope_wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
 from stagescope_wire.keep import COMPANIONS
 from stagescope_wire.schema import Part
-from stagescope_wire.tensorfile import Array
 
 FORMATS: Final = ("pt", "jsonl")
 _UPDATE: Final = "actor_update"
@@ -59,8 +65,8 @@ _MICRO: Final[Mapping[str, str]] = {
 _WITHOUT_FILE: Final = ("advantages", "other")
 """Sections that NexRL writes no file of."""
 _NOT_IN_FILES: Final = (
-    "numbers that were logged where no tensor is kept, if any: they are in the service's "
-    "catalogue alone, not in these files (stagescope series)"
+    "numbers that were logged where no tensor is kept, if any. Only the service's catalogue has "
+    "them: see `stagescope series`"
 )
 _Fields: TypeAlias = "dict[str, FileValue]"
 _MicroKey: TypeAlias = "tuple[int, int]"
@@ -100,7 +106,7 @@ def write_nexrl(dump: Dump, directory: Path, format: str = "pt") -> Exported:
     if format not in FORMATS:
         raise InvalidInput(f"format {format!r}", expected=f"one of {', '.join(FORMATS)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise Conflict(f"{directory} is there and not empty", expected="a new directory")
+        raise Conflict(f"{directory} exists and is not empty", expected="a new directory")
     if format == "pt":
         check_torch()
     writer = _Writer(dump, directory, format)
@@ -277,7 +283,7 @@ class _Writer:
         sections: Mapping[str, list[DumpEntry]],
         placed: Set[DumpEntry],
     ) -> None:
-        """Write the complete batch of the old log-probs; see `nexrl_batch`."""
+        """Write the complete batch of the old log-probs; see `nexrl_forms`."""
         entries = sections["old_log_probs"]
         if not entries:
             return
@@ -413,14 +419,12 @@ def _with_dtypes(data: _Fields) -> _Fields:
 
 
 def _padded(record: DumpContents) -> dict[str, WireTensor]:
-    return {
-        name: wire if wire[3] is None else _as_wire(wire[0], padded(wire[2], wire[3], "right"))
-        for name, wire in record.tensors.items()
-    }
-
-
-def _as_wire(tag: str, values: Array) -> WireTensor:
-    return tag, values.shape, values, None
+    found = dict(record.tensors)
+    for name, (tag, _, values, offsets) in record.tensors.items():
+        if offsets is not None:
+            rows = padded(values, offsets, "right")
+            found[name] = (tag, rows.shape, rows, None)
+    return found
 
 
 def _statistics(tensor: WireTensor) -> _Fields:

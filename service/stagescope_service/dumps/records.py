@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from stagescope_service.store.tensorfile import WireTensor
+from stagescope_wire import batch
 from stagescope_wire.errors import Forbidden, NotFound
 from stagescope_wire.schema import Part
+from stagescope_wire.tensorfile import Array
 
 SECTIONS: Final[Mapping[str, str]] = {
     "trajectories": "output of the rollout: tokens, masks, log-probs, rewards, versions, ids",
@@ -190,6 +192,11 @@ class Dump(Protocol):
             Forbidden: it cannot be loaded safely; the message names what it needs.
             StoreError: the disk reported an error.
         """
+
+
+def widened(tensor: WireTensor) -> Array:
+    """Return a tensor's values; bfloat16 as float32, which is exact."""
+    return batch.widened(batch.Tensor(tensor[0], tensor[2]))
 
 
 def mapping(values: Mapping[str, object], name: str) -> Mapping[str, object]:

@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 
 from stagescope_service import figure_style as style
 from stagescope_service.statistics.cell import Cell, Field, Float64
-from stagescope_service.statistics.payload import TokenBatch, WireTensor
+from stagescope_service.statistics.token_batch import TokenBatch
 from stagescope_service.store.parts import part_key
 from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.store.tensorfile import map_tensors
@@ -30,6 +30,7 @@ from stagescope_service.views.reading.step_summaries import MeasuredSummary
 from stagescope_service.views.reading.target import Target
 from stagescope_wire.errors import InvalidTensor, NotFound, StagescopeError
 from stagescope_wire.render import counted
+from stagescope_wire.tensorfile import WireTensor
 
 BINS: Final = 96
 MAX_TOKENS: Final = 4_000_000

@@ -34,7 +34,7 @@ from stagescope_service.views.steps.numbers import doubt, doubted_steps
 from stagescope_wire.errors import NotFound
 from stagescope_wire.names import unit_of_metric
 from stagescope_wire.nonfinite import JsonObject
-from stagescope_wire.render import ranks_text, stretches
+from stagescope_wire.render import ranges_text, ranks_text
 from stagescope_wire.schema import RankKey
 
 Metric = Literal[
@@ -225,7 +225,7 @@ def steps_info(
         notes.append(f"of {len(steps)} steps every {len(steps) // len(chosen)}th is read")
     missing = [step for step in chosen if step not in found]
     if missing:
-        notes.append(f"no numbers in {stretches('step', missing)}")
+        notes.append(f"no numbers in {ranges_text('step', missing)}")
     notes += doubted_steps(deps, {step: by_step[step] for step in chosen})
     return about.of(grid, processes, "; ".join(notes) or None)
 

@@ -13,7 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from stagescope_service import figure_style as style
-from stagescope_wire.render import stretches
+from stagescope_wire.render import ranges_text
 
 _FEW: Final = 120
 """Most steps of a line whose points are all drawn."""
@@ -240,7 +240,7 @@ def _hover(marks: Sequence[Mark]) -> str:
             if same[0].last - same[0].first < 1000
             else {same[0].first, same[-1].last}
         )
-        where = stretches("step", steps)
+        where = ranges_text("step", steps)
         lines.append(style.wrapped(f"{where}: {text}", 60))
     if len(texts) > _LISTED:
         lines.append(f"and {len(texts) - _LISTED} more")

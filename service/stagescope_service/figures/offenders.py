@@ -21,7 +21,7 @@ from stagescope_service.views.reading.dependencies import Dependencies, Window
 from stagescope_service.views.reading.rows import Lineage
 from stagescope_service.views.steps.numbers import doubted_steps
 from stagescope_wire.errors import InvalidInput
-from stagescope_wire.render import counted, stretches
+from stagescope_wire.render import counted, ranges_text
 
 MAX_STEPS: Final = 40
 """Most steps that are read, the newest of the range: each with its whole step summary."""
@@ -200,6 +200,6 @@ def _hover(row: Prompt) -> str:
             row.prompt_hash,
             f"mean |d| {style.number(row.mean_abs, 'nat')}, {row.ratio:.3g} times its steps'",
             f"{counted(row.tokens, 'token')} of {counted(row.samples, 'sample')}",
-            f"in {stretches('step', list(row.steps))}, at least twice the mean in {row.above}",
+            f"in {ranges_text('step', list(row.steps))}, at least twice the mean in {row.above}",
         )
     )

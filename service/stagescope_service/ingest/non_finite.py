@@ -30,19 +30,19 @@ from stagescope_service.statistics.cell import Bool
 from stagescope_service.statistics.identity import RowIdentity, resolve
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
-from stagescope_service.statistics.payload import (
+from stagescope_service.statistics.step_summary import REPEATED
+from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.token_batch import (
     FLOATS,
     INTEGERS,
-    WireTensor,
     flat_values,
     mask_bits,
 )
-from stagescope_service.statistics.step_summary import REPEATED
-from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import part_key
 from stagescope_wire.links import Link
 from stagescope_wire.schema import STREAM_TENSORS
+from stagescope_wire.tensorfile import WireTensor
 
 _VALUES: Final = (
     "rewards", "advantages", "returns", "values", "entropy", "rollout_is_weights", "prob_ratio",
@@ -231,8 +231,8 @@ def summarise_once(
     if not all(samples) or not Ledger().claim(summary, None, [*map(RowIdentity, samples)]).skips:
         return Once(summary)
     part = PartRecord(key=name, summary=summary, stage="", role="", rank=0)
-    places = resolve([part]).places_of(name, summary)
-    copies = Ledger().claim(summary, None, places).skips
+    identities = resolve([part]).of_rows(name, summary)
+    copies = Ledger().claim(summary, None, identities).skips
     if not copies:
         return Once(summary)
     again = skip_of(batch, copies)
@@ -240,23 +240,22 @@ def summarise_once(
     left_out = Counter(summary.left_out)
     left_out[REPEATED] += summary.total.masked - once.total.masked
     once = dataclasses.replace(once, left_out=dict(left_out))
-    return Once(once, copies, _differing(summary, places, {row for row, _, _ in copies}))
+    return Once(once, copies, _differing(summary, identities, {row for row, _, _ in copies}))
 
 
 def _differing(
-    summary: Summary, places: Sequence[RowIdentity], repeated: set[int]
+    summary: Summary, identities: Sequence[RowIdentity], repeated: set[int]
 ) -> tuple[str, ...]:
     """Return the samples whose repeated rows have other numbers than the row that counts."""
     sequences = summary.sequences
-    cover = sequences.cover[np.argsort(sequences.cover[:, 0], kind="stable")]
-    bounds = np.searchsorted(cover[:, 0], np.arange(len(places) + 1))
+    runs = sequences.runs()
     contents: dict[str, tuple[bytes, bytes]] = {}
     found: dict[str, None] = {}
-    for index in reversed(range(len(places))):
-        place = places[index]
-        runs = cover[bounds[index] : bounds[index + 1], 1:] + place.shift
-        content = (runs.tobytes(), sequences.values[index].tobytes())
-        counts = contents.setdefault(place.sample, content)
+    for index in reversed(range(len(identities))):
+        identity = identities[index]
+        positions = runs[index] + identity.shift
+        content = (positions.tobytes(), sequences.values[index].tobytes())
+        counts = contents.setdefault(identity.sample, content)
         if counts != content and int(sequences.row[index]) in repeated:
             found[sequences.samples[index]] = None
     return tuple(reversed(found))

@@ -34,8 +34,8 @@ from stagescope_service.ingest.rollout_join import (
 )
 from stagescope_service.statistics import TokenBatch, WireTensor, skip_of, summarise
 from stagescope_service.statistics.codec import summary_to_bytes
-from stagescope_service.statistics.payload import PROCESS
 from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.token_batch import PROCESS
 from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import pair_name, part_key
 from stagescope_service.store.pins import Pinned

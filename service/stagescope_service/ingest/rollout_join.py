@@ -20,8 +20,8 @@ import numpy.typing as npt
 from stagescope_service.rows.positions import TokenIndex
 from stagescope_service.rows.ragged import Bools, Int64, cumulative, row_of_each, slice_indexes
 from stagescope_service.statistics import TokenBatch, WireTensor
-from stagescope_service.statistics.payload import PROCESS
 from stagescope_service.statistics.summarise import widened
+from stagescope_service.statistics.token_batch import PROCESS
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.policy_versions import merge_names
 

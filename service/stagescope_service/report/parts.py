@@ -21,7 +21,7 @@ from stagescope_service.views.reading.target import Target
 from stagescope_service.views.steps import listing as steps
 from stagescope_wire.errors import NotFound
 from stagescope_wire.names import safe_name
-from stagescope_wire.render import stretches
+from stagescope_wire.render import ranges_text
 
 T = TypeVar("T")
 
@@ -250,6 +250,6 @@ def missing_text(missing: Sequence[Mapping[str, Any]]) -> str:
         key = (str(each["role"]), str(each["stage"]), str(each["status"]))
         groups.setdefault(key, []).append(each["rank"])
     return "; ".join(
-        f"{role} {stretches('rank', sorted(ranks))} in {stage}: {status}"
+        f"{role} {ranges_text('rank', sorted(ranks))} in {stage}: {status}"
         for (role, stage, status), ranks in groups.items()
     )

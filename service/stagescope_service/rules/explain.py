@@ -19,7 +19,7 @@ from stagescope_service.store.parts import incarnation_of
 from stagescope_service.store.tables import ProcessColumns, ScalarRow
 from stagescope_service.store.tables.findings import FiringColumns
 from stagescope_wire.nonfinite import Json, JsonObject
-from stagescope_wire.render import ranks_text, stretches
+from stagescope_wire.render import ranges_text, ranks_text
 from stagescope_wire.schema import PART_FIELDS, RankKey
 
 LISTED: Final = 10
@@ -202,7 +202,7 @@ def _lasting(firing: Firing) -> str:
         role_ranks = _distinct((one.role, one.rank) for one in series)
         rounds = sorted({one.round for one in series if one.round is not None})
         parts.append(metric + (f" on {ranks_text(role_ranks)}" if role_ranks else ""))
-        parts[-1] += f" in {stretches('round', rounds)}" if rounds else ""
+        parts[-1] += f" in {ranges_text('round', rounds)}" if rounds else ""
     return f"; since before: {'; '.join(parts)}{_more(len(by_metric))}" if parts else ""
 
 

@@ -11,46 +11,16 @@ from stagescope_service.statistics.checks import Calibration, Check, calibration
 from stagescope_service.statistics.comparability import Comparability, examine, examine_cell
 from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.part import PartRecord, RankRow, Recompute
-from stagescope_service.statistics.payload import (
-    TokenBatch,
-    WireTensor,
-    available_pairs,
-    update_pair,
-)
 from stagescope_service.statistics.settings import StatisticsSettings
-from stagescope_service.statistics.step_summary import (
-    NOISE_PAIR,
-    StepSummary,
-    assemble,
-    skip_of,
-)
+from stagescope_service.statistics.step_summary import NOISE_PAIR, StepSummary, assemble, skip_of
 from stagescope_service.statistics.summarise import summarise, warm
 from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.token_batch import TokenBatch, available_pairs, update_pair
+from stagescope_wire.tensorfile import WireTensor
 
 __all__ = [
-    "NOISE_PAIR",
-    "Calibration",
-    "Cell",
-    "Check",
-    "Comparability",
-    "Field",
-    "PartRecord",
-    "RankRow",
-    "Recompute",
-    "StatisticsSettings",
-    "StepSummary",
-    "Summary",
-    "TokenBatch",
-    "WireTensor",
-    "assemble",
-    "available_pairs",
-    "calibration",
-    "examine",
-    "examine_cell",
-    "publish",
-    "publish_cell",
-    "skip_of",
-    "summarise",
-    "update_pair",
-    "warm",
-]
+    "NOISE_PAIR", "Calibration", "Cell", "Check", "Comparability", "Field", "PartRecord", "RankRow",
+    "Recompute", "StatisticsSettings", "StepSummary", "Summary", "TokenBatch", "WireTensor",
+    "assemble", "available_pairs", "calibration", "examine", "examine_cell", "publish",
+    "publish_cell", "skip_of", "summarise", "update_pair", "warm",
+]  # fmt: skip

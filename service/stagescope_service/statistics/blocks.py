@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from stagescope_service.statistics import cell as _cell
-from stagescope_service.statistics.cell import AT, Float64, UInt8
+from stagescope_service.statistics.cell import AT, Array, Float64, UInt8
 from stagescope_service.statistics.jit import exact, fused, reduction
 
 FLOAT64: Final = 0
@@ -44,16 +44,20 @@ def smaller(a: float, b: float) -> float:
 
 
 @exact
+def copy(values: Array, start: int, out: Array, n: int) -> None:
+    """Copy n values, beginning at `start`, and convert them to the type of `out`."""
+    chosen = values[start : start + n]
+    for i in range(n):
+        out[i] = chosen[i]
+
+
+@exact
 def load(raw: UInt8, kind: int, start: int, out: Float64, n: int) -> None:
     """Widen n values, beginning at token `start`, to float64."""
     if kind == FLOAT32:
-        single = raw.view(np.float32)[start : start + n]
-        for i in range(n):
-            out[i] = single[i]
+        copy(raw.view(np.float32), start, out, n)
     elif kind == FLOAT64:
-        double = raw.view(np.float64)[start : start + n]
-        for i in range(n):
-            out[i] = double[i]
+        copy(raw.view(np.float64), start, out, n)
     else:
         half = raw.view(np.uint16)[start : start + n]
         for i in range(n):
@@ -81,61 +85,56 @@ def all_finite(p: Float64, q: Float64, n: int) -> bool:
     return bad == 0
 
 
+@exact
+def kind_of_non_finite(x: float) -> int:
+    """Return 0 for NaN, 1 for +inf, 2 for -inf."""
+    return 0 if x != x else (1 if x > 0 else 2)
+
+
+@fused
+def _exponential(x: float) -> tuple[float, float, float]:
+    """Return 2^k, r and c(r) with e^x = 2^k (1 + r + c), to a few units in the last place.
+
+    x = k ln 2 + r with |r| <= 0.3466; c is the Taylor series of e^r from r^2/2 to r^12/12!
+    (relative error below 1e-14).
+    """
+    # Adding 1.5 * 2^52 leaves the rounded integer in the low bits.
+    shifted = x * 1.4426950408889634 + 6755399441055744.0
+    k = shifted - 6755399441055744.0
+    r = (x - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
+    bits = np.float64(shifted).view(np.int64)
+    scale = np.int64((bits << 52) + np.int64(0x3FF0000000000000)).view(np.float64)
+    c = 1.0 / 479001600.0
+    c = c * r + 1.0 / 39916800.0
+    c = c * r + 1.0 / 3628800.0
+    c = c * r + 1.0 / 362880.0
+    c = c * r + 1.0 / 40320.0
+    c = c * r + 1.0 / 5040.0
+    c = c * r + 1.0 / 720.0
+    c = c * r + 1.0 / 120.0
+    c = c * r + 1.0 / 24.0
+    c = c * r + 1.0 / 6.0
+    c = c * r + 0.5
+    return scale, r, c * (r * r)
+
+
 @fused
 def exponentials_of_d(x: Float64, n: int, em1: Float64, k3: Float64, exp: Float64) -> None:
-    """Compute e^x - 1, e^x - 1 - x and e^x for |x| <= 700, to a few units in the last place.
-
-    x = k ln 2 + r with |r| <= 0.3466; e^r - 1 = r + c(r), c the Taylor series from r^2/2 to
-    r^12/12! (relative error below 1e-14). k3 is composed so that no terms cancel.
-    """
+    """Compute e^x - 1, e^x - 1 - x and e^x for |x| <= 700; the terms of k3 do not cancel."""
     for i in range(n):
-        value = x[i]
-        # Adding 1.5 * 2^52 leaves the rounded integer in the low bits.
-        shifted = value * 1.4426950408889634 + 6755399441055744.0
-        k = shifted - 6755399441055744.0
-        r = (value - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
-        bits = np.float64(shifted).view(np.int64)
-        scale = np.int64((bits << 52) + np.int64(0x3FF0000000000000)).view(np.float64)
-        c = 1.0 / 479001600.0
-        c = c * r + 1.0 / 39916800.0
-        c = c * r + 1.0 / 3628800.0
-        c = c * r + 1.0 / 362880.0
-        c = c * r + 1.0 / 40320.0
-        c = c * r + 1.0 / 5040.0
-        c = c * r + 1.0 / 720.0
-        c = c * r + 1.0 / 120.0
-        c = c * r + 1.0 / 24.0
-        c = c * r + 1.0 / 6.0
-        c = c * r + 0.5
-        c = c * (r * r)
+        scale, r, c = _exponential(x[i])
         em1[i] = scale * (r + c) + (scale - 1.0)
         # Not em1 + 1: for x far below 0 that loses all significant digits of e^x.
         exp[i] = scale * (r + c) + scale
-        k3[i] = scale * c + ((scale * r - value) + (scale - 1.0))
+        k3[i] = scale * c + ((scale * r - x[i]) + (scale - 1.0))
 
 
 @fused
 def exponentials_of_q(x: Float64, n: int, em1: Float64, exp: Float64) -> None:
-    """Compute e^x - 1 and e^x for |x| <= 700, like `exponentials_of_d`."""
+    """Compute e^x - 1 and e^x for |x| <= 700."""
     for i in range(n):
-        value = x[i]
-        shifted = value * 1.4426950408889634 + 6755399441055744.0
-        k = shifted - 6755399441055744.0
-        r = (value - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
-        bits = np.float64(shifted).view(np.int64)
-        scale = np.int64((bits << 52) + np.int64(0x3FF0000000000000)).view(np.float64)
-        c = 1.0 / 479001600.0
-        c = c * r + 1.0 / 39916800.0
-        c = c * r + 1.0 / 3628800.0
-        c = c * r + 1.0 / 362880.0
-        c = c * r + 1.0 / 40320.0
-        c = c * r + 1.0 / 5040.0
-        c = c * r + 1.0 / 720.0
-        c = c * r + 1.0 / 120.0
-        c = c * r + 1.0 / 24.0
-        c = c * r + 1.0 / 6.0
-        c = c * r + 0.5
-        c = c * (r * r) + r
+        scale, r, c = _exponential(x[i])
+        c += r
         exp[i] = scale * c + scale
         em1[i] = scale * c + (scale - 1.0)
 

@@ -90,12 +90,12 @@ that is far off has 0.03, and says nothing about the others."""
 ROUNDED_SHARE: Final = 0.98
 
 SHIFTS: Final = (
-    (Field.AHEAD_1, Field.NEXT_N, "1 token after"),
-    (Field.BEHIND_1, Field.NEXT_N, "1 token before"),
-    (Field.AHEAD_2, Field.LAG2_N, "2 tokens after"),
-    (Field.BEHIND_2, Field.LAG2_N, "2 tokens before"),
+    (Field.AHEAD_1, Field.NEXT_N, "1 token after", "1 token late", "t+1"),
+    (Field.BEHIND_1, Field.NEXT_N, "1 token before", "1 token early", "t-1"),
+    (Field.AHEAD_2, Field.LAG2_N, "2 tokens after", "2 tokens late", "t+2"),
+    (Field.BEHIND_2, Field.LAG2_N, "2 tokens before", "2 tokens early", "t-2"),
 )
-"""(sum of |p - q|, number of pairs, position of q's token)."""
+"""(sum of |p - q|, number of pairs, position of q's token, delay of q, index of q's token)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +166,7 @@ def calibration(cell: Cell) -> Calibration:
 
 def _needs_more(cell: Cell, least: int = MANY) -> str:
     """Return why a check was not made: the tokens are too few."""
-    count = "1 token counts" if cell.tokens == 1 else f"{cell.tokens} tokens count"
-    return f"not checked: {count}, and it needs {least}"
+    return f"not checked: it needs {least} tokens, and {cell.tokens or 'none'} counted"
 
 
 def constant(cell: Cell, p: str, q: str) -> Check:
@@ -181,7 +180,7 @@ def constant(cell: Cell, p: str, q: str) -> Check:
         if cell[Field[f"{side.upper()}_MIN"]] == cell[Field[f"{side.upper()}_MAX"]]
     ]
     if flat:
-        text = f"{' and '.join(flat)}: a stream that was never filled in?"
+        text = f"{' and '.join(flat)}: probably nothing fills it in"
         return Check("constant", "suspect", text, values)
     return Check("constant", "ok", "both streams vary", values)
 
@@ -222,19 +221,22 @@ def shifted(cell: Cell, p: str, q: str, *, filled: float = 0.0) -> Check:
         return Check("shifted", "unknown", "too few tokens", values)
     smallest, where = min(others)
     if smallest < SHIFTED_RATIO * (own - filled / cell.tokens):
+        delay, index = next(shift[3:] for shift in SHIFTS if shift[2] == where)
         text = (
-            f"{p} of a token lies {smallest:.3g} nat from {q} of the token {where} and {own:.3g} "
-            f"from its own: one stream lies {where} the other"
+            f"{q} is {delay}: {p}[t] matches {q}[{index}] (mean difference {smallest:.3g} nat), "
+            f"not {q}[t] ({own:.3g} nat)"
         )
         return Check("shifted", "suspect", text, values)
-    return Check("shifted", "ok", f"aligned: {own:.3g} nat apart token by token", values)
+    return Check(
+        "shifted", "ok", f"aligned: the mean difference token by token is {own:.3g} nat", values
+    )
 
 
 def lag_means(cell: Cell) -> tuple[float, list[tuple[float, str]]]:
     """Return mean |p - q| at lag 0, and (mean, position) at the other lags."""
     others = [
         (cell[total] / cell[count], where)
-        for total, count, where in SHIFTS
+        for total, count, where, _, _ in SHIFTS
         if cell[count] >= ENOUGH
     ]
     return cell.mean(Field.D_ABS_SUM), others
@@ -277,8 +279,8 @@ def unrelated(cell: Cell, p: str, q: str, *, drifts: bool = False) -> Check:
         text += ": older policy versions sampled them, and policy drift explains a low one"
     elif is_low:
         text = (
-            f"{p} correlates with {q} by {correlation:.3f} alone: rows in another order, other "
-            "tokens, or another quantity (an entropy?)"
+            f"{p} hardly correlates with {q} ({correlation:.3f}): its rows are in another order, "
+            "its tokens are others, or it is another quantity (an entropy?)"
         )
         return Check("unrelated", "suspect", text, values)
     return Check("unrelated", "ok", text, values)
@@ -295,9 +297,9 @@ def rounded(cell: Cell, p: str, q: str) -> Check:
     coarse = [stream for side, stream in (("P", p), ("Q", q)) if held[side] >= ROUNDED_SHARE]
     if coarse and same >= ROUNDED_SHARE:
         text = (
-            f"{coarse[0]} holds bfloat16 values alone, and is the other stream rounded to bfloat16 "
-            f"in {same:.1%} of the tokens that differ: a rounded copy, or a difference below what "
-            "rounding adds"
+            f"{coarse[0]} has only bfloat16 values. In {same:.1%} of the tokens that differ, it is "
+            "the other stream rounded to bfloat16: it is a rounded copy, or the streams differ by "
+            "less than rounding adds"
         )
         return Check("rounded", "suspect", text, values)
     return Check("rounded", "ok", "the streams differ by more than rounding to bfloat16", values)
@@ -362,12 +364,20 @@ def scaled(cell: Cell, p: str, q: str, sequences: Sequences, *, slices: int = 1)
         and (slope > 0.0 or _beyond_one(-covariance / spread, correlation, z) >= bound)
     ):
         text = (
-            f"{p} grows by {1.0 + slope:.3f} for each nat of {q} ({abs(z):.1f} standard errors "
-            f"from 1), and {correlation**2:.0%} of their difference follows from that: the streams "
-            "were taken at different temperatures, or one of them before and one after scaling"
+            f"{slope_text(values, p, q)}: the streams were taken at different temperatures, or one "
+            "of them before and one after scaling"
         )
         return Check("temperature", "suspect", text, values)
     return Check("temperature", "ok", f"slope of {p} on {q} is {1.0 + slope:.3f}", values)
+
+
+def slope_text(values: Mapping[str, float], p: str, q: str) -> str:
+    """Describe the slope in the values of `scaled`."""
+    return (
+        f"{p} grows by {values['slope']:.3f} for each nat of {q} ({abs(values['z']):.1f} standard "
+        f"errors from 1), and {values['correlation'] ** 2:.0%} of their difference follows from "
+        "that"
+    )
 
 
 def _beyond_one(ratio: float, correlation: float, z: float) -> float:
@@ -402,7 +412,7 @@ def biased(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
     bias = found.mean - 1.0
     mean = f"the mean of e^({p} - {q}) is {found.mean:.4f}, "
     if math.isinf(found.z):
-        mean += "of every token the same, and not "
+        mean += "the same in every token, and not "
     else:
         mean += f"{abs(found.z):.1f} standard errors from "
     # The infinite z of equal ratios needs no more than one response.

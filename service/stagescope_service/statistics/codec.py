@@ -5,13 +5,15 @@ Input is untrusted: sizes, names, dtypes, shapes and indexes are validated befor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, TypeVar, cast, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import profiles
@@ -19,13 +21,7 @@ from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.settings import StatisticsSettings
-from stagescope_service.statistics.summary import (
-    Produced,
-    Sequences,
-    Slices,
-    Summary,
-    Tokens,
-)
+from stagescope_service.statistics.summary import Produced, Sequences, Slices, Summary, Tokens
 from stagescope_wire.errors import InvalidInput, InvalidTensor
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.tensorfile import encode_tensors, parse
@@ -41,10 +37,40 @@ _MOST_BYTES: Final = 1 << 30
 Arrays = dict[str, Array]
 Document = dict[str, Json]
 """A file's JSON document; readers validate it by use and report errors."""
+ProducedRows = list[tuple[str, str, int]]
+"""Tokens by their producers: (producer of p, producer of q, tokens)."""
 
 
-def save(arrays: Arrays, document: Document) -> bytes:
+class JsonFields:
+    """Fields of a class that a document holds as they are; their annotations validate them."""
+
+    def __init__(self, kind: type, *names: str) -> None:
+        hints = get_type_hints(kind)
+        self._adapters: dict[str, TypeAdapter[Any]] = {n: TypeAdapter(hints[n]) for n in names}
+
+    def to_json(self, value: object) -> Document:
+        """Return the fields of a value."""
+        return {name: getattr(value, name) for name in self._adapters}
+
+    def from_json(self, document: Document) -> dict[str, Any]:
+        """Return the fields in a document.
+
+        Raises:
+            KeyError: a field is missing.
+            ValueError: a field has another type.
+        """
+        return {n: adapter.validate_python(document[n]) for n, adapter in self._adapters.items()}
+
+
+_SUMMARY: Final = JsonFields(
+    Summary, "pair", "dtypes", "sources", "empty_samples", "unnamed_empty", "versions",
+    "left_out", "ignored", "token_digest",
+)  # fmt: skip
+
+
+def save(kind: str, version: int, arrays: Arrays, document: Document) -> bytes:
     """Return arrays and a JSON document as the compressed bytes of a safetensors file."""
+    document = {"kind": kind, "version": version, "cell": cells.VERSION, **document}
     text = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
     tensors = {**arrays, _DOCUMENT: np.frombuffer(text, np.uint8)}
     header, buffers, _ = encode_tensors(
@@ -54,39 +80,47 @@ def save(arrays: Arrays, document: Document) -> bytes:
 
 
 def load(data: bytes, kind: str, version: int) -> tuple[Arrays, Document]:
-    """Read bytes written by `save` with `document['kind'] == kind`; the arrays are views.
+    """Read bytes written by `save`; the arrays are views.
 
     Raises:
         InvalidInput: other bytes, another kind or another version.
     """
     stream = zlib.decompressobj()
-    try:
+    with refusing(kind):
         plain = stream.decompress(data, _MOST_BYTES)
         if not stream.eof or stream.unused_data:
             raise ValueError(f"cut off, or more than {_MOST_BYTES} bytes")
         tensors = parse(np.frombuffer(plain, np.uint8), f"this {kind}").tensors
         document = json.loads(tensors.pop(_DOCUMENT)[2].tobytes())
-    except (InvalidTensor, zlib.error, ValueError, KeyError) as error:
-        raise _unreadable(kind, f"{type(error).__name__}: {error}") from error
-    if not isinstance(document, dict) or document.get("kind") != kind:
-        raise _unreadable(kind, "the document is of something else")
-    if document.get("version") != version or document.get("cell") != cells.VERSION:
-        raise _unreadable(
-            kind, f"versions {document.get('version')!r} and {document.get('cell')!r}"
-        )
+        if not isinstance(document, dict) or document.get("kind") != kind:
+            raise ValueError("the document describes something else")
+        versions = document.get("version"), document.get("cell")
+        if versions != (version, cells.VERSION):
+            raise ValueError("versions {!r} and {!r}".format(*versions))
     return {name: tensor[2] for name, tensor in tensors.items()}, document
 
 
-def _unreadable(kind: str, why: str) -> InvalidInput:
-    return InvalidInput(
-        f"these bytes are no {kind} ({why})", expected=f"a {kind} of version {VERSION}"
-    )
+@contextlib.contextmanager
+def refusing(kind: str) -> Iterator[None]:
+    """Turn the errors of reading untrusted bytes into one that names what they should be.
+
+    Raises:
+        InvalidInput: the block met malformed bytes.
+    """
+    try:
+        yield
+    except (
+        InvalidTensor, zlib.error, KeyError, TypeError, ValueError, AttributeError,
+    ) as error:  # fmt: skip
+        raise InvalidInput(
+            f"these bytes are no {kind} ({type(error).__name__}: {error})",
+            expected=f"a {kind} of version {VERSION}",
+        ) from error
 
 
 def summary_to_bytes(summary: Summary) -> bytes:
     """Return a summary as the bytes of `save`."""
-    arrays, document = flatten(summary)
-    return save(arrays, document)
+    return save("summary", VERSION, *flatten(summary))
 
 
 def summary_from_bytes(data: bytes) -> Summary:
@@ -107,10 +141,8 @@ def rounds_from_bytes(data: bytes) -> Slices:
         InvalidInput: malformed bytes, or another version.
     """
     arrays, _ = load(data, "summary", VERSION)
-    try:
+    with refusing("summary"):
         return _slices(_Checked(arrays), "rounds")
-    except (KeyError, ValueError) as error:
-        raise _unreadable("summary", f"{type(error).__name__}: {error}") from error
 
 
 def flatten(summary: Summary) -> tuple[Arrays, Document]:
@@ -136,26 +168,13 @@ def flatten(summary: Summary) -> tuple[Arrays, Document]:
     arrays["profile_values"] = summary.profiles.values
     if summary.engines:
         arrays["engine_values"] = np.stack([*summary.engines.values()])
-    document = {
-        "kind": "summary",
-        "version": VERSION,
-        "cell": cells.VERSION,
-        "pair": list(summary.pair),
+    return arrays, _SUMMARY.to_json(summary) | {
         "settings": summary.settings.to_json(),
-        "dtypes": {stream: list(dtypes) for stream, dtypes in summary.dtypes.items()},
         "produced": produced_to_json(summary.produced),
-        "samples": list(sequences.samples) if any(sequences.samples) else None,
-        "sources": list(summary.sources),
-        "empty_samples": list(summary.empty_samples),
-        "unnamed_empty": summary.unnamed_empty,
-        "versions": list(summary.versions),
-        "version_names": [[code, text] for code, text in summary.version_names.items()],
-        "left_out": dict(summary.left_out),
-        "ignored": list(summary.ignored),
-        "engines": list(summary.engines),
-        "token_digest": summary.token_digest,
+        "samples": sequences.samples if any(sequences.samples) else None,
+        "version_names": [*summary.version_names.items()],
+        "engines": [*summary.engines],
     }
-    return arrays, document
 
 
 def restore(arrays: Arrays, document: Document) -> Summary:
@@ -164,10 +183,8 @@ def restore(arrays: Arrays, document: Document) -> Summary:
     Raises:
         InvalidInput: an array is missing, has another dtype or shape, or is out of range.
     """
-    try:
+    with refusing("summary"):
         return _restore(_Checked(arrays), document)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _unreadable("summary", f"{type(error).__name__}: {error}") from error
 
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -196,20 +213,20 @@ def _indexes(values: Int64, below: int, name: str) -> Int64:
 
 
 def _restore(arrays: _Checked, document: Document) -> Summary:
+    plain = _SUMMARY.from_json(document)
     values = arrays.get("sequence_values", np.float64, None, len(ROW))
     count = len(values)
-    samples = document["samples"] if document["samples"] is not None else [""] * count
-    sources = tuple(str(name) for name in document["sources"])
+    samples = [""] * count if document["samples"] is None else document["samples"]
     if len(samples) != count:
         raise ValueError(f"{len(samples)} samples for {count} sequences")
     rows = arrays.get("sequence_rows", np.int64, 2, count)
     cover = arrays.get("sequence_cover", np.int64, None, 3)
-    _indexes(cover[:, 0], count, "sequence_cover")
     marks = arrays.get("sequence_marks", np.int64, None, 3)
+    _indexes(cover[:, 0], count, "sequence_cover")
     _indexes(marks[:, 0], count, "sequence_marks")
     sequences = Sequences(
-        samples=tuple(str(sample) for sample in samples),
-        source=_indexes(rows[0], len(sources), "source"),
+        samples=tuple(map(str, samples)),
+        source=_indexes(rows[0], len(plain["sources"]), "source"),
         row=rows[1],
         placed=arrays.get("sequence_placed", np.uint8, count, 2).astype(bool),
         values=values,
@@ -217,31 +234,21 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
         marks=marks,
         mark_values=arrays.get("sequence_mark_values", np.float32, len(marks)),
     )
-    p, q = (str(stream) for stream in document["pair"])
-    rounds = _slices(arrays, "rounds")
     return Summary(
-        pair=(p, q),
+        **plain,
         settings=StatisticsSettings(**document["settings"]),
-        dtypes={str(k): tuple(str(d) for d in v) for k, v in document["dtypes"].items()},
-        rounds=rounds,
+        sequences=sequences,
+        histogram=Histogram(*arrays.get("histogram", np.int64, 3, None)),
+        rounds=_slices(arrays, "rounds"),
         turns=_slices(arrays, "turns"),
         staleness=_slices(arrays, "staleness"),
-        histogram=Histogram(*arrays.get("histogram", np.int64, 3, None)),
         worst=_tokens(arrays, "worst", count),
         non_finite=_tokens(arrays, "non_finite", count),
-        sequences=sequences,
-        sources=sources,
-        empty_samples=tuple(str(sample) for sample in document["empty_samples"]),
-        unnamed_empty=int(document["unnamed_empty"]),
-        versions=tuple(int(version) for version in document["versions"]),
         unequal=_tokens(arrays, "unequal", count),
         produced=produced_from_json(document["produced"]),
-        ignored=tuple(str(name) for name in document["ignored"]),
-        left_out={str(why): int(n) for why, n in document["left_out"].items()},
         profiles=_profiles(arrays),
-        engines=_engines(arrays, [str(name) for name in document["engines"]]),
+        engines=_engines(arrays, [*map(str, document["engines"])]),
         version_names={int(code): str(text) for code, text in document["version_names"]},
-        token_digest=str(document["token_digest"]),
     )
 
 
@@ -253,29 +260,32 @@ def _engines(arrays: _Checked, names: list[str]) -> dict[str, Float64]:
 
 
 def _profiles(arrays: _Checked) -> profiles.Profiles:
-    keys = _indexes(arrays.get("profile_keys", np.int64, None), profiles.ROWS, "profile_keys")
-    if keys.size > 1 and not bool((np.diff(keys) > 0).all()):
-        raise ValueError("profile_keys are not ascending")
+    keys = _indexes(_ascending(arrays, "profile_keys"), profiles.ROWS, "profile_keys")
     values = arrays.get("profile_values", np.float64, len(keys), profiles.WIDTH)
     if not bool((values[:, :2] >= 0).all()):
         raise ValueError("profile_values count fewer than 0 tokens")
     return profiles.Profiles(keys, values)
 
 
-def produced_to_json(produced: Produced) -> list[list[object]]:
+def produced_to_json(produced: Produced) -> ProducedRows:
     """Return the tokens by producers as built-in types."""
-    return [[p, q, tokens] for (p, q), tokens in produced.items()]
+    return [(p, q, tokens) for (p, q), tokens in produced.items()]
 
 
-def produced_from_json(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], int]:
+def produced_from_json(rows: Iterable[tuple[str, str, int]]) -> dict[tuple[str, str], int]:
     """Return the inverse of `produced_to_json`."""
     return {(str(p), str(q)): int(tokens) for p, q, tokens in rows}
 
 
-def _slices(arrays: _Checked, name: str) -> Slices:
-    keys = arrays.get(f"{name}_keys", np.int64, None)
+def _ascending(arrays: _Checked, name: str) -> Int64:
+    keys = arrays.get(name, np.int64, None)
     if keys.size > 1 and not bool((np.diff(keys) > 0).all()):
         raise ValueError(f"{name} are not ascending")
+    return keys
+
+
+def _slices(arrays: _Checked, name: str) -> Slices:
+    keys = _ascending(arrays, f"{name}_keys")
     return Slices(keys, arrays.get(f"{name}_cells", np.float64, len(keys), cells.WIDTH))
 
 

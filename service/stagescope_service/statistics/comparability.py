@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Final, NamedTuple, get_args
 
 import numpy as np
@@ -35,24 +36,13 @@ from stagescope_service.statistics.checks import (
 )
 from stagescope_service.statistics.coverage import coverage, missing_values, padding
 from stagescope_service.statistics.exact import are_equal, bitwise_equal
-from stagescope_service.statistics.filled import Filling
+from stagescope_service.statistics.fill_values import FillValues
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.profiles import Edge
 from stagescope_service.statistics.sample_checks import check_samples
 from stagescope_service.statistics.staleness import Drift, differ_alike, slope_in_fresh, versions
-from stagescope_service.statistics.summary import Produced, Sequences, Summary
+from stagescope_service.statistics.summary import Produced, Summary
 from stagescope_service.statistics.sure_tokens import SureTokens, is_temperature
-
-__all__ = [
-    "WHAT_TO_CHECK",
-    "Check",
-    "Comparability",
-    "RankCause",
-    "causes_of_ranks",
-    "examine",
-    "examine_cell",
-    "examine_ranks",
-]
 
 WHAT_TO_CHECK: Final = {
     "bitwise_equal": "whether the trainer copies the rollout's log-probs (a bypass mode)",
@@ -133,17 +123,14 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
         summary: The statistics of all tokens.
         ranks: The cell of each rank, if the summary covers several.
     """
-    pair, total = summary.pair, summary.total
-    drift = _drift(summary)
+    step, pair, total = _Step(summary), summary.pair, summary.total
+    drift = step.drift
     found = _check_fresh(summary) if drift and summary.is_staleness_known else []
     found += [bitwise_equal(total, pair, summary.produced, ranks)]
     sure = SureTokens.of(summary)
     if drift and sure and not (sure.fit_a_temperature and differ_alike(total, summary.fresh)):
         sure = None  # policy drift moves sure tokens as another model or a temperature does
-    filled = Filling.of(summary)
-    of_total = _check_cell(
-        total, pair, summary.sequences, drift=drift, filled=filled.of_sources(None)
-    )
+    of_total = step.check_cell(total, filled=step.filled.of_sources(None))
     if sure is not None and not (drift and drift.scales):
         *of_total, scaling, ratio = of_total
         shown, ratio = sure.judged(scaling, ratio, *pair)
@@ -152,24 +139,14 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
         of_total += [shown, ratio]
     found += [*of_total, missing_values(summary, ranks), versions(summary)]
     scopes = [Scope(check, total.tokens, 0) for check in found]
-    if len(ranks) > 1:
-        of_ranks = [
-            _Part(
-                f"{row.role} {row.rank}",
-                row.cell,
-                row.produced or summary.produced,
-                filled.of_sources(row.sources),
-            )
-            for row in ranks
-        ]
-        scopes += _check_slices("rank", of_ranks, pair, summary.sequences, drift=drift)
     rounds = [
-        _Part(str(key), cell, summary.produced, filled.of_round(key))
+        _Slice(str(key), cell, summary.produced, step.filled.of_round(key))
         for key, cell in summary.rounds.items()
     ]
-    if len(rounds) > 1:
-        scopes += _check_slices("round", rounds, pair, summary.sequences, drift=drift)
-    scopes = _by_edge_tokens(scopes, summary)
+    for kind, parts in (("rank", step.ranks(ranks)), ("round", rounds)):
+        if len(parts) > 1:
+            scopes += step.check_slices(kind, parts)
+    scopes = step.by_edge_tokens(scopes)
     scopes += check_samples(summary).scopes()
     return _rank_checks(total, _without_explained(scopes), sure)
 
@@ -181,110 +158,15 @@ def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparabil
         summary: The statistics of the step.
         ranks: Its ranks.
     """
-    found = []
-    drift, filled = _drift(summary), Filling.of(summary)
-    for row, samples in zip(ranks, _samples_of_ranks(summary, ranks), strict=True):
-        own = [bitwise_equal(row.cell, summary.pair, row.produced or summary.produced)]
-        own += _check_cell(
-            row.cell,
-            summary.pair,
-            summary.sequences,
-            slices=len(ranks),
-            drift=drift,
-            filled=filled.of_sources(row.sources),
-        )
-        checks = _of_rank(row, own, samples)
-        is_of_many = _is_of_many(row.cell, summary)
-        found.append(_rank_checks(row.cell, checks, is_of_many=is_of_many))
-    return found
-
-
-def _of_rank(row: RankRow, checks: Sequence[Check], samples: Sequence[Scope]) -> list[Check]:
-    return _without_explained([*(Scope(check, row.cell.tokens, 0) for check in checks), *samples])
-
-
-def _samples_of_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[list[Scope]]:
-    """Return, for each rank, the checks of the samples that it holds a counting piece of."""
-    rank_of = np.full(len(summary.sources), -1, np.int64)
-    for at, row in enumerate(ranks):
-        rank_of[[source for source in row.sources if 0 <= source < len(rank_of)]] = at
-    rank = rank_of[summary.sequences.source]
-    checked, sample = check_samples(summary), summary.sequences.sample_index()
-    order = np.argsort(rank, kind="stable")
-    ends = np.searchsorted(rank[order], np.arange(len(ranks) + 1))
-    return [
-        checked.scopes(np.unique(sample[order[begin:end]]))
-        for begin, end in itertools.pairwise(ends.tolist())
-    ]
-
-
-class _Part(NamedTuple):
-    """A rank or a round: its name, its tokens, and their producers, or those of the step."""
-
-    name: str
-    cell: Cell
-    produced: Produced
-    filled: float
-    """The sum of |d| of its tokens that were filled in."""
-
-
-def _without_explained(scopes: Sequence[Scope]) -> list[Check]:
-    """Return the checks without those that fail only because a slice of their tokens fails.
-
-    Tokens out of place in two samples spoil the correlation of all.
-    """
-    kept = [scope.check for scope in scopes]
-    for name in ("shifted", "unrelated"):
-        failed = [s for s in scopes if s.check.name == name and s.check.status == "suspect"]
-        # Among checks of equally many tokens the first one, over all at once, is the broadest.
-        failed.reverse()
-        failed.sort(key=lambda scope: scope.tokens)
-        for broader in failed[1:]:
-            explained = failed[0].explains(broader)
-            kept.remove(broader.check if explained else failed[0].check)
-            failed[0] = failed[0] if explained else broader
-    return kept
-
-
-def _by_edge_tokens(scopes: Sequence[Scope], summary: Summary) -> list[Scope]:
-    """Return the checks, with `first_token` or `last_token` for those that these alone fail.
-
-    If they are more than `_FAR` off, they are suspect whether another check fails or not. They then
-    spoil the correlation, and make mean |d| at other lags smaller than at a token's own. Samples
-    that are out of place beside them fail their own checks.
-    """
-    found = [*scopes]
-    suspects = {scope.check.name for scope in scopes if scope.check.status == "suspect"}
-    # A temperature scales the first tokens of a sure model most, too, and d with q in all.
-    if "temperature" in suspects:
-        return found
-    _, lags = lag_means(summary.total)
-    filled = Filling.of(summary)
-    for edge in get_args(Edge):
-        sums = summary.profiles.edge_tokens(edge)
-        cause = None if sums is None else edge_token(edge, *sums)
-        if sums is None or cause is None:
-            continue
-        share = filled.share_of_edge(sums[0])
-        if share == "few":
-            continue
-        if share == "all":
-            named = Check("coverage", "ok", "both streams cover the mask")
-            found = [
-                dataclasses.replace(scope, check=named) if "filled" in scope.check.values else scope
-                for scope in found
-            ]
-        explained = _OF_MEAN_RATIO
-        if lags and cause.values["others"] < FITS * min(lags)[0]:
-            explained = _BY_EDGES
-        found = [
-            dataclasses.replace(scope, check=cause)
-            if scope.check.status == "suspect" and scope.check.name in explained
-            else scope
-            for scope in found
+    step, found = _Step(summary), []
+    for part, samples in zip(step.ranks(ranks), _samples_of_ranks(summary, ranks), strict=True):
+        own = [
+            bitwise_equal(part.cell, summary.pair, part.produced),
+            *step.check_cell(part.cell, slices=len(ranks), filled=part.filled),
         ]
-        if cause.values["edge"] > _FAR and cause.values["tokens"] >= FAR_TOKENS:
-            found.append(Scope(cause, summary.total.tokens, 0))
+        checks = _without_explained([*_scopes_of(part.cell, own), *samples])
+        is_of_many = _is_of_many(part.cell, summary)
+        found.append(_rank_checks(part.cell, checks, is_of_many=is_of_many))
     return found
 
 
@@ -310,12 +192,13 @@ def causes_of_ranks(
         besides: A cause that is already reported: ranks with it, or with a related check, are
             excluded.
     """
-    drift, filled = _drift(summary), Filling.of(summary)
+    step = _Step(summary)
     found: dict[str, list[tuple[RankRow, Check]]] = {}
-    for row, samples in zip(ranks, _samples_of_ranks(summary, ranks), strict=True):
-        part = _Part("", row.cell, row.produced or summary.produced, filled.of_sources(row.sources))
-        own = _check_slice(part, summary.pair, summary.sequences, slices=len(ranks), drift=drift)
-        judged = _rank_checks(row.cell, _of_rank(row, own, samples))
+    for row, part, samples in zip(
+        ranks, step.ranks(ranks), _samples_of_ranks(summary, ranks), strict=True
+    ):
+        own = _scopes_of(row.cell, step.check_slice(part, slices=len(ranks)))
+        judged = _rank_checks(row.cell, _without_explained([*own, *samples]))
         names = {check.name for check in judged.suspects}
         if not names or besides in names or {besides, judged.cause} <= _OF_RATIOS:
             continue
@@ -323,9 +206,7 @@ def causes_of_ranks(
         found.setdefault(check.name, []).append((row, check))
     return tuple(
         RankCause(
-            _combine(
-                "rank", [(f"{row.role} {row.rank}", check) for row, check in where], len(ranks)
-            ),
+            _combine("rank", [(f"{row.role} {row.rank}", each) for row, each in where], len(ranks)),
             tuple((row.role, row.rank) for row, _ in where),
             where[0][1].text,
         )
@@ -341,19 +222,187 @@ def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparabil
         summary: The statistics of all tokens, including the cell's.
         produced: Who computed its tokens; for a round, a turn or a staleness, the step's producers.
     """
-    checks = _check_cell(
-        cell,
-        summary.pair,
-        summary.sequences,
-        slices=max(len(summary.rounds.keys), 1),
-        drift=_drift(summary),
-    )
+    step = _Step(summary)
+    checks = step.check_cell(cell, slices=max(len(summary.rounds.keys), 1))
     checks.append(bitwise_equal(cell, summary.pair, produced))
     if any(check.status == "suspect" and check.name in _BY_EDGES for check in checks):
-        scopes = _by_edge_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
+        scopes = step.by_edge_tokens(_scopes_of(cell, checks))
         # The profiles of all tokens do not show which slice has first or last tokens far off.
         checks = [scope.check for scope in scopes[: len(checks)]]
     return _rank_checks(cell, checks, is_of_many=_is_of_many(cell, summary))
+
+
+def _scopes_of(cell: Cell, checks: Iterable[Check]) -> list[Scope]:
+    return [Scope(check, cell.tokens, 0) for check in checks]
+
+
+def _samples_of_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[list[Scope]]:
+    """Return, for each rank, the checks of the samples that it holds a counting piece of."""
+    rank_of = np.full(len(summary.sources), -1, np.int64)
+    for at, row in enumerate(ranks):
+        rank_of[[source for source in row.sources if 0 <= source < len(rank_of)]] = at
+    rank = rank_of[summary.sequences.source]
+    checked, sample = check_samples(summary), summary.sequences.sample_index()
+    order = np.argsort(rank, kind="stable")
+    ends = np.searchsorted(rank[order], np.arange(len(ranks) + 1))
+    return [
+        checked.scopes(np.unique(sample[order[begin:end]]))
+        for begin, end in itertools.pairwise(ends.tolist())
+    ]
+
+
+class _Slice(NamedTuple):
+    """A rank or a round: its name, its tokens, and their producers, or those of the step."""
+
+    name: str
+    cell: Cell
+    produced: Produced
+    filled: float
+    """The sum of |d| of its tokens that were filled in."""
+
+
+class _Step:
+    """A step with what its checks share: its policy drift and the values that were filled in."""
+
+    def __init__(self, summary: Summary) -> None:
+        self.summary = summary
+
+    @cached_property
+    def filled(self) -> FillValues:
+        """The values that were filled in."""
+        return FillValues.of(self.summary)
+
+    @cached_property
+    def drift(self) -> Drift | None:
+        """The policy drift of the tokens, None if no token is stale."""
+        summary, drift = self.summary, Drift.of(self.summary)
+        if drift is None:
+            return None
+        total, fresh = summary.total, summary.fresh
+        of_all, of_fresh = (
+            scaled(cell, *summary.pair, summary.sequences) for cell in (total, fresh)
+        )
+        slope = slope_in_fresh(of_all, of_fresh, total, fresh)
+        if not summary.is_staleness_known and not summary.has_impossible_versions:
+            slope = "too few"  # which tokens are fresh is not known
+        return dataclasses.replace(drift, scales=slope == "absent", lacks_fresh=slope == "too few")
+
+    def ranks(self, rows: Sequence[RankRow]) -> list[_Slice]:
+        """Return the ranks as parts of the step."""
+        return [
+            _Slice(
+                f"{row.role} {row.rank}",
+                row.cell,
+                row.produced or self.summary.produced,
+                self.filled.of_sources(row.sources),
+            )
+            for row in rows
+        ]
+
+    def check_cell(self, cell: Cell, *, slices: int = 1, filled: float = 0.0) -> list[Check]:
+        """Run the checks that need one cell.
+
+        Args:
+            cell: the tokens.
+            slices: number of slices of the cell's kind that are checked.
+            filled: the sum of |d| of its tokens that were filled in.
+        """
+        pair, sequences, drift = self.summary.pair, self.summary.sequences, self.drift
+        found = [
+            constant(cell, *pair),
+            probabilities(cell, *pair),
+            coverage(cell, *pair),
+            rounded(cell, *pair),
+            shifted(cell, *pair, filled=filled),
+            unrelated(cell, *pair, drifts=drift is not None),
+            padding(cell),
+            scaled(cell, *pair, sequences, slices=slices),
+            biased(cell, *pair, sequences),
+        ]
+        return found if drift is None else [drift.judged(check) for check in found]
+
+    def check_slice(self, part: _Slice, *, slices: int) -> list[Check]:
+        """Run the checks that the tokens of a slice allow."""
+        cell = part.cell
+        found = self.check_cell(cell, slices=slices, filled=part.filled)
+        if cell.tokens >= ENOUGH and are_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
+            found.append(bitwise_equal(cell, self.summary.pair, part.produced))
+        return found
+
+    def check_slices(self, kind: str, parts: Sequence[_Slice]) -> list[Scope]:
+        """Check each slice and report the ones that failed."""
+        by_name: dict[str, dict[str, Check]] = {}
+        for part in parts:
+            for check in self.check_slice(part, slices=len(parts)):
+                if check.status == "suspect":
+                    by_name.setdefault(check.name, {})[part.name] = check
+        found = []
+        for failed in by_name.values():
+            others = [part for part in parts if part.name not in failed]
+            tokens = sum(part.cell.tokens for part in parts if part.name in failed)
+            unknown = sum(part.cell.tokens for part in others if not fits(part.cell))
+            found.append(Scope(_combine(kind, [*failed.items()], len(parts)), tokens, unknown))
+        return found
+
+    def by_edge_tokens(self, scopes: Sequence[Scope]) -> list[Scope]:
+        """Return the checks, with `first_token` or `last_token` for those that these alone fail.
+
+        If they are more than `_FAR` off, they are suspect whether another check fails or not. They
+        then spoil the correlation, and make mean |d| at other lags smaller than at a token's own.
+        Samples that are out of place beside them fail their own checks.
+        """
+        found = [*scopes]
+        suspects = {scope.check.name for scope in scopes if scope.check.status == "suspect"}
+        # A temperature scales the first tokens of a sure model most, too, and d with q in all.
+        if "temperature" in suspects:
+            return found
+        _, lags = lag_means(self.summary.total)
+        for edge in get_args(Edge):
+            sums = self.summary.profiles.edge_tokens(edge)
+            cause = None if sums is None else edge_token(edge, *sums)
+            if sums is None or cause is None:
+                continue
+            share = self.filled.share_of_edge(sums[0])
+            if share == "few":
+                continue
+            if share == "all":
+                named = Check("coverage", "ok", "both streams cover the mask")
+                found = [
+                    dataclasses.replace(scope, check=named)
+                    if "filled" in scope.check.values
+                    else scope
+                    for scope in found
+                ]
+            explained = _OF_MEAN_RATIO
+            if lags and cause.values["others"] < FITS * min(lags)[0]:
+                explained = _BY_EDGES
+            found = [
+                dataclasses.replace(scope, check=cause)
+                if scope.check.status == "suspect" and scope.check.name in explained
+                else scope
+                for scope in found
+            ]
+            if cause.values["edge"] > _FAR and cause.values["tokens"] >= FAR_TOKENS:
+                found.append(Scope(cause, self.summary.total.tokens, 0))
+        return found
+
+
+def _without_explained(scopes: Sequence[Scope]) -> list[Check]:
+    """Return the checks without those that fail only because a slice of their tokens fails.
+
+    Tokens out of place in two samples spoil the correlation of all.
+    """
+    kept = [scope.check for scope in scopes]
+    for name in ("shifted", "unrelated"):
+        failed = [s for s in scopes if s.check.name == name and s.check.status == "suspect"]
+        # Among checks of equally many tokens the first one, over all at once, is the broadest.
+        failed.reverse()
+        failed.sort(key=lambda scope: scope.tokens)
+        for broader in failed[1:]:
+            explained = failed[0].explains(broader)
+            kept.remove(broader.check if explained else failed[0].check)
+            failed[0] = failed[0] if explained else broader
+    return kept
 
 
 def _rank_checks(
@@ -413,19 +462,6 @@ def _is_of_many(cell: Cell, summary: Summary) -> bool:
     return cell.tokens < MANY <= summary.total.tokens
 
 
-def _drift(summary: Summary) -> Drift | None:
-    """Return the policy drift of a step's tokens, None where no token is stale."""
-    drift = Drift.of(summary)
-    if drift is None:
-        return None
-    total, fresh = summary.total, summary.fresh
-    of_all, of_fresh = (scaled(cell, *summary.pair, summary.sequences) for cell in (total, fresh))
-    slope = slope_in_fresh(of_all, of_fresh, total, fresh)
-    if not summary.is_staleness_known and not summary.has_impossible_versions:
-        slope = "too few"  # which tokens are fresh is not known
-    return dataclasses.replace(drift, scales=slope == "absent", lacks_fresh=slope == "too few")
-
-
 def _check_fresh(summary: Summary) -> list[Check]:
     """Return the checks that fail in the fresh tokens, which need no allowance for policy drift."""
     fresh, pair, sequences = summary.fresh, summary.pair, summary.sequences
@@ -435,81 +471,6 @@ def _check_fresh(summary: Summary) -> list[Check]:
         biased(fresh, *pair, sequences),
     )
     return [check for check in checks if check.status == "suspect"]
-
-
-def _check_cell(
-    cell: Cell,
-    pair: tuple[str, str],
-    sequences: Sequences,
-    *,
-    slices: int = 1,
-    drift: Drift | None,
-    filled: float = 0.0,
-) -> list[Check]:
-    """Run the checks that need one cell.
-
-    Args:
-        cell: the tokens.
-        pair: the names of the streams.
-        sequences: the sequences of the step.
-        slices: number of slices of the cell's kind that are checked.
-        drift: the drift of the step.
-        filled: the sum of |d| of its tokens that were filled in.
-    """
-    checks: tuple[Callable[[Cell, str, str], Check], ...] = (
-        constant, probabilities, coverage, rounded,
-    )  # fmt: skip
-    found = [
-        *(check(cell, *pair) for check in checks),
-        shifted(cell, *pair, filled=filled),
-        unrelated(cell, *pair, drifts=drift is not None),
-        padding(cell),
-        scaled(cell, *pair, sequences, slices=slices),
-        biased(cell, *pair, sequences),
-    ]
-    return found if drift is None else [drift.judged(check) for check in found]
-
-
-def _check_slices(
-    kind: str,
-    parts: Sequence[_Part],
-    pair: tuple[str, str],
-    sequences: Sequences,
-    *,
-    drift: Drift | None,
-) -> list[Scope]:
-    """Check each slice and report the ones that failed."""
-    by_name: dict[str, dict[str, Check]] = {}
-    for part in parts:
-        for check in _check_slice(part, pair, sequences, slices=len(parts), drift=drift):
-            if check.status == "suspect":
-                by_name.setdefault(check.name, {})[part.name] = check
-    return [
-        Scope(
-            _combine(kind, [*where.items()], len(parts)),
-            tokens=sum(part.cell.tokens for part in parts if part.name in where),
-            unknown=sum(
-                part.cell.tokens for part in parts if part.name not in where and not fits(part.cell)
-            ),
-        )
-        for where in by_name.values()
-    ]
-
-
-def _check_slice(
-    part: _Part,
-    pair: tuple[str, str],
-    sequences: Sequences,
-    *,
-    slices: int,
-    drift: Drift | None,
-) -> list[Check]:
-    """Run the checks that the tokens of a slice allow."""
-    cell = part.cell
-    found = _check_cell(cell, pair, sequences, slices=slices, drift=drift, filled=part.filled)
-    if cell.tokens >= ENOUGH and are_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
-        found.append(bitwise_equal(cell, pair, part.produced))
-    return found
 
 
 def _combine(kind: str, where: Sequence[tuple[str, Check]], of: int) -> Check:

@@ -10,7 +10,7 @@ import numpy as np
 
 from stagescope_service.statistics.cell import Bool, Cell, Field
 from stagescope_service.statistics.checks import Check
-from stagescope_service.statistics.filled import DENORMAL, Filling
+from stagescope_service.statistics.fill_values import DENORMAL, WHY, FillValues
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.summary import Summary
 
@@ -146,12 +146,12 @@ def padding(cell: Cell) -> Check:
 def missing_values(summary: Summary, ranks: Sequence[RankRow] = ()) -> Check:
     """Check whether a stream has a fill value in tokens where the other one is far from it."""
     found = _filled_zeros(summary, ranks)
-    if found.status == "ok" and (filled := Filling.of(summary)).values:
+    if found.status == "ok" and (filled := FillValues.of(summary)).values:
         return _of_fill_values(filled, summary, ranks)
     return found
 
 
-def _of_fill_values(filled: Filling, summary: Summary, ranks: Sequence[RankRow]) -> Check:
+def _of_fill_values(filled: FillValues, summary: Summary, ranks: Sequence[RankRow]) -> Check:
     worst, total = summary.worst, summary.total
     side = filled.values[0].side
     found = [each for each in filled.values if each.side == side]
@@ -163,7 +163,7 @@ def _of_fill_values(filled: Filling, summary: Summary, ranks: Sequence[RankRow])
     text = (
         f"{stream} is exactly {listed} of the {len(worst)} tokens that differ most, where {other} "
         f"has an ordinary value ({_places(summary, chosen, side, ranks)}): it was filled in where "
-        f"{stream} lacks a value ({found[0].why})"
+        f"{stream} lacks a value ({WHY[found[0].why]})"
     )
     values = {
         "explains": sum(filled.sizes[chosen].tolist()) / total[Field.D_ABS_SUM],

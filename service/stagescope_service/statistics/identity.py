@@ -21,25 +21,19 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import NamedTuple
 
-import numpy as np
-
-from stagescope_service.statistics.cell import Int64
-from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.part import GroupKey, PartRecord
-from stagescope_service.statistics.summary import UNKNOWN, Summary
+from stagescope_service.statistics.row_content import (
+    PartRows,
+    Row,
+    SharedRows,
+    are_copies,
+    contradict,
+    owner_of,
+)
+from stagescope_service.statistics.summary import Summary
 from stagescope_wire.schema import PART_FIELDS, Part
-
-_N, _Q_SUM, _NON_FINITE = (ROW.index(name) for name in ("tokens", "q_sum", "non_finite"))
-_SAME_BITS: Final = 1e-6
-_OTHER_DTYPE: Final = 2.0**-7
-"""Relative error of q that a different dtype explains: bfloat16 has 8 significant bits."""
-_ENOUGH_VALUES: Final = 4
-"""Minimum number of different token ids, or rollout log-probs, that two parts must share to show
-that their rows are of the same samples."""
-_COMPUTED: Final = 0.5
-"""Maximum difference in nats of two computations of one log-prob, if q is not a rollout's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +52,7 @@ class RowIdentity:
     dropped: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Contradiction:
+class Contradiction(NamedTuple):
     """An id that names several samples of a step; `holders` are the (role, rank) of each."""
 
     sample: str
@@ -71,18 +64,18 @@ class Identities:
     """The rows that do not count under their own id.
 
     Attributes:
-        places: part key -> row -> its place; an absent row counts under its own id.
+        rows: part key -> row -> its identity; an absent row counts under its own id.
         contradictions: by id.
         owners: owner of contradicted ids -> the owner that represents all with the same rows.
     """
 
-    places: Mapping[str, Mapping[int, RowIdentity]]
+    rows: Mapping[str, Mapping[int, RowIdentity]]
     contradictions: tuple[Contradiction, ...]
     owners: Mapping[GroupKey, GroupKey]
 
-    def places_of(self, key: str, summary: Summary) -> list[RowIdentity]:
-        """Return the place of each of a part's sequences."""
-        sequences, own = summary.sequences, self.places.get(key, {})
+    def of_rows(self, key: str, summary: Summary) -> list[RowIdentity]:
+        """Return the identity of each of a part's sequences."""
+        sequences, own = summary.sequences, self.rows.get(key, {})
         if not own:
             return [RowIdentity(sample) for sample in sequences.samples]
         return [
@@ -92,9 +85,9 @@ class Identities:
 
     def renamed(self, key: str, summary: Summary) -> Summary:
         """Return a part's summary with the names under which its samples count."""
-        if key not in self.places:
+        if key not in self.rows:
             return summary
-        names = tuple(place.sample for place in self.places_of(key, summary))
+        names = tuple(row.sample for row in self.of_rows(key, summary))
         sequences = dataclasses.replace(summary.sequences, samples=names)
         return dataclasses.replace(summary, sequences=sequences)
 
@@ -160,220 +153,13 @@ def resolve(records: Iterable[PartRecord]) -> Identities:
     counts = Counter[str]()
     for record in ordered:
         counts.update(record.full_summary.sequences.samples)
-    by_sample: dict[str, list[_Row]] = {}
+    by_sample: dict[str, list[Row]] = {}
     for record in ordered:
-        rows = _Rows(record)
+        rows = PartRows(record)
         for index, sample in enumerate(rows.samples):
             if counts[sample] > 1:
-                by_sample.setdefault(sample, []).append(_Row(rows, index))
+                by_sample.setdefault(sample, []).append(Row(rows, index))
     return _Resolution(by_sample).identities()
-
-
-def owner_of(record: PartRecord) -> GroupKey:
-    """Return the key that is common to ranks that hold the same samples or pieces of them."""
-    return record.group[:-1]
-
-
-class _Rows:
-    """The rows of one part with the content that distinguishes samples."""
-
-    def __init__(self, record: PartRecord) -> None:
-        summary = record.full_summary
-        sequences = summary.sequences
-        self.record = record
-        self.owner = owner_of(record)
-        self.samples = sequences.samples
-        self.row = sequences.row.tolist()
-        self.placed = sequences.placed[:, 0].tolist()
-        self.values = sequences.values
-        count = np.arange(len(sequences) + 1)
-        order = np.argsort(sequences.cover[:, 0], kind="stable")
-        self.cover = sequences.cover[order]
-        self.bounds = np.searchsorted(self.cover[:, 0], count).tolist()
-        self.marks, self.mark_values = sequences.marks, sequences.mark_values
-        self.has_marks = len(self.marks) > 0
-        self.mark_bounds = np.searchsorted(self.marks[:, 0], count).tolist()
-        stream = summary.pair[1]
-        self.transported = stream == "rollout"
-        self.dtypes = summary.dtypes.get(stream, ())
-
-
-class _Row:
-    """One row: its positions and its content."""
-
-    __slots__ = ("content", "dropped", "first", "index", "rows", "runs")
-
-    def __init__(self, rows: _Rows, index: int) -> None:
-        self.rows, self.index = rows, index
-        cover = rows.cover[rows.bounds[index] : rows.bounds[index + 1], 1:]
-        self.first = int(cover[0, 0]) if len(cover) else 0
-        self.runs = (cover - self.first).tobytes()
-        """The runs of model tokens, relative to the first one."""
-        self.content = -1
-        """Index of its content among the distinct contents of its id."""
-        self.dropped = False
-
-    @property
-    def part(self) -> Part:
-        return self.rows.record.part
-
-    @property
-    def part_of_sample(self) -> str:
-        """The cp rank of a row without an offset, else '': such parts all begin at 0."""
-        cp_rank = self.rows.record.cp_rank
-        return "" if cp_rank is None or self.placed else str(cp_rank)
-
-    @property
-    def placed(self) -> bool:
-        return bool(self.rows.placed[self.index])
-
-    @property
-    def intervals(self) -> Int64:
-        return np.frombuffer(self.runs, np.int64).reshape(-1, 2) + self.first
-
-    def marks(self) -> dict[int, tuple[int, float]]:
-        """Position -> (token id, q)."""
-        own = slice(self.rows.mark_bounds[self.index], self.rows.mark_bounds[self.index + 1])
-        where = self.rows.marks[own].tolist()
-        values = self.rows.mark_values[own].tolist()
-        return {at: (token, q) for (_, at, token), q in zip(where, values, strict=True)}
-
-    def has_equal_sums(self, other: _Row) -> bool:
-        """Return whether rows with the same runs have equal sums, within tolerance."""
-        mine, its = self.rows.values[self.index], other.rows.values[other.index]
-        if mine[_NON_FINITE] or its[_NON_FINITE]:
-            return True  # sums are over finite tokens only, which may differ in a replica
-        return _is_close(mine[_Q_SUM], its[_Q_SUM], _tolerance(self, other, int(mine[_N])))
-
-    def compare_marks(self, other: _Row) -> tuple[int, bool]:
-        """Return the number of marks that two rows share, and whether all of them agree."""
-        own_marks, other_marks = self.marks(), other.marks()
-        both = own_marks.keys() & other_marks.keys()
-        for at in both:
-            (token, q), (its_token, its_q) = own_marks[at], other_marks[at]
-            if UNKNOWN not in (token, its_token) and token != its_token:
-                return len(both), False
-            if not _is_close(q, its_q, _tolerance(self, other, 1)):
-                return len(both), False
-        return len(both), True
-
-
-class _SharedRows:
-    """Whether two parts have the same samples under the ids that they share."""
-
-    def __init__(self, by_sample: Mapping[str, Sequence[_Row]]) -> None:
-        self._rows: dict[str, dict[str, _Row]] = {}
-        """Part key -> sample -> its row, one of several."""
-        self._ambiguous: set[tuple[str, str]] = set()
-        """(part key, sample) for which the part has several rows: the id does not identify one."""
-        self._known: dict[tuple[str, str], bool] = {}
-        for sample, rows in by_sample.items():
-            for row in rows:
-                own = self._rows.setdefault(row.rows.record.key, {})
-                if own.setdefault(sample, row) is not row:
-                    self._ambiguous.add((row.rows.record.key, sample))
-
-    def are_same(self, one: _Row, other: _Row) -> bool:
-        """Return whether two rows of one id are the same sample, as all that their parts share."""
-        mine, its = sorted((one.rows.record.key, other.rows.record.key))
-        if mine == its:
-            return False
-        if (mine, its) not in self._known:
-            shared = self._rows[mine].keys() & self._rows[its].keys()
-            doubted = any((key, each) in self._ambiguous for key in (mine, its) for each in shared)
-            same = not doubted and self._compare(self._rows[mine], self._rows[its])
-            self._known[mine, its] = same
-        return self._known[mine, its]
-
-    @staticmethod
-    def _compare(mine: Mapping[str, _Row], its: Mapping[str, _Row]) -> bool:
-        tokens: set[int] = set()
-        values: set[float] = set()
-        has_other_values = False
-        for sample in mine.keys() & its.keys():
-            one, other = mine[sample], its[sample]
-            bounds = _tolerance(one, other, 1)
-            other_marks = other.marks()
-            for at, (token, q) in one.marks().items():
-                if at not in other_marks:
-                    continue
-                its_token, its_q = other_marks[at]
-                if UNKNOWN not in (token, its_token):
-                    if token != its_token:
-                        return False
-                    tokens.add(token)
-                is_transported = one.rows.transported and other.rows.transported
-                has_other_values |= not (is_transported and _is_close(q, its_q, bounds))
-                values.add(q)
-        has_same_values = not has_other_values and len(values) >= _ENOUGH_VALUES
-        return has_same_values or len(tokens) >= _ENOUGH_VALUES
-
-
-def _tolerance(one: _Row, other: _Row, tokens: int) -> tuple[float, float]:
-    """Return (absolute, relative) bounds on the difference of q, or of a sum of it."""
-    if not (one.rows.transported and other.rows.transported):
-        return _COMPUTED * tokens**0.5, 0.1
-    return 0.0, _SAME_BITS if one.rows.dtypes == other.rows.dtypes else _OTHER_DTYPE
-
-
-def _is_close(x: float, y: float, bounds: tuple[float, float]) -> bool:
-    if x == y or (x != x and y != y):
-        return True
-    absolute, relative = bounds
-    return bool(abs(x - y) <= absolute + relative * max(abs(x), abs(y)))
-
-
-def _are_copies(one: _Row, other: _Row) -> bool:
-    """Return whether two rows of one id are copies of each other."""
-    if one.runs != other.runs or not one.has_equal_sums(other):
-        return False
-    if one.first == other.first:
-        return one.compare_marks(other)[1]
-    if one.placed or other.placed or not (one.rows.has_marks and other.rows.has_marks):
-        return False
-    mine, its = one.rows.record, other.rows.record
-    # Within one pass a rank's rows at other positions are pieces, however similar.
-    return (mine.role, mine.rank) != (its.role, its.rank) or _pass(mine.part) != _pass(its.part)
-
-
-def _pass(part: Part) -> tuple[int, int]:
-    return part.epoch, part.occurrence
-
-
-def _contradicts(one: _Row, other: _Row, *, doubted: bool = False) -> bool:
-    """Return whether two rows of one id, not copies, cannot be pieces of one sample either.
-
-    Without evidence either way, a row nested in a larger one counts as a piece of it, unless the
-    ids are `doubted` already.
-    """
-    if not (one.rows.has_marks and other.rows.has_marks) or not _overlap(
-        one.intervals, other.intervals
-    ):
-        return False
-    common, agree = one.compare_marks(other)
-    if not agree:
-        return True
-    if one.runs == other.runs and one.first == other.first:
-        return True  # their sums differ
-    if one.placed or other.placed:
-        return not common and (doubted or not _nested(one.intervals, other.intervals))
-    # Rows without an offset begin with their sample: two masks are two samples.
-    return one.rows.owner != other.rows.owner or not common
-
-
-def _nested(one: Int64, other: Int64) -> bool:
-    """Return whether all positions of one of two rows are among the other's."""
-    small, large = sorted((one, other), key=lambda runs: int((runs[:, 1] - runs[:, 0]).sum()))
-    large = large[np.argsort(large[:, 0])]
-    at = np.maximum(np.searchsorted(large[:, 0], small[:, 0], "right") - 1, 0)
-    return bool(((large[at, 0] <= small[:, 0]) & (large[at, 1] >= small[:, 1])).all())
-
-
-def _overlap(one: Int64, other: Int64) -> bool:
-    one, other = one[np.argsort(one[:, 0])], other[np.argsort(other[:, 0])]
-    at = np.searchsorted(other[:, 0], one[:, 1], "left") - 1
-    reach = np.maximum.accumulate(other[:, 1])
-    return bool(((at >= 0) & (reach[np.maximum(at, 0)] > one[:, 0])).any())
 
 
 @dataclasses.dataclass
@@ -381,16 +167,16 @@ class _Version:
     """One of the samples that share an id."""
 
     owner: GroupKey
-    rows: list[_Row]
+    rows: list[Row]
 
 
 class _Resolution:
     """Groups the rows of each id by content, finds contradictions, and names the samples."""
 
-    def __init__(self, by_sample: Mapping[str, list[_Row]]) -> None:
+    def __init__(self, by_sample: Mapping[str, list[Row]]) -> None:
         self._by_sample = by_sample
-        self._shared = _SharedRows(by_sample)
-        self._first: list[_Row] = []
+        self._shared = SharedRows(by_sample)
+        self._first: list[Row] = []
         """The first row of each content."""
         self._contradicted: dict[str, bool] = {}
         for sample, rows in by_sample.items():
@@ -402,7 +188,7 @@ class _Resolution:
             for row in rows
         }
         self._canonical = self._replicas()
-        self._places: dict[str, dict[int, RowIdentity]] = {}
+        self._rows: dict[str, dict[int, RowIdentity]] = {}
 
     def identities(self) -> Identities:
         contradictions = []
@@ -414,12 +200,12 @@ class _Resolution:
                 holders = dict.fromkeys((record.role, record.rank) for record in records)
                 contradictions.append(Contradiction(sample, tuple(holders)))
         found = tuple(sorted(contradictions, key=lambda it: it.sample))
-        return Identities(self._places, found, self._canonical)
+        return Identities(self._rows, found, self._canonical)
 
-    def _group_by_content(self, rows: Sequence[_Row]) -> bool:
+    def _group_by_content(self, rows: Sequence[Row]) -> bool:
         """Set each row's content index; return whether two rows contradict each other."""
         contents: dict[tuple[str, bytes], list[int]] = {}
-        parts: dict[str, list[_Row]] = {}
+        parts: dict[str, list[Row]] = {}
         for row in rows:
             part = row.part_of_sample
             candidates = contents.setdefault((part, row.runs), [])
@@ -432,19 +218,19 @@ class _Resolution:
             row.content = found
         return any(self._any_contradicts(found) for found in parts.values() if len(found) > 1)
 
-    def _are_copies(self, one: _Row, other: _Row) -> bool:
+    def _are_copies(self, one: Row, other: Row) -> bool:
         """Return whether rows with the same runs of model tokens are copies."""
-        if _are_copies(one, other):
+        if are_copies(one, other):
             return True
         return one.first == other.first and self._shared.are_same(one, other)
 
-    def _contradicts(self, one: _Row, other: _Row, *, doubted: bool = False) -> bool:
-        found = _contradicts(one, other, doubted=doubted)
+    def _contradicts(self, one: Row, other: Row, *, doubted: bool = False) -> bool:
+        found = contradict(one, other, doubted=doubted)
         return found and not self._shared.are_same(one, other)
 
-    def _any_contradicts(self, rows: Sequence[_Row]) -> bool:
+    def _any_contradicts(self, rows: Sequence[Row]) -> bool:
         """Return whether two of these rows of one id contradict each other."""
-        reaching: list[tuple[int, _Row]] = []
+        reaching: list[tuple[int, Row]] = []
         for row in sorted(rows, key=lambda row: row.first):
             reaching = [(last, other) for last, other in reaching if last > row.first]
             if any(self._contradicts(other, row) for _, other in reaching):
@@ -473,7 +259,7 @@ class _Resolution:
                 holder.setdefault(content, canonical[owner])
         return canonical
 
-    def _versions(self, sample: str, rows: Sequence[_Row]) -> list[_Version]:
+    def _versions(self, sample: str, rows: Sequence[Row]) -> list[_Version]:
         """Return the samples that share an id."""
         owners = {self._canonical[row.rows.owner] for row in rows if row.rows.owner in self._owners}
         if len(owners) < 2 and not self._contradicted[sample]:
@@ -502,7 +288,7 @@ class _Resolution:
             by_part[owner, None] = version
         return versions
 
-    def _fits(self, row: _Row, version: _Version) -> bool:
+    def _fits(self, row: Row, version: _Version) -> bool:
         """Return whether a row can be a piece of a sample."""
         contents = {piece.content for piece in version.rows if not piece.dropped}
         pieces = [self._first[content] for content in contents]
@@ -526,13 +312,15 @@ class _Resolution:
                 name = unique
             used.add(name)
             for row in version.rows:
-                place = RowIdentity(name, self._first[row.content].first - row.first, row.dropped)
-                if place != RowIdentity(sample):
-                    own = self._places.setdefault(row.rows.record.key, {})
-                    own[row.rows.row[row.index]] = place
+                identity = RowIdentity(
+                    name, self._first[row.content].first - row.first, row.dropped
+                )
+                if identity != RowIdentity(sample):
+                    own = self._rows.setdefault(row.rows.record.key, {})
+                    own[row.rows.row[row.index]] = identity
 
 
-def _is_declared_replica(row: _Row, version: _Version) -> bool:
+def _is_declared_replica(row: Row, version: _Version) -> bool:
     """Return whether a row's rank is a declared replica of a rank of this sample."""
     mine = row.rows.record
     return any(

@@ -20,6 +20,7 @@ from stagescope_service.statistics.blocks import (
     exponentials_of_d,
     exponentials_of_d_wide,
     exponentials_of_q,
+    kind_of_non_finite,
     lag_sums,
     lag_sums_across,
     lagged,
@@ -94,37 +95,32 @@ def _merge_into(cell: Float64, other: Float64) -> None:
 
 
 @exact
+def _sorts_after(kept: Float64, row: int, key: tuple[float, float, float]) -> bool:
+    for j in range(3):
+        if kept[row, j] != key[j]:
+            return bool(kept[row, j] > key[j])
+    return False
+
+
+@exact
 def _keep_least(
     kept: Float64, ids: Int64, used: int, key: tuple[float, float, float], token: int, segment: int
 ) -> int:
-    """Keep (key, token, segment) if it is among the K smallest: a heap, the largest kept at 0.
+    """Keep (key, token, segment) if it is among the K smallest; the largest is kept at 0.
 
     `kept` float64 [K, 3] holds the keys (compared left to right), `ids` int64 [K, 2].
     """
-    size = kept.shape[0]
-    if used == size:
-        if key[0] > kept[0, 0]:
-            return used
-        if key[0] == kept[0, 0]:
-            if key[1] > kept[0, 1]:
-                return used
-            if key[1] == kept[0, 1] and key[2] >= kept[0, 2]:
-                return used
-        place = 0
-    else:
+    size, place = kept.shape[0], 0
+    if used < size:
         place, used = used, used + 1
+    elif not _sorts_after(kept, 0, key):
+        return used
     kept[place, 0], kept[place, 1], kept[place, 2] = key
     ids[place, 0], ids[place, 1] = token, segment
     if used == size:
         largest = 0
         for i in range(1, size):
-            if kept[i, 0] > kept[largest, 0] or (
-                kept[i, 0] == kept[largest, 0]
-                and (
-                    kept[i, 1] > kept[largest, 1]
-                    or (kept[i, 1] == kept[largest, 1] and kept[i, 2] > kept[largest, 2])
-                )
-            ):
+            if _sorts_after(kept, i, (kept[largest, 0], kept[largest, 1], kept[largest, 2])):
                 largest = i
         for j in range(3):
             kept[0, j], kept[largest, j] = kept[largest, j], kept[0, j]
@@ -181,11 +177,9 @@ def _non_finite(x: float, y: float, cell: Float64) -> None:
     """Count a token with non-finite p = x or q = y."""
     x_bad, y_bad = not math.isfinite(x), not math.isfinite(y)
     if x_bad:
-        kind = 0 if x != x else (1 if x > 0 else 2)
-        cell[AT.P_NAN + kind] += 1.0
+        cell[AT.P_NAN + kind_of_non_finite(x)] += 1.0
     if y_bad:
-        kind = 0 if y != y else (1 if y > 0 else 2)
-        cell[AT.Q_NAN + kind] += 1.0
+        cell[AT.Q_NAN + kind_of_non_finite(y)] += 1.0
     if x_bad and not y_bad and y != 0.0:
         cell[AT.P_LACKS] += 1.0
     if y_bad and not x_bad and x != 0.0:
@@ -290,6 +284,13 @@ def _edges(
     cell[AT.TRAIL_SQUARES] = last_run * last_run
 
 
+@exact
+def _moved(head: Placement, by: int) -> Placement:
+    """Return the place of a token some tokens after the head of its segment."""
+    before, behind, last, position = head
+    return Placement(before + by if before >= 0 else before, behind - by, last, position + by)
+
+
 _F2, _I2 = array_type(numba.float64, 2), array_type(numba.int64, 2)
 
 
@@ -348,7 +349,7 @@ def accumulate(
         start, stop, row = segments[s, 0], segments[s, 1], segments[s, 2]
         counts, order = histograms[slots[s, 0]], float(keys[s, 0])
         position = keys[s, 1] - start
-        place, behind, last = placement[s, 0], placement[s, 1], placement[s, 2]
+        head = Placement(placement[s, 0], placement[s, 1], placement[s, 2], keys[s, 1])
         _reset(cell)
         carry[2] = 0.0
         base = start
@@ -367,14 +368,7 @@ def accumulate(
                 if j > i:
                     _block(p[i:j], q[i:j], j - i, rule, work, carry, part, cell)
                     histogram(d, j - i, int(part[AT.EQUAL]), slot, counts)
-                    offset = base + i - start
-                    placement_of_block = Placement(
-                        place + offset if place >= 0 else place,
-                        behind - offset,
-                        last,
-                        position + base + i,
-                    )
-                    profiles.add(q[i:j], d, j - i, placement_of_block, part, profiled)
+                    profiles.add(q[i:j], d, j - i, _moved(head, base + i - start), part, profiled)
                     largest = larger(abs(part[AT.D_MIN]), abs(part[AT.D_MAX]))
                     if largest > 0.0:
                         at = (order, base + i, position, s)
@@ -387,14 +381,7 @@ def accumulate(
                 if j < size:
                     token = base + j
                     _non_finite(p[j], q[j], cell)
-                    offset = token - start
-                    placement_of_token = Placement(
-                        place + offset if place >= 0 else place,
-                        behind - offset,
-                        last,
-                        position + token,
-                    )
-                    profiles.add_non_finite(q[j], placement_of_token, profile)
+                    profiles.add_non_finite(q[j], _moved(head, token - start), profile)
                     carry[2] = 0.0
                     key = (0.0, order, float(position + token))
                     bad_used = _keep_least(bad, bad_ids, bad_used, key, token, s)
@@ -404,11 +391,9 @@ def accumulate(
         cell[AT.SEGMENTS] = 1.0
         if cell[AT.BOTH_ZERO] > 0.0:
             _edges(p_raw, p_kind, q_raw, q_kind, start, stop, p, q, cell)
-        _merge_into(rounds[slots[s, 0]], cell)
-        if slots[s, 1] >= 0:
-            _merge_into(turns[slots[s, 1]], cell)
-        if slots[s, 2] >= 0:
-            _merge_into(ages[slots[s, 2]], cell)
+        for slices, of in ((rounds, slots[s, 0]), (turns, slots[s, 1]), (ages, slots[s, 2])):
+            if of >= 0:
+                _merge_into(slices[of], cell)
         _row_add(rows[row], cell)
     profiles.add_chances(profiled)
     return worst_used, bad_used, unequal_used

@@ -6,8 +6,6 @@ import bisect
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
 from stagescope_service.statistics.identity import Identities, RowIdentity
 from stagescope_service.statistics.part import GroupKey, PartRecord
 from stagescope_service.statistics.summary import Summary
@@ -57,7 +55,7 @@ class Ledger:
         self,
         summary: Summary,
         cp_rank: object,
-        places: Sequence[RowIdentity],
+        identities: Sequence[RowIdentity],
         *,
         sender: GroupKey = (),
         name: str = "",
@@ -70,29 +68,24 @@ class Ledger:
         Args:
             summary: The summary of one part.
             cp_rank: Its context-parallel rank, None if samples are not split.
-            places: The place of each of its sequences.
+            identities: The identity of each of its sequences.
             sender: A rank, or the ranks of a role. If two of its rows begin with their sample and
                 share tokens, only one of them counts at all.
             name: The name of this claim in `Claim.other_mask`.
         """
         sequences = summary.sequences
-        cover = sequences.cover[np.argsort(sequences.cover[:, 0], kind="stable")]
-        bounds = np.searchsorted(cover[:, 0], np.arange(len(sequences) + 1)).tolist()
-        runs, rows = cover[:, 1:].tolist(), sequences.row.tolist()
+        runs, rows = sequences.runs(), sequences.row.tolist()
         placed = sequences.placed[:, 0].tolist()
         skips: list[tuple[int, int, int]] = []
         fresh, other_mask = 0, None
         for index in reversed(range(len(sequences))):
-            place, row = places[index], rows[index]
-            own = [
-                (a + place.shift, b + place.shift)
-                for a, b in runs[bounds[index] : bounds[index + 1]]
-            ]
+            identity, row = identities[index], rows[index]
+            own = [(a, b) for a, b in (runs[index] + identity.shift).tolist()]
             repeated = own
-            if not place.dropped:
+            if not identity.dropped:
                 # Context-parallel parts without an offset all begin at 0.
                 part = "" if cp_rank is None or placed[index] else str(cp_rank)
-                key = (place.sample, part)
+                key = (identity.sample, part)
                 present = self._intervals.setdefault(key, [])
                 known = None if placed[index] else self._rows.setdefault((sender, key), (name, own))
                 if known is not None and known[1] is not own and _overlap(present, own):
@@ -100,7 +93,7 @@ class Ledger:
                 else:
                     repeated = [each for run in own for each in self._add(present, *run)]
                     fresh += sum(b - a for a, b in own) - sum(b - a for a, b in repeated)
-            skips.extend((row, a - place.shift, b - place.shift) for a, b in repeated)
+            skips.extend((row, a - identity.shift, b - identity.shift) for a, b in repeated)
         return Claim(tuple(sorted(skips)), fresh, other_mask)
 
     @staticmethod
@@ -131,7 +124,7 @@ def _overlap(present: Sequence[Interval], runs: Sequence[Interval]) -> bool:
     return False
 
 
-class Copies:
+class CopyChecker:
     """Finds copies whose numbers or masks differ, part by part in the order of precedence."""
 
     def __init__(self, identities: Identities) -> None:
@@ -151,18 +144,19 @@ class Copies:
             holder: The first part of its group and number.
         """
         summary = record.full_summary
-        places = self._identities.places_of(record.key, summary)
-        cover = summary.sequences.cover
-        bounds = np.searchsorted(cover[:, 0], np.arange(len(places) + 1))
+        identities = self._identities.of_rows(record.key, summary)
         found = None
         masks: dict[str, bytes] = {}
-        for index, (place, values) in enumerate(zip(places, summary.sequences.values, strict=True)):
+        sequences = summary.sequences
+        for identity, own, values in zip(
+            identities, sequences.runs(), sequences.values, strict=True
+        ):
             # Sums of other tokens of the sample differ without a difference in what both hold.
-            runs = (cover[bounds[index] : bounds[index + 1], 1:] + place.shift).tobytes()
-            masks[place.sample] = masks.get(place.sample, b"") + runs
-            if place.dropped:
+            runs = (own + identity.shift).tobytes()
+            masks[identity.sample] = masks.get(identity.sample, b"") + runs
+            if identity.dropped:
                 found = found or holder.key
-            for key in _passes(record, (place.sample, runs, record.cp_rank)):
+            for key in _passes(record, (identity.sample, runs, record.cp_rank)):
                 content, owner = self._contents.setdefault(key, (values.tobytes(), record.key))
                 if owner != record.key and content != values.tobytes():
                     found = found or owner

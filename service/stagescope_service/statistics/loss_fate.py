@@ -21,7 +21,7 @@ Int8 = npt.NDArray[np.int8]
 class Fate(enum.IntEnum):
     """The fate of a token in the loss, in the order in which it is decided."""
 
-    NOT_MODEL = 0
+    ENVIRONMENT = 0
     """Environment or padding: the mask is 0."""
     REJECTED = 1
     """Under the mask of the streams but not under the update's, or not in the loss."""
@@ -37,18 +37,7 @@ class Fate(enum.IntEnum):
     TRAINED = 7
 
 
-NAMES: Final[dict[Fate, str]] = {
-    Fate.NOT_MODEL: "environment",
-    Fate.REJECTED: "rejected",
-    Fate.ZERO_WEIGHT: "zero weight",
-    Fate.ZERO_ADVANTAGE: "zero advantage",
-    Fate.CLIPPED_LOW: "clipped low",
-    Fate.CLIPPED_HIGH: "clipped high",
-    Fate.UNKNOWN: "unknown",
-    Fate.TRAINED: "trained",
-}
-
-
+NAMES: Final = {fate: fate.name.lower().replace("_", " ") for fate in Fate}
 LOSS_FIELDS: Final = ("in_loss", "weight", "advantage", "clipped")
 """The fields of `LossTokens` that a trainer may not record."""
 
@@ -91,7 +80,7 @@ class LossTokens:
             fates[self.weight == 0.0] = Fate.ZERO_WEIGHT
         if self.in_loss is not None:
             fates[~self.in_loss] = Fate.REJECTED
-        fates[~self.mask] = Fate.NOT_MODEL
+        fates[~self.mask] = Fate.ENVIRONMENT
         return fates
 
 
@@ -119,7 +108,7 @@ def sums(fates: UInt8, d: Float64) -> list[FateSum]:
     found = []
     for fate in Fate:
         chosen = fates == fate
-        if fate is not Fate.NOT_MODEL and chosen.any():
+        if fate is not Fate.ENVIRONMENT and chosen.any():
             tokens, counted = int(chosen.sum()), int((chosen & finite).sum())
             found.append(FateSum(fate, tokens, counted, float(size[chosen].sum())))
     return found

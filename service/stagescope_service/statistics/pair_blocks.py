@@ -16,7 +16,7 @@ from typing import Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from stagescope_service.statistics.blocks import larger, smaller
+from stagescope_service.statistics.blocks import kind_of_non_finite, larger, smaller
 from stagescope_service.statistics.cell import Float32, Float64, Int64
 from stagescope_service.statistics.jit import exact, reduction
 
@@ -138,12 +138,6 @@ _MAGNITUDE: Final = np.int64(0x7FFF_FFFF_FFFF_FFFF)
 
 
 @exact
-def _kind_of(x: float) -> int:
-    """Return 0 for NaN, 1 for +inf, 2 for -inf."""
-    return 0 if x != x else (1 if x > 0 else 2)
-
-
-@exact
 def _separate_non_finite(
     x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, cell: Float64
 ) -> int:
@@ -155,7 +149,7 @@ def _separate_non_finite(
             kept += 1
             continue
         x_bad, y_bad = not math.isfinite(x[i]), not math.isfinite(y[i])
-        x_kind, y_kind = _kind_of(x[i]), _kind_of(y[i])
+        x_kind, y_kind = kind_of_non_finite(x[i]), kind_of_non_finite(y[i])
         if x_bad:
             cell[AT.X_NAN + x_kind] += 1.0
         if y_bad:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ from stagescope_wire.errors import InvalidTensor
 Number = float | int
 
 _NONE: Final = np.empty(0, np.uint8)
-_LOCATIONS: Final = ("largest", "unequal", "over")
 
 
 class ElementLocation(NamedTuple):
@@ -71,13 +70,12 @@ class Pairwise:
         """Return the summary of all values; the order affects only rounding."""
         cell = np.empty(WIDTH)
         merge_cells(np.array([part.cell for part in parts]).reshape(-1, WIDTH), cell)
-        largest = (part for part in parts if part.largest is not None)
-        first = min(largest, key=_largest_first, default=None)
+        found = [(-part.max_abs, part.largest) for part in parts if part.largest is not None]
         return cls(
             tuple(cell.tolist()),
-            largest=None if first is None else first.largest,
-            unequal=_earliest(part.unequal for part in parts),
-            over=_earliest(part.over for part in parts),
+            largest=min(found)[1] if found else None,
+            unequal=min((part.unequal for part in parts if part.unequal), default=None),
+            over=min((part.over for part in parts if part.over), default=None),
         )
 
     def merge(self, other: Pairwise) -> Pairwise:
@@ -250,14 +248,14 @@ def compare_values(
         rows, cell,
     )  # fmt: skip
     coordinates = (cell[_AT.D_ABS_MAX_AT], cell[_AT.UNEQUAL_AT], cell[_AT.OVER_AT])
-    locations = {
-        name: ElementLocation(
-            origin, int(at), value_of(x, dtypes[0], int(at)), value_of(y, dtypes[1], int(at))
-        )
-        for name, at in zip(_LOCATIONS, coordinates, strict=True)
+    values = (x, dtypes[0]), (y, dtypes[1])
+    locations = (
+        ElementLocation(origin, int(at), *(value_of(*side, int(at)) for side in values))
         if at >= 0.0
-    }
-    return Pairwise(tuple(cell.tolist()), **locations), rows
+        else None
+        for at in coordinates
+    )
+    return Pairwise(tuple(cell.tolist()), *locations), rows
 
 
 def value_of(values: Array, dtype: str, at: int) -> Number:
@@ -279,16 +277,3 @@ def warm(compiling: Callable[[], None]) -> None:
     with announced(compiling):
         Pairwise.nothing()
         compare_values(np.zeros(1), np.zeros(1), dtypes=("float64", "float64"))
-
-
-def _largest_first(part: Pairwise) -> tuple[float, int, int]:
-    assert part.largest is not None
-    return (-part.max_abs, part.largest.origin, part.largest.at)
-
-
-def _earliest(locations: Iterable[ElementLocation | None]) -> ElementLocation | None:
-    return min((each for each in locations if each is not None), key=_order, default=None)
-
-
-def _order(location: ElementLocation) -> tuple[int, int]:
-    return (location.origin, location.at)

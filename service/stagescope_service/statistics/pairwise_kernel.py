@@ -12,7 +12,7 @@ from typing import Final
 import numba
 import numpy as np
 
-from stagescope_service.statistics.blocks import FLOAT32, FLOAT64, larger, load
+from stagescope_service.statistics.blocks import FLOAT32, FLOAT64, copy, larger, load
 from stagescope_service.statistics.cell import Array, Float64, Int64, UInt8
 from stagescope_service.statistics.jit import array_type, entry, exact, input_type
 from stagescope_service.statistics.pair_blocks import (
@@ -64,24 +64,15 @@ def _same_bits(x_raw: UInt8, y_raw: UInt8, kind: int, start: int, n: int) -> boo
 @exact
 def _load_integers(raw: UInt8, kind: int, start: int, out: Int64, n: int) -> None:
     if kind == _INT64:
-        wide = raw.view(np.int64)[start : start + n]
-        for i in range(n):
-            out[i] = wide[i]
+        copy(raw.view(np.int64), start, out, n)
     elif kind == _INT32:
-        narrow = raw.view(np.int32)[start : start + n]
-        for i in range(n):
-            out[i] = narrow[i]
+        copy(raw.view(np.int32), start, out, n)
     elif kind == _INT16:
-        short = raw.view(np.int16)[start : start + n]
-        for i in range(n):
-            out[i] = short[i]
+        copy(raw.view(np.int16), start, out, n)
     elif kind == _INT8:
-        byte = raw.view(np.int8)[start : start + n]
-        for i in range(n):
-            out[i] = byte[i]
+        copy(raw.view(np.int8), start, out, n)
     else:
-        for i in range(n):
-            out[i] = raw[start + i]
+        copy(raw, start, out, n)
 
 
 @exact
@@ -91,8 +82,7 @@ def _widen(raw: UInt8, kind: int, start: int, out: Float64, integers: Int64, n: 
         load(raw, kind, start, out, n)
     else:
         _load_integers(raw, kind, start, integers, n)
-        for i in range(n):
-            out[i] = integers[i]
+        copy(integers, 0, out, n)
 
 
 @exact

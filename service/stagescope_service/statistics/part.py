@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.kernel import ROW
@@ -153,8 +153,7 @@ class PartRecord:
         return self.layout.get("cp_rank") if int(self.layout.get("cp_size") or 1) > 1 else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Recompute:
+class Recompute(NamedTuple):
     """A part to recompute without the (row, first, last) positions that counted elsewhere."""
 
     key: str

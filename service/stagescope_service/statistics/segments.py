@@ -42,18 +42,18 @@ class Segments:
     """Index of a negative round id under the mask, else -1."""
 
 
-NONE: Final[Int64] = np.empty(0, np.int64)
-NO_SKIP: Final[UInt8] = np.empty(0, np.uint8)
+_NONE: Final[Int64] = np.empty(0, np.int64)
+_NO_SKIP: Final[UInt8] = np.empty(0, np.uint8)
 
 
 class TokenColumns(NamedTuple):
-    """Columns besides the mask that end a run or a segment: arrays [tokens], empty if not given."""
+    """Columns besides the mask that end a run or a segment: arrays [tokens]."""
 
-    positions: Int64 = NONE
-    round_ids: Int64 = NONE
-    turn_ids: Int64 = NONE
-    versions: Int64 = NONE
-    skip: UInt8 = NO_SKIP
+    positions: Int64 | None = None
+    round_ids: Int64 | None = None
+    turn_ids: Int64 | None = None
+    versions: Int64 | None = None
+    skip: UInt8 | None = None
     """1 where a token must not count; rounds do not change."""
 
 
@@ -188,15 +188,19 @@ def find(
     """
     row_round = np.zeros(len(row_offsets) - 1, np.int64) if round_offset is None else round_offset
     common = (mask, np.uint64(one), row_offsets, row_round)
-    positions, skip = columns.positions, columns.skip
-    optional = (positions, columns.round_ids, columns.turn_ids, columns.versions)
-    if skip.size or any(array.size for array in optional):
-        # The compiled function accepts uint8 only: numba rejects a wider mask.
-        table, bad_mask, bad_round = _find_general(*common, *optional, skip)
-    else:
+    if all(column is None for column in columns):
         table, bad_mask, bad_round = _find_plain(*common)
-    known = positions if positions.size else None
-    return Segments(table, _cover(table, row_offsets, known, token_offset), bad_mask, bad_round)
+    else:
+        # The compiled function accepts uint8 only: numba rejects a wider mask.
+        positions, rounds, turns, versions = (
+            _NONE if column is None else column for column in columns[:-1]
+        )
+        skip = _NO_SKIP if columns.skip is None else columns.skip
+        table, bad_mask, bad_round = _find_general(
+            *common, positions, rounds, turns, versions, skip
+        )
+    cover = _cover(table, row_offsets, columns.positions, token_offset)
+    return Segments(table, cover, bad_mask, bad_round)
 
 
 def _cover(

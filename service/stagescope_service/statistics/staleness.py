@@ -13,7 +13,7 @@ import math
 from typing import Final, Literal
 
 from stagescope_service.statistics.cell import Cell, Field
-from stagescope_service.statistics.checks import MANY, SCALED_Z, Check
+from stagescope_service.statistics.checks import MANY, SCALED_Z, Check, slope_text
 from stagescope_service.statistics.summary import Summary
 
 DRIFTED_SLOPE: Final = 0.115
@@ -30,11 +30,13 @@ class Drift:
 
     Attributes:
         text: How many tokens, and how old.
+        pair: Names of p and q.
         scales: Whether policy drift explains that log-probs are scaled: fresh tokens show none.
         lacks_fresh: Whether too few tokens are known to be fresh to show that.
     """
 
     text: str
+    pair: tuple[str, str]
     scales: bool = False
     lacks_fresh: bool = False
 
@@ -50,7 +52,8 @@ class Drift:
         age = f"{newest} to {oldest}" if newest < oldest else f"{oldest}"
         return cls(
             f"older policy versions ({age} behind the trainer's) sampled {tokens} of the step's "
-            f"{summary.total.masked} tokens"
+            f"{summary.total.masked} tokens",
+            summary.pair,
         )
 
     def judged(self, check: Check) -> Check:
@@ -63,7 +66,7 @@ class Drift:
                 text = f"{check.text}; but {self.text}, and fresh ones show no slope"
                 return dataclasses.replace(check, status="ok", text=text)
             if self.lacks_fresh and abs(check.values["slope"] - 1.0) <= DRIFTED_SLOPE:
-                slope = check.text.partition(": ")[0]
+                slope = slope_text(check.values, *self.pair)
                 text = (
                     f"not decided: {slope}. A temperature does that, and so does an update that "
                     f"sharpens or flattens the policy, up to {DRIFTED_SLOPE:g} from 1; {self.text},"

@@ -85,14 +85,7 @@ class SliceMetrics:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of `codec.save`."""
-        document = {
-            "kind": _KIND,
-            "version": VERSION,
-            "cell": cells.VERSION,
-            "names": list(self.names),
-            "keys": {by: [list(key) for key in keys] for by, keys in self.keys.items()},
-        }
-        return codec.save(dict(self.values.items()), document)
+        return codec.save(_KIND, VERSION, dict(self.values.items()), _FIELDS.to_json(self))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SliceMetrics:
@@ -102,8 +95,11 @@ class SliceMetrics:
             InvalidInput: malformed bytes, or another version.
         """
         arrays, document = codec.load(data, _KIND, VERSION)
-        keys = {by: tuple((role, number) for role, number in document["keys"][by]) for by in arrays}
-        return cls(tuple(document["names"]), keys, arrays)  # type: ignore[arg-type]
+        with codec.refusing(_KIND):
+            return cls(**_FIELDS.from_json(document), values=arrays)  # type: ignore[arg-type]
+
+
+_FIELDS: Final = codec.JsonFields(SliceMetrics, "names", "keys")
 
 
 def floor_name(name: str) -> str:

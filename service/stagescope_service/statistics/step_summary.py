@@ -23,13 +23,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
-from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.cell import Cell, UInt8
 from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
-from stagescope_service.statistics.ledger import Claim, Copies, Ledger
+from stagescope_service.statistics.ledger import Claim, CopyChecker, Ledger
 from stagescope_service.statistics.part import (
     GroupKey,
     PartRecord,
@@ -38,8 +38,8 @@ from stagescope_service.statistics.part import (
     role_order,
     same_rows,
 )
-from stagescope_service.statistics.payload import TokenBatch
 from stagescope_service.statistics.summary import Summary, merge_produced
+from stagescope_service.statistics.token_batch import TokenBatch
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES
 
@@ -50,7 +50,7 @@ REPLICA: Final = "replica"
 REPEATED: Final = "repeated"
 OTHER_ROLE: Final = "other role"
 LATER_EPOCH: Final = "later epoch"
-PARTIAL: Final = "restate"
+TO_RECOMPUTE: Final = "restate"
 OTHER_STREAMS: Final = "other streams"
 _KIND: Final = "step summary"
 """The name of a step summary in stored files."""
@@ -122,43 +122,16 @@ class StepSummary:
 
     def to_bytes(self) -> bytes:
         """Return the step summary as the compressed bytes of a safetensors file."""
-        arrays, document = codec.flatten(self.summary)
+        arrays, summary = codec.flatten(self.summary)
         vectors = [row.cell.vector for row in self.ranks]
-        arrays["rank_cells"] = np.stack(vectors) if vectors else cells.empty(0)
+        arrays["rank_cells"] = np.array(vectors).reshape(-1, cells.WIDTH)
         ranks = [
-            [
-                row.role,
-                row.rank,
-                row.parts,
-                row.counted_parts,
-                codec.produced_to_json(row.produced),
-                list(row.sources),
-            ]
+            (row.role, row.rank, row.parts, row.counted_parts,
+             codec.produced_to_json(row.produced), row.sources)
             for row in self.ranks
-        ]
-        return codec.save(
-            arrays,
-            {
-                "kind": _KIND,
-                "version": codec.VERSION,
-                "cell": cells.VERSION,
-                "summary": document,
-                "ranks": ranks,
-                "stage": self.stage,
-                "counted": list(self.counted),
-                "left_out": dict(self.left_out),
-                "tokens_left_out": dict(self.tokens_left_out),
-                "sent": self.sent,
-                "contradictions": [
-                    [found.sample, [list(holder) for holder in found.holders]]
-                    for found in self.contradictions
-                ],
-                "differing": [list(pair) for pair in self.differing],
-                "restate": [[r.key, [list(skip) for skip in r.skips]] for r in self.to_recompute],
-                "fragmented": self.fragmented,
-                "same_rows": [[list(rank) for rank in group] for group in self.same_rows],
-            },
-        )
+        ]  # fmt: skip
+        document = {"summary": summary, "ranks": ranks, "restate": self.to_recompute}
+        return codec.save(_KIND, codec.VERSION, arrays, document | _PLAIN.to_json(self))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StepSummary:
@@ -168,54 +141,31 @@ class StepSummary:
             InvalidInput: malformed bytes, or another version.
         """
         arrays, document = codec.load(data, _KIND, codec.VERSION)
-        try:
-            vectors = arrays.pop("rank_cells")
-            shape = (len(document["ranks"]), cells.WIDTH)
-            if vectors.dtype != np.float64 or vectors.shape != shape:
+        with codec.refusing(_KIND):
+            vectors, ranks = arrays.pop("rank_cells"), _RANKS.validate_python(document["ranks"])
+            if vectors.dtype != np.float64 or vectors.shape != (len(ranks), cells.WIDTH):
                 raise ValueError(f"rank_cells are {vectors.dtype} {vectors.shape}")
             return cls(
-                stage=str(document["stage"]),
+                **_PLAIN.from_json(document),
                 summary=codec.restore(arrays, document["summary"]),
                 ranks=tuple(
                     RankRow(
-                        str(role),
-                        int(rank),
-                        Cell(vector),
-                        int(parts),
-                        int(counted),
-                        codec.produced_from_json(produced),
-                        tuple(map(int, sources)),
+                        role, rank, Cell(own), parts, counted, codec.produced_from_json(of), sources
                     )
-                    for (role, rank, parts, counted, produced, sources), vector in zip(
-                        document["ranks"], vectors, strict=True
+                    for (role, rank, parts, counted, of, sources), own in zip(
+                        ranks, vectors, strict=True
                     )
                 ),
-                counted=tuple(str(key) for key in document["counted"]),
-                left_out={str(k): str(why) for k, why in document["left_out"].items()},
-                tokens_left_out={
-                    str(why): int(tokens) for why, tokens in document["tokens_left_out"].items()
-                },
-                sent=int(document["sent"]),
-                contradictions=tuple(
-                    Contradiction(str(sample), tuple((str(r), int(n)) for r, n in holders))
-                    for sample, holders in document["contradictions"]
-                ),
-                differing=tuple((str(a), str(b)) for a, b in document["differing"]),
-                to_recompute=tuple(
-                    Recompute(str(key), tuple((int(r), int(a), int(b)) for r, a, b in skips))
-                    for key, skips in document["restate"]
-                ),
-                fragmented=int(document["fragmented"]),
-                same_rows=tuple(
-                    tuple((str(role), int(rank)) for role, rank in group)
-                    for group in document["same_rows"]
-                ),
+                to_recompute=_RECOMPUTED.validate_python(document["restate"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidInput(
-                f"these bytes are no step summary ({type(error).__name__}: {error})",
-                expected=f"a step summary of version {codec.VERSION}",
-            ) from error
+
+
+_PLAIN: Final = codec.JsonFields(
+    StepSummary, "stage", "counted", "left_out", "tokens_left_out", "sent", "contradictions",
+    "differing", "fragmented", "same_rows",
+)  # fmt: skip
+_RECOMPUTED: Final = TypeAdapter(tuple[Recompute, ...])
+_RANKS: Final = TypeAdapter(list[tuple[str, int, int, int, codec.ProducedRows, tuple[int, ...]]])
 
 
 def assemble(
@@ -281,7 +231,7 @@ def noise_floor(parts: Sequence[PartRecord], stage: str) -> StepSummary | None:
     return assemble(own, stage=stage, pairs=[NOISE_PAIR]) if own else None
 
 
-def skip_of(batch: TokenBatch, skips: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.uint8]:
+def skip_of(batch: TokenBatch, skips: Sequence[tuple[int, int, int]]) -> UInt8:
     """Return the `skip` array [tokens] of a batch for (row, first, last) positions."""
     skip = np.zeros(batch.tokens, np.uint8)
     for row, first, last in skips:
@@ -322,7 +272,7 @@ class _TokenAccounting:
         self._epochs: dict[GroupKey, int] = {}
         self._digests: dict[tuple[object, ...], PartRecord] = {}
         """Group and content -> the part that counts."""
-        self._copies = Copies(identities)
+        self._copies = CopyChecker(identities)
         self.counted: list[PartRecord] = []
         self.left_out: dict[str, str] = {}
         self.tokens_left_out = Counter[str]()
@@ -360,9 +310,11 @@ class _TokenAccounting:
                 self.tokens_left_out[REPEATED] += _repeated(claim, full, record.summary)
         else:
             self.left_out[record.key] = why
-            missing = min(claim.fresh, full.total.masked) if why == PARTIAL and claim else 0
+            missing = min(claim.fresh, full.total.masked) if why == TO_RECOMPUTE and claim else 0
             self.tokens_left_out[why] += missing
-            self.tokens_left_out[REPEATED if why == PARTIAL else why] += full.total.masked - missing
+            self.tokens_left_out[REPEATED if why == TO_RECOMPUTE else why] += (
+                full.total.masked - missing
+            )
             if not record.has_ids and why == REPLICA and holder.digest != record.digest:
                 other = holder.key
         if other is not None:
@@ -373,16 +325,16 @@ class _TokenAccounting:
             # A driver's ids cannot match those of ranks that contradict each other.
             return OTHER_ROLE, None
         full = record.full_summary
-        places = self._identities.places_of(record.key, full)
+        rows = self._identities.of_rows(record.key, full)
         claim = self._ledger.claim(
-            full, record.cp_rank, places, sender=record.passes, name=record.key
+            full, record.cp_rank, rows, sender=record.passes, name=record.key
         )
         if claim.is_all_repeated:
             held = (*record.group, record.part) in self._holders
             return (REPLICA if held else REPEATED), claim
         if claim.skips and claim.skips != record.skipped:
             self.to_recompute.append(Recompute(record.key, claim.skips))
-            return PARTIAL, claim
+            return TO_RECOMPUTE, claim
         return None, claim
 
     def _by_layout(self, record: PartRecord) -> tuple[str | None, PartRecord | None]:
@@ -458,9 +410,9 @@ def _rank_rows(
                     taken.append((record, summary))
                     digests |= {record.token_digest} - {""}
                 continue
-            places = identities.places_of(record.key, summary)
-            own_places = [dataclasses.replace(place, dropped=False) for place in places]
-            claim = ledger.claim(summary, record.cp_rank, own_places, sender=record.sender)
+            of_rows = identities.of_rows(record.key, summary)
+            kept = [dataclasses.replace(identity, dropped=False) for identity in of_rows]
+            claim = ledger.claim(summary, record.cp_rank, kept, sender=record.sender)
             if claim.skips and not claim.is_all_repeated:
                 to_recompute.append(Recompute(record.key, claim.skips))
             elif not claim.is_all_repeated:

@@ -16,7 +16,6 @@ from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Array, Float32, Float64, Int64, Mask, UInt8
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.jit import announced
-from stagescope_service.statistics.payload import TokenBatch
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import (
     UNKNOWN,
@@ -26,6 +25,7 @@ from stagescope_service.statistics.summary import (
     Tokens,
     ordered,
 )
+from stagescope_service.statistics.token_batch import TokenBatch
 from stagescope_wire.errors import InvalidTensor
 from stagescope_wire.policy_versions import differ_in_number, is_numbered
 
@@ -76,9 +76,10 @@ def summarise(
     row_values = np.zeros((batch.rows, len(kernel.ROW)))
     counts = np.zeros((len(keys.rounds), 2 * kernel.HISTOGRAM_HALF), np.uint32)
     profile = np.zeros((profiles.ROWS, profiles.WIDTH))
-    worst, worst_ids = _kept(settings.worst)
-    bad, bad_ids = _kept(settings.worst)
-    unequal, unequal_ids = _kept(1)
+    (worst, worst_ids), (bad, bad_ids), (unequal, unequal_ids) = (
+        (np.zeros((most, 3)), np.zeros((most, 2), np.int64))
+        for most in (settings.worst, settings.worst, 1)
+    )
     worst_used, bad_used, unequal_used = kernel.accumulate(
         batch.p.view(np.uint8), _KINDS[batch.p_dtype], batch.q.view(np.uint8),
         _KINDS[batch.q_dtype], table, keys.slots, _keys(batch, table),
@@ -92,6 +93,7 @@ def summarise(
     ids = batch.sample_ids or ()
     empty_samples = tuple(sorted({ids[row] for row in np.flatnonzero(index < 0)} if ids else ()))
     filled_round, filled_bucket = np.nonzero(counts)
+    versions = () if batch.versions is None else tuple(np.unique(table[:, _VERSION]).tolist())
     return Summary(
         pair=batch.pair,
         settings=settings,
@@ -110,10 +112,8 @@ def summarise(
         sources=(name,),
         empty_samples=empty_samples,
         unnamed_empty=0 if batch.sample_ids is not None else batch.rows - len(sequences),
-        versions=(versions := _versions(batch, table)),
-        version_names={
-            code: text for code, text in batch.version_names.items() if code in versions
-        },
+        versions=versions,
+        version_names={v: text for v, text in batch.version_names.items() if v in versions},
         unequal=_tokens(unequal_ids[:unequal_used], batch, table, index),
         ignored=(*ignored, *keys.ignored),
         profiles=profiles.Profiles.of_table(profile),
@@ -179,20 +179,13 @@ def _within_limits(batch: TokenBatch) -> tuple[TokenBatch, tuple[str, ...]]:
 
 
 def _segments(batch: TokenBatch, skip: UInt8 | None) -> segments.Segments:
-    none, mask, one = segments.NONE, batch.mask, batch.mask_one
+    mask, one = batch.mask, batch.mask_one
     by_token = batch.versions is not None and batch.versions.size == batch.tokens
-    versions = batch.versions if by_token else None
-    special = (batch.positions, batch.round_ids, batch.turn_ids, versions, skip)
-    narrow = any(array is not None for array in special) and mask.itemsize > 1
-    if narrow or mask.itemsize == 2:
-        mask, one = _narrow_mask(mask, one), 1
     columns = segments.TokenColumns(
-        positions=none if batch.positions is None else batch.positions,
-        round_ids=none if batch.round_ids is None else batch.round_ids,
-        turn_ids=none if batch.turn_ids is None else batch.turn_ids,
-        versions=none if versions is None else versions,
-        skip=segments.NO_SKIP if skip is None else skip,
+        batch.positions, batch.round_ids, batch.turn_ids, batch.versions if by_token else None, skip
     )
+    if mask.itemsize == 2 or (mask.itemsize > 1 and any(each is not None for each in columns)):
+        mask, one = _narrow_mask(mask, one), 1
     find = functools.partial(
         segments.find,
         row_offsets=batch.row_offsets,
@@ -235,10 +228,6 @@ def _optional_slots(values: Int64, known: bool) -> tuple[Int64, Int64]:
         return np.empty(0, np.int64), np.full(len(values), UNKNOWN, np.int64)
     keys, slots = np.unique(values, return_inverse=True)
     return keys, slots.reshape(-1)
-
-
-def _kept(most: int) -> tuple[Float64, Int64]:
-    return np.zeros((most, 3)), np.zeros((most, 2), np.int64)
 
 
 def _keys(batch: TokenBatch, table: Int64) -> Int64:
@@ -405,29 +394,18 @@ def widened(values: Array, dtype: str) -> Float64:
     return values.astype(np.float64)
 
 
-def _versions(batch: TokenBatch, table: Int64) -> tuple[int, ...]:
-    if batch.versions is None:
-        return ()
-    return tuple(int(version) for version in np.unique(table[:, _VERSION]))
-
-
 def warm(compiling: Callable[[], None] = lambda: None) -> None:
     """Compile all loops, or load them from disk: half a minute first, then under one second.
 
     Args:
         compiling: called before anything is compiled.
     """
+    values, offsets = np.array([-0.5, -1.0], np.float32), np.array([0, 2], np.int64)
     with announced(compiling):
-        _summarise_each_kind()
-
-
-def _summarise_each_kind() -> None:
-    values = np.array([-0.5, -1.0], np.float32)
-    offsets = np.array([0, 2], np.int64)
-    for mask in (np.uint8, np.uint32, np.uint64):
-        batch = TokenBatch(
-            pair=("old", "rollout"), p=values, p_dtype="float32", q=values, q_dtype="float32",
-            mask=np.array([1, 0], mask), mask_one=1, row_offsets=offsets,
-        )  # fmt: skip
-        summarise(batch)
-    summarise(batch, skip=np.zeros(2, np.uint8))
+        for mask in (np.uint8, np.uint32, np.uint64):
+            batch = TokenBatch(
+                pair=("old", "rollout"), p=values, p_dtype="float32", q=values, q_dtype="float32",
+                mask=np.array([1, 0], mask), mask_one=1, row_offsets=offsets,
+            )  # fmt: skip
+            summarise(batch)
+        summarise(batch, skip=np.zeros(2, np.uint8))

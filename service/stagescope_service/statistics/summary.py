@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -123,6 +124,12 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def runs(self) -> list[Int64]:
+        """Return int64 [runs, 2] of each fragment: the positions of its model tokens, half open."""
+        cover = self.cover[np.argsort(self.cover[:, 0], kind="stable")]
+        bounds = np.searchsorted(cover[:, 0], np.arange(1, len(self)))
+        return np.split(cover[:, 1:], bounds)[: len(self)]
+
     def keys(self) -> list[tuple[str, int, int]]:
         """Return the samples' identity and sort keys: the id, else (source, row)."""
         return [
@@ -163,10 +170,8 @@ class Sequences:
     def fragmented(self) -> Bool:
         """bool [n]: fragments without an offset whose sample has further fragments here."""
         keys = self.keys()
-        seen: dict[tuple[str, int, int], int] = {}
-        for key in keys:
-            seen[key] = seen.get(key, 0) + 1
-        shared = np.array([seen[key] > 1 for key in keys], bool)
+        count = Counter(keys)
+        shared = np.array([count[key] > 1 for key in keys], bool)
         return shared & ~self.placed.all(axis=1)
 
 
@@ -337,6 +342,11 @@ class Summary:
         if len(summaries) == 1:
             return head
         sequences, starts = _merge_sequences(summaries)
+        worst, non_finite, unequal = (
+            _joined([getattr(s, name) for s in summaries], starts)
+            for name in ("worst", "non_finite", "unequal")
+        )
+        keep = head.settings.worst
         names = merge_names(s.version_names for s in summaries)
         return cls(
             pair=head.pair,
@@ -346,18 +356,14 @@ class Summary:
             turns=Slices.merge([s.turns for s in summaries]),
             staleness=Slices.merge([s.staleness for s in summaries]),
             histogram=Histogram.merge([s.histogram for s in summaries]),
-            worst=_merge_tokens([s.worst for s in summaries], starts, sequences, head, by_d=True),
-            non_finite=_merge_tokens(
-                [s.non_finite for s in summaries], starts, sequences, head, by_d=False
-            ),
+            worst=ordered(worst, sequences, by_d=True, keep=keep),
+            non_finite=ordered(non_finite, sequences, by_d=False, keep=keep),
             sequences=sequences,
             sources=tuple(name for s in summaries for name in s.sources),
             empty_samples=tuple(sorted({name for s in summaries for name in s.empty_samples})),
             unnamed_empty=sum(s.unnamed_empty for s in summaries),
             versions=tuple(sorted({v for s in summaries for v in s.versions}.union(names))),
-            unequal=_merge_tokens(
-                [s.unequal for s in summaries], starts, sequences, head, by_d=False, keep=1
-            ),
+            unequal=ordered(unequal, sequences, by_d=False, keep=1),
             produced=merge_produced(s.produced for s in summaries),
             ignored=tuple(sorted({name for s in summaries for name in s.ignored})),
             left_out=dict(sum((Counter(s.left_out) for s in summaries), Counter())),
@@ -377,29 +383,21 @@ def _merge_engines(tables: Sequence[Mapping[str, Float64]]) -> dict[str, Float64
 
 def _merge_sequences(summaries: Sequence[Summary]) -> tuple[Sequences, list[int]]:
     """Concatenate the sequences; return them and the start index of each summary's."""
-    starts, sources, total, total_sources = [], [], 0, 0
-    for summary in summaries:
-        starts.append(total)
-        sources.append(total_sources)
-        total += len(summary.sequences)
-        total_sources += len(summary.sources)
-    parts = [s.sequences for s in summaries]
-    covers: list[Int64] = []
-    marks: list[Int64] = []
-    for part, start in zip(parts, starts, strict=True):
-        covers.append(part.cover + np.array([start, 0, 0], np.int64))
-        marks.append(part.marks + np.array([start, 0, 0], np.int64))
-    merged = Sequences(
-        samples=tuple(sample for part in parts for sample in part.samples),
-        source=np.concatenate([p.source + s for p, s in zip(parts, sources, strict=True)]),
-        row=np.concatenate([part.row for part in parts]),
-        placed=np.concatenate([part.placed for part in parts]),
-        values=np.concatenate([part.values for part in parts]),
-        cover=np.concatenate(covers),
-        marks=np.concatenate(marks),
-        mark_values=np.concatenate([part.mark_values for part in parts]),
-    )
-    return merged, starts
+    starts = [0, *itertools.accumulate(len(s.sequences) for s in summaries)][:-1]
+    sources = [0, *itertools.accumulate(len(s.sources) for s in summaries)][:-1]
+    moved = [
+        dataclasses.replace(
+            summary.sequences,
+            source=summary.sequences.source + source,
+            cover=summary.sequences.cover + np.array([start, 0, 0]),
+            marks=summary.sequences.marks + np.array([start, 0, 0]),
+        )
+        for summary, start, source in zip(summaries, starts, sources, strict=True)
+    ]
+    samples = tuple(sample for part in moved for sample in part.samples)
+    names = [field.name for field in dataclasses.fields(Sequences) if field.name != "samples"]
+    arrays = {name: np.concatenate([getattr(part, name) for part in moved]) for name in names}
+    return Sequences(samples, **arrays), starts
 
 
 def merge_produced(tables: Iterable[Produced]) -> dict[tuple[str, str], int]:
@@ -419,23 +417,15 @@ def _merge_texts(tables: Sequence[Mapping[str, tuple[str, ...]]]) -> dict[str, t
     }
 
 
-def _merge_tokens(
-    tables: Sequence[Tokens],
-    starts: Sequence[int],
-    sequences: Sequences,
-    head: Summary,
-    *,
-    by_d: bool,
-    keep: int | None = None,
-) -> Tokens:
+def _joined(tables: Sequence[Tokens], starts: Sequence[int]) -> Tokens:
+    """Concatenate tables whose sequences begin at these indexes."""
     moved = [
         dataclasses.replace(table, sequence=table.sequence + start)
         for table, start in zip(tables, starts, strict=True)
     ]
-    joined = Tokens(
+    return Tokens(
         *(np.concatenate([getattr(table, name) for table in moved]) for name in Tokens.COLUMNS)
     )
-    return ordered(joined, sequences, by_d=by_d, keep=keep or head.settings.worst)
 
 
 def ordered(tokens: Tokens, sequences: Sequences, *, by_d: bool, keep: int) -> Tokens:
@@ -447,16 +437,3 @@ def ordered(tokens: Tokens, sequences: Sequences, *, by_d: bool, keep: int) -> T
         key=lambda i: (-size[i], keys[int(tokens.sequence[i])], int(tokens.position[i])),
     )
     return tokens.take(np.array(order[:keep], np.int64))
-
-
-__all__ = [
-    "UNKNOWN",
-    "Cell",
-    "Field",
-    "Histogram",
-    "Sequences",
-    "Slices",
-    "StatisticsSettings",
-    "Summary",
-    "Tokens",
-]  # fmt: skip

@@ -19,6 +19,7 @@ from stagescope_service.statistics.checks import (
     SCALED_ONE_SIDED,
     SCALED_SIZE,
     Check,
+    slope_text,
 )
 from stagescope_service.statistics.profiles import CHANCES, Bin
 from stagescope_service.statistics.summary import Summary
@@ -128,9 +129,9 @@ class SureTokens:
         """
         if scaling.status == "suspect" and ratio.status != "suspect" and not self.is_narrow:
             text = (
-                f"{scaling.text.partition(': ')[0]}, but no temperature moves the {self.tokens} "
-                f"tokens of a probability of 0.5 to 0.9 as they moved: in both directions, "
-                f"{self.spread:.2g} nat apart. {p} or {q} holds the scores of another model or "
+                f"{slope_text(scaling.values, p, q)}. But the {self.tokens} tokens of a "
+                f"probability of 0.5 to 0.9 moved in both directions, {self.spread:.2g} nat apart, "
+                f"and no temperature does that: {p} or {q} holds the scores of another model or "
                 "adapter"
             )
             moved = dataclasses.replace(scaling, status="ok", text=text)

@@ -24,7 +24,7 @@ from stagescope_service.views.reading.rows import (
 from stagescope_service.views.reading.step_summaries import MeasuredSummary
 from stagescope_service.views.series import newest_metrics
 from stagescope_wire.names import unit_of_metric
-from stagescope_wire.render import counted, stretches
+from stagescope_wire.render import counted, ranges_text
 
 # --- exactness ------------------------------------------------------------------------------
 EXACT: Final = "exact"
@@ -142,7 +142,7 @@ def _text(ranges: Sequence[ExactRange], first: _FirstDifference | None) -> str:
             assert first is not None
             clauses.append(f"step {row['from_step']}{of_attempt} first differs: {first.text}")
             break
-        steps = stretches("step", range(row["from_step"], row["to_step"] + 1))
+        steps = ranges_text("step", range(row["from_step"], row["to_step"] + 1))
         reason = f"proved on {row['tokens']} tokens" if row["verdict"] == EXACT else row["reason"]
         clauses.append(f"{steps}{of_attempt} {row['verdict']} ({reason})")
     if first is not None:
@@ -161,7 +161,7 @@ def _text(ranges: Sequence[ExactRange], first: _FirstDifference | None) -> str:
             clauses.append(f"{text}, {unmeasured} not measured" if unmeasured else text)
         later = [row for row in ranges if row["from_step"] > first.step]
         exact = [
-            stretches("step", range(row["from_step"], row["to_step"] + 1))
+            ranges_text("step", range(row["from_step"], row["to_step"] + 1))
             for row in later
             if row["verdict"] == EXACT
         ]

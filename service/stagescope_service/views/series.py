@@ -30,7 +30,7 @@ from stagescope_service.views.reading.target import Target
 from stagescope_wire.errors import InvalidInput, NotFound
 from stagescope_wire.links import Link
 from stagescope_wire.names import similar_names
-from stagescope_wire.render import ranks_text, stretches
+from stagescope_wire.render import ranges_text, ranks_text
 
 MAX_SERIES_STEPS: Final = 20_000
 """Most steps of an answer."""
@@ -147,7 +147,7 @@ def _superseded_note(superseded: Mapping[int, Sequence[int]]) -> str | None:
     if not superseded:
         return None
     texts = [
-        f"attempt {attempt} has {stretches('step', steps)}"
+        f"attempt {attempt} has {ranges_text('step', steps)}"
         for attempt, steps in sorted(superseded.items())
     ]
     return (

@@ -91,7 +91,7 @@ def test_an_endless_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(path: str) -> Response:
         return StreamingResponse(b"x" * 4096 for _ in range(1 << 20))
 
-    with serving(app) as url, pytest.raises(EngineError, match="answers more than"):
+    with serving(app) as url, pytest.raises(EngineError, match="returned more than"):
         EngineHttp(url).get("/v1/models")
 
 

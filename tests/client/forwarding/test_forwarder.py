@@ -14,15 +14,7 @@ from typing import Any
 import pytest
 from tests.support.api import Service
 from tests.support.command_line import invoke
-from tests.support.forwarded import (
-    K3,
-    PAGE,
-    RUN,
-    Board,
-    Collector,
-    Training,
-    following,
-)
+from tests.support.forwarded import K3, PAGE, RUN, Board, Collector, Training, following
 from tests.support.stores import eventually
 
 from stagescope import Session
@@ -32,6 +24,7 @@ from stagescope_wire.errors import (
     Conflict,
     InvalidInput,
     MissingExtra,
+    StagescopeError,
     Unauthorized,
     Unreachable,
 )
@@ -64,16 +57,16 @@ def test_it_follows_and_waits_for_a_tracker(
     assert [each.step for each in history] == [1, 2, 3, 4]
 
 
-def test_a_service_that_is_away_is_waited_for(
+def test_a_service_that_is_away_is_waited_for_but_no_refused_token(
     training: Training, asked: Session, board: Board, said: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     real = records.RunRecords.steps
-    away = [Unreachable("the service is gone"), Unreachable("the service is gone")]
+    problems: list[StagescopeError] = [Unreachable("the service is gone")] * 2
 
     def steps(self: records.RunRecords, limit: int = 5) -> list[records.ClosedStep]:
-        if away:
-            raise away.pop()
+        if problems:
+            raise problems.pop()
         return real(self, limit)
 
     training.do(1, 2)
@@ -82,18 +75,10 @@ def test_a_service_that_is_away_is_waited_for(
         eventually(lambda: f"{board.target}: step 2" in said)
     assert said[0] == "the service is gone"
     assert said.count("the service is gone") == 1
-    away.append(Unreachable("the service is gone"))
+    problems.append(Unreachable("the service is gone"))
     with pytest.raises(Unreachable):
         asked.forward(RUN, board.target)
-
-
-def test_a_refused_token_is_not_waited_for(
-    training: Training, asked: Session, board: Board, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def steps(self: records.RunRecords, limit: int = 5) -> list[records.ClosedStep]:
-        raise Unauthorized("the token is another one")
-
-    monkeypatch.setattr(records.RunRecords, "steps", steps)
+    problems.append(Unauthorized("the token is another one"))
     with pytest.raises(Unauthorized):
         forwarder.forward(asked, RUN, [board.target], every=0.05)
 
@@ -202,15 +187,13 @@ def test_a_damaged_cursor_is_named(asked: Session, training: Training, board: Bo
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
-        ("somewhere", "tensorboard:"),
-        ("mlflow:", "mlflow:RUN_ID"),
+        ("somewhere", "tensorboard:"), ("mlflow:", "mlflow:RUN_ID"),
         ("wandb:project/run", "wandb:ENTITY/PROJECT/RUN_ID"),
         ("swanlab:run", "swanlab:WORKSPACE/PROJECT/RUN_ID"),
         ("trackio:project", "trackio:PROJECT/RUN"),
-        ("otlp:localhost:4318", "otlp:http://HOST:4318"),
-        ("tensorboard:", "tensorboard:DIR"),
+        ("otlp:localhost:4318", "otlp:http://HOST:4318"), ("tensorboard:", "tensorboard:DIR"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_target_is_named(asked: Session, target: str, expected: str) -> None:
     with pytest.raises(InvalidInput, match=r"forward|target") as raised:
         asked.forward(RUN, target)

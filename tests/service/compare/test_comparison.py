@@ -9,16 +9,17 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.dump_files import hostile_torch_file, nexrl_directory
+from tests.support.dump_files import hostile_torch_file, nexrl_directory, own_directory
 from tests.support.memory_dumps import (
     MemoryDump,
+    Sample,
     batch,
     record,
     shifted,
@@ -35,8 +36,7 @@ from stagescope_service.compare.results import Verdict
 from stagescope_service.compare.task_runner import thread_mapper
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, DumpProblem
-from stagescope_service.store.kept import Kept, write_kept
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem
 from stagescope_wire.errors import ComparisonFailed, InvalidInput
 
 T = TypeVar("T")
@@ -57,15 +57,16 @@ Layout = tuple[list[list[int]], int, bool, bool]
 LAYOUT = st.tuples(SHARES, st.integers(9, 14), st.booleans(), st.booleans())
 
 
+def laid(samples: Sequence[Sample], layout: Layout) -> MemoryDump:
+    shares, width, left, ragged = layout
+    return split(samples, shares, width=width, left=left, ragged=ragged)
+
+
 @settings(max_examples=60, deadline=None)
 @given(LAYOUT, LAYOUT)
 def test_any_split_and_padding_of_a_batch_is_the_same(one: Layout, other: Layout) -> None:
     samples = batch()
-    sides = [
-        split(samples, shares, width=width, left=left, ragged=ragged)
-        for shares, width, left, ragged in (one, other)
-    ]
-    result = compare(sides, mapper=thread_mapper(1))
+    result = compare([laid(samples, one), laid(samples, other)], mapper=thread_mapper(1))
     assert result.verdict is Verdict.SAME, result.reason
     assert result.exit_status == 0
     tokens = sum(int(sample.mask.sum()) for sample in samples)
@@ -86,10 +87,7 @@ def test_one_changed_value_is_found_with_its_sample_and_location(
     values[inside[token]] += np.float32(0.25)
     changed = [*samples]
     changed[at] = samples[at].with_values(entropy=values)
-    a, b = (
-        split(rows, shares, width=width, left=left, ragged=ragged)
-        for rows, (shares, width, left, ragged) in ((samples, one), (changed, other))
-    )
+    a, b = laid(samples, one), laid(changed, other)
     result = compare([a, b], mapper=thread_mapper(1))
     assert result.verdict is Verdict.DIFFERENT
     assert result.exit_status == 1
@@ -524,38 +522,21 @@ def test_the_noise_floor_of_the_run_is_noise() -> None:
     assert compare([declared, split(moved)]).verdict is Verdict.WITHIN_NOISE
 
 
-def write_sections(path: Path, masks: list[npt.NDArray[np.int64]]) -> Dump:
-    """Keep a file for each rank's mask, whose mask stands in two sections."""
-    for rank, mask in enumerate(masks):
-        values = np.arange(mask.size, dtype=np.float32).reshape(mask.shape)
-        tensors: dict[str, Array] = {
-            "log_probs": values, "old_log_probs": values + 1, "response_mask": mask,
-        }  # fmt: skip
-        job = {"run": "r", "attempt_key": "1", "role": "actor", "rank": rank, "step": 0,
-               "stage": "actor_update"}  # fmt: skip
-        name = f"actor_rank{rank}_{'0' * 12}_0.safetensors"
-        write_kept(
-            path / "step_0/actor_update" / name,
-            Kept(
-                tensors={n: (str(v.dtype), v.shape, v, None) for n, v in tensors.items()},
-                sections={
-                    "forward_data": ["log_probs", "response_mask"],
-                    "is_loss": ["old_log_probs", "response_mask"],
-                },
-                scalars={}, strings={"sample_ids": [f"{rank}_{row}" for row in range(len(mask))]},
-                meta={}, job=job,
-            ),
-        )  # fmt: skip
-    return open_dump(path)
-
-
 def test_a_file_is_read_once_for_all_its_sections(tmp_path: Path) -> None:
-    masks = [np.tri(4, 9, rank, dtype=np.int64) for rank in range(3)]
-    changed = [mask.copy() for mask in masks]
-    changed[1][3, 1] = 0
+    def without_trajectories(kind: str, name: str, data: dict[str, Any]) -> None:
+        for tensor in ("responses", "rewards", "rollout_log_probs"):
+            del data["tensors"][tensor]
+
+    def changed(kind: str, name: str, data: dict[str, Any]) -> None:
+        without_trajectories(kind, name, data)
+        if "rank1" in name:
+            mask = data["tensors"]["response_mask"].copy()
+            mask[3, 1] ^= 1
+            data["tensors"]["response_mask"] = mask
+
     a, b, other = (
-        write_sections(tmp_path / name, each)
-        for name, each in (("a", masks), ("b", masks), ("other", changed))
+        open_dump(own_directory(tmp_path / name, ranks=3, micros=1, tokens=9, edit=edit))
+        for name, edit in (("a", without_trajectories), ("b", without_trajectories), ("c", changed))
     )
     task_counts: list[int] = []
 
@@ -565,15 +546,13 @@ def test_a_file_is_read_once_for_all_its_sections(tmp_path: Path) -> None:
 
     result = compare([a, b], mapper=mapper)
     assert result.verdict is Verdict.SAME, result.reason
-    assert [count for count in task_counts if count] == [len(masks)]
+    assert [count for count in task_counts if count] == [3]
     assert result.bytes == sum(side.bytes for side in result.sides)
     for section in ("forward_data", "is_loss"):
         assert tensor_of(result, "response_mask", section).found.pairs == 3 * 4 * 9
         differs = tensor_of(compare([a, other]), "response_mask", section)
         assert differs.found.unequal_count == 1
         assert [str(each.verdict) for each in differs.shards] == ["same", "different", "same"]
-    report = as_json(result)["pairs"][0]
-    assert [each["section"] for each in report["sections"]] == ["forward_data", "is_loss"]
 
 
 def test_three_sides_are_compared_in_pairs() -> None:

@@ -28,16 +28,18 @@ def process(rank: int, **layout: Json) -> dict[str, Json]:
     return {"role": "actor", "rank": rank, "world_size": 2, "host": "n1", **layout}
 
 
+USUAL = AttemptFingerprint(FINGERPRINT, [process(0), process(1)])
+
+
 def differences(
-    b: AttemptFingerprint, a: AttemptFingerprint | None = None
+    b: AttemptFingerprint, a: AttemptFingerprint = USUAL
 ) -> list[FingerprintDifference]:
-    return fingerprint_differences(
-        a or AttemptFingerprint(FINGERPRINT, [process(0), process(1)]), b
-    )
+    return fingerprint_differences(a, b)
 
 
-def test_two_that_are_the_same_differ_in_nothing() -> None:
-    assert differences(AttemptFingerprint(dict(FINGERPRINT), [process(1), process(0)])) == []
+def test_the_same_processes_differ_in_nothing_and_the_newest_of_a_rank_counts() -> None:
+    again = [process(0, host="gone"), process(1), process(0)]
+    assert differences(AttemptFingerprint(dict(FINGERPRINT), again)) == []
 
 
 def test_differences_that_decide_numbers_come_first_and_startup_last() -> None:
@@ -69,27 +71,18 @@ def test_a_rank_on_one_side_only_is_listed_by_its_columns() -> None:
     ]
 
 
-def test_the_newest_process_of_a_rank_answers() -> None:
-    again = [process(0, host="gone"), process(0), process(1)]
-    assert differences(AttemptFingerprint(FINGERPRINT, again)) == []
-
-
 def test_a_side_without_a_fingerprint_lacks_everything() -> None:
-    found = differences(AttemptFingerprint(None, [process(0), process(1)]))
+    found = differences(USUAL._replace(fingerprint=None))
     assert {each.b for each in found} == {None}
     assert ("packages", "torch") in {(each.area, each.name) for each in found}
 
 
 def test_keep_settings_and_ray_worker_arguments_decide_no_numbers() -> None:
     argv = ["/usr/lib/ray/_private/workers/default_worker.py", "--node-ip-address=10.0.0.1"]
-    other = {
-        **FINGERPRINT,
-        "config": {**CONFIG, "keep": {"what": ["is_loss"]}},
-        "argv": argv,
-    }
-    (keep, own_argv) = differences(AttemptFingerprint(other, [process(0), process(1)]))
+    other = {**FINGERPRINT, "config": {**CONFIG, "keep": {"what": ["is_loss"]}}, "argv": argv}
+    keep, driver_argv = differences(USUAL._replace(fingerprint=other))
     assert (keep.area, keep.name, keep.weight) == ("config", "keep.what", "start")
-    assert (own_argv.name, own_argv.b) == ("argv", None)
+    assert (driver_argv.name, driver_argv.b) == ("argv", None)
 
 
 def weights(one: Mapping[str, Json], other: Mapping[str, Json]) -> dict[str, str]:
@@ -115,17 +108,13 @@ def test_a_value_that_one_side_does_not_know_is_no_change() -> None:
 
 
 def test_a_layout_that_one_side_lacks_is_unknown() -> None:
-    with_layout, without = (
-        AttemptFingerprint(FINGERPRINT, [process(0, tp_size=2)]),
-        AttemptFingerprint(FINGERPRINT, [process(0)]),
-    )  # fmt: skip
-    (found,) = fingerprint_differences(with_layout, without)
+    with_layout = AttemptFingerprint(FINGERPRINT, [process(0, tp_size=2), process(1)])
+    (found,) = differences(USUAL, with_layout)
     assert (found.name, found.a, found.b, found.weight) == ("actor/0.tp_size", 2, None, "unknown")
 
 
 def test_the_drivers_command_line_may_decide_numbers() -> None:
-    one = {**FINGERPRINT, "entrypoint": "train.py trainer.lr=1e-6"}
-    other = {**FINGERPRINT, "entrypoint": "train.py trainer.lr=2e-6"}
+    one, other = ({**FINGERPRINT, "entrypoint": f"train.py lr={lr}"} for lr in ("1e-6", "2e-6"))
     assert weights(one, other) == {"python entrypoint": "numbers"}
 
 

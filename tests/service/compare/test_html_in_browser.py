@@ -43,42 +43,14 @@ def moved(samples: list[Sample]) -> list[Sample]:
     ]  # fmt: skip
 
 
-def same() -> Sides:
-    return dump(batch(40)), dump(batch(40))
-
-
-def values() -> Sides:
-    return dump(batch(40)), dump(moved(batch(40)))
-
-
-def tokens() -> Sides:
-    return dump(batch(40)), dump(batch(40, seed=1))
-
-
-def damaged() -> Sides:
+def broken() -> MemoryDump:
     other = dump(moved(batch(40)))
-    broken = frozenset(each.entry.path for each in other.records[::3])
-    return dump(batch(40)), dataclasses.replace(other, broken=broken)
+    return dataclasses.replace(other, broken=frozenset(r.entry.path for r in other.records[::3]))
 
 
-def long_names() -> Sides:
-    one, other = (
-        MemoryDump(
-            [record("gradients", {f"{LONG}{at}": np.full((4, 4), 1 + at * by) for at in range(30)},
-                    rank=rank) for rank in range(4)],
-            name="/data/" + LONG,
-        )
-        for by in (0.0, 0.1)
-    )  # fmt: skip
-    return one, other
-
-
-def not_finite() -> Sides:
-    found, nothing = np.array([math.nan, math.inf, 1.0]), np.full(3, math.nan)
-    return (
-        single("other", {"x": found, "y": np.ones(3)}),
-        single("other", {"x": -found, "y": nothing}),
-    )  # fmt: skip
+def long_names(by: float) -> MemoryDump:
+    named = {f"{LONG}{at}": np.full((4, 4), 1 + at * by) for at in range(30)}
+    return MemoryDump([record("gradients", named, rank=r) for r in range(4)], name="/data/" + LONG)
 
 
 def hostile() -> Sides:
@@ -86,13 +58,19 @@ def hostile() -> Sides:
     return dump(samples, EVIL), dump(moved(samples), f"{EVIL}b")
 
 
-def three() -> Sides:
-    return dump(batch(40)), dump(batch(40)), dump(moved(batch(40)))
+def not_finite(x: float, y: float) -> MemoryDump:
+    return single("other", {"x": x * np.array([math.nan, math.inf, 1.0]), "y": np.full(3, y)})
 
 
 REPORTS: dict[str, Callable[[], Sides]] = {
-    made.__name__: made
-    for made in (same, values, tokens, damaged, long_names, not_finite, hostile, three)
+    "same": lambda: (dump(batch(40)), dump(batch(40))),
+    "values": lambda: (dump(batch(40)), dump(moved(batch(40)))),
+    "tokens": lambda: (dump(batch(40)), dump(batch(40, seed=1))),
+    "damaged": lambda: (dump(batch(40)), broken()),
+    "long_names": lambda: (long_names(0.0), long_names(0.1)),
+    "not_finite": lambda: (not_finite(1.0, 1.0), not_finite(-1.0, math.nan)),
+    "hostile": hostile,
+    "three": lambda: (dump(batch(40)), dump(batch(40)), dump(moved(batch(40)))),
 }
 
 

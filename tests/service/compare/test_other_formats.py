@@ -113,22 +113,6 @@ def test_shifted_log_probs_and_advantages_are_the_same(
     assert not [f for f in result.pairs[0].findings if f.kind == "note"]
 
 
-def test_one_changed_log_prob_is_found_at_its_sample(tmp_path: Path) -> None:
-    batch = make_batch(ROWS, 12)
-    slime = slime_rollout_file(tmp_path / "slime.pt", batch)
-    data = leftward(areal_batch(batch.in_order(ORDER)))
-    at = (2, data["loss_mask"].shape[1] - 1)  # the last token of sample ORDER[2]
-    assert data["loss_mask"][at] == 1
-    data["logprobs"][at] -= 0.5
-    result = compare_both_ways(tmp_path, slime, data)
-    assert result.exit_status == 1
-    assert result.first is not None
-    assert result.first.name == "rollout_log_probs"
-    assert result.first.location is not None
-    assert result.first.location.sample == str(ORDER[2])
-    assert result.first.location.coordinates[1] == at
-
-
 def test_another_mask_or_other_tokens_are_no_false_difference(tmp_path: Path) -> None:
     batch = make_batch(ROWS, 12)
     slime = slime_rollout_file(tmp_path / "slime.pt", batch)

@@ -8,6 +8,7 @@ import os
 import pty
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,29 +90,20 @@ def test_a_failed_comparison_is_no_difference(
     assert "the comparison broke off: MemoryError: no room" in result.stderr
 
 
-class Clock:
-    """Time that passes only while a loop is compiled."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 def test_the_first_comparison_of_an_installation_says_that_it_compiles(
     dumps: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, warm = Clock(), pairwise.warm
+    now, warm = [0.0], pairwise.warm
 
     def cold(compiling: Callable[[], None]) -> None:
         with jit.announced(compiling):
             for loop in (lambda x: x + 1.0, lambda x: x - 1.0):
                 numba.njit("float64(float64)")(loop)
-        clock.now += 20.0
+        now[0] += 20.0
         warm(compiling)
 
     monkeypatch.setattr("stagescope_service.compare.comparison.pairwise.warm", cold)
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("stagescope_service.compare.comparison.time", clock)
     result = invoke("compare", str(dumps["a"]), str(dumps["b"]), "--json")
     assert result.exit_code == 0

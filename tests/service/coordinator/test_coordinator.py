@@ -668,14 +668,14 @@ def test_a_missed_step_is_asked_again_of_every_rank(made: Clocked) -> None:
         spec = {"run": "r", "stages": ["actor_update"], "steps": "next", "task": "statistics"}
         valid = validate_capture({**spec, "again": 1}, allowed_roots=())
         entry = coordinator.parts.requests.add(valid, by="me", mono=0.0, wall=0.0)
-        await coordinator.parts.intake.change_plan([coordinator.parts.requests.row(entry)])
+        await coordinator.parts.plan_changes.change([coordinator.parts.requests.row(entry)])
         await coordinator.parts.intake.poll(
             sender, coordinator.parts.plan.revision, [], 0.0
         )  # it acknowledges
         capture = {"capture_id": entry.capture_id}
         told = {"stage": "actor_update", **capture, "state": "estimated", "estimate": {}}
         await coordinator.parts.intake.record(sender, [(1, "dump", 2, 1.0, 1.0, told)])
-        await coordinator.parts.intake.check_requests()
+        await coordinator.parts.plan_changes.check()
         # The poll has it looked at, too, and may still be writing.
         await asyncio.wait_for(published(coordinator), 30)
         (agreed,) = coordinator.parts.plan.for_run("r")
@@ -710,7 +710,7 @@ def test_batches_bring_a_plan_and_acknowledge_it(made: Clocked) -> None:
         spec = {"run": "r", "stages": ["actor_update"], "steps": "next", "task": "statistics"}
         valid = validate_capture(spec, allowed_roots=())
         entry = coordinator.parts.requests.add(valid, by="me", mono=0.0, wall=0.0)
-        await intake.change_plan([coordinator.parts.requests.row(entry)])
+        await coordinator.parts.plan_changes.change([coordinator.parts.requests.row(entry)])
         revision = coordinator.parts.plan.revision
         # A job of an earlier version says no revision, and polls for the plan.
         assert "plan" not in await intake.record(sender(None), [(1, "log", 2, 1.0, 1.0, place)])
@@ -721,7 +721,7 @@ def test_batches_bring_a_plan_and_acknowledge_it(made: Clocked) -> None:
         answer = await intake.record(sender(revision), [(1, "dump", 4, 1.0, 1.0, told)])
         # A poll that was sent before the batch, and is read after it, undoes nothing.
         await intake.poll(sender(0), 0, [], 0.0)
-        await intake.check_requests()
+        await coordinator.parts.plan_changes.check()
         await asyncio.wait_for(published(coordinator), 30)
         (process,) = rows_of(made.store, "processes")
         assert process["plan_revision"] == revision

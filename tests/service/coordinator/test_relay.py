@@ -254,7 +254,7 @@ def test_a_capture_request_reaches_every_rank_that_polls(target: Target) -> None
         spec = {"run": "r", "stages": ["actor_update"], "steps": "next", "task": "statistics"}
         valid = validate_capture(spec, allowed_roots=())
         entry = coordinator.parts.requests.add(valid, by="me", mono=0.0, wall=0.0)
-        await coordinator.parts.intake.change_plan([coordinator.parts.requests.row(entry)])
+        await coordinator.parts.plan_changes.change([coordinator.parts.requests.row(entry)])
         for answer in await asyncio.wait_for(asyncio.gather(*polls), 10):
             assert answer["plan"] == coordinator.parts.plan.wire("r")
 

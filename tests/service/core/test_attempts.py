@@ -8,10 +8,10 @@ import itertools
 import pytest
 from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
-from stagescope_service.core import registry as registry_module
+from stagescope_service.core import restarts
 from stagescope_service.core.entities import Attempt
 from stagescope_service.core.instructions import Aggregate, Ingest
-from stagescope_service.core.registry import Registry
+from stagescope_service.core.restarts import Restarts
 from stagescope_service.core.state import Arrival
 from stagescope_wire.errors import InvalidEvent
 from stagescope_wire.schema import Event
@@ -503,9 +503,9 @@ def test_a_start_costs_about_as_much_for_each_rank_however_many_there_are(
 
     old = killed_in(bench, 2, count, keyed=keyed)
     for owner, name in [
-        (Registry, "_next"), (Registry, "_older"), (Registry, "_came_with"), (Attempt, "believe"),
-        (registry_module, "_is_nearer"), (registry_module, "_began_after"),
-        (registry_module, "_is_recent"),
+        (Restarts, "_next"), (Restarts, "older_of"), (Restarts, "came_with"), (Attempt, "believe"),
+        (restarts, "_is_nearer"), (restarts, "_began_after"),
+        (restarts, "_is_recent"),
     ]:  # fmt: skip
         counted(owner, name)
     key = old[0].sender.attempt_key

@@ -15,6 +15,7 @@ from tests.support.dump_files import (
     make_batch,
     nexrl_directory,
     own_directory,
+    same_contents,
     slime_rollout_file,
     slime_train_file,
 )
@@ -29,18 +30,6 @@ from stagescope_wire.errors import Conflict, InvalidInput, InvalidTensor, Missin
 from stagescope_wire.schema import Part
 
 
-def same(one: DumpContents, other: DumpContents) -> None:
-    assert one.entry.location == other.entry.location
-    assert {*one.tensors} == {*other.tensors}
-    for name, (tag, shape, values, offsets) in one.tensors.items():
-        assert other.tensors[name][:2] == (tag, shape), name
-        np.testing.assert_array_equal(other.tensors[name][2], values)
-        np.testing.assert_array_equal(other.tensors[name][3], offsets)
-    np.testing.assert_equal(dict(other.numbers), dict(one.numbers))
-    assert (other.samples, other.groups, other.mask) == (one.samples, one.groups, one.mask)
-    assert other.row_texts == one.row_texts
-
-
 @pytest.mark.parametrize("mode", ["self_hosted", "remote_api", "weaver"])
 @pytest.mark.parametrize("suffix", ["pt", "jsonl"])
 def test_its_own_files_come_back_the_same(tmp_path: Path, mode: str, suffix: str) -> None:
@@ -53,7 +42,7 @@ def test_its_own_files_come_back_the_same(tmp_path: Path, mode: str, suffix: str
     locations = [[(e.section, e.key, e.location) for e in dump.entries] for dump in (source, again)]
     assert locations[0] == locations[1]
     for one, other in zip(source.entries, again.entries, strict=True):
-        same(source.read(one), again.read(other))
+        same_contents(source.read(one), again.read(other))
 
 
 def test_without_torch_nothing_is_left_behind(
@@ -104,10 +93,6 @@ def test_a_damaged_index_is_refused(tmp_path: Path, text: str) -> None:
         open_dump(tmp_path / "a")
 
 
-def files(directory: Path) -> list[str]:
-    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*.*"))
-
-
 def test_kept_files_of_this_project(tmp_path: Path) -> None:
     def edit(kind: str, name: str, data: dict[str, Any]) -> None:
         rows = len(data["tensors"]["responses"])
@@ -115,27 +100,27 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
 
     dump = open_dump(own_directory(tmp_path / "data", steps=(5,), edit=edit))
     written = write_nexrl(dump, tmp_path / "out")
-    files_written = [
-        f"step_000005_rank{rank}_micro{micro}.pt" for rank in (0, 1) for micro in (0, 1)
-    ]
-    assert files(tmp_path / "out") == sorted(
-        [
-            f"{kind}/{name}"
-            for kind in ("forward_data", "is_loss_debug", "loss")
-            for name in files_written
-        ]
-        + [f"gradient/step_000005_rank{rank}.pt" for rank in (0, 1)]
-        + [f"{kind}/step_000005.pt" for kind in ("old_log_probs", "trajectory")]
-        + ["stagescope.json"]
-    )
+    out = tmp_path / "out"
+    micros = [f"step_000005_rank{rank}_micro{micro}.pt" for rank in (0, 1) for micro in (0, 1)]
+    kinds = ("forward_data", "is_loss_debug", "loss")
+    assert {str(path.relative_to(out)) for path in out.rglob("*.*")} == {
+        *(f"{kind}/{name}" for kind in kinds for name in micros),
+        *(f"gradient/step_000005_rank{rank}.pt" for rank in (0, 1)),
+        *(f"{kind}/step_000005.pt" for kind in ("old_log_probs", "trajectory")),
+        "stagescope.json",
+    }
+
+    def load(name: str) -> Any:
+        return torch.load(out / name, weights_only=True)
+
     assert written.left_out == [
         "step 5: old_log_probs: which of 2 ranks recorded which rows: NexRL's file has each row "
         "once",
-        "numbers that were logged where no tensor is kept, if any: they are in the service's "
-        "catalogue alone, not in these files (stagescope series)",
+        "numbers that were logged where no tensor is kept, if any. Only the service's catalogue "
+        "has them: see `stagescope series`",
     ]
     batch = make_batch(16, 16, step=5)
-    found = torch.load(tmp_path / "out/trajectory/step_000005.pt", weights_only=True)
+    found = load("trajectory/step_000005.pt")
     assert found["num_trajectories"] == 16
     first = found["trajectories"][0]
     assert first["tokens"][:2] == [7, 7]
@@ -143,26 +128,21 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
     assert first["extra_fields"]["group_id"] == "g0"
     assert [t["extra_fields"]["run_id"] for t in found["trajectories"]] == batch.runs
     assert sum(first["loss_mask"]) == batch.response_mask[0].sum()
-    old = torch.load(tmp_path / "out/old_log_probs/step_000005.pt", weights_only=True)
+    old = load("old_log_probs/step_000005.pt")
     np.testing.assert_array_equal(old["old_log_probs"].numpy(), batch.old_log_probs)
     info = old["batch_info"]
     assert (info["batch_size"], info["sample_ids"]) == (16, batch.samples)
     mask = batch.response_mask != 0
-    forward = torch.load(
-        tmp_path / "out/forward_data/step_000005_rank0_micro0.pt", weights_only=True
-    )
-    rollout = forward["rollout_log_probs"].numpy()
+    rollout = load("forward_data/step_000005_rank0_micro0.pt")["rollout_log_probs"].numpy()
     np.testing.assert_array_equal(rollout[mask[:4]], batch.rollout_log_probs[:4][mask[:4]])
-    loss = torch.load(tmp_path / "out/loss/step_000005_rank1_micro1.pt", weights_only=True)
+    loss = load("loss/step_000005_rank1_micro1.pt")
     assert (loss["rank"], loss["micro_idx"], loss["loss"]) == (1, 1, 0.5)
     assert np.isnan(loss["pg_loss"])
     assert loss["metrics"] == {"grad_norm": 1.5}
-    debug = torch.load(
-        tmp_path / "out/is_loss_debug/step_000005_rank0_micro0.pt", weights_only=True
-    )
+    debug = load("is_loss_debug/step_000005_rank0_micro0.pt")
     assert torch.equal(debug["effective_valid"], debug["response_mask"])
     assert debug["loss"] == 0.5
-    gradient = torch.load(tmp_path / "out/gradient/step_000005_rank1.pt", weights_only=True)
+    gradient = load("gradient/step_000005_rank1.pt")
     assert (gradient["param_name"], gradient["norm"]) == ("lm_head.weight", 8.0)
     assert torch.equal(gradient["more"]["lm_head.weight#1"], torch.full((4, 4), 3.0))
     again = open_dump(tmp_path / "out")
@@ -200,9 +180,7 @@ def test_trajectories_of_other_formats(tmp_path: Path) -> None:
     assert extra["prompt"] == "question 5"
     mask = np.array(batch.loss_mask(5)) != 0
     assert len(log_probs) == len(mask)
-    recorded = batch.rollout_log_probs[5, : batch.lengths[5]][
-        batch.response_mask[5, : batch.lengths[5]] != 0
-    ]
+    recorded = batch.rollout_log_probs[5][batch.response_mask[5] != 0]
     np.testing.assert_array_equal(np.array(log_probs)[mask], recorded)
 
 
@@ -254,7 +232,7 @@ def test_unreadable_files_are_listed_and_the_others_written(tmp_path: Path) -> N
     written = write_nexrl(open_dump(tmp_path / "a"), tmp_path / "b")
     assert written.files == 12
     assert any("rank0_micro0" in each for each in written.left_out)
-    assert any("rank0_micro1.pt is not there" in each for each in written.left_out)
+    assert any("rank0_micro1.pt does not exist" in each for each in written.left_out)
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:

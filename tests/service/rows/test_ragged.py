@@ -20,7 +20,6 @@ from stagescope_service.rows.ragged import (
     count_by_row,
     cumulative,
     hash_rows,
-    is_in_row,
     padded,
     row_block,
     row_of_each,
@@ -192,13 +191,6 @@ def test_rows_have_the_hashes_of_their_own_bytes(rows: Rows, all_count: bool) ->
     found = hash_rows(values, offsets, None if all_count else values > 0)
     expected = [np.array([v for v in row if all_count or v > 0], np.int64) for row in rows]
     assert found == [hashlib.blake2b(row.tobytes(), digest_size=12).hexdigest() for row in expected]
-
-
-def test_padding_is_outside_of_the_rows() -> None:
-    lengths = np.array([2, 0, 3])
-    right = [[True, True, False], [False] * 3, [True] * 3]
-    assert is_in_row(lengths, 3, "right").tolist() == right
-    assert is_in_row(lengths, 3, "left").tolist() == [row[::-1] for row in right]
 
 
 def test_padded_and_ragged_tensors_may_have_the_same_rows() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import importlib
 import subprocess
 import sys
@@ -10,12 +11,13 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-from tests.support.batches import batch_of, random_streams, wire
+from tests.support.batches import batch_of, bfloat16, random_streams, wire
 
 from stagescope_service.statistics import TokenBatch, available_pairs, publish, summarise
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
 from stagescope_service.statistics.payload import read_value, to_wire
 from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.token_batch import FLOATS, INTEGERS
 from stagescope_wire.errors import InvalidTensor
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,12 +49,7 @@ def test_a_negative_zero_in_a_mask_is_a_zero(tag: str, with_turns: bool) -> None
     turns: dict[str, object] = {"turn_ids": np.zeros(MASK.shape, np.int64)} if with_turns else {}
 
     def numbers(mask: Any) -> dict[str, float]:
-        if tag == "bfloat16":
-            bits = np.ascontiguousarray(mask.astype(np.float32)).view(np.uint32) >> 16
-            taken = wire(bits.astype(np.uint16))
-            mask = ("bfloat16", *taken[1:])
-        else:
-            mask = mask.astype(tag)
+        mask = bfloat16(mask) if tag == "bfloat16" else mask.astype(tag)
         given = tensors(response_mask=mask, **turns)
         return publish(summarise(TokenBatch.from_tensors(given)))
 
@@ -88,22 +85,12 @@ def test_padding_on_either_side_packing_and_offsets_give_the_same_numbers() -> N
         assert publish(summarise(TokenBatch.from_tensors(variant))) == FULL
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float16"])
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
 def test_masks_of_every_dtype(dtype: str) -> None:
-    assert publish(summarise(batch_of(P, Q, MASK.astype(dtype)))) == FULL
+    mask = bfloat16(MASK) if dtype == "bfloat16" else MASK.astype(dtype)
     positions = np.tile(np.arange(40), (6, 1))
-    placed = batch_of(P, Q, MASK.astype(dtype), positions=positions)
-    assert publish(summarise(placed)) == FULL
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_float_masks(dtype: str) -> None:
-    mask = (
-        np.where(MASK == 1, 0x3F80, 0).astype(np.uint16)
-        if dtype == "bfloat16"
-        else MASK.astype(dtype)
-    )
-    assert publish(summarise(batch_of(P, Q, mask))) == FULL
+    for batch in (batch_of(P, Q, mask), batch_of(P, Q, mask, positions=positions)):
+        assert publish(summarise(batch)) == FULL
 
 
 @pytest.mark.parametrize("bad", [2.0, 0.5, -1.0, np.nan, np.inf])
@@ -114,13 +101,6 @@ def test_a_mask_value_other_than_0_and_1_is_an_error(bad: float, general: bool) 
     others: dict[str, Any] = {"positions": np.tile(np.arange(40), (6, 1))} if general else {}
     with pytest.raises(InvalidTensor, match=r"response_mask \(row 3\).*0 and 1"):
         summarise(batch_of(P, Q, mask, **others))
-
-
-def test_a_missing_mask_is_an_error() -> None:
-    given = tensors()
-    del given["response_mask"]
-    with pytest.raises(InvalidTensor, match=r"response_mask is missing.*\(6, 40\)"):
-        TokenBatch.from_tensors(given)
 
 
 @pytest.mark.parametrize(
@@ -146,22 +126,19 @@ def test_errors_name_the_tensor_the_shapes_and_what_was_expected(
         TokenBatch.from_tensors(tensors(**change))
 
 
-def test_sample_ids_must_be_one_a_row() -> None:
+def test_a_missing_mask_or_sample_id_is_an_error() -> None:
+    given = tensors()
     with pytest.raises(InvalidTensor, match=r"sample_ids has 2 entries.*6"):
-        TokenBatch.from_tensors(tensors(), {"sample_ids": ["a", "b"]})
+        TokenBatch.from_tensors(given, {"sample_ids": ["a", "b"]})
+    del given["response_mask"]
+    with pytest.raises(InvalidTensor, match=r"response_mask is missing.*\(6, 40\)"):
+        TokenBatch.from_tensors(given)
 
 
 def test_padded_tensors_are_viewed_not_copied() -> None:
     batch = batch_of(P, Q, MASK)
     assert np.shares_memory(batch.p, P)
     assert np.shares_memory(batch.mask, MASK)
-
-
-def test_buffers_that_cannot_be_written_to_are_read() -> None:
-    streams = [a.copy() for a in (P, Q, MASK)]
-    for array in streams:
-        array.setflags(write=False)
-    assert publish(summarise(batch_of(*streams))) == FULL
 
 
 def test_which_pairs_a_payload_gives() -> None:
@@ -203,14 +180,15 @@ def test_turns_and_staleness_are_sliced_and_add_up() -> None:
     assert not summarise(batch_of(P, Q, MASK, versions=versions)).staleness.keys.size
 
 
+def of_versions(*texts: str, **meta: object) -> Summary:
+    """Summarise a raw payload whose rows name these versions in turn."""
+    raw = {"old_log_probs": P, "rollout_log_probs": Q, "response_mask": MASK, **meta}
+    payload = read_value({**raw, "versions": [texts[row % len(texts)] for row in range(len(P))]})
+    return summarise(TokenBatch.from_tensors(payload.tensors, {}, payload.meta))
+
+
 def test_versions_that_are_texts() -> None:
-    rows = len(P)
-
-    def of(*texts: str, **meta: object) -> Summary:
-        raw = {"old_log_probs": P, "rollout_log_probs": Q, "response_mask": MASK, **meta}
-        payload = read_value({**raw, "versions": [texts[row % len(texts)] for row in range(rows)]})
-        return summarise(TokenBatch.from_tensors(payload.tensors, {}, payload.meta))
-
+    of = of_versions
     numbered = of("step-41", "step-42", policy_version=43)
     assert numbered.version_labels == ("step-41", "step-42")
     assert numbered.staleness.keys.tolist() == [1, 2]
@@ -229,12 +207,8 @@ def test_versions_that_are_texts() -> None:
     assert "texts that do not differ in one number" in other.why_no_staleness
     assert summary_from_bytes(summary_to_bytes(other)).version_labels == ("default", "b7c2")
     assert Summary.merge([other, of("c", "default")]).version_labels == ("default", "b7c2", "c")
-    assert Summary.merge([numbered, of("7", "8")]).version_labels == (
-        "7",
-        "8",
-        "step-41",
-        "step-42",
-    )
+    both = Summary.merge([numbered, of("7", "8")])
+    assert both.version_labels == ("7", "8", "step-41", "step-42")
     assert "policy_version=" in of("step-41", "step-42").why_no_staleness
     model, another = of("Qwen3", policy_version=3), of("a-3", policy_version=3)
     assert not model.staleness.keys.size
@@ -243,14 +217,7 @@ def test_versions_that_are_texts() -> None:
 
 
 def test_ranks_that_write_other_texts_around_one_number_have_no_order() -> None:
-    rows = len(P)
-
-    def of(*texts: str) -> Summary:
-        raw = {"old_log_probs": P, "rollout_log_probs": Q, "response_mask": MASK}
-        versions = [texts[row % len(texts)] for row in range(rows)]
-        payload = read_value({**raw, "policy_version": 4, "versions": versions})
-        return summarise(TokenBatch.from_tensors(payload.tensors, {}, payload.meta))
-
+    of = functools.partial(of_versions, policy_version=4)
     for first, second, labels in (
         (("a-3", "a-4"), ("b-3", "b-4"), {"a-3", "a-4", "b-3", "b-4"}),
         (("step-3",), ("iter-3",), {"step-3", "iter-3"}),

@@ -33,7 +33,7 @@ Change = Callable[[dict[str, np.ndarray], dict[str, object]], object]
 def tampered(change: Change) -> bytes:
     arrays, document = codec.flatten(SUMMARY)
     change(arrays, document)
-    return codec.save(arrays, document)
+    return codec.save("summary", codec.VERSION, arrays, document)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,10 @@ def tampered(change: Change) -> bytes:
         lambda a, d: a.update(sequence_values=a["sequence_values"].astype(np.float32)),
         lambda a, d: a.update(worst_where=a["worst_where"] + 1000),
         lambda a, d: a.update(sequence_cover=a["sequence_cover"] - 1),
+        lambda a, d: a.update(profile_keys=a["profile_keys"][::-1].copy()),
+        lambda a, d: a.update(profile_keys=a["profile_keys"] + 1000),
+        lambda a, d: a.update(profile_values=a["profile_values"][:-1]),
+        lambda a, d: a.update(profile_values=-a["profile_values"]),
         lambda a, d: d.update(samples=["a"]),
         lambda a, d: d.update(sources=[]),
         lambda a, d: d.update(pair=["old"]),

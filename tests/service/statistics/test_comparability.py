@@ -57,7 +57,12 @@ SMALL: tuple[Shape, ...] = ((1, 4, 60), (2, 8, 100), (8, 128, 20), (1, 16, 8))
 
 
 def assembled(
-    batch: Batch, ranks: int, pieces: int = 1, mask: npt.NDArray[np.int64] | None = None
+    batch: Batch,
+    ranks: int,
+    pieces: int = 1,
+    mask: npt.NDArray[np.int64] | None = None,
+    policy_version: int | None = None,
+    **rows_of: Any,
 ) -> StepSummary:
     """Take a batch in as ranks hand it over, each in several microbatches, and merge it."""
     rows = len(batch.p) // ranks
@@ -67,7 +72,10 @@ def assembled(
         own = np.array_split(np.arange(rank * rows, (rank + 1) * rows), pieces)
         summaries = [
             summarise(
-                batch_of(batch.p[at], batch.q[at], mask[at], samples=[f"s{i}" for i in at]),
+                batch_of(
+                    batch.p[at], batch.q[at], mask[at], samples=[f"s{i}" for i in at],
+                    policy_version=policy_version, **{n: v[at] for n, v in rows_of.items()},
+                )
             )
             for at in own
         ]  # fmt: skip
@@ -167,9 +175,8 @@ IN_PADDING: dict[str, tuple[str, str, Callable[[Batch, int], Batch]]] = {
         "values that q lacks": "",
     }.items()
 } | {
-    "one rank's rows reversed": ("unrelated", "(actor 1)", lambda b, ranks: exchanged(b, ranks)),
-    "two rows exchanged": (
-        "unrelated", "in 2 of 32 samples (s0, s31)", lambda b, _: with_rows(b, 0, 31)
+    "one rank's rows reversed": (
+        "unrelated", "in 1 of 4 ranks (actor 1)", lambda b, ranks: exchanged(b, ranks)
     ),
 }  # fmt: skip
 
@@ -338,15 +345,6 @@ def test_the_samples_of_exchanged_rows_are_named(shape: Shape, model: str) -> No
         assert rows == 2 or judged.suspects[0].text.startswith(names), judged.suspects
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("model", ["usual", "unsure"])
-def test_a_rank_whose_rows_are_in_another_order_is_named(ranks: int, model: str) -> None:
-    batch = exchanged(draw(np.random.default_rng(7), 32, 100, model=model), ranks)
-    judged = asked(batch, ranks)
-    assert judged.cause == "unrelated"
-    assert judged.suspects[0].text.startswith(f"in 1 of {ranks} ranks (actor 1)"), judged.suspects
-
-
 @pytest.mark.parametrize("tokens", [6, 3])
 def test_a_few_tokens_far_off_in_one_sample_make_no_other_row(tokens: int) -> None:
     batch = draw(np.random.default_rng(7), 16, 60)
@@ -405,18 +403,12 @@ def test_a_check_that_was_not_made_is_not_counted_as_fine(rows: int) -> None:
         assert (found.verdict, found.undecided) == ("comparable", ())
         return
     assert (found.verdict, found.suspects) == ("unknown", ())
-    text = f"not checked: {40 * rows} tokens count, and it needs 128"
+    text = f"not checked: it needs 128 tokens, and {40 * rows} counted"
     assert {check.name: check.text for check in found.undecided} == dict.fromkeys(
         ("calibration", "temperature", "unrelated"), text
     )
     # What such a check finds in more tokens was there all the time.
     assert asked(draw(np.random.default_rng(7), rows, 40, sampled=top_k(4)), 1).verdict == "unknown"
-
-
-def test_streams_of_which_few_tokens_differ_are_comparable() -> None:
-    q = Q.copy()
-    q[0, 0] += 1e-9
-    assert found(Q, q) == ("comparable", set())
 
 
 def test_of_200_healthy_batches_none_is_suspect() -> None:
@@ -455,19 +447,6 @@ def test_a_healthy_bfloat16_stream_is_compared_and_its_rounding_is_said() -> Non
     assert publish(plain)["rounding/abs_diff_floor"] < 1e-6
 
 
-def test_the_calibration_is_that_of_the_ratios() -> None:
-    whole = assembled(draw(np.random.default_rng(1), 16, 100, sampled=top_k(20)), 2, 3)
-    batch = draw(np.random.default_rng(1), 16, 100, sampled=top_k(20))
-    ratios = np.exp(batch.p.astype(float) - batch.q)
-    z = (ratios.mean() - 1.0) / (ratios.std(ddof=1) / np.sqrt(ratios.size))
-    found = calibration(whole.total)
-    assert found == pytest.approx((1600, ratios.mean(), z), rel=1e-9)
-    published = publish(whole.summary)
-    assert published["calibration/ratio_mean"] == found.mean
-    assert published["calibration/z"] == found.z
-    assert published["calibration/tokens"] == 1600
-
-
 @pytest.mark.parametrize("noise", [1e-3, 1e-6, 3e-8, 1e-9, 1e-12, 1e-14])
 def test_the_calibration_of_streams_that_hardly_differ(noise: float) -> None:
     rng = np.random.default_rng(7)
@@ -485,7 +464,7 @@ def test_a_constant_ratio_is_said_without_an_infinite_number() -> None:
     found = examine(summarise(batch_of(q + np.float64(0.25), q, np.ones(q.shape, np.int64))))
     assert found.verdict == "suspect"
     texts = [check.text for check in found.checks if check.name in ("calibration", "renormalised")]
-    assert any("1.2840, of every token the same, and not 1" in text for text in texts), texts
+    assert any("1.2840, the same in every token, and not 1" in text for text in texts), texts
     assert not any("inf " in check.text for check in found.checks)
 
 
@@ -506,14 +485,6 @@ def found(
 ) -> tuple[str, set[str]]:
     result = examine(summarise(batch_of(p, q, ON, **others)))
     return result.verdict, {check.name for check in result.suspects}
-
-
-def test_streams_that_compare() -> None:
-    assert found(P, Q) == ("comparable", set())
-
-
-def test_a_constant_offset_is_a_missing_mass() -> None:
-    assert found(Q - 0.05, Q)[1] == {"renormalised"}
 
 
 @pytest.mark.parametrize(
@@ -662,7 +633,13 @@ def test_a_cause_that_is_already_said_leaves_those_of_other_ranks() -> None:
     assert places("coverage") == shifted
 
 
-def test_several_policy_versions() -> None:
+def test_the_verdict_of_streams_that_hardly_differ() -> None:
+    assert found(P, Q) == ("comparable", set())
+    q = Q.copy()
+    q[0, 0] += 1e-9
+    assert found(Q, q) == ("comparable", set())
+    assert found(Q - 0.05, Q)[1] == {"renormalised"}
+    assert found(Q, Q) == ("not measured", {"bitwise_equal"})
     versions = np.repeat([[3], [4], [4], [5]], 500, axis=1)
     assert found(P, Q, versions=versions, policy_version=5) == ("suspect", {"versions"})
 
@@ -688,12 +665,6 @@ def test_the_check_names_texts_of_versions_and_what_orders_them(
     (check,) = [check for check in examine(summarise(batch)).checks if check.name == "versions"]
     assert said in check.text
     assert check.values["versions"] == len(texts)
-
-
-def test_bitwise_equal_streams_are_not_measured() -> None:
-    verdict, names = found(Q, Q)
-    assert verdict == "not measured"
-    assert "bitwise_equal" in names
 
 
 PRODUCERS = {
@@ -860,15 +831,8 @@ def test_of_many_slices_some_are_beyond_four_standard_errors_by_chance() -> None
 
 def drifted(batch: Batch, ranks: int, policy_version: int) -> Comparability:
     """Judge a batch of which every token was sampled by version 4."""
-    parts = []
-    for rank, rows in enumerate(np.split(np.arange(len(batch.p)), ranks)):
-        own = batch_of(
-            batch.p[rows], batch.q[rows], np.ones(batch.p[rows].shape, np.int64),
-            samples=[f"s{row}" for row in rows], versions=np.full(len(rows), 4),
-            policy_version=policy_version,
-        )  # fmt: skip
-        parts.append(PartRecord(f"{rank}:1", summarise(own), "s", "actor", rank, data_rank=rank))
-    step = assemble(parts)
+    four = np.full(len(batch.p), 4)
+    step = assembled(batch, ranks, versions=four, policy_version=policy_version)
     return examine(step.summary, step.ranks)
 
 

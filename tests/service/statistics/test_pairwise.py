@@ -29,27 +29,28 @@ def taken(x: npt.ArrayLike, y: npt.ArrayLike, dtype: str = "float64", **named: A
     return compare_values(np.asarray(x), np.asarray(y), dtypes=(dtype, dtype), **named)[0]
 
 
-@settings(max_examples=200, deadline=None)
-@given(PAIRS)
-def test_every_number_is_that_of_numpy_in_float64(pairs: list[tuple[float, float, bool]]) -> None:
-    x = np.array([pair[0] for pair in pairs], np.float32)
-    y = np.array([pair[1] for pair in pairs], np.float32)
-    mask = np.array([pair[2] for pair in pairs])
-    found = taken(x, y, "float32", mask=mask, tolerance=(0.5, 0.125))
+def assert_as_numpy(
+    found: Pairwise, x: npt.NDArray[Any], y: npt.NDArray[Any], mask: npt.NDArray[np.bool_],
+    tolerance: tuple[float, float], *, within: tuple[float, float],
+) -> None:  # fmt: skip
+    """Every number is the one of numpy in float64; `within`: of means, of standard deviations."""
     a, b = x[mask].astype(float), y[mask].astype(float)
     finite = np.isfinite(a) & np.isfinite(b)
     agrees = (a == b) | (np.isnan(a) & np.isnan(b))
-    assert found.pairs == len(a)
-    assert found.finite == finite.sum()
+    assert (found.pairs, found.finite) == (len(a), finite.sum())
     assert found.unequal_count == (~agrees).sum()
     assert found.agreeing_non_finite == (agrees & ~finite).sum()
     assert found.disagreeing_non_finite == (~agrees & ~finite).sum()
-    assert found.non_finite("x")["nan"] == np.isnan(a).sum()
-    assert found.non_finite("y")["-inf"] == np.isneginf(b).sum()
+    for name, values in (("x", a), ("y", b)):
+        of_kind = {"nan": np.isnan(values), "inf": values == np.inf, "-inf": values == -np.inf}
+        assert found.non_finite(name) == {kind: at.sum() for kind, at in of_kind.items()}
     u, v = a[finite], b[finite]
     d = np.abs(u - v)
-    over = d > 0.5 + 0.125 * np.maximum(np.abs(u), np.abs(v))
+    over = d > tolerance[0] + tolerance[1] * np.maximum(np.abs(u), np.abs(v))
     assert found.over_count == over.sum() + found.disagreeing_non_finite
+    assert (found.unequal and found.unequal.at) == (
+        None if agrees.all() else np.flatnonzero(mask)[np.argmin(agrees)]
+    )
     if not len(u):
         assert math.isnan(found.max_abs)
         assert math.isnan(found.relative)
@@ -57,18 +58,31 @@ def test_every_number_is_that_of_numpy_in_float64(pairs: list[tuple[float, float
     # The sums of a block run in vector lanes: within a few units of the sum of absolute values.
     assert found.max_abs == d.max()
     assert found.mean_abs == pytest.approx(d.mean(), rel=1e-12)
-    assert found.mean_difference == pytest.approx((u - v).mean(), rel=1e-9, abs=1e-12 * d.max())
+    of_means, of_spread = within
+    signed = pytest.approx((u - v).mean(), rel=of_means, abs=1e-12 * d.max())
+    assert found.mean_difference == signed
     squares = (u * u).sum() + (v * v).sum()
     expected = ((u - v) ** 2).sum() / squares if squares else 0.0
-    assert found.relative == pytest.approx(expected, rel=1e-9, abs=1e-300)
+    assert found.relative == pytest.approx(expected, rel=of_means, abs=1e-300)
     for name, side in (("x", u), ("y", v)):
         said = found.side(name)
         assert (said["min"], said["max"]) == (side.min(), side.max())
-        assert said["mean"] == pytest.approx(side.mean(), rel=1e-9, abs=1e-12 * np.abs(side).max())
-        assert said["std"] == pytest.approx(side.std(), rel=1e-6, abs=1e-9 * np.abs(side).max())
+        size = np.abs(side).max()
+        assert said["mean"] == pytest.approx(side.mean(), rel=of_means, abs=1e-12 * size)
+        assert said["std"] == pytest.approx(
+            side.std(), rel=of_spread, abs=1e-9 * size if of_spread > of_means else 0.0
+        )
     assert found.largest is not None
-    where = np.flatnonzero(mask)[finite]
-    assert found.largest.at == where[np.argmax(d)]
+    assert found.largest.at == np.flatnonzero(mask)[finite][np.argmax(d)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(PAIRS)
+def test_every_number_is_that_of_numpy_in_float64(pairs: list[tuple[float, float, bool]]) -> None:
+    x, y = (np.array([pair[side] for pair in pairs], np.float32) for side in (0, 1))
+    mask, tolerance = np.array([pair[2] for pair in pairs]), (0.5, 0.125)
+    found = taken(x, y, "float32", mask=mask, tolerance=tolerance)
+    assert_as_numpy(found, x, y, mask, tolerance, within=(1e-9, 1e-6))
 
 
 @settings(max_examples=100, deadline=None)
@@ -186,38 +200,16 @@ def test_blocks_that_are_equal_add_up_with_those_that_are_not(dtype: str, seed: 
     edges = np.array([0, 3 * BLOCK + 1, 3 * BLOCK + 1, len(x)])
     given: dict[str, Any] = {"mask": mask, "offsets": edges, "tolerance": (0.5, 0.0)}
     found, rows = compare_values(x, y, dtypes=(dtype, dtype), **given)
-    a, b = x[mask].astype(float), y[mask].astype(float)
-    finite = np.isfinite(a) & np.isfinite(b)
-    agrees = (a == b) | (np.isnan(a) & np.isnan(b))
-    assert (found.pairs, found.finite) == (len(a), finite.sum())
-    assert found.unequal_count == found.over_count == (~agrees).sum()
-    assert found.agreeing_non_finite == (agrees & ~finite).sum()
-    assert found.non_finite("x")["nan"] == np.isnan(a).sum()
-    for name, side in (("x", a[finite]), ("y", b[finite])):
-        said = found.side(name)
-        assert (said["min"], said["max"]) == (side.min(), side.max())
-        assert said["mean"] == pytest.approx(side.mean(), rel=1e-12, abs=1e-12)
-        assert said["std"] == pytest.approx(side.std(), rel=1e-12)
-    d = a[finite] - b[finite]
-    assert found.mean_abs == pytest.approx(np.abs(d).mean(), rel=1e-12)
-    squares = (a[finite] ** 2).sum() + (b[finite] ** 2).sum()
-    assert found.relative == pytest.approx((d * d).sum() / squares, rel=1e-12)
-    assert found.unequal is not None
-    assert found.unequal.at == np.flatnonzero(mask)[np.argmin(agrees)]
-    assert found.largest is not None
-    assert found.largest.at == np.flatnonzero(mask)[finite][np.argmax(np.abs(d))]
+    assert_as_numpy(found, x, y, mask, given["tolerance"], within=(1e-12, 1e-12))
     assert rows[:, 0].tolist() == [mask[s:e].sum() for s, e in itertools.pairwise(edges)]
     assert rows[:, 1].sum() == found.unequal_count
     assert rows[:, 5].sum() == found.finite
 
 
-def test_zeros_of_both_signs_are_equal() -> None:
+def test_zeros_of_both_signs_are_equal_and_no_values_are_no_difference() -> None:
     found = taken(np.zeros(3 * BLOCK), -np.zeros(3 * BLOCK))
     assert (found.unequal_count, found.max_abs, found.relative) == (0, 0.0, 0.0)
     assert found.side("y") == {"min": 0.0, "max": 0.0, "mean": 0.0, "std": 0.0}
-
-
-def test_no_values_are_no_difference() -> None:
     found = taken(np.empty(0), np.empty(0))
     assert (found.pairs, found.unequal_count, found.largest) == (0, 0, None)
     assert math.isnan(found.mean_abs)

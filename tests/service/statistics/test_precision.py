@@ -257,6 +257,7 @@ def test_what_is_beyond_float64_is_infinite_and_never_nan() -> None:
     p, q = np.array([-1.0, -0.5, -0.2]), np.array([-1.0, -760.0, -0.1])
     found = publish(summarise(batch_of(p[None], q[None], np.ones((1, 3), np.int64))))
     assert found["token_mult_prob_error"] == found["rollout_corr/k3_kl"] == math.inf
+    assert math.isfinite(found["rollout_corr/chi2_token"])
     swapped = publish(summarise(batch_of(q[None], p[None], np.ones((1, 3), np.int64))))
     assert swapped["token_mult_prob_error"] == math.inf
     assert swapped["rollout_corr/k3_kl"] == pytest.approx(758.5 / 3, rel=0.01)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -189,21 +188,3 @@ def test_positions_of_any_size_are_counted() -> None:
     positions = np.array([[2**62 + 2**61, 2**62 + 2**61 + 1, -5, -4]])
     found = summarise(batch_of(p, q, np.ones((1, 4), np.int64), positions=positions)).profiles
     assert sum(b.tokens for b in found.bins("position")) == 4
-
-
-def test_profiles_are_stored() -> None:
-    summary = summarise(batch_of(*damaged(0)))
-    arrays, document = flatten(summary)
-    again = restore(arrays, document).profiles
-    assert (again.keys == summary.profiles.keys).all()
-    assert (again.values == summary.profiles.values).all()
-    keys: Any = arrays["profile_keys"]
-    values: Any = arrays["profile_values"]
-    for broken in (
-        {"profile_keys": keys[::-1].copy()},
-        {"profile_keys": keys + 1000},
-        {"profile_values": values[:-1]},
-        {"profile_values": -values},
-    ):
-        with pytest.raises(InvalidInput):
-            restore({**arrays, **broken}, document)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.service.statistics.test_causes import CASES, SHAPES, judged, summary_of
+from tests.service.statistics.test_causes import CASES, SHAPES, judged
+from tests.service.statistics.test_comparability import assembled
 from tests.support.sampler import (
     NOISE,
     SHARPNESS,
@@ -21,8 +21,6 @@ from tests.support.sampler import (
 
 from stagescope_service.statistics import (
     Comparability,
-    PartRecord,
-    assemble,
     examine,
     examine_cell,
 )
@@ -80,19 +78,17 @@ def test_what_staleness_means_is_said_of_each_check() -> None:
     assert "one policy version, 4, 1 behind the trainer's" in said.text
 
 
+def joined(one: Batch, other: Batch) -> Batch:
+    """The rows of both."""
+    pairs = ((one.p, other.p), (one.q, other.q), (one.entropy, other.entropy))
+    return Batch(*map(np.concatenate, pairs))
+
+
 def test_one_rank_of_stale_tokens_is_named() -> None:
-    healthy = draw(np.random.default_rng(7), 64, 60)
+    batch = draw(np.random.default_rng(7), 64, 60)
     hot = draw(np.random.default_rng(8), 64, 60, sampled=temperature(0.8))
-    parts = []
-    for rank, rows in enumerate(np.split(np.arange(64), 4)):
-        own = hot if rank == 2 else healthy
-        batch = Batch(own.p[rows], own.q[rows], own.entropy[rows])
-        summary = summary_of(batch, versions=np.full(16, 4), policy_version=5)
-        names = tuple(f"s{row}" for row in rows)
-        sequences = dataclasses.replace(summary.sequences, samples=names)
-        summary = dataclasses.replace(summary, sequences=sequences)
-        parts.append(PartRecord(f"{rank}:1", summary, "s", "actor", rank, data_rank=rank))
-    step = assemble(parts)
+    batch.p[32:48], batch.q[32:48] = hot.p[32:48], hot.q[32:48]
+    step = assembled(batch, 4, versions=np.full(64, 4), policy_version=5)
     found = examine(step.summary, step.ranks)
     assert found.verdict == "suspect"
     (said,) = (check for check in found.suspects if check.name == "temperature")
@@ -111,10 +107,7 @@ def test_sure_tokens_that_are_stale_alone_show_no_temperature(model: str, side: 
     how: dict[str, Any] = {side: temperature(0.4)}
     fresh = draw(np.random.default_rng(7), 64, 100, model=model)
     stale = draw(np.random.default_rng(8), 64, 100, model=model, **how)
-    batch = Batch(*(np.concatenate(pair) for pair in zip(
-        (fresh.p, fresh.q, fresh.entropy), (stale.p, stale.q, stale.entropy), strict=True
-    )))  # fmt: skip
-    found = aged(batch, *[5] * 64, *[4] * 64)
+    found = aged(joined(fresh, stale), *[5] * 64, *[4] * 64)
     assert "temperature" not in {check.name for check in found.suspects}
 
 
@@ -122,9 +115,7 @@ def test_policy_drift_that_sharpens_the_policy_is_no_temperature() -> None:
     """Half of the rows are fresh, and show no slope."""
     fresh = draw(np.random.default_rng(7), 64, 100)
     stale = draw(np.random.default_rng(8), 64, 100, trained=temperature(0.8))
-    batch = Batch(*(np.concatenate(pair) for pair in zip(
-        (fresh.p, fresh.q, fresh.entropy), (stale.p, stale.q, stale.entropy), strict=True
-    )))  # fmt: skip
+    batch = joined(fresh, stale)
     assert judged(batch).cause == "temperature"
     found = aged(batch, *[5] * 64, *[4] * 64)
     assert {check.name for check in found.suspects} == {"versions"}

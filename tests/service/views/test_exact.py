@@ -308,7 +308,7 @@ def test_few_tokens_are_unknown_in_every_answer(live: Service) -> None:
         answer = live.get(f"/steps/1/{path}")
         assert (answer["comparable"], answer["cause"]) == ("unknown", None), path
         texts = {each["code"]: each["text"] for each in answer["comparability"]}
-        assert texts["temperature"] == "not checked: 44 tokens count, and it needs 128"
+        assert texts["temperature"] == "not checked: it needs 128 tokens, and 44 counted"
     for name in ("distribution", "rounds", "anatomy"):
         assert "unknown: " in live.get(f"/figures/{name}", step=1)["note"], name
     assert "can be compared is unknown in step 1" in live.get("/figures/rank-steps")["note"]

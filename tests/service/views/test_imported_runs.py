@@ -152,7 +152,7 @@ def test_files_without_a_step_are_for_comparison_alone(running: Service, tmp_pat
     batch = {name: torch.ones(2, 3, dtype=torch.int64) for name in names}
     torch.save({**batch, "logprobs": torch.zeros(2, 3)}, tmp_path / "batch_data.pt")
     told = take_in(running, str(tmp_path), "--run", "areal-batch")
-    assert "its files name no step" in told
+    assert "Its files name no step" in told
     assert f"try stagescope compare {tmp_path} ANOTHER" in told
 
 
@@ -238,9 +238,9 @@ def test_another_run_is_not_changed_unless_requested(
     train(running, "live")
     other = shutil.copytree(export, tmp_path / "other")
     take_in(running, str(export), "--run", "taken")
-    for run, made in (("live", "is of processes that reported"), ("taken", "was imported from")):
+    for run, made in (("live", "is a training that reported"), ("taken", "was imported from")):
         output = take_in(running, str(other), "--run", run, exit_code=1)
-        assert f"run {run!r} is there: its attempt 1 {made}" in output
+        assert f"run {run!r} exists: its attempt 1 {made}" in output
         assert "--new-attempt" in output
         assert [row["attempt"] for row in session.attempts(run)] == [1]
         take_in(running, str(other), "--run", run, "--new-attempt")

@@ -303,12 +303,12 @@ def test_the_answers_about_a_step_say_that_it_was_begun_again(twice: Service) ->
 def test_the_number_of_a_step_begun_again_is_marked(twice: Service) -> None:
     where = twice.environment()
     env = {**where, "COLUMNS": "80"}
-    in_one = "begun again by actor rank 0: both executions count in the numbers"
+    in_one = "repeated by actor rank 0: both executions count in the numbers"
     for command in ("metrics", "rounds", "ranks", "tokens", "scalars", "stages"):
         text = " ".join(invoke(command, "3", env=env).stdout.split())
         assert in_one in text, command
-        assert "begun again" not in invoke(command, "2", env=env).stdout, command
-    in_several = "begun again in steps 3-4 by actor rank 0: both executions count in the numbers"
+        assert "repeated" not in invoke(command, "2", env=env).stdout, command
+    in_several = "repeated in steps 3-4 by actor rank 0: both executions count in the numbers"
     for arguments in (("steps",), ("series", K3), ("series", "loss", "--table")):
         shown = invoke(*arguments, env=env).stdout
         assert in_several in " ".join(shown.split()), arguments
@@ -339,7 +339,7 @@ def test_the_steps_that_only_a_superseded_attempt_has_are_named(tmp_path: Path) 
             assert live.get("/series", metric=metric, **{"to": 3})["note"] is None
         env = live.environment()
         text = invoke("series", "loss", "--attempt", "1", env=env).stdout
-        assert "no longer in force, since attempt 2 began again before: steps 1-9" in text
+        assert "superseded, because attempt 2 repeated them: steps 1-9" in text
         assert "done again" not in text
         empty = invoke("series", "loss", "--from", "5", "--to", "9", env=env).stdout
         assert "(no steps)" in empty

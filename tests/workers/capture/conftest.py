@@ -4,13 +4,14 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from tests.support.small_decoder import begin, forward_backward, token_ids
 
-from stagescope_wire.plan import CaptureRequest
-from stagescope_wire.schema import Part
-from stagescope_workers.capture.msprobe_capture import ArmedCapture, begin_capture
+from stagescope_workers.capture.msprobe_capture import ArmedCapture
+
+_WORK = ("run", "attempt_key", "stage", "step", "part", "rank")
 
 
 class Captures:
@@ -28,36 +29,14 @@ class Captures:
         level: str = "L1",
         section: Mapping[str, object] | None = None,
         config: Mapping[str, object] | None = None,
-        stage: str = "actor_update",
-        step: int | None = 1,
-        part: Part = Part(),  # noqa: B008
-        rank: int = 0,
-        attempt_key: str = "first",
-        run: str = "run",
-        **capture: object,
+        **fields: Any,
     ) -> ArmedCapture:
+        """Begin a capture; `fields` are of its work, such as `step`, and of its request."""
         content = {"task": task, "level": level, task: section or {}, **(config or {})}
-        request: dict[str, object] = {
-            "capture_id": "c",
-            "stages": [stage],
-            "ranks": "all",
-            "steps": "all",
-            "config": content,
-            "data_dir": str(self.data_dir),
-            **capture,
-        }
-        armed = begin_capture(
-            cast("CaptureRequest", request),
-            run=run,
-            attempt_key=attempt_key,
-            stage=stage,
-            step=step,
-            part=part,
-            role="actor",
-            rank=rank,
-            model=model,
-            data_root=None,
-        )
+        work = {name: fields.pop(name) for name in _WORK if name in fields}
+        scope = {"stages": "all", "ranks": "all", "steps": "all"}
+        request = {**scope, "config": content, "data_dir": str(self.data_dir), **fields}
+        armed: ArmedCapture | None = begin(request, model, **{"attempt_key": "first", **work})
         assert armed is not None
         return armed
 
@@ -70,6 +49,12 @@ class Captures:
             self.last = armed.finish(error)
             raise
         self.last = armed.finish(None)
+
+    def run(self, model: Any, *, state: str = "complete", **arguments: Any) -> None:
+        """Capture a forward and a backward pass, which ends in `state`."""
+        with self.around(model, **arguments):
+            forward_backward(model, token_ids())
+        assert self.last["state"] == state, self.last
 
     def entries(self) -> dict[str, object]:
         """What dump.json of the last capture holds."""

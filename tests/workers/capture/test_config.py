@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tests.support.dumps import capture_request
-from tests.support.small_decoder import forward_backward, small_decoder, token_ids
+from tests.support.small_decoder import begin, forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
 from stagescope_wire.errors import InvalidPlan
-from stagescope_wire.schema import Part
 from stagescope_workers.capture import msprobe_config
-from stagescope_workers.capture.msprobe_capture import begin_capture
 from stagescope_workers.capture.msprobe_config import MsprobeConfig, check_config, resolve_config
 
 # The two examples of verl's guide, with every key that it shows.
@@ -117,15 +115,8 @@ def test_a_capture_from_a_path_sees_the_file_of_the_moment(
     levels = []
     for step, level in enumerate(("L0", "L1")):
         file.write_text(json.dumps({"task": "statistics", "level": level}), encoding="utf-8")
-        armed = begin_capture(
-            capture_request(
-                capture_id="c", data_dir=str(captures.data_dir), config=None,
-                config_path=str(file),
-            ),
-            run="run", attempt_key="k", stage="actor_update", step=step, part=Part(),
-            role="actor", rank=0, model=model, data_root=None,
-        )  # fmt: skip
-        assert armed is not None
+        request = {"data_dir": str(captures.data_dir), "config_path": str(file)}
+        armed = begin(request, model, step=step)
         forward_backward(model, token_ids())
         levels.append(armed.finish(None)["level"])
     assert levels == ["L0", "L1"]
@@ -135,9 +126,7 @@ def test_msprobes_own_filters_do_not_interfere(captures: Captures) -> None:
     """Its step filter would end for good after step 2, its rank filter needs torch.distributed."""
     model = small_decoder()
     for step in (1, 7, 40):
-        with captures.around(model, step=step, rank=3, config={"rank": [0], "step": [1, 2]}):
-            forward_backward(model, token_ids())
-        assert captures.last["state"] == "complete"
+        captures.run(model, step=step, rank=3, config={"rank": [0], "step": [1, 2]})
         assert captures.last["path"].endswith(f"step_{step}/actor_update/step0/rank3")
         assert len(captures.last["overrides"]) == 2
         assert captures.entries()
@@ -145,12 +134,10 @@ def test_msprobes_own_filters_do_not_interfere(captures: Captures) -> None:
 
 def test_list_tensor_list_and_data_mode_reach_msprobe(captures: Captures) -> None:
     model = small_decoder()
-    with captures.around(model, section={"list": ["linear"], "data_mode": ["forward"]}):
-        forward_backward(model, token_ids())
+    captures.run(model, section={"list": ["linear"], "data_mode": ["forward"]})
     assert captures.entries()
     assert all("linear" in name and "forward" in name for name in captures.entries())
-    with captures.around(model, step=2, section={"tensor_list": ["softmax"]}):
-        forward_backward(model, token_ids())
+    captures.run(model, step=2, section={"tensor_list": ["softmax"]})
     saved = list(Path(captures.last["path"]).rglob("*.pt"))
     assert saved
     assert all("softmax" in file.name for file in saved)
@@ -158,8 +145,7 @@ def test_list_tensor_list_and_data_mode_reach_msprobe(captures: Captures) -> Non
 
 def test_only_tensors_that_differ_from_an_earlier_capture_are_written(captures: Captures) -> None:
     model = small_decoder()
-    with captures.around(model, level="L0", section={"summary_mode": "md5"}):
-        forward_backward(model, token_ids())
+    captures.run(model, level="L0", section={"summary_mode": "md5"})
     path = str(Path(captures.last["path"]).parents[1])
     location = {"stage": "actor_update", "part": "0.0.0.0", "role": "actor", "ranks": [0]}
     baseline = {"capture_id": "c", "step": 1, "dumps": [{**location, "path": path}]}
@@ -168,14 +154,11 @@ def test_only_tensors_that_differ_from_an_earlier_capture_are_written(captures: 
     def tensors() -> set[str]:
         return {file.name for file in Path(captures.last["path"]).rglob("*.pt")}
 
-    with captures.around(model, step=2, **spec):
-        forward_backward(model, token_ids())
-    assert captures.last["state"] == "complete", captures.last
+    captures.run(model, step=2, **spec)
     assert tensors() == set()
     with torch.no_grad():
         model.get_parameter("blocks.1.down.weight").mul_(1.5)
-    with captures.around(model, step=3, **spec):
-        forward_backward(model, token_ids())
+    captures.run(model, step=3, **spec)
     forward = {name for name in tensors() if ".forward." in name}
     assert "Module.blocks.1.down.Linear.forward.0.output.0.pt" in forward
     assert not [name for name in forward if name.startswith("Module.blocks.0.")]

@@ -33,12 +33,9 @@ from stagescope_workers.probe.draft import Draft
 
 def test_the_byte_cap_ends_a_dump_midway(captures: Captures) -> None:
     model = small_decoder()
-    with captures.around(model, task="tensor"):
-        forward_backward(model, token_ids())
+    captures.run(model, task="tensor")
     complete = len(captures.entries())
-    with captures.around(model, task="tensor", step=2, limits={"bytes": 30_000}):
-        forward_backward(model, token_ids())
-    assert captures.last["state"] == "truncated"
+    captures.run(model, task="tensor", step=2, limits={"bytes": 30_000}, state="truncated")
     assert "byte cap" in captures.last["error"]
     assert 0 < len(captures.entries()) < complete
     written = sum(file.stat().st_size for file in Path(captures.last["path"]).rglob("*.pt"))
@@ -49,9 +46,7 @@ def test_the_byte_cap_ends_a_dump_midway(captures: Captures) -> None:
 
 def test_the_time_cap_ends_a_dump_midway(captures: Captures) -> None:
     model = small_decoder()
-    with captures.around(model, limits={"seconds": 1e-9}):
-        forward_backward(model, token_ids())
-    assert captures.last["state"] == "truncated"
+    captures.run(model, limits={"seconds": 1e-9}, state="truncated")
     assert "time cap" in captures.last["error"]
 
 
@@ -93,14 +88,10 @@ def test_a_dump_that_does_not_fit_is_skipped_unless_forced(captures: Captures) -
     assert result["state"] == "skipped"
     assert "GB are free" in result["error"]
     assert result["estimate"]["basis"] in ("model", "measured")
-    with captures.around(model, task="tensor", limits=limits, force=True):
-        forward_backward(model, token_ids())
     # Forced, it starts; what is kept for the training is kept all the same.
-    assert captures.last["state"] == "truncated"
+    captures.run(model, task="tensor", limits=limits, force=True, state="truncated")
     assert "kept for the training" in captures.last["error"]
-    with captures.around(model, task="tensor", limits={"reserve_bytes": 0}, force=True):
-        forward_backward(model, token_ids())
-    assert captures.last["state"] == "complete"
+    captures.run(model, task="tensor", limits={"reserve_bytes": 0}, force=True)
 
 
 def test_a_full_disk_stays_inside(tmp_path: Path) -> None:
@@ -110,20 +101,15 @@ def test_a_full_disk_stays_inside(tmp_path: Path) -> None:
         import json, resource, signal, sys
         sys.path[:0] = ["client", "workers", "."]
         import torch
-        from stagescope_wire.schema import Part
-        from stagescope_workers.capture.msprobe_capture import begin_capture
-        from tests.support.small_decoder import forward_backward, small_decoder, token_ids
+        from tests.support.small_decoder import begin, forward_backward, small_decoder, token_ids
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         model, results = small_decoder(width=64), []
         expected = forward_backward(model, token_ids())
 
         def capture(step, task):
-            armed = begin_capture(
-                {"capture_id": "c", "config": {"task": task, "level": "mix"}},
-                run="run", attempt_key="k", stage="actor_update", step=step, part=Part(),
-                role="actor", rank=0, model=model, data_root=sys.argv[1],
-            )
+            config = {"task": task, "level": "mix"}
+            armed = begin({"config": config}, model, step=step, data_root=sys.argv[1])
             assert forward_backward(model, token_ids()) == expected
             result = armed.finish(None)
             results.append([result["state"], result["error"]])

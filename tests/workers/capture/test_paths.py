@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support.small_decoder import forward_backward, small_decoder, token_ids
+from tests.support.small_decoder import small_decoder
 from tests.workers.capture.conftest import Captures
 
 from stagescope_wire.errors import CaptureError
@@ -16,9 +16,7 @@ from stagescope_workers.capture import dump_paths
 
 def capture(captures: Captures, **arguments: object) -> Path:
     model = small_decoder()
-    with captures.around(model, level="L0", **arguments):
-        forward_backward(model, token_ids())
-    assert captures.last["state"] == "complete", captures.last
+    captures.run(model, level="L0", **arguments)
     return Path(captures.last["path"]).relative_to(captures.data_dir)
 
 
@@ -35,25 +33,32 @@ def test_a_capture_lies_under_run_attempt_step_and_stage(captures: Captures) -> 
     assert done["seconds"] > 0
 
 
-def test_a_part_has_a_directory_only_when_it_is_not_the_first(captures: Captures) -> None:
-    parts = [Part(), Part(occurrence=1), Part(epoch=1, minibatch=2), Part(microbatch=3)]
-    paths = [str(capture(captures, part=part)) for part in parts]
-    assert [path.removeprefix("run/first/step_1/actor_update/") for path in paths] == [
-        "step0/rank0",
-        "1.0.0.0/step0/rank0",
-        "0.1.2.0/step0/rank0",
-        "0.0.0.3/step0/rank0",
-    ]
+@pytest.mark.parametrize(
+    ("step", "stage", "part", "path"),
+    [
+        (1, "s", Part(), "step_1/s"),
+        (None, "s", Part(), "step_unknown/s"),  # verl's name
+        (1, "s", Part(occurrence=1), "step_1/s/1.0.0.0"),
+        (1, "s", Part(epoch=1, minibatch=2), "step_1/s/0.1.2.0"),
+        (1, "s", Part(microbatch=3), "step_1/s/0.0.0.3"),
+        (1, "../../up", Part(), "step_1/.._.._up"),
+    ],
+)
+def test_a_stage_has_a_directory(step: int | None, stage: str, part: Part, path: str) -> None:
+    root = dump_paths.attempt_directory(Path("/d"), run="run", attempt_key="../../etc", verl=False)
+    assert root == Path("/d/run/.._.._etc")
+    assert dump_paths.stage_directory(root, step, stage, part) == root / path
 
 
-def test_the_same_work_twice_overwrites_nothing(captures: Captures) -> None:
-    first = capture(captures)
-    before = (captures.data_dir / first / "dump.json").read_bytes()
-    second = capture(captures)
-    assert str(second) == "run/first/step_1/actor_update/again_1/step0/rank0"
-    assert (captures.data_dir / first / "dump.json").read_bytes() == before
-    other_rank = capture(captures, rank=1)
-    assert str(other_rank) == "run/first/step_1/actor_update/step0/rank1"
+def test_the_same_work_twice_overwrites_nothing(tmp_path: Path) -> None:
+    def claim(rank: int) -> str:
+        return str(dump_paths.claim_rank_directory(tmp_path, rank)[1].relative_to(tmp_path))
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        claimed = set(pool.map(lambda _: claim(0), range(20)))
+    again = {f"again_{number}/step0/rank0" for number in range(1, 20)}
+    assert claimed == {"step0/rank0", *again}
+    assert claim(1) == "step0/rank1"
 
 
 def test_verls_block_keeps_verls_path_for_the_first_attempt(captures: Captures) -> None:
@@ -88,10 +93,6 @@ def test_an_unreadable_owner_is_somebody_else(tmp_path: Path, content: str) -> N
     assert directory == tmp_path / "attempt_k"
 
 
-def test_an_unknown_step_has_verls_name(captures: Captures) -> None:
-    assert str(capture(captures, step=None)).startswith("run/first/step_unknown/")
-
-
 @pytest.mark.parametrize(
     ("name", "safe"),
     [
@@ -109,22 +110,8 @@ def test_a_name_is_one_component(name: str, safe: str) -> None:
     assert safe_name(name) == safe
 
 
-def test_paths_do_not_leave_their_directory(tmp_path: Path) -> None:
-    root = dump_paths.attempt_directory(tmp_path, run="run", attempt_key="../../../etc", verl=False)
-    directory = dump_paths.stage_directory(root, 1, "../../up", Part(1))
-    assert directory.resolve().is_relative_to(tmp_path.resolve())
-
-
 @pytest.mark.parametrize("bad", ["with space", "plus+", "at@", "日本"])
 def test_characters_that_msprobe_refuses_are_named(tmp_path: Path, bad: str) -> None:
     with pytest.raises(CaptureError, match="data_dir"):
         dump_paths.claim_rank_directory(tmp_path / bad, 0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_claims_of_one_rank_are_exclusive(tmp_path: Path) -> None:
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        claimed = list(
-            pool.map(lambda _: dump_paths.claim_rank_directory(tmp_path / "s", 0)[1], range(20))
-        )
-    assert len(set(claimed)) == 20

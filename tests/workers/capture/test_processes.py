@@ -50,15 +50,10 @@ def test_nothing_heavy_is_imported_before_a_capture() -> None:
 
 CAPTURE = """
 import torch
-from stagescope_wire.schema import Part
-from stagescope_workers.capture.msprobe_capture import begin_capture
-from tests.support.small_decoder import forward_backward, small_decoder, token_ids
+from tests.support.small_decoder import begin, forward_backward, small_decoder, token_ids
 model = small_decoder()
-armed = begin_capture(
-    {"capture_id": "c", "config": {"task": "statistics", "level": "mix"}}, run="run",
-    attempt_key="k", stage="actor_update", step=1, part=Part(), role="actor", rank=4,
-    model=model, data_root=sys.argv[1],
-)
+config = {"task": "statistics", "level": "mix"}
+armed = begin({"config": config}, model, rank=4, data_root=sys.argv[1])
 forward_backward(model, token_ids())
 result = armed.finish(None)
 assert result["state"] == "complete", result
@@ -91,12 +86,8 @@ def test_a_process_that_exits_inside_a_stage_leaves_its_dump(tmp_path: Path) -> 
 
 
 def _rank(rank: int, world_size: int, directory: str) -> None:
-    from tests.support.dumps import capture_request
-    from tests.support.small_decoder import forward_backward, small_decoder, token_ids
+    from tests.support.small_decoder import begin, forward_backward, small_decoder, token_ids
     from torch.nn.parallel import DistributedDataParallel
-
-    from stagescope_wire.schema import Part
-    from stagescope_workers.capture.msprobe_capture import begin_capture
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -116,13 +107,8 @@ def _rank(rank: int, world_size: int, directory: str) -> None:
 
     expected, results = gradients(), []
     for step, level in enumerate(("L0", "L1", "mix", "L1")):
-        armed = begin_capture(
-            capture_request(capture_id="c", config={"task": "statistics", "level": level}),
-            run="run",
-            attempt_key="k", stage="actor_update", step=step, part=Part(), role="actor",
-            rank=rank, model=model, data_root=directory,
-        )  # fmt: skip
-        assert armed is not None
+        request = {"config": {"task": "statistics", "level": level}}
+        armed = begin(request, model, step=step, rank=rank, data_root=directory)
         gradients()
         all_reduce()
         results.append(armed.finish(None))

@@ -8,23 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.dumps import capture_request
-from tests.support.small_decoder import forward_backward, small_decoder, token_ids
+from tests.support.small_decoder import begin, forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
 from stagescope_wire.errors import CaptureError, InvalidPlan
 from stagescope_wire.plan import CaptureRequest
-from stagescope_wire.schema import Part
 from stagescope_workers.capture import msprobe_capture, msprobe_patches
-from stagescope_workers.capture.msprobe_capture import begin_capture
-
-
-def whole_capture(captures: Captures, model: torch.nn.Module, **arguments: object) -> None:
-    """A capture that must work, whatever happened before."""
-    with captures.around(model, **arguments):
-        forward_backward(model, token_ids())
-    assert captures.last["state"] == "complete", captures.last
-    assert captures.entries()
 
 
 def test_a_nested_capture_is_skipped_and_the_outer_is_whole(captures: Captures) -> None:
@@ -51,7 +40,7 @@ def test_a_trainers_own_debugger_is_not_disturbed(captures: Captures, tmp_path: 
         debugger_class._instance = None
     assert result["state"] == "skipped"
     assert "another PrecisionDebugger" in result["error"]
-    whole_capture(captures, small_decoder())
+    captures.run(small_decoder())
 
 
 def test_a_constructor_that_fails_poisons_nothing(captures: Captures) -> None:
@@ -61,7 +50,7 @@ def test_a_constructor_that_fails_poisons_nothing(captures: Captures) -> None:
     result = captures.begin(model, section=section).finish(None)
     assert result["state"] == "failed"
     assert "msprobe could not be started" in result["error"]
-    whole_capture(captures, model, step=2)
+    captures.run(model, step=2)
 
 
 @pytest.mark.parametrize("level", ["L0", "mix"])
@@ -76,7 +65,7 @@ def test_a_start_that_fails_leaves_nothing_running(captures: Captures, level: st
         for owner in msprobe_patches.constructor_owners()
         for value in vars(owner).values()
     )
-    whole_capture(captures, small_decoder(), level=level, step=2)
+    captures.run(small_decoder(), level=level, step=2)
 
 
 def test_a_level_that_needs_a_model_says_so(captures: Captures) -> None:
@@ -100,19 +89,14 @@ def test_a_level_that_needs_a_model_says_so(captures: Captures) -> None:
 def test_strict_raises_and_lenient_does_not(
     captures: Captures, spec: CaptureRequest, error: type[Exception]
 ) -> None:
-    def begin(strict: bool) -> Any:
-        return begin_capture(
-            {
-                "capture_id": "c", "strict": strict, "data_dir": str(captures.data_dir),
-                "config": {"task": "statistics"}, **spec,
-            },
-            run="run", attempt_key="first", stage="actor_update", step=1, part=Part(),
-            role="actor", rank=0, model=small_decoder(), data_root=None,
-        )  # fmt: skip
+    def attempt(strict: bool) -> Any:
+        data_dir, config = str(captures.data_dir), {"task": "statistics"}
+        request = {"strict": strict, "data_dir": data_dir, "config": config, **spec}
+        return begin(request, small_decoder())
 
     with pytest.raises(error):
-        begin(strict=True)
-    assert begin(strict=False).finish(None)["state"] == "failed"
+        attempt(strict=True)
+    assert attempt(strict=False).finish(None)["state"] == "failed"
 
 
 def test_strict_raises_at_the_end_but_never_over_the_stages_own_error(
@@ -137,7 +121,7 @@ def test_strict_raises_at_the_end_but_never_over_the_stages_own_error(
     forward_backward(model, token_ids())
     assert armed.finish(ValueError("the stage's"))["state"] == "failed"
     monkeypatch.undo()
-    whole_capture(captures, model, step=3)
+    captures.run(model, step=3)
 
 
 def test_a_missing_msprobe(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,30 +135,24 @@ def test_a_missing_msprobe(captures: Captures, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(CaptureError, match="mindstudio-probe"):
         captures.begin(small_decoder(), strict=True)
     monkeypatch.undo()
-    whole_capture(captures, small_decoder())
+    captures.run(small_decoder())
 
 
 def test_generation_is_never_captured_for_all_stages(captures: Captures) -> None:
-    def begin(**fields: object) -> Any:
-        return begin_capture(
-            capture_request(capture_id="c", config={"task": "statistics"}, strict=True, **fields),
-            run="run", attempt_key="k", stage="rollout_generate", step=1, part=Part(),
-            role="rollout", rank=0, model=None, data_root=str(captures.data_dir),
-        )  # fmt: skip
+    def attempt(**fields: object) -> Any:
+        request = {"config": {"task": "statistics"}, "strict": True, **fields}
+        work = {"stage": "rollout_generate", "role": "rollout"}
+        return begin(request, data_root=str(captures.data_dir), **work)
 
-    assert begin(stages="all") is None
-    assert begin(stages=["rollout_generate"], source="verl") is None
-    named = begin(stages=["rollout_generate"])
+    assert attempt(stages="all") is None
+    assert attempt(stages=["rollout_generate"], source="verl") is None
+    named = attempt(stages=["rollout_generate"])
     assert named.finish(None)["state"] == "complete"
 
 
 def test_a_capture_that_only_keeps_tensors_is_not_msprobes(captures: Captures) -> None:
-    capture = capture_request(capture_id="c", config=None, config_path=None, keep=["old_log_probs"])
-    armed = begin_capture(
-        capture, run="run", attempt_key="k", stage="actor_update", step=1, part=Part(),
-        role="actor", rank=0, model=None, data_root=str(captures.data_dir),
-    )  # fmt: skip
-    assert armed is None
+    request = {"config": None, "config_path": None, "keep": ["old_log_probs"]}
+    assert begin(request, data_root=str(captures.data_dir)) is None
 
 
 def test_the_same_failure_is_logged_once(
@@ -210,4 +188,4 @@ def test_what_breaks_inside_a_hook_stays_there(
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected[name])  # type: ignore[arg-type]
-    whole_capture(captures, model, task="tensor", step=2)
+    captures.run(model, task="tensor", step=2)

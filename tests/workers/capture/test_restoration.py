@@ -7,7 +7,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -67,6 +67,10 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+MIX: Final = "mix"
+"""The level with the hooks of both others."""
+
+
 def step_with_optimizer(model: nn.Module) -> None:
     forward_backward(model, token_ids())
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -112,12 +116,12 @@ def calls_of_a_step(model: nn.Module) -> collections.Counter[str]:
     return calls
 
 
-def test_no_step_after_a_capture_enters_one_function_more(captures: Captures, level: str) -> None:
+def test_no_step_after_a_capture_enters_one_function_more(captures: Captures) -> None:
     model = small_decoder()
     msprobe_patches.load_debugger_class()
     forward_backward(model, token_ids())
     before = calls_of_a_step(model)
-    with captures.around(model, level=level):
+    with captures.around(model, level=MIX):
         step_with_optimizer(model)
         during = calls_of_a_step(model)
     forward_backward(model, token_ids())
@@ -125,26 +129,23 @@ def test_no_step_after_a_capture_enters_one_function_more(captures: Captures, le
     assert during != before
 
 
-def test_a_model_is_freed_after_its_capture(captures: Captures, level: str) -> None:
+def test_a_model_is_freed_after_its_capture(captures: Captures) -> None:
     model = small_decoder()
-    with captures.around(model, level=level):
-        forward_backward(model, token_ids())
+    captures.run(model, level=MIX)
     alive = weakref.ref(model.blocks[0])
     del model
     gc.collect()
     assert alive() is None
 
 
-def test_several_models_and_stages_of_one_process(captures: Captures, level: str) -> None:
+def test_several_models_and_stages_of_one_process(captures: Captures) -> None:
     actor, critic = small_decoder(1), small_decoder(2, width=8)
     counts: list[int] = []
     for model, stage in (
         (actor, "actor_update"), (critic, "critic_update"), (actor, "actor_compute_log_prob"),
         (actor, "actor_update"),
     ):  # fmt: skip
-        with captures.around(model, level=level, stage=stage, step=len(counts)):
-            forward_backward(model, token_ids())
-        assert captures.last["state"] == "complete"
+        captures.run(model, level=MIX, stage=stage, step=len(counts))
         counts.append(len(captures.entries()))
     assert len(set(counts)) == 1, counts
 
@@ -165,9 +166,7 @@ def test_configuration_changes_from_capture_to_capture(captures: Captures) -> No
     ]
     entries = []
     for step, kind in enumerate(kinds):
-        with captures.around(model, step=step, **kind):
-            forward_backward(model, token_ids())
-        assert captures.last["state"] == "complete", captures.last
+        captures.run(model, step=step, **kind)
         entries.append(set(captures.entries()))
     assert entries[0] == entries[-2]
     assert entries[1] == entries[-1] == entries[3] == entries[5]
@@ -180,8 +179,7 @@ def test_a_stage_that_raises_leaves_its_dump_and_the_next_is_whole(
     captures: Captures, level: str, failing: str
 ) -> None:
     model = small_decoder()
-    with captures.around(model, level=level):
-        forward_backward(model, token_ids())
+    captures.run(model, level=level)
     complete = set(captures.entries())
     process = process_state()
     model.failing = failing
@@ -196,18 +194,16 @@ def test_a_stage_that_raises_leaves_its_dump_and_the_next_is_whole(
     assert captures.done()["state"] == "truncated"
     assert differences(process) == []
     model.failing = None
-    with captures.around(model, level=level, step=3):
-        forward_backward(model, token_ids())
+    captures.run(model, level=level, step=3)
     assert set(captures.entries()) == complete
     assert captures.last["state"] == "complete"
 
 
-def test_collection_state_of_gc_is_kept(captures: Captures, level: str) -> None:
+def test_collection_state_of_gc_is_kept(captures: Captures) -> None:
     model = small_decoder()
     gc.disable()
     try:
-        with captures.around(model, level=level):
-            forward_backward(model, token_ids())
+        captures.run(model, level=MIX)
         assert not gc.isenabled()
     finally:
         gc.enable()
@@ -224,8 +220,7 @@ def test_a_function_patched_between_captures_stays_patched(
     captures: Captures, plain_linear: Any
 ) -> None:
     model = small_decoder()
-    with captures.around(model, level="L1"):
-        forward_backward(model, token_ids())
+    captures.run(model, level="L1")
     calls = []
 
     def counting(*arguments: object, **named: object) -> Any:
@@ -233,19 +228,18 @@ def test_a_function_patched_between_captures_stays_patched(
         return plain_linear(*arguments, **named)
 
     functional.linear = counting
-    with captures.around(model, level="L1", step=2):
-        forward_backward(model, token_ids())
+    captures.run(model, level="L1", step=2)
     assert functional.linear is counting
     assert len(calls) == 9
     assert "Functional.linear.0.forward" in captures.entries()
 
 
-def test_a_graph_kept_beyond_its_stage_writes_nowhere(captures: Captures, level: str) -> None:
+def test_a_graph_kept_beyond_its_stage_writes_nowhere(captures: Captures) -> None:
     model = small_decoder()
-    with captures.around(model, level=level, step=1):
+    with captures.around(model, level=MIX, step=1):
         loss = model(token_ids()).sum()
     first = dict(captures.last)
-    with captures.around(model, level=level, step=2):
+    with captures.around(model, level=MIX, step=2):
         pass
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
@@ -279,8 +273,7 @@ def test_hooks_of_the_user_are_not_changed(captures: Captures, level: str) -> No
     model.lm_head.register_full_backward_hook(lambda *_: seen.append("backward"))
     own_forward = model.lm_head.forward
     model.lm_head.forward = own_forward  # type: ignore[method-assign]
-    with captures.around(model, level=level):
-        forward_backward(model, token_ids())
+    captures.run(model, level=level)
     forward_backward(model, token_ids())
     assert seen == ["forward", "backward"] * 2
     assert captures.last["state"] == "complete"
@@ -293,8 +286,7 @@ def test_every_submodule_is_seen_where_verl_is_imported(
     model = small_decoder()
     verl = types.ModuleType("verl")
     monkeypatch.setitem(sys.modules, "verl", verl)
-    with captures.around(model, level="L0"):
-        forward_backward(model, token_ids())
+    captures.run(model, level="L0")
     assert sys.modules["verl"] is verl
     assert any("lm_head" in name for name in captures.entries())
     assert any("embedding" in name for name in captures.entries())

@@ -171,5 +171,5 @@ def test_answers_without_log_probs_are_left_out_and_counted(model: Path) -> None
         }
         found = run("--model", model, "--engine", url, "--limit", "2")
     assert found.exit_code == 1
-    assert "left out 2 answers (0: the server gave no log-probs" in found.stdout
+    assert "left out 2 answers (0: the server returned no log-probs" in found.stdout
     assert "not recorded: no token has two log-probs" in found.stdout

@@ -126,7 +126,7 @@ def test_ids_are_found_by_the_texts_or_the_answer_is_left_out() -> None:
     assert found.numbers["logprob_abs_diff/max"] == 0
     without = compare(ITEMS, TextOnly(True), Model("vllm"), Letters(), options(1.0))
     assert without.rows == ()
-    assert set(without.left_out.values()) == {"the engine gave no token ids"}
+    assert set(without.left_out.values()) == {"the engine returned no token ids"}
     assert not without.aligned
 
 

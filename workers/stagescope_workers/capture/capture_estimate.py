@@ -53,17 +53,10 @@ class ModelSize:
     @classmethod
     def of_model(cls, model: object) -> ModelSize:
         """Measure a module or a list of them; None has no size."""
-        parts = model if isinstance(model, list | tuple) else [model]
-        size = cls()
-        for part in parts:
-            if part is not None:
-                size = size._plus(part)
-        return size
-
-    def _plus(self, model: Any) -> ModelSize:
-        modules = tensors = parameter_bytes = width = hidden = 0
-        for module in model.modules():
-            modules += 1
+        parts: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
+        modules = [each for part in parts if part is not None for each in part.modules()]
+        tensors = parameter_bytes = width = hidden = 0
+        for module in modules:
             for parameter in module.parameters(recurse=False):
                 element, shape = parameter.element_size(), tuple(parameter.shape)
                 tensors += 1
@@ -73,13 +66,7 @@ class ModelSize:
                     hidden = max(hidden, min(shape))
                 elif len(shape) == 1:
                     width += 2 * shape[0] * element
-        return ModelSize(
-            self.modules + modules,
-            self.tensors + tensors,
-            self.parameter_bytes + parameter_bytes,
-            self.width + width,
-            max(self.hidden, hidden),
-        )
+        return cls(len(modules), tensors, parameter_bytes, width, hidden)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,7 +105,7 @@ def estimate(
 
 
 def _is_training(stage: str) -> bool:
-    """Return whether a stage has a backward pass and an optimizer step; an unknown one has."""
+    # An unknown stage counts as one with a backward pass and an optimizer step.
     return not any(part in stage for part in _FORWARD_ONLY)
 
 
@@ -278,7 +265,6 @@ def _msprobe_costs(
 
 
 def _shard_costs(capture: CaptureRequest, models: StageModels) -> list[tuple[str, Estimate]]:
-    """Return the costs of a request for parameters and gradients alone, by stage."""
     costs = []
     for stage, model in models.alive(capture["stages"]):
         size = shard_bytes(model, capture.get("parameters") or ())

@@ -115,7 +115,7 @@ def claim_rank_directory(directory: Path, rank: int) -> tuple[Path, Path]:
             # The service reads a directory with this marker, also outside its allowed roots.
             (files / DUMP_MARKER).write_text("written by a capture of stagescope\n")
             return dump_path, files
-    raise CaptureError(f"{directory} holds {_MAX_TRIES} dumps of rank {rank} already")
+    raise CaptureError(f"{directory} already has {_MAX_TRIES} dumps of rank {rank}")
 
 
 def free_bytes(directory: Path) -> int | None:

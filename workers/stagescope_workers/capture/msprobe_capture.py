@@ -305,9 +305,9 @@ def begin_capture(
 
     Args:
         capture: the request. The caller has checked that it matches this stage, step and rank
-            (`stagescope_wire.captures.matches`). `force` arms it although the estimate does
-            not fit. `limits` may hold `reserve_bytes` (kept free on the disk, 256 MB by
-            default) and `tokens` (number of tokens of the stage, for the estimate).
+            (`stagescope_wire.captures.matches`). With `force` it is armed even where the estimate
+            does not fit. Of its `limits`, `reserve_bytes` stay free on the disk (256 MB by
+            default), and `tokens` is the number of tokens of the stage, for the estimate.
         model: the module (or list of modules) that runs in the stage. Levels L0 and mix need
             one, and the estimate is made from it.
         data_root: where dumps go when the capture names no `data_dir`.
@@ -346,7 +346,6 @@ def _names_generation(capture: CaptureRequest) -> bool:
 def _verdict(
     running: _Running, exc: BaseException | None, failure: Exception | None
 ) -> tuple[str, str | None]:
-    """Return the state and the errors, in the order in which they occurred."""
     errors = [] if running.monitor.reason is None else [running.monitor.reason]
     if failure is not None:
         cause = failure.__cause__

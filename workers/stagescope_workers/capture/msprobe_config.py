@@ -22,8 +22,12 @@ from stagescope_wire.plan import CaptureRequest
 
 SUMMARY_MODES: Final = ("statistics", "md5", "xor")
 DATA_MODES: Final = ("all", "input", "output", "forward", "backward")
-RISK_LEVELS: Final = ("CORE", "FOCUS", "ALL")
-PRECISIONS: Final = ("low", "high")
+_CHOICES: Final = {
+    "task": MSPROBE_TASKS,
+    "level": MSPROBE_LEVELS,
+    "risk_level": ("CORE", "FOCUS", "ALL"),
+    "precision": ("low", "high"),
+}
 
 _MAX_BYTES: Final = 4 << 20
 """A config.json is a page of text; a longer file is not one."""
@@ -105,7 +109,7 @@ def load_config(path: str) -> dict[str, object]:
     except ValueError as error:
         raise InvalidPlan(f"config_path {path!r} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise InvalidPlan(f"config_path {path!r} holds {type(content).__name__}, not an object")
+        raise InvalidPlan(f"config_path {path!r} has {type(content).__name__}, not an object")
     return content
 
 
@@ -165,63 +169,48 @@ def check_config(config: object) -> None:
         json.dumps(config)
     except (TypeError, ValueError) as error:
         raise InvalidPlan(f"config cannot be written as JSON: {error}") from error
-    _check_choice(config, "task", MSPROBE_TASKS)
-    _check_choice(config, "level", MSPROBE_LEVELS)
-    _check_choice(config, "risk_level", RISK_LEVELS)
-    _check_choice(config, "precision", PRECISIONS)
+    for name, allowed in _CHOICES.items():
+        _check(config, name, not config.get(name) or config[name] in allowed, f"one of {allowed}")
     for name in ("extra_info", "async_dump", "dump_enable"):
-        if config.get(name) is not None and not isinstance(config[name], bool):
-            raise InvalidPlan(f"config.{name} is {config[name]!r}", expected="true or false")
+        _check(config, name, isinstance(config.get(name), bool | None), "true or false")
     for name in ("rank", "step"):
-        if config.get(name) is not None and not isinstance(config[name], list):
-            raise InvalidPlan(f"config.{name} is {config[name]!r:.200}", expected="a list")
+        _check(config, name, isinstance(config.get(name), list | None), "a list")
     resolved = MsprobeConfig(config)
-    block = config.get(resolved.task)
-    if block is not None and not isinstance(block, Mapping):
-        raise InvalidPlan(f"config.{resolved.task} is {block!r:.200}", expected="an object")
+    block = isinstance(config.get(resolved.task), Mapping | None)
+    _check(config, resolved.task, block, "an object")
     _check_section(resolved)
 
 
-def _check_choice(config: Config, name: str, allowed: tuple[str, ...], prefix: str = "") -> None:
-    value = config.get(name)
-    if value and value not in allowed:
-        raise InvalidPlan(f"config.{prefix}{name} is {value!r:.200}", expected=f"one of {allowed}")
+def _check(config: Config, name: str, is_valid: bool, expected: str, prefix: str = "") -> None:
+    if not is_valid:
+        raise InvalidPlan(f"config.{prefix}{name} is {config[name]!r:.200}", expected=expected)
 
 
 def _check_section(config: MsprobeConfig) -> None:
     section: Config = cast("Config", config.section)
-    prefix = f"{config.task}."
+
+    def check(name: str, is_valid: bool, expected: str) -> None:
+        _check(section, name, is_valid, expected, f"{config.task}.")
+
     for name in ("scope", "list", "tensor_list", "data_mode"):
         value = section.get(name)
         strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        if value is not None and not strings:
-            raise InvalidPlan(
-                f"config.{prefix}{name} is {value!r:.200}", expected="a list of strings"
-            )
+        check(name, value is None or strings, "a list of strings")
     modes = config.section.get("data_mode") or []
-    unknown = [mode for mode in modes if mode not in DATA_MODES]
-    if unknown or ("all" in modes and len(modes) > 1):
-        raise InvalidPlan(
-            f"config.{prefix}data_mode is {modes!r:.200}",
-            expected=f"['all'], or some of {DATA_MODES[1:]}",
-        )
-    _check_choice(section, "summary_mode", SUMMARY_MODES, prefix)
-    diff_nums = section.get("diff_nums")
-    is_int = isinstance(diff_nums, int) and not isinstance(diff_nums, bool)
-    if is_int and (diff_nums == -1 or cast(int, diff_nums) > 0):
-        diff_nums = None
-    if diff_nums is not None:
-        raise InvalidPlan(
-            f"config.{prefix}diff_nums is {diff_nums!r:.200}", expected="-1 or a number over 0"
-        )
-    bench_path = section.get("bench_path")
-    if bench_path is not None and not isinstance(bench_path, str):
-        raise InvalidPlan(f"config.{prefix}bench_path is {bench_path!r:.200}", expected="a path")
+    is_one = len(modes) < 2 or "all" not in modes
+    known = all(mode in DATA_MODES for mode in modes)
+    check("data_mode", known and is_one, f"['all'], or some of {DATA_MODES[1:]}")
+    mode = section.get("summary_mode")
+    check("summary_mode", not mode or mode in SUMMARY_MODES, f"one of {SUMMARY_MODES}")
+    number = section.get("diff_nums")
+    is_int = isinstance(number, int) and not isinstance(number, bool)
+    is_number = is_int and (number == -1 or cast(int, number) > 0)
+    check("diff_nums", number is None or is_number, "-1 or a number over 0")
+    check("bench_path", isinstance(section.get("bench_path"), str | None), "a path")
     _check_combinations(config)
 
 
 def _check_combinations(config: MsprobeConfig) -> None:
-    """Refuse combinations that msprobe's own constructor refuses."""
     section = config.section
     one_api = len(section.get("list") or []) == 1 and not section.get("scope")
     if config.level == "L2" and not (config.task == "tensor" and one_api):
@@ -285,7 +274,7 @@ def check_baseline(config: MsprobeConfig, rank: int) -> None:
     if not rank_directory.is_dir():
         raise InvalidPlan(
             f"bench_path {bench_path!r} has no directory step0/rank{rank}",
-            expected="the directory of an earlier capture of the same stage (it holds step0/)",
+            expected="the directory of an earlier capture of the same stage (it has step0/)",
         )
 
 

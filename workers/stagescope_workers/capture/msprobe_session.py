@@ -62,7 +62,6 @@ class LimitMonitor:
         # The first bytes are checked too: `force` may have overridden the estimate.
         self._checked_at = -_FREE_CHECK_SECONDS
         self.reason: str | None = None
-        self.error: BaseException | None = None
 
     @property
     def ended(self) -> bool:
@@ -316,8 +315,6 @@ class MsprobeSession:
 
         Runtime.is_running = False
         self._debugger.service.primitive_switch = False
-        if not isinstance(error, LimitReached):
-            monitor.error = error
         monitor.reason = _reason(error)
         for patch in self._constructor_patches:
             patch.undo()

@@ -78,7 +78,7 @@ class Shards:
         if not self._tensors and self._error is None:
             self._error = (
                 f"none of the {len(self._gradients)} parameters had a gradient: no optimizer used "
-                f"one in this stage, and none was there at its end; expected a stage that trains"
+                f"one in this stage, and none existed at its end; expected a stage that trains"
             )
         return self._tensors, self._locations, self._error
 
@@ -135,23 +135,26 @@ def local_shard(tensor: Any) -> tuple[torch.Tensor, ShardLocation]:
         "shape": [int(size) for size in tensor.shape],
         "placements": [str(each) for each in tensor.placements],
         "mesh": [int(size) for size in mesh.mesh.shape],
-        "offset": _offset(tensor),
+        "offset": shard_offset(tensor),
     }
     return tensor._local_tensor, location
 
 
-def _offset(tensor: Any) -> list[int] | None:
-    # The function that covers uneven and strided shards is in a private module of torch.
+def shard_offset(tensor: Any) -> list[int] | None:
+    """Return the indices of a DTensor's first local element; None where torch cannot tell.
+
+    The function that covers uneven and strided shards is in a private module of torch.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        return None
     for name in ("torch.distributed.tensor._utils", "torch.distributed._tensor._utils"):
-        module = sys.modules.get(name)
-        compute = getattr(module, "compute_local_shape_and_global_offset", None)
-        if compute is None:
-            continue
-        try:
-            _, offset = compute(tensor.shape, tensor.device_mesh, tensor.placements)
-        except Exception:  # a placement that this version of torch does not support
-            return None
-        return [int(each) for each in offset]
+        compute = getattr(sys.modules.get(name), "compute_local_shape_and_global_offset", None)
+        if compute is not None:
+            try:
+                _, offset = compute(tensor.shape, tensor.device_mesh, tensor.placements)
+            except Exception:  # a placement that this version of torch does not support
+                return None
+            return [int(each) for each in offset]
     return None
 
 

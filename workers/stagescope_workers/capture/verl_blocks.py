@@ -99,7 +99,7 @@ def otherwise_in_verl(config: object, version: str) -> str:
     if _all_steps(ours) != _all_steps(theirs):
         found.append(
             f"ignores precision_debugger.steps ({inner}) and captures "
-            f"{_text_of(_all_steps(theirs))}, stagescope {_text_of(_all_steps(ours))}"
+            f"{_describe_steps(_all_steps(theirs))}, stagescope {_describe_steps(_all_steps(ours))}"
         )
     ranks = {each["capture_id"]: each["ranks"] for each in theirs}
     for each in ours:
@@ -113,7 +113,7 @@ def _all_steps(captures: Sequence[CaptureRequest]) -> object:
     return captures[0]["steps"] if captures else []
 
 
-def _text_of(steps: object) -> str:
+def _describe_steps(steps: object) -> str:
     return f"steps {steps}" if steps else "nothing"
 
 
@@ -169,7 +169,6 @@ def _captures(
 
 
 def _lookup(node: object, *path: str) -> object:
-    """Return the value at a path of keys or attributes, or None."""
     for name in path:
         if node is None:
             return None

@@ -264,7 +264,7 @@ def _rescore(
 
 
 def _tokenizer(model: Path) -> Tokenizer | None:
-    """Return the tokenizer, or None: it only shows the texts of given tokens."""
+    # It only shows the texts of given tokens: the numbers need none.
     try:
         from stagescope_workers.consistency.transformers_engine import load_tokenizer
 

@@ -180,7 +180,6 @@ def _generate(
     options: Options,
     on_progress: Callable[[str], None],
 ) -> tuple[list[Generation], list[list[int]]]:
-    """Return the engine's answers, and the tokenizer's tokens of the prompts."""
     prompts = [token_ids(item, tokenizer, chat=options.chat) for item in items]
     sent: list[Prompt] = [*prompts]
     if options.as_text:
@@ -195,7 +194,6 @@ def _generate(
 
 
 def _as_text(item: Item, tokenizer: Tokenizer, chat: bool) -> str:
-    """Return the prompt as a text, for an engine that tokenises it."""
     if item.messages is None and not chat:
         return item.prompt or ""
     messages = item.messages or ({"role": "user", "content": item.prompt},)
@@ -206,8 +204,6 @@ def _as_text(item: Item, tokenizer: Tokenizer, chat: bool) -> str:
 
 
 class _Usable(NamedTuple):
-    """An answer whose tokens can be scored."""
-
     item: Item
     prompt: Sequence[int]
     ids: tuple[int, ...]
@@ -220,12 +216,11 @@ def _usable(
     generations: Sequence[Generation],
     tokenizer: Tokenizer,
 ) -> tuple[list[_Usable], dict[str, str]]:
-    """Return the answers that can be scored, and prompt -> problem of the others."""
     usable: list[_Usable] = []
     problems: dict[str, str] = {}
     for item, prompt, each in zip(items, prompts, generations, strict=True):
         ids = each.token_ids or _recovered_ids(each, tokenizer)
-        problem = each.problem or ("" if ids else "the engine gave no token ids")
+        problem = each.problem or ("" if ids else "the engine returned no token ids")
         if problem:
             problems[item.name] = problem
         else:
@@ -315,7 +310,6 @@ def _side(info: EngineInfo) -> dict[str, object]:
 def _chat(
     items: Sequence[Item], engine: Engine, other: Engine, options: Options
 ) -> tuple[list[Generation], list[Generation]]:
-    """Return both sides' answers to prompts with images."""
     if not isinstance(engine, Chats) or not isinstance(other, Chats):
         side = other if isinstance(engine, Chats) else engine
         raise InvalidInput(

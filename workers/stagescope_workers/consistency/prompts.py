@@ -83,7 +83,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{str(path)!r} cannot be read ({error})", expected="a text") from error
     if not items:
-        raise InvalidInput(f"{str(path)!r} holds no prompt", expected=_EXPECTED)
+        raise InvalidInput(f"{str(path)!r} has no prompt", expected=_EXPECTED)
     return items
 
 

@@ -207,7 +207,7 @@ def check_vocabulary(
         return Check("vocabulary", True, f"the engine's {count} tokens are the tokenizer's")
     texts = [each for each in generations if each.token_ids and each.text]
     if not texts:
-        return Check("vocabulary", None, "the engine gave no ids with a text")
+        return Check("vocabulary", None, "the engine returned no ids with a text")
     unlike = [each for each in texts if not _same_text(each, tokenizer)]
     if unlike:
         first = unlike[0]

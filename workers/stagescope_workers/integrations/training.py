@@ -76,11 +76,11 @@ class ReportedTraining(abc.ABC):
     def want(self, step: int, rows: int | None = None) -> None:
         """Request a step's numbers for the trainer's log, as `MetricsFeed.want`."""
         if self._feed is not None:
-            self._feed.want(step, rows)
+            self._feed.request(step, rows)
 
     def numbers(self, step: int) -> dict[str, float]:
         """Return the service's numbers of a step by their names in the log, as far as they came."""
-        found = {} if self._feed is None else self._feed.take(step)
+        found = {} if self._feed is None else self._feed.get(step)
         return {f"{PREFIX}{name}": value for name, value in found.items()}
 
     def wait_for_numbers(self) -> None:

@@ -99,8 +99,8 @@ class Draft:
         if strings is not None:
             self._strings[name] = strings
         elif name in _TENSOR_NAMES or is_tensor_like(value):
-            own = borrow_tensor if borrowed else copy_tensor
-            tensor = self._tensors[name] = own(name, value, self._pool)
+            copy = borrow_tensor if borrowed else copy_tensor
+            tensor = self._tensors[name] = copy(name, value, self._pool)
             self._specs[name] = wire_spec(tensor) if isinstance(tensor, tuple) else tensor.spec
         else:
             self._meta[name] = plain(value)
@@ -208,7 +208,7 @@ class Draft:
             for name, intended in misspelt_streams(names):
                 advice = f"rename it there: until then {field} is ignored for that stream"
                 if intended in names:
-                    advice = f"leave it out of {field}: what is said of {intended} counts"
+                    advice = f"remove it: {field} has {intended} too, which counts"
                 yield (
                     f"{field}.{name}",
                     InvalidTensor(

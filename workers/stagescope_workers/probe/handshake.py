@@ -44,14 +44,18 @@ def launch_text(
         in_ray: whether it is a worker of a Ray cluster, whose variables are those of `ray start`.
     """
     if in_ray:
-        return _of_ray_train()
-    found = (_of_slurm(environ, world_size), _of_jobset(environ), _of_torchrun(environ, world_size))
-    return "; ".join(each for each in found if each) or None
+        return _ray_train_start()
+    starts = (
+        _slurm_start(environ, world_size),
+        _jobset_start(environ),
+        _torchrun_start(environ, world_size),
+    )
+    return "; ".join(filter(None, starts)) or None
 
 
-def _of_torchrun(environ: Mapping[str, str], world_size: int | None) -> str | None:
+def _torchrun_start(environ: Mapping[str, str], world_size: int | None) -> str | None:
     run_id = environ.get("TORCHELASTIC_RUN_ID")
-    if run_id is None or not _is_whole(environ.get(_WORLD), world_size):
+    if run_id is None or not _has_all(environ.get(_WORLD), world_size):
         return None
     # A run id may be used again: it is "none" where none was given. The folder of a worker's error
     # file is new with each torchrun and restart: .../RUN_ID_xxxxxxxx/attempt_1/0/error.json.
@@ -60,25 +64,25 @@ def _of_torchrun(environ: Mapping[str, str], world_size: int | None) -> str | No
     return f"torchrun {run_id}, restart {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}{folder}"
 
 
-def _of_slurm(environ: Mapping[str, str], world_size: int | None) -> str | None:
+def _slurm_start(environ: Mapping[str, str], world_size: int | None) -> str | None:
     job = environ.get("SLURM_JOB_ID")
     if job is None:
         return None
     step = environ.get("SLURM_STEP_ID")
     # Each node's task may be a launcher itself.
-    is_whole = _is_whole(environ.get("SLURM_STEP_NUM_TASKS"), world_size)
-    is_launcher = "TORCHELASTIC_RUN_ID" in environ and _is_whole(environ.get(_WORLD), world_size)
-    named = "" if step is None or not (is_whole or is_launcher) else f".{step}"
+    has_all = _has_all(environ.get("SLURM_STEP_NUM_TASKS"), world_size)
+    is_launcher = "TORCHELASTIC_RUN_ID" in environ and _has_all(environ.get(_WORLD), world_size)
+    named = "" if step is None or not (has_all or is_launcher) else f".{step}"
     return f"Slurm job {job}{named}, restart {environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
-def _of_jobset(environ: Mapping[str, str]) -> str | None:
+def _jobset_start(environ: Mapping[str, str]) -> str | None:
     # As far as the pod's manifest hands them on: JobSet puts them into annotations.
     name, attempt = environ.get("JOBSET_NAME"), environ.get("JOBSET_RESTART_ATTEMPT")
     return None if attempt is None else f"JobSet {name or ''}, restart {attempt}"
 
 
-def _of_ray_train() -> str | None:
+def _ray_train_start() -> str | None:
     """Return the placement group of a Ray Train worker, which is new at each start."""
     with contextlib.suppress(Exception):
         train = sys.modules.get("ray.train")
@@ -88,7 +92,7 @@ def _of_ray_train() -> str | None:
     return None
 
 
-def _is_whole(count: str | None, world_size: int | None) -> bool:
+def _has_all(count: str | None, world_size: int | None) -> bool:
     return world_size is None or count == str(world_size)
 
 
@@ -138,7 +142,6 @@ class Handshake:
         return link
 
     def _note_launch(self) -> None:
-        """Add the launcher's text of this start."""
         size = self._options.world_size
         launch = launch_text(os.environ, size, in_ray=self.ray is not None)
         if launch is not None:

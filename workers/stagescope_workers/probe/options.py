@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from stagescope_wire.discovery import NAMESPACE
 from stagescope_wire.errors import InvalidInput, StagescopeError
@@ -57,6 +57,15 @@ class ProbeOptions:
     """Errors of the arguments that were refused; the other arguments are used."""
 
 
+_VARIABLES: Final = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "attempt_key": "STAGESCOPE_ATTEMPT",
+    "data_root": "STAGESCOPE_DATA_DIR",
+    "watchdog": "STAGESCOPE_WATCHDOG",
+}
+
+
 def checked_options(arguments: JsonObject) -> ProbeOptions:
     """Return the options of a probe; environment variables replace arguments that are None.
 
@@ -68,15 +77,7 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
     """
     named = check_run_name if arguments.get("strict") else run_name
     options = {**arguments, "run": named(arguments["run"])}
-    problems: list[StagescopeError] = []
-    variables = {
-        "rank": "RANK",
-        "world_size": "WORLD_SIZE",
-        "attempt_key": "STAGESCOPE_ATTEMPT",
-        "data_root": "STAGESCOPE_DATA_DIR",
-        "watchdog": "STAGESCOPE_WATCHDOG",
-    }
-    for name, variable in variables.items():
+    for name, variable in _VARIABLES.items():
         if options.get(name) is None or options[name] == "":
             options[name] = os.environ.get(variable) or None
     is_single = options["rank"] is None and options["world_size"] is None
@@ -86,48 +87,50 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
         value: object = options.get(name)
         is_number = isinstance(value, str) and value.isascii() and value.isdigit()
         options[name] = index(name, int(str(value)) if is_number else value)
-    role, rank = check_role(options.get("role", "actor")), options["rank"]
-    if rank < 0:
-        raise InvalidInput(f"rank is {rank!r}", expected="a rank from 0")
+    options["role"] = check_role(options.get("role", "actor"))
+    if options["rank"] < 0:
+        raise InvalidInput(f"rank is {options['rank']!r}", expected="a rank from 0")
     if options.get("attempt_key") is not None:
         key = options["attempt_key"]  # a variable may hold bytes that are not UTF-8
         options["attempt_key"] = check_attempt_key(valid_text(key) if isinstance(key, str) else key)
+    options["watchdog"] = _seconds("watchdog", options.get("watchdog"), DEFAULT_SECONDS)
+    for name in ("layout", "settings"):
+        options[name] = dict(options.get(name) or {})
+    problems = tuple(_replaced(options))
+    return ProbeOptions(**options, is_single=is_single, problems=problems)
+
+
+def _replaced(options: dict[str, Any]) -> Iterator[StagescopeError]:
+    """Replace values that cannot be right by None; yield an error for each."""
+    role, rank, size = options["role"], options["rank"], options["world_size"]
     if (meant := closest_field(role, ROLES)) is not None:
-        error = InvalidInput(
-            f"role {role!r:.100} is taken as one of your own", expected=f"{meant}, the closest"
+        yield InvalidInput(
+            f"role {role!r:.100} counts as one of your own", expected=f"{meant}, the closest"
         )
-        problems.append(error)
-    size = options["world_size"]
     if size is not None and rank >= size:
         # Its data is valid nevertheless; the number of ranks is then unknown.
         options["world_size"] = None
-        problem = InvalidInput(
+        yield InvalidInput(
             f"rank {rank} is not one of the {size} ranks of world_size",
             expected=f"a rank from 0 to {size - 1}" if size > 0 else "a world_size from 1",
             advice="both are those of the role; where they are not given, the variables RANK and "
             "WORLD_SIZE are used. This world_size is ignored",
         )
-        problems.append(problem)
     resumed = options["resumed_from_step"]
     if resumed is not None and not 0 <= resumed < STEP_BOUND:
         options["resumed_from_step"] = None
-        problem = InvalidInput(
+        yield InvalidInput(
             f"resumed_from_step is {resumed}",
-            expected="a step from 0 of at most 18 digits, or None where the training starts anew",
+            expected="a step from 0 of at most 18 digits, or None where the training starts over",
             advice="it is ignored",
         )
-        problems.append(problem)
-    options["watchdog"] = _seconds("watchdog", options.get("watchdog"), DEFAULT_SECONDS)
-    for name in ("layout", "settings"):
-        options[name] = dict(options.get(name) or {})
     if options.get("keep") is not None:
         # The service, which does the keeping, receives it with the settings.
         try:
             options["keep"] = options["settings"]["keep"] = validate_keep(options["keep"])
         except StagescopeError as error:
             options["keep"] = None
-            problems.append(error)
-    return ProbeOptions(**options, is_single=is_single, problems=tuple(problems))
+            yield error
 
 
 def _seconds(name: str, value: object, default: float) -> float:

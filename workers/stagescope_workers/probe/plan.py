@@ -45,7 +45,7 @@ def captures_from_yaml(path: str) -> list[CaptureRequest]:
     if isinstance(content, Mapping):
         content = content.get("captures", [content] if "stages" in content else None)
     if not isinstance(content, list):
-        raise InvalidPlan(f"{path} holds no captures", expected="captures: [{stages: ...}, ...]")
+        raise InvalidPlan(f"{path} has no captures", expected="captures: [{stages: ...}, ...]")
     return [_capture(file, number, spec) for number, spec in enumerate(content)]
 
 

@@ -74,7 +74,6 @@ class Probe(Reporter):
         self._launch(self._local_plan(self._options), after=None)
 
     def _local_plan(self, options: ProbeOptions) -> list[CaptureRequest]:
-        """Return the captures of `init`'s plan, and report any problem with its options."""
         for problem in options.problems:
             with self.guard("init", None):
                 raise problem
@@ -84,7 +83,6 @@ class Probe(Reporter):
         return []
 
     def _launch(self, local: list[CaptureRequest], after: EventSender | None) -> EventSender:
-        """Begin the background thread of a start, which sends once `after` has sent everything."""
         if local:
             self.plan = self._watch_plan(local)
         self._sender = EventSender(
@@ -154,7 +152,6 @@ class Probe(Reporter):
             )
 
     def _report_repeated_step(self, work: Work) -> None:
-        """Report a stage that seems to repeat its step."""
         self.refused[STEP_REPEATED] += 1
         message = (
             f"{self.role} rank {self.rank} began {work.stage} of step {work.step} again after "
@@ -403,7 +400,6 @@ class Probe(Reporter):
         return error if isinstance(error, (Exception, KeyboardInterrupt)) else None
 
     def _starts(self, event_sender: EventSender) -> list[Start]:
-        """Return the starts that may have something to send, in order."""
         return [*self._earlier_starts, Start(event_sender, self.outbox, self._handshake)]
 
     def _can_stop_waiting(self) -> bool:

@@ -50,7 +50,6 @@ class Reporter:
         self._begin_incarnation(options)
 
     def _begin_incarnation(self, options: ProbeOptions) -> None:
-        """Create the objects that belong to one incarnation."""
         self._options = options
         self.strict = options.strict
         self.device_events = options.device_events

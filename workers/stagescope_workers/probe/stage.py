@@ -249,7 +249,6 @@ class Stage:
     # --- captures -------------------------------------------------------------------------
 
     def _begin_shards(self, captures: list[CaptureRequest]) -> None:
-        """Prepare to copy the requested parameters and gradients of the model."""
         requests = [each for each in captures if each.get("parameters") or each.get("gradients")]
         if not requests:
             return

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Final
@@ -66,21 +66,12 @@ def collect_stacks(
         if len(stack) > remaining:
             stack, truncated = stack[len(stack) - remaining :], True
         remaining -= len(stack)
+        is_training = ident in training
         threads.append(
-            {
-                "name": names.get(ident),
-                "ident": ident,
-                "is_training": ident in training,
-                "stack": stack,
-            }
+            {"name": names.get(ident), "ident": ident, "is_training": is_training, "stack": stack}
         )
-    return {
-        **work,
-        "request_id": request_id,
-        "source": PROBE,
-        "threads": threads,
-        "truncated": truncated,
-    }
+    found = {"request_id": request_id, "source": PROBE, "threads": threads}
+    return {**work, **found, "truncated": truncated}
 
 
 def thread_names() -> dict[int, str]:
@@ -89,7 +80,6 @@ def thread_names() -> dict[int, str]:
 
 
 def _format_stack(innermost: FrameType) -> str:
-    """Return a stack as text, the innermost frame last."""
     kept: list[tuple[FrameType, int]] = []
     for frame, line in traceback.walk_stack(innermost):
         if len(kept) == MAX_FRAMES:
@@ -118,8 +108,7 @@ class Watchdog:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._lock = threading.Lock()
-        self._file: IO[str] | None = None
-        self._path: Path | None = None
+        self._file: tuple[IO[str], Path] | None = None
         self._checked_at = self._armed_at = -math.inf  # by the monotonic clock
         self._armed_wall = 0.0
         self._written_bytes = 0
@@ -130,7 +119,7 @@ class Watchdog:
     @property
     def path(self) -> str | None:
         """Its file; None where it is off or could not be made."""
-        return None if self._path is None else str(self._path)
+        return None if self._file is None else str(self._file[1])
 
     @property
     def interval(self) -> float:
@@ -139,15 +128,15 @@ class Watchdog:
 
     @property
     def is_used(self) -> bool:
-        """Whether a probe holds it."""
+        """Whether an open probe feeds it."""
         return self._users > 0
 
     def open(self) -> None:
         """Register one more probe; create the file for the first one."""
-        with self._lock:
+        with self._lock, self._guarded():
             self._users += 1
             if self._file is None and not self._failed and self.seconds > 0:
-                self._guarded(self._create_file)
+                self._file = _create_file()
 
     def feed(self, current_work: CurrentWork) -> dict[str, object] | None:
         """Record that the background thread runs and what training does; reset the timer if due.
@@ -158,41 +147,29 @@ class Watchdog:
         """
         if self._file is None or time.monotonic() - self._checked_at < self.interval:
             return None
-        stacks: list[dict[str, object] | None] = []
-        with self._lock:
+        with self._lock, self._guarded():
             if self._file is not None:
-                self._guarded(lambda: stacks.append(self._check(current_work)))
-        return stacks[0] if stacks else None
+                return self._check(*self._file, current_work)
+        return None
 
     def close(self) -> None:
         """Unregister one probe; after the last one, stop, and remove a file without a dump."""
-        with self._lock:
+        with self._lock, self._guarded():
             self._users -= 1
             if self._users <= 0 and self._file is not None:
-                self._guarded(self._remove)
+                self._remove(*self._file)
 
-    def _guarded(self, act: Callable[[], object]) -> None:
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            act()
+            yield
         except Exception as error:
             _log.warning("the watchdog is off in this process: %r", error)
-            self._failed, self._file, self._path = True, None, None
+            self._failed, self._file = True, None
 
-    def _create_file(self) -> None:
-        directory = watchdog_directory(tempfile.gettempdir())
-        directory.mkdir(mode=0o700, exist_ok=True)
-        if directory.is_symlink() or directory.lstat().st_uid != os.getuid():
-            raise PermissionError(f"{directory} belongs to another user")
-        _remove_stale(directory)
-        path = directory / f"{os.getpid()}-{secrets.token_hex(16)}.txt"
-        # 'x': never an existing file, nor a link that another user has created.
-        self._file = open(path, "x", opener=_private)  # noqa: SIM115 - faulthandler keeps it
-        self._path = path
-
-    def _check(self, current_work: CurrentWork) -> dict[str, object] | None:
-        file, path = self._file, self._path
-        assert file is not None
-        assert path is not None
+    def _check(
+        self, file: IO[str], path: Path, current_work: CurrentWork
+    ) -> dict[str, object] | None:
         now = time.monotonic()
         fired = os.fstat(file.fileno()).st_size > self._written_bytes
         due = fired or now - self._armed_at >= self.seconds / 3
@@ -225,16 +202,24 @@ class Watchdog:
         file.flush()  # faulthandler appends to it, perhaps at this very moment: not file.tell()
         self._written_bytes = len(header.encode())
 
-    def _remove(self) -> None:
-        file, path = self._file, self._path
-        assert file is not None
-        assert path is not None
+    def _remove(self, file: IO[str], path: Path) -> None:
         if self._armed_wall:
             faulthandler.cancel_dump_traceback_later()
-        self._file = self._path = None
+        self._file = None
         file.close()
         if read_watchdog(path) is None:
             path.unlink(missing_ok=True)
+
+
+def _create_file() -> tuple[IO[str], Path]:
+    directory = watchdog_directory(tempfile.gettempdir())
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.is_symlink() or directory.lstat().st_uid != os.getuid():
+        raise PermissionError(f"{directory} belongs to another user")
+    _remove_stale(directory)
+    path = directory / f"{os.getpid()}-{secrets.token_hex(16)}.txt"
+    # 'x': never an existing file, nor a link that another user has created.
+    return open(path, "x", opener=_private), path  # faulthandler keeps it open
 
 
 def _private(path: str, flags: int) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from stagescope_wire.errors import InvalidInput, StagescopeError
 from stagescope_wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, WEIGHTS, Work
+from stagescope_workers.capture.shards import shard_offset
 from stagescope_workers.checksum import checksum, unsigned
 from stagescope_workers.device import HostCopy, copy_tensor
 from stagescope_workers.payload import WireTensor, describe, is_torch
@@ -79,8 +80,6 @@ def record_weights(
 
 
 class _Checksums:
-    """The tensors of one call, and the checksums that a device still computes."""
-
     def __init__(self) -> None:
         self.tensors: list[tuple[object, ...]] = []
         self._names: set[str] = set()
@@ -239,19 +238,6 @@ def _dtensor_shard(value: Any) -> tuple[object, ...]:
     for dim, placement in enumerate(value.placements):
         shard = "" if placement.is_replicate() else f" {coordinate[dim]} of {mesh.size(dim)}"
         placements.append(f"{dims[dim] if dims else dim}: {placement!r}{shard}")
-    return (tuple(map(int, value.shape)), _offsets(value), ", ".join(placements), tuple(dims))
-
-
-def _offsets(value: Any) -> tuple[int, ...] | None:
-    """Return the indices of the shard's first element; None where torch cannot tell.
-
-    The function that covers uneven and strided shards is in a private module of torch.
-    """
-    if any(placement.is_partial() for placement in value.placements):
-        return None
-    for module in ("torch.distributed.tensor._utils", "torch.distributed._tensor._utils"):
-        locate = getattr(sys.modules.get(module), "compute_local_shape_and_global_offset", None)
-        if locate is not None:
-            _, offsets = locate(value.shape, value.device_mesh, value.placements)
-            return tuple(map(int, offsets))
-    return None
+    offset = shard_offset(value)
+    offsets = None if offset is None else tuple(offset)
+    return (tuple(map(int, value.shape)), offsets, ", ".join(placements), tuple(dims))

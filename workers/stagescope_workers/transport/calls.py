@@ -153,7 +153,7 @@ def is_refusal(error: Exception) -> bool:
     return any(kind.__name__ == "RayTaskError" for kind in type(error).__mro__)
 
 
-jitter: Final = random.Random()
+_jitter: Final = random.Random()
 """A generator of our own: draws from Python's global one would change the training's."""
 
 
@@ -170,12 +170,12 @@ class Backoff:
         """Wait longer than last time."""
         delay = min(self._maximum, self._first * 2.0 ** min(self._failures, 20))
         self._failures += 1
-        self.until = time.monotonic() + delay * jitter.uniform(0.5, 1.0)
+        self.until = time.monotonic() + delay * _jitter.uniform(0.5, 1.0)
 
     def hold(self, seconds: float) -> None:
         """Wait at least about `seconds`; each sender waits for a different time."""
         if seconds > 0:
-            self.until = max(self.until, time.monotonic() + seconds * jitter.uniform(0.75, 1.25))
+            self.until = max(self.until, time.monotonic() + seconds * _jitter.uniform(0.75, 1.25))
 
     def succeed(self) -> None:
         """Reset the delay."""

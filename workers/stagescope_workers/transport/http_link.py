@@ -78,7 +78,7 @@ class HttpLink(ServiceLink):
             url: URL of the API.
             token: the operate token; sent only to `url`.
             found: the source of the URL, for messages.
-            timeout: seconds for an answer, beyond the time that the service may wait by itself.
+            timeout: seconds for an answer, beyond the time that the service itself may wait.
         """
         load_httpx()
         import httpx
@@ -159,7 +159,7 @@ class HttpLink(ServiceLink):
             raise Unreachable(
                 f"{method} {self._url}{path}{proxies.way_to(self._url)}: "
                 f"{type(error).__name__}: {proxies.reason_of(error)}",
-                advice="is `stagescope serve` up, and STAGESCOPE_URL its address?"
+                advice="check that `stagescope serve` runs, and that STAGESCOPE_URL is its address."
                 + (f" {hint}" if hint else ""),
             ) from error
         if proxies.is_foreign(response):
@@ -179,22 +179,22 @@ class HttpLink(ServiceLink):
             if status == 403 and "the read token" in response.text:
                 sent = "the read"
             raise Unauthorized(
-                f"the service answered {status} to {call}",
+                f"the service returned {status} for {call}",
                 expected="the service's operate token",
                 advice=f"{sent} token was sent; set "
                 "STAGESCOPE_TOKEN_FILE (a path that this process can read) or STAGESCOPE_TOKEN in "
                 "the environment of this process: on Ray, where `ray start` runs on each node",
             )
         if status >= 500 or status in {404, TooManyRequests.status}:
-            raise Unreachable(f"{call} was answered with {status}")
+            raise Unreachable(f"the service returned {status} for {call}")
         if status >= 400:
-            raise StagescopeError(f"{call} was refused: {response.text[:500]}")
+            raise StagescopeError(f"the service refused {call}: {response.text[:500]}")
         answer: Json = None
         with contextlib.suppress(ValueError):
             answer = response.json()
         if not isinstance(answer, dict):
             raise Unreachable(
-                f"{call} was answered with no JSON object{proxies.way_to(self._url)}"
+                f"the server returned no JSON object for {call}{proxies.way_to(self._url)}"
                 f"{proxies.who_sent(response)}",
                 advice=f"is {self._url} the address of a stagescope service?",
             )
@@ -249,5 +249,4 @@ class HttpLink(ServiceLink):
 
 
 def _wrong(response: httpx.Response) -> str:
-    """Return what was wrong, as one line for a log."""
     return str(response.json().get("wrong") or response.text)[:500]

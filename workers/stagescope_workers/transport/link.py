@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -139,14 +139,13 @@ def ray_entrypoint() -> str | None:
     A worker's own command line is Ray's; the driver's is in the cluster's table of jobs. This calls
     the cluster: not for the training thread.
     """
-    ray = _ray()
-    if ray is None:
-        return None
-    with contextlib.suppress(Exception), _calling(ray):  # no public call without the dashboard
+
+    def read(ray: Any) -> str | None:
         job = ray.get_runtime_context().get_job_id()
-        table = ray._private.state.jobs()
+        table = ray._private.state.jobs()  # no public call without the dashboard
         return next((each["Entrypoint"] or None for each in table if each["JobID"] == job), None)
-    return None
+
+    return _read_from_ray(read)
 
 
 def ray_directory() -> str | None:
@@ -154,15 +153,22 @@ def ray_directory() -> str | None:
 
     A worker's own directory is the one in which its node was started.
     """
-    ray = _ray()
-    if ray is None:
-        return None
-    with contextlib.suppress(Exception), _calling(ray):  # no public call
-        worker = ray._private.worker.global_worker
+
+    def read(ray: Any) -> str | None:
+        worker = ray._private.worker.global_worker  # no public call
         paths = worker.core_worker.get_job_config().py_driver_sys_path
         # Ray appends the driver's directory last. A job with its own working_dir has none: its
         # workers run in that.
         return str(paths[-1]) if paths else None
+
+    return _read_from_ray(read)
+
+
+def _read_from_ray(read: Callable[[Any], str | None]) -> str | None:
+    ray = _ray()
+    if ray is not None:
+        with contextlib.suppress(Exception), _calling(ray):
+            return read(ray)
     return None
 
 

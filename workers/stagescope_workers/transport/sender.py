@@ -27,7 +27,6 @@ from stagescope_workers.transport.calls import (
     ServiceLink,
     Wire,
     is_refusal,
-    jitter,
     requested_pause,
 )
 from stagescope_workers.transport.outbox import BATCH_EVENTS, Outbox
@@ -205,7 +204,7 @@ class EventSender:
             # There was no time yet for an answer, or for this process to join its Ray cluster.
             activity = "looking for a service" if link is None else f"calling {link.address}"
             return f"not connected yet, {activity}"
-        lost = "the service answers no more" if self.answers else "no service was found"
+        lost = "the service stopped answering" if self.answers else "no service was found"
         if link is None:
             return f"not connected, {self.problem or lost}"
         return f"not connected to {link.address}: {self.problem or 'no answer'}"
@@ -252,7 +251,6 @@ class EventSender:
             self._awake = False
 
     def _idle_seconds(self) -> float:
-        """Return how long to sleep unless the thread is woken."""
         if not self._prepared:
             return 0.0
         if self._pool.settle():
@@ -349,7 +347,7 @@ class EventSender:
             )
             backoff.fail()
             if self.is_unauthorized:
-                backoff.until = time.monotonic() + _UNAUTHORIZED_SECONDS * jitter.uniform(0.5, 1.0)
+                backoff.hold(_UNAUTHORIZED_SECONDS)
             self._connecting.until = backoff.until
             if is_refusal(error):
                 self._refusals += activity == "sending"

@@ -81,9 +81,9 @@ class SpoolLink(ServiceLink):
         return in_thread(write)
 
     def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
-        """Fail: a spool holds no numbers."""
+        """Fail: a spool has no numbers."""
         future: Future[Reply] = Future()
-        future.set_exception(Unreachable(f"{self.address} answers no questions"))
+        future.set_exception(Unreachable(f"{self.address} has no numbers"))
         return future
 
     def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:

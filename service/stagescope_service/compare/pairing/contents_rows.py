@@ -36,7 +36,7 @@ from stagescope_service.rows.ragged import (
     slice_indexes,
     spans,
 )
-from stagescope_service.statistics.payload import mask_bits
+from stagescope_service.statistics.token_batch import mask_bits
 from stagescope_wire.batch import Tensor, widened
 from stagescope_wire.errors import StagescopeError
 
@@ -99,7 +99,10 @@ class ContentsRows:
     def find(self, name: str) -> RowTensor | None:
         """Return a tensor by row, None if it is absent or not by row."""
         if name not in self._tensors:
-            self._tensors[name] = self._by_row(name)
+            tensor, path, found = self.record.tensors.get(name), self.record.entry.path, None
+            if tensor is not None and self.count is not None:
+                found = row_tensor(tensor, self.count, f"{path}: rows of {name}")
+            self._tensors[name] = found
         return self._tensors[name]
 
     def tensor(self, name: str) -> RowTensor:
@@ -107,12 +110,6 @@ class ContentsRows:
         tensor = self.find(name)
         assert tensor is not None, name
         return tensor
-
-    def _by_row(self, name: str) -> RowTensor | None:
-        tensor = self.record.tensors.get(name)
-        if tensor is None or self.count is None:
-            return None
-        return row_tensor(tensor, self.count, f"{self.record.entry.path}: rows of {name}")
 
     def ones(self, name: str) -> Bools:
         """Return where a mask is 1, as bools in memory order; cached."""

@@ -127,6 +127,11 @@ class ShardComparison:
     problem: str = ""
     doubt: Doubt | None = None
 
+    @property
+    def states(self) -> States:
+        """States of the pairs of rows; empty without rows."""
+        return np.empty(0, np.int8) if self.rows is None else self.rows.states
+
 
 def compare_rows(
     a: ContentsRows,

@@ -186,20 +186,16 @@ class ValueLocator:
 
     def end_of(self, pair: int, keeps: tuple[Bools | None, Bools | None]) -> ValueLocation:
         """Return the location of the first value that only one side of a pair of rows has."""
-        rows = (self.pairing.rows_a[pair : pair + 1], self.pairing.rows_b[pair : pair + 1])
         assert self.alignment.lengths is not None
         common = int(self.alignment.lengths[pair].min())
         coordinates: list[tuple[int, ...]] = []
         values: list[Number | None] = []
-        for tensor, keep, row in zip(self.tensors, keeps, rows, strict=True):
-            index, _ = select_values(tensor, keep, row)
-            if common < len(index):
-                flat = int(index[common])
-                coordinates.append(_coordinate(tensor, flat, int(row[0])))
-                values.append(value_of(tensor.flat, tensor.dtype, flat))
-            else:
-                coordinates.append(())
-                values.append(None)
+        sides = zip(self.tensors, keeps, (self.pairing.rows_a, self.pairing.rows_b), strict=True)
+        for tensor, keep, rows in sides:
+            index, _ = select_values(tensor, keep, rows[pair : pair + 1])
+            flat = int(index[common]) if common < len(index) else None
+            coordinates.append(() if flat is None else _coordinate(tensor, flat, int(rows[pair])))
+            values.append(None if flat is None else value_of(tensor.flat, tensor.dtype, flat))
         return ValueLocation(
             self.pairing.labels[pair], common, self.locations,
             (coordinates[0], coordinates[1]), (values[0], values[1]),
@@ -246,9 +242,8 @@ def _without_padding(one: RowTensor, other: RowTensor) -> tuple[Bools | None, Bo
     wide, width = (
         (one, other.width) if (one.width or 0) > (other.width or 0) else (other, one.width)
     )
-    if one.width is None or other.width is None or one.width == other.width or not width:
+    if not width or wide.width is None or wide.width == width:
         return None, None
-    assert wide.width is not None
     if any(len(tensor.shape) != 2 for tensor in (one, other)):
         return None, None
     values = wide.flat.reshape(-1, wide.width)
@@ -313,11 +308,7 @@ def _positions(selected: _SelectedValues, rows: Int64) -> Int64:
 
 def coordinate_in(shape: tuple[int, ...], flat: int) -> tuple[int, ...]:
     """Return the coordinate of a value in a tensor whose values lie in memory order."""
-    coordinate = []
-    for size in reversed(shape):
-        flat, at = divmod(flat, size)
-        coordinate.append(at)
-    return tuple(reversed(coordinate))
+    return tuple(map(int, np.unravel_index(flat, shape)))
 
 
 def _coordinate(tensor: RowTensor, flat: int, row: int) -> tuple[int, ...]:

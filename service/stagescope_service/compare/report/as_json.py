@@ -198,13 +198,8 @@ class ComparisonReport(TypedDict):
 
 
 def as_json(comparison: DumpComparison) -> dict[str, Json]:
-    """Return the fields of `ComparisonReport` as a dict; callers may add their own fields."""
-    return {**comparison_report(comparison)}
-
-
-def comparison_report(comparison: DumpComparison) -> ComparisonReport:
-    """Return a comparison as dicts, lists, strings and numbers."""
-    return {
+    """Return a `ComparisonReport` as a dict; callers may add their own fields."""
+    report: ComparisonReport = {
         "schema": VERSION,
         "verdict": str(comparison.verdict),
         "reason": comparison.reason,
@@ -214,6 +209,7 @@ def comparison_report(comparison: DumpComparison) -> ComparisonReport:
         "sides": [_fields(side) for side in comparison.sides],
         "pairs": [_pair(pair) for pair in comparison.pairs],
     }
+    return {**report}
 
 
 def _fields(result: SideResult | Cause | ComparisonFinding | FirstDifference | NoiseFloor) -> Json:
@@ -254,24 +250,28 @@ _MASK_TENSORS: Final = ("loss_mask", "response_mask")
 def _trajectories(tensors: Sequence[TensorResult]) -> TrajectoriesReport:
     """Return the comparison of each trajectory's tokens, mask and reward."""
     rows: dict[str, TrajectoryReport] = {}
-    compared = (*_TOKEN_TENSORS, *_MASK_TENSORS, "rewards")
-    for tensor in tensors:
-        if tensor.section != "trajectories" or tensor.name not in compared:
+    tables = [
+        (tensor.name, shard.comparison.rows)
+        for tensor in tensors
+        if tensor.section == "trajectories"
+        for shard in tensor.shards
+        if shard.comparison.rows is not None
+    ]
+    for name, table in tables:
+        if name not in (*_TOKEN_TENSORS, *_MASK_TENSORS, "rewards"):
             continue
-        for table in (shard.comparison.rows for shard in tensor.shards):
-            for at, label in enumerate(() if table is None else table.labels):
-                assert table is not None
-                row = rows.setdefault(label, {"sample": label})
-                is_equal = bool(table.states[at] == COMPARED and not table.numbers[at, 1])
-                lengths = table.lengths[at].tolist()
-                if tensor.name in _TOKEN_TENSORS:
-                    row["tokens_equal"] = is_equal and row.get("tokens_equal", True)
-                    row["tokens_lengths"] = lengths
-                elif tensor.name in _MASK_TENSORS:
-                    row["mask_equal"] = is_equal and row.get("mask_equal", True)
-                    row["mask_lengths"] = lengths
-                elif table.values is not None:
-                    row["reward"] = table.values[at].tolist()
+        for at, label in enumerate(table.labels):
+            row = rows.setdefault(label, {"sample": label})
+            is_equal = bool(table.states[at] == COMPARED and not table.numbers[at, 1])
+            lengths = table.lengths[at].tolist()
+            if name in _TOKEN_TENSORS:
+                row["tokens_equal"] = is_equal and row.get("tokens_equal", True)
+                row["tokens_lengths"] = lengths
+            elif name in _MASK_TENSORS:
+                row["mask_equal"] = is_equal and row.get("mask_equal", True)
+                row["mask_lengths"] = lengths
+            elif table.values is not None:
+                row["reward"] = table.values[at].tolist()
     return {"count": len(rows), "rows": list(rows.values())[:MAX_TRAJECTORIES]}
 
 
@@ -351,10 +351,8 @@ def _statistics(found: Pairwise) -> StatisticsReport:
         "unequal": found.unequal_count,
         "over": found.over_count,
         "non_finite": {
-            "agree": found.agreeing_non_finite,
-            "disagree": found.disagreeing_non_finite,
-            "a": found.non_finite("x"),
-            "b": found.non_finite("y"),
+            "agree": found.agreeing_non_finite, "disagree": found.disagreeing_non_finite,
+            "a": found.non_finite("x"), "b": found.non_finite("y"),
         },
         "max_abs": found.max_abs,
         "mean_abs": found.mean_abs,
@@ -365,7 +363,7 @@ def _statistics(found: Pairwise) -> StatisticsReport:
         "correlation": found.correlation,
         "a": found.side("x"),
         "b": found.side("y"),
-    }
+    }  # fmt: skip
 
 
 def _plain(value: object) -> object:

@@ -34,6 +34,9 @@ _MAX_WITH_GAPS: Final = 32
 """Most ranks that a narrow window can show with gaps between them."""
 
 
+_Part = tuple[int, int, int, int]
+
+
 class _Measure(NamedTuple):
     value: Callable[[StatisticsReport | SampleReport], float]
     name: str
@@ -118,22 +121,22 @@ def flow_figure(tensors: Sequence[_TitledTensor]) -> go.Figure:
 def places_figure(tensor: _TitledTensor) -> go.Figure:
     """Return how a tensor differs by rank and part."""
     shards, measure = tensor.report["places"], _measure(tensor.report)
-    ranks = sorted({_rank(each["a"]) for each in shards})
-    parts = sorted({_part(each["a"]): part_text(each["a"]) for each in shards}.items())
-    rows = {part: at for at, (part, _) in enumerate(parts)}
-    cells: list[list[float | None]] = [[None] * len(ranks) for _ in parts]
+    texts, largest = {}, dict[tuple[_Part, int], float]()
+    ranks = sorted({_rank_and_part(each["a"])[0] for each in shards})
     for each in shards:
-        row, column = rows[_part(each["a"])], ranks.index(_rank(each["a"]))
+        rank, part = _rank_and_part(each["a"])
+        texts[part] = part_text(each["a"])
         found = each["statistics"]
-        value = float(measure.value(found)) if found["finite"] or measure is _COUNT else None
-        both = (cells[row][column], value)
-        cells[row][column] = max((v for v in both if v is not None), default=None)
-    most = max((value for row in cells for value in row if value is not None), default=0.0)
+        if found["finite"] or measure is _COUNT:
+            value = float(measure.value(found))
+            largest[part, rank] = max(value, largest.get((part, rank), value))
+    cells = [[largest.get((part, rank)) for rank in ranks] for part in sorted(texts)]
     gap = 1 if len(ranks) <= _MAX_WITH_GAPS else 0
     figure = go.Figure(
         go.Heatmap(
-            z=cells, x=[str(rank) for rank in ranks], y=[text for _, text in parts],
-            zmin=0, zmax=most or 1, xgap=gap, ygap=gap, colorscale=SCALE,
+            z=cells, x=[*map(str, ranks)], y=[texts[part] for part in sorted(texts)],
+            zmin=0, zmax=max(largest.values(), default=0.0) or 1, xgap=gap, ygap=gap,
+            colorscale=SCALE,
             colorbar={"title": {"text": measure.name, "side": "right"}, "exponentformat": "e"},
             hovertemplate=f"rank %{{x}}, %{{y}}: {measure.name} %{{z}}<extra></extra>",
         )
@@ -141,7 +144,7 @@ def places_figure(tensor: _TitledTensor) -> go.Figure:
     figure.update_xaxes(title="rank", type="category")
     figure.update_yaxes(title="part", type="category", autorange="reversed")
     title = f"{tensor.title}: {measure.name} by rank and part"
-    return finished(figure, title, height=min(180 + 30 * len(parts), 600))
+    return finished(figure, title, height=min(180 + 30 * len(texts), 600))
 
 
 def samples_figure(tensor: _TitledTensor) -> go.Figure:
@@ -201,9 +204,11 @@ def _distance(tensor: TensorReport, value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _rank(place: ShardLocationReport) -> int:
-    return -1 if place["rank"] is None else int(place["rank"])
-
-
-def _part(place: ShardLocationReport) -> tuple[int, int, int, int]:
-    return (place["occurrence"], place["epoch"], place["minibatch"], place["microbatch"])
+def _rank_and_part(location: ShardLocationReport) -> tuple[int, _Part]:
+    part = (
+        location["occurrence"],
+        location["epoch"],
+        location["minibatch"],
+        location["microbatch"],
+    )
+    return -1 if location["rank"] is None else location["rank"], part

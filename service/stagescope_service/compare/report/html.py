@@ -25,9 +25,9 @@ from stagescope.comparison_report import (
     deciding_changes,
     findings_of,
     largest_text,
+    location_text,
+    locations_text,
     number_text,
-    place_text,
-    places_text,
     title_of,
     worst_first,
 )
@@ -137,7 +137,7 @@ def as_html(report: JsonObject) -> str:
         changes=[line.strip() for lines in changed for line in lines],
         most=MAX_LISTED, shown=_SHOWN, figures=figures, pictures=pictures,
         undrawn_tensors=_undrawn_tensors, findings_of=findings_of, largest_text=largest_text,
-        number_text=number_text, place_text=place_text, places_text=places_text,
+        number_text=number_text, location_text=location_text, locations_text=locations_text,
         worst_first=worst_first,
     )  # fmt: skip
     return as_page(f"{report['verdict']}: comparison of dumps", Markup(body), figures)

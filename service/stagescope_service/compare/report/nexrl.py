@@ -29,8 +29,7 @@ from stagescope_service.compare.report.as_json import (
     TrajectoryReport,
 )
 from stagescope_service.compare.task_runner import COUNTERPART_SECTIONS
-from stagescope_service.dumps.formats.nexrl_rows import widened
-from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location
+from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location, widened
 from stagescope_service.statistics.pairwise import Pairwise, compare_values
 from stagescope_service.store.tensorfile import WireTensor
 from stagescope_wire.errors import StagescopeError
@@ -42,17 +41,13 @@ DIRECTORIES: Final = ("self_hosted_dir", "remote_api_dir", "weaver_dir")
 
 
 class _ShardSection(NamedTuple):
-    """A section that NexRL reports by rank and microbatch.
-
-    Attributes:
-        name, item_name: NexRL's names of the section, and of one rank and microbatch in it.
-        section: our section.
-        tensors: the tensors that NexRL lists.
-    """
+    """A section that NexRL reports by rank and microbatch."""
 
     name: str
     item_name: str
+    """NexRL's name of one rank and microbatch in it."""
     section: str
+    """Our name of it."""
     tensors: tuple[str, ...]
 
 
@@ -131,15 +126,11 @@ def _trajectories(report: ComparisonReport, names: Sequence[str]) -> _Json:
     if pair is None or not pair["trajectories"]["count"]:
         return {**section, "status": _not_found(report, pair, "trajectories", "remote_api")}
     rows = pair["trajectories"]["rows"]
-    unmatched = [
-        sum(
-            len(finding["items"])
-            for finding in pair["findings"]
-            if finding["kind"] == "only" and finding["section"] == "trajectories"
-            and finding["side"] == side and finding["verdict"] == "different"
-        )
-        for side in range(2)
-    ]  # fmt: skip
+    unmatched = [0, 0]
+    for finding in pair["findings"]:
+        is_sample = finding["kind"] == "only" and finding["section"] == "trajectories"
+        if is_sample and finding["verdict"] == "different":
+            unmatched[finding["side"]] += len(finding["items"])
     count = pair["trajectories"]["count"]
     return {
         **section,

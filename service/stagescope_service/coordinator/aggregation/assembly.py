@@ -19,11 +19,12 @@ from stagescope_service.core.findings import (
 )
 from stagescope_service.core.instructions import Delete, PayloadKey, Put
 from stagescope_service.statistics import PartRecord, Recompute, StepSummary, assemble, examine
+from stagescope_service.statistics.checks import Check
 from stagescope_service.statistics.codec import summary_from_bytes
-from stagescope_service.statistics.comparability import WHAT_TO_CHECK, Check, causes_of_ranks
+from stagescope_service.statistics.comparability import WHAT_TO_CHECK, causes_of_ranks
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import step_metrics
-from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL, noise_floor
+from stagescope_service.statistics.step_summary import OTHER_STREAMS, TO_RECOMPUTE, noise_floor
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_key, part_records
 from stagescope_wire.errors import InvalidInput
@@ -90,7 +91,7 @@ def _contradictions(step_summary: StepSummary) -> FindingText | None:
 
 
 def _missing(step_summary: StepSummary) -> FindingText | None:
-    missing = step_summary.tokens_left_out.get(PARTIAL, 0)
+    missing = step_summary.tokens_left_out.get(TO_RECOMPUTE, 0)
     if not missing:
         return None
     parts = [item.key for item in step_summary.to_recompute]

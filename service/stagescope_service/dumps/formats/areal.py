@@ -16,18 +16,18 @@ from typing import Final
 
 from stagescope_service.dumps.formats.columns import Columns, collect_rows
 from stagescope_service.dumps.formats.content import read_shared
-from stagescope_service.dumps.formats.fitting import (
-    NamedRow,
-    fitting_rows,
-    left_out_problem,
-    objects_in,
-)
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     FileFormat,
     Format,
     ListedFile,
     saved_place,
+)
+from stagescope_service.dumps.formats.odd_values import (
+    NamedRow,
+    fitting_rows,
+    left_out_problem,
+    objects_in,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import (
@@ -64,11 +64,9 @@ def _entries_of(
     if "input_ids" not in values or sum(mark in values for mark in _MARKS) < 2:
         return []
     held = [section for section, names in _SECTIONS.items() if not {*names}.isdisjoint(values)]
-    location = Location(stage=found.path.stem)
-    return [
-        DumpEntry(section, location, found.path, found.bytes, section)
-        for section in ("trajectories", *held)
-    ]
+    place = location._replace(stage=found.path.stem)
+    sections = ("trajectories", *held)
+    return [DumpEntry(each, place, found.path, found.bytes, each) for each in sections]
 
 
 def open_areal(path: Path, step: int | None) -> FileDump:

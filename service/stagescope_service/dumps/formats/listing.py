@@ -178,8 +178,9 @@ def distinct(
             chosen.append(entry)
             continue
         message = (
-            f"{entry.path} is of {entry.location if location is None else location}, as "
-            f"{other.path} is, and is left out: rename it, or import it into another run"
+            f"{entry.path} and {other.path} are both of "
+            f"{entry.location if location is None else location}. Only {other.path.name} is read. "
+            f"Rename {entry.path.name}, or import it into another run"
         )
         refused.setdefault(entry.path, DumpProblem(entry.path, "refused", message, entry))
     return chosen, [*refused.values()]
@@ -258,14 +259,12 @@ def _walk(root: Path) -> Iterator[Path]:
     for directory, folders, names in os.walk(root):
         here = Path(directory)
         hidden = sorted(each for each in folders if each.startswith("."))
-        yield from (here / each for each in hidden if _holds_files(here / each))
+        for each in hidden:
+            if any(files for _, _, files in os.walk(here / each)):
+                yield here / each
         folders[:] = sorted({*folders} - {*hidden})
         yield from (here / each for each in folders if (here / each).is_symlink())
         yield from (here / each for each in sorted(names) if not each.startswith("."))
-
-
-def _holds_files(directory: Path) -> bool:
-    return any(names for _, _, names in os.walk(directory))
 
 
 def _reason_to_skip(path: Path, root: Path) -> tuple[str, str] | None:
@@ -279,13 +278,13 @@ def _reason_to_skip(path: Path, root: Path) -> tuple[str, str] | None:
             if error.errno == errno.ELOOP:
                 return "unknown", f"{path} is a link to itself"
         if root.resolve().is_relative_to(path.resolve()):
-            return "unknown", f"{path} leads back: not followed"
+            return "unknown", f"{path} leads to a directory above it, and is not followed"
         try:
             confine(path.absolute(), [root])
         except StagescopeError as error:
             return "refused", f"{path} leads out of {root}: {error}"
         if path.is_dir():
-            return "unknown", f"{path} is a link to a directory: not followed"
+            return "unknown", f"{path} is a link to a directory, and is not followed"
     return None if path.is_file() else ("unknown", f"{path} is no file")
 
 
@@ -325,9 +324,7 @@ def _first_of(part: Part) -> Part:
 
 def unknown_file(found: ListedFile, kind: str) -> DumpProblem:
     """Return the problem of a file that is not part of a format."""
-    return DumpProblem(
-        found.path, "unknown", f"{found.name} is no file of {kind}: it is left out of everything"
-    )
+    return DumpProblem(found.path, "unknown", f"{found.name} is none of {kind}, and is left out")
 
 
 def modified_at(path: Path) -> float:

@@ -78,7 +78,7 @@ class Places(NamedTuple):
     problems: list[DumpProblem]
 
 
-class _Names(NamedTuple):
+class _PathFacts(NamedTuple):
     """Facts that the names on the path of a directory give.
 
     Attributes:
@@ -99,7 +99,7 @@ class _Names(NamedTuple):
         """The place, in step 0 if the names give none."""
         return self.location._replace(step=self.location.step or 0)
 
-    def at(self, **fields: Any) -> _Names:
+    def placed(self, **fields: Any) -> _PathFacts:
         """Return it with other fields of its location."""
         return self._replace(location=self.location._replace(**fields))
 
@@ -113,9 +113,9 @@ def find_places(root: Path, directories: Iterable[Path]) -> Places:
         directories: each holds the files of one rank.
     """
     notes: dict[str, None] = {}
-    named = _number([_names_of(root.absolute(), each) for each in directories], notes)
+    named = _with_ranks([_facts_of(root.absolute(), each) for each in directories], notes)
     problems: list[DumpProblem] = []
-    beside: dict[object, _Names] = {}
+    beside: dict[object, _PathFacts] = {}
     for each in named:
         # Two spellings of a rank, `rank0` and `rank00`: no other name distinguishes them.
         first = beside.setdefault((each.directory.parent, each.place), each)
@@ -123,7 +123,7 @@ def find_places(root: Path, directories: Iterable[Path]) -> Places:
             problems.append(_refused(each, first.directory))
     ranks: list[RankDump] = []
     taken: dict[Location, Path] = {}
-    for each in _distinguish([*beside.values()], notes):
+    for each in _with_distinct_stages([*beside.values()], notes):
         if each.location.step is None:
             notes[f"{each.inside or each.directory.name} names no step: taken as step 0"] = None
         other = taken.setdefault(each.place, each.directory)
@@ -134,17 +134,19 @@ def find_places(root: Path, directories: Iterable[Path]) -> Places:
     return Places(ranks, [*notes], problems)
 
 
-def _refused(each: _Names, other: Path) -> DumpProblem:
-    message = f"{each.directory} is of {each.place}, as {other} is: rename one of them"
+def _refused(each: _PathFacts, other: Path) -> DumpProblem:
+    message = (
+        f"{each.directory} and {other} are both of {each.place}. Only the other is read. Rename one"
+    )
     return DumpProblem(each.directory, "refused", message)
 
 
-def _names_of(root: Path, directory: Path) -> _Names:
+def _facts_of(root: Path, directory: Path) -> _PathFacts:
     directory = directory.absolute()
     names = directory.parts
     below = len(root.parts)
     rank, last = _RANK.match(names[-1]), len(names) - 1
-    found = _Names(
+    found = _PathFacts(
         directory,
         Location(rank=int(rank[1]) if rank else None),
         process="" if rank or _STEP.match(names[-1]) else names[-1],
@@ -159,14 +161,14 @@ def _names_of(root: Path, directory: Path) -> _Names:
         return _with_stage(found, names[below:last], names[last - 1])
     outer = _outer_step(names, steps, inner, below)
     if outer is None:
-        found = found.at(step=_number_of(names[inner]))
+        found = found.placed(step=_number_of(names[inner]))
         found = _with_stage(found, names[below:inner], names[inner - 1])
     else:
         found = _in_step(found, names, outer, inner, below)
     return found._replace(others=(*found.others, *names[inner + 1 : last]))
 
 
-def _with_stage(found: _Names, inside: Sequence[str], outside: str) -> _Names:
+def _with_stage(found: _PathFacts, inside: Sequence[str], outside: str) -> _PathFacts:
     """Return a place with the stage among names.
 
     Args:
@@ -177,22 +179,24 @@ def _with_stage(found: _Names, inside: Sequence[str], outside: str) -> _Names:
     at = _stage_among(inside)
     if at is None:
         stage = outside if outside in _NAMED_STAGES and not inside else None
-        return found.at(stage=stage)._replace(others=tuple(inside))
-    return found.at(stage=inside[at])._replace(others=(*inside[:at], *inside[at + 1 :]))
+        return found.placed(stage=stage)._replace(others=tuple(inside))
+    return found.placed(stage=inside[at])._replace(others=(*inside[:at], *inside[at + 1 :]))
 
 
-def _in_step(found: _Names, names: Sequence[str], outer: int, inner: int, below: int) -> _Names:
+def _in_step(
+    found: _PathFacts, names: Sequence[str], outer: int, inner: int, below: int
+) -> _PathFacts:
     """Return the place in `step_{N}[/{stage}][/part]/step0/rankR`."""
     between = [name for name in names[outer + 1 : inner] if not _PART.match(name)]
     parts = [match for name in names[outer + 1 : inner] if (match := _PART.match(name))]
     above = names[below:outer]
     if between:
-        found = found.at(stage=between[0])._replace(others=(*above, *between[1:]))
+        found = found.placed(stage=between[0])._replace(others=(*above, *between[1:]))
     else:
         found = _with_stage(found, above, names[outer - 1])
     counter = () if names[inner] == _FIRST_STEP else (names[inner],)
     part = Part(*map(int, parts[-1].groups())) if parts else Part()
-    found = found.at(step=_number_of(names[outer]), part=part)
+    found = found.placed(step=_number_of(names[outer]), part=part)
     return found._replace(others=(*found.others, *counter))
 
 
@@ -234,13 +238,13 @@ def _stage_among(names: Sequence[str]) -> int | None:
     return named[-1] if named else None
 
 
-def _number(named: Sequence[_Names], notes: dict[str, None]) -> list[_Names]:
+def _with_ranks(named: Sequence[_PathFacts], notes: dict[str, None]) -> list[_PathFacts]:
     """Return them with a rank each: processes without one are numbered by stage.
 
     A process keeps its number in all steps of a stage. Where no step has two of them side by side,
     they are one rank that was started again.
     """
-    stages: defaultdict[str | None, list[_Names]] = defaultdict(list)
+    stages: defaultdict[str | None, list[_PathFacts]] = defaultdict(list)
     for each in named:
         stages[each.location.stage].append(each)
     numbers: dict[tuple[str | None, str], int] = {}
@@ -261,12 +265,12 @@ def _number(named: Sequence[_Names], notes: dict[str, None]) -> list[_Names]:
     return [
         each
         if each.location.rank is not None
-        else each.at(rank=numbers[each.location.stage, each.process])
+        else each.placed(rank=numbers[each.location.stage, each.process])
         for each in named
     ]
 
 
-def _distinguish(named: Sequence[_Names], notes: dict[str, None]) -> list[_Names]:
+def _with_distinct_stages(named: Sequence[_PathFacts], notes: dict[str, None]) -> list[_PathFacts]:
     """Return them; where two places are alike, the stage includes the names without a meaning."""
     found = list(named)
     for _ in range(2):
@@ -283,8 +287,8 @@ def _distinguish(named: Sequence[_Names], notes: dict[str, None]) -> list[_Names
     return found
 
 
-def _with_others(each: _Names) -> _Names:
-    return each.at(stage="/".join(filter(None, (each.location.stage, *each.others))) or None)
+def _with_others(each: _PathFacts) -> _PathFacts:
+    return each.placed(stage="/".join(filter(None, (each.location.stage, *each.others))) or None)
 
 
 def _natural(name: str) -> tuple[int, str]:

@@ -48,8 +48,8 @@ _PRODUCERS: Final = {
     "old": {"producer": "policy", "alignment": "index t is token t"},
 }
 NOT_COMPUTED: Final = (
-    "zeros in every token: NeMo-RL computes no prev_logprobs with force_on_policy_ratio, so that "
-    "the mismatch of this step is not measured"
+    "zero in every token. With force_on_policy_ratio NeMo-RL computes no prev_logprobs. The "
+    "mismatch of this step is not measured"
 )
 
 

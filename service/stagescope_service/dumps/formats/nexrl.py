@@ -28,12 +28,6 @@ from stagescope_service.dumps.formats.columns import (
     name_samples,
 )
 from stagescope_service.dumps.formats.content import SUFFIXES, read_content
-from stagescope_service.dumps.formats.fitting import (
-    NamedRow,
-    fitting_rows,
-    left_out_problem,
-    objects_in,
-)
 from stagescope_service.dumps.formats.json_lines import read_object_lines
 from stagescope_service.dumps.formats.listing import (
     FileDump,
@@ -44,6 +38,12 @@ from stagescope_service.dumps.formats.listing import (
     is_companion,
     missing_parts,
     unknown_file,
+)
+from stagescope_service.dumps.formats.odd_values import (
+    NamedRow,
+    fitting_rows,
+    left_out_problem,
+    objects_in,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import (
@@ -151,7 +151,11 @@ def open_nexrl(path: Path, step: int | None) -> FileDump:
             problems.append(unknown_file(each, "a NexRL dump"))
     entries, duplicates = _entries_of(nexrl_files)
     index = read_index(root)
-    entries = [_with_indexed_place(entry, index) for entry in entries]
+    names_of = {entry: "/".join(entry.path.parts[-2:]) for entry in entries}
+    entries = [
+        dataclasses.replace(entry, location=index.get(name, entry.location))
+        for entry, name in names_of.items()
+    ]
     chosen = [entry for entry in entries if step in (None, entry.location.step)]
     problems += duplicates
     if index and not path.is_file():
@@ -175,11 +179,6 @@ def _entries_of(found: Iterable[ListedFile]) -> tuple[list[DumpEntry], list[Dump
     return list(entries.values()), problems
 
 
-def _with_indexed_place(entry: DumpEntry, index: Mapping[str, Location]) -> DumpEntry:
-    location = index.get("/".join(entry.path.parts[-2:]))
-    return entry if location is None else dataclasses.replace(entry, location=location)
-
-
 def _missing_indexed(
     root: Path, index: Mapping[str, Location], step: int | None
 ) -> list[DumpProblem]:
@@ -194,7 +193,7 @@ def _duplicate(found: ListedFile, other: DumpEntry) -> DumpProblem:
     return DumpProblem(
         found.path,
         "superseded",
-        f"{found.name} and {other.path.name} are of the same step, rank and microbatch: only "
+        f"{found.name} and {other.path.name} are of the same step, rank and microbatch. Only "
         f"{other.path.name} is read",
         other,
     )
@@ -231,8 +230,8 @@ def _missing(path: Path, kind: str, location: Location) -> DumpProblem:
     return DumpProblem(
         path,
         "missing",
-        f"{kind}/{path.name} is not there, though the dump has files of other ranks or "
-        "microbatches of that step: look at that rank's log and disk",
+        f"{kind}/{path.name} does not exist, but the dump has files of other ranks or "
+        "microbatches of that step. Look at that rank's log and disk",
         DumpEntry(TYPES[kind], location, path, 0, kind),
     )
 

@@ -130,7 +130,7 @@ def _superseded(older: DumpEntry, newer: DumpEntry) -> DumpProblem:
     return DumpProblem(
         older.path,
         "superseded",
-        f"{older.path.name} and {newer.path.name} are both of {newer.location}: the later written, "
+        f"{older.path.name} and {newer.path.name} are both of {newer.location}. The newer one, "
         f"{newer.path.name}, is read",
         older,
     )

@@ -81,8 +81,8 @@ def _unstable(entries: Sequence[DumpEntry]) -> list[DumpProblem]:
                 DumpProblem(
                     directory / STABLE,
                     "missing",
-                    f"{directory.name} has no {STABLE}, as the other steps have: ranks were still "
-                    "writing, or the training ended before; what there is of it is read",
+                    f"{directory.name} has no {STABLE}, but other steps have one. Ranks were still "
+                    "writing, or the training ended before. The files that exist are read",
                     entry,
                 )
             )
@@ -138,17 +138,13 @@ def _columns_of(rows: Sequence[Mapping[str, FileValue]], found: Columns) -> dict
     columns: dict[str, str] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         lists = [row.get(name) for row in rows]
-        if name in _TOKENS or not any(isinstance(each, list) or _is_array(each) for each in lists):
+        if name in _TOKENS or not any(each == [] or plain_list(each) for each in lists):
             continue
         if all(value is None for each in lists for value in plain_list(each)):
             found.left_out[_NAMES.get(name, name)] = "null in every token: prime-rl has none"
             continue
         columns[name] = _NAMES.get(name, name)
     return columns
-
-
-def _is_array(value: FileValue) -> bool:
-    return bool(plain_list(value))
 
 
 def _sequence(

@@ -8,6 +8,7 @@ responses.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,40 +30,39 @@ _INT64: Final = 1 << 63
 _INTEGERS: Final = frozenset({"tokens", "responses", "prompts", "response_mask", "loss_mask"})
 
 
+@dataclasses.dataclass
 class SequenceRow:
     """One sequence: its tokens, which of them are the model's, and values of each token.
 
-    Args:
+    Attributes:
         tokens: the whole sequence, without padding.
         mask: which tokens are the model's; as long.
         values: values by name in the record; as long.
+        counts: whether the loss counts this sequence.
 
     Raises:
         InvalidTensor: a value has another length.
     """
 
-    def __init__(
-        self,
-        tokens: Sequence[int],
-        mask: Sequence[bool],
-        values: Mapping[str, Sequence[float]],
-        *,
-        counts: bool = True,
-    ) -> None:
-        for name, value in {"the mask": mask, **values}.items():
-            if len(value) != len(tokens):
+    tokens: list[int]
+    mask: list[bool]
+    values: dict[str, list[float]]
+    counts: bool = True
+
+    def __post_init__(self) -> None:
+        counts = {name: len(values) for name, values in self.values.items()}
+        for name, count in {"the mask": len(self.mask), **counts}.items():
+            if count != len(self.tokens):
                 raise InvalidTensor(
-                    f"{name} of a sequence has {len(value)} values, and the sequence "
-                    f"{len(tokens)} tokens",
+                    f"{name} of a sequence has {count} values, and the sequence "
+                    f"{len(self.tokens)} tokens",
                     expected="one value for each token",
                 )
-        self.tokens = list(tokens)
-        self.mask = list(mask)
-        self.values = dict(values)
-        self.counts = counts
-        """Whether the loss counts this sequence."""
-        self.begin = next((at for at, one in enumerate(mask) if one), len(tokens))
-        """Index of the response's first token; a sequence without a model token has no response."""
+
+    @property
+    def begin(self) -> int:
+        """Index of the response's first token; without a model token there is no response."""
+        return self.mask.index(True) if True in self.mask else len(self.tokens)
 
     @property
     def prompt(self) -> list[int]:
@@ -75,25 +75,18 @@ def response_tensors(rows: Sequence[SequenceRow]) -> dict[str, WireTensor]:
 
     The mask of a sequence that the loss does not count is 0.
     """
-    names = dict.fromkeys(name for row in rows for name in row.values)
+    begins = [row.begin for row in rows]
+    pairs = [*zip(rows, begins, strict=True)]
+    masks = [[int(one and row.counts) for one in row.mask[begin:]] for row, begin in pairs]
     found: dict[str, WireTensor] = {
-        "tokens": _ragged("tokens", (row.tokens for row in rows)),
-        "prompts": _ragged("prompts", (row.prompt for row in rows)),
-        "responses": _ragged("responses", (row.tokens[row.begin :] for row in rows)),
-        "response_mask": _ragged(
-            "response_mask",
-            ([int(one and row.counts) for one in row.mask[row.begin :]] for row in rows),
-        ),
-    }  # fmt: skip
-    for name in names:
-        lacking = [NAN]
-        found[name] = _ragged(
-            name,
-            (
-                (row.values[name] if name in row.values else lacking * len(row.tokens))[row.begin :]
-                for row in rows
-            ),
-        )
+        "tokens": _ragged("tokens", [row.tokens for row in rows]),
+        "prompts": _ragged("prompts", [row.tokens[:begin] for row, begin in pairs]),
+        "responses": _ragged("responses", [row.tokens[begin:] for row, begin in pairs]),
+        "response_mask": _ragged("response_mask", masks),
+    }
+    for name in dict.fromkeys(name for row in rows for name in row.values):
+        columns = [row.values.get(name) or [NAN] * len(row.tokens) for row in rows]
+        found[name] = _ragged(name, [c[begin:] for c, begin in zip(columns, begins, strict=True)])
     return found
 
 
@@ -194,8 +187,7 @@ def add_row_values(
     found.tensors[name] = row_values(values, whole=whole)
 
 
-def _ragged(name: str, rows: Iterable[Sequence[float]]) -> WireTensor:
-    listed = [list(row) for row in rows]
+def _ragged(name: str, rows: Sequence[Sequence[float]]) -> WireTensor:
     dtype = np.int64 if name in _INTEGERS else np.float64
-    flat = np.array([value for row in listed for value in row], dtype)
-    return str(flat.dtype), flat.shape, flat, cumulative(np.array([*map(len, listed)], np.int64))
+    flat = np.array([value for row in rows for value in row], dtype)
+    return str(flat.dtype), flat.shape, flat, cumulative(np.array([*map(len, rows)], np.int64))

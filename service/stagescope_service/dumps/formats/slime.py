@@ -8,6 +8,7 @@ its `index`, which both files have; its group is `group_index`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -20,13 +21,13 @@ from stagescope_service.dumps.formats.columns import (
     unique_samples,
 )
 from stagescope_service.dumps.formats.content import read_shared
-from stagescope_service.dumps.formats.fitting import (
+from stagescope_service.dumps.formats.listing import FileFormat, ListedFile, saved_place
+from stagescope_service.dumps.formats.odd_values import (
     NamedRow,
     fitting_rows,
     left_out_problem,
     objects_in,
 )
-from stagescope_service.dumps.formats.listing import FileFormat, ListedFile, saved_place
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
 from stagescope_service.rows.ragged import cumulative, slice_indexes
@@ -98,15 +99,13 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     )
     rows = [row.values for row in fitted]
     problems = left_out_problem(entry, {**wrong, **unfit}, len(listed))
-    wanted = [
-        {
-            name: value
-            for name, value in row.items()
-            if name not in _SKIPPED and _is_wanted(names.get(name, name), own, elsewhere)
-        }
-        for row in rows
-    ]
-    found = collect_rows(wanted, names=names)
+    given = {name: names.get(name, name) for name in {*itertools.chain.from_iterable(rows)}}
+    skipped = {
+        name
+        for name, ours in given.items()
+        if (ours in elsewhere if own is None else ours not in (*own, "response_mask"))
+    }
+    found = collect_rows(rows, names=names, skip=_SKIPPED | skipped)
     if entry.section == "trajectories":
         _add_responses(found, rows)
         _add_versions(found, rows)
@@ -125,12 +124,6 @@ def read_entry(entry: DumpEntry) -> DumpContents:
         problems=problems,
         rows=[row.name for row in fitted],
     )
-
-
-def _is_wanted(name: str, own: tuple[str, ...] | None, elsewhere: set[str]) -> bool:
-    if own is None:
-        return name not in elsewhere
-    return name in own or name == "response_mask"
 
 
 def _plain_sample(row: dict[str, FileValue]) -> dict[str, FileValue]:

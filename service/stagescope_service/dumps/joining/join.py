@@ -17,7 +17,7 @@ from stagescope_service.dumps.joining.parts import DumpParts, find_parts
 from stagescope_service.dumps.joining.rows import Allocate, Assembly, Column, RecordedPart
 from stagescope_service.dumps.records import Dump, DumpContents
 from stagescope_service.rows.positions import POSITION_TENSORS, TokenPositions, token_positions
-from stagescope_service.rows.ragged import Int64, RowBlock, row_block
+from stagescope_service.rows.ragged import Int64, RowBlock, row_block, unpack
 from stagescope_wire.batch import Batch, BatchPart, Gap, Tensor
 from stagescope_wire.batch.data import flow_index
 from stagescope_wire.errors import NotFound, StagescopeError
@@ -133,8 +133,8 @@ class _Joiner:
         return Batch(
             rows=len(self._rows),
             tensors={
-                name: Tensor(column.tag, column.values)
-                for name, column in sorted(self._columns.items(), key=_flow)
+                name: Tensor(self._columns[name].tag, self._columns[name].values)
+                for name in sorted(self._columns, key=lambda name: (flow_index(name), name))
             },
             lengths={n: np.maximum(c.written, 0) for n, c in self._columns.items() if c.is_ragged},
             padding=padding,
@@ -173,7 +173,7 @@ class _Joiner:
         return (shape[0], part.span, *shape[2:]) if is_of_tokens else None
 
     def _add(self, index: int, part: RecordedPart, record: DumpContents) -> None:
-        tensors = part.unpack(record)
+        tensors = unpack(record.tensors)
         in_fragments = not part.is_whole and part.span is not None
         tokens = token_positions(tensors, part.count) if in_fragments else None
         for name, wire in tensors.items():
@@ -290,7 +290,3 @@ class _Joiner:
 
 def _is_recomputed(name: str) -> bool:
     return name in _RECOMPUTED or flow_index(name) >= flow_index("log_probs")
-
-
-def _flow(item: tuple[str, Column]) -> tuple[int, str]:
-    return flow_index(item[0]), item[0]

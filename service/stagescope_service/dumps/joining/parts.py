@@ -12,7 +12,7 @@ import numpy as np
 from stagescope_service.dumps.joining.rows import RecordedPart, RowIndex, rows_lacking_ranks
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, mapping
 from stagescope_service.rows.positions import has_positions, token_positions
-from stagescope_service.rows.ragged import Bools
+from stagescope_service.rows.ragged import Bools, unpack
 from stagescope_service.store.tensorfile import WireTensor
 from stagescope_wire.batch import Gap
 from stagescope_wire.batch.data import flow_index
@@ -117,8 +117,8 @@ def find_parts(dump: Dump, step: int | None, stages: Collection[str] | None) -> 
     if fragments := [str(part) for part in parts if not part.is_whole and part.span is None]:
         gaps.append(
             Gap("joined", f"{len(fragments)} parts hold pieces of samples ({fragments[0]}, ...) "
-                "without the positions of their tokens (positions, or token_offset): their "
-                "tensors are in these parts alone")
+                "without the positions of their tokens (positions, or token_offset). Only these "
+                "parts have their tensors")
         )  # fmt: skip
     gaps += [Gap("file", f"{each.path}: {each.message}") for each in dump.problems]
     gaps += _missing_ranks(parts)
@@ -131,8 +131,8 @@ def _assign(rows: RowIndex, group: Sequence[RecordedPart]) -> list[Gap]:
     stage = group[0].stage
     if not rows.assign(group):
         gaps.append(
-            Gap("joined", f"{stage} has no sample ids, and other rows than the stages before it: "
-                "its tensors are in its parts alone")
+            Gap("joined", f"{stage} has no sample ids, and other rows than the stages before it. "
+                "Only its parts have its tensors")
         )  # fmt: skip
     if lacking := rows_lacking_ranks(group):
         some = ", ".join(map(rows.name, lacking[:4]))
@@ -190,7 +190,7 @@ class _Scanner:
             })  # fmt: skip
 
     def _add_rows(self, part: RecordedPart, record: DumpContents) -> None:
-        tensors = part.unpack(record)
+        tensors = unpack(record.tensors)
         texts = dict(record.row_texts)
         if record.groups is not None:
             texts["group_ids"] = record.groups

@@ -12,10 +12,9 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from stagescope_service.dumps.records import DumpContents, DumpEntry, mapping
+from stagescope_service.dumps.records import DumpEntry, mapping
 from stagescope_service.rows.positions import TokenPositions, has_positions
-from stagescope_service.rows.ragged import Bools, Int64, RowBlock, is_in_row, unpack
-from stagescope_service.store.tensorfile import WireTensor
+from stagescope_service.rows.ragged import Bools, Int64, RowBlock, is_in_row
 from stagescope_wire.batch import Padding, Tensor, widened
 from stagescope_wire.schema import Part
 from stagescope_wire.tensorfile import CODES, Array
@@ -65,11 +64,6 @@ class RecordedPart:
         return f"{self.stage}{rank}" + ("" if self.part == Part() else f" part {self.part}")
 
     @property
-    def has_positions(self) -> bool:
-        """Whether it recorded the positions of its tokens in their samples."""
-        return has_positions(self.shapes)
-
-    @property
     def context_ranks(self) -> int:
         """How many context-parallel ranks share a sample, according to the rank's layout."""
         size = self._layout.get("cp_size")
@@ -90,10 +84,6 @@ class RecordedPart:
     @property
     def _layout(self) -> Mapping[str, object]:
         return mapping(mapping(self.about, "job"), "layout")
-
-    def unpack(self, record: DumpContents) -> dict[str, WireTensor]:
-        """Return a record's tensors; `cu_seqlens` becomes the row offsets of the others."""
-        return unpack(record.tensors)
 
 
 class RowIndex:
@@ -173,7 +163,7 @@ def _mark_fragments(parts: Sequence[RecordedPart]) -> None:
         rows = part.rows.tolist()
         part.is_whole = len(set(rows)) == len(rows)
         before = {id(holders[row]): holders[row] for row in rows if row in holders}.values()
-        if part.has_positions:
+        if has_positions(part.shapes):
             split = any(other.data_rank != part.data_rank for other in before)
             part.is_whole &= not split and part.context_ranks < 2
         elif any(other.checksum != part.checksum for other in before):  # equal ones are replicas
@@ -249,7 +239,8 @@ class Column:
         self._assembled[rows] |= assembled
         lengths = np.full(len(rows), block.width, np.int64) if lengths is None else lengths
         before = self.written[rows]
-        same = self._agrees(rows, block, np.minimum(before, lengths))
+        common = np.minimum(before, lengths)
+        same = not (common > 0).any() or not self._compare(rows, block, common)[0].any()
         chosen = (before < 0) | ((lengths > before) if same else False)
         self._store(rows[chosen], block.values[chosen])
         self.written[rows[chosen]] = lengths[chosen]
@@ -257,9 +248,7 @@ class Column:
 
     def differences(self, rows: Int64, block: RowBlock) -> tuple[int, float]:
         """Return how many values of a block differ from the column's, and the largest |d|."""
-        common = np.minimum(self.written[rows], block.width)
-        ours, theirs = self._overlap(rows, block)
-        differ = (bits(ours) != bits(theirs)) & self._within(common, ours)
+        differ, ours, theirs = self._compare(rows, block, self.written[rows])
         if not differ.any():
             return 0, 0.0
         a = widened(Tensor(self.tag, ours))[differ].astype(np.float64)
@@ -289,18 +278,16 @@ class Column:
         shown = widened(Tensor(self.tag, np.array([fill], self.values.dtype)))[0]
         return Padding(self.side, shown.item())
 
-    def _agrees(self, rows: Int64, block: RowBlock, common: Int64) -> bool:
-        if not (common > 0).any():
-            return True
-        ours, theirs = self._overlap(rows, block)
-        return not ((bits(ours) != bits(theirs)) & self._within(common, ours)).any()
-
-    def _overlap(self, rows: Int64, block: RowBlock) -> tuple[Array, Array]:
+    def _compare(self, rows: Int64, block: RowBlock, widths: Int64) -> tuple[Bools, Array, Array]:
+        """Return which values of the first `widths` tokens differ, the column's, the block's."""
         theirs = np.ascontiguousarray(block.values)
         if self.values.ndim == 1:
-            return self.values[rows], theirs
-        cut = slice(self.width - block.width, None) if self._is_left else slice(block.width)
-        return np.ascontiguousarray(self.values[rows, cut]), theirs
+            ours = self.values[rows]
+        else:
+            cut = slice(self.width - block.width, None) if self._is_left else slice(block.width)
+            ours = np.ascontiguousarray(self.values[rows, cut])
+        common = np.minimum(widths, block.width)
+        return (bits(ours) != bits(theirs)) & self._within(common, ours), ours, theirs
 
     def _within(self, counts: Int64, values: Array, *, flat: bool = False) -> Bools:
         """Return which of `values` are among the first (or last) `counts` tokens of their row."""

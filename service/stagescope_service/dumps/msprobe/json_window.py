@@ -297,8 +297,8 @@ class DumpFile:
             for key in self._window.names():
                 if key == "data" and self._window.next_character() == "{":
                     yield from self._data()
-                else:
-                    self._set_header(key, self._window.value())
+                elif (value := self._window.value()) is not None and key in self.header:
+                    self.header[key] = str(value)[:MAX_NAME]
             self._window.finish()
         except Truncated:
             self.truncated_at = self._window.bytes_read
@@ -309,7 +309,3 @@ class DumpFile:
                 raise TooLarge(f"{self._what}: a name of {len(name)} characters")
             self.last_name = name
             yield name, record
-
-    def _set_header(self, key: str, value: JsonValue) -> None:
-        if key in self.header and value is not None:
-            self.header[key] = str(value)[:MAX_NAME]

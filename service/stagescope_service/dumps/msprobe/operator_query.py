@@ -70,7 +70,6 @@ def read_operators(
     path: Path,
     where: OperatorFilter | None = None,
     *,
-    columns: Sequence[str] | None = None,
     offset: int = 0,
     limit: int = 1000,
 ) -> OperatorPage:
@@ -79,31 +78,28 @@ def read_operators(
     Args:
         path: an operator table.
         where: which rows.
-        columns: names of columns; default: all.
         offset: number of matching rows to skip.
         limit: most rows to return, at most `MAX_ROWS`.
 
     Raises:
-        InvalidInput: an unknown column, or an offset or limit out of range.
+        InvalidInput: an offset or limit out of range.
         NotFound: there is no such file.
         StoreError: it is not an operator table.
     """
-    wanted = _check_columns(columns)
     if not 0 <= limit <= MAX_ROWS or offset < 0:
         raise InvalidInput(
             f"offset {offset} and limit {limit}", expected=f"from 0, a limit up to {MAX_ROWS}"
         )
     found: list[pa.RecordBatch] = []
     skip, left = offset, limit + 1
-    for batch in _batches(path, where, wanted):
+    for batch in _batches(path, where, SCHEMA.names):
         piece = batch.slice(skip, left)
         skip = max(0, skip - batch.num_rows)
         left -= piece.num_rows
         found.append(piece)
         if not left:
             break
-    schema = pa.schema([SCHEMA.field(name) for name in wanted])
-    page = pa.Table.from_batches(found, schema).slice(0, limit)
+    page = pa.Table.from_batches(found, SCHEMA).slice(0, limit)
     return OperatorPage(page.to_pydict(), more=not left)
 
 
@@ -119,9 +115,7 @@ def iterate_rows(
         yield from batch.to_pylist()
 
 
-def load_columns(
-    path: Path, columns: Sequence[str], where: OperatorFilter | None = None
-) -> dict[str, Json]:
+def load_columns(path: Path, columns: Sequence[str]) -> dict[str, Json]:
     """Read complete columns for a computation.
 
     Returns:
@@ -133,7 +127,7 @@ def load_columns(
     """
     wanted = _check_columns(columns)
     schema = pa.schema([_encoded_field(SCHEMA.field(name)) for name in wanted])
-    batches = [_encode(batch, schema) for batch in _batches(path, where, wanted)]
+    batches = [_encode(batch, schema) for batch in _batches(path, None, wanted)]
     table = pa.Table.from_batches(batches, schema).unify_dictionaries()
     found: dict[str, Json] = {}
     for name in wanted:

@@ -77,7 +77,7 @@ def check_zip(path: Path, size: int) -> bool:
             raise InvalidTensor(
                 f"{path} ({size} bytes) is no whole zip file: {error}",
                 expected="a file that torch.save wrote",
-                advice="it was cut off, or is still being written: look at its disk and copy it "
+                advice="it was cut off, or is still being written. Look at its disk and copy it "
                 "again",
             ) from error
     pickles = [each.file_size for each in members if each.filename.endswith("data.pkl")]

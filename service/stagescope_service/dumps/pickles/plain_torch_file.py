@@ -226,7 +226,7 @@ def _tensor(storage: object, offset: Any, shape: Any, strides: Any) -> FileTenso
         for size, stride, contiguous in zip(shape, strides, reversed(expected), strict=True)
     )
     if not (is_contiguous or count == 0) or offset + count > len(storage.values):
-        raise NotPlain("a tensor that is no stretch of its storage")
+        raise NotPlain("a tensor that is no contiguous range of its storage")
     values = storage.values[offset : offset + count].reshape(shape)
     values.flags.writeable = False
     return FileTensor((storage.tag, tuple(shape), values, None))

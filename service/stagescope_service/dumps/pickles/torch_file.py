@@ -177,7 +177,7 @@ def _refusal(path: Path, error: Exception) -> InvalidTensor | Forbidden:
         return Forbidden(
             f"{path} needs {names} to be loaded, which may run code",
             expected="tensors, numpy arrays, TensorDicts, numbers and texts alone",
-            advice="write it again where those classes are known, with plain values in their place",
+            advice="load it where those classes exist, and save plain values in their place",
         )
     # torch's own text advises to load it with weights_only=False.
     reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)

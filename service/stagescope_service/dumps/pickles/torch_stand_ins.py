@@ -130,7 +130,7 @@ class PickledJagged:
         """
         found = self._arguments if isinstance(self._arguments, dict) else {}
         if found.get("lengths") is not None or found.get("_ragged_idx") != 1:
-            raise ValueError("its rows do not lie one behind the other")
+            raise ValueError("its rows are not contiguous")
         return found.get("values"), found.get("offsets")
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request
 
-from stagescope_service.coordinator.answers import News, Taken
+from stagescope_service.coordinator.answers import News, RecordedBatch
 from stagescope_service.coordinator.draining import Drained
 from stagescope_service.http import framing
 from stagescope_service.http.parameters import Deps
@@ -39,7 +39,10 @@ _EVENTS_BODY: Final[Schema] = {
 
 
 @router.post(
-    "/events", response_model=Taken, tags=["processes"], openapi_extra={"requestBody": _EVENTS_BODY}
+    "/events",
+    response_model=RecordedBatch,
+    tags=["processes"],
+    openapi_extra={"requestBody": _EVENTS_BODY},
 )
 async def events(request: Request, deps: Deps) -> Answer:
     """Record a batch of events, with payloads, of a process without Ray; needs the operate token.

@@ -21,7 +21,7 @@ from stagescope_service.store.queries.findings import (
 )
 from stagescope_service.store.tables.findings import FiredActions, PinnedOf
 from stagescope_service.views.models.runs import Extent
-from stagescope_wire.render import stretches
+from stagescope_wire.render import ranges_text
 
 SEVERITIES: Final = ("error", "warning", "info")
 _MAX_CAPTURES: Final = 6
@@ -126,7 +126,7 @@ def extent(group: Sequence[Outline]) -> Extent:
     """Return the steps and ranks of a group, as numbers and as text."""
     steps = sorted({row["step"] for row in group if row["step"] is not None})
     ranks = sorted({row["rank"] for row in group if row["rank"] is not None})
-    texts = [stretches("step", steps), stretches("rank", ranks)]
+    texts = [ranges_text("step", steps), ranges_text("rank", ranks)]
     return {
         "where": ", ".join(text for text in texts if text),
         "first_step": steps[0] if steps else None,
@@ -148,7 +148,7 @@ def outcomes(fired: Sequence[FiredActions | None]) -> list[str]:
     texts = [*_capture_outcomes(results), *_pin_outcomes(results), *_webhook_outcomes(results)]
     if since:
         text = "not taken again: the rule cools down from those of "
-        texts.append(text + stretches("step", sorted({*since})))
+        texts.append(text + ranges_text("step", sorted({*since})))
     if waiting := len(fired) - len(results):
         texts.append("actions are not taken yet" + (f" of {waiting}" if results else ""))
     return texts
@@ -177,11 +177,11 @@ def _pin_outcomes(results: Sequence[FiredActions]) -> list[str]:
     pinned = {step: pin["payloads"] for step, pin in pins.items() if pin["payloads"]}
     gone = sum(pin["gone"] for pin in pins.values())
     if not pinned:
-        text = f"pinned no payload of {stretches('step', sorted(pins))}: none were left"
+        text = f"pinned no payload of {ranges_text('step', sorted(pins))}: none were left"
     else:
         payloads = sum(pinned.values())
         text = f"pinned {payloads} payload{'' if payloads == 1 else 's'} of "
-        text += stretches("step", sorted(pinned))
+        text += ranges_text("step", sorted(pinned))
     text += f" ({gone} had left the ring before)" if gone else ""
     reasons = [why for pin in pins.values() for why in pin["reasons"]]
     return [text, *(f"not pinned{times}: {why}" for why, times in _count_texts(reasons))]

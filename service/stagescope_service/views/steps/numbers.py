@@ -26,7 +26,7 @@ from stagescope_service.views.reading.tokenizers import Tokenizers
 from stagescope_service.views.steps.listing import begun_again_in, gap_of, progress_of
 from stagescope_wire.errors import NotFound
 from stagescope_wire.names import unit_of_metric
-from stagescope_wire.render import stretches
+from stagescope_wire.render import ranges_text
 
 SliceBy = Literal["round", "turn", "staleness"]
 
@@ -229,7 +229,7 @@ def doubted_steps(deps: Dependencies, attempts: Mapping[int, int]) -> list[str]:
             found[row["verdict"]].append(row["step"])
     return [
         f"{_UNKNOWN if verdict == 'unknown' else f'the streams are {verdict}'} in "
-        f"{stretches('step', sorted(steps))}"
+        f"{ranges_text('step', sorted(steps))}"
         for verdict, steps in found.items()
         if steps
     ]

@@ -137,13 +137,19 @@ def write_table(path: Path, calls: Iterable[Call]) -> Path:
     return table_of(path, {name: {"input_args": [], "output": outputs} for name, outputs in calls})
 
 
+def compare_calls(
+    path: Path, a: Iterable[Call], b: Iterable[Call], *, exact: bool = False, **options: bool
+) -> OperatorDivergence:
+    one, other = write_table(path / "a", a), write_table(path / "b", b)
+    return first_divergent(one, other, Thresholds(exact=exact), **options)
+
+
 def compare_outputs(
     path: Path, a: Argument | None, b: Argument | None, *, exact: bool = False
 ) -> OperatorDivergence:
     """Compare two outputs of one operator."""
-    one = write_table(path / "a", [("Torch.x.0.forward", [a])])
-    other = write_table(path / "b", [("Torch.x.0.forward", [b])])
-    return first_divergent(one, other, Thresholds(exact=exact))
+    one, other = ([("Torch.x.0.forward", [output])] for output in (a, b))
+    return compare_calls(path, one, other, exact=exact)
 
 
 def reading_call(
@@ -242,64 +248,54 @@ def test_the_threshold_is_four_eps_of_the_coarser_dtype(tmp_path: Path, dtype: s
 
 def test_a_value_that_was_rounded_once_stays_rounded(tmp_path: Path) -> None:
     def calls(value: float) -> list[Call]:
-        return [
-            ("Torch.x.0.forward", [tensor(0, value)]),
-            ("Torch.y.0.forward", [tensor(0, 1, dtype="torch.bfloat16")]),
-            ("Torch.z.0.forward", [tensor(0, value)]),
-        ]
+        rounded = tensor(0, 1, dtype="torch.bfloat16")
+        outputs = {"x": tensor(0, value), "y": rounded, "z": tensor(0, value)}
+        return [(f"Torch.{name}.0.forward", [output]) for name, output in outputs.items()]
 
-    found = first_divergent(
-        write_table(tmp_path / "a", calls(1.0)), write_table(tmp_path / "b", calls(1.01))
-    )
+    found = compare_calls(tmp_path, calls(1.0), calls(1.01))
     # Before the first bfloat16 one percent is a difference, behind it none.
     assert [row["a"] and row["a"]["operator"] for row in found.rows] == ["x"]
 
 
-def test_a_tensor_that_one_side_lacks_is_missing_and_a_none_is_not(tmp_path: Path) -> None:
-    one = write_table(tmp_path / "a", [("Torch.x.0.forward", [tensor(0, 1), tensor(0, 1), None])])
-    other = write_table(tmp_path / "b", [("Torch.x.0.forward", [tensor(0, 1)])])
-    cases: tuple[tuple[OperatorDivergence, Side, Side], ...] = (
-        (first_divergent(one, other), "a", "b"), (first_divergent(other, one), "b", "a"),
-    )  # fmt: skip
-    for found, has, lacks in cases:
-        assert found.counts == {"missing": 1}
-        assert found.first is not None
-        assert first_name(found, has) == "Torch.x.0.forward"
-        assert found.first["index"] == "1"
-        assert found.first[lacks] is None
+@pytest.mark.parametrize(("has", "lacks"), [("a", "b"), ("b", "a")])
+def test_a_tensor_that_one_side_lacks_is_missing_and_a_none_is_not(
+    tmp_path: Path, has: Side, lacks: Side
+) -> None:
+    more: list[Call] = [("Torch.x.0.forward", [tensor(0, 1), tensor(0, 1), None])]
+    fewer: list[Call] = [("Torch.x.0.forward", [tensor(0, 1)])]
+    found = compare_calls(tmp_path, *((more, fewer) if has == "a" else (fewer, more)))
+    assert found.counts == {"missing": 1}
+    assert found.first is not None
+    assert first_name(found, has) == "Torch.x.0.forward"
+    assert found.first["index"] == "1"
+    assert found.first[lacks] is None
 
 
 def test_a_module_that_moved_is_paired_by_its_name(tmp_path: Path) -> None:
-    names = [f"Module.m{i}.Linear.forward.0" for i in range(4)]
-    one = write_table(tmp_path / "a", [(name, [tensor(0, 1)]) for name in names])
-    moved = [names[3], *names[:3]]
-    other = write_table(tmp_path / "b", [(name, [tensor(0, 1)]) for name in moved])
-    found = first_divergent(one, other)
+    calls: list[Call] = [(f"Module.m{i}.Linear.forward.0", [tensor(0, 1)]) for i in range(4)]
+    found = compare_calls(tmp_path, calls, [calls[3], *calls[:3]])
     assert (found.same, found.moved, found.paired) == (True, 1, 4)
 
 
 def test_wrappers_in_a_path_do_not_count(tmp_path: Path) -> None:
-    one = write_table(tmp_path / "a", [("Module.layers.0.up.Linear.forward.0", [tensor(0, 1)])])
     wrapped = "Module._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.up.Linear.forward.0"
-    other = write_table(tmp_path / "b", [(wrapped, [tensor(0, 1)])])
-    assert first_divergent(one, other).same
+    names = ("Module.layers.0.up.Linear.forward.0", wrapped)
+    one, other = ([(name, [tensor(0, 1)])] for name in names)
+    assert compare_calls(tmp_path, one, other).same
 
 
 def test_shards_of_two_ranks_are_left_out_on_request(tmp_path: Path) -> None:
     shard = [{"Shard": {"dim": 0}}]
-    one = write_table(tmp_path / "a", [("Torch.x.0.forward", [tensor(0, 1, placements=shard)])])
-    other = write_table(tmp_path / "b", [("Torch.x.0.forward", [tensor(0, 9, placements=shard)])])
-    assert first_divergent(one, other).counts == {"statistics": 1}
-    found = first_divergent(one, other, skip_sharded=True)
+    one, other = ([("Torch.x.0.forward", [tensor(0, high, placements=shard)])] for high in (1, 9))
+    assert compare_calls(tmp_path, one, other).counts == {"statistics": 1}
+    found = compare_calls(tmp_path, one, other, skip_sharded=True)
     assert (found.same, found.sharded, found.compared) == (True, 1, 0)
 
 
 def test_tables_with_nothing_in_common_and_empty_ones(tmp_path: Path) -> None:
-    empty = write_table(tmp_path / "empty", [])
-    one = write_table(tmp_path / "a", [("Torch.x.0.forward", [tensor(0, 1)])])
-    other = write_table(tmp_path / "b", [("Torch.y.0.forward", [tensor(0, 1)])])
-    assert first_divergent(empty, empty).same
-    assert first_divergent(one, empty).only_a_count == 1
-    found = first_divergent(one, other)
+    one, other = ([(f"Torch.{name}.0.forward", [tensor(0, 1)])] for name in "xy")
+    assert compare_calls(tmp_path, [], []).same
+    assert compare_calls(tmp_path, one, []).only_a_count == 1
+    found = compare_calls(tmp_path, one, other)
     assert (found.first, found.only_a_count, found.only_b_count) == (None, 1, 1)
     assert not found.same

@@ -146,17 +146,6 @@ def test_a_bad_input_alone_is_no_result(tmp_path: Path) -> None:
     assert non_finite_of_rank(path).first is None
 
 
-def test_log_of_zero_is_named_before_what_follows_from_it(tmp_path: Path) -> None:
-    path = write_table(
-        tmp_path,
-        ("Torch.log.0.forward", [FINE], [MINUS]),
-        ("Tensor.__mul__.0.forward", [MINUS, FINE], [NAN]),
-    )
-    found = non_finite_of_rank(path)
-    assert found.first is not None
-    assert (found.first["operator"], found.culprits) == ("log", 2)
-
-
 def test_ranks_in_another_order_are_listed_and_come_last(tmp_path: Path) -> None:
     forward = [("Torch.a.0.forward", [FINE], [FINE]), ("Torch.b.0.forward", [FINE], [NAN])]
     usual = write_table(tmp_path / "usual", *forward, ("Torch.c.0.forward", [NAN], [NAN]))

@@ -95,31 +95,24 @@ def test_it_ends_after_its_time_limit(plain: Dump, monkeypatch: pytest.MonkeyPat
 def test_odd_cells_are_numbers_or_unknown(tmp_path: Path) -> None:
     path = tmp_path / "compare_result.csv"
     path.write_text(
-        "NPU Name,Bench Name,NPU Tensor Shape,Cosine,MaxAbsErr,MaxRelativeErr,NPU max,Bench max,"
-        'Result\nx,y,"[2, 6]",unsupported, inf,0.0322%,Nan,None,error\n'
+        "NPU Name,Bench Name,NPU Dtype,Bench Dtype,NPU Tensor Shape,Cosine,MaxAbsErr,"
+        "MaxRelativeErr,NPU max,Bench max,Result\n"
+        'x,y,torch.half,N/A,"[2, 6]",unsupported, inf,0.0322%,Nan,None,error\n'
+        "x,x,<class 'float'>,N/A,[],,,,,,\ny,y,N/A,N/A,N/A,,,,,,\n"
     )
-    (row,) = read_table(path)
+    rows = list(read_table(path))
+    row = rows[0]
     assert (row["name"], row["name_b"], row["shape_a"]) == ("x", "y", "[2, 6]")
-    assert row["cosine"] is None
+    assert (row["dtype_a"], row["dtype_b"], rows[1]["dtype_a"]) == ("half", None, "float")
+    assert row["cosine"] is row["max_b"] is None
     assert row["max_abs_error"] == math.inf
     assert row["max_relative_error"] == pytest.approx(0.000322)
     assert isinstance(row["max_a"], float)
     assert math.isnan(row["max_a"])
-    assert row["max_b"] is None
     assert "error" not in row.values()
+    lines = Tensors.from_table(Table.from_rows(rows[1:])).lines()
+    assert "  float[] / -" in lines[2]
+    assert not any("None" in line or "class" in line for line in lines)
     path.write_text("something,else\n1,2\n")
     with pytest.raises(InvalidInput, match="no table"):
         list(read_table(path))
-
-
-def test_a_number_of_python_and_a_tensor_without_a_shape_are_shown(tmp_path: Path) -> None:
-    path = tmp_path / "compare_result.csv"
-    names = {ours: theirs for theirs, ours in COLUMNS.items()}
-    header = [names[name] for name in ("name", "name_b", "dtype_a", "dtype_b", "shape_a")]
-    cells = "x,x,<class 'float'>,N/A,[]\ny,y,N/A,N/A,N/A\n"
-    path.write_text(",".join(header) + "\n" + cells)
-    rows = list(read_table(path))
-    assert (rows[0]["dtype_a"], rows[0]["dtype_b"]) == ("float", None)
-    lines = Tensors.from_table(Table.from_rows(rows)).lines()
-    assert "  float[] / -" in lines[2]
-    assert not any("None" in line or "class" in line for line in lines)

@@ -72,6 +72,7 @@ def masked(lines: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
 
 def test_a_row_is_its_response(tmp_path: Path) -> None:
     lines = rows()
+    lines[0]["token_loss_mask"][0][0] = 1  # no logits score the first token: it never counts
     write(tmp_path / "exp_001" / "train_data_step7.jsonl", lines)
     write(tmp_path / "exp_001" / "val_data_step7.jsonl", [{"content": ["x"], "idx": 0}])
     dump = open_dump(tmp_path / "exp_001")

@@ -19,10 +19,9 @@ from stagescope_wire.schema import Part
 
 
 def one(dump: Dump, section: str, rank: int = 0, micro: int = 0) -> DumpContents:
-    location = (section, rank, Part(microbatch=micro))
-    found = [e for e in dump.entries if (e.section, e.location.rank, e.location.part) == location]
-    assert len(found) == 1
-    return dump.read(found[0])
+    place = (section, rank, Part(microbatch=micro))
+    (found,) = [e for e in dump.entries if (e.section, e.location.rank, e.location.part) == place]
+    return dump.read(found)
 
 
 def test_a_payload_is_split_into_sections(tmp_path: Path) -> None:
@@ -52,8 +51,15 @@ def test_a_payload_is_split_into_sections(tmp_path: Path) -> None:
     assert {*record.tensors} == {"entropy", "log_probs", "response_mask"}
     loss = one(dump, "loss")
     assert loss.numbers["loss"] == 0.5
+    assert np.isnan(loss.numbers["pg_loss"])
     assert loss.about["meta"] == {"temperature": 1.0}
     assert one(dump, "metrics").numbers == {"grad_norm": 1.5}
+    # Gradients of the second update have their number.
+    record = one(dump, "gradients", 1)
+    assert {name: wire[2][0, 0] for name, wire in record.tensors.items()} == {
+        "lm_head.weight": 2.0, "lm_head.weight#1": 3.0,
+    }  # fmt: skip
+    assert record.mask is None
 
 
 def test_shards_datums_and_texts(tmp_path: Path) -> None:
@@ -77,34 +83,6 @@ def test_shards_datums_and_texts(tmp_path: Path) -> None:
     assert one(dump, "old_log_probs").row_texts == {}
 
 
-def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    found = []
-    for value in (1.0, 2.0):
-        write_tensors(path, {"loss": wire(np.array(value)), f"x{value}": wire(np.zeros(1))}, {})
-        os.utime(path, (value, value))
-        dump = open_files("a", [(path, Location(0))])
-        records = [dump.read(entry) for entry in dump.entries]
-        found.append([(dict(record.numbers), [*record.tensors]) for record in records])
-    assert found == [
-        [({"loss": 1.0}, []), ({}, ["x1.0"])],
-        [({"loss": 2.0}, []), ({}, ["x2.0"])],
-    ]
-
-
-def test_nan_losses_stay(tmp_path: Path) -> None:
-    loss = one(open_dump(own_directory(tmp_path)), "loss")
-    assert np.isnan(loss.numbers["pg_loss"])
-
-
-def test_gradients_of_the_second_update_have_their_number(tmp_path: Path) -> None:
-    record = one(open_dump(own_directory(tmp_path)), "gradients", 1)
-    assert {name: w[2][0, 0] for name, w in record.tensors.items()} == {
-        "lm_head.weight": 2.0, "lm_head.weight#1": 3.0,
-    }  # fmt: skip
-    assert record.mask is None
-
-
 @pytest.mark.parametrize("below", ["", "run", "run/first", "run/first/step_0",
                                    "run/first/step_0/actor_update"])  # fmt: skip
 def test_any_folder_above_the_files(tmp_path: Path, below: str) -> None:
@@ -118,14 +96,21 @@ def test_any_folder_above_the_files(tmp_path: Path, below: str) -> None:
 
 def test_files_that_the_catalogue_lists(tmp_path: Path) -> None:
     path = tmp_path / "anywhere.safetensors"
-    write_tensors(path, {"old_log_probs": wire(np.zeros((2, 3), np.float32))}, {"strings": {}})
-    dump = open_files("run@1:7", [(path, Location(7, "actor_update", "actor", 3))])
-    dump = pickle.loads(pickle.dumps(dump))
-    assert dump.name == "run@1:7"
-    record = dump.read(dump.entries[0])
-    assert record.entry.location == Location(7, "actor_update", "actor", 3)
-    assert list(record.tensors) == ["old_log_probs"]
-    assert record.mask is None
+    place = Location(7, "actor_update", "actor", 3)
+    found = []
+    for value in (1.0, 2.0):  # a file that was replaced is read anew
+        tensors = {"loss": wire(np.array(value)), f"x{value}": wire(np.zeros(1))}
+        write_tensors(path, tensors, {"strings": {}})
+        os.utime(path, (value, value))
+        dump = pickle.loads(pickle.dumps(open_files("run@1:7", [(path, place)])))
+        assert dump.name == "run@1:7"
+        records = [dump.read(entry) for entry in dump.entries]
+        assert {record.entry.location for record in records} == {place}
+        found.append([(dict(record.numbers), [*record.tensors]) for record in records])
+    assert found == [
+        [({"loss": 1.0}, []), ({}, ["x1.0"])],
+        [({"loss": 2.0}, []), ({}, ["x2.0"])],
+    ]
 
 
 def test_packed_payloads_have_row_offsets(tmp_path: Path) -> None:
@@ -168,8 +153,7 @@ def test_missing_damaged_and_unknown_files_are_problems(tmp_path: Path) -> None:
     files[1].unlink()
     (attempt / "notes.txt").write_text("x")
     dump = open_dump(attempt)
-    kinds = {problem.kind for problem in dump.problems}
-    assert kinds == {"missing", "damaged", "unknown"} or kinds == {"damaged", "unknown"}
+    assert {problem.kind for problem in dump.problems} >= {"damaged", "unknown"}
     assert {entry.location.rank for entry in dump.entries} == {0}
     assert "bytes of tensors" in next(p for p in dump.problems if p.kind == "damaged").message
 

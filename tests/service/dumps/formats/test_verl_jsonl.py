@@ -157,4 +157,4 @@ def test_two_files_of_one_step_are_never_mixed(tmp_path: Path) -> None:
     assert [len(dump.read(each).tensors["rewards"][2]) for each in dump.entries] == [8, 2]
     (problem,) = dump.problems
     assert (problem.kind, problem.path.name) == ("refused", "01.jsonl")
-    assert f"as {tmp_path / '1.jsonl'} is" in problem.message
+    assert f"{tmp_path / '1.jsonl'} are both of" in problem.message

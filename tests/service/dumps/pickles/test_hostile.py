@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import struct
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support.dump_files import (
-    hostile_torch_file,
-    make_batch,
-    nexrl_directory,
-    own_directory,
-    slime_rollout_file,
-    verl_directory,
-    zip_bomb,
-)
+from tests.support.dump_files import Runs, make_batch, nexrl_directory, verl_directory
 
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats import listing
@@ -31,51 +22,12 @@ def entry_at(dump: Dump, path: Path) -> DumpEntry:
 
 
 def test_a_pickled_call_in_a_dump(tmp_path: Path) -> None:
-    path = nexrl_directory(tmp_path / "a") / "forward_data/step_000000_rank0_micro1.pt"
     marker = tmp_path / "made"
-    hostile_torch_file(path, marker)
-    dump = open_dump(tmp_path / "a")
+    torch.save({"rollout_id": 0, "samples": [], "x": Runs(f"touch {marker}")}, tmp_path / "0.pt")
+    dump = open_dump(tmp_path / "0.pt")
     with pytest.raises(Forbidden, match=f"{os.name}.system"):
-        dump.read(entry_at(dump, path))
-    slime = tmp_path / "s/0.pt"
-    slime_rollout_file(slime, make_batch(2, 4))
-    torch.save({"rollout_id": 0, "samples": [], "x": Path()}, slime)
-    dump = open_dump(slime)
-    with pytest.raises(Forbidden, match="pathlib"):
         dump.read(dump.entries[0])
     assert not marker.exists()
-
-
-def test_a_zip_bomb_in_a_dump(tmp_path: Path) -> None:
-    path = nexrl_directory(tmp_path / "a") / "forward_data/step_000000_rank0_micro1.pt"
-    zip_bomb(path)
-    dump = open_dump(tmp_path / "a")
-    with pytest.raises(InvalidTensor, match="compressed"):
-        dump.read(entry_at(dump, path))
-
-
-@pytest.mark.parametrize("claim", [4 << 30, (1 << 64) - 1, 0, 1])
-def test_a_safetensors_file_that_claims_another_header(tmp_path: Path, claim: int) -> None:
-    attempt = own_directory(tmp_path)
-    path = next(iter(attempt.rglob("*.safetensors")))
-    dump = open_dump(attempt)
-    path.write_bytes(struct.pack("<Q", claim) + path.read_bytes()[8:])
-    os.utime(path, (1, 1))
-    with pytest.raises(InvalidTensor, match=f"claims a header of {claim} bytes"):
-        dump.read(entry_at(dump, path))
-    problems = open_dump(attempt).problems
-    assert ("damaged", path) in {(problem.kind, problem.path) for problem in problems}
-
-
-def test_a_truncated_safetensors_file(tmp_path: Path) -> None:
-    attempt = own_directory(tmp_path)
-    path = next(iter(attempt.rglob("*.safetensors")))
-    dump = open_dump(attempt)
-    whole = path.read_bytes()
-    for length in (0, 7, 8, 100, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        with pytest.raises(InvalidTensor):
-            dump.read(entry_at(dump, path))
 
 
 @pytest.mark.parametrize("is_absolute", [True, False])
@@ -121,12 +73,11 @@ def test_too_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_json_that_is_too_deep(tmp_path: Path) -> None:
     deep = '{"a":' * 200_000
-    (
-        nexrl_directory(tmp_path / "a", suffix="jsonl") / "loss/step_000000_rank0_micro1.jsonl"
-    ).write_text(deep)
+    path = nexrl_directory(tmp_path / "a", suffix="jsonl") / "loss/step_000000_rank0_micro1.jsonl"
+    path.write_text(deep)
     dump = open_dump(tmp_path / "a")
     with pytest.raises(InvalidTensor, match="nested too deeply"):
-        dump.read(entry_at(dump, tmp_path / "a/loss/step_000000_rank0_micro1.jsonl"))
+        dump.read(entry_at(dump, path))
     verl_directory(tmp_path / "v", make_batch(2, 4))
     (tmp_path / "v/2.jsonl").write_text(deep)
     assert [problem.kind for problem in open_dump(tmp_path / "v").problems] == ["damaged"]

@@ -100,7 +100,7 @@ def test_a_stage_that_nobody_did_and_a_withdrawn_request_are_not_waited_for(live
     text = "\n".join(CaptureProgress(live.get(f"/captures/{empty}")).lines())
     assert "step 2: nothing to collect, no rank did these stages" in text
     text = "\n".join(CaptureProgress(live.get(f"/captures/{withdrawn}")).lines())
-    assert "have let go of it" in text
+    assert "have released it" in text
     assert "waiting" not in text
 
 
@@ -213,7 +213,7 @@ def test_what_the_service_keeps_alone_is_complete_where_it_is_kept(live: Service
     # A rank that recorded none of it is no gap.
     assert come_to(live, kept) == ("complete", [("complete", 1, 0, 0)])
     text = CaptureProgress(live.get(f"/captures/{kept}")).lines()
-    assert text[0] == "the service keeps old_log_probs by itself: no rank is asked"
+    assert text[0] == "the service keeps old_log_probs and asks no rank"
     assert text[-1] == (
         "step 1: complete, tensors of 1 rank kept (stagescope kept 1 --run r --attempt 1)"
     )
@@ -240,7 +240,7 @@ def test_a_file_that_holds_something_else_is_not_what_is_requested(live: Service
     assert come_to(live, of_stage) == ("empty", [("empty", 0, 0, 0)])
     assert come_to(live, part) == ("complete", [("complete", 1, 0, 0)])
     text = CaptureProgress(live.get(f"/captures/{part}")).lines()
-    assert "step 1: complete, tensors of 1 rank kept; nobody recorded loss, values (" in text[-1]
+    assert "step 1: complete, tensors of 1 rank kept; no rank recorded loss, values (" in text[-1]
     assert come_to(live, numbers) == ("empty", [("empty", 0, 0, 0)])
 
 
@@ -422,7 +422,9 @@ def test_a_rank_that_does_not_exist_is_named(live: Service) -> None:
     dump(rank, capture_id, STAGE, 1)
     progress = live.get(f"/captures/{capture_id}")
     assert progress["unmatched_ranks"] == [9]
-    assert "no rank 9 is there: nothing is collected of it" in CaptureProgress(progress).lines()
+    assert (
+        "rank 9 is not connected: nothing is collected of it" in CaptureProgress(progress).lines()
+    )
 
 
 def test_the_progress_says_why_ranks_failed(live: Service) -> None:

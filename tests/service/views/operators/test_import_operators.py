@@ -53,6 +53,16 @@ def session(running: Service) -> Iterator[stagescope.Session]:
         yield found
 
 
+TENSOR = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3]}
+
+
+def lay(root: Path, text: str, rank: str = "step0/rank0", name: str = "dump.json") -> Path:
+    """Write a file of msprobe's below a directory."""
+    (root / rank).mkdir(parents=True, exist_ok=True)
+    (root / rank / name).write_text(text)
+    return root
+
+
 def test_statistics_of_operators_become_a_run(session: stagescope.Session, directory: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in sorted(directory.rglob("*"))}
     report = import_dump(session, open_dump(directory), "dumped")
@@ -76,28 +86,20 @@ def test_statistics_of_operators_become_a_run(session: stagescope.Session, direc
     assert {path: path.stat().st_mtime_ns for path in sorted(directory.rglob("*"))} == before
 
 
-def test_the_command_line_reports_the_import(
+def test_the_command_line_reports_the_import_and_what_cannot_be_read(
     running: Service, directory: Path, tmp_path: Path
 ) -> None:
-    process = tmp_path / "step0" / "proc4711"
-    shutil.copytree(directory / "step3" / "rank0", process)
+    shutil.copytree(directory / "step3" / "rank0", tmp_path / "step0" / "proc4711")
+    lay(tmp_path, "no dump", "step0/proc4712")
     env = running.environment("operate")
     result = invoke("import", str(tmp_path), "--run", "alone", env=env)
-    assert result.exit_code == 0, result.output
-    assert "the operators of 1 dump of 1 process" in " ".join(result.stdout.split())
-    assert len(running.get("/steps/0/operators", run="alone", limit=1)["tables"]) == 1
-
-
-def test_a_dump_that_cannot_be_read_is_named(
-    session: stagescope.Session, directory: Path, tmp_path: Path
-) -> None:
-    for rank in range(2):
-        shutil.copytree(directory / "step3" / "rank0", tmp_path / "step1" / f"rank{rank}")
-    (tmp_path / "step1" / "rank1" / "dump.json").write_text("no dump")
-    report = import_dump(session, open_dump(tmp_path), "damaged")
-    assert report["operators"] == 1
-    (refused,) = report["refused"]
-    assert "rank1" in refused["reason"]
+    assert result.exit_code == 1, result.output
+    told = " ".join(result.stdout.split())
+    assert "the operators of 1 dump of 2 processes" in told
+    assert "not imported:" in told
+    assert "proc4712" in told
+    tables = running.get("/steps/0/operators", run="alone", limit=1)["tables"]
+    assert sorted(each["state"] for each in tables) == ["digested", "refused"]
 
 
 def test_no_dump_replaces_another(
@@ -184,14 +186,12 @@ def test_values_that_a_script_saved(
     session: stagescope.Session, directory: Path, tmp_path: Path
 ) -> None:
     """Level debug: debug.json alone, or beside the calls."""
-    tensor = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "Max": 2.0,
-              "Min": -2.0}  # fmt: skip
+    tensor = {**TENSOR, "Max": 2.0, "Min": -2.0}
     saved = {"advantages.0.debug": tensor, "loss.0.debug": {**tensor, "Max": float("nan")}}
     text = json.dumps({"task": "statistics", "level": "debug", "data": saved})
-    (tmp_path / "step0/rank0").mkdir(parents=True)
     shutil.copytree(directory / "step3/rank0", tmp_path / "step0/rank1")
     for rank in (0, 1):
-        (tmp_path / f"step0/rank{rank}/debug.json").write_text(text)
+        lay(tmp_path, text, f"step0/rank{rank}", "debug.json")
     report = import_dump(session, open_dump(tmp_path), "saved")
     assert (report["operators"], report["refused"], report["notes"]) == (2, [], [])
     step = session.step(0, run="saved")
@@ -201,8 +201,7 @@ def test_values_that_a_script_saved(
 
 
 def test_a_structure_has_no_values(session: stagescope.Session, tmp_path: Path) -> None:
-    (tmp_path / "step0/rank0").mkdir(parents=True)
-    (tmp_path / "step0/rank0/dump.json").write_text('{"task": "structure", "data": {}}')
+    lay(tmp_path, '{"task": "structure", "data": {}}')
     report = import_dump(session, open_dump(tmp_path), "structure")
     note = "step 0, actor_update, actor 0: msprobe recorded the structure alone (task structure)"
     assert report["notes"] == [note]
@@ -226,21 +225,38 @@ def test_tensors_of_an_import_are_in_its_directory(
         session.tensors({"run": "full", "step": 0}, {"step": 1})
 
 
-def test_what_is_known_in_part_is_not_all_finite(
-    session: stagescope.Session, tmp_path: Path
-) -> None:
-    known = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "Max": 1, "Min": 0}
-    unknown = {**known, "Max": None, "Min": None}
+@pytest.mark.parametrize(
+    ("run", "known", "unknown", "lines"),
+    [
+        (
+            "in_part",
+            {**TENSOR, "Max": 1, "Min": 0},
+            {**TENSOR, "Max": None, "Min": None},
+            [
+                "no operator gave a NaN or an infinity (but for masks), as far as is known: "
+                "1 tensor has no Min and Max",
+                "actor_update actor/0: finite in the 1 tensor with Min and Max; 1 tensor has no "
+                "Min and Max: not known",
+            ],
+        ),
+        (
+            "checksums",
+            {**TENSOR, "md5": "0x01"},
+            {**TENSOR, "md5": "0x01"},
+            [
+                "nothing is known of NaN and infinities: no Min and Max were recorded",
+                "actor_update actor/0: not known, as its 1 calls have no Min and Max",
+            ],
+        ),
+    ],
+)
+def test_what_is_not_known_is_not_all_finite(
+    session: stagescope.Session, tmp_path: Path, run: str, known: object, unknown: object,
+    lines: list[str],
+) -> None:  # fmt: skip
     data = {"Torch.mul.0.forward": {"input_args": [known], "output": [unknown]}}
-    (tmp_path / "step0/rank0").mkdir(parents=True)
-    (tmp_path / "step0/rank0/dump.json").write_text(json.dumps({"data": data}))
-    import_dump(session, open_dump(tmp_path), "in_part")
-    assert session.step(0, run="in_part").non_finite().lines(width=200) == [
-        "no operator gave a NaN or an infinity (but for masks), as far as is known: "
-        "1 tensor has no Min and Max",
-        "actor_update actor/0: finite in the 1 tensor with Min and Max; 1 tensor has no Min and "
-        "Max: not known",
-    ]
+    import_dump(session, open_dump(lay(tmp_path, json.dumps({"data": data}))), run)
+    assert session.step(0, run=run).non_finite().lines(width=200) == lines
 
 
 def test_a_dump_that_was_cut_off_is_not_called_empty(
@@ -248,9 +264,7 @@ def test_a_dump_that_was_cut_off_is_not_called_empty(
 ) -> None:
     text = (directory / "step3/rank0/dump.json").read_text()
     for rank, part in enumerate((text, "", text[:100], text[: len(text) // 2])):
-        target = tmp_path / f"step0/rank{rank}/dump.json"
-        target.parent.mkdir(parents=True)
-        target.write_text(part)
+        lay(tmp_path, part, f"step0/rank{rank}")
     report = import_dump(session, open_dump(tmp_path), "cut")
     assert report["notes"] == []
     assert [Path(each["path"]).parent.name for each in report["problems"]] == [
@@ -268,24 +282,9 @@ def test_the_file_that_was_cut_off_is_named(
     rank = tmp_path / "st\udcffage/step0/rank0"
     rank.mkdir(parents=True)
     shutil.copy(directory / "step3/rank0/dump.json", rank)
-    tensor = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "Max": 1, "Min": 0}
+    tensor = {**TENSOR, "Max": 1, "Min": 0}
     saved = json.dumps({"level": "debug", "data": {"loss.0.debug": tensor, "x.0.debug": tensor}})
     (rank / "debug.json").write_text(saved[:-30])
     (problem,) = import_dump(session, open_dump(tmp_path), "cut-off")["problems"]
     assert Path(problem["path"]).name == "debug.json"
     assert "debug.json was cut off while it was written, at byte" in problem["message"]
-
-
-def test_checksums_alone_say_nothing_of_nan(
-    session: stagescope.Session, directory: Path, tmp_path: Path
-) -> None:
-    tensor = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "md5": "0x01"}
-    data = {"Torch.mul.0.forward": {"input_args": [tensor], "output": [tensor]}}
-    (tmp_path / "step0/rank0").mkdir(parents=True)
-    (tmp_path / "step0/rank0/dump.json").write_text(json.dumps({"data": data}))
-    import_dump(session, open_dump(tmp_path), "checksums")
-    shown = session.step(0, run="checksums").non_finite().lines()
-    assert shown == [
-        "nothing is known of NaN and infinities: no Min and Max were recorded",
-        "actor_update actor/0: not known, as its 1 calls have no Min and Max",
-    ]

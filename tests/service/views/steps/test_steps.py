@@ -12,8 +12,8 @@ from stagescope.table import coverage_notes
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.comparability import examine
 from stagescope_service.statistics.mismatch import publish
-from stagescope_service.statistics.payload import TokenBatch
 from stagescope_service.statistics.summarise import summarise
+from stagescope_service.statistics.token_batch import TokenBatch
 from stagescope_service.views.reading.completeness import gaps
 from stagescope_service.views.steps.numbers import slice_rows
 

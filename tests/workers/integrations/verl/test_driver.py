@@ -485,7 +485,7 @@ def test_the_service_s_numbers_stand_beside_verl_s_own(
     assert trainer_calls._driver is not None
     feed = trainer_calls._driver._feed
     assert feed is not None
-    wait_for(lambda: feed.take(3))
+    wait_for(lambda: feed.get(3))
     tracking = verl[TRACKING].Tracking()
     data = {"training/global_step": 3, "mine": 0.5, "step": 9, "flag": True, "text": "x"}
     tracking.log(data=data, step=3)

@@ -172,7 +172,7 @@ class Driver:
         context = self.context()
         if context is None or not self.mode.metrics:
             return
-        self._metrics_feed(context).want(context.step, rows)
+        self._metrics_feed(context).request(context.step, rows)
 
     def _metrics_feed(self, context: Context) -> MetricsFeed:
         if self._feed is None:
@@ -194,7 +194,7 @@ class Driver:
             if name not in _NO_SCALARS
         }
         self._probe(context, "driver").log(step=step, **scalars)
-        return {} if self._feed is None else self._feed.take(step)
+        return {} if self._feed is None else self._feed.get(step)
 
     def wrap_rollout(self, *given: object) -> None:
         """Report the configured manager's generation as a stage, where no agent loop does.

@@ -29,7 +29,7 @@ from stagescope_service.statistics.summary import Summary, Tokens
 DENORMAL: Final = 2.0**-126
 """A float32 nearer to 0 has fewer digits; no log-softmax in float32 returns one but 0."""
 _FAR: Final = 1.0
-"""Nats. Filled-in values whose other stream is nearer do not matter."""
+"""Nats. FillValue-in values whose other stream is nearer do not matter."""
 _DEEP: Final = 3.0
 _UNHEARD: Final = -40.0
 """Sampled tokens have log-probs down to about -25, and those that a trainer scores as others
@@ -56,7 +56,13 @@ _RATIO: Final = 0.7
 """The same for the logarithm of a value near 0, as noise of a logit makes it."""
 _SUREST: Final = 1e-4
 """Nats. Values nearer to 0 count as one."""
-_REPEATED: Final = "the same number in each, while its other values differ"
+Why = Literal["chosen", "impossible", "repeated"]
+WHY: Final[dict[Why, str]] = {
+    "chosen": "a round number or the logarithm of one, which its other values are not",
+    "impossible": "no distribution over a vocabulary gives it",
+    "repeated": "the same number in each, while its other values differ",
+}
+"""What shows that a value was filled in."""
 _NEARLY: Final = 0.9
 _EXPONENTS: Final = np.arange(-45.0, 39.0)
 _CHOSEN: Final = np.concatenate([-(10.0**_EXPONENTS), [-9999.0]]).astype(np.float32)
@@ -69,7 +75,7 @@ _LOGARITHMS: Final = np.concatenate(
 )
 
 
-class Filled(NamedTuple):
+class FillValue(NamedTuple):
     """Tokens of a stream that were filled with one value."""
 
     side: int
@@ -77,14 +83,14 @@ class Filled(NamedTuple):
     value: float
     tokens: Bool
     """Mask of the worst tokens."""
-    why: str
+    why: Why
 
 
 @dataclasses.dataclass(frozen=True)
-class Filling:
+class FillValues:
     """The values that were filled in, the largest difference first."""
 
-    values: tuple[Filled, ...]
+    values: tuple[FillValue, ...]
     worst: Tokens
     sizes: Float64
     """|d| of each worst token that was filled in; 0 for the others."""
@@ -92,7 +98,7 @@ class Filling:
     """The payload of each worst token."""
 
     @classmethod
-    def of(cls, summary: Summary) -> Filling:
+    def of(cls, summary: Summary) -> FillValues:
         """Return the filled-in values of a summary."""
         values, worst = tuple(_values(summary)), summary.worst
         filled = np.zeros(len(worst), bool)
@@ -127,7 +133,7 @@ class Filling:
         return "few" if filled >= _NEARLY * edge.d_abs_sum else "unknown"
 
 
-def _values(summary: Summary) -> list[Filled]:
+def _values(summary: Summary) -> list[FillValue]:
     worst, total = summary.worst, summary.total
     size = np.abs(worst.p - worst.q)
     far = (size > _FAR) & (worst.p <= 0.0) & (worst.q <= 0.0)
@@ -142,8 +148,8 @@ def _values(summary: Summary) -> list[Filled]:
             if 3 * int((other == value).sum()) > int(tokens.sum()):
                 continue
             if why := _why(value, tokens, own, other):
-                found.append(Filled(side, value, tokens, why))
-    found.sort(key=lambda each: (each.why == _REPEATED, -_sum(size[each.tokens])))
+                found.append(FillValue(side, value, tokens, why))
+    found.sort(key=lambda each: (each.why == "repeated", -_sum(size[each.tokens])))
     taken = np.zeros(len(worst), bool)
     kept = []
     for each in found:
@@ -158,20 +164,20 @@ def _sum(values: Float64) -> float:
     return float(sum(values.tolist()))
 
 
-def _why(value: float, tokens: Bool, own: Float64, other: Float64) -> str:
-    """Return why tokens of one value were filled in, '' if nothing shows it."""
+def _why(value: float, tokens: Bool, own: Float64, other: Float64) -> Why | None:
+    """Return what shows that tokens of one value were filled in, None if nothing does."""
     others = own[~tokens & ~_is_chosen(own)]
     if _is_chosen(np.array([value])).all() and _has_digits(others):
-        return "a round number or the logarithm of one, which its other values are not"
+        return "chosen"
     size, count = np.abs(own - other), int(tokens.sum())
     if value < _UNHEARD:
         least = min([0.0, *others.tolist(), *other.tolist()])
         bound = -value / 2.0 if value < _IMPOSSIBLE else _DEEP
         is_apart = value < _APART * least
         if is_apart and int(((size > bound) & ~tokens & ~_is_chosen(own)).sum()) <= count:
-            return "no distribution over a vocabulary gives it"
+            return "impossible"
     if value > -_SURE:
-        return ""
+        return None
     independent = _independent(other[tokens])
     chance = _equal_by_chance(others)
     for bound in (_FAR, _DEEP):
@@ -180,8 +186,8 @@ def _why(value: float, tokens: Bool, own: Float64, other: Float64) -> str:
             continue
         log_odds = math.log(n) + (independent - 1) * math.log(n * chance)
         if log_odds - math.lgamma(independent + 1) < math.log(_COINCIDENCE):
-            return _REPEATED
-    return ""
+            return "repeated"
+    return None
 
 
 def _is_chosen(values: Float64) -> Bool:
