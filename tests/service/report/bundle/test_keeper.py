@@ -45,7 +45,6 @@ def noting(live: Service) -> Callable[..., None]:
 
 
 def keeper_of(live: Service, note: Any = None) -> BundleKeeper:
-    assert live.tokens is not None
     return BundleKeeper(live.app.state.deps, note or noting(live), (live.tokens.operate,))
 
 
