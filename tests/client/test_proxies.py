@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from tests.support.answering import READ, Answering, serving, unused_port
-from tests.support.engine_servers import EngineServer
+from tests.support.engines.servers import EngineServer
 from tests.support.proxy import Proxy, running_proxy, set_proxy
 
 import stagescope

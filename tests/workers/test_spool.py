@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.support.api import Service, service
 from tests.support.command_line import invoke
-from tests.support.shown_run import keep_tensors
+from tests.support.runs.shown import keep_tensors
 from tests.support.stores import eventually
 
 import stagescope
@@ -175,7 +175,7 @@ def test_what_is_no_batch_is_named_and_the_rest_is_taken(live: Service, tmp_path
     assert live.get("/steps/1/metrics", run="r")["complete"] == "complete"
     for words in (["--run", "x"], ["--new-attempt"]):
         done = invoke("import", str(directory), *words, env=environment(live))
-        assert "is a spool, which names its runs itself" in done.stderr
+        assert "is a spool, and its files name their runs" in done.stderr
     (tmp_path / "home" / "deadbeef").mkdir()
     done = invoke("import", str(tmp_path / "home"), "--follow", env=environment(live))
     assert "is no spool" in done.stderr
