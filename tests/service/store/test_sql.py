@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sqlite3
 import threading
@@ -24,9 +25,14 @@ def test_a_receipt_means_that_another_process_sees_the_row(store: SqlStore, tmp_
     assert other.execute("SELECT run, number, unkeyed FROM attempts").fetchall() == [("r", 1, 0)]
     assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     other.close()
-    assert store._writer is not None
-    with store._writer.connect() as connection:
+
+
+def test_commits_are_flushed(tmp_path: Path) -> None:
+    flushed = inspect.unwrap(connect.writer_engine)  # in tests nothing waits for the disk
+    engine = flushed(url_of(tmp_path))
+    with engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2  # FULL
+    engine.dispose()
 
 
 def test_submissions_from_many_threads_stay_in_order(store: SqlStore) -> None:
