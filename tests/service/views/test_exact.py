@@ -420,7 +420,7 @@ def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
     assert advice.startswith(
         "explain first why the streams cannot be compared (shifted, on actor rank 3)"
     )
-    assert "1 token before" in advice or "1 token after" in advice
+    assert "1 token early" in advice or "1 token late" in advice
     assert advice.endswith("once that is fixed: compare weights")
 
 
