@@ -225,6 +225,20 @@ def test_compare_dumps_takes_nexrls_flags_and_writes_its_keys(dumps: Path) -> No
     assert datums["input_tokens_len"] > 1
 
 
+def test_compare_dumps_counts_trajectories_that_one_side_lacks(dumps: Path) -> None:
+    def shortened(kind: str, name: str, data: Report) -> None:
+        if kind == "prepared_trajectories":
+            data |= {each: data[each][1:] for each in ("trajectories", "advantages")}
+
+    other = nexrl_directory(dumps / "short", mode="remote_api", edit=shortened)
+    report = dumps / "report.json"
+    invoke("compare-dumps", "--self_hosted_dir", f"{dumps}/a", "--remote_api_dir", str(other),
+           "--output", str(report))  # fmt: skip
+    found = json.loads(report.read_text())["sections"][0]
+    assert (found["status"], found["sh_num_trajectories"]) == ("count_mismatch", 16)
+    assert found["ra_num_trajectories"] == 15
+
+
 def spoiled(kind: str, name: str, data: Report) -> None:
     if kind == "forward_data" and name.endswith("rank0_micro0"):
         data["log_probs"] = data["log_probs"] + 0.5 * (data["response_mask"] == 0)
