@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Final, cast
+from typing import Final
 from urllib.parse import quote
 
 from stagescope_service.dumps.joining.join import Selection
@@ -143,12 +143,10 @@ class _KeptTensors:
                 advice=f"stagescope loss {step.step}",
             )
         found = loss_of(self._deps, target)
-        unrecorded = cast("Sequence[JsonObject]", found.fields["unrecorded"])
+        unrecorded = found.fields["unrecorded"]
         return LossOfStep(
-            tokens=cast("int", found.fields["tokens"]),
-            shares={
-                str(row["fate"]): cast("float", row["share_of_mismatch"]) for row in found.rows
-            },
+            tokens=found.fields["tokens"],
+            shares={str(row["fate"]): row["share_of_mismatch"] for row in found.rows},
             unrecorded={str(each["name"]): str(each["record"]) for each in unrecorded},
         )
 

@@ -136,7 +136,7 @@ def test_exit_statuses(dumps: Path) -> None:
     findings = json.loads(result.stdout)["pairs"][0]["findings"]
     assert [(f["kind"], f["items"]) for f in findings] == [("damaged", [str(corrupt)])]
     assert invoke("compare", f"{dumps}/a").exit_code == 2
-    for word, refused in (("--step", "--step does not apply"), ("--ray", "--ray is for")):
+    for word, refused in (("--step", "--step does not apply to"), ("--ray", "--ray is for")):
         more = [word, "5"] if word == "--step" else [word]
         result = invoke("compare", f"{dumps}/a", "run:5", *more)
         assert result.exit_code == 2
