@@ -207,7 +207,7 @@ def first_answer(live: Service) -> float:
     )  # fmt: skip
     server = ApiServer(app, port=0)
     server.start()
-    client = live.client(live.tokens.read if live.tokens else None)
+    client = live.client(live.tokens.read)
     answer = client.get(f"{server.url}/steps/latest/metrics")
     took = time.perf_counter() - began
     assert answer.status_code == 200, answer.text

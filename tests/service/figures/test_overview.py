@@ -166,8 +166,8 @@ def test_the_figure_has_a_panel_a_metric_and_shows_its_units(found: OverviewInfo
 def test_numbers_that_are_missing_are_null_in_json(found: OverviewInfo) -> None:
     title, drawing = as_json(overview.figure(found))
     assert title == "Over the steps of r"
-    assert "title" not in drawing["layout"]  # type: ignore[operator]
-    traces: list[dict[str, Any]] = drawing["data"]  # type: ignore[assignment]
+    assert "title" not in drawing["layout"]
+    traces: list[dict[str, Any]] = drawing["data"]
     first = next(t for t in traces if t["name"] == "value" and t["yaxis"] == "y")
     assert [math.isnan(value) for value in first["y"]] == [False, False, True, False, False]
 
