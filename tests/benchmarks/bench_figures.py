@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from tests.support.api import Rank, Service, service
-from tests.support.figures import LOG_PROB, UPDATE, layout, rounds_payload
+from tests.support.runs.drawn import LOG_PROB, UPDATE, layout, rounds_payload
 from tests.support.stores import rows_of
 
 from stagescope_service.figures import (

@@ -387,6 +387,8 @@ def test_numbers_of_each_shard_are_compared_by_the_loss_tolerance() -> None:
     assert compare([one, side(1.0 + 5e-6)]).verdict is Verdict.WITHIN_NOISE
     shards = tensor_of(compare([one, other]), "loss").shards
     assert [each.verdict for each in shards] == [Verdict.DIFFERENT] * 4
+    one_metric, other_metric = (single("metrics", numbers={"x": x}) for x in (1.0, 1.0 + 1e-5))
+    assert compare([one_metric, other_metric]).verdict is Verdict.WITHIN_NOISE
     given = Tolerances.parse(["loss=1e-3"])
     assert compare([one, other], tolerances=given).verdict is Verdict.WITHIN_NOISE
 

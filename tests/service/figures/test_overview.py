@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.figures import FLOOR, UNMEASURED, layout_of, streams, y_axes_of
-from tests.support.shown_run import keep_tensors, payload
+from tests.support.runs.drawn import FLOOR, UNMEASURED, layout_of, streams, y_axes_of
+from tests.support.runs.shown import keep_tensors, payload
 
 from stagescope_service import figure_style as style
 from stagescope_service.figure_style import traces

@@ -7,7 +7,7 @@ import json
 import plotly.graph_objects as go
 import pytest
 from tests.support.api import Service
-from tests.support.figures import layout_of
+from tests.support.runs.drawn import layout_of
 
 from stagescope_service.figure_style import traces
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.browser import chromium
-from tests.support.investigated_run import STEPS, investigated
 from tests.support.measure import Handed
 from tests.support.page import Visit, visiting
 from tests.support.path_proxy import path_proxy
-from tests.support.shown_run import (
+from tests.support.runs.investigated import STEPS, investigated
+from tests.support.runs.shown import (
     BROKEN,
     HOT_RANK,
     LOG_PROB,

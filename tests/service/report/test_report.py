@@ -16,8 +16,8 @@ from tests.support.api import Rank, Service, service
 from tests.support.browser import Scheme, chromium, opened
 from tests.support.command_line import invoke
 from tests.support.measure import payload
-from tests.support.shown_run import BROKEN, RUN, keep_tensors, shown
-from tests.support.shown_run import payload as shown_payload
+from tests.support.runs.shown import BROKEN, RUN, keep_tensors, shown
+from tests.support.runs.shown import payload as shown_payload
 
 from stagescope_service.report import rendering as routes
 from stagescope_service.report.parts import ReportSection

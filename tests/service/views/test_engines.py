@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from tests.support.answering import serving
 from tests.support.api import Rank, Service
-from tests.support.engine_servers import EngineServer
+from tests.support.engines.servers import EngineServer
 from tests.support.proxy import running_proxy, set_proxy
 
 from stagescope_service.views.reading import engine_health

@@ -11,7 +11,12 @@ import pytest
 import torch
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
-from tests.support.dump_files import make_batch, slime_rollout_file, slime_train_file
+from tests.support.dump_files import (
+    make_batch,
+    nexrl_directory,
+    slime_rollout_file,
+    slime_train_file,
+)
 from tests.support.step_dumps import WholeStep
 
 import stagescope
@@ -246,3 +251,15 @@ def test_another_run_is_not_changed_unless_requested(
         take_in(running, str(other), "--run", run, "--new-attempt")
         assert sorted(row["attempt"] for row in session.attempts(run)) == [1, 2]
         assert "nothing new" in take_in(running, str(other), "--run", run)
+
+
+def test_parts_of_a_nexrl_directory_are_its_ranks_and_whole_batches_are_no_ranks(
+    running: Service, session: stagescope.Session, tmp_path: Path
+) -> None:
+    take_in(running, str(nexrl_directory(tmp_path / "dumps")), "--run", "from-nexrl")
+    rows = list(session.step(0, run="from-nexrl").stages())
+    assert {row["status"] for row in rows} == {"ok"}
+    updates = {(row["role"], row["rank"], row["part"])
+               for row in rows if row["stage"] == "actor_update"}  # fmt: skip
+    assert updates >= {("actor", rank, f"0.0.0.{micro}") for rank in (0, 1) for micro in (0, 1)}
+    assert [row["role"] for row in rows if row["stage"] == "actor_compute_log_prob"] == ["driver"]

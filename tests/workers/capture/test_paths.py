@@ -3,6 +3,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.small_decoder import small_decoder
@@ -14,7 +15,7 @@ from stagescope_wire.schema import Part
 from stagescope_workers.capture import dump_paths
 
 
-def capture(captures: Captures, **arguments: object) -> Path:
+def capture(captures: Captures, **arguments: Any) -> Path:
     model = small_decoder()
     captures.run(model, level="L0", **arguments)
     return Path(captures.last["path"]).relative_to(captures.data_dir)

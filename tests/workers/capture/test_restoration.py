@@ -153,7 +153,7 @@ def test_several_models_and_stages_of_one_process(captures: Captures) -> None:
 def test_configuration_changes_from_capture_to_capture(captures: Captures) -> None:
     model = small_decoder()
     process = process_state()
-    kinds: list[dict[str, object]] = [
+    kinds: list[dict[str, Any]] = [
         {"level": "L0"},
         {"level": "L1"},
         {"level": "mix"},

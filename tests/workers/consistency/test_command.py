@@ -11,12 +11,13 @@ from click.testing import Result
 from tests.support.answering import serving
 from tests.support.api import Service
 from tests.support.command_line import invoke
-from tests.support.engine_servers import EngineServer
+from tests.support.engines.servers import EngineServer
 
 from stagescope import attach, cli
 from stagescope_wire.engines import Sampling, connect
 from stagescope_wire.errors import EngineError
 from stagescope_workers.consistency.command import consistency
+from stagescope_workers.consistency.transformers_engine import TransformersEngine
 
 
 @pytest.fixture(autouse=True)
@@ -121,8 +122,6 @@ def test_a_dtype_of_its_own_is_a_mismatch_and_the_same_is_none(model: Path) -> N
 
 @pytest.mark.usefixtures("_no_service")
 def test_a_data_set_with_answers(converted: Path, model: Path, tmp_path: Path) -> None:
-    from stagescope_workers.consistency.transformers_engine import TransformersEngine
-
     engine = TransformersEngine(model)
     prompts = ["2 + 2 =", "the", "abc"]
     right = [each.text for each in engine.generate(prompts, Sampling(max_tokens=6))]

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from tests.support.answering import serving
 from tests.support.command_line import invoke
-from tests.support.engine_servers import EngineServer
+from tests.support.engines.servers import EngineServer
 
 from stagescope import cli
 from stagescope_wire.engines import Sampling
 from stagescope_wire.errors import InvalidInput
 from stagescope_workers.consistency.command import consistency
+from stagescope_workers.consistency.transformers_engine import TransformersEngine
 
 pytest.importorskip("transformers")
 image_library = pytest.importorskip("PIL.Image")
@@ -21,7 +22,7 @@ image_library = pytest.importorskip("PIL.Image")
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.support.tiny_llava import write_llava
+    from tests.support.engines.tiny_llava import write_llava
 
     return write_llava(tmp_path_factory.mktemp("llava"))
 
@@ -45,8 +46,6 @@ def message(folder: Path, name: str) -> list[dict[str, object]]:
 
 
 def test_the_model_sees_the_image(llava: Path, data: Path) -> None:
-    from stagescope_workers.consistency.transformers_engine import TransformersEngine
-
     engine = TransformersEngine(llava)
     assert engine.info.multimodal is True
     drawn = Sampling(max_tokens=8)
@@ -63,8 +62,6 @@ def test_the_model_sees_the_image(llava: Path, data: Path) -> None:
 
 
 def test_a_model_of_texts_takes_none(model: Path, data: Path) -> None:
-    from stagescope_workers.consistency.transformers_engine import TransformersEngine
-
     with pytest.raises(InvalidInput, match="no part that sees images"):
         TransformersEngine(model).chat([message(data.parent, "red")])
 

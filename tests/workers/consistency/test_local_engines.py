@@ -13,17 +13,15 @@ import pytest
 
 from stagescope_wire.engines import Engine, Sampling
 from stagescope_wire.errors import InvalidInput, NotFound
+from stagescope_workers.consistency.ctranslate2_engine import CTranslate2Engine
+from stagescope_workers.consistency.transformers_engine import TransformersEngine
 
 PROMPTS = [[0, 5, 9, 22], [0, 7], [0, *range(10, 40)]]
 
 
 def opened(kind: str, model: Path, converted: Path) -> Engine:
     if kind == "transformers":
-        from stagescope_workers.consistency.transformers_engine import TransformersEngine
-
         return TransformersEngine(model)
-    from stagescope_workers.consistency.ctranslate2_engine import CTranslate2Engine
-
     return CTranslate2Engine(converted)
 
 
@@ -52,8 +50,6 @@ def test_a_score_is_a_log_softmax_in_float64(model: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from stagescope_workers.consistency.transformers_engine import TransformersEngine
-
     row = [0, *range(2, 50)]
     auto: Any = AutoModelForCausalLM
     own = auto.from_pretrained(model, dtype=torch.float64)
@@ -68,8 +64,6 @@ def test_a_score_is_a_log_softmax_in_float64(model: Path) -> None:
 
 
 def test_a_token_that_the_model_does_not_have_is_named(model: Path) -> None:
-    from stagescope_workers.consistency.transformers_engine import TransformersEngine
-
     engine = TransformersEngine(model)
     with pytest.raises(InvalidInput, match="token 1000000 is beyond the model's vocabulary of"):
         engine.score([[1, 2], [1, 1_000_000]])
@@ -77,8 +71,6 @@ def test_a_token_that_the_model_does_not_have_is_named(model: Path) -> None:
 
 def test_the_process_s_own_random_numbers_stay(model: Path) -> None:
     import torch
-
-    from stagescope_workers.consistency.transformers_engine import TransformersEngine
 
     engine = TransformersEngine(model)
     torch.manual_seed(3)
@@ -89,8 +81,6 @@ def test_the_process_s_own_random_numbers_stay(model: Path) -> None:
 
 
 def test_a_model_s_own_settings_cut_nothing(model: Path, tmp_path: Path) -> None:
-    from stagescope_workers.consistency.transformers_engine import TransformersEngine
-
     cutting = shutil.copytree(model, tmp_path / "cutting")
     own = json.loads((cutting / "generation_config.json").read_text())
     own |= {"top_k": 1, "temperature": 0.1, "do_sample": True, "repetition_penalty": 1.5}
@@ -101,8 +91,6 @@ def test_a_model_s_own_settings_cut_nothing(model: Path, tmp_path: Path) -> None
 
 
 def test_stop_texts(model: Path) -> None:
-    from stagescope_workers.consistency.transformers_engine import TransformersEngine
-
     engine = TransformersEngine(model)
     [free] = engine.generate([[0, 4]], Sampling(max_tokens=20))
     stop = free.text[5]
@@ -112,9 +100,6 @@ def test_stop_texts(model: Path) -> None:
 
 
 def test_directories_that_are_none(tmp_path: Path, model: Path, converted: Path) -> None:
-    from stagescope_workers.consistency.ctranslate2_engine import CTranslate2Engine
-    from stagescope_workers.consistency.transformers_engine import TransformersEngine
-
     with pytest.raises(NotFound, match="not a model directory"):
         TransformersEngine(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

@@ -15,6 +15,7 @@ from stagescope_workers.consistency.prompts import (
     read_items,
     token_ids,
 )
+from stagescope_workers.consistency.transformers_engine import load_tokenizer
 
 PNG = b"\x89PNG\r\n\x1a\nrest"
 
@@ -93,8 +94,6 @@ def test_images_as_data_urls(tmp_path: Path) -> None:
 
 
 def test_tokens_as_they_stand_and_by_the_template(model: Path) -> None:
-    from stagescope_workers.consistency.transformers_engine import load_tokenizer
-
     tokenizer = load_tokenizer(model)
     plain = token_ids(Item("0", prompt="the"), tokenizer, chat=False)
     assert tokenizer.decode(plain) == "<s>the"

@@ -19,7 +19,7 @@ from stagescope_wire.keep import (
     read_keep,
     shard_capture,
 )
-from stagescope_wire.plan import CaptureRequest, KeepSpec, SentPlan
+from stagescope_wire.plan import CaptureRequest, CaptureSpec, KeepSpec, SentPlan
 from stagescope_workers.capture.msprobe_config import check_config, load_config
 from stagescope_workers.capture.verl_blocks import captures_from_verl
 from stagescope_workers.probe.options import ProbeOptions
@@ -73,11 +73,8 @@ def _resolve(file: Path, path: str | None) -> str | None:
 def _capture(file: Path, number: int, spec: object) -> CaptureRequest:
     if not isinstance(spec, Mapping):
         raise InvalidPlan(f"capture {number} of {file} is {spec!r:.200}", expected="an object")
-    fields = {name: value for name, value in spec.items() if name not in _ORIGIN_FIELDS}
-    for name in ("config_path", "data_dir"):
-        fields[name] = _resolve(file, fields.get(name))
-    # Anybody who can write this file has the training's rights already: every root is allowed.
-    capture = validate_capture(fields, allowed_roots=["/"])
+    paths = {name: _resolve(file, spec.get(name)) for name in ("config_path", "data_dir")}
+    capture = _checked({**spec, **paths})
     if capture["config"] is not None:
         check_config(capture["config"])
     elif capture["config_path"] is not None:
@@ -91,11 +88,16 @@ def _capture(file: Path, number: int, spec: object) -> CaptureRequest:
     return cast("CaptureRequest", {**capture, **origin})
 
 
+def _checked(spec: Mapping[str, object]) -> CaptureSpec:
+    fields = {name: value for name, value in spec.items() if name not in _ORIGIN_FIELDS}
+    # Whoever writes the file or calls init has the training's rights: every root is allowed.
+    return validate_capture(fields, allowed_roots=("/",))
+
+
 _REMEMBERED_STEPS: Final = 1000
 """Begun steps that are remembered, to detect late captures."""
 _CACHED_STAGES: Final = 64
 """Stages whose selectors are cached."""
-_IDENTITY_FIELDS: Final = ("capture_id", "source", "by", "created", "force")
 
 MissedCallback = Callable[[CaptureRequest, int, str], None]
 """Called with (capture, step, stage) of a capture that arrived after that stage had begun."""
@@ -318,9 +320,6 @@ def read_plan(source: str | Path | Mapping[str, object]) -> list[CaptureRequest]
 
 
 def _local_capture(spec: Mapping[str, object], number: int) -> CaptureRequest:
-    identity = {name: spec[name] for name in _IDENTITY_FIELDS if name in spec}
-    fields = {name: value for name, value in spec.items() if name not in _IDENTITY_FIELDS}
-    # The caller of init has the training's rights already: every root is allowed.
-    capture = validate_capture(fields, allowed_roots=("/",))
-    defaults = {"capture_id": f"init-{number}", "source": "yaml", "by": "init", "created": 0.0}
-    return cast("CaptureRequest", {**capture, **defaults, **identity})
+    origin = {"capture_id": f"init-{number}", "source": "yaml", "by": "init", "created": 0.0}
+    origin |= {name: spec[name] for name in _ORIGIN_FIELDS if name in spec}
+    return cast("CaptureRequest", {**_checked(spec), **origin})

@@ -175,11 +175,9 @@ class HttpLink(ServiceLink):
         status = response.status_code
         call = f"{response.request.method} {response.request.url.path}"
         if status in {401, 403}:
-            sent = "no" if not self._has_token else "another"
-            if status == 403 and "the read token" in response.text:
-                sent = "the read"
+            sent = "a" if self._has_token else "no"
             raise Unauthorized(
-                f"the service returned {status} for {call}",
+                f"the service returned {status} for {call}: {_wrong(response)}",
                 expected="the service's operate token",
                 advice=f"{sent} token was sent; set "
                 "STAGESCOPE_TOKEN_FILE (a path that this process can read) or STAGESCOPE_TOKEN in "
@@ -219,8 +217,9 @@ class HttpLink(ServiceLink):
 
     def close(self) -> None:
         """Refuse further calls; the connections are closed when the last running call ends."""
-        if not self._is_closed:
-            self._is_closed = True
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
             self._end_use()
 
     def _start(self, call: Callable[[], Reply]) -> Future[Reply]:
@@ -249,4 +248,7 @@ class HttpLink(ServiceLink):
 
 
 def _wrong(response: httpx.Response) -> str:
-    return str(response.json().get("wrong") or response.text)[:500]
+    try:
+        return str(response.json()["wrong"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return response.text[:500]

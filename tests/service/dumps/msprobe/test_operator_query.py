@@ -95,7 +95,8 @@ def test_pages_add_up_to_all_rows(
 
 
 def test_invalid_queries_are_refused(path: Path) -> None:
-    for question in ({"limit": 10_001}, {"limit": -1}, {"offset": -1}):
+    questions: tuple[dict[str, Any], ...] = ({"limit": 10_001}, {"limit": -1}, {"offset": -1})
+    for question in questions:
         with pytest.raises(InvalidInput):
             read_operators(path, **question)
     with pytest.raises(InvalidInput):

@@ -26,7 +26,7 @@ from tests.support.browser import chromium
 from tests.support.command_line import invoke
 from tests.support.measure import payload
 from tests.support.page import Visit
-from tests.support.shown_run import BROKEN, RUN, keep_tensors, shown
+from tests.support.runs.shown import BROKEN, RUN, keep_tensors, shown
 from tests.support.stores import eventually
 from tokenizers import Tokenizer, models
 

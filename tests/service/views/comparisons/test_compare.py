@@ -270,7 +270,7 @@ def test_the_command_says_by_its_exit_status_what_it_found(
     assert invoke("compare", "one", "split", "--step", "5").exit_code == 0
     nowhere = invoke("compare", "one:6", str(tmp_path / "nothing"))
     assert nowhere.exit_code == 2
-    assert "names no run" in nowhere.stderr
+    assert "nor the name of a run" in nowhere.stderr
 
 
 def test_an_attempt_that_ended_inside_the_step_is_not_the_same(

@@ -1,6 +1,6 @@
 """A small recorded catalogue, and what the API answered of it when it was recorded.
 
-    python -m tests.support.recorded
+    python -m tests.tools.recorded
 
 writes both; do so only where answers are to change, and say why in the commit.
 """

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tests.support.api import Rank, Report, Service, service
 from tests.support.measure import payload
-from tests.support.shown_run import keep_tensors
+from tests.support.runs.shown import keep_tensors
 from tests.support.stores import rows_of
 
 from stagescope_service.store.contract import Put, Store, Submitted

@@ -1,8 +1,8 @@
 """The pictures of docs/pictures/: page, terminal and notebook, of one investigated run.
 
-    python -m tests.support.pictures [DIRECTORY [NAME ...]]
+    python -m tests.tools.pictures [DIRECTORY [NAME ...]]
 
-draws them anew, or those that are named, by Chromium. The run is that of `investigated_run`, whose
+draws them anew, or those that are named, by Chromium. The run is that of `runs.investigated`, whose
 faults are planted; those of `pictured_scenes` lie in a service of their own.
 """
 
@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Final
 from tests.support.api import Service, service
 from tests.support.browser import chromium
 from tests.support.command_line import invoke
-from tests.support.investigated_run import STEPS, investigated
 from tests.support.page import Visit, visiting
-from tests.support.pictured_scenes import (
+from tests.support.runs.investigated import STEPS, investigated
+from tests.support.runs.shown import BROKEN, HOT_RANK, NAN_RANK, RUN
+from tests.tools.pictured_scenes import (
     HANGING,
     NEWEST_VERSION,
     SYNCED,
@@ -36,7 +37,6 @@ from tests.support.pictured_scenes import (
     set_rules,
     synced,
 )
-from tests.support.shown_run import BROKEN, HOT_RANK, NAN_RANK, RUN
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -73,7 +73,7 @@ FILES: Final = {
 NOTEBOOKS: Final = {"notebook": ("jump_at_the_restart", 1560)}
 """Name -> the notebook, and the height in pixels."""
 COLUMNS: Final = 96
-SOURCES: Final = f"{ROOT}/tests/support/"
+SOURCES: Final = f"{ROOT}/tests/tools/"
 _OPEN_STACKS: Final = (
     "for (const e of document.querySelectorAll('details[data-key]')) e.open = true"
 )

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from tests.support.api import Service
 from tests.support.dumps import capture
-from tests.support.shown_run import (
+from tests.support.runs.shown import (
     BROKEN,
     NAN_RANK,
     RESTART,

@@ -1,6 +1,6 @@
 """Makes the columns of the client's tables of the API's document.
 
-python -m tests.support.columns
+python -m tests.tools.columns
 """
 
 from __future__ import annotations

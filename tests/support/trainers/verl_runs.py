@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.support.cluster import eventually
 
-WORKERS = Path(__file__).resolve().parents[2] / "workers"
+WORKERS = Path(__file__).resolve().parents[3] / "workers"
 SECONDS = 480.0
 """Deadline of a training; verl and its workers take most of it to start."""
 _OF_TIME = ("timing", "perf/", "mfu", "throughput", "memory")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from tests.support.tiny_llama import BOS, EOS, tiny_tokenizer
+from tests.support.engines.tiny_llama import BOS, EOS, tiny_tokenizer
 
 IMAGE: Final = "<image>"
 TEMPLATE: Final = (

@@ -1,6 +1,6 @@
 """A service under load for long, with kills at random moments, held to a journal of its ranks.
 
-    python -m tests.support.soak [MINUTES [STEPS_PER_SECOND [SEED]]]
+    python -m tests.tools.soak [MINUTES [STEPS_PER_SECOND [SEED]]]
 
 Two ranks with the real probe train in a Ray cluster; each writes down what it handed over in each
 step, and up to which step everything had its receipt. In the first part of the time processes are

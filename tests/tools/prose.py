@@ -1,4 +1,4 @@
-"""List the sentences of documentation and docstrings that are hard to read: `make prose`.
+"""List the sentences of documentation, docstrings and messages that are hard to read: `make prose`.
 
 A row is a place to look at, not a verdict. With `--check` the exit status is 1 if there are more
 rows, or more long sentences, than `LIMITS` allows.
@@ -20,7 +20,7 @@ PATHS: Final = (
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "deploy", "docs", "client",
     "service", "workers",
 )  # fmt: skip
-LIMITS: Final = {"documentation": (3.0, 4.0), "docstrings": (3.0, 4.0)}
+LIMITS: Final = {"documentation": (3.0, 4.0), "docstrings": (3.0, 4.0), "messages": (5.0, 4.0)}
 """Kind of text -> rows in 1000 words, per cent of sentences that are long."""
 LONG: Final = 28
 """Words of a sentence; one with more is long."""
@@ -48,6 +48,7 @@ _NO_PROSE: Final = re.compile(
     r"^(?:#|\||>>>|\$ |!\[|:|Args:|Returns:|Raises:|Yields:|\d+\. |[-*] )"
 )
 _ITEM: Final = re.compile(r"^(?:[-*]|\d+\.) (.*)")
+_NO_MESSAGE: Final = re.compile(r"\bSELECT\b|\|\w+\||\(\?|^(?:[a-z_]+ ){12}|\n {2}")
 _ENTRY: Final = re.compile(r"^\*{0,2}[A-Za-z_]\w*(?:, \*{0,2}[A-Za-z_]\w*)*: (.*)")
 """The line of an argument or attribute."""
 
@@ -118,6 +119,42 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
                 yield child.lineno, value.value
 
 
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of a file's other strings: errors, findings, help; no SQL, no patterns."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr | ast.JoinedStr)
+        for part in ast.walk(node)
+        if part is not node
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (
+                part.value if isinstance(part, ast.Constant) else "code" for part in node.values
+            )
+            yield node.lineno, "".join(map(str, parts))
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in inside
+        ):
+            yield node.lineno, node.value
+
+
+def texts_of(path: Path) -> Iterator[tuple[str, int, str]]:
+    """Yield (kind of text, first line, text) of a page or a module."""
+    if path.suffix == ".md":
+        yield "documentation", 1, path.read_text("utf-8")
+        return
+    for line, text in docstrings(path):
+        yield "docstrings", line, text
+    for line, text in messages(path):
+        if not _NO_MESSAGE.search(text):
+            yield "messages", line, text
+
+
 def flags_of(sentence: str) -> list[str]:
     """Return why a sentence is hard to read."""
     found = [name for name, pattern in _FLAGS.items() if pattern.search(sentence)]
@@ -130,9 +167,8 @@ def examine(paths: list[Path]) -> tuple[dict[str, Total], list[str]]:
     totals = {kind: Total() for kind in LIMITS}
     rows: list[tuple[float, str]] = []
     for path in paths:
-        is_page = path.suffix == ".md"
-        total = totals["documentation" if is_page else "docstrings"]
-        for first, text in [(1, path.read_text("utf-8"))] if is_page else docstrings(path):
+        for kind, first, text in texts_of(path):
+            total = totals[kind]
             for line, sentence in sentences(text, first):
                 words, why = len(_WORD.findall(sentence)), flags_of(sentence)
                 total.words += words

@@ -30,7 +30,7 @@ from stagescope_workers.integrations.registry import integration
 from stagescope_workers.integrations.verl import hooks
 from stagescope_workers.integrations.verl.modes import Mode
 
-FOLDER: Final = Path(__file__).parents[1] / "workers/integrations/contracts"
+FOLDER: Final = Path(__file__).parents[2] / "workers/integrations/contracts"
 NAMES: Final = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 SOURCES: Final = "STAGESCOPE_TRAINER_SOURCES"
 """Names a folder with checkouts, or unpacked packages: `OpenRLHF`, `OpenRLHF-0.11.2`, ..."""

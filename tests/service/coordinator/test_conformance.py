@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,6 +32,28 @@ LAGS = range(Field.NEXT_N, Field.D_MIN)
 def live(tmp_path: Path) -> Iterator[Service]:
     with service(tmp_path / "home") as running:
         yield running
+
+
+class Trained(NamedTuple):
+    """Two steps of a training, and the service that it reported to."""
+
+    live: Service
+    training: Training
+    local: LocalCoordinator
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool, str], Trained]]:
+    """Trains once with each pair of: whether the trainer has the rollout, the rollout's key."""
+    with contextlib.ExitStack() as services:
+
+        @functools.cache
+        def made(trainer_has_rollout: bool, rollout_key: str) -> Trained:
+            live = services.enter_context(service(tmp_path_factory.mktemp("trained") / "home"))
+            training = Training(trainer_has_rollout=trainer_has_rollout, rollout_key=rollout_key)
+            return Trained(live, training, train(live, training))
+
+        yield made
 
 
 def train(
@@ -132,10 +156,9 @@ def tokens_of(summary: Summary) -> list[object]:
 @pytest.mark.parametrize("rollout_key", ["job-1", "rollout-job"])
 @pytest.mark.parametrize("trainer_has_rollout", [True, False], ids=["both", "joined"])
 def test_every_token_counts_once(
-    live: Service, trainer_has_rollout: bool, rollout_key: str
+    trained: Callable[[bool, str], Trained], trainer_has_rollout: bool, rollout_key: str
 ) -> None:
-    training = Training(trainer_has_rollout=trainer_has_rollout, rollout_key=rollout_key)
-    local = train(live, training)
+    live, training, local = trained(trainer_has_rollout, rollout_key)
     assert bool(local.ingestors.joined) is not trainer_has_rollout
     assert local.ingestors.recomputed, (
         "the resampling pass repeats some samples of a part, and not all"
@@ -156,9 +179,10 @@ def test_every_token_counts_once(
 
 
 @pytest.mark.parametrize("trainer_has_rollout", [True, False], ids=["both", "joined"])
-def test_ranks_have_their_own_numbers(live: Service, trainer_has_rollout: bool) -> None:
-    training = Training(trainer_has_rollout=trainer_has_rollout)
-    train(live, training, steps=1)
+def test_ranks_have_their_own_numbers(
+    trained: Callable[[bool, str], Trained], trainer_has_rollout: bool
+) -> None:
+    live, training, _ = trained(trainer_has_rollout, "job-1")
     step_summary = step_summary_of(live, 1)
     assert [(row.role, row.rank) for row in step_summary.ranks] == [("actor", r) for r in range(16)]
     assert len(step_summary.ranks) == TP * PP * CP * DP
@@ -213,9 +237,10 @@ def test_rollouts_that_come_late_are_joined_then(live: Service) -> None:
 
 
 @pytest.mark.parametrize("rollout_key", ["job-1", "rollout-job"])
-def test_rollouts_learn_which_step_consumed_them(live: Service, rollout_key: str) -> None:
-    training = Training(trainer_has_rollout=False, rollout_key=rollout_key)
-    train(live, training)
+def test_rollouts_learn_which_step_consumed_them(
+    trained: Callable[[bool, str], Trained], rollout_key: str
+) -> None:
+    live, training, _ = trained(False, rollout_key)
     attempts = [row["attempt_id"] for row in live.catalogue.attempts(RUN)]
     payloads = live.catalogue.payloads(attempts, stage="rollout_generate")
     assert payloads
@@ -256,9 +281,8 @@ def test_samples_without_a_rollout_are_said(live: Service) -> None:
     assert f"; such as {named} on actor rank" in found["message"]
 
 
-def test_the_api_adds_up(live: Service) -> None:
-    training = Training(trainer_has_rollout=False)
-    train(live, training)
+def test_the_api_adds_up(trained: Callable[[bool, str], Trained]) -> None:
+    live, training, _ = trained(False, "job-1")
     expected = summarise(training.unsplit(2))
     metrics = live.get("/steps/2/metrics", run=RUN)
     assert metrics["complete"] == "complete"
@@ -282,9 +306,8 @@ def test_the_api_adds_up(live: Service) -> None:
     assert [row["position"] for row in worst] == expected.worst.position.tolist()
 
 
-def test_the_update_counts_one_epoch(live: Service) -> None:
-    training = Training()
-    train(live, training, steps=1)
+def test_the_update_counts_one_epoch(trained: Callable[[bool, str], Trained]) -> None:
+    live, training, _ = trained(True, "job-1")
     answer = live.get("/steps/1/metrics", run=RUN, stage="actor_update")
     assert answer["metrics"]["counts/tokens"] == summarise(training.unsplit(1)).total.tokens
     assert answer["coverage"]["parts_to_restate"] == 0

@@ -11,7 +11,7 @@ from typing import Final
 
 from tests.support.api import Rank, Service
 from tests.support.command_line import invoke
-from tests.support.shown_run import ShownRun
+from tests.support.runs.shown import ShownRun
 from tests.support.stores import eventually
 
 from stagescope import cli
@@ -145,7 +145,7 @@ def captured(training: ShownRun, first: int) -> str:
 def consistency_text(folder: Path, columns: int) -> str:
     """Return what `stagescope consistency` prints of a model and its own int8 engine."""
     import ctranslate2
-    from tests.support.tiny_llama import write_llama
+    from tests.support.engines.tiny_llama import write_llama
 
     from stagescope_workers.consistency.command import consistency
 

@@ -1,6 +1,6 @@
 """The loss of a head node: every Ray process of it is ended by its pid, and the head started again.
 
-    python -m tests.support.head_loss           # `make trial-head-loss` prints its figures
+    python -m tests.tools.head_loss           # `make trial-head-loss` prints its figures
 
 A service in a cluster of `ray start`; one training reports over HTTP from outside of Ray, another
 one runs on a worker node. Each writes down what was acknowledged: that is what the service must
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Final
 
 import httpx
-from tests.support import journalled_training as training
 from tests.support.cluster import eventually, expect
-from tests.support.journalled_training import Line
 from tests.support.ray_nodes import ROOT, RayNodes, Redis, free_port, short_directory
+from tests.tools import journalled_training as training
+from tests.tools.journalled_training import Line
 
 import stagescope
 from stagescope.session import Session
@@ -115,7 +115,7 @@ class Cluster:
                 "STAGESCOPE_URL": self.url,
                 "STAGESCOPE_TOKEN_FILE": str(self._home / "operate.token"),
             }
-        module = "tests.support.journalled_training"
+        module = "tests.tools.journalled_training"
         self._trainings[run] = subprocess.Popen(
             [sys.executable, "-m", module, str(self.journal), run, *ray], env=environment, cwd=ROOT
         )

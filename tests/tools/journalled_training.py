@@ -1,7 +1,7 @@
 """A training that writes down which of its steps the service acknowledged, and when.
 
-    python -m tests.support.journalled_training DIRECTORY RUN            # over HTTP, one rank
-    python -m tests.support.journalled_training DIRECTORY RUN ADDRESS IP # two actors on a Ray node
+    python -m tests.tools.journalled_training DIRECTORY RUN            # over HTTP, one rank
+    python -m tests.tools.journalled_training DIRECTORY RUN ADDRESS IP # two actors on a Ray node
 
 It trains until there is a file `stop` in DIRECTORY, closes its probes and ends. Each rank writes
 DIRECTORY/RUN-RANK.jsonl: a line when a step is done, with the newest step of which everything, and
@@ -117,7 +117,7 @@ class _Rank:
 
 
 if __name__ == "__main__":
-    from tests.support import journalled_training as importable
+    from tests.tools import journalled_training as importable
 
     _directory, _run, *_ray = sys.argv[1:]
     if _ray:

@@ -1,7 +1,7 @@
 """llama.cpp's own HTTP server in a process of its own, real and on CPU.
 
 Run as a program it serves until its standard input ends, so that it never outlives its test:
-`python llama_cpp_server.py MODEL.gguf [KEY]` prints its URL.
+`python llama_cpp.py MODEL.gguf [KEY]` prints its URL.
 """
 
 from __future__ import annotations
