@@ -40,7 +40,6 @@ LANE_OF: Final = {
     # Every view and report in two widths and colours, held to axe.
     "tests/service/compare/test_html_in_browser.py": "long",
     "tests/service/http/test_page.py::test_every_view_is_quiet_accessible_and_fits": "long",
-    "tests/service/http/test_page.py::test_the_documentation_is_drawn_without_a_network": "long",
     "tests/service/report/test_report.py::test_it_can_be_read_without_network": "long",
     # Sizes: many ranks, steps, calls.
     "tests/service/compare/operators/test_sequences.py"
