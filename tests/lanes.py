@@ -52,7 +52,7 @@ LANE_OF: Final = {
     "tests/service/http/test_round_trips.py": "long",
     "tests/service/http/test_openapi.py"
     "::test_generated_requests_are_answered_as_documented": "long",
-    "tests/service/rules/test_doctor.py::test_since_when_is_the_first_step_that_shows_it": "long",
+    "tests/service/rules/test_attempts.py::test_since_when_is_the_first_step_that_shows_it": "long",
     "tests/service/rules/test_turns.py::test_turns_that_vary_are_none_that_stop": "long",
     # What SQLite shows already, on PostgreSQL.
     "tests/service/http/test_recorded_answers.py"
