@@ -537,7 +537,7 @@ def test_a_file_is_read_once_for_all_its_sections(tmp_path: Path) -> None:
             data["tensors"]["response_mask"] = mask
 
     a, b, other = (
-        open_dump(own_directory(tmp_path / name, ranks=3, micros=1, tokens=9, edit=edit))
+        open_dump(own_directory(tmp_path / name, ranks=3, micros=1, edit=edit))
         for name, edit in (("a", without_trajectories), ("b", without_trajectories), ("c", changed))
     )
     task_counts: list[int] = []
@@ -551,7 +551,7 @@ def test_a_file_is_read_once_for_all_its_sections(tmp_path: Path) -> None:
     assert [count for count in task_counts if count] == [3]
     assert result.bytes == sum(side.bytes for side in result.sides)
     for section in ("forward_data", "is_loss"):
-        assert tensor_of(result, "response_mask", section).found.pairs == 3 * 4 * 9
+        assert tensor_of(result, "response_mask", section).found.pairs == 3 * 4 * 16
         differs = tensor_of(compare([a, other]), "response_mask", section)
         assert differs.found.unequal_count == 1
         assert [str(each.verdict) for each in differs.shards] == ["same", "different", "same"]
