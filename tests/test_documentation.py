@@ -17,11 +17,11 @@ import torch
 import stagescope
 from stagescope import cli
 from stagescope_workers import init
-from tests.support import prose
 from tests.support.api import Service, service
 from tests.support.command_line import invoke
-from tests.support.investigated_run import investigated
-from tests.support.shown_run import RUN
+from tests.support.runs.investigated import investigated
+from tests.support.runs.shown import RUN
+from tests.tools import prose
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from tests import lanes
+
 ROOT: Final = Path(__file__).resolve().parents[1]
 WIRE: Final = ROOT / "client/stagescope_wire"
 CLIENT: Final = ROOT / "client/stagescope"
@@ -254,13 +256,20 @@ def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
-def test_every_test_with_ray_lies_where_the_makefile_looks_for_it() -> None:
-    marked = {
-        path.relative_to(ROOT).parts[1]
+def test_lanes_name_what_exists_and_clusters_stay_apart() -> None:
+    """But the story, which is the cluster of `make test`."""
+    named = {*lanes.LANE_OF, *lanes.LOWEST_RAY, *lanes.NOT_LOWEST}
+    for each in named:
+        path, _, test = each.partition("::")
+        assert (ROOT / path).exists(), each
+        assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), each
+    with_ray = {
+        name(path)
         for path in ROOT.glob("tests/**/test_*.py")
         if path != Path(__file__) and "pytest.mark.ray" in path.read_text(encoding="utf-8")
     }
-    assert marked == {"integration", "examples", "verl"}
+    in_test = {each for each in with_ray if lanes.has("test", each)}
+    assert in_test == {"tests/integration/test_story.py"}
 
 
 def test_a_newline_alone_ends_a_line() -> None:

@@ -31,7 +31,7 @@ Kinds: TypeAlias = Mapping[str, str]
 """Column -> int, float, bool, text, ints, texts or nested; `int?` and `bool?` may be missing."""
 
 _FILE: Final = json.loads(Path(__file__).with_name("columns.json").read_text(encoding="utf-8"))
-# `python -m tests.support.columns` makes the file of the OpenAPI document.
+# `python -m tests.tools.columns` makes the file of the OpenAPI document.
 RECORDS: Final[Mapping[str, Kinds]] = _FILE["records"]
 """Nested column whose values are lists of records -> the fields of a record."""
 COLUMNS: Final[Mapping[str, Kinds]] = _FILE["tables"]

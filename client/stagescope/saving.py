@@ -147,7 +147,9 @@ class FileRequests(Connection):
         if kind is None:
             raise InvalidInput(f"{str(path)!r} names no format", expected=".html, .json or .md")
         if named not in (None, kind):
-            raise InvalidInput(f"{str(path)!r} is no name of {kind}", expected=f"an ending .{kind}")
+            raise InvalidInput(
+                f"{str(path)!r} does not end in .{kind}", expected=f"an ending .{kind}"
+            )
         of = given(run=run, attempt=attempt, step=step, format=kind)
         size = self._save("report", of, path, timeout, on_progress)
         return Record({**of, "path": str(path), "bytes": size}, title=f"report of {run}")
@@ -178,7 +180,7 @@ class FileRequests(Connection):
         path = Path(path)
         if not path.name.lower().endswith(ARCHIVES):
             raise InvalidInput(
-                f"{str(path)!r} is no archive's name", expected=" or ".join(ARCHIVES)
+                f"{str(path)!r} is not the name of an archive", expected=" or ".join(ARCHIVES)
             )
         of = given(run=run, attempt=attempt, step=step)
         params = {**of, "tensors": tensors, "limit_bytes": limit_bytes}

@@ -216,7 +216,7 @@ class FiniteFloat(click.FloatRange):
         """Return the number."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
-            self.fail(f"{value} is no finite number", param, ctx)
+            self.fail(f"{value} is not a finite number", param, ctx)
         if abs(number) > _LARGEST:
             self.fail(f"{value} is larger than {_LARGEST:g}", param, ctx)
         return number

@@ -221,7 +221,7 @@ class Transport:
             url = self.location.url
             raise Unreachable(
                 f"the server at {url} is not a stagescope service: its answer came"
-                f"{proxies.way_to(url)}{proxies.who_sent(response)} and is no JSON",
+                f"{proxies.way_to(url)}{proxies.who_sent(response)} and is not JSON",
                 expected="JSON",
                 advice="check the URL",
             ) from error

@@ -85,9 +85,10 @@ def validate_capture(spec: JsonObject, *, allowed_roots: Iterable[str]) -> Captu
     check_fields("a capture", spec, {**CAPTURE_FIELDS, **SHORTHANDS})
     if spec.keys().isdisjoint(_CONTENT_FIELDS):
         spec = {**spec, "task": "statistics"}
+    spec = {name: value for name, value in spec.items() if value is not None}
     roots = list(allowed_roots)
     capture: CaptureSpec = {
-        "run": None if spec.get("run") is None else check_run_name(spec["run"]),
+        "run": check_run_name(spec["run"]) if "run" in spec else None,
         "stages": _names(spec, "stages", required=True),
         "roles": _names(spec, "roles", required=False),
         "ranks": read_ranks(spec.get("ranks", "all")),
@@ -99,12 +100,12 @@ def validate_capture(spec: JsonObject, *, allowed_roots: Iterable[str]) -> Captu
         "keep": _names(spec, "keep", required=False) or [],
         "parameters": _names(spec, "parameters", required=False) or [],
         "gradients": _names(spec, "gradients", required=False) or [],
-        "limits": _limits(spec.get("limits")),
+        "limits": _limits(spec.get("limits", {})),
         "force": _flag(spec, "force"),
         "strict": _flag(spec, "strict"),
-        "timeout": _timeout(spec.get("timeout")),
-        "late": _late(spec.get("late")),
-        "again": _again(spec.get("again")),
+        "timeout": _timeout(spec.get("timeout", 60.0)),
+        "late": _late(spec.get("late", LATE[0])),
+        "again": _again(spec.get("again", 0)),
     }
     if capture["config"] is not None and capture["config_path"] is not None:
         raise InvalidPlan(
@@ -162,9 +163,9 @@ def _names(spec: JsonObject, field: str, *, required: bool) -> Json:
 
 
 def _flag(spec: JsonObject, field: str) -> bool:
-    value = spec.get(field)
-    if value is None or isinstance(value, bool):
-        return bool(value)
+    value = spec.get(field, False)
+    if isinstance(value, bool):
+        return value
     raise _wrong(field, value)
 
 
@@ -240,7 +241,7 @@ def _numbers(value: object, field: str) -> list[int]:
 
 def _expand_shorthands(spec: JsonObject) -> Json:
     """Return the config of a request, built from its shorthands if it has any."""
-    section = {name: spec[name] for name in SHORTHANDS if spec.get(name) is not None}
+    section = {name: spec[name] for name in SHORTHANDS if name in spec}
     if not section:
         return spec.get("config")
     if spec.get("config") is not None or spec.get("config_path") is not None:
@@ -261,24 +262,18 @@ def _expand_shorthands(spec: JsonObject) -> Json:
 
 
 def _timeout(value: object) -> float:
-    if value is None:
-        return 60.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
         raise _wrong("timeout", value, "seconds over 0, up to a day")
     return float(value)
 
 
 def _late(value: object) -> str:
-    if value is None:
-        return LATE[0]
     if value not in LATE:
         raise _wrong("late", value, f"one of {', '.join(LATE)}")
     return str(value)
 
 
 def _again(value: object) -> int:
-    if value is None:
-        return 0
     if isinstance(value, int) and _is_count(value, 0) and value <= 100:
         return value
     raise _wrong("again", value, "a count from 0 to 100")
@@ -325,8 +320,6 @@ def _check_baseline(capture: CaptureSpec) -> None:
 
 def _limits(value: object) -> CaptureLimits:
     limits: CaptureLimits = {"bytes": None, "seconds": None}
-    if value is None:
-        return limits
     if not isinstance(value, Mapping) or set(value) - {*limits, "reserve_bytes", "tokens"}:
         raise _wrong("limits", value)
     for name, number in value.items():

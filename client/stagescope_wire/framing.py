@@ -91,7 +91,7 @@ def read_header(body: bytes) -> BatchHeader:
         found = BatchHeader(tuple(header["sender"]), tuple(int(seq) for seq in header["payloads"]))
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(
-            f"this is no batch of events: {type(error).__name__}: {error!s:.200}",
+            f"the body cannot be read as a batch of events: {type(error).__name__}: {error!s:.200}",
             expected=f"a body of {MEDIA_TYPE}",
         ) from error
     return found
@@ -114,7 +114,7 @@ def pack_batch(
         try:
             text, own = _describe(seq, payload)
         except _UNWRITABLE as error:  # noqa: PERF203 - the others are still sent
-            unwritable[seq] = f"its payload is no JSON: {error!s:.200}"
+            unwritable[seq] = f"its payload cannot be written as JSON: {error!s:.200}"
         else:
             described.append(f'"{seq}": {text}')
             arrays |= own
@@ -150,7 +150,7 @@ def _write_event(event: Sequence[Json], unwritable: Mapping[Json, str]) -> str:
         try:
             return _write(event)
         except _UNWRITABLE as error:
-            reason = f"its fields are no JSON: {error!s:.200}"
+            reason = f"its fields cannot be written as JSON: {error!s:.200}"
     return _write([*event[:5], reason])
 
 

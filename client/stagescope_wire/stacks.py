@@ -76,7 +76,7 @@ def read_watchdog(path: str | Path) -> dict[str, Json] | None:
     path = Path(path)
     if not (path.is_absolute() and _DIRECTORY.match(path.parent.name) and _FILE.match(path.name)):
         raise Forbidden(
-            f"{str(path)!r:.300} is no watchdog's file",
+            f"{str(path)!r:.300} is not a watchdog's file",
             expected="/.../stagescope-watchdog-{uid}/{pid}-{32 hex digits}.txt",
         )
     try:
@@ -85,7 +85,9 @@ def read_watchdog(path: str | Path) -> dict[str, Json] | None:
         return None
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Forbidden(f"{str(path)!r:.300} is no watchdog's file", expected="a regular file")
+            raise Forbidden(
+                f"{str(path)!r:.300} is not a watchdog's file", expected="a regular file"
+            )
         text = file.read(MAX_CHARACTERS + 1)
     return parse_watchdog(text.decode("utf-8", "replace"))
 

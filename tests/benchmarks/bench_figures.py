@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from tests.support.api import Rank, Service, service
-from tests.support.figures import LOG_PROB, UPDATE, layout, rounds_payload
+from tests.support.runs.drawn import LOG_PROB, UPDATE, layout, rounds_payload
 from tests.support.stores import rows_of
 
 from stagescope_service.figures import (
@@ -30,6 +30,7 @@ from stagescope_service.figures import (
     timeline,
 )
 from stagescope_service.figures.drawing import as_json
+from stagescope_service.figures.run_curves import CurveRequest
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.statistics.summarise import warm
 from stagescope_service.store.contract import Put
@@ -142,7 +143,7 @@ def measure(live: Service) -> None:
         lambda: (catalogue.step_states([long]),
                  catalogue.stored_numbers([long], names, version=VERSION),
                  catalogue.findings_by_step([long])),
-        lambda: as_json(overview.figure(overview.info(deps, LONG, overview.Request()))),
+        lambda: as_json(overview.figure(overview.info(deps, LONG, CurveRequest()))),
     )  # fmt: skip
     report(
         live, f"comparison?a={LONG}@1&b={LONG}@1",

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.bench_history [STEPS [RANKS]]
 
 It makes two catalogues of a run whose ranks still live, one of 100 steps and one of STEPS, of four
-stages a rank and step (`tests.support.long_run`). Both services are asked in turns; ratios are of
+stages a rank and step (`tests.support.runs.long`). Both services are asked in turns; ratios are of
 CPU time, which says something on a busy machine, too. Then coordinators are opened on each, until
 they have taken in a batch; and last, rows of old steps are removed from the long one while ranks go
 on.
@@ -25,7 +25,7 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from tests.support.api import Rank, Report, Service, service
 from tests.support.ingestors import LocalIngestors
-from tests.support.long_run import RUN, SCALARS, LongRun, train_long
+from tests.support.runs.long import RUN, SCALARS, LongRun, train_long
 
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.core.instructions import Aggregate
@@ -207,7 +207,7 @@ def first_answer(live: Service) -> float:
     )  # fmt: skip
     server = ApiServer(app, port=0)
     server.start()
-    client = live.client(live.tokens.read if live.tokens else None)
+    client = live.client(live.tokens.read)
     answer = client.get(f"{server.url}/steps/latest/metrics")
     took = time.perf_counter() - began
     assert answer.status_code == 200, answer.text

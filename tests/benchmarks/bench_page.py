@@ -21,7 +21,7 @@ from tests.benchmarks.bench_series import fill as fill_long_run
 from tests.support.api import Rank, Service, service
 from tests.support.browser import chromium
 from tests.support.page import Visit, visiting
-from tests.support.shown_run import LOG_PROB, keep_tensors, payload
+from tests.support.runs.shown import LOG_PROB, keep_tensors, payload
 
 from stagescope_service.statistics.summarise import warm
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 from tests.support.cluster import Service, ray_cluster
-from tests.support.verl_runs import VerlRun
+from tests.support.trainers.verl_runs import VerlRun
 
 _WARM_STEPS = 3
 _OFF = {"STAGESCOPE_VERL": "off"}

@@ -190,7 +190,7 @@ def test_a_service_that_is_not_ready(found: Service) -> None:
     try:
         result = ask("status")
         assert result.exit_code == 3
-        assert "the disk is full" in result.stdout
+        assert "not ready: the disk is full" in result.stdout
     finally:
         found.engine.not_ready = None
     assert ask("status").exit_code == 0

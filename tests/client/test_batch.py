@@ -55,8 +55,8 @@ def test_other_readers_of_safetensors_open_it(tmp_path: Path) -> None:
         ({"stagescope_batch": 2}, "its format is 2"),
         ({"rows": 3}, "has shape"),
         ({"strings": {"sample_ids": ["one"]}}, "sample_ids has 1 texts"),
-        ({"parts": [{}]}, "holds no batch"),
-        ({"gaps": "x"}, "holds no batch"),
+        ({"parts": [{}]}, "is not a batch"),
+        ({"gaps": "x"}, "is not a batch"),
     ],
 )
 def test_a_file_that_is_no_batch_is_refused(
@@ -95,7 +95,7 @@ def test_a_truncated_or_foreign_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidTensor, match="claims a header"):
         Batch.load(path)
     safetensors.numpy.save_file({"a": np.zeros(3)}, path)
-    with pytest.raises(InvalidTensor, match="holds no batch"):
+    with pytest.raises(InvalidTensor, match="is not a batch"):
         Batch.load(path)
     with pytest.raises(NotFound, match="there is no file"):
         Batch.load(tmp_path / "nothing")

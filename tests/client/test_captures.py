@@ -91,7 +91,8 @@ def test_shorthands(given: dict[str, Json], expected_spec: dict[str, Json]) -> N
 @pytest.mark.parametrize(
     "change",
     [
-        {"steps": "next:0"}, {"steps": {"next": 0}}, {"steps": "3-1"}, {"steps": "0-99999999999"},
+        {"steps": "next:0"}, {"steps": {"next": 0}}, {"steps": {"next": 100_001}},
+        {"steps": "3-1"}, {"steps": "0-99999999999"},
         {"ranks": "worst(0)"}, {"ranks": {"worst": True}}, {"ranks": {"best": 1}}, {"ranks": "1,"},
         {"late": "never"}, {"timeout": 0}, {"timeout": True}, {"again": -1}, {"again": 1.5},
         {"task": 5}, {"task": "statistics", "config": {}}, {"list": 5}, {"scope": [1]},

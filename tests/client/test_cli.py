@@ -143,7 +143,7 @@ def test_a_config_that_is_not_json(service: Answering, tmp_path: Path) -> None:
 def test_seconds_that_are_no_finite_number(service: Answering, args: list[str]) -> None:
     result = ask(service, *args)
     assert result.exit_code == 2
-    assert re.search("is no finite number|is larger than 1e", result.stderr)
+    assert re.search("is not a finite number|is larger than 1e", result.stderr)
 
 
 def test_a_bundle_is_a_tar_gz(service: Answering, tmp_path: Path) -> None:

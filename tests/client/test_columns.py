@@ -7,7 +7,7 @@ import math
 import pandas
 import polars
 import pytest
-from tests.support import columns
+from tests.tools import columns
 
 from stagescope import Table
 from stagescope.convert import COLUMNS, RECORDS
@@ -21,7 +21,7 @@ SPELLED: dict[str, Json] = {
 
 
 def test_the_columns_are_those_of_the_answers() -> None:
-    assert columns.FILE.read_text() == columns.columns_text(), "run python -m tests.support.columns"
+    assert columns.FILE.read_text() == columns.columns_text(), "run python -m tests.tools.columns"
 
 
 @pytest.mark.parametrize("noun", ["scalars", "tokens", "findings", "stages", "runs"])

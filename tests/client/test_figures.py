@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
-from tests.support.figures import LOG_PROB, rounds_payload
+from tests.support.runs.drawn import LOG_PROB, rounds_payload
 from tests.support.stores import eventually
 
 from stagescope import Session, figures

@@ -128,7 +128,7 @@ def test_losses_that_differ_in_a_number_are_one(session: stagescope.Session) -> 
     assert len(lost) == 2
     (group,) = lost.groups
     assert (group["count"], group["bytes"], group["where"]) == (4, 60, "steps 4-5, ranks 0-1")
-    assert "303 to 304 MB wait" in printed("losses")
+    assert "303 MB wait" in printed("losses")
 
 
 def test_json_holds_every_row_and_the_groups(session: stagescope.Session) -> None:
@@ -171,15 +171,13 @@ def test_other_errors_are_not_hidden_behind_the_first_one(tmp_path: Path) -> Non
         where: dict[str, dict[str, str]] = {}
         for group in found.groups:
             where.setdefault(group["kind"], {})[group["message"]] = group["where"]
-        both = shape.format("38 to 40")
-        expected = {both: "steps 1, 4", texts[2]: "step 2", texts[3]: "step 3"}
+        expected = {texts[1]: "steps 1, 4", texts[2]: "step 2", texts[3]: "step 3"}
         assert where["payload_invalid_tensor"] == expected
         assert [*where["refused_init"]] == [*expected]
         # Apart from numbers and ids these three say the same.
         [(off, steps)] = where["off"].items()
         assert steps == "steps 1-3"
-        assert "of 0f3a9c1b or 0f3a9c2b or 0f3a9c3b on actor ranks " in off
-        assert off.endswith("is off by -0.3 to -0.1 in 1 to 3 values")
+        assert off.endswith("of 0f3a9c1b on actor ranks 0, 2-5 is off by -0.1 in 1 value")
         text = repr(found)
         assert all(words in " ".join(text.split()) for words in expected)
 

@@ -87,7 +87,7 @@ def test_a_link_is_a_path_a_command_and_a_call(
 
 def test_a_link_without_a_command_or_a_method_is_its_path() -> None:
     assert command(Link("stages", 5), ["losses"]) == "/steps/5/stages"
-    assert session_call(Link("made_up", run="a")) == "/made_up?run=a"
+    assert session_call(Link("example_firing", run="a")) == "/example_firing?run=a"
 
 
 def test_advice_ends_with_its_links() -> None:

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import pytest
 from tests.support.api import Service, service
-from tests.support.investigated_run import BROKEN_OPERATOR, STEPS, investigated
-from tests.support.shown_run import HOT_RANK, NAN_RANK, RUN, ShownRun, keep_tensors
+from tests.support.runs.investigated import BROKEN_OPERATOR, STEPS, investigated
+from tests.support.runs.shown import HOT_RANK, NAN_RANK, RUN, ShownRun, keep_tensors
 
 import stagescope
 from stagescope import Metrics, Session, Step, Table

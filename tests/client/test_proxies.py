@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from tests.support.answering import READ, Answering, serving, unused_port
-from tests.support.engine_servers import EngineServer
+from tests.support.engines.servers import EngineServer
 from tests.support.proxy import Proxy, running_proxy, set_proxy
 
 import stagescope
@@ -112,7 +112,7 @@ def test_an_engine_s_key_goes_to_no_proxy_unless_it_is_asked_for(
         assert proxy.tokens == []
         monkeypatch.setenv(proxies.VARIABLE, proxy.url)
         engine = EngineHttp(url, key="engine-key")
-        with pytest.raises(EngineError, match="503 to /health through the proxy http"):
+        with pytest.raises(EngineError, match="503 for /health through the proxy http"):
             engine.get("/health")
         engine.close()
     assert proxy.tokens == ["Bearer engine-key"]

@@ -23,7 +23,7 @@ import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
 from tests.support.measure import payload
-from tests.support.shown_run import RUN, shown
+from tests.support.runs.shown import RUN, shown
 from tests.support.stores import eventually
 
 from stagescope.session import Session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -16,12 +17,103 @@ from stagescope.session import Session
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("msprobe")
-from tests.support.cluster import Service, eventually  # noqa: E402
-from tests.support.trainers import Training  # noqa: E402
+from tests.support.cluster import Service, answer, eventually  # noqa: E402
+from tests.support.ranks import Process  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
 RUN = "trained"
+
+
+def _trainer_class() -> Any:
+    """Return the class by value: the actor's process cannot import the tests."""
+
+    class Trainer:
+        """One rank: a module, a group, and steps until it is told to stop."""
+
+        def __init__(self, run: str, rank: int, store: str) -> None:
+            import torch
+
+            from stagescope_workers import init
+
+            torch.set_num_threads(1)
+            torch.manual_seed(0)
+            self.torch = torch
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+            )
+            self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+            self.probe = init(run=run, rank=rank, world_size=2)
+            self.step = 0
+            self.seconds = 0.0
+            self.stopping = False
+
+        def train(self, seconds: float) -> int:
+            """Do steps of some length until `stop`; return how many."""
+            import time
+
+            torch = self.torch
+            self.seconds = seconds
+            while True:
+                going = torch.tensor([0.0 if self.stopping else 1.0])
+                torch.distributed.all_reduce(going, op=torch.distributed.ReduceOp.MIN)
+                if not going.item():
+                    return int(self.step)
+                self.step += 1
+                with self.probe.stage("actor_update", step=self.step, model=self.model):
+                    self.model.zero_grad()
+                    self.model(torch.ones(2, 8)).sum().backward()
+                    for parameter in self.model.parameters():
+                        torch.distributed.all_reduce(parameter.grad)
+                time.sleep(self.seconds)
+
+        def slow_down(self, seconds: float) -> None:
+            """Let steps take so long from the next one on."""
+            self.seconds = seconds
+
+        def stop(self) -> None:
+            """Let every rank end with this step."""
+            self.stopping = True
+
+        def where(self) -> int:
+            """Return the step it is in."""
+            return int(self.step)
+
+    return Trainer
+
+
+class Training:
+    """Two ranks that train together, from its making until `stop`."""
+
+    def __init__(self, run: str, store: Path, seconds: float = 0.05) -> None:
+        self.seconds = seconds
+        self.ranks = [
+            Process(_trainer_class(), run, rank, str(store), max_concurrency=4) for rank in (0, 1)
+        ]
+        assert all(rank.pid for rank in self.ranks), "they have met"
+        self._running = [rank.begins("train", seconds) for rank in self.ranks]
+
+    def where(self) -> int:
+        """Return the step that rank 0 is in."""
+        return int(self.ranks[0].ask("where"))
+
+    @contextlib.contextmanager
+    def slowed(self, seconds: float) -> Iterator[None]:
+        """Let every step take so long inside the block."""
+        for rank in self.ranks:
+            rank.ask("slow_down", seconds)
+        try:
+            yield
+        finally:
+            for rank in self.ranks:
+                rank.ask("slow_down", self.seconds)
+
+    def stop(self) -> None:
+        """End after the present step, then the processes."""
+        self.ranks[0].ask("stop")
+        answer(self._running[0])
+        for rank in self.ranks:
+            rank.kill()
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +125,9 @@ def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def ranks(service: Service) -> Iterator[Training]:
+def ranks(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     """Two ranks that are in their first steps, and known to the service; they train to the end."""
-    made = Training(RUN)
+    made = Training(RUN, tmp_path_factory.mktemp("gloo") / "store")
     try:
         with service.session() as session:
             eventually(lambda: session.step(run=RUN).step >= 2)
@@ -92,7 +184,7 @@ def test_both_ranks_capture_the_same_step_of_a_running_training(
 def test_a_stopped_rank_is_named_and_waited_for(service: Service, ranks: Training) -> None:
     with service.session() as session:
         spec: dict[str, Any] = {"run": RUN, "stages": ["actor_update"], "task": "statistics"}
-        os.kill(ranks.pids[1], signal.SIGSTOP)
+        os.kill(ranks.ranks[1].pid, signal.SIGSTOP)
         try:
             given_up = session.capture(**spec, late="give_up", timeout=0.5)
             found = session.wait_for(given_up["capture_id"], timeout=30)
@@ -107,7 +199,7 @@ def test_a_stopped_rank_is_named_and_waited_for(service: Service, ranks: Trainin
             (finding,) = [row for row in session.findings(RUN) if row["kind"] == "capture_partial"]
             assert "without actor rank 1" in finding["message"]
         finally:
-            os.kill(ranks.pids[1], signal.SIGCONT)
+            os.kill(ranks.ranks[1].pid, signal.SIGCONT)
         found = session.wait_for(waiting["capture_id"], timeout=60)
         assert found["state"] == "complete", found
 
@@ -140,18 +232,6 @@ def test_what_does_not_fit_is_refused_before_it_starts_unless_forced(
         assert "0.0 GB are free there" in found["reason"]
         assert len(found.dumps()) == 0
         assert session.capture(**spec, force=True)["agreement"]["phase"] == "agreed"
-
-
-def test_a_withdrawn_order_is_let_go_of_by_every_rank(service: Service, ranks: Training) -> None:
-    with service.session() as session:
-        requested = session.capture(
-            run=RUN, stages=["actor_update"], steps={"every": 100_000}, task="statistics"
-        )
-        capture_id = requested["capture_id"]
-        eventually(lambda: session.progress(capture_id)["state"] == "agreed")
-        session.remove_capture(capture_id)
-        assert session.progress(capture_id)["state"] == "withdrawn"
-        eventually(lambda: all(row["acknowledged"] for row in session.progress(capture_id).ranks()))
 
 
 def test_gradients_and_parameters_of_every_rank_are_kept(service: Service, ranks: Training) -> None:

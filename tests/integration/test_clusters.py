@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,8 @@ from fastapi import FastAPI
 ray = pytest.importorskip("ray")
 from tests.support.answering import serving, unused_port  # noqa: E402
 from tests.support.cluster import eventually  # noqa: E402
+from tests.support.command_line import Home  # noqa: E402
+from tests.support.ray_nodes import short_directory  # noqa: E402
 
 from stagescope_service import clusters  # noqa: E402
 from stagescope_wire.errors import InvalidInput, Unreachable  # noqa: E402
@@ -63,26 +64,12 @@ class Machine:
         return self.path / name
 
     def file(self, name: str) -> dict[str, Any] | None:
-        path = self.home(name) / "service.json"
-        content: dict[str, object] | None = json.loads(path.read_text()) if path.exists() else None
-        return content
+        return Home(self.home(name), self.path).file()
 
     def call(
         self, name: str, *arguments: str, ray_tmpdir: Path | None = None, **environ: str
     ) -> subprocess.CompletedProcess[str]:
-        kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-        return subprocess.run(
-            [sys.executable, "-c", "from stagescope.cli import main; main()", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=110,
-            env={
-                **kept,
-                "STAGESCOPE_HOME": str(self.home(name)),
-                "RAY_TMPDIR": str(ray_tmpdir or self.path),
-                **environ,
-            },
-        )
+        return Home(self.home(name), ray_tmpdir or self.path, **environ).call(*arguments)
 
     def calls(
         self, commands: Mapping[str, Sequence[str]]
@@ -93,11 +80,8 @@ class Machine:
                        for name, words in commands.items()}  # fmt: skip
         return {name: done.result() for name, done in running.items()}
 
-    def json(self, name: str, *arguments: str) -> dict[str, object]:
-        done = self.call(name, *arguments, "--json")
-        assert done.returncode == 0, done.stderr
-        answer: dict[str, object] = json.loads(done.stdout)
-        return answer
+    def json(self, name: str, *arguments: str) -> Any:
+        return Home(self.home(name), self.path).json(*arguments)
 
     def actors(self, address: str) -> str:
         done = subprocess.run(
@@ -112,9 +96,8 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
-    # Ray puts sockets below RAY_TMPDIR, whose paths have at most 107 bytes: pytest's are longer.
-    with tempfile.TemporaryDirectory(prefix="m", dir="/tmp", ignore_cleanup_errors=True) as path:
-        made = Machine(Path(path))
+    with short_directory() as path:
+        made = Machine(path)
         made.left.parent.mkdir()
         yield made
 
@@ -367,7 +350,7 @@ def test_the_cluster_that_ray_start_left_is_joined_and_found_again(
         # Another home sees whose it is, and neither writes it down nor stops it.
         other = machine.call("second", "serve", "--port", "1")
         assert "already running" in other.stdout
-        assert "started with, without --port" in other.stderr
+        assert "its settings and ignores --port" in other.stderr
         assert f"STAGESCOPE_HOME={machine.home('first')} stagescope status" in other.stdout
         assert machine.file("second") is None
         refused = machine.call("second", "stop")

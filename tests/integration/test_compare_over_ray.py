@@ -94,11 +94,6 @@ def test_another_engine_differs_first_at_the_rollout_log_probs(
     assert "rollout_log_probs" in text
 
 
-def test_a_step_is_the_same_as_itself_however_it_is_named(trained: Service) -> None:
-    code, said = compare(trained, f"exact:{STEPS}", f"exact@1:{STEPS}")
-    assert (code, said["verdict"]) == (0, "same")
-
-
 def test_runs_that_sampled_differently_differ_first_at_the_tokens(trained: Service) -> None:
     code, said = compare(trained, f"exact:{STEPS}", f"sampled:{STEPS}")
     assert (code, said["verdict"]) == (1, "different")
@@ -127,27 +122,6 @@ def test_an_imported_directory_is_the_directory(trained: Service, tmp_path: Path
     }
     # Weaver writes the loss twice, as a tensor and as a number: a stage has one of a name.
     assert unlike <= {("loss", "within noise")}
-
-
-def test_an_export_that_is_taken_in_again_is_the_run(trained: Service, tmp_path: Path) -> None:
-    (attempt,) = (
-        path for path in (trained.settings.data_path / "exact").iterdir() if path.is_dir()
-    )
-    env = {"STAGESCOPE_URL": trained.info.url, "STAGESCOPE_TOKEN": trained.token}
-    for words in (("export", str(attempt), str(tmp_path / "out")),
-                  ("import", str(tmp_path / "out"), "--run", "again")):  # fmt: skip
-        result = invoke(*words, env=env)
-        assert result.exit_code == 0, result.output
-    code, said = compare(trained, f"exact:{STEPS}", f"again:{STEPS}")
-    assert (code, said["verdict"]) == (0, "same"), said["reason"]
-    numbers = {
-        tensor["name"]
-        for section in said["pairs"][0]["sections"]
-        for tensor in section["tensors"]
-        if section["section"] in ("loss", "metrics")
-    }
-    assert numbers >= {"loss", "pg_loss", "entropy_loss", "kl", "grad_norm", "entropy"}
-    assert not said["pairs"][0]["causes"]
 
 
 def test_a_step_comes_back_to_a_notebook(trained: Service) -> None:

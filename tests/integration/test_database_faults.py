@@ -62,7 +62,7 @@ def test_a_server_that_refuses_for_a_while_loses_nothing(address: str, tmp_path:
             for rank in ranks:
                 rank.ask("end_step", steps[-1])
                 eventually(rank.settled)
-                status = rank.ask("status")
+                status = rank.status()
                 assert (status["dropped"], status["refused"]) == ({}, {})
             with service.session() as session:
                 for step in (1, 20, 40, 60, 80, 100, 120):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 pytest.importorskip("ray")
 from tests.support.cluster import eventually
+from tests.support.command_line import Home
 from tests.support.ray_nodes import free_port, short_directory
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -36,37 +34,18 @@ sys.exit(0 if finish(timeout=180) else 1)
 """
 
 
-class Home:
-    """Commands of a user with a home of their own."""
+def processes(home: Home) -> list[psutil.Process]:
+    """The keeper of the cluster, and what it started."""
+    written = home.file()
+    assert written is not None
+    keeper = psutil.Process(written["embedded_pid"])
+    return [keeper, *keeper.children(recursive=True)]
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory / "home"
-        self.port = free_port()
-        kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-        self.environment = {
-            **kept, "STAGESCOPE_HOME": str(self.directory), "RAY_TMPDIR": str(directory),
-        }  # fmt: skip
 
-    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "stagescope", *words],
-            capture_output=True, text=True, timeout=150, env=self.environment,
-        )  # fmt: skip
-
-    def serve(self) -> str:
-        done = self.call("serve", "--address", "local", "--port", str(self.port))
-        assert done.returncode == 0, done.stderr
-        return done.stderr
-
-    def json(self, *words: str) -> Any:
-        done = self.call(*words, "--json")
-        return json.loads(done.stdout or "{}")
-
-    def processes(self) -> list[psutil.Process]:
-        """The keeper of the cluster, and what it started."""
-        pid = json.loads((self.directory / "service.json").read_text())["embedded_pid"]
-        keeper = psutil.Process(pid)
-        return [keeper, *keeper.children(recursive=True)]
+def serve(home: Home, port: int) -> str:
+    done = home.call("serve", "--address", "local", "--port", str(port))
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 def runs(process: psutil.Process) -> bool:
@@ -79,25 +58,26 @@ def runs(process: psutil.Process) -> bool:
 @pytest.fixture
 def home() -> Iterator[Home]:
     with short_directory() as directory:
-        made = Home(directory)
+        made = Home(directory / "home", directory)
         yield made
         with contextlib.suppress(subprocess.TimeoutExpired):
             made.call("stop")
 
 
 def test_the_service_goes_on_in_a_new_cluster_and_no_step_is_missing(home: Home) -> None:
-    home.serve()
+    port = free_port()
+    serve(home, port)
     training = subprocess.Popen([sys.executable, "-c", TRAINING], env=home.environment)
     try:
-        eventually(lambda: (home.json("steps", "--run", "r").get("rows") or [])[3:])
-        old = home.processes()
+        eventually(lambda: (home.json("steps", "--run", "r", check=False).get("rows") or [])[3:])
+        old = processes(home)
         (head,) = [each for each in old if each.name() == "gcs_server"]
         os.kill(head.pid, signal.SIGKILL)
-        eventually(lambda: home.json("status")["ready"] is False)
-        status = home.json("status")
+        eventually(lambda: home.json("status", check=False)["ready"] is False)
+        status = home.json("status", check=False)
         assert "the Ray cluster of the service does not answer" in status["reason"]
         assert home.call("status").returncode == 3
-        said = home.serve()
+        said = serve(home, port)
         assert "had died" in said
         assert not [each for each in old if runs(each)]
         assert training.wait(300) == 0

@@ -56,7 +56,7 @@ def test_killed_coordinator_loses_nothing_and_hurts_no_training(service: Service
     for rank in ranks:
         rank.ask("end_step", 75)
         eventually(rank.settled)
-        status = rank.ask("status")
+        status = rank.status()
         assert status["dropped"] == {}
         assert status["refused"] == {}
     slower = statistics.median(rough) / statistics.median(calm)
@@ -96,27 +96,6 @@ def test_a_rank_that_comes_much_later_counts_in_the_steps_that_closed_without_it
         assert {listed[step] for step in steps[:-1]} == {"complete"}
     for rank in ranks:
         rank.kill()
-
-
-def test_payloads_without_receipt_are_offered_to_the_new_coordinator(service: Service) -> None:
-    rank = Rank("offered", world_size=1)
-    handed = [payload(seed=step) for step in (1, 2, 3)]
-    with service.held("ingestor"):
-        for step, each in enumerate(handed, 1):
-            rank.ask("report", step, each)
-        rank.ask("end_step", 3)
-        eventually(rank.acknowledged)
-        assert rank.ask("status")["waiting_payloads"] == 3
-        old = service.kill("coordinator")
-        service.reborn("coordinator", old)
-    eventually(rank.settled)
-    with service.session() as session:
-        for step, each in enumerate(handed, 1):
-            expect(session.step(step, run="offered"), each)
-            (row,) = service.stages("offered", step)
-            assert row["status"] == "ok"
-    assert service.losses("offered") == []
-    rank.kill()
 
 
 def test_killed_ingestor_reads_again(service: Service) -> None:
@@ -214,28 +193,6 @@ def test_killed_api_answers_again_at_its_address(service: Service) -> None:
     rank.kill()
 
 
-def test_rank_killed_inside_a_stage_is_listed(service: Service) -> None:
-    ranks = [Rank("inside", number, world_size=2) for number in (0, 1)]
-    for rank in ranks:
-        rank.ask("report", 1, None)
-        rank.ask("begin", 2)
-        eventually(rank.acknowledged)
-    ranks[1].kill()
-    killed = time.monotonic()
-    (lost,) = eventually(lambda: service.losses("inside", kind="stage"))
-    print(f"listed {time.monotonic() - killed:.1f} s after the kill")  # noqa: T201
-    assert (lost["step"], lost["stage"], lost["rank"]) == (2, "actor_update", 1)
-    assert "stopped reporting" in lost["reason"]
-    assert {row["rank"]: row["status"] for row in service.stages("inside", 2)} == {
-        0: "open", 1: "unfinished",
-    }  # fmt: skip
-    ranks[0].ask("end")
-    eventually(ranks[0].acknowledged)
-    assert [row["status"] for row in service.stages("inside", 2, rank=0)] == ["ok"]
-    assert len(service.losses("inside")) == 1
-    ranks[0].kill()
-
-
 def test_killed_driver_leaves_an_attempt_and_the_next_opens_another(
     service: Service, address: str
 ) -> None:
@@ -323,7 +280,7 @@ def test_full_disk_while_the_coordinator_restarts_is_waited_for(service: Service
     assert time.monotonic() - began < RESUMES
     rank.ask("end")
     eventually(rank.settled)
-    assert rank.ask("status")["dropped"] == {}
+    assert rank.status()["dropped"] == {}
     with service.session() as session:
         expect(session.step(1, run="full"), payload(seed=1))
         expect(session.step(1000, run="full"), payload(seed=1000))
@@ -348,9 +305,9 @@ def test_plan_outlives_a_killed_coordinator(service: Service) -> None:
         plan = session.plan()
         assert [row["capture_id"] for row in plan] == [requested["capture_id"]]
         assert plan.about["revision"] == revision
-        eventually(lambda: rank.ask("status")["plan_revision"] == revision)
+        eventually(lambda: rank.status()["plan_revision"] == revision)
         session.remove_capture(requested["capture_id"])
-        eventually(lambda: rank.ask("status")["plan_revision"] == revision + 1)
+        eventually(lambda: rank.status()["plan_revision"] == revision + 1)
         assert service.kill_and_await("coordinator") < RESUMES
         assert len(session.plan()) == 0
         assert session.plan().about["revision"] == revision + 1

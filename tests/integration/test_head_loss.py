@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 pytest.importorskip("ray")
-from tests.support.head_loss import OUTSIDE, STEPS, lose_head
+from tests.tools.head_loss import OUTSIDE, STEPS, lose_head
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
 

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-ray = pytest.importorskip("ray")
-from tests.support.cluster import Service, answer, eventually  # noqa: E402
+pytest.importorskip("ray")
+from tests.support.cluster import Service, eventually
+from tests.support.ranks import Process
 
-from stagescope_service.store.contract import Delete  # noqa: E402
-from stagescope_service.store.kept import Kept, read_kept  # noqa: E402
-from stagescope_service.store.sql import SqlStore  # noqa: E402
+from stagescope_service.store.kept import Kept, read_kept
 
 pytestmark = pytest.mark.ray
 
@@ -74,41 +73,22 @@ def _trainer_class() -> type:
             """Say whether intermediates of a step are wanted here."""
             return bool(self.probe.wants("prob_ratio", stage="actor_update", step=step))
 
-        def status(self) -> object:
-            """Return what the probe says of itself."""
-            return self.probe.status()
-
-        def close(self) -> bool:
-            """Report the end of this process."""
-            return self.probe.close(30.0)
-
     return Trainer
 
 
-class Rank:
-    """A rank in a process of its own."""
+class Rank(Process):
+    """A rank that records what is worth keeping."""
 
     def __init__(self, run: str, rank: int = 0, keep: object = None, **options: object) -> None:
-        made = ray.remote(_trainer_class()).options(num_cpus=0, max_restarts=0)
-        self.handle = made.remote(run, rank, keep, options)
+        super().__init__(_trainer_class(), run, rank, keep, options)
 
     def step(self, step: int, tokens: int = 8) -> int:
         """Do a step."""
-        return int(answer(self.handle.step.remote(step, tokens)))
+        return int(self.ask("step", step, tokens))
 
     def wants(self, step: int) -> bool:
         """Say whether intermediates of a step are wanted."""
-        return bool(answer(self.handle.wants.remote(step)))
-
-    def settled(self) -> bool:
-        """Say whether everything has its receipt."""
-        said = answer(self.handle.status.remote())
-        return bool(said["connected"]) and not (said["waiting_events"] or said["waiting_payloads"])
-
-    def close(self) -> None:
-        """Report the end of this process."""
-        answer(self.handle.close.remote())
-        ray.kill(self.handle)
+        return bool(self.ask("wants", step))
 
 
 def started(home: Path, address: str, **settings: object) -> Service:
@@ -141,73 +121,9 @@ def files(service: Service, run: str, step: int, count: int) -> list[Kept]:
     return found
 
 
-def test_a_file_without_a_row_has_one_after_the_next_start(address: str, tmp_path: Path) -> None:
-    service = started(tmp_path, address)
-    rank = Rank("orphan", keep={"what": ["is_loss"]})
-    try:
-        rank.step(1)
-        rows = eventually(lambda: four(service, "orphan", 1))
-        eventually(rank.settled)
-        rank.close()
-    finally:
-        service.stop()
-    forget(service, rows[0]["path"])
-    service = started(tmp_path, address)
-    try:
-        found = eventually(lambda: four(service, "orphan", 1))
-        assert sorted(row["path"] for row in found) == sorted(row["path"] for row in rows)
-        assert sorted(row["checksum"] for row in found) == sorted(row["checksum"] for row in rows)
-    finally:
-        service.stop()
-
-
 def four(service: Service, run: str, step: int) -> list[dict[str, Any]] | None:
     rows = kept_rows(service, run, step)
     return rows if len(rows) == 4 else None
-
-
-def forget(service: Service, path: str) -> None:
-    """Take a file's row out of the catalogue, as if a crash had come before its commit."""
-    import sqlalchemy as sa
-
-    engine = sa.create_engine(service.settings.catalogue_url)
-    with engine.connect() as connection:
-        select = sa.text("SELECT artifact_id FROM artifacts WHERE path = :path")
-        artifact_id = connection.execute(select, {"path": path}).scalar_one()
-    engine.dispose()
-    store = SqlStore(service.settings.catalogue_url)
-    store.open()
-    store.submit([Delete("artifacts", {"artifact_id": artifact_id})]).result(30)
-    store.close()
-
-
-def test_bytes_are_bounded_and_pinned_steps_stay(address: str, tmp_path: Path) -> None:
-    service = started(tmp_path, address, kept_bytes=4 * MB)
-    rank = Rank("bounded", keep={"what": ["is_loss"]})
-    try:
-        rank.step(1, tokens=10_000)  # 4 files of 0.56 MB
-        eventually(lambda: four(service, "bounded", 1))
-        with service.session() as session:
-            assert session.step(1, run="bounded").pin()["pinned"] is True
-        for step in (2, 3, 4):
-            rank.step(step, tokens=5000)
-            eventually(rank.settled)
-            assert disk(service) <= 4 * MB
-        states = {step: {row["state"] for row in kept_rows(service, "bounded", step)}
-                  for step in (1, 2, 3, 4)}  # fmt: skip
-        # What the ring holds of the pinned step stands beside its files.
-        assert states == {1: {"kept", "pinned"}, 2: {"deleted"}, 3: {"deleted"}, 4: {"kept"}}
-        keeping = service.status()["keeping"]
-        assert (keeping["healthy"], keeping["not_kept"]) == (True, 0)
-        assert sum(keeping["bytes"].values()) == disk(service)
-    finally:
-        rank.close()
-        service.stop()
-
-
-def disk(service: Service) -> int:
-    found = service.settings.data_path.glob("*/*/step_*/**/*.safetensors")
-    return sum(path.stat().st_size for path in found)
 
 
 @pytest.fixture
@@ -242,13 +158,13 @@ def test_a_full_disk_stops_keeping_and_says_so_while_metrics_go_on(
         assert kept_rows(service, "full", 2) == []
         keeping = eventually(lambda: unhealthy(service))
         assert keeping["not_kept"] == 4
-        assert "bytes free, of which" in keeping["reason"]
+        assert "must stay free" in keeping["reason"]
         with service.session() as session:
             status = session.status()
             assert status["ready"] is True
             assert status["coordinator"]["keeping"]["healthy"] is False
             (said,) = [row for row in session.findings("full") if row["kind"] == "not_kept"]
-            assert "are left to others" in said["message"]
+            assert "must stay free" in said["message"]
             scalars = session.step(2, run="full").scalars(name="loss")
             assert len(scalars) == 4  # what is said of the step is as complete as ever
         ballast.unlink()

@@ -11,7 +11,8 @@ import pytest
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("msprobe")
-from tests.support.cluster import SECONDS, Service, answer, eventually, kill  # noqa: E402
+from tests.support.cluster import SECONDS, Service, answer, eventually  # noqa: E402
+from tests.support.ranks import Process  # noqa: E402
 
 from stagescope_wire.discovery import NAMESPACE, ingestor_name  # noqa: E402
 from stagescope_wire.errors import NotFound  # noqa: E402
@@ -31,20 +32,18 @@ def _replica_class() -> type:
         """One of two replicas of a model, whose parameters a test may change."""
 
         def __init__(self, run: str, rank: int, plan: str) -> None:
-            import os
-
             import torch
 
             from stagescope_workers import init
 
             torch.set_num_threads(1)
             torch.manual_seed(0)
-            self.torch, self.pid = torch, os.getpid()
+            self.torch = torch
             layers = [torch.nn.Linear(8, 8) for _ in range(4)]
             self.model = torch.nn.Sequential(*layers)
             self.probe = init(run=run, rank=rank, world_size=2, plan=plan)
 
-        def step(self, step: int, name: str | None = None, factor: float = 1.0) -> int:
+        def step(self, step: int, name: str | None = None, factor: float = 1.0) -> None:
             """Do a step in which a parameter is `factor` times what it is."""
             torch = self.torch
             if name is not None:
@@ -53,7 +52,6 @@ def _replica_class() -> type:
             with self.probe.stage("actor_update", step=step, model=self.model):
                 self.model.zero_grad()
                 self.model(torch.ones(2, 8)).square().mean().backward()
-            return self.pid
 
         def hang(self, step: int, calls: int) -> None:
             """Stay inside a step after so many calls of operators."""
@@ -75,15 +73,13 @@ class Replicas:
     """Two replicas in processes of their own."""
 
     def __init__(self, run: str, plan: Path) -> None:
-        made = ray.remote(_replica_class()).options(num_cpus=0, max_restarts=0)
-        self.run = run
-        self.ranks = [made.remote(run, rank, str(plan)) for rank in range(2)]
+        self.ranks = [Process(_replica_class(), run, rank, str(plan)) for rank in (0, 1)]
 
-    def step(self, step: int, name: str | None = None, factor: float = 1.0) -> list[int]:
-        """Do a step on both, in which rank 1's parameter is changed; return the pids."""
+    def step(self, step: int, name: str | None = None, factor: float = 1.0) -> None:
+        """Do a step on both, in which rank 1's parameter is changed."""
         changed = (name, factor) if name is not None else ()
-        refs = [self.ranks[0].step.remote(step), self.ranks[1].step.remote(step, *changed)]
-        return [answer(ref, 2 * SECONDS) for ref in refs]
+        refs = [rank.begins("step", step, *changed * at) for at, rank in enumerate(self.ranks)]
+        answer(refs, 2 * SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +150,9 @@ def test_a_rank_that_dies_inside_a_capture_leaves_a_truncated_table(
     service: Service, tmp_path: Path
 ) -> None:
     two = replicas(service, tmp_path, "dies", config={"task": "statistics", "level": "L1"})
-    pids = two.step(1)
-    answer(two.ranks[1].hang.remote(2, CUT_AFTER), 2 * SECONDS)
-    kill(pids[1])
+    two.step(1)
+    two.ranks[1].ask("hang", 2, CUT_AFTER)
+    two.ranks[1].kill()
     (table,) = digested(service, "dies", 2, count=1)
     assert (table["rank"], table["truncated"], table["done"]) == (1, True, None)
     assert 0 < table["calls"] < CUT_AFTER

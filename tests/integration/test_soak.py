@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
 
 def test_acknowledged_steps_outlive_kills_at_random_moments() -> None:
     # In a process of its own: this one may have joined a cluster that other tests share.
-    command = [sys.executable, "-m", "tests.support.soak", "0.5", "10", "3"]
+    command = [sys.executable, "-m", "tests.tools.soak", "0.5", "10", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing lost, nothing twice, nothing grew" in done.stdout

@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from tests.support.measure import Handed, payload
 
@@ -118,54 +117,13 @@ def test_unrelated_job_writes_with_three_lines(service: Service, address: str) -
         assert [row["status"] for row in session.step(1, run="other-job").stages()] == ["ok"]
 
 
-def test_process_without_ray_writes_over_http(service: Service) -> None:
-    run_python(
-        """
-        import sys
-        import numpy as np
-        from stagescope_workers import init
-
-        values = np.full((2, 5), -1.0, np.float32)
-        with init("no-ray", world_size=1, attempt_key="a") as probe:
-            with probe.stage("actor_update", step=4) as stage:
-                stage.record(old_log_probs=values, rollout_log_probs=values + 0.5,
-                             response_mask=np.ones((2, 5), np.int64), sample_ids=["a", "b"])
-                stage.log(loss=2.5)
-            probe.end_step(4)
-            assert probe.close(30.0), probe.status()
-        assert "ray" not in sys.modules
-        """,
-        STAGESCOPE_URL=service.info.url,
-        STAGESCOPE_TOKEN=service.token,
-    )
+def test_registered_engines_outlive_the_coordinator(service: Service) -> None:
     with service.session() as session:
-        step = session.step(4, run="no-ray")
-        assert step.metrics()["logprob_abs_diff/mean"] == pytest.approx(0.5)
-        assert [(row["name"], row["value"]) for row in step.scalars()] == [("loss", 2.5)]
-
-
-def test_ring_keeps_the_last_steps_and_a_capture_keeps_its_tensors(service: Service) -> None:
-    from safetensors.numpy import load_file
-
-    rank = Rank("kept", world_size=1)
-    with service.session() as session:
-        ordered = session.capture(
-            run="kept", steps=[5], stages=["actor_update"], keep=["old_log_probs"]
-        )
-        revision = session.plan().about["revision"]
-        eventually(lambda: rank.ask("status")["plan_revision"] == revision)
-        for step in (5, 6):
-            rank.ask("report", step, payload(seed=step))
-        eventually(rank.settled)
-        session.remove_capture(ordered["capture_id"])
-    handed = payload(seed=5)["tensors"]["old_log_probs"][2]
-    (kept,) = (service.settings.data_path / "kept").rglob("*.safetensors")
-    assert np.array_equal(load_file(kept)["old_log_probs"], handed)
-    ring = [
-        load_file(file) for file in (service.settings.data_path / "ring").rglob("*.safetensors")
-    ]
-    assert any(np.array_equal(each["old_log_probs"], handed) for each in ring)
-    rank.kill()
+        session.add_engine("http://127.0.0.1:9", name="llm", model="m")
+        service.kill_and_await("coordinator")
+        assert session.engines()["name"] == ("llm",)
+        session.remove_engine("llm")
+        assert len(session.engines()) == 0
 
 
 def test_serve_again_changes_nothing(service: Service, address: str) -> None:

@@ -34,7 +34,7 @@ def test_a_file_of_rules_with_a_host_that_may_not_be_called_is_refused(tmp_path:
         " actions: {webhook: 'https://other/SECRET'}}]"
     )
     serve._check_triggers(Settings(home=tmp_path, triggers=file))
-    with pytest.raises(InvalidPlan, match="the host other, which may not be called") as refused:
+    with pytest.raises(InvalidPlan, match="the host other, which is not allowed") as refused:
         serve._check_triggers(Settings(home=tmp_path, triggers=file, webhook_hosts=("a", "b")))
     assert "STAGESCOPE_WEBHOOK_HOSTS: a, b" in str(refused.value)
     assert "SECRET" not in str(refused.value)

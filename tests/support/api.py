@@ -16,12 +16,13 @@ from tests.support import documented
 from tests.support.ingestors import LocalIngestors
 from tests.support.stores import rows_of
 
+import stagescope
 from stagescope_service.coordinator.composition import Parts
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.runner import Clock
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.state import State
-from stagescope_service.http.access_tokens import AccessTokens
+from stagescope_service.http.access_tokens import AccessTokens, Grade
 from stagescope_service.http.app import make_app
 from stagescope_service.http.server import ApiServer
 from stagescope_service.ingest.ingestors import IngestWorker
@@ -29,6 +30,7 @@ from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.settings import Settings
 from stagescope_service.store.artifacts import read_piece
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.ring import Ring
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.views.reading.dependencies import Commands
 from stagescope_wire import schema
@@ -188,13 +190,13 @@ class Service:
         self.store.open()
         self.catalogue = Catalogue(self.settings.catalogue_url)
         self.engine = LocalEngine(self.store, self.settings, resumes=resumes)
-        self.tokens = AccessTokens.load(self.settings) if self.settings.auth else None
+        self._tokens = AccessTokens.load(self.settings) if self.settings.auth else None
         self.now: float | None = None
         self.app = make_app(
             catalogue=self.catalogue,
             commands=cast(Commands, self.engine),
             settings=self.settings,
-            tokens=self.tokens,
+            tokens=self._tokens,
             clock=lambda: time.time() if self.now is None else self.now,
         )
         self.answers: list[documented.Answered] = []
@@ -203,8 +205,31 @@ class Service:
         self.server = ApiServer(served, port=0, header_seconds=self.settings.header_seconds)
         self.server.start()
         self._clients: list[httpx.Client] = []
-        self.read = self.client(self.tokens.read if self.tokens else None)
-        self.operate = self.client(self.tokens.operate if self.tokens else None)
+        self.read, self.operate = (
+            self.client(None if self._tokens is None else getattr(self._tokens, grade))
+            for grade in ("read", "operate")
+        )
+
+    @property
+    def tokens(self) -> AccessTokens:
+        """Those of its home; only of a service that asks for some."""
+        assert self._tokens is not None
+        return self._tokens
+
+    def session(self, grade: Grade = "read") -> stagescope.Session:
+        """A session of the client."""
+        return stagescope.attach(self.server.url, token=getattr(self.tokens, grade))
+
+    def environment(self, grade: Grade = "read") -> dict[str, str]:
+        """The variables by which the command line finds it."""
+        token = getattr(self.tokens, grade)
+        return {"STAGESCOPE_URL": self.server.url, "STAGESCOPE_TOKEN": token}
+
+    def use_ring(self, size: int = 1 << 24) -> None:
+        """Have recent payloads in a ring, as an ingestor has them."""
+        data = self.settings.data_path
+        ring = Ring(data / "ring" / "here", size, reserve_bytes=0)
+        self.engine.read_with(PayloadReader(data, "here", ring))
 
     def client(self, token: str | None, **headers: str) -> httpx.Client:
         if token is not None:
@@ -354,6 +379,24 @@ class Rank:
         self.clock += seconds - 0.25
         ended = self._draft_end(stage, step, payload, **fields)
         return Report(self.sender, begun.events + ended.events, ended.payloads, self.clock)
+
+    def hand(
+        self,
+        stage: str,
+        step: int | None,
+        payload: Mapping[str, Any],
+        /,
+        scalars: Mapping[str, float] | None = None,
+        **part: object,
+    ) -> int:
+        """Begin a stage, and end it with a payload whose tensors are announced by name."""
+        specs = {
+            name: [tag, [*shape], None] for name, (tag, shape, *_) in payload["tensors"].items()
+        }
+        announced = {"tensors": specs, "bytes": 1, "meta": payload["meta"]}
+        self.begin(stage, step, **part)
+        end = {"stage": stage, "step": step, "payload": announced, **part}
+        return self.say(schema.END, payload, **end, **({"scalars": scalars} if scalars else {}))
 
     def begin(self, stage: str, step: int | None, **fields: object) -> int:
         return self.say(schema.BEGIN, stage=stage, step=step, **fields)

@@ -491,6 +491,7 @@ def own_directory(
     ranks: int = 2,
     micros: int = 2,
     rows: int = 4,
+    tokens: int = 16,
     stage: str = "actor_update",
     edit: Edit | None = None,
 ) -> Path:
@@ -500,7 +501,7 @@ def own_directory(
     intermediates, a gradient and the samples' ids.
     """
     for step in steps:
-        batch = make_batch(ranks * micros * rows, 16, step=step)
+        batch = make_batch(ranks * micros * rows, tokens, step=step)
         for rank in range(ranks):
             for micro in range(micros):
                 begin = (rank * micros + micro) * rows

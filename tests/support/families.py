@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+NAN: Final = 0xFF
+"""The byte that makes every float NaN."""
+
+_M_PERTURB: Final = -6  # <malloc.h> of glibc
 _SIZES: Final[dict[str, Any]] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16,
@@ -109,3 +115,15 @@ def _weight(model: nn.Module, module: str) -> torch.Tensor:
     return parameters.get(
         "weight", parameters.get("down_proj", next(iter(parameters.values())))
     ).data
+
+
+@contextlib.contextmanager
+def leftovers(byte: int) -> Iterator[None]:
+    """Have glibc fill what it allocates with a byte, as somebody's earlier tensors would."""
+    mallopt = ctypes.CDLL(None).mallopt
+    # The lowest eight bits are written inverted; 0 as a whole would switch it off.
+    mallopt(_M_PERTURB, 0x100 | (byte ^ 0xFF))
+    try:
+        yield
+    finally:
+        mallopt(_M_PERTURB, 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from tests.support.dumps import table
-from tests.support.leftovers import NAN, leftovers
+from tests.support.families import NAN, leftovers
 from tests.support.small_decoder import Block, forward_backward, small_decoder, token_ids
 from torch import distributed
 from torch.distributed.fsdp import fully_shard

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -56,10 +57,6 @@ def _rank_class() -> Any:
 
             self.probe = init(run=run, rank=rank, **options)
             self.open: Any = None
-
-        def pid(self) -> int:
-            """Return the process id."""
-            return os.getpid()
 
         def report(self, step: int, payload: Handed | None, stage: str = "actor_update") -> None:
             """Do one stage that hands over a payload."""
@@ -116,58 +113,77 @@ def _rank_class() -> Any:
             """Say that a step is over."""
             self.probe.end_step(step)
 
-        def status(self) -> dict[str, object]:
-            """Return what the probe says of itself."""
-            return self.probe.status()
-
-        def close(self, timeout: float = 30.0) -> bool:
-            """Take leave."""
-            return self.probe.close(timeout)
-
     return Rank
 
 
-class Rank:
-    """A rank in a process of its own; calls wait for their answer."""
+class Process:
+    """An actor in a process of its own, with a probe; calls wait for their answer.
+
+    Args:
+        made: its class, by value.
+        arguments: of the class.
+        node_id: of the node that it runs on; None: any.
+        options: of the actor.
+    """
 
     def __init__(
-        self, run: str, rank: int = 0, node_id: str | None = None, **options: object
+        self, made: Any, *arguments: object, node_id: str | None = None, **options: object
     ) -> None:
-        self.run = run
-        made = ray.remote(_rank_class()).options(
-            num_cpus=0,
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy=None
-            if node_id is None
-            else NodeAffinitySchedulingStrategy(node_id, soft=False),
-        )
-        self.handle = made.remote(run, rank, options)
-        self.pid = self.ask("pid")
+        place = node_id and NodeAffinitySchedulingStrategy(node_id, soft=False)
+        given = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, **options}
+        actor = ray.remote(made).options(scheduling_strategy=place, **given)
+        self.handle = actor.remote(*arguments)
+
+    @functools.cached_property
+    def pid(self) -> int:
+        """The process id; ranks that meet in their constructors are made before it is asked."""
+        return int(self.call(lambda _: os.getpid()))
 
     def ask(self, method: str, *arguments: object) -> Any:
         """Call and wait."""
-        return answer(getattr(self.handle, method).remote(*arguments), 2 * SECONDS)
+        return answer(self.begins(method, *arguments), 2 * SECONDS)
 
-    def begins(self, method: str, *arguments: object) -> object:
+    def begins(self, method: str, *arguments: object) -> Any:
         """Call; return the ref of the answer."""
         return getattr(self.handle, method).remote(*arguments)
 
+    def call(self, function: Callable[[Any], object]) -> Any:
+        """Call a function with the actor, in its process."""
+        return answer(self.handle.__ray_call__.remote(function), 2 * SECONDS)
+
+    def status(self) -> Any:
+        """Return what the probe says of itself."""
+        return self.call(lambda actor: actor.probe.status())
+
     def acknowledged(self) -> bool:
         """Say whether every event (payloads apart) has its receipt."""
-        status = self.ask("status")
+        status = self.status()
         return bool(status["connected"]) and status["waiting_events"] == 0
 
     def settled(self) -> bool:
         """Say whether everything has its receipt, payloads included."""
-        status = self.ask("status")
-        return bool(status["connected"]) and not (
-            status["waiting_events"] or status["waiting_payloads"]
-        )
+        status = self.status()
+        waiting = status["waiting_events"] or status["waiting_payloads"]
+        return bool(status["connected"]) and not waiting
+
+    def close(self) -> None:
+        """Let the probe take leave, and end the process."""
+        self.call(lambda actor: actor.probe.close(30.0))
+        self.kill()
 
     def kill(self) -> None:
         """Kill -9."""
         kill(self.pid)
+
+
+class Rank(Process):
+    """A rank with the real probe."""
+
+    def __init__(
+        self, run: str, rank: int = 0, node_id: str | None = None, **options: object
+    ) -> None:
+        super().__init__(_rank_class(), run, rank, options, node_id=node_id)
+        _ = self.pid  # known before its process is held
 
 
 class HangingJob:

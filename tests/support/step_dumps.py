@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.support.batches import wire
 
 from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
 from stagescope_service.store.tensorfile import WireTensor
@@ -14,14 +15,8 @@ from stagescope_wire.schema import Part
 from stagescope_wire.tensorfile import Array
 
 
-def wire(values: Array, tag: str | None = None) -> WireTensor:
-    return tag or values.dtype.name, values.shape, values, None
-
-
 def ragged(rows: Sequence[Array]) -> WireTensor:
-    flat = np.concatenate(rows)
-    offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
-    return flat.dtype.name, flat.shape, flat, offsets
+    return wire(np.concatenate(rows), [0, *np.cumsum([*map(len, rows)]).tolist()])
 
 
 def record(
@@ -71,7 +66,7 @@ class WholeStep:
             "responses": wire(np.where(self.there, responses, 7)),
             "response_mask": wire(np.where(self.there, mask, 0)),
             "rollout_log_probs": wire(np.where(self.there, log_probs, 0).astype(np.float32)),
-            "old_log_probs": wire(np.where(self.there, bits, 0).astype(np.uint16), "bfloat16"),
+            "old_log_probs": wire(np.where(self.there, bits, 0).astype(np.uint16)),
             "rewards": wire(generator.random(rows).astype(np.float32)),
         }
 
@@ -83,9 +78,9 @@ class WholeStep:
         width = int(self.lengths[index].max())
         found = {}
         for name in names or self.tensors:
-            tag, _, values, _ = self.tensors[name]
+            values = self.tensors[name][2]
             cut = values[index] if values.ndim == 1 else values[index, :width]
-            found[name] = wire(np.ascontiguousarray(cut), tag)
+            found[name] = wire(np.ascontiguousarray(cut))
         return found
 
     def ids(self, rows: Sequence[int]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ pytest.importorskip("verl")
 
 from safetensors.torch import load_file
 from tests.support.cluster import Service, eventually, ray_cluster
-from tests.support.verl_runs import SECONDS, VerlRun, untimed
+from tests.support.trainers.verl_runs import SECONDS, VerlRun, untimed
 
 from stagescope_wire.schema import PART_FIELDS
 

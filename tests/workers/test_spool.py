@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.support.api import Service, service
 from tests.support.command_line import invoke
-from tests.support.shown_run import keep_tensors
+from tests.support.runs.shown import keep_tensors
 from tests.support.stores import eventually
 
 import stagescope
@@ -170,12 +170,12 @@ def test_what_is_no_batch_is_named_and_the_rest_is_taken(live: Service, tmp_path
     (directory / ("0" * 32)).symlink_to(tmp_path)
     done = invoke("import", str(directory), env=environment(live))
     assert done.exit_code == 1, done.output
-    assert done.stdout.count("this is no batch of events") == 2
+    assert done.stdout.count("cannot be read as a batch of events") == 2
     assert "4 payloads of 2 processes" in done.stdout
     assert live.get("/steps/1/metrics", run="r")["complete"] == "complete"
     for words in (["--run", "x"], ["--new-attempt"]):
         done = invoke("import", str(directory), *words, env=environment(live))
-        assert "is a spool, which names its runs itself" in done.stderr
+        assert "is a spool, and its files name their runs" in done.stderr
     (tmp_path / "home" / "deadbeef").mkdir()
     done = invoke("import", str(tmp_path / "home"), "--follow", env=environment(live))
     assert "is no spool" in done.stderr

@@ -97,7 +97,7 @@ class Delivery:
         self.target = _PASSWORD.sub("//...@", target)
         if not colon or kind not in TRACKERS:
             raise InvalidInput(
-                f"{self.target!r} is no target",
+                f"{self.target!r} is not a target",
                 expected=", ".join(f"{one}:..." for one in TRACKERS),
             )
         self._kind, self._prefix, self._from_step = TRACKERS[kind], prefix, from_step
@@ -329,9 +329,9 @@ def forward(
             reached.
     """
     if not _PREFIX.fullmatch(prefix):
-        raise InvalidInput(f"{prefix!r} is no prefix", expected="letters, digits, / . _ -")
+        raise InvalidInput(f"{prefix!r} is not a valid prefix", expected="letters, digits, / . _ -")
     if not targets:
-        raise InvalidInput("there is no target", expected=", ".join(f"{k}:..." for k in TRACKERS))
+        raise InvalidInput("no target is given", expected=", ".join(f"{k}:..." for k in TRACKERS))
     records = RunRecords(connection, run, page_url or connection.url)
     deliveries = [Delivery(each, records, prefix, from_step) for each in dict.fromkeys(targets)]
     with contextlib.ExitStack() as stack:

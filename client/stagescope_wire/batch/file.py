@@ -70,7 +70,7 @@ def parse(data: Bytes, where: object, kind: type[T]) -> T:
         return _read(file.tensors, file.metadata, kind)
     except _MALFORMED as error:
         raise InvalidTensor(
-            f"{where} holds no batch: {error}",
+            f"{where} is not a batch: {error}",
             expected="a file of `stagescope batch --output` or Batch.save",
         ) from error
 
@@ -101,9 +101,13 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """
     if path.exists() and not path.is_file():
         # Replacing it would delete it, even /dev/null if this user may.
-        raise InvalidInput(f"{path} is there and no file", expected="the name of a file")
+        raise InvalidInput(f"{path} exists and is not a file", expected="the path of a file")
     if not path.parent.is_dir():
-        raise InvalidInput(f"{path.parent} is no directory", expected="one that is there")
+        raise InvalidInput(
+            f"the directory {path.parent} does not exist",
+            expected="an existing directory",
+            advice="create it, or correct the path",
+        )
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
         try:
@@ -178,7 +182,11 @@ def _describe_part(part: BatchPart) -> dict[str, Json]:
 
 def _wire_tensors(batch: BatchData) -> dict[str, tensorfile.WireTensor]:
     if reserved := [name for name in batch.tensors if name.startswith(_RESERVED)]:
-        raise InvalidTensor(f"a tensor named {reserved[0]!r}", expected=f"no name of {_RESERVED}")
+        raise InvalidTensor(
+            f"a tensor has the name {reserved[0]!r}",
+            expected=f"a name that does not begin with {' or '.join(_RESERVED)}",
+            advice="rename it",
+        )
     flat: dict[str, tensorfile.WireTensor] = {
         name: (t.dtype, t.values.shape, t.values, None) for name, t in batch.tensors.items()
     }

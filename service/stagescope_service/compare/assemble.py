@@ -179,8 +179,7 @@ def _without_replicas(comparisons: Sequence[ShardComparison]) -> list[ShardCompa
     for comparison in comparisons:
         rows, location = comparison.rows, comparison.locations[0]
         if rows is not None and not comparison.has_fragments and _is_paired_by_id(comparison):
-            part = location.part
-            samples = seen[BatchPass(location.step, location.stage, part.occurrence, part.epoch)]
+            samples = seen[BatchPass.of(location)]
             if rows.labels and samples.issuperset(rows.labels):
                 continue
             samples.update(rows.labels)

@@ -134,11 +134,12 @@ def _code_not_compared(a: Mapping[str, object], b: Mapping[str, object]) -> list
         sides = "no side has" if len(lacking) > 1 else f"side {lacking[0]} does not have"
         return [f"{sides} hashes of its script and modules: their edits are not seen"]
     found = []
-    for name, own in (("a", sorted(a.keys() - b.keys())), ("b", sorted(b.keys() - a.keys()))):
-        if own:
-            more = f" and {len(own) - _NAMED_MODULES} more" if len(own) > _NAMED_MODULES else ""
-            names = ", ".join(own[:_NAMED_MODULES])
-            found.append(f"side {name} alone had loaded {names}{more} when it started")
+    for side, modules in (("a", a.keys() - b.keys()), ("b", b.keys() - a.keys())):
+        if modules:
+            more = len(modules) - _NAMED_MODULES
+            names = ", ".join(sorted(modules)[:_NAMED_MODULES])
+            names += f" and {more} more" if more > 0 else ""
+            found.append(f"only side {side} had loaded {names} when it started")
     if max(len(a), len(b)) >= MOST_MODULES:
         found.append(f"of the loaded modules the first {MOST_MODULES} by name are compared")
     return found

@@ -121,8 +121,9 @@ class RowAssignment:
         then those of its second, and so on. This is assumed only if the shards' log-probs agree.
         """
         keys = self._keys_of(side, index.entry)
-        shards = self._rank_shards(side, index.entry.location)
-        if index.entry.location.rank is None and not keys and shards:
+        is_whole_step = index.entry.location.rank is None and not keys
+        shards = self._rank_shards(side, index.entry.location) if is_whole_step else []
+        if shards:
             kinds = [kind for kind in _IDENTIFYING_KEYS if all(kind in s.keys for s in shards)]
             keys = {kind: tuple(key for s in shards for key in s.keys[kind]) for kind in kinds}
             ends = ((shards[0], 0), (shards[-1], index.rows - shards[-1].rows))

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.tasks import JoinTask, PairTask, TaskOutcome, run_tasks
@@ -41,6 +41,11 @@ class BatchPass(NamedTuple):
     occurrence: int
     epoch: int
 
+    @classmethod
+    def of(cls, location: Location) -> BatchPass:
+        """Return the pass of a location."""
+        return cls(location.step, location.stage, location.part.occurrence, location.part.epoch)
+
     def __str__(self) -> str:
         parts = ["" if self.step is None else f"step {self.step}", self.stage or ""]
         parts += [f"occurrence {self.occurrence}"] if self.occurrence else []
@@ -66,9 +71,7 @@ class SectionMatch:
 
     def pass_of(self, entry: DumpEntry) -> BatchPass:
         """Return the pass of an entry."""
-        location = self.common_locations[entry.location]
-        part = location.part
-        return BatchPass(location.step, location.stage, part.occurrence, part.epoch)
+        return BatchPass.of(self.common_locations[entry.location])
 
     def pass_of_pair(self, pair: EntryPair) -> BatchPass:
         """Return the pass of a pair."""
@@ -154,15 +157,8 @@ def _match_section(
 
     # Two frameworks name a stage differently, and step 5 of one run is step 0 of another's replay.
     # So a coordinate with at most one value on each side is not compared.
-    any_step, any_stage, any_role = map(is_unique, ("step", "stage", "role"))
-    common_locations = {
-        location: location._replace(
-            step=None if any_step else location.step,
-            stage=None if any_stage else location.stage,
-            role=None if any_role else location.role,
-        )
-        for location in (entry.location for entry in (*a, *b))
-    }
+    ignored: dict[str, Any] = dict.fromkeys(filter(is_unique, ("step", "stage", "role")))
+    common_locations = {e.location: e.location._replace(**ignored) for e in (*a, *b)}
     return SectionMatch(section, (tuple(a), tuple(b)), common_locations, borrowed)
 
 

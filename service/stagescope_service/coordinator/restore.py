@@ -7,10 +7,16 @@ flight. They are read when their process offers them again, or lost when its lea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 from stagescope_service.core import spans, steps, verdicts
-from stagescope_service.core.catalogue_rows import integer
+from stagescope_service.core.catalogue_rows import (
+    ATTEMPT_COLUMNS,
+    OPTIONAL_PROCESS_COLUMNS,
+    PROCESS_COLUMNS,
+    integer,
+)
 from stagescope_service.core.completeness import UNKNOWN
 from stagescope_service.core.entities import (
     ANNOUNCED,
@@ -42,6 +48,7 @@ from stagescope_service.store.tables import (
     StepColumns,
 )
 from stagescope_service.store.tables.declare import StageWork
+from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.schema import LAYOUT_COLUMNS, Part, Work
 
 
@@ -71,27 +78,26 @@ def restore(state: State, snapshot: Snapshot, now: float) -> None:
         _settle(attempt)
 
 
+def _columns(row: JsonObject, names: Iterable[str]) -> dict[str, Any]:
+    """Return some columns of a row; a flag that is unknown is false."""
+    return {name: bool(row[name]) if name in _FLAGS else row[name] for name in names}
+
+
+_FLAGS: Final = frozenset({"raw", "unkeyed"})
+_SPAN: Final = ("incarnation", "role", "rank", "revision", "status", "begin_seq", "end_seq")
+
+
 def _attempt(row: AttemptRow) -> Attempt:
     first, resumed = row["first_step"], row["resumed_from_step"]
     # In a later attempt it may have been derived from the first step.
     derived = row["number"] > 1 and first is not None and resumed == first - 1
     is_reported = resumed is not None and not derived
     return Attempt(
-        attempt_id=row["attempt_id"],
-        run=row["run"],
-        number=row["number"],
-        key=row["key"],
-        unkeyed=bool(row["unkeyed"]),
-        opened_wall=row["opened_wall"],
-        ended_wall=row["ended_wall"],
-        end_reason=row["end_reason"],
+        **_columns(row, ATTEMPT_COLUMNS),
         crashed=row["end_reason"] == CRASHED,
         interrupted=row["end_reason"] == INTERRUPTED,
-        first_step=first,
-        resumed_from_step=resumed,
         resume_reported=is_reported,
         resumed_restored=resumed if is_reported else None,
-        last_closed_step=row["last_closed_step"],
         has_past=True,
         # Its process is not stored: the fingerprint stays.
         fingerprint_of=None if row["fingerprint"] is None else RESTORED,
@@ -102,37 +108,25 @@ def _restore_process(state: State, attempt: Attempt, row: ProcessRow, now: float
     hello = row["hello"] or {}
     lease = state.raw_lease_seconds if row["raw"] else state.lease_seconds
     finished, lapsed = row["finished_wall"], row["lapsed_wall"]
+    layout = _columns(row, LAYOUT_COLUMNS)
     process = Process(
-        incarnation=row["incarnation"],
-        attempt_id=row["attempt_id"],
-        role=row["role"],
-        rank=row["rank"],
+        **_columns(row, (*PROCESS_COLUMNS, *OPTIONAL_PROCESS_COLUMNS)),
         started=row["first_wall"] or 0.0,
-        raw=bool(row["raw"]),
-        unkeyed=bool(row["unkeyed"]),
-        world_size=row["world_size"],
-        data_rank=row["data_rank"],
         captures=hello.get("captures") is not False,
         launch=hello.get("launch"),
         is_single=hello.get("single") is True,
         watchdog=hello.get("watchdog"),
         expected_roles=role_names(hello.get("expects")),
         handshake=_handshake(row),
-        node_id=row["node_id"],
         settings=reading_settings(row["settings"]),
         layout={
             **(hello.get("layout") or {}),
-            **{
-                name: value
-                for name, value in row.items()
-                if name in LAYOUT_COLUMNS and value is not None
-            },
+            **{name: value for name, value in layout.items() if value is not None},
         },
         lease_until=now + lease,
         last_wall=row["last_wall"] or 0.0,
         last_contact=(row["last_wall"] or 0.0) + (row["clock_offset"] or 0.0),
         clock=(row["clock_offset"], row["clock_error"]),
-        max_step=row["max_step"],
         finished=finished is not None,
         # A later BEGIN undoes its FINISH; earlier ones were applied.
         finish_seq=0 if finished is not None and not row["raw"] else None,
@@ -207,17 +201,7 @@ def _restore_span(state: State, row: StageRow) -> None:
     if attempt is None:
         return
     work = _work(row)
-    span = Span(
-        incarnation=row["incarnation"],
-        role=row["role"],
-        rank=row["rank"],
-        work=work,
-        revision=row["revision"],
-        status=row["status"],
-        begin_seq=row["begin_seq"],
-        end_seq=row["end_seq"],
-        superseded=bool(row["superseded"]),
-    )
+    span = Span(**_columns(row, _SPAN), work=work, superseded=bool(row["superseded"]))
     step = attempt.stepless if work.step is None else attempt.steps.get(work.step)
     if step is not None:
         spans.keep(step, span)

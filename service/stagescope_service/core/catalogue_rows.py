@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, Final
 
@@ -15,12 +15,16 @@ from stagescope_wire.schema import LAYOUT_COLUMNS, MAX_SCALAR_NAME, Work
 
 _INT64: Final = 1 << 63
 _LONG: Final = 100_000
+ATTEMPT_COLUMNS: Final = (
+    "attempt_id", "run", "number", "key", "unkeyed", "opened_wall", "ended_wall", "end_reason",
+    "first_step", "resumed_from_step", "last_closed_step",
+)  # fmt: skip
+"""The columns of `attempts` that are attributes of an `Attempt`."""
+PROCESS_COLUMNS: Final = ("incarnation", "attempt_id", "role", "rank", "raw", "unkeyed")
+"""The columns of `processes` that are always known, and attributes of a `Process`."""
+_RANK: Final = ("attempt_id", "role", "rank")
+OPTIONAL_PROCESS_COLUMNS: Final = ("world_size", "data_rank", "node_id", "max_step")
 _MOST: Final = 1 << 53
-
-
-def work_columns(work: Work) -> dict[str, Json]:
-    """Return the columns of a work's step, stage and part."""
-    return work.fields()
 
 
 def audit_row(wall: float, by: str, action: str, detail: JsonObject) -> Put:
@@ -30,41 +34,20 @@ def audit_row(wall: float, by: str, action: str, detail: JsonObject) -> Put:
 
 def attempt_row(attempt: Attempt, **columns: object) -> Put:
     """Return the row of an attempt, with further `columns`."""
-    return Put(
-        "attempts",
-        {
-            "attempt_id": attempt.attempt_id,
-            "run": attempt.run,
-            "number": attempt.number,
-            "key": attempt.key,
-            "unkeyed": attempt.unkeyed,
-            "opened_wall": attempt.opened_wall,
-            "ended_wall": attempt.ended_wall,
-            "end_reason": attempt.end_reason,
-            "first_step": attempt.first_step,
-            "resumed_from_step": attempt.resumed_from_step,
-            "last_closed_step": attempt.last_closed_step,
-            **columns,
-        },
-    )
+    return Put("attempts", {**named(attempt, ATTEMPT_COLUMNS), **columns})
+
+
+def named(entity: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return some attributes of an object, by name."""
+    return {name: getattr(entity, name) for name in names}
 
 
 def process_row(process: Process, **columns: object) -> Put:
     """Return the row of a process's identity, with further `columns`."""
-    row: dict[str, Json] = {
-        "incarnation": process.incarnation,
-        "attempt_id": process.attempt_id,
-        "role": process.role,
-        "rank": process.rank,
-        "raw": process.raw,
-        "unkeyed": process.unkeyed,
-    }
     # A value that is unknown now may have been stored before a restart: it is not overwritten.
-    for name in ("world_size", "data_rank", "node_id", "max_step"):
-        value = getattr(process, name)
-        if value is not None:
-            row[name] = value
-    return Put("processes", {**row, **columns})
+    optional = named(process, OPTIONAL_PROCESS_COLUMNS)
+    known = {name: value for name, value in optional.items() if value is not None}
+    return Put("processes", {**named(process, PROCESS_COLUMNS), **known, **columns})
 
 
 def layout_columns(layout: JsonObject) -> dict[str, Json]:
@@ -100,20 +83,8 @@ def payload_row(
     process: Process, key: PayloadKey, work: Work, state: str, **columns: object
 ) -> Put:
     """Return the row of a payload's identity and state, with further `columns`."""
-    return Put(
-        "payloads",
-        {
-            "incarnation": key.incarnation,
-            "seq": key.seq,
-            "attempt_id": process.attempt_id,
-            "role": process.role,
-            "rank": process.rank,
-            **work_columns(work),
-            "work_key": work.key,
-            "state": state,
-            **columns,
-        },
-    )
+    own = {**key._asdict(), **named(process, _RANK), **work.fields()}
+    return Put("payloads", {**own, "work_key": work.key, "state": state, **columns})
 
 
 def scalar_rows(
@@ -151,21 +122,10 @@ def loss_row(
 ) -> Put:
     """Return the row of something that was announced and will not arrive."""
     identity = (process.incarnation, work.key, kind, columns.pop("identity", ""))
-    return Put(
-        "losses",
-        {
-            "loss_id": row_id(*identity),
-            "run": attempt.run,
-            "attempt_id": attempt.attempt_id,
-            "role": process.role,
-            "rank": process.rank,
-            "step": work.step,
-            "stage": work.stage,
-            "kind": kind,
-            "reason": text(reason),
-            **columns,
-        },
-    )
+    own = {**named(attempt, ("run", "attempt_id")), **named(process, ("role", "rank"))}
+    own |= named(work, ("step", "stage"))
+    what = {"loss_id": row_id(*identity), "kind": kind, "reason": text(reason)}
+    return Put("losses", {**own, **what, **columns})
 
 
 def integer(value: object) -> int | None:

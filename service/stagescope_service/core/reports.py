@@ -21,7 +21,6 @@ from stagescope_service.core.catalogue_rows import (
     row_id,
     scalar_rows,
     text,
-    work_columns,
 )
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import (
@@ -347,7 +346,7 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
         "attempt_id": process.attempt_id,
         "role": process.role,
         "rank": process.rank,
-        **work_columns(work),
+        **work.fields(),
         "node_id": process.node_id,
         **({"wall": event.wall} if newest else {}),
         **reported,

@@ -19,9 +19,11 @@ from stagescope_service.statistics.comparability import Comparability
 from stagescope_service.statistics.profiles import CHANCES, Dimension
 from stagescope_service.statistics.summarise import MAX_ENGINES
 from stagescope_service.statistics.token_batch import PROCESS
+from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.models.figures import AnatomyBin
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.target import Target
+from stagescope_service.views.steps.numbers import comparability_fields, doubt
 from stagescope_wire.errors import NotFound
 from stagescope_wire.render import counted
 
@@ -100,6 +102,19 @@ def info(deps: Dependencies, target: Target, by: By) -> AnatomyInfo:
         of = f"{left_out} of {total.masked} tokens are left out"
         note = f"{of}: their rows name no {by}"
     return AnatomyInfo(*heading, found, mean, left_out, measured.comparability, note)
+
+
+def doubted(found: AnatomyInfo) -> AnatomyInfo:
+    """Add to the note why the mismatch may not be the engine's numerics alone."""
+    why = None if found.comparability is None else doubt(found.comparability)
+    return dataclasses.replace(found, note="; ".join(filter(None, (found.note, why))) or None)
+
+
+def answer(found: AnatomyInfo) -> JsonObject:
+    """Return the answer of `/steps/{step}/anatomy`."""
+    fields = dataclasses.asdict(dataclasses.replace(found, comparability=None))
+    rows = fields.pop("bins")
+    return {**fields, **comparability_fields(found.comparability), "rows": rows, "next": None}
 
 
 def _is_last(by: By, key: int) -> bool:

@@ -19,6 +19,7 @@ from stagescope_service.figures.lines import (
     draw_line,
     draw_not_finite,
 )
+from stagescope_service.figures.run_curves import CurveRequest
 from stagescope_service.views.reading.dependencies import Dependencies, Window
 from stagescope_wire.errors import InvalidInput, NotFound
 from stagescope_wire.schema import read_target
@@ -64,7 +65,7 @@ def info(
         target = read_target(text)
         if target.step is not None:
             raise InvalidInput(f"{text!r} names a step", expected="both sides do, or neither")
-        request = overview.Request(metrics, target.attempt, window, superseded=False)
+        request = CurveRequest(metrics, target.attempt, window, superseded=False)
         sides.append(overview.info(deps, target.run, request))
     one, other = sides
     by_name = {panel.name: panel for panel in other.panels}

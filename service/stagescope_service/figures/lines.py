@@ -112,12 +112,7 @@ def draw_line(drawn: go.Figure, line: Line, axis: str, unit: str, line_style: Li
 
 
 def draw_not_finite(
-    drawn: go.Figure,
-    marks: Sequence[NotFinite],
-    lines: Sequence[Line],
-    axis: str,
-    *,
-    first: bool,
+    drawn: go.Figure, marks: Sequence[NotFinite], lines: Sequence[Line], axis: str, *, first: bool
 ) -> None:
     """Mark values that are not finite, at the height of the largest finite one."""
     if not marks:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import Final
 
 from stagescope_service.figures.timeline import Lane, StageSlice, TimelineInfo
+from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.models.figures import TraceEvent
 
 _TRACK: Final = 1_000_000
 """Added to a rank, it numbers the track of its slices that overlap others without nesting."""
+
+
+def trace(found: TimelineInfo) -> JsonObject:
+    """Return the answer of `/steps/{step}/timeline`."""
+    names = ("run", "attempt", "step", "begin_wall", "clock_error", "note")
+    about = {name: getattr(found, name) for name in names}
+    return {"traceEvents": trace_events(found), "displayTimeUnit": "ms", "otherData": about}
 
 
 def trace_events(found: TimelineInfo) -> list[TraceEvent]:

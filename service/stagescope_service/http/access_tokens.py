@@ -10,18 +10,22 @@ import contextlib
 import dataclasses
 import hashlib
 import hmac
-import logging
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import Final, Literal
 
-from stagescope_service.http.token_file import ROLES, TOKEN_BYTES, Role, Token, TokenFile, of_secret
+from stagescope_service.http.token_file import (
+    ROLES,
+    TOKEN_BYTES,
+    Role,
+    Token,
+    TokenFile,
+    of_secret,
+    read_private,
+)
 from stagescope_service.settings import Settings
-from stagescope_wire.errors import Forbidden, InvalidInput
-
-log = logging.getLogger(__name__)
+from stagescope_wire.errors import InvalidInput
 
 Grade = Literal["read", "operate"]
 
@@ -140,24 +144,7 @@ def _read_token_file(home: Path, grade: str) -> str:
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.is_symlink() and not path.exists():
         _create_token_file(path)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise Forbidden(
-            f"the token file {path} cannot be read ({error.strerror})",
-            expected="a plain file of the service's user",
-        ) from error
-    with os.fdopen(descriptor, "r", encoding="ascii", errors="replace") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise Forbidden(
-                f"the token file {path} is not a plain file of this user",
-                expected=f"a file of user {os.geteuid()}",
-            )
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            log.warning("token file %s was readable by others: its mode is now 0600", path)
-            os.fchmod(file.fileno(), 0o600)
-        return file.read(1000).strip()
+    return (read_private(path, 1000) or b"").decode("ascii", "replace").strip()
 
 
 def _create_token_file(path: Path) -> None:

@@ -120,3 +120,8 @@ RankQueryOf = Annotated[RankQuery, Depends(rank_query)]
 AttemptQueryOf = Annotated[AttemptQuery, Depends(attempt_query)]
 
 WindowOf = Annotated[Window, Depends(window_query)]
+
+Metrics = Annotated[
+    list[str] | None,
+    Query(description="A published metric or a scalar; may be given several times.", max_length=12),
+]

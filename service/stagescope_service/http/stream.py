@@ -90,8 +90,8 @@ async def stream(
         await access.look()
         return access.is_valid(caller.token)
 
-    wanted = Wanted(run, str(caller))
-    return _EventStream(watcher, wanted, last_event_id, is_allowed)
+    subscription = Subscription(run, str(caller))
+    return _EventStream(watcher, subscription, last_event_id, is_allowed)
 
 
 # --- changes --------------------------------------------------------------------------------
@@ -169,18 +169,15 @@ _FIELDS: Final[Mapping[str, Callable[[ChangedRow], JsonObject]]] = {
 
 
 # --- listeners ------------------------------------------------------------------------------
-class _Sent:
+class _Sent(NamedTuple):
     """An event as it is sent, one for all listeners."""
 
-    __slots__ = ("number", "run", "text")
-
-    def __init__(self, number: int, run: str | None, text: bytes) -> None:
-        self.number = number
-        self.run = run
-        self.text = text
+    number: int
+    run: str | None
+    text: bytes
 
 
-class Wanted(NamedTuple):
+class Subscription(NamedTuple):
     """The events that a listener gets."""
 
     run: str | None = None
@@ -196,8 +193,8 @@ class Wanted(NamedTuple):
 class _Listener:
     """A client, and the events that wait for it."""
 
-    def __init__(self, wanted: Wanted, scope: anyio.CancelScope) -> None:
-        self._wanted = wanted
+    def __init__(self, subscription: Subscription, scope: anyio.CancelScope) -> None:
+        self._subscription = subscription
         self._scope = scope
         self._since = time.monotonic()
         self._waiting: list[bytes] = []
@@ -207,7 +204,7 @@ class _Listener:
     @property
     def caller(self) -> str:
         """The caller, for its number of places."""
-        return self._wanted.caller
+        return self._subscription.caller
 
     def leave_place(self, *, after: float) -> bool:
         """End if it has listened for so many seconds; return whether it did."""
@@ -219,7 +216,7 @@ class _Listener:
     def put(self, events: Iterable[_Sent], greeting: bytes = b"") -> None:
         """Add the events of a reading that are of its run, unless so many readings wait."""
         texts = [greeting] if greeting else []
-        texts += [each.text for each in events if self._wanted.has(each.run)]
+        texts += [each.text for each in events if self._subscription.has(each.run)]
         if not texts:
             return
         if self._behind >= _MAX_BEHIND:
@@ -270,12 +267,12 @@ class Watcher:
 
     @contextlib.contextmanager
     def listening(
-        self, wanted: Wanted, last_id: str | None, scope: anyio.CancelScope
+        self, subscription: Subscription, last_id: str | None, scope: anyio.CancelScope
     ) -> Iterator[_Listener]:
         """Register a listener for the duration of the block.
 
         Args:
-            wanted: the runs whose events it gets.
+            subscription: the runs whose events it gets.
             last_id: the id of the last event that the client received.
             scope: is cancelled where the client reads too slowly.
 
@@ -288,7 +285,7 @@ class Watcher:
                 advice="close other pages, or ask for the steps now and then instead",
                 see=(Link("steps"),),
             )
-        listener = _Listener(wanted, scope)
+        listener = _Listener(subscription, scope)
         self._listeners[listener] = None
         if self._recent is None:
             self._waiting.append((listener, last_id))
@@ -382,21 +379,21 @@ class _EventStream(Response):
     def __init__(
         self,
         watcher: Watcher,
-        wanted: Wanted,
+        subscription: Subscription,
         last_id: str | None,
         is_allowed: Callable[[], Awaitable[bool]],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._watcher = watcher
-        self._wanted = wanted
+        self._subscription = subscription
         self._is_allowed = is_allowed
         self._last_id = last_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with (
             anyio.CancelScope() as until,
-            self._watcher.listening(self._wanted, self._last_id, until) as listener,
+            self._watcher.listening(self._subscription, self._last_id, until) as listener,
         ):
             start = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **start})

@@ -105,10 +105,35 @@ def read_tokens(home: Path) -> list[Token]:
         InvalidInput: it is not such a file.
     """
     path = token_file(home)
+    content = read_private(path, _MAX_BYTES)
+    if content is None:
+        return []
+    try:
+        tokens = [_parse(fields) for fields in json.loads(content)["tokens"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidInput(
+            f"{path} is not a file of tokens ({type(error).__name__})",
+            expected="what `stagescope token` writes",
+        ) from error
+    for names in ([each.name for each in tokens], [each.proxy_user for each in tokens]):
+        named = [name for name in names if name is not None]
+        if len(named) != len(set(named)):
+            raise InvalidInput(f"{path} names a token or a person twice", expected="each once")
+    return tokens
+
+
+def read_private(path: Path, most: int) -> bytes | None:
+    """Return the first bytes of a file that its user alone may read; None: there is no file.
+
+    A file that others could read is closed to them.
+
+    Raises:
+        Forbidden: it is not a plain file of this user.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        return []
+        return None
     except OSError as error:
         raise Forbidden(
             f"{path} cannot be read ({error.strerror})", expected="a plain file of this user"
@@ -123,19 +148,7 @@ def read_tokens(home: Path) -> list[Token]:
         if stat.S_IMODE(status.st_mode) & 0o077:
             log.warning("%s was readable by others: its mode is now 0600", path)
             os.fchmod(file.fileno(), 0o600)
-        content = file.read(_MAX_BYTES)
-    try:
-        tokens = [_parse(fields) for fields in json.loads(content)["tokens"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidInput(
-            f"{path} is not a file of tokens ({type(error).__name__})",
-            expected="what `stagescope token` writes",
-        ) from error
-    for names in ([each.name for each in tokens], [each.proxy_user for each in tokens]):
-        named = [name for name in names if name is not None]
-        if len(named) != len(set(named)):
-            raise InvalidInput(f"{path} names a token or a person twice", expected="each once")
-    return tokens
+        return file.read(most)
 
 
 def _parse(fields: Mapping[str, object]) -> Token:

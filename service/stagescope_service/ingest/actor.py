@@ -22,21 +22,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.core.findings import describe
-from stagescope_service.core.instructions import (
-    AnnouncedDump,
-    IngestJob,
-    PayloadJob,
-    PayloadKey,
-    StepJob,
-)
+from stagescope_service.core.instructions import AnnouncedDump, IngestJob, PayloadJob, PayloadKey
 from stagescope_service.ingest.cluster_state import HeadWatch, NodeList
-from stagescope_service.ingest.ingestors import (
-    IngestorClient,
-    IngestorDied,
-    IngestWorker,
-    TokenRange,
-)
-from stagescope_service.ingest.kept_files import KeptDescription
+from stagescope_service.ingest.ingestors import IngestorClient, IngestorDied, IngestWorker
 from stagescope_service.ingest.reader import Outcome
 from stagescope_service.ingest.recompute import JoinAnswer, Source
 from stagescope_service.ingest.relay_actor import start_relays
@@ -46,11 +34,9 @@ from stagescope_service.priority import be_nice
 from stagescope_service.settings import Settings
 from stagescope_service.statistics import warm
 from stagescope_service.store.contract import Put
-from stagescope_service.store.pins import Pinned
 from stagescope_service.store.ring import DEFAULT_RESERVE
 from stagescope_wire.discovery import NAMESPACE, ingestor_name
 from stagescope_wire.errors import Unreachable
-from stagescope_wire.nonfinite import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -120,17 +106,6 @@ class Ingestor:
         size = job.get("bytes") or 0
         return await self._queue.run(caller, self._read, key, job, *payload, size=size)
 
-    async def recompute(
-        self,
-        key: PayloadKey,
-        job: StepJob,
-        pair: tuple[str, str],
-        skips: Sequence[TokenRange],
-        caller: Caller = None,
-    ) -> bytes | None:
-        """Return a payload's summary without tokens that count elsewhere; None: not kept."""
-        return await self._queue.run(caller, self._worker.recompute, key, job, pair, skips)
-
     async def join(
         self, key: PayloadKey, job: PayloadJob, sources: Sequence[Source], caller: Caller = None
     ) -> JoinAnswer | None:
@@ -171,41 +146,16 @@ class Ingestor:
             return []  # that node is gone; the answer lists its samples as left out
         return found
 
-    async def build_operator_table(self, job: AnnouncedDump, caller: Caller = None) -> list[Put]:
-        """Build a dump's operator table and return its rows.
-
-        Raises:
-            StagescopeError: a transient failure, such as a full disk.
-        """
-        return await self._queue.run(caller, self._worker.build_operator_table, job)
-
-    async def read_watchdogs(self, paths: Mapping[str, str]) -> dict[str, JsonObject]:
-        """Return incarnation -> content of its watchdog's file, for the processes with a file."""
-        return await asyncio.to_thread(self._worker.read_watchdogs, paths)
+    async def call(self, method: str, *arguments: object, caller: Caller = None) -> Any:
+        """Call a method of the `IngestWorker`: at its turn, or at once if it only touches files."""
+        work = getattr(self._worker, method)
+        if method in _WITHOUT_QUEUE:
+            return await asyncio.to_thread(work, *arguments)
+        return await self._queue.run(caller, work, *arguments)
 
     async def read_artifact(self, path: str, offset: int, size: int) -> bytes:
         """Return up to `size` bytes of a file of this node; see `IngestWorker.read_artifact`."""
         return await asyncio.to_thread(self._worker.read_artifact, path, offset, size)
-
-    async def kept_files(self) -> list[str]:
-        """Return the paths of the kept files below data_dir."""
-        return await asyncio.to_thread(self._worker.kept_files)
-
-    async def describe_kept(self, paths: Sequence[str]) -> list[KeptDescription]:
-        """Return the rows of the kept files that can be read."""
-        return await asyncio.to_thread(self._worker.describe_kept, paths)
-
-    async def discard(self, paths: Sequence[str]) -> list[str]:
-        """Delete kept files; return those that do not exist any more."""
-        return await asyncio.to_thread(self._worker.discard, paths)
-
-    async def pin(self, attempt_id: int, step: int, caller: Caller = None) -> Pinned:
-        """Pin the payloads of a step."""
-        return await self._queue.run(caller, self._worker.pin, attempt_id, step)
-
-    async def unpin(self, attempt_id: int, step: int, caller: Caller = None) -> bool:
-        """Release the payloads of a step; False: its marker stays."""
-        return await self._queue.run(caller, self._worker.unpin, attempt_id, step)
 
     async def pid(self) -> int:
         """Return the process id (tests kill it)."""
@@ -353,7 +303,7 @@ class RayIngestors(IngestorClient):
             await asyncio.wait([self._look_soon()])
         if not self._nodes.alive:
             raise Unreachable(
-                "the Ray cluster does not say which nodes it has", advice="it is asked again"
+                "the Ray cluster does not say which nodes it has", advice="the service asks again"
             )
 
     def start_relays(self, nodes: Set[str]) -> None:
@@ -418,11 +368,11 @@ class RayIngestors(IngestorClient):
         except Exception as error:
             raise Unreachable(
                 f"the ingestor of node {node} was not found: {describe(error)}",
-                advice="it is looked up again",
+                advice="the service looks it up again",
             ) from error
 
     async def _called(self, node_id: str | None, method: str, *arguments: object) -> Any:
-        """Call a method that waits in the ingestor's queue."""
+        """Call a method of a node's ingestor, which may wait in its queue."""
         handle = await self._handle(node_id)
         try:
             return await getattr(handle, method).remote(*arguments, caller=self._coordinator)
@@ -469,19 +419,19 @@ class RayIngestors(IngestorClient):
     async def build_operator_table(self, node_id: str | None, job: AnnouncedDump) -> list[Put]:
         """Build a dump's operator table."""
         try:
-            return await self._called(node_id, "build_operator_table", job)  # type: ignore[no-any-return]
+            return await self._called(node_id, "call", "build_operator_table", job)  # type: ignore[no-any-return]
         except exceptions.RayActorError as error:
             self._actors.forget(node_id)
             raise IngestorDied(describe(error)) from error
 
     async def _call(self, node_id: str | None, method: str, *arguments: object) -> Any:
         try:
-            if method in _WITHOUT_QUEUE:
-                return await getattr(await self._handle(node_id), method).remote(*arguments)
-            return await self._called(node_id, method, *arguments)
+            if method == "join":  # it also calls other nodes
+                return await self._called(node_id, method, *arguments)
+            return await self._called(node_id, "call", method, *arguments)
         except exceptions.RayError as error:
             self._actors.forget(node_id)
             raise Unreachable(
                 f"the ingestor of node {node_id} cannot be reached: {describe(error)}",
-                advice="Ray starts it again",
+                advice="Ray restarts it",
             ) from error

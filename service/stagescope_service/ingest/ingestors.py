@@ -26,8 +26,7 @@ from stagescope_service.ingest.recompute import JoinAnswer, Recomputer, Source
 from stagescope_service.ingest.rollout_join import RolloutRows
 from stagescope_service.store.artifacts import confine, read_piece, ring_directory
 from stagescope_service.store.contract import Put
-from stagescope_service.store.pins import Pinned
-from stagescope_service.store.ring import DEFAULT_RESERVE, Ring, rings_left
+from stagescope_service.store.ring import DEFAULT_RESERVE, Pinned, Ring, rings_left
 from stagescope_wire.errors import Forbidden, StagescopeError, Unreachable
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.stacks import read_watchdog
@@ -48,6 +47,9 @@ class IngestorClient(abc.ABC):
 
     `node_id` is the node with the data. If it is None or gone, another node serves the call
     (`node_of`). No method holds up the event loop.
+
+    Raises:
+        Unreachable: by a method whose answer cannot say that the ingestor does not answer.
     """
 
     home: str
@@ -134,35 +136,19 @@ class IngestorClient(abc.ABC):
     async def read_watchdogs(
         self, node_id: str | None, paths: Mapping[str, str]
     ) -> dict[str, JsonObject]:
-        """Return incarnation -> content of its watchdog's file, for the processes with a file.
-
-        Raises:
-            Unreachable: the ingestor does not answer.
-        """
+        """Return incarnation -> content of its watchdog's file, for the processes with a file."""
         return await self._call(node_id, "read_watchdogs", paths)  # type: ignore[no-any-return]
 
     async def kept_files(self, node_id: str) -> list[str]:
-        """Return the paths of the kept files below the data directory of a node.
-
-        Raises:
-            Unreachable: the ingestor does not answer.
-        """
+        """Return the paths of the kept files below the data directory of a node."""
         return await self._call(node_id, "kept_files")  # type: ignore[no-any-return]
 
     async def describe_kept(self, node_id: str, paths: Sequence[str]) -> list[KeptDescription]:
-        """Return the rows of the files that can be read.
-
-        Raises:
-            Unreachable: the ingestor does not answer.
-        """
+        """Return the rows of the files that can be read."""
         return await self._call(node_id, "describe_kept", paths)  # type: ignore[no-any-return]
 
     async def discard(self, node_id: str, paths: Sequence[str]) -> list[str]:
-        """Delete files; return those that do not exist any more.
-
-        Raises:
-            Unreachable: the ingestor does not answer.
-        """
+        """Delete files; return those that do not exist any more."""
         return await self._call(node_id, "discard", paths)  # type: ignore[no-any-return]
 
     async def pin(self, node_id: str | None, attempt_id: int, step: int) -> Pinned:
@@ -245,11 +231,7 @@ class IngestWorker:
 
     # --- the ring: None where it cannot be used, or holds the payload no longer ---------------
     def recompute(
-        self,
-        key: PayloadKey,
-        job: StepJob,
-        pair: tuple[str, str],
-        skips: Sequence[TokenRange],
+        self, key: PayloadKey, job: StepJob, pair: tuple[str, str], skips: Sequence[TokenRange]
     ) -> bytes | None:
         """Return a payload's summary without tokens that count elsewhere."""
         return self._of_ring(Recomputer.recompute, key, job, pair, skips)

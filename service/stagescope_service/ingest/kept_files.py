@@ -112,21 +112,21 @@ class Keeper:
             free = shutil.disk_usage(self.data_dir).free
         if free < needed + self.reserve_bytes:
             raise StoreError(
-                f"the disk of {self.data_dir} has {free} bytes free, of which "
-                f"{self.reserve_bytes} are left to others: {needed} bytes do not fit"
+                f"the disk of {self.data_dir} has {free} bytes free, and {self.reserve_bytes} must "
+                f"stay free: {needed} bytes do not fit"
             )
 
     def _refusal(self, job: IngestJob) -> Put:
         reported = finding(
             NOT_KEPT,
-            f"what is to be kept is not: {self.reason}",
+            f"requested data was not kept: {self.reason}",
             run=job["run"],
             attempt_id=job["attempt_id"],
             wall=time.time(),
             severity="error",
             evidence={"node_id": self.node_id, "not_kept": self.not_kept, "step": job["step"]},
             advice="free space on the disk of data_dir, raise STAGESCOPE_KEPT_BYTES, or unpin "
-            "steps; statistics are complete, and keeping goes on by itself where there is room",
+            "steps. Statistics are complete. The service keeps data again when there is room",
         )
         return Put("findings", {**reported.row, "over_wall": None})
 
@@ -149,15 +149,12 @@ def artifact_row(
     **columns: Json,
 ) -> Put:
     """Return the row of a payload's file on a node, with further `columns`."""
-    names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", *PART_FIELDS)
-    work: JsonObject = job
     return Put(
         "artifacts",
         {
             "artifact_id": f"{kind}/{key.incarnation}/{key.seq}",
-            "incarnation": key.incarnation,
-            "seq": key.seq,
-            **{name: work.get(name) for name in names},
+            **key._asdict(),
+            **work_of(job),
             "kind": kind,
             "node_id": node_id,
             "path": str(path),
@@ -170,10 +167,17 @@ def artifact_row(
     )
 
 
+def work_of(job: PayloadWork) -> dict[str, Json]:
+    """Return the columns of a payload's rank and work."""
+    names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", *PART_FIELDS)
+    fields: JsonObject = job
+    return {name: fields.get(name) for name in names}
+
+
 def plain_job(key: PayloadKey, job: IngestJob, *but: str) -> dict[str, Json]:
     """Return a file's own metadata: its run, attempt and work, and the payload's identity."""
     reported = {name: value for name, value in job.items() if name not in (*_ORDERS, *but)}
-    return {**reported, "incarnation": key.incarnation, "seq": key.seq}
+    return {**reported, **key._asdict()}
 
 
 _STAGES: Final = ("*/*/step_*/*", "*/*/step_*/*/*")

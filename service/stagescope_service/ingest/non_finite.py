@@ -137,9 +137,11 @@ def _named(counts: Mapping[str, _Kinds]) -> dict[str, int]:
 
 
 def log_prob_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
-    """Return the finding of log-probs that are not finite."""
-    found = counts.of_streams()
-    if found:
+    """Yield the finding of log-probs that are not finite."""
+    if found := counts.of_streams():
+        see = Link.to_step(
+            "tokens", job["step"], query={"kind": "nonfinite"}, shows="which they are"
+        )
         yield finding(
             "nonfinite_log_probs",
             f"log-probs under the mask are not finite: {_listed(found)} of {counts.tokens} tokens",
@@ -147,22 +149,16 @@ def log_prob_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
             severity="error",
             evidence={**found},
             advice="statistics are over the finite ones",
-            see=(
-                Link.to_step(
-                    "tokens", job["step"], query={"kind": "nonfinite"}, shows="which they are"
-                ),
-            ),
+            see=(see,),
         )
 
 
 def value_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
-    """Return the finding of other values that are not finite."""
-    found = counts.of_values()
-    if found:
+    """Yield the finding of other values that are not finite."""
+    if found := counts.of_values():
         yield finding(
             "nonfinite_values",
-            f"values under the mask are not finite: {_listed(found)}, beside {counts.tokens} "
-            "tokens",
+            f"values under the mask are not finite: {_listed(found)}, over {counts.tokens} tokens",
             **location_of(job),
             severity="error",
             evidence={**found},
@@ -192,7 +188,7 @@ def location_of(job: PayloadJob) -> FindingLocation:
 Skips = tuple[tuple[int, int, int], ...]
 
 
-class Once(NamedTuple):
+class CountedOnce(NamedTuple):
     """A payload's statistics, each token once.
 
     Attributes:
@@ -211,7 +207,7 @@ def summarise_once(
     settings: StatisticsSettings,
     key: PayloadKey,
     skip: npt.NDArray[np.uint8] | None = None,
-) -> Once:
+) -> CountedOnce:
     """Compute a payload's statistics; rows that are copies of one sample count once.
 
     Different rows with one id are separate samples, which the step summary names (`identity`).
@@ -229,18 +225,18 @@ def summarise_once(
     summary = summarise(batch, settings, skip=skip, name=name)
     samples = summary.sequences.samples
     if not all(samples) or not Ledger().claim(summary, None, [*map(RowIdentity, samples)]).skips:
-        return Once(summary)
+        return CountedOnce(summary)
     part = PartRecord(key=name, summary=summary, stage="", role="", rank=0)
     identities = resolve([part]).of_rows(name, summary)
     copies = Ledger().claim(summary, None, identities).skips
     if not copies:
-        return Once(summary)
+        return CountedOnce(summary)
     again = skip_of(batch, copies)
     once = summarise(batch, settings, skip=again if skip is None else again | skip, name=name)
     left_out = Counter(summary.left_out)
     left_out[REPEATED] += summary.total.masked - once.total.masked
     once = dataclasses.replace(once, left_out=dict(left_out))
-    return Once(once, copies, _differing(summary, identities, {row for row, _, _ in copies}))
+    return CountedOnce(once, copies, _differing(summary, identities, {row for row, _, _ in copies}))
 
 
 def _differing(

@@ -18,13 +18,7 @@ from stagescope_service.compare.operators.non_finite import (
 )
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import AnnouncedDump
-from stagescope_service.core.operators import (
-    TABLE_WRITTEN,
-    UNREACHABLE,
-    about,
-    outcome,
-    refusal,
-)
+from stagescope_service.core.operators import TABLE_WRITTEN, UNREACHABLE, about, outcome, refusal
 from stagescope_service.dumps.msprobe.json_window import STRUCTURE
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
 from stagescope_service.dumps.records import IMPORTED_CAPTURE

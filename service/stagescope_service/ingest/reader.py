@@ -19,10 +19,10 @@ from stagescope_service.core.catalogue_rows import text
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
 from stagescope_service.core.stream_attributes import stream_attributes
-from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
+from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job, work_of
 from stagescope_service.ingest.non_finite import (
+    CountedOnce,
     NonFiniteCounts,
-    Once,
     Skips,
     location_of,
     log_prob_rows,
@@ -46,15 +46,10 @@ from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import pair_name
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES
 from stagescope_service.store.ring import Ring, RingKey
-from stagescope_service.store.tables import SummaryRow
 from stagescope_wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope_wire.names import MAX_ID
 from stagescope_wire.nonfinite import Json, JsonObject
-from stagescope_wire.schema import (
-    RECENT_TENSORS,
-    STREAM_TENSORS,
-    WRITTEN_AFTER_HAND_OVER,
-)
+from stagescope_wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
 
 """(row, first position, last) of tokens, half open."""
 
@@ -132,7 +127,7 @@ class PayloadReader:
         payload: Payload,
         problems: list[StagescopeError],
         known: list[StagescopeError],
-    ) -> Iterator[Once]:
+    ) -> Iterator[CountedOnce]:
         """Yield the batches to read; problems are added to `problems`.
 
         Problems of shapes and dtypes that a probe has reported itself are added to `known` as well.
@@ -175,11 +170,7 @@ class PayloadReader:
         yield once.summary
 
     def _keep(
-        self,
-        key: PayloadKey,
-        job: IngestJob,
-        payload: Payload,
-        copies: Mapping[str, Skips],
+        self, key: PayloadKey, job: IngestJob, payload: Payload, copies: Mapping[str, Skips]
     ) -> Iterator[Put]:
         recent = {name: t for name, t in payload.tensors.items() if name in RECENT_TENSORS}
         if recent:
@@ -201,14 +192,13 @@ class PayloadReader:
                     attempt_id=job["attempt_id"],
                     wall=time.time(),
                     evidence={"node_id": self.node_id, "not_kept": self.ring.not_kept},
-                    advice="statistics are complete; only looking at the tensors later is not "
-                    "possible for these steps",
+                    advice="statistics are complete; tensors of these steps cannot be read later",
                 )
         for entry in self.ring.take_unpinned():
             yield finding(
                 "pin_not_kept",
-                f"a payload of {entry.bytes} bytes came to a step whose payloads are pinned, and "
-                "pinned payloads take all that they may: it is not pinned",
+                f"a payload of {entry.bytes} bytes of a pinned step is not pinned: pinned payloads "
+                "already fill their share of the ring",
                 run=job["run"],
                 attempt_id=entry.key.attempt_id,
                 step=entry.key.step,
@@ -248,24 +238,8 @@ def _with_producers(job: IngestJob, meta: JsonObject) -> dict[str, Json]:
 
 def summary_row(key: PayloadKey, job: PayloadJob, summary: Summary) -> Put:
     """Return the row of a payload's summary of one pair."""
-    row: SummaryRow = {
-        "incarnation": key.incarnation,
-        "seq": key.seq,
-        "pair": pair_name(summary.pair),
-        "attempt_id": job["attempt_id"],
-        "step": job["step"],
-        "policy_version": job["policy_version"],
-        "stage": job["stage"],
-        "role": job["role"],
-        "rank": job["rank"],
-        "data_rank": job["data_rank"],
-        "occurrence": job["occurrence"],
-        "epoch": job["epoch"],
-        "minibatch": job["minibatch"],
-        "microbatch": job["microbatch"],
-        "summary": summary_to_bytes(summary),
-    }
-    return Put("summaries", row)
+    own = {**key._asdict(), "pair": pair_name(summary.pair), "data_rank": job["data_rank"]}
+    return Put("summaries", {**work_of(job), **own, "summary": summary_to_bytes(summary)})
 
 
 def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator[Put]:
@@ -275,13 +249,12 @@ def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator
         ignored = ", ".join(summary.ignored)
         yield finding(
             "too_many_rounds",
-            f"{ignored} of {pair_name(summary.pair)} tell more than {MAX_ROUNDS} rounds, turns or "
-            "versions apart, or a round below 0: rounds are counted by the mask"
+            f"{ignored} of {pair_name(summary.pair)} distinguish more than {MAX_ROUNDS} rounds, "
+            "turns or versions, or name a round below 0: rounds are counted by the mask"
             + (f", from {MAX_ROUNDS} on as one" if "response_mask" in summary.ignored else ""),
             **location_of(job),
             evidence={"tensors": list(summary.ignored), "most": MAX_ROUNDS},
-            advice="round_ids and turn_ids count from 0 in each sample; all tokens count all the "
-            "same",
+            advice="count round_ids and turn_ids from 0 in each sample. All tokens still count",
         )
 
 
@@ -291,8 +264,8 @@ def _differing_rows(job: PayloadJob, samples: Sequence[str]) -> Put:
     named += ", ..." if len(samples) > _NAMED else ""
     return finding(
         "rows_differ",
-        f"{len(samples)} sample ids stand in several rows of one payload with other log-probs or "
-        f"another mask ({named}): the last row of each counts",
+        f"{len(samples)} sample ids occur in several rows of one payload whose log-probs or masks "
+        f"differ ({named}): the last row of each counts",
         **location_of(job),
         evidence={"samples": list(samples[:_LISTED])},
         advice="give each row a sample_id of its own; the id of a prompt belongs in group_ids",

@@ -38,8 +38,7 @@ from stagescope_service.statistics.summary import Summary
 from stagescope_service.statistics.token_batch import PROCESS
 from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import pair_name, part_key
-from stagescope_service.store.pins import Pinned
-from stagescope_service.store.ring import RingKey
+from stagescope_service.store.ring import Pinned, RingKey
 from stagescope_wire.errors import InvalidTensor, StagescopeError
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.policy_versions import VERSION_NAMES

@@ -178,21 +178,8 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
         code = np.full(batch.rows, -1, np.int64)
     known = code >= 0
     ids = None if batch.token_ids is None else batch.token_ids[at].astype(np.int64)
-
-    by_position, hit = rollout.index.find(code[row], batch.positions_of(at, row))
-    every = np.bincount(row[~hit], minlength=batch.rows) == 0
-    as_many = known & (counts == rollout.sizes[code])
-
-    placed = batch.has_positions
-    sure = known & every & placed & rollout.placed[code]
-    order = as_many & ~sure & ~np.full(batch.rows, split and placed)
-    verified = known & every & ~sure & ~order & (ids is not None) & rollout.has_ids[code]
-    aligned = sure | order | verified
-
+    aligned, source = _aligned(batch, rollout, at, code, split=split)
     use = aligned[row]
-    in_order = slice_indexes(rollout.starts[code[order]], counts[order])
-    source = by_position
-    source[order[row]] = rollout.tokens[in_order]
     source = source[use]
     other = np.zeros(batch.rows, bool)
     if ids is not None and rollout.token_ids is not None:
@@ -229,6 +216,32 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
             for index in left
         },
     )
+
+
+def _aligned(
+    batch: TokenBatch, rollout: _Rollout, at: Int64, code: Int64, *, split: bool
+) -> tuple[Bools, Int64]:
+    """Return whether each row is aligned, and the rollout's token of each of the model's tokens.
+
+    Args:
+        batch: of the trainer.
+        rollout: the tokens to find.
+        at: the model's tokens.
+        code: the sample of each row among the rollout's; -1: unknown.
+        split: as in `join`.
+    """
+    row = row_of_each(batch.row_offsets)[at]
+    counts = np.bincount(row, minlength=batch.rows)
+    source, hit = rollout.index.find(code[row], batch.positions_of(at, row))
+    found = (code >= 0) & (np.bincount(row[~hit], minlength=batch.rows) == 0)
+    placed = batch.has_positions
+    sure = found & placed & rollout.placed[code]
+    as_many = (code >= 0) & (counts == rollout.sizes[code])
+    order = as_many & ~sure & ~np.full(batch.rows, split and placed)
+    has_ids = (batch.token_ids is not None) & rollout.has_ids[code]
+    in_order = slice_indexes(rollout.starts[code[order]], counts[order])
+    source[order[row]] = rollout.tokens[in_order]
+    return sure | order | (found & has_ids), source
 
 
 def _engines(samples: Sequence[str] | None, found: Sequence[RolloutRows]) -> tuple[str, ...] | None:

@@ -46,11 +46,7 @@ class WorkQueue:
         self._tasks.start(self._notify())
 
     async def run(
-        self,
-        caller: str | None,
-        work: Callable[..., T],
-        *arguments: object,
-        size: int = 0,
+        self, caller: str | None, work: Callable[..., T], *arguments: object, size: int = 0
     ) -> T:
         """Run a call when its turn comes.
 

@@ -21,6 +21,7 @@ from stagescope_service.views.reading.target import Target
 from stagescope_service.views.steps import listing as steps
 from stagescope_wire.errors import NotFound
 from stagescope_wire.names import safe_name
+from stagescope_wire.render import ranges_text
 
 T = TypeVar("T")
 
@@ -70,9 +71,9 @@ class ReportTable(Described):
 class ReportSection(Described):
     """A part of a report."""
 
-    name: Annotated[str, Field(examples=["doctor"])]
+    name: Annotated[str, Field(examples=["doctor"])] = ""
     """Its identifier."""
-    title: str
+    title: str = ""
     """Its title, plain text."""
     texts: Sequence[str] = ()
     """Its statements, as sentences."""
@@ -171,9 +172,9 @@ class ReportScope:
             return cls(deps, target, attempt, target)
         target = deps.finder.attempt(run, attempt)
         answer = body_of(steps.steps(deps, Page(NEWEST_STEPS), target.run, attempt))
-        for row in rows_of(answer):
+        for row in answer["rows"]:
             if row["measured"] and (attempt is not None or row["superseded_by"] is None):
-                number, newest = cast("int", row["attempt"]), cast("int", row["step"])
+                number, newest = row["attempt"], row["step"]
                 return cls(deps, target, attempt, deps.finder.step(run, number, newest))
         return cls(deps, target, attempt, None)
 
@@ -218,12 +219,8 @@ ShownT = TypeVar("ShownT", bound=Shown)
 
 def figure_of(name: str, draw: Callable[[ShownT], go.Figure], found: ShownT) -> JsonObject:
     """Return a figure as `/figures/{name}` answers it."""
-    return cast("JsonObject", orjson.loads(drawn(name, draw(found), found)))
-
-
-def rows_of(answer: Mapping[str, object], name: str = "rows") -> list[JsonObject]:
-    """Return a list of rows of an answer."""
-    return cast("list[JsonObject]", answer[name])
+    body: JsonObject = orjson.loads(drawn(name, draw(found), found))
+    return body
 
 
 def short(value: float) -> str:
@@ -236,13 +233,23 @@ def shortened(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def table_of(
-    answer: Mapping[str, object], columns: str, total: int | None = None
-) -> ReportTable | None:
+def table_of(answer: JsonObject, columns: str, total: int | None = None) -> ReportTable | None:
     """Return the rows of an answer as a table of some columns; None where it has none."""
-    rows = rows_of(answer)
+    rows = answer["rows"]
     names = columns.split()
     if not rows:
         return None
     shown = [{name: row.get(name) for name in names} for row in rows[:MAX_ROWS]]
     return ReportTable(names, shown, max((len(rows) if total is None else total) - len(shown), 0))
+
+
+def missing_text(missing: Sequence[Mapping[str, Any]]) -> str:
+    """Return the missing ranks, by stage and status."""
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for each in missing:
+        key = (str(each["role"]), str(each["stage"]), str(each["status"]))
+        groups.setdefault(key, []).append(each["rank"])
+    return "; ".join(
+        f"{role} {ranges_text('rank', sorted(ranks))} in {stage}: {status}"
+        for (role, stage, status), ranks in groups.items()
+    )

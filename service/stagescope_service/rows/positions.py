@@ -1,4 +1,4 @@
-"""Positions of tokens in their samples, by which fragments of a sample find each other.
+"""Positions of tokens in their samples: they join the fragments of a sample.
 
 Context-parallel ranks hold every sample in fragments (with zigzag two each), and a long sample may
 be split. `positions` gives the position of each token in its sample, `token_offset` the position of
@@ -77,7 +77,7 @@ class TokenIndex:
 
     @classmethod
     def build(cls, sample: Int64, position: Int64, samples: int) -> TokenIndex:
-        """Index tokens; of those with the same sample and position the last counts.
+        """Index tokens; the last of several with the same sample and position counts.
 
         Args:
             sample: int64 [tokens], number of each token's sample, from 0.
@@ -114,9 +114,9 @@ class TokenIndex:
         return token, inside & (token >= 0)
 
     def pair(self, sample: Int64, position: Int64) -> tuple[Int64, Int64]:
-        """Return which of other tokens are there, too, and the token of each in the index.
+        """Return the other tokens that the index also has, and the index's own token of each.
 
-        They are in the order of their samples and positions.
+        The order is that of their samples and positions.
 
         Raises:
             InvalidTensor: a sample of either side has a position twice, as padding may have.

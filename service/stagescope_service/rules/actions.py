@@ -38,11 +38,7 @@ class CaptureTemplate:
 
     @classmethod
     def parse(cls, value: object, field: str) -> CaptureTemplate:
-        """Parse a template.
-
-        Raises:
-            InvalidPlan: with the field that is wrong.
-        """
+        """Parse a template."""
         given = fields.mapping({} if value is True else value, field, _CAPTURE_FIELDS)
         steps = given.pop("steps", "next")
         if steps != "next":
@@ -61,11 +57,7 @@ class CaptureTemplate:
         return cls(ranks, given, if_allowed)
 
     def check(self, field: str) -> None:
-        """Refuse an invalid request, except places of files, on which each run decides.
-
-        Raises:
-            InvalidPlan: with the field that is wrong.
-        """
+        """Refuse an invalid request, except places of files, on which each run decides."""
         try:
             with contextlib.suppress(Forbidden):
                 validate_capture(
@@ -142,11 +134,7 @@ class Actions(fields.Declared):
 
     @classmethod
     def parse(cls, value: object, field: str) -> Actions:
-        """Read the actions of a rule.
-
-        Raises:
-            InvalidPlan: with the field that is wrong.
-        """
+        """Read the actions of a rule."""
         if value == {}:
             raise fields.wrong(field, value, "at least one of finding, pin, webhook, capture")
         return super().parse(value, field)

@@ -78,11 +78,7 @@ class When(fields.Declared):
 
     @classmethod
     def parse(cls, value: object, field: str) -> When:
-        """Read the `when` of a rule.
-
-        Raises:
-            InvalidPlan: with the field that is wrong.
-        """
+        """Read the `when` of a rule."""
         made = super().parse(value, field)
         errors = made.standard_errors
         is_above = {">", ">="} & {name for name, _ in made.bounds}

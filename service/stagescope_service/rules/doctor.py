@@ -16,7 +16,7 @@ from importlib import resources
 from typing import Annotated, Any, Final, NamedTuple
 
 from stagescope_service.rules import fields
-from stagescope_service.rules.evidence import Before, Evidence, not_measured
+from stagescope_service.rules.evidence import EarlierSymptom, Evidence, not_measured
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.rules.symptoms import mismatch, reports, streams, trends, turns, updates
 from stagescope_wire.errors import InvalidPlan, StagescopeError
@@ -26,7 +26,7 @@ FAMILIES: Final = ("service", "precision", "mismatch", "reward", "time", "settin
 EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
     function.__name__: function
     for function in (
-        trends.jump, trends.step_change, trends.growth, trends.above, trends.scalar_above,
+        trends.jump, trends.step_change, trends.growth, trends.scalar_above,
         trends.scalar_falls, trends.scalar_flat, trends.scalar_spike,
         mismatch.rank_apart, mismatch.rounds_rise, mismatch.noise_floor, mismatch.engine_apart,
         mismatch.hidden_tails, mismatch.stale, mismatch.versions_ahead,
@@ -279,13 +279,13 @@ def _is_asked(evidence: Evidence, history: RunHistory, attempt: int) -> bool:
     return begun_in is not None and begun_in > attempt
 
 
-def _before(attempt: int, shown: Evidence, last: int | None) -> Before:
+def _before(attempt: int, shown: Evidence, last: int | None) -> EarlierSymptom:
     until = last if shown.last_step is None else shown.last_step
     had = "ended with it" if until is None else f"had it up to step {until}"
     since = "" if shown.since_step is None else f", since step {shown.since_step}"
     first = f": {shown.supports[0]}" if shown.supports else ""
     text = f"attempt {attempt} {had}{since}{first}"
-    return Before(attempt, shown.since_step, text, is_end=until is None)
+    return EarlierSymptom(attempt, shown.since_step, text, is_end=until is None)
 
 
 def _evidence(rule: SymptomRule, history: RunHistory) -> Evidence:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import resources
-from typing import Annotated, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 from stagescope_service.rules import fields, names
 from stagescope_service.rules.actions import Actions, FindingTemplate
@@ -64,11 +64,7 @@ class Rule(fields.Declared):
 
     @classmethod
     def parse(cls, value: object, field: str) -> Rule:
-        """Read a rule.
-
-        Raises:
-            InvalidPlan: with the field that is wrong.
-        """
+        """Read a rule."""
         made = super().parse(value, field)
         metric, age, when = made.metric, made.staleness, made.when
         names.check_metric(metric, made.by, f"{field}.metric")
@@ -146,9 +142,8 @@ class Rules:
         Raises:
             InvalidPlan: with the first rule that has one.
         """
-        for at, rule in enumerate(self.rules):
-            if rule.actions.webhook is not None:
-                rule.actions.webhook.check_host(allowed, f"rules[{at}].actions.webhook")
+        for field, webhook in self._actions("webhook"):
+            webhook.check_host(allowed, field)
 
     def check_captures(self) -> None:
         """Refuse captures that could not be requested when their rule fires.
@@ -156,9 +151,12 @@ class Rules:
         Raises:
             InvalidPlan: with the first rule that has one.
         """
-        for at, rule in enumerate(self.rules):
-            if rule.actions.capture is not None:
-                rule.actions.capture.check(f"rules[{at}].actions.capture")
+        for field, capture in self._actions("capture"):
+            capture.check(field)
+
+    def _actions(self, name: str) -> Iterator[tuple[str, Any]]:
+        found = (getattr(rule.actions, name) for rule in self.rules)
+        return ((f"rules[{at}].actions.{name}", each) for at, each in enumerate(found) if each)
 
     def budget_of(self, run: str, settings: object = None) -> Budget | None:
         """Return the budget of a run for captures by triggers, None if they are not allowed.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ Verdict = Literal["found", "not found", "not measured"]
 ABS_DIFF: Final = "logprob_abs_diff/mean"
 
 
-class Before(NamedTuple):
+class EarlierSymptom(NamedTuple):
     """A symptom in an earlier attempt."""
 
     attempt: int
@@ -61,7 +61,7 @@ class Evidence:
     last_step: int | None = None
     likelier: str | None = None
     note: str = ""
-    before: Before | None = None
+    before: EarlierSymptom | None = None
     waits: bool = False
     """Whether only more steps are lacking, and nothing that could be recorded."""
 
@@ -74,7 +74,7 @@ class Evidence:
         text = f"last seen in step {last}: {counted(after, 'step')} closed since"
         return dataclasses.replace(self, last_step=last, against=(*self.against, text))
 
-    def with_before(self, before: Before) -> Evidence:
+    def with_before(self, before: EarlierSymptom) -> Evidence:
         """Return a copy that also names an earlier attempt with the symptom."""
         if self.verdict == "found":
             return dataclasses.replace(self, supports=(*self.supports, before.text), before=before)
@@ -91,9 +91,9 @@ def not_found(*against: str) -> Evidence:
     return Evidence("not found", against=against)
 
 
-def found(sure: float, since_step: int | None, where: str, *supports: str) -> Evidence:
-    """Return that the symptom was found."""
-    return Evidence("found", sure, since_step, where, supports)
+def listed(ranks: Sequence[str]) -> str:
+    """Return the first ranks as text, and how many more there are."""
+    return ", ".join(ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
 
 
 _SURE: Final = 2.0
@@ -231,7 +231,7 @@ def of_rate(
         return not_found(*texts)
     against: tuple[str, ...] = ()
     if period.share < share:
-        against = (f"{period.share:.0%} of the newest are fewer than {share:.0%}, but not surely",)
+        against = (f"{period.share:.0%} of the newest is below {share:.0%}, but within chance",)
     return Evidence("found", period.share, int(steps[period.first]), "", texts, against)
 
 

@@ -82,18 +82,10 @@ def explain(
     role, rank = _one_of(affected, series)
     number = series.round if series.round is not None or token is None else token["round"]
     first = [row for row in scalars if row["name"] == scalars[0]["name"]]
-    where = f" at step {facts.step}" + ("" if stage is None else f", stage {stage}")
     shown = _distinct((row["role"], row["rank"]) for row in first) or affected
     others = [each for each in shown if each != (role, rank)]
-    if rank is not None:
-        where += f", {role} rank {rank}" + (f" (also {ranks_text(others)})" if others else "")
-    elif others:
-        where += f", {ranks_text(others)}"
-    where += "" if number is None else f", round {number}"
-    if token is not None:
-        sample = token["sample_uid"] or f"row {token['row']}"
-        where += f", token {token['position']} of {sample}"
-        where += f" on {token['role']} rank {token['rank']}" if rank is None else ""
+    where = f" at step {facts.step}" + ("" if stage is None else f", stage {stage}")
+    where += _where(role, rank, others, number, token)
     what = f"{first[0]['name']} is {first[0]['value']}" if first else ""
     what = what or _metric_text(worst, rank, len(affected))
     return {
@@ -166,6 +158,24 @@ def _scalar(row: ScalarRow) -> JsonObject:
 
 
 # --- the message ------------------------------------------------------------------------------
+def _where(
+    role: str | None,
+    rank: int | None,
+    others: Sequence[RankKey],
+    number: int | None,
+    token: TokenEvidence | None,
+) -> str:
+    text = "" if not others else f", {ranks_text(others)}"
+    if rank is not None:
+        text = f", {role} rank {rank}" + (f" (also {ranks_text(others)})" if others else "")
+    text += "" if number is None else f", round {number}"
+    if token is not None:
+        sample = token["sample_uid"] or f"row {token['row']}"
+        text += f", token {token['position']} of {sample}"
+        text += f" on {token['role']} rank {token['rank']}" if rank is None else ""
+    return text
+
+
 def _metric_text(worst: Hit, rank: int | None, affected: int) -> str:
     against = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in worst.numbers.items()]
     text = f"{worst.series.metric} is {worst.value:.6g}"
@@ -203,7 +213,7 @@ def _lasting(firing: Firing) -> str:
         rounds = sorted({one.round for one in series if one.round is not None})
         parts.append(metric + (f" on {ranks_text(role_ranks)}" if role_ranks else ""))
         parts[-1] += f" in {ranges_text('round', rounds)}" if rounds else ""
-    return f"; since before: {'; '.join(parts)}{_more(len(by_metric))}" if parts else ""
+    return f"; already reported: {'; '.join(parts)}{_more(len(by_metric))}" if parts else ""
 
 
 # --- the ranks --------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from stagescope_service.statistics.step_summary import (
     assemble,
 )
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.columns import NON_FINITE_NAMES
 from stagescope_service.store.parts import pair_name, part_records
 from stagescope_service.store.tables import ScalarRow, StepRow, UnfinishedRank
+from stagescope_service.store.tables.declare import NON_FINITE_NAMES
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.schema import CURRENT_ALONE, UPDATE_PAIR
 

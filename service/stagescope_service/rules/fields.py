@@ -188,7 +188,8 @@ def load_yaml(text: str) -> Json:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = "" if mark is None else f", line {mark.line + 1}"
         raise InvalidPlan(
-            f"the rules are no YAML: {problem or type(error).__name__}{line}", expected="YAML"
+            f"the rules are not valid YAML: {problem or type(error).__name__}{line}",
+            expected="YAML",
         ) from None
 
 

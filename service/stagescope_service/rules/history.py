@@ -17,11 +17,11 @@ from stagescope_service.rules.facts import StepFacts
 from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.columns import NON_FINITE_NAMES
-from stagescope_service.store.queries.measurements import RewardGroupsRow
+from stagescope_service.store.queries.rollouts import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, LossRow, SampleRow
+from stagescope_service.store.tables.declare import NON_FINITE_NAMES
 from stagescope_wire.batch import Batch
-from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.nonfinite import JsonObject, number
 from stagescope_wire.schema import ROLES
 
 STEPS: Final = 2000
@@ -38,10 +38,9 @@ _ROWS: Final = 20_000
 _CACHED: Final = 16
 """Measured steps that a history and those of its earlier steps keep together."""
 _ORDER: Final = {role: at for at, role in enumerate(ROLES)}
-_NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-class StepInForce(NamedTuple):
+class CurrentStep(NamedTuple):
     """A current step: no later attempt repeats it."""
 
     step: int
@@ -84,7 +83,7 @@ class LossOfStep:
 class KeptTensors(Protocol):
     """Reads what the ring and the kept files still hold of a step."""
 
-    def loss(self, step: StepInForce) -> LossOfStep:
+    def loss(self, step: CurrentStep) -> LossOfStep:
         """Return the effect of the loss on a step's tokens.
 
         Raises:
@@ -92,7 +91,7 @@ class KeptTensors(Protocol):
         """
         ...
 
-    def batch(self, step: StepInForce, names: Sequence[str]) -> Batch | None:
+    def batch(self, step: CurrentStep, names: Sequence[str]) -> Batch | None:
         """Return the rows of a step with these tensors; None: not all of them are kept.
 
         Raises:
@@ -194,10 +193,10 @@ class RunHistory:
         return self._number[attempt_id]
 
     @cached_property
-    def steps(self) -> list[StepInForce]:
+    def steps(self) -> list[CurrentStep]:
         """The current closed steps, ascending."""
         return [
-            StepInForce(
+            CurrentStep(
                 int(row["step"]),
                 int(row["attempt_id"]),
                 self._number[row["attempt_id"]],
@@ -208,7 +207,7 @@ class RunHistory:
         ]
 
     @cached_property
-    def measured(self) -> list[StepInForce]:
+    def measured(self) -> list[CurrentStep]:
         """The steps that have numbers, ascending."""
         return [step for step in self.steps if step.verdict is not None]
 
@@ -258,11 +257,11 @@ class RunHistory:
     def metric(self, name: str) -> Series:
         """Return a published number of the steps that have it."""
         rows = [row for row in self._rows if name in (row["metrics"] or {})]
-        return self._as_series(name, rows, [number(row["metrics"][name]) for row in rows])
+        return self._as_series(name, rows, [float(number(row["metrics"][name])) for row in rows])
 
     def slices(
-        self, by: Dimension, name: str, steps: Sequence[StepInForce] | None = None
-    ) -> list[tuple[StepInForce, Mapping[SliceKey, float]]]:
+        self, by: Dimension, name: str, steps: Sequence[CurrentStep] | None = None
+    ) -> list[tuple[CurrentStep, Mapping[SliceKey, float]]]:
         """Return a published number of the slices of measured steps, ascending. Without `steps`,
         the newest measured steps are read."""
         chosen = self.measured[-NEWEST:] if steps is None else steps
@@ -270,7 +269,7 @@ class RunHistory:
             return []
         first, last = chosen[0].step, chosen[-1].step
         wanted = {(step.attempt_id, step.step): step for step in chosen}
-        found: list[tuple[StepInForce, Mapping[SliceKey, float]]] = []
+        found: list[tuple[CurrentStep, Mapping[SliceKey, float]]] = []
         for row in self._catalogue.step_metrics(
             self._ids, version=VERSION, first=first, last=last, numbers="slices"
         ):
@@ -308,11 +307,11 @@ class RunHistory:
         return [*dict.fromkeys(names)]
 
     def _read_series(self, name: str) -> list[Series]:
-        in_force = {(step.attempt_id, step.step) for step in self.steps}
+        current = {(step.attempt_id, step.step) for step in self.steps}
         by_role: dict[str, dict[tuple[int, int], list[tuple[float, int]]]] = {}
         for row in self._catalogue.scalar_values(self._ids, name, by_rank=False, last=self._last):
             key = (row["attempt_id"], -1 if row["step"] is None else row["step"])
-            if key in in_force:
+            if key in current:
                 bad = row["nan"] or row["posinf"] or row["neginf"]
                 mean = math.nan if bad or row["mean"] is None else float(row["mean"])
                 sums = by_role.setdefault(str(row["role"]), defaultdict(list))
@@ -346,17 +345,17 @@ class RunHistory:
         return next((each for each in found if each is not None), None)
 
     @cached_property
-    def summaries(self) -> list[tuple[StepInForce, Summary]]:
+    def summaries(self) -> list[tuple[CurrentStep, Summary]]:
         """The statistics of the newest `READ` steps with numbers, the newest first."""
         found = [(step, self.read(step)) for step in reversed(self.measured[-READ:])]
         return [(step, each.summary.summary) for step, each in found if each is not None]
 
-    def read(self, step: StepInForce) -> StepFacts | None:
+    def read(self, step: CurrentStep) -> StepFacts | None:
         """Return a step with its statistics; None: this version can read none."""
         found = self.facts(step)
         return None if found.whole is None else found
 
-    def _facts_of(self, step: StepInForce) -> StepFacts:
+    def _facts_of(self, step: CurrentStep) -> StepFacts:
         return StepFacts(self._catalogue, self.run, step.attempt_id, step.attempt, step.step)
 
     @cached_property
@@ -374,9 +373,9 @@ class RunHistory:
         """The groups of samples of each step that has some, ascending."""
         if not self._ids:
             return []
-        in_force = {(step.attempt_id, step.step) for step in self.steps}
+        current = {(step.attempt_id, step.step) for step in self.steps}
         rows = self._catalogue.reward_groups(self._ids, last=self._last)
-        found = [row for row in rows if (row["attempt_id"], row["step"]) in in_force]
+        found = [row for row in rows if (row["attempt_id"], row["step"]) in current]
         return sorted(found, key=lambda row: row["step"])
 
     def has_weights(self, attempt: int) -> bool:
@@ -393,7 +392,7 @@ class RunHistory:
     @cached_property
     def findings(self) -> list[FindingRow]:
         """The findings of current steps up to the last one, the most recently seen first."""
-        return [row for row in self.every_finding if self._is_row_in_force(row)]
+        return [row for row in self.every_finding if self._is_current(row)]
 
     @property
     def every_finding(self) -> list[FindingRow]:
@@ -404,16 +403,16 @@ class RunHistory:
     def losses(self) -> list[LossRow]:
         """Announced data of current steps that never arrived, up to the last step."""
         known = (row for row in self._every_loss if self._is_known(row["step"]))
-        return [row for row in known if self._is_row_in_force(row)]
+        return [row for row in known if self._is_current(row)]
 
     @cached_property
     def non_finite_scalars(self) -> list[JsonObject]:
         """The logged numbers that are NaN or infinite, by step, up to the last one."""
         if not self._ids:
             return []
-        in_force = {(step.attempt_id, step.step) for step in self.steps}
+        current = {(step.attempt_id, step.step) for step in self.steps}
         rows = self._catalogue.scalars(self._ids, nonfinite=NON_FINITE_NAMES, limit=_ROWS)
-        return [row for row in rows if (row["attempt_id"], row["step"]) in in_force]
+        return [row for row in rows if (row["attempt_id"], row["step"]) in current]
 
     @cached_property
     def _every_finding(self) -> list[FindingRow]:
@@ -427,7 +426,7 @@ class RunHistory:
         """Return whether the history includes a step; None (no step) is always included."""
         return self._last is None or step is None or step <= self._last
 
-    def _is_row_in_force(self, row: FindingRow | LossRow) -> bool:
+    def _is_current(self, row: FindingRow | LossRow) -> bool:
         """Return whether a row is current; without a step it is as current as its attempt."""
         attempt_id, step = row["attempt_id"], row["step"]
         newest = self.newest_attempt_id
@@ -456,11 +455,6 @@ class RunHistory:
             for (stage, role, rank), seconds in self._facts_of(step).seconds.items():
                 found.setdefault((stage, role), {}).setdefault(step.step, {})[rank] = seconds
         return found
-
-
-def number(value: object) -> float:
-    """Return a stored number; a string stands for one that is not finite."""
-    return _NON_FINITE[value] if isinstance(value, str) else float(value)  # type: ignore[arg-type]
 
 
 def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:

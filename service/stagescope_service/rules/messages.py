@@ -46,7 +46,7 @@ _FEISHU_COLOURS: Final = {"error": "red", "warning": "orange", "info": "blue"}
 _WECOM_COLOURS: Final = {"error": "warning", "warning": "warning", "info": "info"}
 
 
-class Told(TypedDict):
+class FiringMessage(TypedDict):
     """A firing as a webhook receives it."""
 
     rule: str
@@ -83,15 +83,15 @@ def link_of(page: str, run: str, step: int, attempt: int | None) -> str:
     return f"{page.rstrip('/')}/#/runs/{quote(run, safe='')}/steps/{step}{query}"
 
 
-def request_of(webhook: Webhook, told: Told, now: float) -> tuple[str, bytes]:
+def request_of(webhook: Webhook, firing: FiringMessage, now: float) -> tuple[str, bytes]:
     """Return the URL to call, signed where the webhook has a secret, and the body to post.
 
     Args:
         webhook: the receiver.
-        told: the firing.
+        firing: the firing.
         now: Unix seconds.
     """
-    content = _BUILDERS[webhook.format](told)
+    content = _BUILDERS[webhook.format](firing)
     if webhook.secret is None:
         return webhook.url, content
     if webhook.format == "feishu":
@@ -112,8 +112,8 @@ def _hmac(key: str, text: str) -> str:
     return base64.b64encode(hmac.digest(key.encode(), text.encode(), hashlib.sha256)).decode()
 
 
-def _json(told: Told) -> bytes:
-    return nonfinite.dumps(told).encode()
+def _json(firing: FiringMessage) -> bytes:
+    return nonfinite.dumps(firing).encode()
 
 
 # --- the parts of a message -------------------------------------------------------------------
@@ -135,34 +135,33 @@ class _Parts(NamedTuple):
         return tuple(each for each in texts if each[1])
 
 
-def _parts(told: Told, most: int) -> _Parts:
+def _parts(firing: FiringMessage, most: int) -> _Parts:
     """Return the parts of a message, each value cut to `most` characters."""
 
     def cut(text: object) -> str:
         return shortened(one_line(str(text)), most)
 
-    title = (
-        f"{told['severity'] or 'notice'}: {told['rule']} at step {told['step']} of {told['run']}"
-    )
-    is_test = told.get("test", False)
-    rank = told["rank"]
-    who = told["role"] if rank is None else f"{told['role'] or 'rank'} {rank}"
+    what = f"{firing['severity'] or 'notice'}: {firing['rule']}"
+    title = f"{what} at step {firing['step']} of {firing['run']}"
+    is_test = firing.get("test", False)
+    rank = firing["rank"]
+    who = firing["role"] if rank is None else f"{firing['role'] or 'rank'} {rank}"
     named = {
-        "run": told["run"],
-        "attempt": told["attempt"],
-        "step": told["step"],
-        "stage": told["stage"],
+        "run": firing["run"],
+        "attempt": firing["attempt"],
+        "step": firing["step"],
+        "stage": firing["stage"],
         "role" if rank is None else "rank": who,
-        "round": told["round"],
+        "round": firing["round"],
     }
     return _Parts(
         title=shortened(
             f"stagescope {'TEST, ' if is_test else ''}{one_line(title)}", min(most, _TITLE)
         ),
-        message=cut(told["message"]) or "-",
+        message=cut(firing["message"]) or "-",
         facts=tuple((name, cut(value)) for name, value in named.items() if value is not None),
-        advice=cut(told["advice"]),
-        done=cut("; ".join(_outcomes(told["actions"]))),
+        advice=cut(firing["advice"]),
+        done=cut("; ".join(_outcomes(firing["actions"]))),
     )
 
 
@@ -190,10 +189,10 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1].rstrip() + "…"
 
 
-def _fitting(told: Told, build: Callable[[_Parts], bytes | None]) -> bytes:
+def _fitting(firing: FiringMessage, build: Callable[[_Parts], bytes | None]) -> bytes:
     """Return the message with the longest values that `build` accepts."""
     for most in _LONGEST:
-        content = build(_parts(told, most))
+        content = build(_parts(firing, most))
         if content is not None:
             return content
     raise AssertionError("a message of the shortest values fits")
@@ -204,7 +203,7 @@ def _encoded(document: object) -> bytes:
 
 
 # --- Slack ------------------------------------------------------------------------------------
-def _slack(told: Told) -> bytes:
+def _slack(firing: FiringMessage) -> bytes:
     def build(parts: _Parts) -> bytes | None:
         facts = " · ".join(f"{name} {value}" for name, value in parts.facts)
         texts = [parts.message, facts, *(f"{name}: {text}" for name, text in parts.sections)]
@@ -212,7 +211,7 @@ def _slack(told: Told) -> bytes:
         title = _entities(parts.title)
         blocks: list[Json] = [{"type": "header", "text": _plain_text(title)}]
         blocks += [{"type": "section", "text": _plain_text(text)} for text in texts]
-        link = told["link"]
+        link = firing["link"]
         if link is not None:
             # A link, no button: Slack warns of buttons of apps that take no interactions.
             texts.append(f"<{_entities(link)}|{_OPENS}>")
@@ -222,7 +221,7 @@ def _slack(told: Told) -> bytes:
         fits = fits and len(notification) <= SLACK_TEXT
         return _encoded({"text": notification, "blocks": blocks}) if fits else None
 
-    return _fitting(told, build)
+    return _fitting(firing, build)
 
 
 def _plain_text(text: str) -> Json:
@@ -234,7 +233,7 @@ def _entities(text: str) -> str:
 
 
 # --- Feishu -----------------------------------------------------------------------------------
-def _feishu(told: Told) -> bytes:
+def _feishu(firing: FiringMessage) -> bytes:
     def build(parts: _Parts) -> bytes | None:
         facts = [
             {"is_short": True, "text": {"tag": "plain_text", "content": f"{name}: {value}"}}
@@ -243,23 +242,23 @@ def _feishu(told: Told) -> bytes:
         texts = [f"{name}: {text}" for name, text in parts.sections]
         elements: list[Json] = [_div(parts.message), {"tag": "div", "fields": facts}]
         elements += map(_div, texts)
-        if told["link"] is not None:
+        if firing["link"] is not None:
             button = {
                 "tag": "button",
                 "text": {"tag": "plain_text", "content": _OPENS},
                 "type": "primary",
-                "url": told["link"],
+                "url": firing["link"],
             }
             elements.append({"tag": "action", "actions": [button]})
         header = {
             "title": {"tag": "plain_text", "content": parts.title},
-            "template": _FEISHU_COLOURS.get(told["severity"] or "", "grey"),
+            "template": _FEISHU_COLOURS.get(firing["severity"] or "", "grey"),
         }
         card = {"config": {"wide_screen_mode": True}, "header": header, "elements": elements}
         content = _encoded({"msg_type": "interactive", "card": card})
         return content if len(content) <= FEISHU_BYTES - _SIGNATURE else None
 
-    return _fitting(told, build)
+    return _fitting(firing, build)
 
 
 _SIGNATURE: Final = 200
@@ -271,31 +270,31 @@ def _div(text: str) -> Json:
 
 
 # --- DingTalk and WeCom -----------------------------------------------------------------------
-def _dingtalk(told: Told) -> bytes:
+def _dingtalk(firing: FiringMessage) -> bytes:
     def build(parts: _Parts) -> bytes | None:
         title = _no_markup(parts.title)
         facts = [f"- **{name}**: {_no_markup(value)}" for name, value in parts.facts]
         lines = [f"### {title}", _said(parts), "\n".join(facts), *_bold(parts.sections)]
-        lines += _link_line(told)
+        lines += _link_line(firing)
         markdown = {"title": title, "text": "\n\n".join(lines)}
         content = _encoded({"msgtype": "markdown", "markdown": markdown})
         return content if len(content) <= DINGTALK_BYTES else None
 
-    return _fitting(told, build)
+    return _fitting(firing, build)
 
 
-def _wecom(told: Told) -> bytes:
+def _wecom(firing: FiringMessage) -> bytes:
     def build(parts: _Parts) -> bytes | None:
-        colour = _WECOM_COLOURS.get(told["severity"] or "", "comment")
+        colour = _WECOM_COLOURS.get(firing["severity"] or "", "comment")
         title = f'### <font color="{colour}">{_no_markup(parts.title)}</font>'
         facts = [f"> {name}: {_no_markup(value)}" for name, value in parts.facts]
-        lines = [title, _said(parts), *facts, "", *_bold(parts.sections), *_link_line(told)]
+        lines = [title, _said(parts), *facts, "", *_bold(parts.sections), *_link_line(firing)]
         markdown = "\n".join(lines)
         if len(markdown.encode()) > WECOM_BYTES:
             return None
         return _encoded({"msgtype": "markdown", "markdown": {"content": markdown}})
 
-    return _fitting(told, build)
+    return _fitting(firing, build)
 
 
 def _said(parts: _Parts) -> str:
@@ -307,15 +306,15 @@ def _bold(sections: Sequence[tuple[str, str]]) -> list[str]:
     return [f"**{name}**: {_no_markup(text)}" for name, text in sections]
 
 
-def _link_line(told: Told) -> list[str]:
-    return [] if told["link"] is None else [f"[{_OPENS}]({told['link']})"]
+def _link_line(firing: FiringMessage) -> list[str]:
+    return [] if firing["link"] is None else [f"[{_OPENS}]({firing['link']})"]
 
 
 def _no_markup(text: str) -> str:
     return text.translate(_SIMILAR)
 
 
-_BUILDERS: Final[dict[str, Callable[[Told], bytes]]] = {
+_BUILDERS: Final[dict[str, Callable[[FiringMessage], bytes]]] = {
     "json": _json,
     "slack": _slack,
     "feishu": _feishu,

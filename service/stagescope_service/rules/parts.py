@@ -204,7 +204,7 @@ def _rejected(history: RunHistory, number: int) -> MismatchPart:
         "clipped or have an advantage of 0, which no gradient sees either"
     )
     if lacking:
-        text += f"; at least, for it is not recorded {lacking[0]}"
+        text += f"; at least: it is not recorded {lacking[0]}"
     return MismatchPart(name, _share(share), text, counted=False)
 
 
@@ -232,6 +232,8 @@ def _unexplained(stale: float | None, line: float | None, floor: float) -> Misma
     )
     words = [word for word, share in taken if share]
     text = "share of the sum of |d| for which this list has no cause: " + (
-        f"what is left {', '.join(words)}" if words else "all of it, for no counted part is over 0"
+        f"what is left {', '.join(words)}"
+        if words
+        else "all of it, because every counted part is 0"
     )
     return MismatchPart("unexplained", rest, text, counted=False)

@@ -8,7 +8,7 @@ from stagescope_service.rules.document import Rules
 from stagescope_service.rules.explain import explain
 from stagescope_service.rules.facts import StepFacts
 from stagescope_service.rules.series import Publisher, Values
-from stagescope_service.rules.watch import At, Firing, RuleWatch
+from stagescope_service.rules.watch import Firing, RuleWatch, RunStep
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.store.tables.findings import FiringColumns
@@ -80,7 +80,7 @@ def replay(
         if facts is None:
             continue
         read_steps += 1
-        at = At(facts.attempt, step)
+        at = RunStep(facts.attempt, step)
         changes = watch.evaluate(at, reader.values(facts))
         fired += [reader.explain(firing, facts) for firing in changes.fired]
     return fired, read_steps

@@ -32,7 +32,7 @@ _COOLING: Final = 256
 """Maximum previous firings of a rule that are checked for cooldown."""
 
 
-class At(NamedTuple):
+class RunStep(NamedTuple):
     """A step of a run, sortable in the run's order."""
 
     attempt: int
@@ -61,10 +61,10 @@ class Firing:
     """
 
     rule: str
-    at: At
+    at: RunStep
     hits: tuple[Hit, ...]
     lasting: tuple[Hit, ...] = ()
-    cools_since: At | None = None
+    cools_since: RunStep | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class FiringChanges:
     """The effect of a step: firings that are new or changed, and those that are withdrawn."""
 
     fired: list[Firing]
-    withdrawn: list[tuple[str, At]]
+    withdrawn: list[tuple[str, RunStep]]
 
 
 class _Step:
@@ -106,33 +106,36 @@ class RuleWatch:
     """
 
     def __init__(
-        self, rules: Iterable[Rule], *, fired: Mapping[tuple[str, At], FiringRecord] | None = None
+        self,
+        rules: Iterable[Rule],
+        *,
+        fired: Mapping[tuple[str, RunStep], FiringRecord] | None = None,
     ) -> None:
         self._rules = tuple(rules)
-        self._fired: dict[str, list[At]] = {rule.name: [] for rule in self._rules}
-        self._records: dict[tuple[str, At], FiringRecord] = {}
+        self._fired: dict[str, list[RunStep]] = {rule.name: [] for rule in self._rules}
+        self._records: dict[tuple[str, RunStep], FiringRecord] = {}
         for (name, at), record in sorted((fired or {}).items(), key=lambda item: item[0]):
             if name in self._fired:
                 self._record(name, at, record)
-        self._steps: dict[At, _Step] = {}
-        self._order: list[At] = []
+        self._steps: dict[RunStep, _Step] = {}
+        self._order: list[RunStep] = []
 
-    def fired(self, rule: str) -> list[At]:
+    def fired(self, rule: str) -> list[RunStep]:
         """Return the steps at which a rule fired, in order."""
         return list(self._fired.get(rule, ()))
 
     @property
-    def reach(self) -> At | None:
+    def reach(self) -> RunStep | None:
         """The oldest step that may be evaluated again; None: every one may."""
         return self._order[-REACH] if len(self._order) >= REACH else None
 
-    def remember(self, at: At, values: Mapping[str, Values]) -> None:
+    def remember(self, at: RunStep, values: Mapping[str, Values]) -> None:
         """Add a step as history only; before any `take`."""
         bisect.insort(self._order, at)
         self._steps[at] = self._step(at, values, fires=False)
 
     def evaluate(
-        self, at: At, values: Mapping[str, Values], *, fires: bool = True
+        self, at: RunStep, values: Mapping[str, Values], *, fires: bool = True
     ) -> FiringChanges:
         """Evaluate the rules on a step that was aggregated (again).
 
@@ -158,7 +161,7 @@ class RuleWatch:
         del self._order[: -(HISTORY + REACH)]
         return changes
 
-    def _step(self, at: At, values: Mapping[str, Values], fires: bool) -> _Step:
+    def _step(self, at: RunStep, values: Mapping[str, Values], fires: bool) -> _Step:
         """Return a step to store; series equal to the previous step's are shared in memory."""
         index = bisect.bisect_left(self._order, at)
         before = self._steps[self._order[index - 1]].values if index else {}
@@ -166,7 +169,7 @@ class RuleWatch:
         return _Step(shared, fires)
 
     # --- one step -----------------------------------------------------------------------------
-    def _evaluate(self, at: At, changes: FiringChanges) -> None:
+    def _evaluate(self, at: RunStep, changes: FiringChanges) -> None:
         step = self._steps[at]
         preceding = list(self._preceding(at))
         for rule in self._rules:
@@ -197,7 +200,7 @@ class RuleWatch:
                 del self._records[rule.name, at]
                 changes.withdrawn.append((rule.name, at))
 
-    def _record(self, rule: str, at: At, record: FiringRecord) -> None:
+    def _record(self, rule: str, at: RunStep, record: FiringRecord) -> None:
         """Record a firing; drop those that are too old to be checked."""
         fired = self._fired[rule]
         index = bisect.bisect_left(fired, at)
@@ -211,7 +214,7 @@ class RuleWatch:
             del self._records[rule, old]
         del fired[: -_COOLING - REACH]
 
-    def _preceding(self, at: At) -> Iterator[At]:
+    def _preceding(self, at: RunStep) -> Iterator[RunStep]:
         """Yield the preceding steps of the run, the nearest first."""
         reached, left = at.step, HISTORY
         for index in range(bisect.bisect_left(self._order, at) - 1, -1, -1):
@@ -222,7 +225,7 @@ class RuleWatch:
                 if not left:
                     return
 
-    def _check(self, rule: Rule, values: Values, preceding: list[At]) -> ConditionResult:
+    def _check(self, rule: Rule, values: Values, preceding: list[RunStep]) -> ConditionResult:
         history = np.empty((0, len(values.series)))
         if rule.when.needs_history and values.series:
             rows = [self._row(rule, earlier, values.series) for earlier in reversed(preceding)]
@@ -230,7 +233,7 @@ class RuleWatch:
             history = history.reshape(-1, len(values.series))
         return rule.when.evaluate(values.values, values.noise, history, values.errors)
 
-    def _row(self, rule: Rule, at: At, series: tuple[SeriesKey, ...]) -> Float64 | None:
+    def _row(self, rule: Rule, at: RunStep, series: tuple[SeriesKey, ...]) -> Float64 | None:
         """Return the values of these series in a step, None if it has no value of the rule."""
         earlier_values = self._steps[at].values[rule.name]
         if not earlier_values.series:
@@ -242,7 +245,7 @@ class RuleWatch:
         return np.array([by_series.get(one, absent) for one in series], np.float64)
 
     def _streak(
-        self, rule: Rule, values: Values, held: ConditionResult, preceding: list[At]
+        self, rule: Rule, values: Values, held: ConditionResult, preceding: list[RunStep]
     ) -> Bool:
         """Return for each series whether it held in `rule.consecutive` measured steps in a row."""
         streak, left = held.holds.copy(), rule.consecutive - 1
@@ -257,7 +260,7 @@ class RuleWatch:
             left -= 1
         return streak if not left else np.zeros_like(streak)
 
-    def _series_held_at(self, rule: Rule, at: At) -> set[SeriesKey]:
+    def _series_held_at(self, rule: Rule, at: RunStep) -> set[SeriesKey]:
         step = self._steps[at]
         if rule.name not in step.held:  # stored as history, and not evaluated before
             preceding = list(self._preceding(at))
@@ -266,10 +269,10 @@ class RuleWatch:
         return {one for one, holds in zip(earlier_values.series, held.holds, strict=True) if holds}
 
     def _not_cooling(
-        self, rule: Rule, at: At, named: frozenset[SeriesKey]
-    ) -> tuple[frozenset[SeriesKey], At | None]:
+        self, rule: Rule, at: RunStep, named: frozenset[SeriesKey]
+    ) -> tuple[frozenset[SeriesKey], RunStep | None]:
         """Return the series that are not in cooldown, and the firing whose actions are."""
-        since: At | None = None
+        since: RunStep | None = None
         fired = self._fired[rule.name]
         before = fired[: bisect.bisect_left(fired, at)]
         for earlier in reversed(before[-_COOLING:]):
@@ -282,7 +285,7 @@ class RuleWatch:
                     since = earlier
         return named, since
 
-    def _precedes(self, earlier: At, at: At) -> bool:
+    def _precedes(self, earlier: RunStep, at: RunStep) -> bool:
         """Return whether a step precedes another in the run, and is not of an abandoned branch."""
         begin, end = bisect.bisect_right(self._order, earlier), bisect.bisect_left(self._order, at)
         return all(between.step > earlier.step for between in self._order[begin:end])

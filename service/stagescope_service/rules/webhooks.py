@@ -21,7 +21,7 @@ _OF_HOST: Final[Mapping[str, Format]] = {
     "qyapi.weixin.qq.com": "wecom",
 }
 _SIGNED: Final = ("feishu", "dingtalk")
-_URL: Final = "a URL of http or https, whole (answers show its host alone)"
+_URL: Final = "a complete URL of http or https (answers show only its host)"
 _MAX_URL: Final = 2000
 _PATH_WORDS: Final = frozenset(
     {"services", "open-apis", "bot", "hook", "robot", "send", "cgi-bin", "webhook"}
@@ -98,7 +98,7 @@ class Webhook:
         """
         if allowed and self.host not in allowed:
             raise InvalidPlan(
-                f"{field} is of the host {self.host}, which may not be called",
+                f"{field} has the host {self.host}, which is not allowed",
                 expected=f"a host of STAGESCOPE_WEBHOOK_HOSTS: {', '.join(sorted(allowed))}",
             )
 

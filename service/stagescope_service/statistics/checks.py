@@ -8,7 +8,7 @@ the mass that was kept. The bounds were calibrated on the batches of `tests/supp
 
 A check that tests noise (`temperature`, `calibration`) needs a number of standard errors that noise
 alone reaches with a stated probability, and a size that matters. Tiny differences do not matter
-even if they are certain, and their noise is that of few tokens.
+even if they are certain, and few tokens make their noise.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ SCALED_ONE_SIDED: Final = 0.85
 """Minimum |corr(d, q)| of a temperature if all d have one sign: log-probs that were scaled without
 renormalising them. A cut reaches 0.72."""
 EDGE_RATIO: Final = 3.0
-"""mean |d| of edge tokens of rounds over the mean of the others, from which they differ."""
+"""Minimum ratio of mean |d| of edge tokens of rounds to the mean of the others."""
 EDGE_SHARE: Final = 0.2
 """Minimum share of the edge tokens that carry the sum of their |d|. Noise has 0.64. One token of 32
 that is far off has 0.03, and says nothing about the others."""

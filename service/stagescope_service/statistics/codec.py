@@ -113,7 +113,7 @@ def refusing(kind: str) -> Iterator[None]:
         InvalidTensor, zlib.error, KeyError, TypeError, ValueError, AttributeError,
     ) as error:  # fmt: skip
         raise InvalidInput(
-            f"these bytes are no {kind} ({type(error).__name__}: {error})",
+            f"these bytes are not a {kind} ({type(error).__name__}: {error})",
             expected=f"a {kind} of version {VERSION}",
         ) from error
 

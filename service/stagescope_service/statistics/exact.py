@@ -67,8 +67,8 @@ def bitwise_equal(
         elif origin == UNKNOWN_ORIGIN:
             text = (
                 f"who computed them is not reported{where}: one may be a copy of the other "
-                "(synchronous and bypass modes do that), so nothing was measured; hand over "
-                "producers={...} to have equality count"
+                "(synchronous and bypass modes do that), so nothing was measured; record "
+                "producers={...} with the streams, so that equality counts"
             )
         else:
             sides = [", ".join(sorted({names[side] for names in found})) for side in (0, 1)]

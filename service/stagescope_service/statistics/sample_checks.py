@@ -60,9 +60,9 @@ class SampleChecks:
             return []
         p, q = self.pair
         texts = {
-            "shifted": f"{p} of a token fits {q} of one 1 or 2 tokens away, not its own",
-            "unrelated": f"{p} of a token fits its own {q} no better than its neighbours': rows in "
-            "another order, or other tokens",
+            "shifted": f"{p}[t] matches {q} of a token 1 or 2 tokens away, not {q}[t]",
+            "unrelated": f"{p}[t] matches {q}[t] no better than its neighbours: the rows are in "
+            "another order, or the tokens are others",
         }
         names, tokens = [self.names[index] for index in at.tolist()], self.tokens[at]
         found = []
@@ -112,9 +112,9 @@ def check_samples(summary: Summary) -> SampleChecks:
 def _of_cut_vocabulary(
     column: Mapping[str, Float64], judged: Bool
 ) -> tuple[Float64, Float64, Bool, Bool]:
-    """Return each sample's correlation, and the standard errors by which it lies below the median
-    sample's (0 if one token alone decides). Also return whether its vocabulary is cut, and whether
-    it is then odd.
+    """Return each sample's correlation, and its distance below the median sample's in standard
+    errors (0 if one token alone decides). Also return whether its vocabulary is cut, and whether it
+    is then odd.
 
     With a cut vocabulary every d has one sign in all samples, so this is no fault of one sample. At
     any lag |p - q| is then the mass that was cut. Only the correlation of p and q shows whether

@@ -70,8 +70,8 @@ def summarise(
     found = _segments(batch, skip)
     table = found.table
     keys = _slice_keys(batch, table)
-    round_cells, turn_cells, age_cells = (
-        cells.empty(len(each)) for each in (keys.rounds, keys.turns, keys.ages)
+    rounds, turns, ages = (
+        Slices(each, cells.empty(len(each))) for each in (keys.rounds, keys.turns, keys.ages)
     )
     row_values = np.zeros((batch.rows, len(kernel.ROW)))
     counts = np.zeros((len(keys.rounds), 2 * kernel.HISTOGRAM_HALF), np.uint32)
@@ -84,28 +84,24 @@ def summarise(
         batch.p.view(np.uint8), _KINDS[batch.p_dtype], batch.q.view(np.uint8),
         _KINDS[batch.q_dtype], table, keys.slots, _keys(batch, table),
         _placement(batch, table, table if skip is None else _segments(batch, None).table),
-        settings.weight_rule(), round_cells, turn_cells, age_cells, row_values, counts, profile,
+        settings.weight_rule(), rounds.cells, turns.cells, ages.cells, row_values, counts, profile,
         worst, worst_ids, bad, bad_ids, unequal, unequal_ids,
     )  # fmt: skip
     sequences, index = _sequences(batch, found, row_values)
     worst_tokens = _tokens(worst_ids[:worst_used], batch, table, index)
     bad_tokens = _tokens(bad_ids[:bad_used], batch, table, index)
+    p_producer, q_producer = batch.producers
     ids = batch.sample_ids or ()
     empty_samples = tuple(sorted({ids[row] for row in np.flatnonzero(index < 0)} if ids else ()))
-    filled_round, filled_bucket = np.nonzero(counts)
     versions = () if batch.versions is None else tuple(np.unique(table[:, _VERSION]).tolist())
     return Summary(
         pair=batch.pair,
         settings=settings,
         dtypes={batch.pair[0]: (batch.p_dtype,), batch.pair[1]: (batch.q_dtype,)},
-        rounds=Slices(keys.rounds, round_cells),
-        turns=Slices(keys.turns, turn_cells),
-        staleness=Slices(keys.ages, age_cells),
-        histogram=Histogram(
-            keys.rounds[filled_round],
-            filled_bucket - kernel.HISTOGRAM_HALF,
-            counts[filled_round, filled_bucket].astype(np.int64),
-        ),
+        rounds=rounds,
+        turns=turns,
+        staleness=ages,
+        histogram=_histogram(keys.rounds, counts),
         worst=ordered(worst_tokens, sequences, by_d=True, keep=settings.worst),
         non_finite=ordered(bad_tokens, sequences, by_d=False, keep=settings.worst),
         sequences=sequences,
@@ -120,11 +116,16 @@ def summarise(
         engines=_by_engine(batch, row_values),
         token_digest=_token_digest(batch, found.cover),
         produced={
-            (batch.producers[0] or "", batch.producers[1] or ""): int(
-                round_cells[:, cells.Field.TOKENS].sum()
-            )
+            (p_producer or "", q_producer or ""): int(rounds.cells[:, cells.Field.TOKENS].sum())
         },
     )
+
+
+def _histogram(rounds: Int64, counts: cells.UInt32) -> Histogram:
+    """Return the sparse form of counts [rounds, buckets]."""
+    row, bucket = np.nonzero(counts)
+    found = counts[row, bucket].astype(np.int64)
+    return Histogram(rounds[row], bucket - kernel.HISTOGRAM_HALF, found)
 
 
 class _SliceKeys(NamedTuple):

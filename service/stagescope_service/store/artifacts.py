@@ -13,36 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from stagescope_service.store.tensorfile import (
-    TensorFile,
-    WireTensor,
-    Written,
-    disk_errors,
-    read_tensors,
-    sync_directory,
-    write_tensors,
-)
+from stagescope_service.store.tensorfile import disk_errors, sync_directory
 from stagescope_wire.errors import Forbidden, NotFound
 from stagescope_wire.names import safe_name
 from stagescope_wire.schema import DUMP_MARKER, Part
-
-__all__ = [
-    "TensorFile",
-    "WireTensor",
-    "Written",
-    "attempt_directory",
-    "confine",
-    "file_checksum",
-    "is_kept_path",
-    "kept_path",
-    "make_directory",
-    "read_piece",
-    "read_tensors",
-    "ring_directory",
-    "step_directory",
-    "write_tensors",
-]
-
 
 _KEPT: Final = re.compile(r"_rank\d{1,9}_[0-9a-f]{12}_\d+\.safetensors\Z")
 

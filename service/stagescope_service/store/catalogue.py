@@ -21,6 +21,7 @@ from stagescope_service.store.queries.findings import FindingQueries
 from stagescope_service.store.queries.measurements import MeasurementQueries
 from stagescope_service.store.queries.overview import Count
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.queries.rollouts import RolloutQueries
 from stagescope_service.store.queries.runs import RunQueries
 from stagescope_service.store.queries.weights import WeightQueries
 from stagescope_service.store.snapshot import rows
@@ -33,16 +34,15 @@ from stagescope_service.store.tables import (
     OperatorTableRow,
     RegisteredEngine,
 )
-from stagescope_wire.errors import CatalogueUnavailable
 from stagescope_wire.nonfinite import Json
 
 
 class CaptureQueries(Reader):
     """Queries for captures, dumps and operators."""
 
-    def captures(self, *, run: Filter = None, state: Filter = None) -> list[CaptureRow]:
+    def captures(self, *, run: Filter = None) -> list[CaptureRow]:
         """Return captures, the most recently requested first, including removed ones."""
-        where = conditions("captures", run=run, state=state)
+        where = conditions("captures", run=run)
         return self._page(CaptureRow, "captures", where, "-created_wall capture_id")
 
     def capture(self, capture_id: str) -> CaptureRow | None:
@@ -95,6 +95,7 @@ class Catalogue(
     RunQueries,
     MeasurementQueries,
     CurveQueries,
+    RolloutQueries,
     WeightQueries,
     CaptureQueries,
     FindingQueries,
@@ -112,14 +113,8 @@ class Catalogue(
 
     def check(self) -> None:
         """Raise `CatalogueUnavailable` unless a catalogue of this version exists."""
-        with connect.catalogue_errors(self._where), self._connect() as connection:
-            revision = connect.revision_of(connection)
-        if revision != connect.REVISION:
-            raise CatalogueUnavailable(
-                f"catalogue {self._where} is of revision {revision!r}",
-                expected=repr(connect.REVISION),
-                advice="use the stagescope that wrote it, or give another catalogue",
-            )
+        with self._reading() as connection:
+            connect.check_revision(connection, f"catalogue {self._where}")
 
     def engines(self) -> list[RegisteredEngine]:
         """Return the registered engines, by name."""
@@ -136,7 +131,7 @@ class Catalogue(
 
     def counts(self) -> dict[str, list[Count]]:
         """Return the Prometheus metrics, each as rows of labels and a `count`; see `overview`."""
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             queries = overview.counts()
             return {name: rows(Count, connection, query) for name, query in queries.items()}
 

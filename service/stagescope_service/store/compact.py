@@ -18,9 +18,8 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from stagescope_service.store import statements
-from stagescope_service.store.columns import dump_json, split_value
 from stagescope_service.store.ids import Ids, Key
-from stagescope_service.store.statements import Columns, columns_of
+from stagescope_service.store.statements import Columns, Conflict, columns_of
 from stagescope_service.store.tables.compact import (
     NO_OWNER,
     PATH_MARK,
@@ -32,7 +31,7 @@ from stagescope_service.store.tables.compact import (
     training_begins,
     works,
 )
-from stagescope_service.store.tables.declare import views
+from stagescope_service.store.tables.declare import dump_json, split_value, views
 from stagescope_wire.schema import PART_FIELDS
 
 Row = Mapping[str, Any]
@@ -257,7 +256,7 @@ def _upsert(
         kept |= {"work_id"} if given.isdisjoint(compact.work) else set()
         kept |= {"sender_id"} if given.isdisjoint(_sender_columns(compact)) else set()
     sets = frozenset(cells) - kept - {*compact.ids}
-    statements.upsert(connection, compact.table, cells, sets)
+    statements.insert(connection, compact.table, cells, Conflict(sets))
     if compact.table is scalar_rows:
         _advance_names(connection, ids, columns)
     elif compact.table is stage_rows and "begun_wall" in given:
@@ -422,7 +421,8 @@ def _advance_names(connection: sa.Connection, ids: Ids, columns: Columns) -> Non
         "name": [key[1] for key in new],
         "last_step": [*new.values()],
     }
-    statements.upsert(connection, scalar_names, names, frozenset({"last_step"}), newer="last_step")
+    later = Conflict(frozenset({"last_step"}), newer="last_step")
+    statements.insert(connection, scalar_names, names, later)
     ids.last_steps |= new
 
 
@@ -446,5 +446,5 @@ def _advance_begins(connection: sa.Connection, ids: Ids, columns: Columns) -> No
         begins: dict[str, Sequence[object]] = dict(
             zip(names, zip(*latest.values(), strict=True), strict=True)
         )
-        sets = frozenset(names[1:])
-        statements.upsert(connection, training_begins, begins, sets, newer="begun_wall")
+        later = Conflict(frozenset(names[1:]), newer="begun_wall")
+        statements.insert(connection, training_begins, begins, later)

@@ -221,16 +221,30 @@ def make_tables(connection: sa.Connection) -> None:
     Raises:
         CatalogueUnavailable: the tables are of another revision.
     """
+    if revision_of(connection) is not None:
+        check_revision(connection)
+        return
+    metadata.create_all(connection, checkfirst=False)
+    _VERSION.create(connection)
+    connection.execute(_VERSION.insert(), {"version_num": REVISION})
+
+
+def check_revision(connection: sa.Connection, what: str = "the catalogue") -> None:
+    """Refuse a catalogue of another revision, or a database without one.
+
+    Args:
+        connection: to the database.
+        what: the name of the catalogue in the error.
+
+    Raises:
+        CatalogueUnavailable: the tables are of another revision.
+    """
     revision = revision_of(connection)
-    if revision is None:
-        metadata.create_all(connection, checkfirst=False)
-        _VERSION.create(connection)
-        connection.execute(_VERSION.insert(), {"version_num": REVISION})
-    elif revision != REVISION:
+    if revision != REVISION:
         raise CatalogueUnavailable(
-            f"the catalogue is of revision {revision!r}, which this package does not know",
+            f"{what} is of revision {revision!r}, which this package does not know",
             expected=f"revision {REVISION!r}",
-            advice="install the stagescope that wrote it, or give another catalogue",
+            advice="use the stagescope that wrote it, or give another catalogue",
         )
 
 
@@ -342,7 +356,7 @@ _ADVICE: Final = {
     "does not exist": "restore it; what is queued is written then",
     "malformed": "the file is damaged; stop the service and restore or move it away",
     "not a database": "the file is not a catalogue; move it away or give another path",
-    "no such table": "it has not been made yet; start the service first",
+    "no such table": "it does not exist yet; start the service first",
     "no such column": "it is of another version; use the stagescope that wrote it",
     "disk I/O error": "check the disk under it",
 }

@@ -147,7 +147,7 @@ class Store(Protocol):
     """
 
     def open(self) -> None:
-        """Create or upgrade the catalogue and start writing; does nothing if already open.
+        """Create the catalogue if there is none, and start writing; do nothing if already open.
 
         Raises:
             CatalogueUnavailable: it cannot be opened at the moment; the message has advice. The

@@ -24,9 +24,9 @@ NEAR: Final = 25
 _AT_ONCE: Final = 1000
 
 LEFT_OUT: Final[Mapping[str, str]] = {
-    "audit": "it names people, and is of no run",
+    "audit": "it names people, and belongs to no run",
     "meta": "it is the service's own",
-    "trigger_rules": "they are of no run, and may hold the secrets of webhooks",
+    "trigger_rules": "they belong to no run, and may contain secrets of webhooks",
 }
 """Tables that are not copied -> why."""
 OF_STEPS: Final = ("summaries", "samples", "weights")
@@ -57,7 +57,7 @@ class Omission:
 
 
 @dataclasses.dataclass(frozen=True)
-class Copied:
+class CopiedTable:
     """The rows of a table that were copied."""
 
     table: str
@@ -67,7 +67,7 @@ class Copied:
 # --- all of a catalogue ---------------------------------------------------------------------
 def copy_catalogue(
     source: str, target: str, *, on_rows: Callable[[int, int], None] = lambda done, total: None
-) -> list[Copied]:
+) -> list[CopiedTable]:
     """Copy every row of a catalogue into an empty one, all or nothing.
 
     Both are read again at the end: each table must have as many rows in both.
@@ -89,7 +89,7 @@ def copy_catalogue(
     reading, writing = connect.writer_engine(source), connect.writer_engine(target)
     try:
         with connect.catalogue_errors(where), reading.begin() as old:
-            _check_revision(old, where)
+            connect.check_revision(old, f"catalogue {where}")
             with connect.catalogue_errors(there), writing.begin() as new:
                 connect.make_tables(new)
                 _check_empty(new, there)
@@ -106,16 +106,6 @@ def copy_catalogue(
         writing.dispose()
 
 
-def _check_revision(connection: sa.Connection, where: str) -> None:
-    revision = connect.revision_of(connection)
-    if revision != connect.REVISION:
-        raise CatalogueUnavailable(
-            f"catalogue {where} is of revision {revision}",
-            expected=f"revision {connect.REVISION}",
-            advice="use the stagescope that wrote it",
-        )
-
-
 def _check_empty(connection: sa.Connection, where: str) -> None:
     for name, table in metadata.tables.items():
         own = len(KNOWN_TEXTS) if name == "texts" else 0
@@ -129,7 +119,7 @@ def _check_empty(connection: sa.Connection, where: str) -> None:
 
 def _copy_all(
     old: sa.Connection, new: sa.Connection, on_rows: Callable[[int, int], None]
-) -> list[Copied]:
+) -> list[CopiedTable]:
     counts = {name: _count(old, table) for name, table in metadata.tables.items()}
     done, total = 0, sum(counts.values())
     for table in metadata.tables.values():
@@ -139,7 +129,7 @@ def _copy_all(
             on_rows(done, total)
         if new.dialect.name == "postgresql":
             _advance_sequence(new, table)
-    return [Copied(name, counts[name]) for name in counts]
+    return [CopiedTable(name, counts[name]) for name in counts]
 
 
 def _advance_sequence(connection: sa.Connection, table: sa.Table) -> None:
@@ -273,9 +263,7 @@ def _conditions(
         own &= works.step.is_(None) | ((works.attempt_id == attempt_id) & (works.step == step))
     own_works = sa.select(works.work_id).where(own)
     found: dict[str, sa.ColumnElement[bool]] = {"works": own}
-    for name, columns in _TEXTS.items():
-        found[name] = tables[name].c.work_id.in_(own_works)
-        assert all(column in tables[name].c for column in columns)
+    found |= {name: tables[name].c.work_id.in_(own_works) for name in _TEXTS}
     texts = sa.union(
         *(
             sa.select(tables[name].c[column]).where(found[name])

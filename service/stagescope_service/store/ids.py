@@ -24,7 +24,7 @@ takes 0.6 KB, a sender 0.4 KB, a text or a clock mostly 0.2 KB."""
 _CHUNK: Final = 400
 
 
-class Owned(NamedTuple):
+class OwnedId(NamedTuple):
     """A work or a sender, and its attempt."""
 
     id: int
@@ -57,7 +57,7 @@ class Ids:
         """(attempt_id, step, policy_version, stage, part, work_key) -> id"""
         self.places: dict[Key, int] = {}
         """The same without a work_key -> id of one of these works."""
-        self.works_of_key: dict[str, list[Owned]] = {}
+        self.works_of_key: dict[str, list[OwnedId]] = {}
         self._steps: set[Key] = set()
         """(attempt_id, step, policy_version) whose works were read"""
 
@@ -71,7 +71,7 @@ class Ids:
     def _forget_senders(self) -> None:
         self.senders: dict[Key, int] = {}
         """(incarnation, attempt_id, role, rank) -> id"""
-        self.senders_of: dict[str, list[Owned]] = {}
+        self.senders_of: dict[str, list[OwnedId]] = {}
 
     def forget_many(self) -> None:
         """Bound the memory; call it between transactions or groups of rows."""
@@ -160,7 +160,7 @@ class Ids:
     def _found_work(self, work_id: int, key: Key) -> None:
         self.works[key] = self.places[key[:-1]] = work_id
         if key[-1] is not None:
-            self.works_of_key.setdefault(key[-1], []).append(Owned(work_id, key[0]))
+            self.works_of_key.setdefault(key[-1], []).append(OwnedId(work_id, key[0]))
 
     # --- senders ------------------------------------------------------------------------------
     def _add_senders(self, connection: sa.Connection, wanted: Iterable[Key]) -> None:
@@ -181,15 +181,11 @@ class Ids:
 
     def _found_sender(self, sender_id: int, key: Key) -> None:
         self.senders[key] = sender_id
-        self.senders_of.setdefault(key[0], []).append(Owned(sender_id, key[1]))
+        self.senders_of.setdefault(key[0], []).append(OwnedId(sender_id, key[1]))
 
     # --- rows of these tables -----------------------------------------------------------------
     def _insert(
-        self,
-        connection: sa.Connection,
-        table: sa.Table,
-        id_name: str,
-        keys: Sequence[Key],
+        self, connection: sa.Connection, table: sa.Table, id_name: str, keys: Sequence[Key]
     ) -> list[tuple[Key, int]]:
         """Insert rows; return each key with its new id."""
         if not keys:

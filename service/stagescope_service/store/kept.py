@@ -13,14 +13,12 @@ self-contained::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from stagescope_service.store.artifacts import make_directory
 from stagescope_service.store.tensorfile import (
-    MAX_BYTES,
     WireTensor,
     Written,
     disk_errors,
@@ -29,9 +27,7 @@ from stagescope_service.store.tensorfile import (
     write_tensors,
 )
 from stagescope_wire.errors import InvalidTensor
-from stagescope_wire.nonfinite import Json, JsonObject
-
-_SPELLED: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+from stagescope_wire.nonfinite import Json, JsonObject, number
 
 
 class Kept(NamedTuple):
@@ -69,7 +65,7 @@ def bytes_of(kept: Kept) -> int:
     return size_of(kept.tensors, kept.about())
 
 
-def read_kept(path: Path, *, most_bytes: int = MAX_BYTES) -> Kept:
+def read_kept(path: Path) -> Kept:
     """Read a kept file; its content is untrusted.
 
     Raises:
@@ -77,7 +73,7 @@ def read_kept(path: Path, *, most_bytes: int = MAX_BYTES) -> Kept:
         InvalidTensor: it is damaged, or not a kept file.
         StoreError: the file cannot be read.
     """
-    file = read_tensors(path, most_bytes=most_bytes)
+    file = read_tensors(path)
     return from_metadata(file.tensors, file.metadata, path)
 
 
@@ -89,13 +85,9 @@ def from_metadata(tensors: Mapping[str, WireTensor], metadata: JsonObject, path:
     """
     try:
         fields = {name: dict(metadata[name]) for name in _FIELDS}
-        fields["scalars"] = {str(n): _number(value) for n, value in fields["scalars"].items()}
+        fields["scalars"] = {str(n): float(number(value)) for n, value in fields["scalars"].items()}
         for name in ("sections", "strings"):
             fields[name] = {str(n): [*map(str, texts)] for n, texts in fields[name].items()}
         return Kept(dict(tensors), **fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidTensor(f"{path} is no file that was kept of a stage: {error!r}") from error
-
-
-def _number(value: Json) -> float:
-    return _SPELLED[value] if value in _SPELLED else float(value)
+        raise InvalidTensor(f"{path} is not a kept file of a stage: {error!r}") from error

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from stagescope_service.store.contract import Health
-from stagescope_service.store.pins import MOST, SUFFIX, Pinned, Pins
 from stagescope_service.store.tensorfile import (
     TensorFile,
     WireTensor,
@@ -45,6 +44,9 @@ DEFAULT_RESERVE: Final = 512 << 20
 DEFAULT_PIN_SHARE: Final = 0.5
 
 _SUFFIX: Final = ".safetensors"
+_PIN: Final = ".pin"
+_MOST_PINS: Final = 10_000
+"""Maximum pins of one ring: each is a file, even if its payloads are gone."""
 _OWNER: Final = "owner"
 """Name of the file that says which node has taken a directory over."""
 
@@ -93,6 +95,17 @@ class RingEntry(NamedTuple):
     pinned: bool
 
 
+class Pinned(NamedTuple):
+    """The result of a pin request."""
+
+    payloads: int
+    """Number of payloads that it pins now; more may arrive."""
+    bytes: int
+    """Their total size."""
+    reason: str = ""
+    """Why nothing was pinned, or not durably; empty on success."""
+
+
 class Ring:
     """A bounded ring of payload files in `directory`; safe to use from several threads.
 
@@ -130,7 +143,7 @@ class Ring:
         self._lock = threading.RLock()
         self._entries: OrderedDict[RingKey, RingEntry] = OrderedDict()  # the oldest first
         self._bytes = 0
-        self._pins = Pins(directory)
+        self._pins: set[str] = set()  # of steps and of payloads, by name
         self._health = Health(True)
         self._evicted: deque[RingEntry] = deque(maxlen=10_000)
         self._unpinned: deque[RingEntry] = deque(maxlen=1000)
@@ -169,10 +182,7 @@ class Ring:
             return taken
 
     def keep(
-        self,
-        key: RingKey,
-        tensors: Mapping[str, WireTensor],
-        metadata: JsonObject | None = None,
+        self, key: RingKey, tensors: Mapping[str, WireTensor], metadata: JsonObject | None = None
     ) -> RingEntry | None:
         """Keep a payload; return None if that is not possible now (`health()` has the reason).
 
@@ -274,8 +284,10 @@ class Ring:
         """
         found: list[tuple[float, RingKey, Path, int]] = []
         for path in directory.iterdir():
-            if path.suffix == SUFFIX:
-                self._pins.found(path)
+            if path.suffix == _PIN:
+                if directory != self.directory:
+                    path.replace(self.directory / path.name)
+                self._pins.add(path.stem)
             elif path.suffix == ".tmp":
                 path.unlink(missing_ok=True)
             elif path.suffix == _SUFFIX:
@@ -297,7 +309,7 @@ class Ring:
         return entry
 
     def _is_pinned(self, key: RingKey) -> bool:
-        return self._pins.holds(key.name, key.step_name)
+        return not self._pins.isdisjoint((key.name, key.step_name))
 
     def _may_pin(self, key: RingKey, size: int) -> bool:
         return self._is_pinned(key) and self._pinned_bytes() + size <= self.max_pinned
@@ -310,15 +322,14 @@ class Ring:
         own = replaced.bytes if replaced else 0
         if needed > self.max_bytes:
             raise _NoRoom(
-                f"it has {needed} bytes and the ring takes {self.max_bytes}",
+                f"it has {needed} bytes, and the ring holds at most {self.max_bytes}",
                 advice="give the ring more bytes",
             )
         self._evict_to(self.max_bytes - needed + own, but=key)
         while (free := shutil.disk_usage(self.directory).free) < needed + self.reserve_bytes:
             if not self._evict_oldest(but=key):
                 raise _NoRoom(
-                    f"its disk has {free} bytes free, of which {self.reserve_bytes} are left to "
-                    "others",
+                    f"its disk has {free} bytes free, and {self.reserve_bytes} must stay free",
                     advice="free space on the disk of data_dir",
                 )
 
@@ -351,19 +362,30 @@ class Ring:
             needed = sum(entry.bytes for entry in own if not entry.pinned)
             if held + needed > self.max_pinned:
                 reason = (
-                    f"its {needed} bytes do not fit: pinned payloads take {held} of the "
-                    f"{self.max_pinned} bytes that they may"
+                    f"its {needed} bytes do not fit: pinned payloads use {held} of their "
+                    f"{self.max_pinned} bytes"
                 )
                 return Pinned(0, 0, reason)
-            if len(self._pins) >= MOST and not self._pins.holds(name):
-                return Pinned(0, 0, f"{MOST} steps are pinned")
+            if len(self._pins) >= _MOST_PINS and name not in self._pins:
+                return Pinned(0, 0, f"{_MOST_PINS} steps are pinned")
             for entry in own:
                 self._entries[entry.key] = entry._replace(pinned=True)
-            return Pinned(len(own), size, self._pins.add(name))
+            return Pinned(len(own), size, self._mark(name))
+
+    def _mark(self, name: str) -> str:
+        """Write the marker of a pin; return a warning if it ends with this process."""
+        self._pins.add(name)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / (name + _PIN)).touch()
+        except OSError as error:
+            return f"it is lost when the ingestor restarts: its marker cannot be written ({error})"
+        return ""
 
     def _unpin(self, name: str) -> None:
         with self._lock:
-            self._pins.remove(name)
+            (self.directory / (name + _PIN)).unlink(missing_ok=True)
+            self._pins.discard(name)
             for key, entry in self._entries.items():
                 if name in (key.name, key.step_name):
                     self._entries[key] = entry._replace(pinned=self._is_pinned(key))

@@ -48,10 +48,7 @@ _STEP_COLUMNS: Final = [column for column in steps.columns if column.name != "st
 
 
 def rows(
-    row: type[R],
-    connection: sa.Connection,
-    query: Query,
-    parameters: JsonObject | None = None,
+    row: type[R], connection: sa.Connection, query: Query, parameters: JsonObject | None = None
 ) -> list[R]:
     """Return a query's rows as plain dicts.
 

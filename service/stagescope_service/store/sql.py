@@ -33,6 +33,7 @@ from stagescope_service.store.contract import (
 )
 from stagescope_service.store.ids import Ids
 from stagescope_service.store.snapshot import read_snapshot
+from stagescope_service.store.statements import Conflict
 from stagescope_service.store.tables import STEP_ROWS, TABLES, step_rows
 from stagescope_wire.errors import CatalogueUnavailable, StoreError
 
@@ -86,11 +87,7 @@ class SqlStore:
         self._health = Health(False, "the catalogue is not open yet")
 
     def open(self) -> None:
-        """Create or upgrade the catalogue and start writing; does nothing if already open.
-
-        Raises:
-            CatalogueUnavailable: it cannot be opened at the moment; the message has advice.
-        """
+        """Create the catalogue if there is none, and start writing; see `Store`."""
         with self._opening:
             if self._thread is not None:
                 return
@@ -101,10 +98,7 @@ class SqlStore:
             self._thread.start()
 
     def submit(self, writes: Sequence[Write], *, isolate: bool = False) -> Submitted:
-        """Queue writes to commit atomically; never waits for the disk.
-
-        Before the first `open` they stay queued.
-        """
+        """Queue writes to commit atomically; before the first `open` they stay queued."""
         future: Submitted = Future()
         future.set_running_or_notify_cancel()  # cancelling the wait must not cancel the write
         with self._changed:
@@ -124,11 +118,7 @@ class SqlStore:
         return Health(False, f"{health.reason} ({waiting} writes wait)")
 
     def snapshot(self, closed_steps: int = 8) -> Snapshot:
-        """Read the committed state in one transaction.
-
-        Raises:
-            CatalogueUnavailable: it cannot be read at the moment.
-        """
+        """Read the committed state in one transaction; see `Store`."""
         if self._reader is None:
             raise CatalogueUnavailable(f"catalogue {self._where} is not open", advice="open it")
         with connect.catalogue_errors(self._where), self._reader.begin() as connection:
@@ -278,9 +268,9 @@ class SqlStore:
     def _set_health(self, health: Health) -> None:
         before, self._health = self._health, health
         if before.healthy and not health.healthy:
-            logger.error("Writing is held back: %s", health.reason)
+            logger.error("The catalogue cannot be written, and writes wait: %s", health.reason)
         elif health.healthy and not before.healthy:
-            logger.warning("Writing works again")
+            logger.warning("The catalogue can be written again")
 
     def _drain(self) -> list[_Submission]:
         with self._changed:
@@ -439,11 +429,10 @@ def _put(
         for column in names:
             kind = table.columns[column].type
             columns[column] = statements.stored(connection.dialect, kind, columns[column])
-        if name in statements.NUMBERED:
-            statements.insert(connection, table, columns)
-        else:
-            sets = frozenset(names).difference(statements.KEYS[name])
-            statements.upsert(connection, table, columns, sets)
+        conflict = None
+        if name not in statements.NUMBERED:
+            conflict = Conflict(frozenset(names).difference(statements.KEYS[name]))
+        statements.insert(connection, table, columns, conflict)
 
 
 def _delete(connection: sa.Connection, name: str, deletes: Iterable[Delete]) -> None:

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from stagescope_service.store.columns import Flag, StrictJson, dump_json
 from stagescope_service.store.contract import Put, RemoveRows, Write
 from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables.declare import Flag, StrictJson, dump_json
 from stagescope_wire.errors import StoreError
 
 Columns: TypeAlias = dict[str, Sequence[Any]]
@@ -74,33 +74,16 @@ def stored(dialect: sa.Dialect, kind: Any, values: Sequence[Any]) -> Sequence[ob
     return values
 
 
-def insert(connection: sa.Connection, table: sa.Table, columns: Columns) -> None:
-    """Insert rows."""
-    _execute(connection, table, columns, None)
-
-
-def upsert(
-    connection: sa.Connection,
-    table: sa.Table,
-    columns: Columns,
-    sets: frozenset[str],
-    *,
-    newer: str | None = None,
-) -> None:
-    """Insert rows; if the key of a row exists, set only the columns `sets`.
-
-    With `newer`, set them only if the value of that column is greater than the stored one.
-    """
-    _execute(connection, table, columns, _Conflict(sets, newer))
-
-
-class _Conflict(NamedTuple):
+class Conflict(NamedTuple):
     """The action of an upsert if the key exists."""
 
     sets: frozenset[str]
-    newer: str | None
+    """The columns to set."""
+    newer: str | None = None
+    """Only set them if the value of this column is greater than the stored one."""
 
     def added_to(self, insert: Any, table: sa.Table) -> Any:
+        """Return an INSERT with this action."""
         keys = [column.name for column in table.primary_key]
         if not self.sets:
             return insert.on_conflict_do_nothing(index_elements=keys)
@@ -112,9 +95,17 @@ class _Conflict(NamedTuple):
         return insert.on_conflict_do_update(index_elements=keys, set_=chosen, where=where)
 
 
-def _execute(
-    connection: sa.Connection, table: sa.Table, columns: Columns, conflict: _Conflict | None
+def insert(
+    connection: sa.Connection, table: sa.Table, columns: Columns, conflict: Conflict | None = None
 ) -> None:
+    """Insert rows.
+
+    Args:
+        connection: in a transaction.
+        table: their table.
+        columns: their values.
+        conflict: what to do if the key of a row exists; None: it is an error.
+    """
     # For None, too, SQLite's driver looks for an adapter: a column without values is a literal.
     nulls = frozenset(
         name
@@ -138,7 +129,7 @@ class _Statement:
         dialect: sa.Dialect,
         table: sa.Table,
         names: tuple[str, ...],
-        conflict: _Conflict | None,
+        conflict: Conflict | None,
         nulls: frozenset[str],
     ) -> None:
         # Both have the same methods; each compiles only for its own database.

@@ -35,20 +35,10 @@ from stagescope_wire.tensorfile import (
 )
 
 __all__ = [
-    "MAX_BYTES",
-    "Description",
-    "TensorFile",
-    "WireTensor",
-    "Written",
-    "check_file",
-    "describe_file",
-    "disk_errors",
-    "map_tensors",
-    "read_tensors",
-    "size_of",
-    "sync_directory",
+    "MAX_BYTES", "Description", "TensorFile", "WireTensor", "Written", "check_file",
+    "describe_file", "disk_errors", "map_tensors", "read_tensors", "size_of", "sync_directory",
     "write_tensors",
-]
+]  # fmt: skip
 
 MAX_BYTES: Final = 16 << 30
 
@@ -145,7 +135,7 @@ def read_tensors(path: Path, *, most_bytes: int = MAX_BYTES) -> TensorFile:
     return assemble(data, entries, read_metadata(header, path))
 
 
-def map_tensors(path: Path, *, most_bytes: int = MAX_BYTES) -> TensorFile:
+def map_tensors(path: Path) -> TensorFile:
     """Read a file like `read_tensors`, with its tensors as views of the memory-mapped file.
 
     Untouched pages are not read, and a file is mapped once for all views that exist at a time.
@@ -155,7 +145,7 @@ def map_tensors(path: Path, *, most_bytes: int = MAX_BYTES) -> TensorFile:
     Raises:
         NotFound, InvalidTensor, StoreError: as `read_tensors`.
     """
-    with _opened(path, most_bytes) as (file, size):
+    with _opened(path, MAX_BYTES) as (file, size):
         state = os.fstat(file.fileno())
         header_info = _read_header_info(path, state.st_mtime_ns, size)
         key = (state.st_dev, state.st_ino, state.st_mtime_ns, size)

@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Final, cast
+from typing import Final
 from urllib.parse import quote
 
 from stagescope_service.dumps.joining.join import Selection
 from stagescope_service.rules.doctor import Diagnosis, add_earlier, diagnose, unexplained
-from stagescope_service.rules.history import LossOfStep, RunHistory, StepInForce
+from stagescope_service.rules.history import CurrentStep, LossOfStep, RunHistory
 from stagescope_service.rules.parts import mismatch_parts
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.kept import payload_artifacts
@@ -134,7 +134,7 @@ class _KeptTensors:
         self._deps = deps
         self._run = run
 
-    def loss(self, step: StepInForce) -> LossOfStep:
+    def loss(self, step: CurrentStep) -> LossOfStep:
         target = self._target(step)
         size = sum(row["bytes"] for row in payload_artifacts(self._deps, target, step.step))
         if size > _MAX_BYTES:
@@ -143,16 +143,14 @@ class _KeptTensors:
                 advice=f"stagescope loss {step.step}",
             )
         found = loss_of(self._deps, target)
-        unrecorded = cast("Sequence[JsonObject]", found.fields["unrecorded"])
+        unrecorded = found.fields["unrecorded"]
         return LossOfStep(
-            tokens=cast("int", found.fields["tokens"]),
-            shares={
-                str(row["fate"]): cast("float", row["share_of_mismatch"]) for row in found.rows
-            },
+            tokens=found.fields["tokens"],
+            shares={str(row["fate"]): row["share_of_mismatch"] for row in found.rows},
             unrecorded={str(each["name"]): str(each["record"]) for each in unrecorded},
         )
 
-    def batch(self, step: StepInForce, names: Sequence[str]) -> Batch | None:
+    def batch(self, step: CurrentStep, names: Sequence[str]) -> Batch | None:
         target = self._target(step)
         files = payload_artifacts(self._deps, target, step.step)
         there: set[str] = set()
@@ -162,7 +160,7 @@ class _KeptTensors:
             return None
         return batch_of(self._deps, target, Selection(names, None))
 
-    def _target(self, step: StepInForce) -> Target:
+    def _target(self, step: CurrentStep) -> Target:
         return self._deps.finder.step(self._run, step.attempt, step.step)
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import orjson
 
 from stagescope_wire.errors import InvalidInput
-from stagescope_wire.nonfinite import MAX_DEPTH
+from stagescope_wire.nonfinite import MAX_DEPTH, Json
 
-JsonObject = dict[str, object]
+JsonObject = dict[str, Json]
 """A JSON object: the body of a request or of an answer, or a part of one."""
 
 NONFINITE: Final[Mapping[str, float]] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -56,7 +56,7 @@ def spell_nonfinite(value: object) -> object:
     return value
 
 
-def parse_nonfinite(value: object) -> object:
+def parse_nonfinite(value: object) -> Json:
     """Return the number that "nan", "inf" or "-inf" stands for; any other value unchanged."""
     return NONFINITE.get(value, value) if isinstance(value, str) else value
 

@@ -24,22 +24,16 @@ from stagescope_service.views.reading.rows import (
 from stagescope_service.views.reading.step_summaries import MeasuredSummary
 from stagescope_service.views.series import newest_metrics
 from stagescope_wire.names import unit_of_metric
+from stagescope_wire.render import counted, ranges_text
 
 # --- exactness ------------------------------------------------------------------------------
 EXACT: Final = "exact"
-
 DIFFERS: Final = "differs"
-
 NOT_MEASURED: Final = "not measured"
-
 _COPY: Final = "equal, and one stream is a copy, or its producer is unknown"
-
 _EMPTY: Final = "no token counts"
-
 _REST_EQUAL: Final = "the others are equal"
-
 _NAMED_RANGES: Final = 5
-
 _SUSPECT: Final = "equal, and suspect: the comparability in the step's metrics has the reason"
 
 
@@ -112,8 +106,7 @@ def _with_non_finite(reason: str, non_finite: int) -> str:
     """Add the number of tokens that are not finite to a reason."""
     if not non_finite:
         return reason
-    tokens = "1 token is" if non_finite == 1 else f"{non_finite} tokens are"
-    neither = f"{tokens} finite in neither stream"
+    neither = f"{counted(non_finite, 'token is', 'tokens are')} finite in neither stream"
     return f"{neither}; {reason}" if reason == _REST_EQUAL else f"{reason}; {neither}"
 
 
@@ -149,7 +142,7 @@ def _text(ranges: Sequence[ExactRange], first: _FirstDifference | None) -> str:
             assert first is not None
             clauses.append(f"step {row['from_step']}{of_attempt} first differs: {first.text}")
             break
-        steps = _steps_text(row)
+        steps = ranges_text("step", range(row["from_step"], row["to_step"] + 1))
         reason = f"proved on {row['tokens']} tokens" if row["verdict"] == EXACT else row["reason"]
         clauses.append(f"{steps}{of_attempt} {row['verdict']} ({reason})")
     if first is not None:
@@ -158,26 +151,24 @@ def _text(ranges: Sequence[ExactRange], first: _FirstDifference | None) -> str:
         since = later_steps + differing[0]["steps"] - 1
         if since:
             differ = sum(row["steps"] for row in differing) - 1
-            steps = "1 step" if since == 1 else f"{since} steps"
             unmeasured = sum(
                 row["steps"]
                 for row in ranges
                 if row["from_step"] > first.step and row["verdict"] not in (EXACT, DIFFERS)
             )
             verb = "differs" if differ == 1 else "differ"
-            text = f"of the {steps} since then {differ} {verb}"
+            text = f"of the {counted(since, 'step')} since then {differ} {verb}"
             clauses.append(f"{text}, {unmeasured} not measured" if unmeasured else text)
         later = [row for row in ranges if row["from_step"] > first.step]
-        exact = [_steps_text(row) for row in later if row["verdict"] == EXACT]
+        exact = [
+            ranges_text("step", range(row["from_step"], row["to_step"] + 1))
+            for row in later
+            if row["verdict"] == EXACT
+        ]
         if exact:
             more = f" and {len(exact) - _NAMED_RANGES} more" if len(exact) > _NAMED_RANGES else ""
             clauses.append(f"exact again: {', '.join(exact[:_NAMED_RANGES])}{more}")
     return "; ".join(clauses)
-
-
-def _steps_text(row: ExactRange) -> str:
-    first, last = row["from_step"], row["to_step"]
-    return f"step {first}" if first == last else f"steps {first}-{last}"
 
 
 def attempts(deps: Dependencies, page: Page, run: str) -> JsonObject:

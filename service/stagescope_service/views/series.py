@@ -36,29 +36,19 @@ MAX_SERIES_STEPS: Final = 20_000
 """Most steps of an answer."""
 
 By = Literal["rank", "round", "staleness"]
-
 Key = tuple[str | None, str | None, int | None]
 """(stage, role, rank or round or staleness) of one series; all None for the step's own number."""
-
 Value = float | str | None
 """A number, or the name of one that is not finite; None: the step has none."""
-
 MAX_VALUES: Final = 500_000
 """Most values of an answer: steps times series."""
-
 _STEPS_SEARCHED: Final = 20
 """Newest steps that are searched for the ranks and stages of a scalar."""
-
 OPEN: Final = "the step is not closed"
-
 UNMEASURED: Final = "no rank handed over both streams"
-
 BEHIND: Final = "its numbers are being aggregated"
-
 NOT_STORED: Final = "its numbers are not stored for curves: request the step"
-
 ABSENT: Final = "not among the numbers of this step"
-
 NOT_LOGGED: Final = "no rank logged it"
 
 
@@ -323,10 +313,7 @@ def _begun_again(deps: Dependencies, points: Sequence[Point]) -> list[list[Begun
     if not keys:
         return []
     repeated = begun_again(
-        deps.catalogue,
-        {attempt_id for attempt_id, _ in keys},
-        first=keys[0][1],
-        last=keys[-1][1],
+        deps.catalogue, {attempt_id for attempt_id, _ in keys}, first=keys[0][1], last=keys[-1][1]
     )
     return [repeated.get(key, []) for key in keys]
 
@@ -368,8 +355,7 @@ def _check_rank(
     owner = requested.role or "any role"
     owner += "" if requested.rank is None else f", rank {requested.rank}"
     raise NotFound(
-        f"there is no {requested.metric} of {owner}",
-        expected=ranks_text(ranks) if ranks else "",
+        f"there is no {requested.metric} of {owner}", expected=ranks_text(ranks) if ranks else ""
     )
 
 

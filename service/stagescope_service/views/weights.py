@@ -6,11 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
-from stagescope_service.coordinator.weights import (
-    ComparedVersion,
-    compare_version,
-    renaming,
-)
+from stagescope_service.coordinator.weights import ComparedVersion, compare_version, renaming
 from stagescope_service.core.weights.verdicts import (
     DIFFERS,
     MISSING,

@@ -10,7 +10,7 @@ import pytest
 from tests.support.answering import serving
 from tests.support.api import Service, service
 from tests.support.command_line import invoke
-from tests.support.engine_servers import EngineServer
+from tests.support.engines.servers import EngineServer
 
 import stagescope
 from stagescope_wire.engines import Sampling

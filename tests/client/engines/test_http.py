@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI, Response
 from fastapi.responses import StreamingResponse
 from tests.support.answering import serving
-from tests.support.engine_servers import EngineServer
+from tests.support.engines.servers import EngineServer
 
 from stagescope_wire.engines import Sampling, connect, http
 from stagescope_wire.engines.http import EngineHttp, engine_key, engine_url

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.answering import serving
-from tests.support.engine_servers import EngineServer, is_close, scores
+from tests.support.engines.servers import EngineServer, is_close, scores
 
 from stagescope_wire.engines import HttpEngine, Sampling, connect
 from stagescope_wire.errors import EngineError, InvalidInput

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.api import Service, service
-from tests.support.forwarded import Board, Collector, Training
+from tests.support.runs.forwarded import Board, Collector, Training
 
 from stagescope import Session, attach
 

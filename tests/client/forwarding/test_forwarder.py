@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.support.api import Service
 from tests.support.command_line import invoke
-from tests.support.forwarded import K3, PAGE, RUN, Board, Collector, Training, following
+from tests.support.runs.forwarded import K3, PAGE, RUN, Board, Collector, Training, following
 from tests.support.stores import eventually
 
 from stagescope import Session

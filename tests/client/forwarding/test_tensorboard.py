@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 from tests.support.api import Service
-from tests.support.forwarded import K3, LOG_PROB, PAGE, RUN, Board, Training, handed, published
 from tests.support.measure import payload
+from tests.support.runs.forwarded import K3, LOG_PROB, PAGE, RUN, Board, Training, handed, published
 
 from stagescope import Session
 from stagescope.forwarding.forwarder import PREFIX

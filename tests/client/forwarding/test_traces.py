@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.support.api import Service
-from tests.support.forwarded import PAGE, RUN, Collector, Training, attributes
+from tests.support.runs.forwarded import PAGE, RUN, Collector, Training, attributes
 
 from stagescope import Session
 

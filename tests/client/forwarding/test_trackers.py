@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.api import Service
-from tests.support.forwarded import K3, PAGE, RUN, Training, published
+from tests.support.runs.forwarded import K3, PAGE, RUN, Training, published
 from tests.support.stores import eventually
 
 from stagescope import Session

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from tests.support.api import service
-from tests.support.llama_cpp_server import llama_cpp
-from tests.support.tiny_llama import write_gguf, write_llama
+from tests.support.engines.llama_cpp import llama_cpp
+from tests.support.engines.tiny_llama import write_gguf, write_llama
 
 from stagescope import attach
 from stagescope_wire.batch import Batch

@@ -387,6 +387,8 @@ def test_numbers_of_each_shard_are_compared_by_the_loss_tolerance() -> None:
     assert compare([one, side(1.0 + 5e-6)]).verdict is Verdict.WITHIN_NOISE
     shards = tensor_of(compare([one, other]), "loss").shards
     assert [each.verdict for each in shards] == [Verdict.DIFFERENT] * 4
+    one_metric, other_metric = (single("metrics", numbers={"x": x}) for x in (1.0, 1.0 + 1e-5))
+    assert compare([one_metric, other_metric]).verdict is Verdict.WITHIN_NOISE
     given = Tolerances.parse(["loss=1e-3"])
     assert compare([one, other], tolerances=given).verdict is Verdict.WITHIN_NOISE
 
@@ -535,7 +537,7 @@ def test_a_file_is_read_once_for_all_its_sections(tmp_path: Path) -> None:
             data["tensors"]["response_mask"] = mask
 
     a, b, other = (
-        open_dump(own_directory(tmp_path / name, ranks=3, micros=1, tokens=9, edit=edit))
+        open_dump(own_directory(tmp_path / name, ranks=3, micros=1, edit=edit))
         for name, edit in (("a", without_trajectories), ("b", without_trajectories), ("c", changed))
     )
     task_counts: list[int] = []
@@ -549,7 +551,7 @@ def test_a_file_is_read_once_for_all_its_sections(tmp_path: Path) -> None:
     assert [count for count in task_counts if count] == [3]
     assert result.bytes == sum(side.bytes for side in result.sides)
     for section in ("forward_data", "is_loss"):
-        assert tensor_of(result, "response_mask", section).found.pairs == 3 * 4 * 9
+        assert tensor_of(result, "response_mask", section).found.pairs == 3 * 4 * 16
         differs = tensor_of(compare([a, other]), "response_mask", section)
         assert differs.found.unequal_count == 1
         assert [str(each.verdict) for each in differs.shards] == ["same", "different", "same"]

@@ -78,3 +78,14 @@ def test_names_are_no_markup_of_plotlys() -> None:
     evil = "<a href='http://x'>%{y}</a>"
     (flow,) = drawn(numbers(**{evil: [1.0]}), numbers(**{evil: [2.0]}))
     assert "<a" not in str(flow)
+
+
+def test_a_rank_and_part_shows_its_largest_difference() -> None:
+    def side(a: float, b: float) -> MemoryDump:
+        values = {"one": a, "two": b}
+        return MemoryDump([
+            record("other", {"x": np.array([x])}, stage=stage) for stage, x in values.items()
+        ])  # fmt: skip
+
+    _, heatmap = drawn(side(1, 1), side(4, 3))
+    assert heatmap["data"][0]["z"] == [[3.0]]

@@ -153,7 +153,7 @@ def test_an_edited_script_is_a_difference_and_what_is_not_known_is_said() -> Non
     ]
     assert not_compared(one, other) == [
         "no side was started in a git repository: only loaded Python files are compared",
-        "side a alone had loaded lazy when it started",
+        "only side a had loaded lazy when it started",
     ]
     # A version before recorded no hashes.
     assert differences(side(None), side({"train.py": "aa"})) == []

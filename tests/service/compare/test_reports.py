@@ -136,7 +136,7 @@ def test_exit_statuses(dumps: Path) -> None:
     findings = json.loads(result.stdout)["pairs"][0]["findings"]
     assert [(f["kind"], f["items"]) for f in findings] == [("damaged", [str(corrupt)])]
     assert invoke("compare", f"{dumps}/a").exit_code == 2
-    for word, refused in (("--step", "--step chooses nothing from"), ("--ray", "--ray is for")):
+    for word, refused in (("--step", "--step does not apply to"), ("--ray", "--ray is for")):
         more = [word, "5"] if word == "--step" else [word]
         result = invoke("compare", f"{dumps}/a", "run:5", *more)
         assert result.exit_code == 2
@@ -223,6 +223,20 @@ def test_compare_dumps_takes_nexrls_flags_and_writes_its_keys(dumps: Path) -> No
     keys = {"target_tokens", "logprobs", "advantages", "loss_mask"}
     assert set(datums["loss_fn_inputs_keys"]) == keys
     assert datums["input_tokens_len"] > 1
+
+
+def test_compare_dumps_counts_trajectories_that_one_side_lacks(dumps: Path) -> None:
+    def shortened(kind: str, name: str, data: Report) -> None:
+        if kind == "prepared_trajectories":
+            data |= {each: data[each][1:] for each in ("trajectories", "advantages")}
+
+    other = nexrl_directory(dumps / "short", mode="remote_api", edit=shortened)
+    report = dumps / "report.json"
+    invoke("compare-dumps", "--self_hosted_dir", f"{dumps}/a", "--remote_api_dir", str(other),
+           "--output", str(report))  # fmt: skip
+    found = json.loads(report.read_text())["sections"][0]
+    assert (found["status"], found["sh_num_trajectories"]) == ("count_mismatch", 16)
+    assert found["ra_num_trajectories"] == 15
 
 
 def spoiled(kind: str, name: str, data: Report) -> None:

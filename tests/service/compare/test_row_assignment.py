@@ -17,9 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.batches import wire
 from tests.support.dump_files import Batch, Edit, make_batch, nexrl_directory
+from tests.support.memory_dumps import single, tensor_of
 
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.flow import is_structural
+from stagescope_service.compare.pairing.shard_comparison import Doubt
 from stagescope_service.compare.results import ComparisonFinding, DumpComparison, Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.store.artifacts import kept_path, step_directory
@@ -393,6 +395,16 @@ def test_lengths_in_another_order_over_all_shards_prove_no_difference(tmp_path: 
     assert result.verdict is Verdict.DIFFERENT
     assert result.first is not None
     assert result.first.name == "response_mask"
+
+
+def test_a_number_beside_another_number_of_rows_is_not_comparable() -> None:
+    sides = [
+        single("is_loss", {"log_probs": np.ones((rows, 2))}, numbers={"loss": loss})
+        for rows, loss in ((3, 0.5), (4, 0.6))
+    ]
+    found = tensor_of(compare(sides), "loss")
+    assert found.verdict is Verdict.NOT_COMPARABLE
+    assert found.shards[0].comparison.doubt is Doubt.OTHER_LAYOUT
 
 
 def test_a_file_of_losses_is_no_other_number_of_rows(tmp_path: Path) -> None:

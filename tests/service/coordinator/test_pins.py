@@ -74,7 +74,7 @@ def test_pinned_steps_outlive_the_ring_and_the_ingestor(tmp_path: Path) -> None:
         assert {row["step"] for row in bench.catalogue.pinned_steps()} == held
         said = bench.findings("pin_not_kept")
         assert said
-        assert "pinned payloads take" in said[-1]["message"]
+        assert "pinned payloads use" in said[-1]["message"]
         assert ring.not_kept == 0
 
 

@@ -15,9 +15,9 @@ from stagescope_service.core.catalogue_rows import plain
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.core.spans import RAW_SEQ
 from stagescope_service.core.state import Arrival, State
-from stagescope_service.store.columns import Flag, StrictJson
 from stagescope_service.store.statements import check
 from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables.declare import Flag, StrictJson
 from stagescope_wire.errors import InvalidEvent
 from stagescope_wire.schema import KINDS, WORK_FIELDS, Event, Sender
 

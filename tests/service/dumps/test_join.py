@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.batches import wire
 from tests.support.memory_dumps import MemoryDump
 from tests.support.mutated import mutated
-from tests.support.step_dumps import WholeStep, ragged, record, wire
+from tests.support.step_dumps import WholeStep, ragged, record
 
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
@@ -312,8 +313,8 @@ def context_parallel(
             at = np.concatenate([at, chunks[2 * ranks - 1 - rank]])
         tensors = {}
         for name in names:
-            tag, _, values, _ = whole.tensors[name]
-            tensors[name] = wire(values if values.ndim == 1 else values[:, at].copy(), tag)
+            values = whole.tensors[name][2]
+            tensors[name] = wire(values if values.ndim == 1 else values[:, at].copy())
         inside = at[None, :] < whole.lengths[:, None]
         if say == "positions":
             tensors["positions"] = wire(np.where(inside, at, 0))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.figures import LOG_PROB, RANKS, train
+from tests.support.runs.drawn import LOG_PROB, RANKS, train
 
 from stagescope_service.store.contract import Put
 from stagescope_service.views.reading.dependencies import Dependencies

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.figures import LOG_PROB, RANKS, UNMEASURED, handed, layout_of, streams
+from tests.support.runs.drawn import LOG_PROB, RANKS, UNMEASURED, handed, layout_of, streams
 
 from stagescope_service.figure_style import traces
 from stagescope_service.figures import anatomy

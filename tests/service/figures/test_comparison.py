@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.support.api import Service
-from tests.support.figures import layout_of, streams
+from tests.support.runs.drawn import layout_of, streams
 
 from stagescope_service.figure_style import traces
 from stagescope_service.figures import comparison

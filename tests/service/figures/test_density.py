@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.batches import bfloat16
-from tests.support.figures import LOG_PROB, UNMEASURED, layout_of, rounds_payload, streams
+from tests.support.runs.drawn import LOG_PROB, UNMEASURED, layout_of, rounds_payload, streams
 
 from stagescope_service.figure_style import traces
 from stagescope_service.figures import density

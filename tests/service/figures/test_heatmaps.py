@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.figures import (
+from tests.support.measure import Handed
+from tests.support.runs.drawn import (
     APART,
     APART_FROM,
     LENGTH,
@@ -23,7 +24,6 @@ from tests.support.figures import (
     rounds_payload,
     streams,
 )
-from tests.support.measure import Handed
 
 from stagescope_service import figure_style as style
 from stagescope_service.figure_style import traces

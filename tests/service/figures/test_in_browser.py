@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.api import Service
 from tests.support.browser import Scheme, chromium, opened
-from tests.support.figures import UNMEASURED, page_of
+from tests.support.runs.drawn import UNMEASURED, page_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

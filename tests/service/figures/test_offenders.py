@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.figures import LOG_PROB, layout_of, rounds_payload
 from tests.support.measure import Handed
+from tests.support.runs.drawn import LOG_PROB, layout_of, rounds_payload
 
 from stagescope_service.figure_style import traces
 from stagescope_service.figures import offenders

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.support.api import Rank, Service, service
 from tests.support.dumps import capture, dumped
-from tests.support.figures import layout_of
+from tests.support.runs.drawn import layout_of
 from tests.support.small_decoder import small_decoder
 
 from stagescope_service.compare.operators.divergence import difference_curve

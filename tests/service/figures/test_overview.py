@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.figures import FLOOR, UNMEASURED, layout_of, streams, y_axes_of
-from tests.support.shown_run import keep_tensors, payload
+from tests.support.runs.drawn import FLOOR, UNMEASURED, layout_of, streams, y_axes_of
+from tests.support.runs.shown import keep_tensors, payload
 
 from stagescope_service import figure_style as style
 from stagescope_service.figure_style import traces
 from stagescope_service.figures import overview
 from stagescope_service.figures.drawing import as_json
 from stagescope_service.figures.lines import Mark, NotFinite
-from stagescope_service.figures.overview import OverviewInfo, Panel, Request
+from stagescope_service.figures.overview import OverviewInfo
+from stagescope_service.figures.run_curves import CurveRequest, Panel
 from stagescope_service.views.reading.dependencies import Dependencies, Window
 from stagescope_wire.errors import InvalidInput, NotFound
 
@@ -40,7 +41,7 @@ def marks_of(found: OverviewInfo, kind: str) -> list[Mark]:
 
 @pytest.fixture(scope="module")
 def found(deps: Dependencies) -> OverviewInfo:
-    return overview.info(deps, "r", Request([MEAN, K3, PEARSON]))
+    return overview.info(deps, "r", CurveRequest([MEAN, K3, PEARSON]))
 
 
 def test_every_step_of_each_attempt_has_the_number_of_its_tokens(found: OverviewInfo) -> None:
@@ -60,9 +61,7 @@ def test_every_step_of_each_attempt_has_the_number_of_its_tokens(found: Overview
     assert (found.steps, found.first, found.last) == (13, 1, 10)
 
 
-def test_the_noise_floor_and_the_stalenesses_are_those_of_their_tokens(
-    found: OverviewInfo,
-) -> None:
+def test_the_noise_floor_and_the_stalenesses_are_those_of_their_tokens(found: OverviewInfo) -> None:
     panel = found.panels[0]
     tokens = streams(5)
     (floor, _, _) = panel.floor
@@ -100,7 +99,7 @@ def test_gaps_have_their_reason(found: OverviewInfo) -> None:
 
 
 def test_scalars_and_what_is_not_finite(deps: Dependencies) -> None:
-    found = overview.info(deps, "r", Request(["loss", "reward"]))
+    found = overview.info(deps, "r", CurveRequest(["loss", "reward"]))
     loss, reward = found.panels
     assert values_of(reward)[2, 9][1] == pytest.approx(9 / 20)
     assert values_of(loss)[1, 5][1] == pytest.approx(1 / 5)
@@ -111,7 +110,7 @@ def test_scalars_and_what_is_not_finite(deps: Dependencies) -> None:
 
 
 def test_the_moving_average_is_of_the_steps_up_to_it(deps: Dependencies) -> None:
-    found = overview.info(deps, "r", Request([MEAN], smooth=2.0))
+    found = overview.info(deps, "r", CurveRequest([MEAN], smooth=2.0))
     (line, *_) = found.panels[0].lines
     known = [(s, v) for s, v in zip(line.steps, line.values, strict=True) if v is not None]
     for step, value in zip(line.steps, line.smoothed(2.0).values, strict=True):
@@ -122,26 +121,26 @@ def test_the_moving_average_is_of_the_steps_up_to_it(deps: Dependencies) -> None
     names = [trace.name for trace in traces(overview.figure(found))]
     assert "moving average over 2 steps" in names
     assert "moving average" not in str([t.name for t in traces(overview.figure(
-        overview.info(deps, "r", Request([MEAN]))))])  # fmt: skip
+        overview.info(deps, "r", CurveRequest([MEAN]))))])  # fmt: skip
 
 
 def test_a_window_an_attempt_and_steps_in_force(deps: Dependencies) -> None:
     window: Window = {"first": 4, "last": 7}
-    in_force = overview.info(deps, "r", Request([MEAN], None, window, superseded=False))
+    in_force = overview.info(deps, "r", CurveRequest([MEAN], None, window, superseded=False))
     assert sorted(values_of(in_force.panels[0])) == [(1, 4), (1, 5), (2, 6), (2, 7)]
-    first = overview.info(deps, "r", Request([MEAN], 1))
+    first = overview.info(deps, "r", CurveRequest([MEAN], 1))
     assert sorted(values_of(first.panels[0])) == [(1, step) for step in range(1, 9)]
     assert first.boundaries == ()
 
 
 def test_names_and_their_number_are_checked(deps: Dependencies) -> None:
     with pytest.raises(NotFound, match="no metric") as raised:
-        overview.info(deps, "r", Request(["rollout_corr/k3kl"]))
+        overview.info(deps, "r", CurveRequest(["rollout_corr/k3kl"]))
     assert "rollout_corr/k3_kl" in raised.value.advice
     with pytest.raises(NotFound):
-        overview.info(deps, "r", Request(['a"b', "\x00"]))
+        overview.info(deps, "r", CurveRequest(['a"b', "\x00"]))
     with pytest.raises(InvalidInput):
-        overview.info(deps, "r", Request([MEAN] * 13))
+        overview.info(deps, "r", CurveRequest([MEAN] * 13))
 
 
 def test_the_figure_has_a_panel_a_metric_and_shows_its_units(found: OverviewInfo) -> None:
@@ -167,21 +166,21 @@ def test_the_figure_has_a_panel_a_metric_and_shows_its_units(found: OverviewInfo
 def test_numbers_that_are_missing_are_null_in_json(found: OverviewInfo) -> None:
     title, drawing = as_json(overview.figure(found))
     assert title == "Over the steps of r"
-    assert "title" not in drawing["layout"]  # type: ignore[operator]
-    traces: list[dict[str, Any]] = drawing["data"]  # type: ignore[assignment]
+    assert "title" not in drawing["layout"]
+    traces: list[dict[str, Any]] = drawing["data"]
     first = next(t for t in traces if t["name"] == "value" and t["yaxis"] == "y")
     assert [math.isnan(value) for value in first["y"]] == [False, False, True, False, False]
 
 
 def test_a_service_and_a_range_without_steps(trained: Service, deps: Dependencies) -> None:
     window: Window = {"first": 500, "last": None}
-    nothing = overview.info(deps, "r", Request([MEAN], None, window))
+    nothing = overview.info(deps, "r", CurveRequest([MEAN], None, window))
     assert nothing.note == "run r has no step in this range yet"
     drawn = overview.figure(nothing)
     assert len(traces(drawn)) == 0
     assert "no step in this range" in layout_of(drawn).annotations[0].text.replace("<br>", " ")
     only = overview.info(
-        deps, "r", Request([MEAN], None, Window(first=UNMEASURED, last=UNMEASURED))
+        deps, "r", CurveRequest([MEAN], None, Window(first=UNMEASURED, last=UNMEASURED))
     )
     assert only.note == "no step has a value: no rank handed over both streams"
 
@@ -191,7 +190,7 @@ def test_a_run_without_numbers_shows_its_scalars(tmp_path_factory: pytest.TempPa
         rank = Rank(live, world_size=1)
         rank.stage("actor_update", 1, scalars={"reward": 0.5})
         rank.begin("actor_update", 2)
-        found = overview.info(live.app.state.deps, None, Request())
+        found = overview.info(live.app.state.deps, None, CurveRequest())
         assert [panel.name for panel in found.panels] == ["reward"]
 
 
@@ -211,7 +210,7 @@ def test_the_reward_stands_above_the_mismatch(
         rank = Rank(live, world_size=1)
         rank.stage("actor_update", 1, payload(1, 0), scalars=dict.fromkeys(logged, 0.5))
         rank.begin("actor_update", 2)
-        found = overview.info(live.app.state.deps, None, Request())
+        found = overview.info(live.app.state.deps, None, CurveRequest())
         assert [panel.name for panel in found.panels] == [first, *overview.DEFAULT]
 
 
@@ -220,7 +219,7 @@ def test_stages_apart_have_panels_of_their_own(tmp_path_factory: pytest.TempPath
         rank = Rank(live, world_size=1)
         rank.stage("actor_update", 1, scalars={"loss": 1.0})
         rank.stage("critic_update", 1, scalars={"loss": 3.0})
-        found = overview.info(live.app.state.deps, "r", Request(["loss"]))
+        found = overview.info(live.app.state.deps, "r", CurveRequest(["loss"]))
         assert [panel.name for panel in found.panels] == [
             "loss (actor_update actor)", "loss (critic_update actor)",
         ]  # fmt: skip

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from tests.support.api import Service
-from tests.support.figures import (
+from tests.support.runs.drawn import (
     LENGTH,
     RANKS,
     ROUNDS,

@@ -7,7 +7,7 @@ import json
 import plotly.graph_objects as go
 import pytest
 from tests.support.api import Service
-from tests.support.figures import layout_of
+from tests.support.runs.drawn import layout_of
 
 from stagescope_service.figure_style import traces
 
@@ -78,7 +78,3 @@ def test_texts_of_others_are_no_markup(trained: Service) -> None:
     Rank(trained, run="evil", key="e", world_size=1, incarnation="again").begin("actor_update", 2)
     answer = trained.get("/figures/overview", run="evil")
     assert "<a" not in json.dumps(answer["figure"])
-
-
-def test_a_range_that_ends_before_it_begins_is_refused(trained: Service) -> None:
-    trained.problem(422, "/figures/overview", **{"run": "r", "from": 5, "to": 3})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.figures import LOG_PROB, RANKS, SLOW, UPDATE, layout_of
+from tests.support.runs.drawn import LOG_PROB, RANKS, SLOW, UPDATE, layout_of
 
 from stagescope_service.figure_style import traces
 from stagescope_service.figures import timeline

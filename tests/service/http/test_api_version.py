@@ -46,7 +46,6 @@ def test_a_token_may_what_it_may_without_it(live: Service) -> None:
 
 def test_the_client_asks_below_it_where_its_url_says_so(live: Service) -> None:
     Rank(live, world_size=1).stage("actor_update", 5, scalars={"loss": 1.0})
-    assert live.tokens is not None
     with stagescope.attach(live.server.url + PREFIX, token=live.tokens.read) as session:
         assert session.runs()["run"] == ("r",)
         assert session.step(5).scalars()["value"] == (1.0,)

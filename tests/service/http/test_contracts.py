@@ -22,7 +22,6 @@ Link = Callable[[str | None], HttpLink]
 
 
 def token(live: Service, grade: str) -> str:
-    assert live.tokens is not None
     return str(getattr(live.tokens, grade))
 
 

@@ -15,7 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.api import Rank, service
 from tests.support.measure import payload
-from tests.support.shown_run import keep_tensors
+from tests.support.runs.shown import keep_tensors
 
 from stagescope_service.views.reading import prometheus
 

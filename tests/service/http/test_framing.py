@@ -190,8 +190,7 @@ BROKEN: dict[str, Callable[[], bytes]] = {
     "a huge safetensors header": lambda: frame(tensors=struct.pack("<Q", 2**63) + b"{}"),
     "pickle in place of tensors": lambda: frame(tensors=b"\x80\x04\x95cposix\nsystem\n"),
     "a bool of 2": lambda: frame(
-        described(dtype="bool", shape=[2]),
-        {"7/old_log_probs": np.array([1, 2], np.uint8)},
+        described(dtype="bool", shape=[2]), {"7/old_log_probs": np.array([1, 2], np.uint8)}
     ),
 }
 

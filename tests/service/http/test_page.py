@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.browser import chromium
-from tests.support.investigated_run import STEPS, investigated
 from tests.support.measure import Handed
 from tests.support.page import Visit, visiting
 from tests.support.path_proxy import path_proxy
-from tests.support.shown_run import (
+from tests.support.runs.investigated import STEPS, investigated
+from tests.support.runs.shown import (
     BROKEN,
     HOT_RANK,
     LOG_PROB,
@@ -102,20 +103,11 @@ def _two_passes(running: Service) -> None:
         handed: Handed = {
             "schema": 1, "tensors": tensors, "strings": streams["strings"], "meta": {},
         }  # fmt: skip
-        rank.begin("actor_update", 1, epoch=epoch)
-        rank.say(
-            "end", handed, stage="actor_update", step=1, epoch=epoch, payload=described(handed)
-        )
+        rank.hand("actor_update", 1, handed, epoch=epoch)
     rank.begin(LOG_PROB, 2)
 
 
-def described(handed: Handed) -> dict[str, object]:
-    specs = {name: [tag, [*shape], None] for name, (tag, shape, *_) in handed["tensors"].items()}
-    return {"tensors": specs, "bytes": 1, "meta": {}}
-
-
 def test_below_a_path_of_a_proxy(browser: Browser, shared: Service) -> None:
-    assert shared.tokens is not None
     with (
         path_proxy(shared.server.url) as (url, outside),
         visiting(browser, shared, url=url) as visit,
@@ -143,8 +135,16 @@ def training(live: Service) -> ShownRun:
 
 
 def operator(live: Service) -> str:
-    assert live.tokens is not None
     return live.tokens.operate
+
+
+@contextlib.contextmanager
+def logged_in(browser: Browser, live: Service, **window: Any) -> Iterator[Visit]:
+    """A window in which somebody who may operate is logged in."""
+    with visiting(browser, live, **window) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(live))
+        yield visit
 
 
 def links(visit: Visit) -> dict[str, str]:
@@ -164,7 +164,6 @@ def text(visit: Visit, selector: str = "main") -> str:
 def test_a_visitor_is_told_what_to_paste_and_where_to_find_it(
     browser: Browser, shared: Service
 ) -> None:
-    assert shared.tokens is not None
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         shown_text = text(visit)
@@ -249,9 +248,7 @@ def test_without_tokens_there_is_no_login(browser: Browser, tmp_path: Path) -> N
 def entered(request: pytest.FixtureRequest, browser: Browser, shared: Service) -> Iterator[Visit]:
     """A window in which somebody is logged in."""
     width, scheme = request.param.split()
-    with visiting(browser, shared, width=1280 if width == "wide" else 400, scheme=scheme) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared, width=1280 if width == "wide" else 400, scheme=scheme) as visit:
         yield visit
 
 
@@ -287,9 +284,7 @@ def test_every_view_is_quiet_accessible_and_fits(entered: Visit, name: str) -> N
 
 
 def test_from_the_runs_to_the_tokens_and_back(browser: Browser, shared: Service) -> None:
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared) as visit:
         visit.settle()
         way = []
 
@@ -341,9 +336,7 @@ def test_numbers_are_those_of_the_service_with_their_verdict(
 def test_its_links_download_a_report_and_a_bundle(
     browser: Browser, shared: Service, tmp_path: Path
 ) -> None:
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared) as visit:
         visit.go(STEP)
         for link, ending in (("the report of this step", "html"), ("a bundle with", "tar.gz")):
             with visit.page.expect_download() as caught:
@@ -371,9 +364,7 @@ def test_what_is_not_measured_is_a_gap(entered: Visit) -> None:
 def test_the_steps_of_an_attempt_lead_on_over_the_restart(
     browser: Browser, shared: Service
 ) -> None:
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared) as visit:
         visit.go(f"{OF_RUN}/steps/21?attempt=2")
         assert links(visit)["← step 20"] == f"{OF_RUN}/steps/20"  # of attempt 1
         assert links(visit)["step 22 →"] == f"{OF_RUN}/steps/22?attempt=2"
@@ -388,9 +379,7 @@ def test_the_steps_of_an_attempt_lead_on_over_the_restart(
 
 
 def test_an_address_of_nothing_says_what_there_is(browser: Browser, shared: Service) -> None:
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared) as visit:
         del visit.messages[:]
         for view in ("", "/samples", "/ranks/actor/0", "/samples/g%2F0", "/operators"):
             visit.go(f"{OF_RUN}/steps/999{view}")
@@ -419,9 +408,7 @@ def test_an_address_of_nothing_says_what_there_is(browser: Browser, shared: Serv
 def test_a_step_that_was_not_there_is_shown_as_soon_as_it_is(
     browser: Browser, live: Service, training: ShownRun
 ) -> None:
-    with visiting(browser, live) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(live))
+    with logged_in(browser, live) as visit:
         visit.go(f"{OF_RUN}/steps/4")
         assert text(visit, "h1") == f"Run {RUN} has no step 4"
         visit.wait_until("document.querySelector('#session').textContent.includes('live')")
@@ -430,9 +417,7 @@ def test_a_step_that_was_not_there_is_shown_as_soon_as_it_is(
 
 
 def test_a_point_of_the_course_leads_to_its_step(browser: Browser, shared: Service) -> None:
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared) as visit:
         for step, attempt, address in (
             (30, 2, f"{OF_RUN}/steps/30"),
             (22, 1, f"{OF_RUN}/steps/22?attempt=1"),  # which attempt 2 repeats
@@ -498,9 +483,7 @@ def test_the_dumps_of_a_capture_fit_a_narrow_page(
     for step in range(3, start + 1):
         training.do(step)
     training.dump(capture_id, start, 0)
-    with visiting(browser, live, width=400) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(live))
+    with logged_in(browser, live, width=400) as visit:
         visit.go(f"{OF_RUN}/captures/{capture_id}")
         row = visit.page.wait_for_selector("table.stacks tbody tr")
         assert row is not None
@@ -515,9 +498,7 @@ def test_other_numbers_and_their_average_are_drawn_by_the_address(
     browser: Browser, shared: Service
 ) -> None:
     headings = "[...document.querySelectorAll('.plot .annotation-text')].map(e => e.textContent)"
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared) as visit:
         visit.go(OF_RUN)
         visit.page.focus("#number")
         visit.wait_until("document.querySelectorAll('#numbers option').length > 80")
@@ -557,9 +538,7 @@ def test_headings_and_legends_fit_a_narrow_page(entered: Visit) -> None:
 
 
 def test_a_figure_is_redrawn_in_the_colours_of_the_page(browser: Browser, shared: Service) -> None:
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared) as visit:
         visit.go(OF_RUN)
         visit.page.wait_for_selector(".plot .xtick text")
         ink = "getComputedStyle(document.querySelector('.plot .xtick text')).fill"
@@ -579,9 +558,7 @@ def test_a_new_step_appears_without_reload(
     browser: Browser, live: Service, training: ShownRun
 ) -> None:
     # So high that the table is in sight: what is far below waits until somebody scrolls to it.
-    with visiting(browser, live, height=1600) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(live))
+    with logged_in(browser, live, height=1600) as visit:
         visit.go(OF_RUN)
         visit.page.wait_for_selector(".plot .xtick text")
         visit.wait_until("document.querySelector('#session').textContent.includes('live')")
@@ -636,9 +613,7 @@ def test_an_answer_that_comes_late_hides_nothing_newer(
         else:
             late.append((route, route.fetch()))
 
-    with visiting(browser, live, height=1600) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(live))
+    with logged_in(browser, live, height=1600) as visit:
         visit.go(f"{OF_RUN}/steps")
         visit.wait_until(f"{newest} === '3'")
         visit.wait_until("document.querySelector('#session').textContent.includes('live')")
@@ -657,9 +632,7 @@ def test_an_answer_that_comes_late_hides_nothing_newer(
 def test_an_open_step_fills_while_it_is_looked_at(
     browser: Browser, live: Service, training: ShownRun
 ) -> None:
-    with visiting(browser, live) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(live))
+    with logged_in(browser, live) as visit:
         visit.go(f"{OF_RUN}/steps/latest")
         visit.wait_until("document.querySelector('#session').textContent.includes('live')")
         training.train(3, 3)
@@ -671,9 +644,7 @@ def test_the_newest_step_is_followed_while_it_is_scrolled_down(
     browser: Browser, live: Service, training: ShownRun
 ) -> None:
     training.train(3, 3)
-    with visiting(browser, live) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(live))
+    with logged_in(browser, live) as visit:
         visit.go(f"{OF_RUN}/steps/latest")
         visit.wait_until("document.querySelector('main').textContent.includes('Step 3')")
         visit.settle()
@@ -684,9 +655,7 @@ def test_the_newest_step_is_followed_while_it_is_scrolled_down(
 
 
 def test_what_has_not_changed_is_not_sent_again(browser: Browser, shared: Service) -> None:
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared) as visit:
         visit.go(OF_RUN)
         visit.page.wait_for_selector(".plot .xtick text")
         visit.go("#/")
@@ -706,9 +675,7 @@ def test_what_has_not_changed_is_not_sent_again(browser: Browser, shared: Servic
 def test_what_is_far_below_is_asked_for_when_it_is_scrolled_to(
     browser: Browser, shared: Service
 ) -> None:
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared) as visit:
         visit.settle()
         del visit.requests[:]
         visit.go(STEP)
@@ -723,9 +690,7 @@ def test_what_is_far_below_is_asked_for_when_it_is_scrolled_to(
 def test_a_service_that_restarts_is_followed_again(
     browser: Browser, live: Service, training: ShownRun
 ) -> None:
-    with visiting(browser, live) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(live))
+    with logged_in(browser, live) as visit:
         visit.go(f"{OF_RUN}/steps")
         is_live = "document.querySelector('#session').textContent.includes('live')"
         visit.wait_until(is_live)
@@ -750,9 +715,7 @@ def test_a_service_that_restarts_is_followed_again(
 def test_a_capture_is_armed_acknowledged_and_arrives(
     browser: Browser, live: Service, training: ShownRun
 ) -> None:
-    with visiting(browser, live) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(live))
+    with logged_in(browser, live) as visit:
         visit.go(f"{OF_RUN}/captures/new")
         visit.page.wait_for_selector("form.form")
         assert "actor_update" in text(visit, "fieldset")
@@ -803,9 +766,7 @@ def test_a_capture_that_only_keeps_what_is_recorded_asks_no_rank(
     capture_id = live.operate.post("/captures", json=spec).json()["capture_id"]
     start = eventually(lambda: live.get(f"/captures/{capture_id}")["agreement"]["start"])
     training.train(3, start + 1)
-    with visiting(browser, live) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(live))
+    with logged_in(browser, live) as visit:
         visit.go(f"{OF_RUN}/captures/{capture_id}")
         visit.page.wait_for_selector(".lead")
         assert "The service keeps advantages by itself: no rank is asked." in text(visit)
@@ -815,7 +776,6 @@ def test_a_capture_that_only_keeps_what_is_recorded_asks_no_rank(
 
 
 def test_the_read_token_arms_nothing(browser: Browser, shared: Service) -> None:
-    assert shared.tokens is not None
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(shared.tokens.read)
@@ -830,9 +790,7 @@ def test_a_capture_is_withdrawn_and_a_step_pinned(
     browser: Browser, live: Service, training: ShownRun
 ) -> None:
     capture_id = training.capture()
-    with visiting(browser, live) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(live))
+    with logged_in(browser, live) as visit:
         visit.go(f"{OF_RUN}/captures/{capture_id}")
         visit.page.click("text=Withdraw")
         visit.wait_until("document.querySelector('.lead').innerText.includes('withdrawn')")
@@ -878,9 +836,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, shared: Service) -> N
 
 
 def test_tokens_by_keyboard(browser: Browser, shared: Service) -> None:
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared) as visit:
         visit.go(f"{STEP}/samples/g36-3-0%2F0")
         visit.page.focus(".tokens")
         at = "document.querySelector('.tokens').getAttribute('aria-activedescendant')"
@@ -917,9 +873,7 @@ def test_tokens_by_keyboard(browser: Browser, shared: Service) -> None:
 
 def test_what_the_loss_did_with_a_token(browser: Browser, shared: Service) -> None:
     found = {uid: shared.get(f"/steps/{STEPS}/samples/g36-3-0%2F{uid}", run=RUN) for uid in (0, 1)}
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared) as visit:
         for uid, fate, expected in (
             (0, "clipped high", ["clipped high", "on the high side", "raw", "applied", "round"]),
             (0, "environment", ["the environment's tokens", "no model token"]),
@@ -938,9 +892,7 @@ def test_what_the_loss_did_with_a_token(browser: Browser, shared: Service) -> No
         visit.wait_until(f"document.querySelector('.panel h2').textContent.includes('{pointed}')")
 
 
-def test_the_ratio_that_is_clipped_is_shown_with_the_passes_that_clip_it(
-    entered: Visit,
-) -> None:
+def test_the_ratio_that_is_clipped_is_shown_with_the_passes_that_clip_it(entered: Visit) -> None:
     for at, clipped, fate in (
         (1, "in 2 of 2 passes, on the high side", "clipped high in every one of 2 passes"),
         (3, "in 1 of 2 passes, on the high side", "trained"),
@@ -989,9 +941,7 @@ def test_shares_and_parts_are_written_for_readers(entered: Visit) -> None:
 
 
 def test_only_the_tokens_in_sight_are_elements(browser: Browser, shared: Service) -> None:
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
+    with logged_in(browser, shared) as visit:
         visit.go("#/runs/long/steps/1/samples/g1-0-0%2F0")
         visit.page.wait_for_selector(".token-line")
         assert len(visit.page.query_selector_all(".t[data-at]")) < 3_000
@@ -1001,18 +951,3 @@ def test_only_the_tokens_in_sight_are_elements(browser: Browser, shared: Service
 
 
 # --- documentation ----------------------------------------------------------------------------
-def test_the_documentation_is_drawn_without_a_network(browser: Browser, shared: Service) -> None:
-    pytest.importorskip("fastapi_offline")
-    with visiting(browser, shared) as visit:
-        visit.page.wait_for_selector("#login")
-        visit.page.goto(f"{shared.server.url}/docs")
-        visit.page.wait_for_selector("text=Log in")
-        visit.page.goto(shared.server.url)
-        visit.page.wait_for_selector("#login")
-        visit.log_in(operator(shared))
-        del visit.messages[:]
-        visit.page.goto(f"{shared.server.url}/docs")
-        visit.page.wait_for_selector(".opblock")
-        assert "/steps/{step}/metrics" in text(visit, "body").replace("\u200b", "")
-        assert visit.foreign == []
-        assert visit.messages == []

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import recorded
 from tests.support.api import Service, service
-from tests.support.recorded import PROSE, differences
 from tests.support.stores import database, postgresql
+from tests.tools import recorded
+from tests.tools.recorded import PROSE, differences
 
 
 @pytest.fixture(scope="module")

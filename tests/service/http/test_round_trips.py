@@ -17,8 +17,6 @@ from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.own_file import PayloadFile, open_payloads
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.nexrl_writer import write_nexrl
-from stagescope_service.ingest.reader import PayloadReader
-from stagescope_service.store.ring import Ring
 from stagescope_wire.keep import SECTIONS
 from stagescope_wire.policy_versions import text_versions
 
@@ -30,18 +28,14 @@ STAGE = "actor_compute_log_prob"
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(tmp_path_factory.mktemp("home")) as made:
-        data = made.settings.data_path
-        made.engine.read_with(
-            PayloadReader(data, "here", Ring(data / "ring", 1 << 24, reserve_bytes=0))
-        )
+        made.use_ring()
         made.engine.keep(*SECTIONS)
         yield made
 
 
 @pytest.fixture(scope="module")
 def session(running: Service) -> Iterator[stagescope.Session]:
-    assert running.tokens is not None
-    with stagescope.attach(running.server.url, token=running.tokens.operate) as found:
+    with running.session("operate") as found:
         yield found
 
 

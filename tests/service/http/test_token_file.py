@@ -248,11 +248,6 @@ class TestRoles:
         assert last["detail"]["run"] == "r"
         assert last["wall"] >= first["wall"]
 
-    def test_without_tokens_everybody_on_this_machine_reads_it(self, tmp_path: Path) -> None:
-        with service(tmp_path, auth=False) as running:
-            assert running.read.get("/audit").status_code == 200
-            assert running.read.get("/whoami").json()["role"] == "admin"
-
 
 class TestLimits:
     def test_are_answered_with_when_to_ask_again(self, live: Service) -> None:

@@ -137,7 +137,7 @@ def test_a_disk_without_room_is_said_and_statistics_go_on(tmp_path: Path) -> Non
     assert [put.table for put in outcome.rows].count("summaries") == 1
     assert kept(outcome) == []
     (said,) = findings(outcome)
-    assert "bytes free, of which" in said["message"]
+    assert "must stay free" in said["message"]
     assert (said["evidence"]["not_kept"], said["over_wall"]) == (1, None)
     assert node.keeper.not_kept == 1
     assert findings(node.take(2))[0]["finding_id"] == said["finding_id"]
@@ -169,7 +169,7 @@ def test_too_many_texts_are_not_kept(node: Node) -> None:
 def test_other_files_are_no_kept_ones(tmp_path: Path) -> None:
     values = np.zeros(3, np.float32)
     write_tensors(tmp_path / "a.safetensors", {"x": ("float32", (3,), values, None)}, {"job": {}})
-    with pytest.raises(InvalidTensor, match="no file that was kept of a stage"):
+    with pytest.raises(InvalidTensor, match="not a kept file of a stage"):
         read_kept(tmp_path / "a.safetensors")
     with pytest.raises(NotFound):
         read_kept(tmp_path / "b.safetensors")

@@ -25,8 +25,8 @@ from stagescope_service.ingest.recompute import Recomputer
 from stagescope_service.statistics import PartRecord, assemble
 from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.statistics.payload import read_value
-from stagescope_service.store.artifacts import read_tensors
 from stagescope_service.store.ring import Ring
+from stagescope_service.store.tensorfile import read_tensors
 from stagescope_wire.errors import InvalidTensor
 from stagescope_wire.schema import Event, Part, Work
 from stagescope_wire.tensorfile import WireTensor
@@ -34,12 +34,15 @@ from stagescope_wire.tensorfile import WireTensor
 JOB = ingest_job()
 
 
+def reader(directory: Path) -> PayloadReader:
+    return PayloadReader(directory, "node-1", Ring(directory / "ring", 1 << 20))
+
+
 def take(tmp_path: Path, ids: list[str], **tensors: WireTensor) -> Outcome:
     taken = payload()
     taken["strings"] = {"sample_ids": ids}
     taken["tensors"] |= tensors
-    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
-    return intake.read(PayloadKey("incarnation", 1), JOB, taken)
+    return reader(tmp_path).read(PayloadKey("incarnation", 1), JOB, taken)
 
 
 def test_ids_of_prompts_taken_for_ids_of_samples_lose_no_token(tmp_path: Path) -> None:
@@ -130,8 +133,7 @@ def findings_of(tmp_path: Path, **changed: WireTensor | None) -> list[tuple[str,
     """Read a payload whose tensors are `changed` (None: left out), of a probe that reported it."""
     taken = payload()
     taken["tensors"] = {k: v for k, v in {**taken["tensors"], **changed}.items() if v is not None}
-    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
-    outcome = intake.read(PayloadKey("incarnation", 1), ingest_job(reported=True), taken)
+    outcome = reader(tmp_path).read(PayloadKey("incarnation", 1), ingest_job(reported=True), taken)
     assert outcome.state == "refused"
     rows = [put.row for put in outcome.rows if put.table == "findings"]
     return [(row["kind"], row["message"]) for row in rows]
@@ -149,8 +151,7 @@ def non_finite_in(
     """Read a payload; return the kind of each finding of values that are not finite -> evidence."""
     wires = {name: (each.dtype.name, each.shape, each, None) for name, each in tensors.items()}
     taken = {"schema": 1, "tensors": wires, "strings": {}, "meta": {}}
-    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
-    outcome = intake.read(PayloadKey("incarnation", 1), ingest_job(**job), taken)
+    outcome = reader(tmp_path).read(PayloadKey("incarnation", 1), ingest_job(**job), taken)
     assert outcome.state == "ingested"
     rows = [put.row for put in outcome.rows if put.table == "findings"]
     return {row["kind"]: row["evidence"] for row in rows if row["kind"].startswith("nonfinite")}
@@ -198,8 +199,7 @@ def test_streams_in_bfloat16_are_counted(tmp_path: Path) -> None:
         "ref_log_probs": ("bfloat16", bits.shape, bits, None),
         "response_mask": ("int64", bits.shape, np.ones(bits.shape, np.int64), None),
     }
-    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
-    outcome = intake.read(PayloadKey("incarnation", 1), JOB, taken)
+    outcome = reader(tmp_path).read(PayloadKey("incarnation", 1), JOB, taken)
     (row,) = [put.row for put in outcome.rows if put.table == "findings"]
     assert row["evidence"] == {"ref_nan": 1, "ref_posinf": 1, "ref_neginf": 1}
     assert row["message"].endswith(" of 48 tokens")
@@ -227,8 +227,7 @@ def test_a_value_that_is_no_tensor_is_refused_by_name(value: object) -> None:
 def test_a_misspelt_mask_of_a_raw_caller_is_one_finding(tmp_path: Path) -> None:
     taken = payload()
     taken["tensors"]["respones_mask"] = taken["tensors"].pop("response_mask")
-    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
-    outcome = intake.read(PayloadKey("incarnation", 1), JOB, taken)
+    outcome = reader(tmp_path).read(PayloadKey("incarnation", 1), JOB, taken)
     [found] = [put.row for put in outcome.rows if put.table == "findings"]
     assert "response_mask is missing" in found["message"]
     assert "rename respones_mask" in found["message"]
@@ -301,10 +300,9 @@ def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject
 def test_producers_are_said_by_a_payload_or_once_by_its_process(tmp_path: Path) -> None:
     settings = reading_settings({"producers": {"rollout": "engine", "old": "trainer"}, "verl": {}})
     taken = payload()
-    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
     for seq, meta in enumerate(({}, {"producers": {"rollout": "other", "old": "other"}}), start=1):
         said = {**taken, "meta": meta}
-        outcome = intake.read(PayloadKey("i", seq), ingest_job(settings=settings), said)
+        outcome = reader(tmp_path).read(PayloadKey("i", seq), ingest_job(settings=settings), said)
         (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
         found = summary_from_bytes(row["summary"])
         want = ("other", "other") if meta else ("trainer", "engine")

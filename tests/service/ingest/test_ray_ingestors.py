@@ -14,8 +14,9 @@ import pytest
 pytest.importorskip("ray")
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest import actor, cluster_state
-from stagescope_service.ingest.actor import Ingestors, RayIngestors
+from stagescope_service.ingest.actor import Ingestor, Ingestors, RayIngestors
 from stagescope_service.ingest.reader import Outcome
+from stagescope_service.ingest.work_queue import Superseded
 from stagescope_service.settings import Settings
 from stagescope_wire.errors import Unreachable
 
@@ -149,3 +150,18 @@ def test_an_ingestor_is_looked_up_and_told_once_however_many_payloads_wait(
     asyncio.run(asyncio.wait_for(work(), 20))
     assert len(looked_up) == 1
     assert looked_up[0].serves == ["c1"]
+
+
+def test_rollouts_are_given_to_another_node_before_the_new_coordinator_called(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        ingestor = Ingestor("n2", str(tmp_path), 1 << 20, 1 << 20, [str(tmp_path)])
+        await ingestor.serve("dead")
+        assert await ingestor.rollouts([], ["s1"]) == []
+        with pytest.raises(Superseded):
+            await ingestor.call("unpin", 1, 1, caller="new")
+        await ingestor.serve("new")
+        assert await ingestor.call("unpin", 1, 1, caller="new")
+
+    asyncio.run(asyncio.wait_for(work(), 120))

@@ -16,8 +16,8 @@ from tests.support.api import Rank, Service, service
 from tests.support.browser import Scheme, chromium, opened
 from tests.support.command_line import invoke
 from tests.support.measure import payload
-from tests.support.shown_run import BROKEN, RUN, keep_tensors, shown
-from tests.support.shown_run import payload as shown_payload
+from tests.support.runs.shown import BROKEN, RUN, keep_tensors, shown
+from tests.support.runs.shown import payload as shown_payload
 
 from stagescope_service.report import rendering as routes
 from stagescope_service.report.parts import ReportSection
@@ -361,7 +361,6 @@ def test_figures_that_do_not_fit_are_named() -> None:
 
 # --- the command ----------------------------------------------------------------------------
 def test_the_command_saves_each_format(live: Service, tmp_path: Path) -> None:
-    assert live.tokens is not None
     where = ["--url", live.server.url]
     env = {"STAGESCOPE_TOKEN": live.tokens.read}
     for kind, begin in (("html", "<!DOCTYPE html>"), ("md", "## stagescope"), ("json", "{")):
@@ -396,7 +395,6 @@ def test_the_command_saves_each_format(live: Service, tmp_path: Path) -> None:
 def test_the_command_without_a_file_names_one_itself_and_says_where(
     live: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert live.tokens is not None
     where = ["--url", live.server.url]
     env = {"STAGESCOPE_TOKEN": live.tokens.read}
     monkeypatch.chdir(tmp_path)
@@ -416,17 +414,3 @@ def test_the_command_without_a_file_names_one_itself_and_says_where(
     printed = invoke("report", RUN, "-o", "-", "--format", "json", *where, env=env)
     assert json.loads(printed.stdout)["run"] == RUN
     assert len([*tmp_path.iterdir()]) == 3
-
-
-def test_a_sentence_has_the_digits_and_the_unit_of_the_tables(live: Service) -> None:
-    answer = live.get(f"/runs/{RUN}/report", step=33)
-    (worst,) = [each for each in answer["verdicts"] if each["name"] == "worst round"]
-    found = sections(answer)["metrics"]["table"]["rows"]
-    (value,) = [row["value"] for row in found if row["metric"] == "per_round/max_diff_value"]
-    assert worst["text"] == f"mean |d| {value:.4g} nat"
-    assert not re.search(r"\bnats\b", live_text(live))
-
-
-def live_text(live: Service) -> str:
-    answer = live.get(f"/runs/{RUN}/report", step=33)
-    return json.dumps([{**each, "figures": []} for each in answer["sections"]])

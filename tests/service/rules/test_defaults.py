@@ -13,7 +13,7 @@ from tests.support.batches import batch_of
 
 from stagescope_service.rules.document import Rules, defaults
 from stagescope_service.rules.series import Publisher
-from stagescope_service.rules.watch import At, RuleWatch
+from stagescope_service.rules.watch import RuleWatch, RunStep
 from stagescope_service.statistics import PartRecord, assemble, summarise
 
 Array = npt.NDArray[np.float64]
@@ -57,7 +57,9 @@ def fired(rules: Rules, change: Callable[[int, list[Array]], None]) -> list[tupl
         batch = batch_of(streams[0], streams[1], mask, round_ids=np.where(mask == 1, ids, -1))
         summary = assemble([PartRecord("i:1", summarise(batch), "s", "actor", 0)])
         publisher = Publisher(facts_of(summary))
-        watch.evaluate(At(1, step), {rule.name: publisher.values(rule) for rule in rules.rules})
+        watch.evaluate(
+            RunStep(1, step), {rule.name: publisher.values(rule) for rule in rules.rules}
+        )
     return [(rule.name, at.step) for rule in rules.rules for at in watch.fired(rule.name)]
 
 

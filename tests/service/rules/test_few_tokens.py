@@ -1,18 +1,16 @@
 """A few tokens that are far off carry a mean, and say nothing about where they happen to lie."""
 
-# ruff: noqa: F811 - a fixture of another file is an argument here
-
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.service.rules.test_doctor import (
+from tests.service.rules.planted import (
     TOKENS,
     Batch,
     Change,
+    diagnosed,
     first_tokens,
     found_in,
-    live,  # noqa: F401 - a fixture
     old_versions,
     rows_of,
     train,
@@ -65,8 +63,7 @@ FEW: dict[str, tuple[Change, str]] = {
 def test_a_token_that_is_far_off_makes_no_symptom_of_its_place(name: str, live: Service) -> None:
     change, rule = FEW[name]
     run = f"few-{name.replace(' ', '-')}"
-    train(live, run, change, steps=range(1, 13))
-    rows = rows_of(live, run)
+    rows = diagnosed(live, run, change, steps=range(1, 13))
     assert rows[rule]["verdict"] == "not found", rows[rule]
     assert rows["hidden_tails"]["verdict"] == "found"
     assert not rows["hidden_tails"]["explained_by"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.chat_services import CHECKS
 
 from stagescope_service.rules.document import Rules
-from stagescope_service.rules.messages import Told, link_of, request_of
+from stagescope_service.rules.messages import FiringMessage, link_of, request_of
 from stagescope_service.rules.webhooks import Webhook
 from stagescope_wire.errors import InvalidPlan
 
@@ -20,7 +20,7 @@ TOOLS = ("slack", "feishu", "dingtalk", "wecom")
 PAGE = "https://head.example.com:8443/stagescope"
 
 
-def told(**changes: Any) -> Told:
+def told(**changes: Any) -> FiringMessage:
     """A firing."""
     firing: Any = {
         "rule": "worst_round", "run": "qwen3-8b", "attempt_id": 3, "attempt": 2, "step": 33,
@@ -33,10 +33,10 @@ def told(**changes: Any) -> Told:
         },
         "link": link_of(PAGE, "qwen3-8b", 33, 2),
     }  # fmt: skip
-    return cast(Told, firing | changes)
+    return cast(FiringMessage, firing | changes)
 
 
-def message(tool: str, firing: Told, secret: str | None = None) -> tuple[str, bytes]:
+def message(tool: str, firing: FiringMessage, secret: str | None = None) -> tuple[str, bytes]:
     webhook = Webhook("https://host/path?token=T", tool, secret)  # type: ignore[arg-type]
     return request_of(webhook, firing, 1_599_360_473.25)
 
@@ -181,7 +181,7 @@ def test_hosts_that_are_not_allowed_are_refused() -> None:
         "https://other/SECRET", "https://hooks.example.com@other/SECRET",
         "https://hooks.example.com.other/", "https://other\\@hooks.example.com.evil/",
     ):  # fmt: skip
-        with pytest.raises(InvalidPlan, match=r"rules\[0\].actions.webhook is of the host") as why:
+        with pytest.raises(InvalidPlan, match=r"rules\[0\].actions.webhook has the host") as why:
             rules(url).check_hosts(allowed)
         assert "STAGESCOPE_WEBHOOK_HOSTS: hooks.example.com" in str(why.value)
         assert "SECRET" not in str(why.value)

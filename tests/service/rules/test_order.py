@@ -1,7 +1,5 @@
 """Which symptom comes first: what explains another, what ended, what fired, and what is a note."""
 
-# ruff: noqa: F811 - a fixture of another file is an argument here
-
 from __future__ import annotations
 
 import ast
@@ -11,30 +9,29 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from tests.service.rules.test_doctor import (
+from tests.service.rules.planted import (
     STAGE,
     Batch,
     Change,
-    after_first,
+    diagnosed,
     found_in,
     healthy_scalars,
     last_tokens,
     last_tokens_of_shorter_rounds,
-    live,  # noqa: F401 - a fixture
     make_batch,
     other_rows,
+    report,
     rows_of,
     shift,
+    shown_by,
     since,
     train,
     wire,
 )
 from tests.support.api import Rank, Service
-from tests.support.command_line import invoke
 from tests.support.stores import write
 
 import stagescope_service
-from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.rules.doctor import diagnose, rulebook, unexplained
 from stagescope_service.rules.history import RunHistory
@@ -52,14 +49,8 @@ def test_a_cause_that_every_step_has_is_never_passed_over(cause: str, live: Serv
     """Its rule finds it, or the answer says that no rule could judge it."""
     run = f"every-{cause}"
     train(live, run, steps=range(1, 6))
-    attempt_id = live.catalogue.attempts(run)[0]["attempt_id"]
-    write(
-        live.store,
-        *(
-            finding(f"streams_{cause}", "so", run=run, attempt_id=attempt_id, step=step, wall=1.0)
-            for step in range(1, 6)
-        ),
-    )
+    for step in range(1, 6):
+        report(live, run, f"streams_{cause}", step=step)
     history = RunHistory(live.catalogue, run)
     steps = [step._replace(verdict="suspect", suspects=(cause,)) for step in history.steps]
     history.__dict__["steps"] = steps
@@ -100,9 +91,8 @@ def test_whatever_is_found_a_rule_looks_at_it_or_the_answer_names_it(live: Servi
     assert {"replicas_differ", "nonfinite_values", "webhook_failed", "refused_event"} <= kinds
     assert len(kinds) > 25
     train(live, "every-kind", steps=range(1, 6))
-    attempt_id = live.catalogue.attempts("every-kind")[0]["attempt_id"]
-    fields: Any = {"run": "every-kind", "attempt_id": attempt_id, "step": 5, "wall": 1.0}
-    write(live.store, *(finding(kind, "so", **fields) for kind in kinds))
+    for kind in kinds:
+        report(live, "every-kind", kind)
     answer = live.get("/runs/every-kind/diagnosis")
     verdicts = {row["rule"]: row["verdict"] for row in answer["rows"]}
     looking = {
@@ -127,15 +117,12 @@ def test_whatever_is_found_a_rule_looks_at_it_or_the_answer_names_it(live: Servi
 
 def test_a_note_and_what_is_over_are_not_unexplained(live: Service) -> None:
     train(live, "over", steps=range(1, 6))
-    attempt_id = live.catalogue.attempts("over")[0]["attempt_id"]
-    fields: Any = {"run": "over", "attempt_id": attempt_id, "step": 5, "wall": 1.0}
-    over = finding("webhook_failed", "so", **fields)
-    write(
-        live.store,
-        Put("findings", {**over.row, "over_wall": 2.0}),
-        finding("attempt_bundled", "so", severity="info", **fields),
-        finding("misspelt_tensor", "so", **fields),
-    )
+    for kind, severity in (
+        ("webhook_failed", "warning"), ("attempt_bundled", "info"), ("misspelt_tensor", "warning")
+    ):  # fmt: skip
+        report(live, "over", kind, severity=severity)
+    (over,) = live.catalogue.findings(run="over", kind="webhook_failed")
+    write(live.store, Put("findings", {"finding_id": over["finding_id"], "over_wall": 2.0}))
     answer = live.get("/runs/over/diagnosis")
     assert answer["unexplained"] == {"misspelt_tensor": 1}
     assert (
@@ -195,8 +182,7 @@ def test_a_cause_that_the_newest_steps_alone_do_not_show_is_found_by_its_check(
     live: Service,
 ) -> None:
     """Two steps: the profiles of three are needed, the checks need one."""
-    train(live, "two-steps-last", last_tokens, steps=range(1, 3))
-    row = rows_of(live, "two-steps-last")["last_token"]
+    row = diagnosed(live, "two-steps-last", last_tokens, steps=range(1, 3))["last_token"]
     assert (row["verdict"], row["since_step"]) == ("found", 1)
     assert row["for"][0] == "named in 2 of the newest 2 steps"
     assert row["for"][1].startswith("step 2: the 48 last tokens of rounds are 0.")
@@ -208,8 +194,7 @@ def test_what_began_long_before_a_jump_does_not_explain_it(live: Service) -> Non
         if batch.step >= 15:
             batch.add(0.2)
 
-    train(live, "two-faults", both, steps=range(1, 25))
-    row = rows_of(live, "two-faults")["mismatch_jump"]
+    row = diagnosed(live, "two-faults", both, steps=range(1, 25))["mismatch_jump"]
     assert (row["verdict"], row["since_step"], row["explained_by"]) == ("found", 15, [])
 
 
@@ -240,9 +225,7 @@ def test_what_ended_says_so_and_comes_last(live: Service) -> None:
     for row in ended.values():
         assert (row["since_step"], row["last_step"]) == (5, 5)
         assert "last seen in step 5: 24 steps closed since" in row["against"]
-    assert live.tokens is not None
-    environment = {"STAGESCOPE_URL": live.server.url, "STAGESCOPE_TOKEN": live.tokens.read}
-    shown = " ".join(invoke("doctor", "ended", env=environment).stdout.split())
+    shown = " ".join(shown_by(live, "doctor", "ended").split())
     assert "A logged number is NaN or infinite, since step 5, last seen in step 5" in shown
     # Soon after it, it may go on.
     assert rows_of(live, "ended", step=7)["non_finite_scalars"]["last_step"] is None
@@ -250,10 +233,8 @@ def test_what_ended_says_so_and_comes_last(live: Service) -> None:
 
 def test_a_crash_before_a_restart_is_over_when_steps_have_closed(live: Service) -> None:
     train(live, "crashed-once", steps=range(1, 6))
-    attempt_id = live.catalogue.attempts("crashed-once")[0]["attempt_id"]
     for kind, step in (("process_crashed", None), ("stage_failed", 5)):
-        put = finding(kind, "gone", run="crashed-once", attempt_id=attempt_id, step=step, wall=1.0)
-        write(live.store, put)
+        report(live, "crashed-once", kind, step=step)
     assert rows_of(live, "crashed-once")["processes_failed"]["last_step"] is None
     train(live, "crashed-once", steps=range(6, 12), key="a2", start=9_000.0)
     row = rows_of(live, "crashed-once")["processes_failed"]
@@ -283,15 +264,11 @@ def frozen(batch: Batch) -> None:
     batch.p = np.minimum(batch.p, -1e-9)
 
 
-@pytest.mark.parametrize("last", [6, 7, 8])
+@pytest.mark.parametrize("last", [6, 8])
 def test_a_lost_weight_sync_is_found_in_few_steps(last: int, live: Service) -> None:
     run = f"frozen-{last}"
     train(live, run, frozen, steps=range(1, last + 1), syncs=True)
-    put = finding(
-        "trigger_pearson", "pearson: it is 0.8", run=run, step=5, wall=1.0,
-        attempt_id=live.catalogue.attempts(run)[0]["attempt_id"],
-    )  # fmt: skip
-    write(live.store, put)
+    report(live, run, "trigger_pearson")
     row = answer_of(live, run)[0]
     assert (row["rule"], row["verdict"]) == ("mismatch_grows", "found"), row
     assert row["since_step"] == 4
@@ -300,7 +277,7 @@ def test_a_lost_weight_sync_is_found_in_few_steps(last: int, live: Service) -> N
     assert fired["explained_by"] == ["mismatch_grows"]
 
 
-@pytest.mark.parametrize(("by", "last"), [(2.0, 5), (2.0, 6), (1.5, 8), (1.3, 10)])
+@pytest.mark.parametrize(("by", "last"), [(2.0, 5), (1.3, 10)])
 def test_a_mismatch_that_grows_steadily_is_found_in_few_steps(
     by: float, last: int, live: Service
 ) -> None:
@@ -328,25 +305,21 @@ def test_a_mismatch_that_varies_does_not_grow_in_few_steps(live: Service) -> Non
         assert rows_of(live, run)["mismatch_grows"]["verdict"] == "not measured"
 
 
-@pytest.mark.parametrize("steps", [5, 6, 9])
+@pytest.mark.parametrize("steps", [5, 9])
 def test_a_clear_jump_is_found_in_few_steps(steps: int, live: Service) -> None:
     def change(batch: Batch) -> None:
         batch.p = batch.q.copy()
         batch.add(0.0004 if batch.step < 4 else 0.06)
 
-    train(live, f"clear-{steps}", change, steps=range(1, steps + 1), syncs=True)
-    rows = rows_of(live, f"clear-{steps}")
+    rows = diagnosed(live, f"clear-{steps}", change, steps=range(1, steps + 1), syncs=True)
     assert (rows["mismatch_jump"]["verdict"], rows["mismatch_jump"]["since_step"]) == ("found", 4)
     assert rows["mismatch_grows"]["verdict"] != "found"
 
 
 def test_what_fired_is_found_where_nothing_else_is(live: Service) -> None:
     train(live, "fired", steps=range(1, 6))
-    put = finding(
-        "trigger_mine", "mine: a number is 7", run="fired", step=5, wall=1.0, role="actor", rank=3,
-        attempt_id=live.catalogue.attempts("fired")[0]["attempt_id"], evidence={"cooldown": 20},
-    )  # fmt: skip
-    write(live.store, put)
+    where = {"role": "actor", "rank": 3, "evidence": {"cooldown": 20}}
+    report(live, "fired", "trigger_mine", "mine: a number is 7", **where)
     rows = rows_of(live, "fired")
     assert found_in(rows) == {"trigger_fired"}
     assert (rows["trigger_fired"]["where"], rows["trigger_fired"]["for"]) == (
@@ -378,9 +351,7 @@ def test_ranks_that_are_silent_are_named(live: Service) -> None:
     assert f"actor rank 2 is missing in 30 steps from 11 to 40: {STAGE}" in row["for"]
     # What to do next shows it.
     command = row["next"][0].partition(" #")[0].split()[1:]
-    assert live.tokens is not None
-    environment = {"STAGESCOPE_URL": live.server.url, "STAGESCOPE_TOKEN": live.tokens.read}
-    shown = invoke(*command, env=environment).stdout
+    shown = shown_by(live, *command)
     assert [line.split()[2] for line in shown.splitlines() if "not begun" in line] == ["2"]
 
 
@@ -389,8 +360,7 @@ def test_tokens_that_are_all_old_are_no_sure_drift(live: Service) -> None:
     def all_old(batch: Batch) -> None:
         batch.versions = np.full(batch.q.shape, batch.step - 1)
 
-    train(live, "all-old", all_old, steps=range(1, 13))
-    row = rows_of(live, "all-old")["staleness"]
+    row = diagnosed(live, "all-old", all_old, steps=range(1, 13))["staleness"]
     assert row["verdict"] == "not measured"
     assert row["against"][0].startswith("100% of the tokens are of an older version; none is fresh")
 
@@ -400,8 +370,7 @@ def test_tokens_that_are_all_old_are_no_sure_drift(live: Service) -> None:
         batch.versions = np.broadcast_to(batch.step - ages, batch.q.shape).copy()
         batch.add(0.1, ages == 3)
 
-    train(live, "two-ages", older, steps=range(1, 13))
-    row = rows_of(live, "two-ages")["staleness"]
+    row = diagnosed(live, "two-ages", older, steps=range(1, 13))["staleness"]
     assert row["verdict"] == "found"
     assert "1 version old" in row["for"][0]
 
@@ -413,8 +382,7 @@ def test_old_tokens_without_any_mismatch_did_not_drift(live: Service, youngest: 
         batch.versions = np.broadcast_to(batch.step - ages, batch.q.shape).copy()
         batch.p = batch.q.copy()
 
-    train(live, f"exact-{youngest}", exact, steps=range(1, 4))
-    row = rows_of(live, f"exact-{youngest}")["staleness"]
+    row = diagnosed(live, f"exact-{youngest}", exact, steps=range(1, 4))["staleness"]
     assert row["verdict"] == "not found", row
 
 
@@ -427,8 +395,7 @@ def test_growing_staleness_is_no_growing_mismatch(live: Service) -> None:
         batch.versions = np.broadcast_to(versions, batch.q.shape).copy()
         batch.add(0.01 * batch.step, old)
 
-    train(live, "lags", lags, steps=range(1, 25), syncs=True)
-    rows = rows_of(live, "lags")
+    rows = diagnosed(live, "lags", lags, steps=range(1, 25), syncs=True)
     assert rows["staleness"]["verdict"] == "found"
     assert rows["mismatch_grows"]["verdict"] == "not found"
     assert "the tokens grow older: mean staleness " in rows["mismatch_grows"]["against"][1]
@@ -444,16 +411,6 @@ def test_settings_that_harm_no_training_are_a_note(live: Service) -> None:
     assert answer["text"].startswith("0 of ")
     (note,) = answer["notes"]
     assert (note["rule"], note["text"]) == ("verl_settings", "data.shuffle is True, not False")
-    assert live.tokens is not None
-    environment = {"STAGESCOPE_URL": live.server.url, "STAGESCOPE_TOKEN": live.tokens.read}
-    shown = invoke("doctor", "shuffled", env=environment).stdout
-    assert "verl_settings: data.shuffle is True, not False" in shown
+    assert "verl_settings: data.shuffle is True, not False" in shown_by(live, "doctor", "shuffled")
     train(live, "in-order", steps=range(1, 4), settings={"verl": {"data.shuffle": False}})
     assert live.get("/runs/in-order/diagnosis")["notes"] == []
-
-
-def test_a_jump_with_the_first_sync_is_of_runs_that_report_it(live: Service) -> None:
-    train(live, "synced", after_first, steps=range(1, 13), syncs=True)
-    assert found_in(rows_of(live, "synced")) - {"trigger_fired"} == {"mismatch_jump_at_first_sync"}
-    train(live, "not-synced", after_first, steps=range(1, 13))
-    assert found_in(rows_of(live, "not-synced")) - {"trigger_fired"} == {"mismatch_jump"}

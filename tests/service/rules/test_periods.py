@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagescope_service.rules import evidence
 from stagescope_service.rules.evidence import (
     Evidence,
     Period,
@@ -144,4 +145,24 @@ def test_what_holds_although_the_newest_steps_are_fewer_says_so() -> None:
     marks = [1.0] * 20 + [0.0, 1.0] * 2 + [0.0] * 2
     found = beyond(series(marks), 0.5, WINDOW, 0.7)
     assert (found.verdict, found.since_step) == ("found", 1)
-    assert found.against == ("60% of the newest are fewer than 70%, but not surely",)
+    assert found.against == ("60% of the newest is below 70%, but within chance",)
+
+
+# --- statistics of the evidence ---------------------------------------------------------------
+@given(st.lists(st.integers(-5, 5), min_size=2, max_size=40))
+def test_rank_correlations_are_those_of_their_definitions(values: list[int]) -> None:
+    numbers = np.array(values, np.float64)
+    count = len(values)
+    pairs = [
+        (later > earlier) - (later < earlier)
+        for index, earlier in enumerate(values)
+        for later in values[index + 1 :]
+    ]
+    assert evidence.kendall(numbers) == pytest.approx(sum(pairs) / (count * (count - 1) / 2))
+    ranks = [
+        sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2
+        for value in values
+    ]
+    if len(set(values)) > 1:
+        expected = np.corrcoef(ranks, np.arange(count))[0, 1]
+        assert evidence.spearman(numbers) == pytest.approx(expected, abs=1e-12)

@@ -100,10 +100,7 @@ def test_a_document_is_written_as_it_is_read() -> None:
             {"metric": "logprob_abs_diff/mean", "when": {"<": 1, "standard_errors": 4}},
             "with '>', 'median_ratio' or 'noise_ratio'",
         ),
-        (
-            {"metric": "logprob_abs_diff/mean", "when": {">": 1, "standard_errors": 31}},
-            "up to 30",
-        ),
+        ({"metric": "logprob_abs_diff/mean", "when": {">": 1, "standard_errors": 31}}, "up to 30"),
         (
             {"metric": "rollout_corr/kl", "when": {">": 1, "standard_errors": 4}},
             "only with metric: logprob_abs_diff/mean or",
@@ -203,10 +200,7 @@ COSTS = st.tuples(st.integers(0, 400), st.floats(0, 5), st.floats(0.1, 50))
 
 @given(
     st.builds(
-        Budget,
-        st.integers(1, 5),
-        st.none() | st.integers(1, 1000),
-        st.none() | st.floats(0.01, 1),
+        Budget, st.integers(1, 5), st.none() | st.integers(1, 1000), st.none() | st.floats(0.01, 1)
     ),
     st.lists(COSTS, max_size=20),
 )

@@ -1,7 +1,5 @@
 """A turn that stops training: its tokens fall at once beside those of the other turns."""
 
-# ruff: noqa: F811 - a fixture of another file is an argument here
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +8,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.service.rules.test_doctor import STAGE, live, rows_of  # noqa: F401 - a fixture
+from tests.service.rules.planted import STAGE, rows_of
 from tests.support.api import Rank, Service
 
 import stagescope
-from stagescope_service.rules.history import LossOfStep, RunHistory, StepInForce
+from stagescope_service.rules.history import CurrentStep, LossOfStep, RunHistory
 from stagescope_service.rules.symptoms.turns import turn_stops
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey
 from stagescope_wire.batch import Batch
@@ -69,13 +67,13 @@ def test_a_turn_that_is_masked_in_half_of_the_samples_is_found(live: Service) ->
     assert (row["verdict"], row["where"], row["since_step"]) == ("found", "turn 1", 2)
     assert row["sure"] == 0.5
     assert row["for"] == [
-        "turn 1 has 960 model tokens a step before step 2, and 480 from it on, beside as many of "
-        "other turns",
+        "turn 1 has 960 model tokens a step before step 2, and 480 from it on, while others keep "
+        "theirs",
         "step 3: 8 of 16 samples with turn 1 have no token of it under the mask",
     ]
     # Without the tensors so few steps show no usual size.
     history = RunHistory(live.catalogue, "turn-masked")
-    assert turn_stops(history).verdict == "not found"
+    assert turn_stops(history, factor=0.6).verdict == "not found"
 
 
 def test_shorter_responses_are_no_masked_turn(live: Service) -> None:
@@ -97,7 +95,7 @@ def test_a_turn_that_a_filter_drops_is_found_by_its_size_alone(live: Service) ->
         "found", "turn 2", 7, 1.0,
     )  # fmt: skip
     history = RunHistory(live.catalogue, "turn-dropped")
-    assert turn_stops(history).since_step == 7
+    assert turn_stops(history, factor=0.6).since_step == 7
 
 
 def test_a_smaller_batch_is_no_turn_that_stops(live: Service) -> None:
@@ -136,10 +134,10 @@ class SimulatedKept:
     def __init__(self, turns: Int64, on: Int64) -> None:
         self._turns, self._on = turns, on
 
-    def loss(self, step: StepInForce) -> LossOfStep:
+    def loss(self, step: CurrentStep) -> LossOfStep:
         raise NotImplementedError
 
-    def batch(self, step: StepInForce, names: Sequence[str]) -> Batch | None:
+    def batch(self, step: CurrentStep, names: Sequence[str]) -> Batch | None:
         if [*names] != ["turn_ids", "response_mask"]:
             return None
         tensors = {"turn_ids": Tensor("int64", self._turns), names[1]: Tensor("int64", self._on)}
@@ -151,7 +149,7 @@ class SimulatedRun(RunHistory):
 
     def __init__(self, seed: int, *, filtered: float, keeps: bool) -> None:
         random = np.random.default_rng(seed)
-        self.measured = [StepInForce(step, 1, 1, "ok", ()) for step in range(1, 31)]
+        self.measured = [CurrentStep(step, 1, 1, "ok", ()) for step in range(1, 31)]
         self._sizes: list[dict[SliceKey, float]] = []
         rows = turns = lengths = np.empty(0, np.int64)
         trains = np.empty(0, np.bool_)
@@ -171,13 +169,13 @@ class SimulatedRun(RunHistory):
         self.kept = SimulatedKept(ids, on) if keeps else None
 
     def slices(
-        self, by: Dimension, name: str, steps: Sequence[StepInForce] | None = None
-    ) -> list[tuple[StepInForce, Mapping[SliceKey, float]]]:
+        self, by: Dimension, name: str, steps: Sequence[CurrentStep] | None = None
+    ) -> list[tuple[CurrentStep, Mapping[SliceKey, float]]]:
         return list(zip(self.measured, self._sizes, strict=True))
 
 
 @pytest.mark.parametrize(("filtered", "keeps"), [(0.0, False), (0.05, True)])
 def test_turns_that_vary_are_none_that_stop(filtered: float, keeps: bool) -> None:
     runs = (SimulatedRun(seed, filtered=filtered, keeps=keeps) for seed in range(300))
-    verdicts = [turn_stops(run) for run in runs]
+    verdicts = [turn_stops(run, factor=0.6) for run in runs]
     assert [each.supports for each in verdicts if each.verdict != "not found"] == []

@@ -1,7 +1,5 @@
 """The first mini-batch of an update: its log-probs are the old ones, but for noise."""
 
-# ruff: noqa: F811 - a fixture of another file is an argument here
-
 from __future__ import annotations
 
 from typing import Any, Final
@@ -9,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.service.rules.test_doctor import STAGE, live, rows_of  # noqa: F401 - a fixture
+from tests.service.rules.planted import STAGE, rows_of
 from tests.support.api import Rank, Service
 
 ROWS: Final = 8

@@ -79,7 +79,7 @@ def test_other_bytes_are_refused() -> None:
     for bad in (b"", b"\x80\x04junk", data[: len(data) // 2], data[:-1], data + b"x",
                 zlib.decompress(data),
                 len(header).to_bytes(8, "little") + header):  # fmt: skip
-        with pytest.raises(InvalidInput, match="no summary"):
+        with pytest.raises(InvalidInput, match="not a summary"):
             summary_from_bytes(bad)
 
 

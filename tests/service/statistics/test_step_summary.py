@@ -312,9 +312,9 @@ def test_a_step_summary_survives_its_bytes_and_nothing_else_does() -> None:
         summary_to_bytes(parts[0].summary),
         zlib.compress(zlib.decompress(data).replace(b'"step summary"', b'"step summarY"')),
     ):
-        with pytest.raises(InvalidInput, match="no step summary"):
+        with pytest.raises(InvalidInput, match="not a step summary"):
             StepSummary.from_bytes(bad)
-    with pytest.raises(InvalidInput, match="no summary"):
+    with pytest.raises(InvalidInput, match="not a summary"):
         summary_from_bytes(data)
 
 

@@ -1,28 +1,26 @@
-"""Compact tables: their rows are what upserts by key leave, on SQLite and PostgreSQL."""
+"""Rows are what upserts by key leave, one after the other, on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.stores import DATABASES, database, rows_of, url_of, write
+from tests.support.stores import DATABASES, ON_SQLITE, database, rows_of, url_of, write
 
 from stagescope_service.store import connect
-from stagescope_service.store.columns import Flag, StrictJson, split_value
 from stagescope_service.store.compact import COMPACT_VIEWS
 from stagescope_service.store.contract import Delete, Put, RemoveRows, Write
 from stagescope_service.store.ids import Ids
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import SqlStore, WriteBatch
 from stagescope_service.store.tables import TABLES
-from stagescope_service.store.tables.declare import views
+from stagescope_service.store.tables.declare import Flag, StrictJson, split_value
 from stagescope_wire.schema import PART_FIELDS
 
 _INTS = st.none() | st.integers(0, 3) | st.just(1 << 61)
@@ -35,6 +33,7 @@ _KEYS: dict[str, st.SearchStrategy[object]] = {
     "revision": st.integers(1, 2),
     "name": st.sampled_from(["loss", "nan"]),
     "seq": st.sampled_from([1, 2, 1 << 62]),
+    "run": st.sampled_from("xy"),
     "artifact_id": st.sampled_from(
         ["ring/i/1", "ring/i/2", "ring/a/b/1", "ring/i/01", "odd", f"kept/i/{1 << 62}", "/", "x//1"]
     ),
@@ -70,7 +69,7 @@ def _values(table: sa.Table) -> dict[str, st.SearchStrategy[object]]:
 
 @st.composite
 def _put(draw: st.DrawFn, name: str) -> Put:
-    table = views.tables[name]
+    table = TABLES[name]
     values = _values(table)
     keys = {column.name: draw(_KEYS[column.name]) for column in table.primary_key}
     chosen = set(draw(st.sets(st.sampled_from(sorted(values)), max_size=6)))
@@ -81,13 +80,16 @@ def _put(draw: st.DrawFn, name: str) -> Put:
     return Put(name, {**keys, **{each: draw(values[each]) for each in sorted(chosen)}})
 
 
-_PUT = st.sampled_from(sorted(COMPACT_VIEWS)).flatmap(_put)
+_NAMES = ("runs", *sorted(COMPACT_VIEWS))
+"""The compact tables, and one that is stored as it is."""
+_PUT = st.sampled_from(_NAMES).flatmap(_put)
 _DELETES: list[Write] = [
     Delete("stages", {"incarnation": "i", "revision": 1}),
     Delete("scalars", {"step": 1}),
     Delete("scalars", {"step": None}),
     Delete("payloads", {"attempt_id": 1, "step": 2}),
     Delete("artifacts", {"artifact_id": "ring/i/1"}),
+    Delete("runs", {"run": "x"}),
     RemoveRows(1, 1, 1000),
 ]
 _WRITES = st.lists(st.one_of(*([_PUT] * 9), st.sampled_from(_DELETES)), max_size=25)
@@ -95,19 +97,17 @@ _WRITES = st.lists(st.one_of(*([_PUT] * 9), st.sampled_from(_DELETES)), max_size
 
 def _reference(writes: list[Write]) -> dict[str, list[str]]:
     """The old meaning of rows: upserted by key, one after the other."""
-    tables: dict[str, dict[tuple[object, ...], dict[str, object]]] = {
-        name: {} for name in COMPACT_VIEWS
-    }
+    tables: dict[str, dict[tuple[object, ...], dict[str, object]]] = {name: {} for name in _NAMES}
     for one in writes:
         if isinstance(one, RemoveRows):
             keep = {"artifacts": lambda row: row["deleted_wall"] is None}
             for name, found in tables.items():
                 for key, row in [*found.items()]:
-                    own = (row["attempt_id"], row["step"]) == (one.attempt_id, one.step)
+                    own = (row.get("attempt_id"), row.get("step")) == (one.attempt_id, one.step)
                     if own and not keep.get(name, lambda _: False)(row):
                         del found[key]
             continue
-        held, table = tables[one.table], views.tables[one.table]
+        held, table = tables[one.table], TABLES[one.table]
         if isinstance(one, Delete):
             for key in [*held]:
                 if all(held[key][name] == value for name, value in one.where.items()):
@@ -142,7 +142,7 @@ def _shown(found: Any) -> list[str]:
 
 
 def _read(connection: sa.Connection) -> dict[str, list[str]]:
-    return {name: _shown(rows(dict, connection, TABLES[name].select())) for name in COMPACT_VIEWS}
+    return {name: _shown(rows(dict, connection, TABLES[name].select())) for name in _NAMES}
 
 
 @pytest.fixture(scope="module", params=DATABASES)
@@ -180,9 +180,8 @@ def test_rows_are_what_upserts_by_key_leave(
         transaction.rollback()
 
 
-def test_a_failed_transaction_leaves_no_ids(tmp_path: Path) -> None:
-    store = SqlStore(url_of(tmp_path))
-    store.open()
+@ON_SQLITE
+def test_a_failed_transaction_leaves_no_ids(store: SqlStore) -> None:
     whole = dict.fromkeys(("attempt_id", "role", "rank", *PART_FIELDS))
     work = {**whole, "incarnation": "i", "work_key": "w", "step": 1, "policy_version": None}
     good = Put("scalars", {**work, "stage": "s", "name": "loss", "value": 1.0})
@@ -192,4 +191,3 @@ def test_a_failed_transaction_leaves_no_ids(tmp_path: Path) -> None:
     write(store, good)
     (row,) = rows_of(store, "scalars")
     assert (row["stage"], row["name"], row["value"]) == ("s", "loss", 1.0)
-    store.close()

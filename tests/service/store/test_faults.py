@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from tests.support.stores import (
+    ON_SQLITE,
     database,
     eventually,
     fill,
@@ -226,9 +226,10 @@ def test_a_file_that_is_no_catalogue_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "catalogue.db").read_bytes() == text
 
 
-def test_nothing_is_acknowledged_into_a_file_that_was_deleted(tmp_path: Path) -> None:
-    store = SqlStore(url_of(tmp_path))
-    store.open()
+@ON_SQLITE
+def test_nothing_is_acknowledged_into_a_file_that_was_deleted(
+    store: SqlStore, tmp_path: Path
+) -> None:
     write(store, Put("runs", {"run": "before"}))
     (tmp_path / "away").mkdir()
     files = [path for path in tmp_path.iterdir() if path.is_file()]
@@ -241,12 +242,10 @@ def test_nothing_is_acknowledged_into_a_file_that_was_deleted(tmp_path: Path) ->
         (tmp_path / "away" / path.name).rename(path)
     held.result(30)
     assert len(rows_of(store, "runs")) == 2
-    store.close()
 
 
-def test_a_catalogue_put_back_from_a_backup_is_written_on(tmp_path: Path) -> None:
-    store = SqlStore(url_of(tmp_path))
-    store.open()
+@ON_SQLITE
+def test_a_catalogue_put_back_from_a_backup_is_written_on(store: SqlStore, tmp_path: Path) -> None:
     write(store, Put("runs", {"run": "kept"}))
     with sqlite3.connect(tmp_path / "catalogue.db") as source:
         copy = sqlite3.connect(tmp_path / "backup.db")
@@ -259,7 +258,6 @@ def test_a_catalogue_put_back_from_a_backup_is_written_on(tmp_path: Path) -> Non
     os.replace(tmp_path / "backup.db", tmp_path / "catalogue.db")
     write(store, Put("runs", {"run": "new"}))
     assert {row["run"] for row in rows_of(store, "runs")} == {"kept", "new"}
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -291,15 +289,3 @@ def test_shared_filesystems_are_refused(kind: str, refused: bool) -> None:
 def test_urls_that_name_no_usable_database(url: str) -> None:
     with pytest.raises(CatalogueUnavailable):
         SqlStore(url).open()
-
-
-def test_a_later_catalogue_is_refused_with_advice(tmp_path: Path) -> None:
-    store = SqlStore(url_of(tmp_path))
-    store.open()
-    store.close()
-    with sqlite3.connect(tmp_path / "catalogue.db") as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
-    connection.close()
-    with pytest.raises(CatalogueUnavailable, match="does not know"):
-        store.open()
-    shutil.rmtree(tmp_path)

@@ -12,11 +12,11 @@ import pytest
 import sqlalchemy as sa
 from tests.support.stores import eventually, keyed, rows_of, stage_row, training, write
 
-from stagescope_service.store.columns import Int, Real, Text
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.statements import KEYS
 from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables.declare import Int, Real, Text
 from stagescope_wire.errors import CatalogueUnavailable
 
 _RANDOM: Final = random.Random(0)

@@ -125,7 +125,7 @@ def test_pins_take_a_share_and_what_does_not_fit_is_said(tmp_path: Path) -> None
     assert ring.pin_step(1, 1) == (2, 2 * size_of(tensors()), "")
     refused = ring.pin_step(1, 2)
     assert refused.payloads == 0
-    assert "pinned payloads take" in refused.reason
+    assert "pinned payloads use" in refused.reason
     assert ring.pin_step(1, 1).reason == ""  # again: nothing changes
     again = ring_of(tmp_path, pin_share=0.5)
     for seq in range(5, 20):

@@ -1,11 +1,10 @@
-"""The tables: their revision, the design's columns, strict types."""
+"""The tables: their revision, the design's columns, strict types, and what no statement takes."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 import sqlalchemy as sa
@@ -14,21 +13,14 @@ from hypothesis import strategies as st
 from sqlalchemy.schema import CreateTable
 from tests.support.stores import url_of
 
-from stagescope_service.store import connect, tables
-from stagescope_service.store.columns import dump_json
+from stagescope_service.store import connect, statements
+from stagescope_service.store.contract import Delete, Put, Write
 from stagescope_service.store.tables import TABLES, compact, metadata
-from stagescope_wire.errors import CatalogueUnavailable
+from stagescope_service.store.tables.declare import dump_json
+from stagescope_wire.errors import CatalogueUnavailable, StoreError
 from stagescope_wire.schema import LAYOUT_COLUMNS, PART_FIELDS
 
 PostgreSQL = sa.engine.make_url("postgresql://").get_dialect()()
-
-
-def test_row_types_have_the_columns_of_their_tables() -> None:
-    rows = [value for name, value in vars(tables).items() if name.endswith("Row")]
-    rows += [tables.AuditEntry, tables.RegisteredEngine]  # named as the API's document names them
-    columns = {frozenset(get_type_hints(row)) for row in rows}
-    assert columns == {frozenset(table.columns.keys()) for table in TABLES.values()}
-    assert len(rows) == len(TABLES)
 
 
 def test_tables_are_made_once_and_another_revision_is_refused(tmp_path: Path) -> None:
@@ -99,3 +91,40 @@ def test_json_is_strict(value: object) -> None:
 def test_json_refuses_what_it_has_no_word_for() -> None:
     with pytest.raises(TypeError):
         dump_json({"a": object(), "b": math.nan})
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (Put("nowhere", {"a": 1}), "no table"),
+        (Put("runs", {"run": "a", "color": 1}), "no columns"),
+        (Put("runs", {"created_wall": 1.0}), "without run"),
+        (Put("scalars", {"incarnation": "a", "work_key": None, "name": "n"}), "without work_key"),
+        (Delete("runs", {}), "all rows"),
+        (Delete("runs", {"color": 1}), "no columns"),
+    ],
+)
+def test_what_no_database_could_take_is_refused(write: Write, message: str) -> None:
+    with pytest.raises(StoreError, match=message):
+        statements.check(write)
+
+
+def test_upserts_compile_for_postgresql() -> None:
+
+    def text(*sets: str, nulls: frozenset[str] = frozenset()) -> str:
+        conflict = statements.Conflict(frozenset(sets))
+        made = statements._Statement(PostgreSQL, TABLES["runs"], ("run", *sets), conflict, nulls)
+        assert {*made.order} == {"run", *sets} - nulls
+        return made.text
+
+    assert "ON CONFLICT (run) DO UPDATE SET settings = excluded.settings" in text("settings")
+    assert "NULL" in text("settings", nulls=frozenset({"settings"}))
+    assert "DO NOTHING" in text()
+
+
+def test_a_catalogue_needs_no_parent_directory(tmp_path: Path) -> None:
+    engine = connect.writer_engine(url_of(tmp_path / "a" / "b c?#%"))
+    with engine.begin() as connection:
+        connect.make_tables(connection)
+    engine.dispose()
+    assert (tmp_path / "a" / "b c?#%" / "catalogue.db").exists()

@@ -11,14 +11,17 @@ import pytest
 import torch
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
-from tests.support.dump_files import make_batch, slime_rollout_file, slime_train_file
+from tests.support.dump_files import (
+    make_batch,
+    nexrl_directory,
+    slime_rollout_file,
+    slime_train_file,
+)
 from tests.support.step_dumps import WholeStep
 
 import stagescope
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.importing import import_key
-from stagescope_service.ingest.reader import PayloadReader
-from stagescope_service.store.ring import Ring
 from stagescope_wire.keep import SECTIONS
 
 WHOLE = WholeStep([9, 2, 4, 3])
@@ -45,18 +48,14 @@ def train(running: Service, run: str, *, loss: float = 0.1) -> Path:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(tmp_path_factory.mktemp("home")) as made:
-        data = made.settings.data_path
-        made.engine.read_with(
-            PayloadReader(data, "here", Ring(data / "ring", 1 << 24, reserve_bytes=0))
-        )
+        made.use_ring()
         made.engine.keep(*SECTIONS)
         yield made
 
 
 @pytest.fixture
 def session(running: Service) -> Iterator[stagescope.Session]:
-    assert running.tokens is not None
-    with stagescope.attach(running.server.url, token=running.tokens.read) as found:
+    with running.session() as found:
         yield found
 
 
@@ -74,8 +73,7 @@ def export(trained: Path, tmp_path: Path) -> Path:
 
 def take_in(running: Service, *words: str, exit_code: int = 0) -> str:
     """Run `stagescope import`; return what it prints, on one line."""
-    assert running.tokens is not None
-    env = {"STAGESCOPE_URL": running.server.url, "STAGESCOPE_TOKEN": running.tokens.operate}
+    env = running.environment("operate")
     result = invoke("import", *words, env=env)
     assert result.exit_code == exit_code, result.stderr
     return " ".join((result.stderr if exit_code else result.stdout).split())
@@ -143,8 +141,7 @@ def test_what_of_a_file_was_not_read_or_is_not_trained_is_said(
     verl = tmp_path / "verl"
     verl.mkdir()
     (verl / "1.jsonl").write_text(text)
-    assert running.tokens is not None
-    env = {"STAGESCOPE_URL": running.server.url, "STAGESCOPE_TOKEN": running.tokens.operate}
+    env = running.environment("operate")
     result = invoke("import", str(verl), "--run", "verl-cut", env=env)
     assert result.exit_code == 1
     told = " ".join(result.stdout.split())
@@ -254,3 +251,15 @@ def test_another_run_is_not_changed_unless_requested(
         take_in(running, str(other), "--run", run, "--new-attempt")
         assert sorted(row["attempt"] for row in session.attempts(run)) == [1, 2]
         assert "nothing new" in take_in(running, str(other), "--run", run)
+
+
+def test_parts_of_a_nexrl_directory_are_its_ranks_and_whole_batches_are_no_ranks(
+    running: Service, session: stagescope.Session, tmp_path: Path
+) -> None:
+    take_in(running, str(nexrl_directory(tmp_path / "dumps")), "--run", "from-nexrl")
+    rows = list(session.step(0, run="from-nexrl").stages())
+    assert {row["status"] for row in rows} == {"ok"}
+    updates = {(row["role"], row["rank"], row["part"])
+               for row in rows if row["stage"] == "actor_update"}  # fmt: skip
+    assert updates >= {("actor", rank, f"0.0.0.{micro}") for rank in (0, 1) for micro in (0, 1)}
+    assert [row["role"] for row in rows if row["stage"] == "actor_compute_log_prob"] == ["driver"]

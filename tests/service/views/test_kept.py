@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from tests.support.api import Rank, Service, service
 from tests.support.measure import ingest_job, payload
 
-import stagescope
 from stagescope.cli import main
 from stagescope.session import Session
 from stagescope_service.core.instructions import PayloadKey, Put
@@ -65,8 +64,7 @@ def test_answers_of_rows_say_that_retention_removed_them(running: Service) -> No
     assert ROWS_REMOVED in running.get(f"/steps/{STEP}/stages")["gap"]
     for path in (f"/steps/{STEP}/weights", "/weights/4", f"/steps/{STEP}/batch"):
         assert ROWS_REMOVED in running.problem(404, path)["wrong"], path
-    assert running.tokens is not None
-    with stagescope.attach(running.server.url, token=running.tokens.read) as session:
+    with running.session() as session:
         text = " ".join(repr(session.step(STEP).scalars()).split())
     assert "were removed by retention" in text
 
@@ -129,8 +127,7 @@ def test_filters_and_pages(running: Service) -> None:
 
 
 def attached(running: Service) -> Session:
-    assert running.tokens is not None
-    return stagescope.attach(running.server.url, token=running.tokens.operate)
+    return running.session("operate")
 
 
 def test_the_client_shows_and_pins(running: Service) -> None:
@@ -143,11 +140,7 @@ def test_the_client_shows_and_pins(running: Service) -> None:
         assert step.kept().about["pinned"] is True
         assert step.unpin()["unpinned"] is True
         assert step.kept().about["pinned"] is False
-    assert running.tokens is not None
-    with (
-        stagescope.attach(running.server.url, token=running.tokens.read) as session,
-        pytest.raises(Forbidden),
-    ):
+    with running.session() as session, pytest.raises(Forbidden):
         session.step(STEP).pin()
 
 
@@ -171,7 +164,6 @@ def test_a_pinned_step_lists_what_its_pin_holds(running: Service) -> None:
 
 def test_the_command_line_shows_and_pins(running: Service, tmp_path: Path) -> None:
     keep(running, 1)
-    assert running.tokens is not None
     token = tmp_path / "token"
     token.write_text(running.tokens.operate)
     where = ["--url", running.server.url, "--token-file", str(token)]

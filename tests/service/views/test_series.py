@@ -46,8 +46,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def session(real: Service) -> Iterator[stagescope.Session]:
-    assert real.tokens is not None
-    with stagescope.attach(real.server.url, token=real.tokens.read) as session:
+    with real.session() as session:
         yield session
 
 
@@ -175,14 +174,14 @@ def test_names_are_those_of_all_ranks_and_steps(real: Service) -> None:
 def test_the_number_of_queries_does_not_grow_with_the_steps(
     real: Service, monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]
 ) -> None:
-    asking = real.catalogue._connect
+    asking = real.catalogue._reading
     queries: list[int] = []
 
     def counted() -> object:
         queries.append(1)
         return asking()
 
-    monkeypatch.setattr(real.catalogue, "_connect", counted)
+    monkeypatch.setattr(real.catalogue, "_reading", counted)
     taken = []
     for limit in (1, 2, 100):
         queries.clear()
@@ -202,20 +201,13 @@ def test_the_names_of_a_run_are_those_that_can_be_asked_for(
     assert len(session.metric_names("r", limit=3)) == 3
     for name in (K3, "loss", names["name"][0]):
         assert real.get("/series", metric=name)["series"]
-    assert real.tokens is not None
-    env = {"STAGESCOPE_URL": real.server.url, "STAGESCOPE_TOKEN": real.tokens.read}
+    env = real.environment()
     assert K3 in invoke("series", env=env).stdout
     real.problem(404, "/runs/none/metrics")
 
 
-@pytest.mark.parametrize("smooth", ["0", "nan", "inf", "-1", "x"])
-def test_an_average_over_no_steps_is_refused(real: Service, smooth: str) -> None:
-    real.problem(422, "/figures/overview", smooth=smooth)
-
-
 def test_the_terminal_draws_and_says_gaps(real: Service) -> None:
-    assert real.tokens is not None
-    where = {"STAGESCOPE_URL": real.server.url, "STAGESCOPE_TOKEN": real.tokens.read}
+    where = real.environment()
     env = {**where, "COLUMNS": "80"}
     text = invoke("series", K3, "--by", "rank", env=env).stdout
     assert "actor 0" in text
@@ -237,12 +229,6 @@ def test_a_sparkline_shows_peaks_gaps_and_what_is_not_finite() -> None:
     assert sparkline([1.0, 1.0], 5, bars="_#") == "__"
 
 
-def test_frames_have_a_column_a_series(session: stagescope.Session) -> None:
-    frame = session.series(K3, by="rank").to_polars()
-    assert frame.columns[-2:] == ["actor 0", "actor 1"]
-    assert "actor 1" in session.series(K3, by="rank")._repr_html_()
-
-
 def test_a_window_that_ends_before_it_begins_is_refused(real: Service) -> None:
     answer = real.read.get("/series", params={"metric": "loss", "from": 5, "to": 3})
     assert answer.status_code == 422
@@ -257,11 +243,6 @@ def test_a_missing_stage_or_rank_is_named_with_those_that_exist(real: Service) -
         assert "rank 7" in problem["wrong"]
         assert "actor ranks 0-1" in problem["expected"]
     assert "any role" not in str(real.problem(404, "/series", metric=K3, role="critic"))
-
-
-def test_a_scalar_is_one_even_in_steps_without_it(real: Service) -> None:
-    answer = real.get("/series", metric="loss", **{"from": 10**6})
-    assert (answer["kind"], answer["steps"]) == ("scalar", [])
 
 
 @pytest.fixture(scope="module")
@@ -320,8 +301,7 @@ def test_the_answers_about_a_step_say_that_it_was_begun_again(twice: Service) ->
 
 
 def test_the_number_of_a_step_begun_again_is_marked(twice: Service) -> None:
-    assert twice.tokens is not None
-    where = {"STAGESCOPE_URL": twice.server.url, "STAGESCOPE_TOKEN": twice.tokens.read}
+    where = twice.environment()
     env = {**where, "COLUMNS": "80"}
     in_one = "repeated by actor rank 0: both executions count in the numbers"
     for command in ("metrics", "rounds", "ranks", "tokens", "scalars", "stages"):
@@ -336,7 +316,7 @@ def test_the_number_of_a_step_begun_again_is_marked(twice: Service) -> None:
     by_rank = invoke("series", "loss", "--by", "rank", env=env).stdout.splitlines()
     marks = next(line for line in by_rank if set(line) == {" ", "^"})
     assert marks == " " * len("actor 0  ") + "  ^^"
-    with stagescope.attach(twice.server.url, token=twice.tokens.read) as session:
+    with twice.session() as session:
         assert session.step(3).metrics().begun_again == AGAIN
         assert in_one in session.step(3).metrics()._repr_html_()
         found = session.series(K3)
@@ -357,8 +337,7 @@ def test_the_steps_that_only_a_superseded_attempt_has_are_named(tmp_path: Path) 
             assert (late["steps"], late["note"][:23]) == ([], "attempt 1 has steps 5-9")
             assert live.get("/series", metric=metric, attempt=1)["note"] is None
             assert live.get("/series", metric=metric, **{"to": 3})["note"] is None
-        assert live.tokens is not None
-        env = {"STAGESCOPE_URL": live.server.url, "STAGESCOPE_TOKEN": live.tokens.read}
+        env = live.environment()
         text = invoke("series", "loss", "--attempt", "1", env=env).stdout
         assert "superseded, because attempt 2 repeated them: steps 1-9" in text
         assert "done again" not in text

@@ -116,18 +116,8 @@ def test_a_device_that_is_outvoted_repeatedly(running: Service) -> None:
     assert running.get("/devices", run="good-cards")["rows"] == []
 
 
-def test_findings_name_tensor_rank_and_device(running: Service) -> None:
-    found = {row["kind"]: row for row in running.get("/findings", run="bad-card")["rows"]}
-    assert set(found) == {"weights_differ", "replica_weights_differ"}
-    assert NAMES[1] in found["weights_differ"]["message"]
-    odd = found["replica_weights_differ"]
-    assert "trainer actor rank 2 on SN-2 holds other weights" in odd["message"]
-    assert (odd["rank"], odd["step"]) == (2, 6)
-
-
 @pytest.fixture
 def session(running: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[stagescope.Session]:
-    assert running.tokens is not None
     monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
     monkeypatch.setenv("STAGESCOPE_TOKEN", running.tokens.read)
     with stagescope.attach() as found:

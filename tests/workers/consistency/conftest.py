@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.api import Service, service
-from tests.support.llama_cpp_server import llama_cpp
-from tests.support.tiny_llama import write_gguf, write_llama
+from tests.support.engines.llama_cpp import llama_cpp
+from tests.support.engines.tiny_llama import write_gguf, write_llama
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from click.testing import Result
 from tests.support.answering import serving
 from tests.support.api import Service
 from tests.support.command_line import invoke
-from tests.support.engine_servers import EngineServer
+from tests.support.engines.servers import EngineServer
 
 from stagescope import attach, cli
 from stagescope_wire.engines import Sampling, connect

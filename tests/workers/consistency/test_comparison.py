@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.engine_servers import log_prob_of
+from tests.support.engines.servers import log_prob_of
 
 from stagescope_wire.engines import EngineInfo, Generation, Sampling
 from stagescope_wire.errors import InvalidInput

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.answering import serving
 from tests.support.command_line import invoke
-from tests.support.engine_servers import EngineServer
+from tests.support.engines.servers import EngineServer
 
 from stagescope import cli
 from stagescope_wire.engines import Sampling
@@ -22,7 +22,7 @@ image_library = pytest.importorskip("PIL.Image")
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.support.tiny_llava import write_llava
+    from tests.support.engines.tiny_llava import write_llava
 
     return write_llava(tmp_path_factory.mktemp("llava"))
 

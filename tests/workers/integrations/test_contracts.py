@@ -1,7 +1,7 @@
 """The interfaces that the integrations rely on, as recorded, and in the trainers' sources.
 
 STAGESCOPE_TRAINER_SOURCES names a folder with checkouts or unpacked packages: the records are then
-held to them, and always to the packages that are installed. See `tests.support.contracts`.
+held to them, and always to the packages that are installed. See `tests.support.trainers.contracts`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Final
 
 import pytest
-from tests.support import contracts, verl_fakes
+from tests.support.trainers import contracts, verl_fakes
 from tests.workers.integrations import test_nemo_rl, test_openrlhf, test_skyrl
 
 from stagescope_workers.integrations.registry import INTEGRATIONS

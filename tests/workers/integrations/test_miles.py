@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import contracts
 from tests.support.api import Service
+from tests.support.trainers import contracts
 from tests.workers.integrations.conftest import Attach
 from tests.workers.integrations.fakes import miles_modules
 from tests.workers.integrations.test_slime import fresh_rank, rollout, streams

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.support import contracts, nexrl_fakes
 from tests.support.api import Service
+from tests.support.trainers import contracts, nexrl_fakes
 
 from stagescope_workers.integrations import patches, registry
 from stagescope_workers.integrations.nexrl import debug_block, ranks

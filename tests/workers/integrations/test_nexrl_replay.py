@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import nexrl_fakes
+from tests.support.trainers import nexrl_fakes
 
 from stagescope_workers.integrations import registry
 from stagescope_workers.integrations.nexrl.replay import ReplayError

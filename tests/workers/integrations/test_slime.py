@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from tests.support import contracts
 from tests.support.api import Service
+from tests.support.trainers import contracts
 from tests.workers.integrations.conftest import Attach
 from tests.workers.integrations.fakes import slime_modules
 

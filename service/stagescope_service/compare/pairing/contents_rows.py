@@ -190,15 +190,19 @@ class ContentsRows:
 
     def repeat_by_token(self, name: str, other: ContentsRows) -> bool:
         """Repeat one value a row for each token, if another record has a value for each token."""
-        own, of_other = self.tensor(name), other.tensor(name)
+        tensor, of_other = self.tensor(name), other.tensor(name)
         mask = next((each for each in MASKS if each in self.names), None)
-        if len(own.shape) > 1 or own.width is None or of_other.width == len(of_other.shape) == 1:
+        if (
+            len(tensor.shape) > 1
+            or tensor.width is None
+            or of_other.width == len(of_other.shape) == 1
+        ):
             return False
         if mask is None or other.mask_of(name) is None:
             return False
         like = self.tensor(mask)
-        flat = np.repeat(own.flat, like.lengths)
-        self._tensors[name] = RowTensor(own.dtype, flat, like.offsets, like.width, like.shape)
+        flat = np.repeat(tensor.flat, like.lengths)
+        self._tensors[name] = RowTensor(tensor.dtype, flat, like.offsets, like.width, like.shape)
         return True
 
     def _span(self, mask: str) -> Bools:

@@ -200,11 +200,11 @@ def _pair_rows(
 
 
 def _without_replicas(side: Sequence[ShardIndex], refs: list[RowRef]) -> list[RowRef]:
-    kept: dict[str, RowRef] = {}
+    first: dict[str, RowRef] = {}
     for ref in refs:
         hashes = side[ref.shard].row_hashes
-        kept.setdefault(hashes[ref.row] if hashes else str(ref), ref)
-    return list(kept.values())
+        first.setdefault(hashes[ref.row] if hashes else str(ref), ref)
+    return list(first.values())
 
 
 def _are_fragments(sides: Sides, refs: Sequence[Sequence[RowRef]]) -> bool:

@@ -175,7 +175,7 @@ def _run_task(task: PairTask | JoinTask, cache: _FileCache) -> TaskOutcome:
         paths = " and ".join(str(entry.path) for entry in task.entries if entry)
         raise ComparisonFailed(
             f"{paths} could not be compared: {type(error).__name__}: {error}",
-            advice="The files may be sound. If memory is short, compare one --step.",
+            advice="the files may be sound; if memory is short, compare one --step",
         ) from error
 
 

@@ -11,7 +11,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypedDict
+from typing import Final
+
+from typing_extensions import Required, TypedDict
 
 from stagescope_service.compare.pairing.token_alignment import COMPARED, ValueLocation
 from stagescope_service.compare.results import (
@@ -147,13 +149,10 @@ class SectionReport(TypedDict):
     tensors: list[TensorReport]
 
 
-class _Trajectory(TypedDict):
-    sample: str
-
-
-class TrajectoryReport(_Trajectory, total=False):
+class TrajectoryReport(TypedDict, total=False):
     """Comparison of a trajectory, over the fields that both sides have."""
 
+    sample: Required[str]
     tokens_equal: bool
     tokens_lengths: list[int]
     mask_equal: bool

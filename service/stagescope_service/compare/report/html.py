@@ -17,20 +17,7 @@ import jinja2
 import plotly.graph_objects as go
 from markupsafe import Markup, escape
 
-from stagescope.comparison_report import (
-    SIDES,
-    TITLES,
-    ComparisonReport,
-    change_lines,
-    deciding_changes,
-    findings_of,
-    largest_text,
-    location_text,
-    locations_text,
-    number_text,
-    title_of,
-    worst_first,
-)
+from stagescope import comparison_report
 from stagescope_service.compare.report.as_json import PairReport
 from stagescope_service.compare.report.figures import MAX_DETAILED, pictures
 from stagescope_service.figure_style import COLOURS, plotly_script
@@ -130,15 +117,13 @@ _WIDE: Final = 200
 
 def as_html(report: JsonObject) -> str:
     """Return a `ComparisonReport`, with `changes` and `remarks` if it has them, as a page."""
-    report, figures = ComparisonReport(report), PageFigures()
-    changed = [change_lines(row, _WIDE) for row in deciding_changes(report)]
+    report, figures = comparison_report.ComparisonReport(report), PageFigures()
+    changed = comparison_report.deciding_changes(report)
+    changes = [line.strip() for r in changed for line in comparison_report.change_lines(r, _WIDE)]
     body = environment().get_template("comparison.html").render(
-        report=report, title=title_of(report), letters=SIDES, titles=TITLES, colours=COLOURS,
-        changes=[line.strip() for lines in changed for line in lines],
-        most=MAX_LISTED, shown=_SHOWN, figures=figures, pictures=pictures,
-        undrawn_tensors=_undrawn_tensors, findings_of=findings_of, largest_text=largest_text,
-        number_text=number_text, location_text=location_text, locations_text=locations_text,
-        worst_first=worst_first,
+        report=report, title=comparison_report.title_of(report), words=comparison_report,
+        colours=COLOURS, changes=changes, most=MAX_LISTED, shown=_SHOWN, figures=figures,
+        pictures=pictures, undrawn_tensors=_undrawn_tensors,
     )  # fmt: skip
     return as_page(f"{report['verdict']}: comparison of dumps", Markup(body), figures)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from stagescope_service.coordinator.rules.firings import Act, made_up, told_of
+from stagescope_service.coordinator.rules.firings import DueFiring, example_firing, message_of
 from stagescope_service.coordinator.rules.webhooks import Webhooks
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
@@ -125,24 +125,24 @@ class Acting:
         self._page = page
         self._wall = wall
 
-    async def carry_out(self, act: Act, rules: Rules) -> list[Put]:
+    async def carry_out(self, due: DueFiring, rules: Rules) -> list[Put]:
         """Take every action of a firing; return their outcomes."""
-        actions = act.rule.actions
+        actions = due.rule.actions
         done: FiredActions = {}
         rows: list[Put] = []
         if actions.pin:
-            done["pin"] = await self._pin(act, rows)
+            done["pin"] = await self._pin(due, rows)
         if actions.capture is not None:
-            done["capture"] = await self._capture(act, rules, rows)
+            done["capture"] = await self._capture(due, rules, rows)
         if actions.webhook is not None:
-            done["webhook"] = await self._call(act, actions.webhook, done, rows)
-        fired = {**act.key, "actions": done, "acted_wall": self._wall()}
+            done["webhook"] = await self._call(due, actions.webhook, done, rows)
+        fired = {**due.key, "actions": done, "acted_wall": self._wall()}
         return [*rows, Put("firings", fired)]
 
     # --- pins -----------------------------------------------------------------------------
-    async def _pin(self, act: Act, rows: list[Put]) -> FiredPins:
-        attempt_id, last = act.row["attempt_id"], act.row["step"]
-        wanted = range(last, last - act.rule.actions.pin, -1)
+    async def _pin(self, due: DueFiring, rows: list[Put]) -> FiredPins:
+        attempt_id, last = due.row["attempt_id"], due.row["step"]
+        wanted = range(last, last - due.rule.actions.pin, -1)
         there = await asyncio.to_thread(
             self._catalogue.steps, attempt_id, before=last + 1, limit=len(wanted)
         )
@@ -162,40 +162,41 @@ class Acting:
                 pinned = {"attempt_id": attempt_id, "step": number, "pinned": True}
                 rows.append(Put("steps", pinned))
             if answer.gone or answer.reasons:
-                rows.append(self._not_pinned(act, number, answer))
+                rows.append(self._not_pinned(due, number, answer))
         return {"steps": answers}
 
-    def _not_pinned(self, act: Act, step: int, answer: PinAnswer) -> Put:
+    def _not_pinned(self, due: DueFiring, step: int, answer: PinAnswer) -> Put:
         gone = f"{answer.gone} payloads had left the ring before" if answer.gone else ""
         return finding(
             "pin_not_kept",
-            f"not all payloads of step {step} are pinned for {act.rule.name}: "
+            f"not all payloads of step {step} are pinned for {due.rule.name}: "
             + "; ".join(filter(None, (gone, *answer.reasons))),
-            run=act.row["run"],
-            attempt_id=act.row["attempt_id"],
+            run=due.row["run"],
+            attempt_id=due.row["attempt_id"],
             step=step,
             wall=self._wall(),
-            evidence={"rule": act.rule.name, **dataclasses.asdict(answer)},
+            evidence={"rule": due.rule.name, **dataclasses.asdict(answer)},
             advice="unpin steps (stagescope unpin STEP), or raise STAGESCOPE_RING_BYTES",
         )
 
     # --- webhooks -------------------------------------------------------------------------
     async def _call(
-        self, act: Act, webhook: Webhook, done: FiredActions, rows: list[Put]
+        self, due: DueFiring, webhook: Webhook, done: FiredActions, rows: list[Put]
     ) -> FiredWebhook:
-        reason = await self._webhooks.call(webhook, told_of(act, done, await self._address()))
+        reason = await self._webhooks.call(webhook, message_of(due, done, await self._address()))
         if reason:
             rows.append(
                 finding(
                     "webhook_failed",
-                    f"the webhook of {act.rule.name} at {webhook.host} was not told: {reason}",
-                    run=act.row["run"],
-                    attempt_id=act.row["attempt_id"],
-                    step=act.row["step"],
+                    f"the webhook of {due.rule.name} at {webhook.host} did not accept the firing: "
+                    f"{reason}",
+                    run=due.row["run"],
+                    attempt_id=due.row["attempt_id"],
+                    step=due.row["step"],
                     wall=self._wall(),
-                    evidence={"rule": act.rule.name, "host": webhook.host, "reason": reason},
+                    evidence={"rule": due.rule.name, "host": webhook.host, "reason": reason},
                     advice="see whether the coordinator's node reaches that host, and whether its "
-                    f"URL is still good: `stagescope triggers test {act.rule.name}` tries it",
+                    f"URL is still good: `stagescope triggers test {due.rule.name}` tries it",
                 )
             )
         return {"host": webhook.host, "delivered": not reason, "reason": reason}
@@ -216,12 +217,12 @@ class Acting:
         newest = next((row for row in fired if row["withdrawn_wall"] is None), None)
         page = await self._address()
         if newest is None:
-            told = told_of(Act(rule, made_up(rule, self._wall())), {}, None)
-            told["link"] = page
+            message = message_of(DueFiring(rule, example_firing(rule, self._wall())), {}, None)
+            message["link"] = page
         else:
-            told = told_of(Act(rule, newest), newest["actions"] or {}, page)
-        told["test"] = True
-        delivery = await self._webhooks.try_once(webhook, told, _TEST_SECONDS)
+            message = message_of(DueFiring(rule, newest), newest["actions"] or {}, page)
+        message["test"] = True
+        delivery = await self._webhooks.try_once(webhook, message, _TEST_SECONDS)
         return {
             "rule": rule.name,
             "host": webhook.host,
@@ -230,75 +231,75 @@ class Acting:
             "answer": delivery.answer,
             "reason": delivery.reason,
             "run": None if newest is None else newest["run"],
-            "attempt": None if newest is None else told["attempt"],
+            "attempt": None if newest is None else message["attempt"],
             "step": None if newest is None else newest["step"],
-            "link": told["link"],
+            "link": message["link"],
         }
 
     async def _address(self) -> str | None:
         return await asyncio.to_thread(self._page)
 
     # --- captures -------------------------------------------------------------------------
-    async def _capture(self, act: Act, rules: Rules, rows: list[Put]) -> FiredCapture:
+    async def _capture(self, due: DueFiring, rules: Rules, rows: list[Put]) -> FiredCapture:
         try:
-            before = await asyncio.to_thread(self._ordered, act)
+            before = await asyncio.to_thread(self._ordered, due)
             if before is not None:
                 return {"capture_id": before["capture_id"]}
-            if not await asyncio.to_thread(self._is_meant, act, rules):
+            if not await asyncio.to_thread(self._is_meant, due, rules):
                 return {}
-            spec = await asyncio.to_thread(self._spec, act, rules)
-            requested = await self._offer(spec, act.by)
+            spec = await asyncio.to_thread(self._spec, due, rules)
+            requested = await self._offer(spec, due.by)
         except StagescopeError as error:
-            rows.append(self._refused(act, str(error)))
+            rows.append(self._refused(due, str(error)))
             return {"refused": str(error)}
         return {"capture_id": requested["capture_id"]}
 
-    def _ordered(self, act: Act) -> CaptureRow | None:
+    def _ordered(self, due: DueFiring) -> CaptureRow | None:
         """Return the capture that was requested before a restart."""
-        template = act.rule.actions.capture
-        found = self._catalogue.captures(run=act.row["run"])
-        own = next((row for row in found if row["by"] == act.by), None)
+        template = due.rule.actions.capture
+        found = self._catalogue.captures(run=due.row["run"])
+        own = next((row for row in found if row["by"] == due.by), None)
         if own is not None or template is None or not template.if_allowed:
             return own
         # Several default rules may fire at one step, each with a capture: one is enough.
-        of_step = [row for row in found if str(row["by"]).endswith(act.at)]
+        of_step = [row for row in found if str(row["by"]).endswith(due.at)]
         return next((row for row in of_step if str(row["by"]).startswith(ORDERED_BY)), None)
 
-    def _is_meant(self, act: Act, rules: Rules) -> bool:
+    def _is_meant(self, due: DueFiring, rules: Rules) -> bool:
         """Return whether a capture is requested, or refused with a reason."""
-        template = act.rule.actions.capture
+        template = due.rule.actions.capture
         assert template is not None
-        return not template.if_allowed or self._budget(act, rules) is not None
+        return not template.if_allowed or self._budget(due, rules) is not None
 
-    def _budget(self, act: Act, rules: Rules) -> Budget | None:
-        run = act.row["run"]
+    def _budget(self, due: DueFiring, rules: Rules) -> Budget | None:
+        run = due.row["run"]
         row = self._catalogue.run(run)
         return rules.budget_of(run, None if row is None else row["settings"])
 
-    def _spec(self, act: Act, rules: Rules) -> JsonObject:
+    def _spec(self, due: DueFiring, rules: Rules) -> JsonObject:
         """Return the capture to request.
 
         Raises:
             Conflict: the run does not allow it, or its budget is exhausted.
         """
-        template, run = act.rule.actions.capture, act.row["run"]
+        template, run = due.rule.actions.capture, due.row["run"]
         assert template is not None
-        budget = self._budget(act, rules)
+        budget = self._budget(due, rules)
         if budget is None:
             raise Conflict("the run does not say `capture: auto` with a budget")
-        attempt = self._catalogue.attempt(act.row["attempt_id"])
+        attempt = self._catalogue.attempt(due.row["attempt_id"])
         if attempt is None or attempt["ended_wall"] is not None:
             raise Conflict("the attempt is over: there is no next step to capture")
         cost = spent(self._catalogue, run)
         why = budget.refusal(cost)
         if why is not None:
             raise Conflict(f"the budget has no room: {why}")
-        if not act.row["stage"] and "stages" not in template.request:
+        if not due.row["stage"] and "stages" not in template.request:
             raise Conflict("no stage is concerned, and the template names none")
-        chosen = self._ranks(act, template.worst)
+        chosen = self._ranks(due, template.worst)
         spec: dict[str, Json] = {
             "run": run,
-            "stages": [act.row["stage"]],
+            "stages": [due.row["stage"]],
             **template.request,
             "steps": "next",
         }
@@ -306,12 +307,12 @@ class Acting:
         left = budget.bytes_left(cost)
         if left is not None:
             limits = dict(template.request.get("limits") or {})
-            per_rank = max(left // self._count(act, spec["ranks"]), 1)
+            per_rank = max(left // self._count(due, spec["ranks"]), 1)
             given = limits.get("bytes")
             spec["limits"] = {**limits, "bytes": min(per_rank, given) if given else per_rank}
         return spec
 
-    def _ranks(self, act: Act, worst: int | None) -> JsonObject:
+    def _ranks(self, due: DueFiring, worst: int | None) -> JsonObject:
         """Return the ranks of `worst(k)`: ranks of one role, the first one that the firing names.
 
         Only ranks that can capture: the streams of a step may have been recorded by a driver, which
@@ -321,10 +322,10 @@ class Acting:
             return {}
         able = {
             (row["role"], row["rank"])
-            for row in self._catalogue.processes_with_settings(act.row["attempt_id"])
+            for row in self._catalogue.processes_with_settings(due.row["attempt_id"])
             if not row["raw"] and (row["hello"] or {}).get("captures") is not False
         }
-        named = [tuple(each) for each in act.row["evidence"]["ranks"]]
+        named = [tuple(each) for each in due.row["evidence"]["ranks"]]
         ranks = [each for each in named if each in able]
         if not ranks:
             return {"ranks": list(range(worst))} if named else {}
@@ -332,10 +333,10 @@ class Acting:
         of_role = [rank for name, rank in ranks if name == role]
         return {"roles": [role], "ranks": sorted(of_role[:worst])}
 
-    def _count(self, act: Act, ranks: Json) -> int:
+    def _count(self, due: DueFiring, ranks: Json) -> int:
         if isinstance(ranks, list):
             return len(ranks)
-        processes = self._catalogue.processes(act.row["attempt_id"])
+        processes = self._catalogue.processes(due.row["attempt_id"])
         return max(len({(row["role"], row["rank"]) for row in processes}), 1)
 
     async def _offer(self, spec: JsonObject, by: str) -> JsonObject:
@@ -349,17 +350,17 @@ class Acting:
                     raise
                 await asyncio.sleep(0.5)
 
-    def _refused(self, act: Act, reason: str) -> Put:
+    def _refused(self, due: DueFiring, reason: str) -> Put:
         return finding(
             "capture_refused",
-            f"{act.rule.name} requested no capture at step {act.row['step']}: {reason}",
-            run=act.row["run"],
-            attempt_id=act.row["attempt_id"],
-            step=act.row["step"],
-            stage=act.row["stage"],
+            f"{due.rule.name} requested no capture at step {due.row['step']}: {reason}",
+            run=due.row["run"],
+            attempt_id=due.row["attempt_id"],
+            step=due.row["step"],
+            stage=due.row["stage"],
             wall=self._wall(),
             severity="info",
-            evidence={"rule": act.rule.name, "reason": reason},
+            evidence={"rule": due.rule.name, "reason": reason},
             advice="`runs` in the triggers' document says what may be captured unasked; "
             "`stagescope capture` requests one by hand",
         )

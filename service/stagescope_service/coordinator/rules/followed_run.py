@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from stagescope_service.coordinator.rules.firings import Act
+from stagescope_service.coordinator.rules.firings import DueFiring
 from stagescope_service.rules.conditions import HISTORY
 from stagescope_service.rules.document import Rules
 from stagescope_service.rules.facts import StepFacts
@@ -15,11 +15,11 @@ from stagescope_service.rules.replay import StepReader
 from stagescope_service.rules.series import NAMED, unpack
 from stagescope_service.rules.watch import (
     REACH,
-    At,
     Firing,
     FiringChanges,
     FiringRecord,
     RuleWatch,
+    RunStep,
 )
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tables import FiringRow
@@ -87,27 +87,27 @@ class FollowedRun:
         known = [r for r in catalogue.firings(run=run, limit=_ALL) if r["attempt_id"] in numbers]
         self._rules = {rule.name: rule for rule in rules.rules}
         self.acted = {
-            (row["rule"], At(numbers[row["attempt_id"]], row["step"]))
+            (row["rule"], RunStep(numbers[row["attempt_id"]], row["step"]))
             for row in known
             if _acted(row)
         }
         """Firings of steps that may be evaluated again whose actions were or will be taken."""
-        in_force = [row for row in known if row["withdrawn_wall"] is None]
+        valid = [row for row in known if row["withdrawn_wall"] is None]
         self.owed = [
-            Act(self._rules[row["rule"]], row)
-            for row in in_force
+            DueFiring(self._rules[row["rule"]], row)
+            for row in valid
             if row["acted_wall"] is None and row["rule"] in self._rules
         ]
         """Firings whose coordinator ended before all their actions were taken."""
         fired = {
-            (row["rule"], At(numbers[row["attempt_id"]], row["step"])): series_state(row)
-            for row in in_force
+            (row["rule"], RunStep(numbers[row["attempt_id"]], row["step"])): series_state(row)
+            for row in valid
         }
         self._watch = RuleWatch(rules.rules, fired=fired)
 
         self._ahead = self._load(due)
 
-    def _load(self, due: tuple[int, int]) -> deque[At]:
+    def _load(self, due: tuple[int, int]) -> deque[RunStep]:
         """Read the run's newest steps; return those to evaluate, in order.
 
         Each waits for its turn: a stored step may still lack a payload. The steps after `due`
@@ -120,11 +120,11 @@ class FollowedRun:
         for attempt_id, step in places[:begin]:
             facts = self._reader.facts(attempt_id, step)
             if facts is not None:
-                at = At(facts.attempt, step)
+                at = RunStep(facts.attempt, step)
                 self._watch.remember(at, self._reader.values(facts))
         numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
         ahead = places[begin:]
-        return deque(sorted(At(numbers[attempt_id], step) for attempt_id, step in ahead))
+        return deque(sorted(RunStep(numbers[attempt_id], step) for attempt_id, step in ahead))
 
     def evaluate(self, attempt_id: int, step: int) -> Iterator[FiringChanges]:
         """Evaluate a step whose turn it is, after the stored steps before it; yield the changes."""
@@ -132,7 +132,7 @@ class FollowedRun:
         if facts is None:
             return
         self.ids[facts.attempt] = attempt_id
-        at = At(facts.attempt, step)
+        at = RunStep(facts.attempt, step)
         while self._ahead and self._ahead[0] <= at:
             earlier = self._ahead.popleft()
             before = self._reader.facts(self.ids[earlier.attempt], earlier.step)
@@ -142,7 +142,7 @@ class FollowedRun:
 
     def _changes_of(self, facts: StepFacts) -> FiringChanges:
         fires = self._since.admits(facts.attempt_id, facts.step)
-        at = At(facts.attempt, facts.step)
+        at = RunStep(facts.attempt, facts.step)
         return self._watch.evaluate(at, self._reader.values(facts), fires=fires)
 
     def forget(self) -> None:
@@ -151,13 +151,13 @@ class FollowedRun:
         if oldest is not None:
             self.acted = {(rule, at) for rule, at in self.acted if at >= oldest}
 
-    def explain(self, firing: Firing, wall: float, revision: int) -> Act | None:
+    def explain(self, firing: Firing, wall: float, revision: int) -> DueFiring | None:
         """Describe a firing; None if its step is gone."""
         facts = self._reader.facts(self.ids[firing.at.attempt], firing.at.step)
         if facts is None:
             return None
         row = self._reader.explain(firing, facts, wall, revision)
-        return Act(self._rules[firing.rule], row)
+        return DueFiring(self._rules[firing.rule], row)
 
 
 def series_state(row: FiringRow) -> FiringRecord:

@@ -21,7 +21,7 @@ from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.retries import retried
 from stagescope_service.coordinator.rules.actions import Acting, WebhookTest
 from stagescope_service.coordinator.rules.firings import (
-    Act,
+    DueFiring,
     FiringKey,
     finding_of,
     finding_of_firing,
@@ -229,27 +229,27 @@ class TriggerWatch:
             del due[:REACH]
             acts, rules = await self._evaluate_with_retries(attempt_id, steps)
             # A slow webhook or node delays no other step.
-            self._taken |= {_id(act) for act in acts}
-            for _, of_step in itertools.groupby(acts, lambda act: act.row["step"]):
+            self._taken |= {_id(due) for due in acts}
+            for _, of_step in itertools.groupby(acts, lambda due: due.row["step"]):
                 acting.start(self._act([*of_step], rules))
         del self._waiting[attempt_id]
         await acting.settled()
 
-    async def _act(self, acts: Sequence[Act], rules: Rules) -> None:
+    async def _act(self, acts: Sequence[DueFiring], rules: Rules) -> None:
         """Take the actions of a step's firings; never raises."""
         try:
-            for act in acts:
-                await self._write(await self._acting.carry_out(act, rules))
+            for due in acts:
+                await self._write(await self._acting.carry_out(due, rules))
         except Exception:
             # The next step that loads this run takes those that are still owed.
             self._followed.clear()
-            logger.exception("the actions of %s failed", [act.key for act in acts])
+            logger.exception("the actions of %s failed", [due.key for due in acts])
         finally:
-            self._taken -= {_id(act) for act in acts}
+            self._taken -= {_id(due) for due in acts}
 
     async def _evaluate_with_retries(
         self, attempt_id: int, steps: Sequence[int]
-    ) -> tuple[list[Act], Rules]:
+    ) -> tuple[list[DueFiring], Rules]:
         """Write the changes of steps; return the actions to take, and the rules; never raises."""
         what = f"evaluating the rules for steps {steps} of attempt {attempt_id}"
         try:
@@ -264,7 +264,7 @@ class TriggerWatch:
 
     async def _evaluate_and_write(
         self, attempt_id: int, steps: Sequence[int]
-    ) -> tuple[list[Act], Rules]:
+    ) -> tuple[list[DueFiring], Rules]:
         async with self._lock:
             rules = self._rules
             try:
@@ -278,19 +278,19 @@ class TriggerWatch:
 
     def _evaluate(
         self, rules: Rules, attempt_id: int, steps: Sequence[int]
-    ) -> tuple[list[Act], list[Put | Delete]]:
+    ) -> tuple[list[DueFiring], list[Put | Delete]]:
         attempt = self._catalogue.attempt(attempt_id)
         if attempt is None or not rules.rules:
             return [], []
         run = attempt["run"]
-        acts: list[Act] = []
+        acts: list[DueFiring] = []
         rows: list[Put | Delete] = []
         followed = self._followed.get(run)
         if followed is None:
             due = (attempt_id, steps[0])
             followed = FollowedRun(self._catalogue, run, rules, self._since, due)
             self._followed[run] = followed
-            acts += [act for act in followed.owed if _id(act) not in self._taken]
+            acts += [each for each in followed.owed if _id(each) not in self._taken]
             while len(self._followed) > RUNS_FOLLOWED:
                 self._followed.popitem(last=False)
         self._followed.move_to_end(run)
@@ -304,30 +304,30 @@ class TriggerWatch:
         self,
         followed: FollowedRun,
         changes: FiringChanges,
-        acts: list[Act],
+        acts: list[DueFiring],
         rows: list[Put | Delete],
     ) -> None:
         """Collect the rows and actions of a step's changes."""
         for firing in changes.fired:
-            act = followed.explain(firing, self._wall(), self.revision)
-            if act is None:
+            due = followed.explain(firing, self._wall(), self.revision)
+            if due is None:
                 continue
-            key = (act.rule.name, firing.at)
+            key = (due.rule.name, firing.at)
             taken: dict[str, Json] = {}
             if key in followed.acted:
                 pass  # it names more series than before: its actions were taken
             elif firing.cools_since is None:
                 taken = {"actions": None, "acted_wall": None}
                 followed.acted.add(key)
-                acts.append(act)
+                acts.append(due)
             else:
                 since = {"cools_since": firing.cools_since.step}
-                taken = {"actions": since if act.rule.actions.costs else {}}
+                taken = {"actions": since if due.rule.actions.costs else {}}
                 taken["acted_wall"] = self._wall()
-            rows += [Put("firings", {**act.row, **taken}), *finding_of(act)]
-            if _finds_non_finite(act.rule):
+            rows += [Put("firings", {**due.row, **taken}), *finding_of(due)]
+            if _finds_non_finite(due.rule):
                 # The state while the step was open; the rule's finding names every rank.
-                place = {"attempt_id": act.row["attempt_id"], "step": act.row["step"]}
+                place = {"attempt_id": due.row["attempt_id"], "step": due.row["step"]}
                 rows.append(Delete("findings", {"kind": NON_FINITE_SCALARS, **place}))
         for rule, at in changes.withdrawn:
             key_row: FiringKey = {
@@ -353,6 +353,6 @@ def _readable(document: Json) -> Rules:
         return defaults()
 
 
-def _id(act: Act) -> tuple[int, int, str]:
-    row = act.row
+def _id(due: DueFiring) -> tuple[int, int, str]:
+    row = due.row
     return row["attempt_id"], row["step"], row["rule"]

@@ -12,7 +12,7 @@ from typing import Final
 
 import httpx
 
-from stagescope_service.rules.messages import Told, one_line, request_of, shortened
+from stagescope_service.rules.messages import FiringMessage, one_line, request_of, shortened
 from stagescope_service.rules.webhooks import Webhook
 from stagescope_wire.proxies import unused_variable
 
@@ -68,7 +68,7 @@ class Webhooks:
         self._wall = wall
         self._room = asyncio.Semaphore(_AT_ONE_TIME)
 
-    async def call(self, webhook: Webhook, told: Told) -> str:
+    async def call(self, webhook: Webhook, message: FiringMessage) -> str:
         """Send a firing to a webhook; return why it did not arrive, empty if it did.
 
         It has arrived if the answer's status is 2xx and a chat tool's body has no error.
@@ -76,22 +76,22 @@ class Webhooks:
         one. Client errors (4xx) other than 408 and 429 are not retried.
         """
         async with self._room:
-            delivery = await self.try_once(webhook, told, self._seconds)
+            delivery = await self.try_once(webhook, message, self._seconds)
             tries = 1
             for pause in self._pauses:
                 if not delivery.reason or delivery.final:
                     break
                 await asyncio.sleep(pause)
-                delivery = await self.try_once(webhook, told, self._seconds)
+                delivery = await self.try_once(webhook, message, self._seconds)
                 tries += 1
         if not delivery.reason:
             return ""
         return f"{delivery.reason} ({tries} {'try' if tries == 1 else 'tries'})"
 
-    async def try_once(self, webhook: Webhook, told: Told, seconds: float) -> Delivery:
+    async def try_once(self, webhook: Webhook, message: FiringMessage, seconds: float) -> Delivery:
         """Call a webhook once, without waiting for other calls."""
         try:
-            url, content = request_of(webhook, told, self._wall())
+            url, content = request_of(webhook, message, self._wall())
             target = httpx.URL(url)
             if self._hosts and target.raw_host.decode("ascii") not in self._hosts:
                 reason = "its host is not among STAGESCOPE_WEBHOOK_HOSTS"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import Field
 
-from stagescope_service.core.catalogue_rows import integer, text, work_columns
+from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Ask, Instruction, Put
@@ -133,7 +133,7 @@ class StackRequests:
             "attempt_id": process.attempt_id,
             "role": process.role,
             "rank": process.rank,
-            **work_columns(work),
+            **work.fields(),
             "source": source,
             "state": ANSWERED,
             "answered_wall": wall,

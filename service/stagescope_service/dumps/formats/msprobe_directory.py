@@ -136,7 +136,8 @@ def find_places(root: Path, directories: Iterable[Path]) -> Places:
 
 def _refused(each: _PathFacts, other: Path) -> DumpProblem:
     message = (
-        f"{each.directory} and {other} are both of {each.place}. Only the other is read. Rename one"
+        f"{each.directory} and {other} are both of {each.place}. Only {other} is read. Rename "
+        "one of them"
     )
     return DumpProblem(each.directory, "refused", message)
 

@@ -208,7 +208,7 @@ def open_payloads(files: Iterable[PayloadFile], name: str) -> FileDump:
             continue
         if file.consumed_step is not None:
             location = location._replace(step=file.consumed_step)
-        entries.append(DumpEntry("other", location, path, size))
+        entries.append(DumpEntry("other", location, path, size, key=str(path)))
     read = functools.partial(_read_payload, by_path)
     return FileDump(name, KIND, sorted(entries, key=entry_order), problems, read)
 

@@ -45,8 +45,7 @@ def captures(
     run: Annotated[
         str | None,
         Query(
-            description="Only those requested for this run.",
-            json_schema_extra=pattern(RUN_PATTERN),
+            description="Only those requested for this run.", json_schema_extra=pattern(RUN_PATTERN)
         ),
     ] = None,
 ) -> Answer:
@@ -76,8 +75,7 @@ async def add_capture(
     request: Request,
     deps: Deps,
     wait: Annotated[
-        float,
-        Query(ge=0, le=MAX_WAIT, description="Seconds to wait for the ranks to agree."),
+        float, Query(ge=0, le=MAX_WAIT, description="Seconds to wait for the ranks to agree.")
     ] = 2.0,
 ) -> Answer:
     """Request a capture and return it with its id; needs the operate token.

@@ -6,20 +6,17 @@ from typing import Annotated, Final, NamedTuple
 
 from fastapi import APIRouter, Depends, Query
 
-from stagescope_service.figures import (
-    comparison,
-    operators,
-)
+from stagescope_service.figures import comparison, operators
 from stagescope_service.http.parameters import (
     AttemptQueryOf,
     Deps,
+    Metrics,
     RankQueryOf,
     Run,
     WindowOf,
 )
 from stagescope_service.http.requests import pattern
 from stagescope_service.http.routes.figures import FigureAnswer
-from stagescope_service.http.routes.run_figures import Metrics
 from stagescope_service.views.comparisons.comparing import SIDE_PATTERN, compare_sides
 from stagescope_service.views.models import figures as models
 from stagescope_service.views.models.bodies import ComparisonRequest, SideFields

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Depends, Query
@@ -18,21 +17,13 @@ from stagescope_service.figures import (
     timeline,
 )
 from stagescope_service.figures.drawing import Shown, drawn
-from stagescope_service.figures.trace_events import trace_events
-from stagescope_service.http.parameters import (
-    AttemptNumber,
-    Deps,
-    RankQueryOf,
-    Run,
-    StepTarget,
-)
-from stagescope_service.http.requests import Answer, pattern
+from stagescope_service.http.parameters import AttemptNumber, Deps, RankQueryOf, Run
+from stagescope_service.http.requests import pattern
 from stagescope_service.views.models import figures as models
-from stagescope_service.views.operators.tables import operator_target
+from stagescope_service.views.operators.tables import TableFilters, operator_target
 from stagescope_service.views.pages import step_number
 from stagescope_service.views.reading.dependencies import STEP_PATTERN
 from stagescope_service.views.reading.target import Target
-from stagescope_service.views.steps.numbers import comparability_fields, doubt
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -84,8 +75,7 @@ def rounds_figure(
     deps: Deps,
     target: FigureTarget,
     compare: Annotated[
-        int,
-        Query(ge=0, le=rounds.MAX_BEFORE, description="Number of steps before, drawn faded."),
+        int, Query(ge=0, le=rounds.MAX_BEFORE, description="Number of steps before, drawn faded.")
     ] = 3,
 ) -> FigureAnswer:
     """Draw |d| by round of a step with its quantiles, and the number of tokens."""
@@ -135,17 +125,10 @@ async def density_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
 
 
 @router.get("/figures/anatomy", response_model=models.Figure)
-def anatomy_figure(
-    deps: Deps,
-    target: FigureTarget,
-    by: TokenProperty = "place",
-) -> FigureAnswer:
+def anatomy_figure(deps: Deps, target: FigureTarget, by: TokenProperty = "place") -> FigureAnswer:
     """Draw |d| and d of a step by where its tokens are, or how probable or stale they are."""
     found = anatomy.info(deps, target, by)
-    doubted = None if found.comparability is None else doubt(found.comparability)
-    notes = (found.note, doubted)
-    shown = dataclasses.replace(found, note="; ".join(filter(None, notes)) or None)
-    return FigureAnswer("anatomy", anatomy.figure(found), shown)
+    return FigureAnswer("anatomy", anatomy.figure(found), anatomy.doubted(found))
 
 
 @router.get("/figures/timeline", response_model=models.Figure)
@@ -161,42 +144,6 @@ async def operators_figure(deps: Deps, target: DumpedTarget, ranks: RankQueryOf)
 
     With several dumps, it draws the one with the earliest non-finite result, else the first.
     """
-    found = await deps.computations.run(
-        operators.info,
-        deps,
-        target,
-        {"stage": ranks["stage"], "role": ranks["role"], "rank": ranks["rank"]},
-    )
+    filters: TableFilters = {**ranks, "part": None, "capture_id": None}
+    found = await deps.computations.run(operators.info, deps, target, filters)
     return FigureAnswer("operators", operators.figure(found), found)
-
-
-@router.get("/steps/{step}/anatomy", response_model=models.Anatomy, tags=["steps"])
-def step_anatomy(deps: Deps, target: StepTarget, by: TokenProperty = "place") -> Answer:
-    """Return |d| and d of a step by where its tokens are, or how probable or stale they are."""
-    info = anatomy.info(deps, target, by)
-    found = dataclasses.asdict(dataclasses.replace(info, comparability=None))
-    rows = found.pop("bins")
-    return Answer({**found, **comparability_fields(info.comparability), "rows": rows, "next": None})
-
-
-@router.get("/steps/{step}/timeline", response_model=models.Trace, tags=["steps"])
-def trace(deps: Deps, target: StepTarget) -> Answer:
-    """Return the stages of a step as trace events, for ui.perfetto.dev and chrome://tracing.
-
-    A role is a process, a rank a thread. Slices have the stage's status; waits name the rank that
-    was waited for.
-    """
-    found = timeline.read(deps, target)
-    name = f"{target.run}-{target.number}-step{target.step_number}.trace.json"
-    other = {
-        "run": found.run, "attempt": found.attempt, "step": found.step,
-        "begin_wall": found.begin_wall, "clock_error": found.clock_error, "note": found.note,
-    }  # fmt: skip
-    return Answer(
-        {
-            "traceEvents": trace_events(found),
-            "displayTimeUnit": "ms",
-            "otherData": other,
-        },
-        headers={"content-disposition": f'attachment; filename="{name}"'},
-    )

@@ -9,10 +9,7 @@ from fastapi import APIRouter, Depends, Path, Query
 from stagescope_service.http.parameters import AttemptQueryOf, Deps
 from stagescope_service.http.requests import Answer, PageOf, pattern
 from stagescope_service.views.findings import listing as view
-from stagescope_service.views.findings.listing import (
-    EventQuery,
-    Severity,
-)
+from stagescope_service.views.findings.listing import EventQuery, Severity
 from stagescope_service.views.models import runs as models
 from stagescope_service.views.reading.dependencies import RUN_PATTERN
 from stagescope_wire.schema import STEP_BOUND

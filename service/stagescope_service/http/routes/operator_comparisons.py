@@ -11,10 +11,7 @@ from stagescope_service.http.parameters import Deps
 from stagescope_service.http.requests import Answer, read_body
 from stagescope_service.views.models import operators as models
 from stagescope_service.views.models.bodies import DivergenceRequest, TensorsRequest
-from stagescope_service.views.operators.comparisons import (
-    find_divergence,
-    start_tensors,
-)
+from stagescope_service.views.operators.comparisons import find_divergence, start_tensors
 from stagescope_service.views.reading.dependencies import wait_for
 from stagescope_wire.errors import NotReady
 
@@ -40,9 +37,7 @@ async def divergence(request: Request, deps: Deps) -> Answer:
 
 
 @router.post(
-    "/operators/tensors",
-    response_model=models.TensorPairs,
-    openapi_extra=TensorsRequest.document(),
+    "/operators/tensors", response_model=models.TensorPairs, openapi_extra=TensorsRequest.document()
 )
 async def tensors(request: Request, deps: Deps) -> Answer:
     """Compare the full tensors of two dumps (msprobe's task `tensor`) with msprobe itself.

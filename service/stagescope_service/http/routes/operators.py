@@ -6,9 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
-from stagescope_service.dumps.msprobe.operator_query import (
-    OperatorFilter,
-)
+from stagescope_service.dumps.msprobe.operator_query import OperatorFilter
 from stagescope_service.http.parameters import (
     AttemptKey,
     AttemptNumber,
@@ -22,10 +20,7 @@ from stagescope_service.http.parameters import (
 from stagescope_service.http.requests import Answer, PageOf
 from stagescope_service.views.models import operators as models
 from stagescope_service.views.operators import tables as view
-from stagescope_service.views.operators.tables import (
-    TableFilters,
-    first_non_finite,
-)
+from stagescope_service.views.operators.tables import TableFilters, first_non_finite
 from stagescope_service.views.reading.target import Target
 
 router = APIRouter(tags=["operators"])
@@ -68,8 +63,7 @@ async def operator_query(
         Query(max_length=100, description="forward, backward, parameters_grad or debug."),
     ] = None,
     section: Annotated[
-        str | None,
-        Query(max_length=100, description="input_args, output, parameters, grad, ..."),
+        str | None, Query(max_length=100, description="input_args, output, parameters, grad, ...")
     ] = None,
     dtype: Annotated[str | None, Query(max_length=100, description="Such as bfloat16.")] = None,
     non_finite: Annotated[

@@ -1,31 +1,24 @@
-"""Routes of figures over the steps of a run."""
+"""Routes of figures over the steps of a run, and the list of all figures."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import typing
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
+from fastapi.routing import APIRoute
 
-from stagescope_service.figures import (
-    heatmaps,
-    offenders,
-    overview,
-)
-from stagescope_service.http.parameters import (
-    AttemptQueryOf,
-    Deps,
-    WindowOf,
-)
+from stagescope_service.figures import heatmaps, offenders, overview
+from stagescope_service.figures.run_curves import CurveRequest
+from stagescope_service.http.parameters import AttemptQueryOf, Deps, Metrics, WindowOf
+from stagescope_service.http.requests import Answer, is_repeatable, query_fields
+from stagescope_service.http.routes import compared_figures, figures
 from stagescope_service.http.routes.figures import FigureAnswer
+from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.models import figures as models
 from stagescope_service.views.reading.dependencies import check_window
 
 router = APIRouter(tags=["figures"])
-
-Metrics = Annotated[
-    list[str] | None,
-    Query(description="A published metric or a scalar; may be given several times.", max_length=12),
-]
 
 
 @router.get("/figures/overview", response_model=models.Figure)
@@ -53,7 +46,7 @@ def overview_figure(
     A band is the noise floor where it was recorded. Dashed lines are the first stalenesses.
     """
     check_window(window)
-    request = overview.Request(tuple(metric or ()), chosen.attempt, window, superseded, smooth)
+    request = CurveRequest(tuple(metric or ()), chosen.attempt, window, superseded, smooth)
     found = overview.info(deps, chosen.run, request)
     return FigureAnswer("overview", overview.figure(found), found)
 
@@ -82,3 +75,44 @@ async def offenders_figure(deps: Deps, chosen: AttemptQueryOf, window: WindowOf)
     check_window(window)
     found = await deps.computations.run(offenders.info, deps, *chosen, window)
     return FigureAnswer("offenders", offenders.figure(found), found)
+
+
+@router.get("/figures", response_model=models.Figures)
+async def list_figures() -> Answer:
+    """List the figures with their parameters."""
+    routes = [
+        route for each in (router, figures.router, compared_figures.router) for route in each.routes
+        if isinstance(route, APIRoute) and route.path.startswith("/figures/")
+    ]  # fmt: skip
+    rows = [_row(route) for route in sorted(routes, key=lambda route: route.path)]
+    return Answer({"rows": rows, "next": None})
+
+
+def _row(route: APIRoute) -> JsonObject:
+    parameters = []
+    for field in query_fields(route.dependant):
+        annotation = field.field_info.annotation
+        parameters.append(
+            {
+                "name": field.alias,
+                "description": field.field_info.description or "",
+                "required": field.field_info.is_required(),
+                "repeatable": is_repeatable(field),
+                "values": _values(annotation),
+            }
+        )
+    return {
+        "name": route.path.removeprefix("/figures/"),
+        "path": route.path,
+        "description": route.description.partition("\n\n")[0],
+        "parameters": parameters,
+    }
+
+
+def _values(annotation: object) -> list[str] | None:
+    if typing.get_origin(annotation) is Literal:
+        return [str(value) for value in typing.get_args(annotation)]
+    for each in typing.get_args(annotation):
+        if (values := _values(each)) is not None:
+            return values
+    return None

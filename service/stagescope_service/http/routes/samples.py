@@ -15,10 +15,7 @@ from stagescope_service.http.parameters import Deps, Rank, Role, StepTarget
 from stagescope_service.http.requests import Answer, PageOf
 from stagescope_service.views.models import samples as models
 from stagescope_service.views.samples import listing as view
-from stagescope_service.views.samples.listing import (
-    SortBy,
-    loss_of,
-)
+from stagescope_service.views.samples.listing import SortBy, loss_of
 from stagescope_service.views.samples.sample import tokens_of, tokens_of_row
 
 

@@ -6,17 +6,16 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
+from stagescope_service.figures import anatomy, timeline
+from stagescope_service.figures.trace_events import trace
 from stagescope_service.http.parameters import Deps, RankQueryOf, Run, StepTarget
 from stagescope_service.http.requests import Answer, PageOf
+from stagescope_service.http.routes.figures import TokenProperty
+from stagescope_service.views.models import figures as figure_models
 from stagescope_service.views.models import runs as list_models
 from stagescope_service.views.models import steps as models
-from stagescope_service.views.reading.completeness import (
-    ALL_ROWS,
-)
-from stagescope_service.views.reading.rows import (
-    dump_row,
-    matching,
-)
+from stagescope_service.views.reading.completeness import ALL_ROWS
+from stagescope_service.views.reading.rows import dump_row, matching
 from stagescope_service.views.steps import listing as view
 from stagescope_wire.schema import STEP_BOUND
 
@@ -80,13 +79,28 @@ def scalars(
 
 
 @router.get("/steps/{step}/dumps", response_model=models.Dumps, tags=["steps"])
-def dumps(
-    deps: Deps,
-    target: StepTarget,
-    page: PageOf,
-    ranks: RankQueryOf,
-) -> Answer:
+def dumps(deps: Deps, target: StepTarget, page: PageOf, ranks: RankQueryOf) -> Answer:
     """List msprobe's dumps of the step: who collected, missed or failed, where, how large."""
     every = deps.catalogue.dumps(target.attempt_id, target.step_number, limit=ALL_ROWS)
     rows = matching(every, f"step {target.step_number}", **ranks)
     return Answer({**target.heading(), **page.cut([dump_row(row) for row in rows])})
+
+
+@router.get(
+    "/steps/{step}/anatomy", response_model=figure_models.Anatomy, tags=["figures", "steps"]
+)
+def step_anatomy(deps: Deps, target: StepTarget, by: TokenProperty = "place") -> Answer:
+    """Return |d| and d of a step by where its tokens are, or how probable or stale they are."""
+    return Answer(anatomy.answer(anatomy.info(deps, target, by)))
+
+
+@router.get("/steps/{step}/timeline", response_model=figure_models.Trace, tags=["figures", "steps"])
+def step_trace(deps: Deps, target: StepTarget) -> Answer:
+    """Return the stages of a step as trace events, for ui.perfetto.dev and chrome://tracing.
+
+    A role is a process, a rank a thread. Slices have the stage's status; waits name the rank that
+    was waited for.
+    """
+    name = f"{target.run}-{target.number}-step{target.step_number}.trace.json"
+    headers = {"content-disposition": f'attachment; filename="{name}"'}
+    return Answer(trace(timeline.read(deps, target)), headers=headers)

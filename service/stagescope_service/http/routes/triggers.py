@@ -17,11 +17,7 @@ from stagescope_service.rules.document import defaults, defaults_text
 from stagescope_service.views import triggers as view
 from stagescope_service.views.models import triggers as models
 from stagescope_service.views.models.bodies import DryRunRequest, RulesRequest
-from stagescope_service.views.triggers import (
-    dry_run,
-    parse_rules,
-    run_notes,
-)
+from stagescope_service.views.triggers import dry_run, parse_rules, run_notes
 from stagescope_wire.errors import InvalidInput
 
 router = APIRouter(tags=["triggers"])

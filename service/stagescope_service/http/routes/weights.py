@@ -10,9 +10,7 @@ from stagescope_service.http.parameters import AttemptTarget, Deps, Run, StepTar
 from stagescope_service.http.requests import Answer, PageOf
 from stagescope_service.views import weights as view
 from stagescope_service.views.models import service as models
-from stagescope_service.views.weights import (
-    answer,
-)
+from stagescope_service.views.weights import answer
 
 router = APIRouter(tags=["weights"])
 

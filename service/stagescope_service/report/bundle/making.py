@@ -13,11 +13,7 @@ from stagescope_service.report.bundle.contents import CATALOGUE, Bundle, collect
 from stagescope_service.report.rendering import as_html, as_markdown, make_report
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tensorfile import disk_errors
-from stagescope_service.views.reading.dependencies import (
-    Commands,
-    Dependencies,
-    Reply,
-)
+from stagescope_service.views.reading.dependencies import Commands, Dependencies, Reply
 from stagescope_service.views.reading.target import Target
 from stagescope_wire.errors import Forbidden, NotFound, StoreError
 from stagescope_wire.names import safe_name

@@ -18,7 +18,7 @@ from stagescope_service.rules.evidence import (
     short,
     spearman,
 )
-from stagescope_service.rules.history import NEWEST, READ, RunHistory, StepInForce
+from stagescope_service.rules.history import NEWEST, READ, CurrentStep, RunHistory
 from stagescope_service.statistics.cell import Field, Float64
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey
 from stagescope_wire.render import counted
@@ -29,46 +29,44 @@ _CARRIED: Final = ": a few tokens carry it, and it says nothing about the others
 
 
 class _Mean(NamedTuple):
-    """A metric of a slice of a step."""
+    """Mean |d| of a slice of a step."""
 
     value: float
     tokens: float
     least: float
-    """Mean |d| without the tokens that are far off, if these are few; for other metrics `value`.
-    Each of the few counts as the largest one, so this is a lower bound."""
+    """Mean |d| without the tokens that are far off, if these are few. Each of the few counts as the
+    largest one, so this is a lower bound."""
 
 
-_Slices: TypeAlias = "list[tuple[StepInForce, dict[SliceKey, _Mean]]]"
+_Slices: TypeAlias = "list[tuple[CurrentStep, dict[SliceKey, _Mean]]]"
 
 
-def _means(history: RunHistory, by: Dimension, metric: str) -> _Slices:
-    """Return a metric of the slices of the newest steps."""
+def _means(history: RunHistory, by: Dimension) -> _Slices:
+    """Return mean |d| of the slices of the newest steps."""
     names = ("counts/tokens", "logprob_abs_diff/max", "tail/abs_diff_over_0.5_count")
     others = [dict(history.slices(by, name)) for name in names]
     found: _Slices = []
-    for step, means in history.slices(by, metric):
+    for step, means in history.slices(by, ABS_DIFF):
         own: dict[SliceKey, _Mean] = {}
         for key, mean in means.items():
             tokens, largest, far = (each.get(step, {}).get(key, math.nan) for each in others)
             count, least = max(far, 1.0), mean
-            if metric == ABS_DIFF and count < _FEW and tokens > count and math.isfinite(largest):
+            if count < _FEW and tokens > count and math.isfinite(largest):
                 least = max(0.0, mean * tokens - count * largest) / (tokens - count)
             own[key] = _Mean(mean, tokens, least)
         found.append((step, own))
     return found
 
 
-def rank_apart(
-    history: RunHistory, *, metric: str = ABS_DIFF, factor: float = 3.0, least: int = 3
-) -> Evidence:
-    """Return the rank whose metric is `factor` times the others' median, step after step.
+def rank_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
+    """Return the rank whose mean |d| is `factor` times the others' median, step after step.
 
     With two ranks, the one with the higher value must be the same in at least half of the steps.
     """
-    slices = [each for each in _means(history, "rank", metric) if len(each[1]) >= 2]
+    slices = [each for each in _means(history, "rank") if len(each[1]) >= 2]
     if len(slices) < least:
         return not_measured(
-            f"{len(slices)} of the newest steps have two or more ranks with {metric}"
+            f"{len(slices)} of the newest steps have two or more ranks with {ABS_DIFF}"
         )
     apart: dict[SliceKey, list[int]] = {}
     of_few: Counter[SliceKey] = Counter()
@@ -90,7 +88,7 @@ def rank_apart(
     if not apart:
         text = f"no rank is {factor:g} times the others in {examined} steps"
         for (role, rank), count in of_few.most_common(1):
-            text += f"; in {count}, {role} {rank} is so by a few tokens alone"
+            text += f"; in {count}, {role} {rank} is so only because of a few tokens"
         return not_found(text)
     worst = max(apart, key=lambda key: len(apart[key]))
     (role, rank), count, last = worst, len(apart[worst]), apart[worst][-1]
@@ -98,7 +96,7 @@ def rank_apart(
     rest = [each.value for key, each in values.items() if key != worst]
     newest = values[worst].value if worst in values else math.nan
     text = (
-        f"{role} {rank} stands apart in {count} of {len(slices)} steps: {metric} is "
+        f"{role} {rank} differs in {count} of {len(slices)} steps: {ABS_DIFF} is "
         f"{short(newest)} in step {step.step}, {short(_median(rest))} at the "
         f"other{'' if len(rest) == 1 else 's'}"
     )
@@ -115,26 +113,25 @@ def _median(values: Sequence[float]) -> float:
     return float(np.median(known)) if known else math.nan
 
 
-def rounds_rise(
-    history: RunHistory,
-    *,
-    metric: str = ABS_DIFF,
-    factor: float = 2.0,
-    tokens: int = 64,
-    share: float = 0.7,
-) -> Evidence:
-    """Return whether a metric rises with the round, and more than its tokens grow less sure.
+_ROUND_TOKENS: Final = 64
+"""Minimum tokens of a round that is compared with others."""
+_ENGINE_TOKENS: Final = 256
+"""Minimum tokens of an engine instance that is compared with others."""
 
-    In `share` of the newest steps Spearman's rank correlation with the round is at least 0.8, and
-    the last round has `factor` times the first one's. The metric over the mean of -q does, too.
+
+def rounds_rise(history: RunHistory, *, factor: float) -> Evidence:
+    """Return whether mean |d| rises with the round, and more than its tokens grow less sure.
+
+    In 70 % of the newest steps Spearman's rank correlation with the round is at least 0.8, and
+    the last round has `factor` times the first one's. The ratio to the mean of -q does, too.
     The same noise of the logits makes |d| larger where a token is less sure (arXiv 2512.23087), and
     later rounds of a healthy run often are.
     """
     rises, explained, examined, since, newest = 0, 0, 0, None, ""
     rollout = "rollout" if history.newest is None else history.newest.summary.summary.pair[1]
     sampled = dict(history.slices("round", f"logprob/{rollout}_mean"))
-    for step, values in _means(history, "round", metric):
-        rounds = [key for key in sorted(values) if values[key].tokens >= tokens]
+    for step, values in _means(history, "round"):
+        rounds = [key for key in sorted(values) if values[key].tokens >= _ROUND_TOKENS]
         numbers = np.array([values[key].value for key in rounds])
         if len(rounds) < 3 or not np.isfinite(numbers).all():
             continue
@@ -155,11 +152,11 @@ def rounds_rise(
         rises += 1
         since = step.step if since is None else since
     if not examined:
-        return not_measured(f"no step has three rounds of {tokens} tokens")
-    text = f"{metric} rises with the round in {rises} of {examined} steps; {newest}"
+        return not_measured(f"no step has three rounds of {_ROUND_TOKENS} tokens")
+    text = f"{ABS_DIFF} rises with the round in {rises} of {examined} steps; {newest}"
     if explained:
         text += f"; in {explained} more, as their tokens grow less sure"
-    if rises < share * examined:
+    if rises < 0.7 * examined:
         return not_found(text)
     return Evidence("found", rises / examined, since, "the later rounds", (text,))
 
@@ -168,12 +165,12 @@ def _rises(numbers: Float64, factor: float) -> bool:
     return spearman(numbers) >= 0.8 and bool(numbers[-1] >= factor * numbers[0])
 
 
-def noise_floor(history: RunHistory, *, factor: float = 1.5) -> Evidence:
+def noise_floor(history: RunHistory, *, factor: float) -> Evidence:
     """Return whether the mismatch is no larger than the trainer's against itself."""
     newest = history.newest
     floor = None if newest is None else newest.published_noise
     if newest is None or floor is None:
-        return not_measured("no recomputed log-probs: the trainer is not held against itself")
+        return not_measured("no recomputed log-probs: the trainer cannot be compared with itself")
     mismatch, noise = newest.published[ABS_DIFF], floor[ABS_DIFF]
     text = (
         f"step {newest.step}: mean |d| is {short(mismatch)}, that of the trainer against "
@@ -187,19 +184,17 @@ def noise_floor(history: RunHistory, *, factor: float = 1.5) -> Evidence:
     return Evidence("found", sure, newest.step, "", (text,))
 
 
-def engine_apart(
-    history: RunHistory, *, factor: float = 3.0, tokens: int = 256, least: int = 2
-) -> Evidence:
+def engine_apart(history: RunHistory, *, factor: float) -> Evidence:
     """Return the engine instance whose mean |d| is `factor` times the others', in each step.
 
-    Each of the newest `READ` steps must show it, over at least `tokens` tokens of each engine
+    Each of the newest `READ` steps must show it, over `_ENGINE_TOKENS` tokens of each engine
     instance. More than a few tokens must carry it.
     """
     apart: list[tuple[int, str, float, float]] = []
     examined = 0
     for step, summary in history.summaries:
-        sums = {name: row for name, row in summary.engines.items() if row[0] >= tokens}
-        if len(sums) < least:
+        sums = {name: row for name, row in summary.engines.items() if row[0] >= _ENGINE_TOKENS}
+        if len(sums) < 2:
             continue
         examined += 1
         means = {name: float(row[3] / row[0]) for name, row in sums.items()}
@@ -211,7 +206,8 @@ def engine_apart(
             apart.append((step.step, worst, means[worst], usual))
     if examined < READ:
         return not_measured(
-            f"{examined} of the newest steps have {tokens} tokens of each of two engine instances"
+            f"{examined} of the newest steps have {_ENGINE_TOKENS} tokens of each of two engine "
+            "instances"
         )
     if len(apart) < READ or len({name for _, name, *_ in apart}) > 1:
         return not_found(f"no engine instance is {factor:g} times the others in each step")
@@ -223,7 +219,7 @@ def engine_apart(
     return Evidence("found", 1.0, apart[-1][0], name, (text,))
 
 
-def hidden_tails(history: RunHistory, *, mean: float = 0.01, tail: float = 5.0) -> Evidence:
+def hidden_tails(history: RunHistory, *, mean: float, tail: float) -> Evidence:
     """Return whether means look healthy while single tokens are far off.
 
     `training/rollout_probs_diff_mean` is below `mean` and `logprob_abs_diff/max` over `tail` nats:
@@ -251,14 +247,12 @@ def hidden_tails(history: RunHistory, *, mean: float = 0.01, tail: float = 5.0) 
     return of_rate(means.steps, marks, None, 0.5, NEWEST, text)
 
 
-def stale(
-    history: RunHistory, *, checks: Sequence[str], metric: str = ABS_DIFF, factor: float = 1.5
-) -> Evidence:
+def stale(history: RunHistory, *, checks: Sequence[str], factor: float) -> Evidence:
     """Return whether tokens of older policy versions have a larger mismatch than fresh ones.
 
     If no step has fresh tokens, the youngest ones of the newest steps are compared with the older.
     """
-    slices = _means(history, "staleness", metric)
+    slices = _means(history, "staleness")
     if not any(len(values) for _, values in slices):
         is_named = any({*checks} & {*step.suspects} for step in history.measured[-NEWEST:])
         return not_measured(

@@ -17,7 +17,7 @@ from stagescope_service.rules.evidence import (
     ENDED_AFTER,
     Evidence,
     beyond,
-    found,
+    listed,
     not_found,
     not_measured,
     of_rate,
@@ -25,7 +25,7 @@ from stagescope_service.rules.evidence import (
 )
 from stagescope_service.rules.history import NEWEST, MissingRank, RunHistory
 from stagescope_service.statistics.cell import Float64
-from stagescope_service.store.queries.measurements import RewardGroupsRow
+from stagescope_service.store.queries.rollouts import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, LossRow
 from stagescope_wire.render import counted
 
@@ -34,7 +34,7 @@ TRIGGER: Final = "trigger_"
 
 
 def groups(
-    history: RunHistory, *, kind: Literal["equal", "low", "high", "single"], share: float = 0.5
+    history: RunHistory, *, kind: Literal["equal", "low", "high", "single"], share: float
 ) -> Evidence:
     """Return whether many groups of samples teach nothing.
 
@@ -52,7 +52,7 @@ def groups(
     rows = every if single else [row for row in every if row["rewarded"]]
     if not rows:
         return not_measured("samples have no rewards, or groups of one sample")
-    marked = np.array([_of_kind(row, kind) for row in rows], np.float64)
+    marked = np.array([row[kind] for row in rows], np.float64)
     of = np.array([row["groups" if single else "rewarded"] for row in rows], np.float64)
     edge = ""
     if kind in ("low", "high"):
@@ -75,13 +75,6 @@ def groups(
     return of_rate(steps, marked, of, share, NEWEST, text + edge)
 
 
-def _of_kind(row: RewardGroupsRow, kind: Literal["equal", "low", "high", "single"]) -> int:
-    """Return the number of groups of a step that are of a kind."""
-    return {
-        "equal": row["equal"], "low": row["low"], "high": row["high"], "single": row["single"],
-    }[kind]  # fmt: skip
-
-
 def _reward_edges(rows: Sequence[RewardGroupsRow]) -> tuple[Float64, Float64]:
     """Return the lowest and highest reward of the `NEWEST` steps up to each step. If those have
     only one reward, all steps up to it count."""
@@ -95,9 +88,7 @@ def _reward_edges(rows: Sequence[RewardGroupsRow]) -> tuple[Float64, Float64]:
     return lows, np.where(alone, np.fmax.accumulate(high), highs)
 
 
-def truncated(
-    history: RunHistory, *, names: Sequence[str], bound: float = 0.1, share: float = 0.2
-) -> Evidence:
+def truncated(history: RunHistory, *, names: Sequence[str], bound: float, share: float) -> Evidence:
     """Return whether many responses have the maximum length. The trainer's own scalar decides, else
     the share of samples that have exactly the largest number of tokens."""
     logged = history.scalars(names)
@@ -105,7 +96,7 @@ def truncated(
         return beyond(logged[0], bound, NEWEST, 0.5)
     lengths = [int(row["tokens"]) for row in history.samples if row["tokens"]]
     if len(lengths) < 32:
-        return not_measured("neither a scalar of it nor 32 samples with their tokens")
+        return not_measured("neither such a scalar nor 32 samples with their token counts")
     longest = max(lengths)
     cut = sum(length == longest for length in lengths) / len(lengths)
     text = f"{cut:.0%} of {len(lengths)} samples have exactly {longest} tokens, the most"
@@ -114,20 +105,13 @@ def truncated(
     return Evidence("found", cut, None, "", (text,))
 
 
-def finding(
-    history: RunHistory,
-    *,
-    kinds: Sequence[str],
-    besides: Sequence[str] = (),
-    open_only: bool = False,
-) -> Evidence:
+def finding(history: RunHistory, *, kinds: Sequence[str], besides: Sequence[str] = ()) -> Evidence:
     """Return the findings of some kinds (patterns with `*`), without the kinds `besides`."""
     rows = [
         row
         for row in history.findings
         if any(fnmatch.fnmatchcase(row["kind"], kind) for kind in kinds)
         and row["kind"] not in besides
-        and not (open_only and row["over_wall"] is not None)
     ]
     if not rows:
         return not_found(f"no finding {' or '.join(kinds)}")
@@ -158,7 +142,7 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     if held:
         return _found(history, held, _messages(history, held))
     if not rows:
-        return not_found("no rank was quiet for too long")
+        return not_found("no rank was silent for too long")
     last = max(rows, key=lambda row: row["first_wall"])
     return not_found(
         f"{counted(len(rows), 'rank')} held up others earlier, the last: {last['message']}"
@@ -168,8 +152,12 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
 def _messages(history: RunHistory, rows: list[FindingRow]) -> list[str]:
     """Sort findings by step; return what the first ones say."""
     rows.sort(key=lambda row: (row["step"] is None, row["step"] or 0, row["first_wall"]))
-    lines = [f"{_of_earlier(history, row)}{row['message']}" for row in rows[:3]]
-    return lines if len(rows) <= 3 else [*lines, f"and {len(rows) - 3} more findings"]
+    return _first([f"{_of_earlier(history, row)}{row['message']}" for row in rows], 3, "findings")
+
+
+def _first(lines: Sequence[str], most: int, noun: str) -> list[str]:
+    more = [f"and {len(lines) - most} more {noun}"] if len(lines) > most else []
+    return [*lines[:most], *more]
 
 
 def _found(
@@ -192,7 +180,7 @@ def _found(
     named = rows if of is None else of
     ranks = sorted({f"{row['role']} {row['rank']}" for row in named if row["rank"] is not None})
     since = min((row["step"] for row in rows if row["step"] is not None), default=None)
-    evidence = found(1.0, since, _listed(ranks), *lines)
+    evidence = Evidence("found", 1.0, since, listed(ranks), tuple(lines))
     steps = [_step_of(history, row) for row in rows]
     known = [step for step in steps if step is not None]
     if not known or len(known) < len(steps):
@@ -224,10 +212,6 @@ def _of_earlier(history: RunHistory, row: FindingRow | LossRow) -> str:
     if attempt_id is None or attempt_id == history.newest_attempt_id:
         return ""
     return f"attempt {history.number_of(attempt_id)}: "
-
-
-def _listed(ranks: Sequence[str]) -> str:
-    return ", ".join(ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
 
 
 def scalars_not_finite(history: RunHistory) -> Evidence:
@@ -314,7 +298,7 @@ def _after(history: RunHistory, rows: Sequence[FindingRow | LossRow]) -> list[st
     ]
 
 
-def partial(history: RunHistory, *, share: float = 0.1) -> Evidence:
+def partial(history: RunHistory, *, share: float) -> Evidence:
     """Return whether steps close without some of their ranks, and which ranks those are."""
     series = history.partial()
     if not len(series):
@@ -331,10 +315,8 @@ def partial(history: RunHistory, *, share: float = 0.1) -> Evidence:
         if evidence.since_step is None or missing.steps[-1] >= evidence.since_step
     ]
     silent.sort(key=lambda each: (-each[2].steps[-1], -len(each[2].steps), each[:2]))
-    lines = [_missing_text(*each) for each in silent[:_NAMED]]
-    if len(silent) > _NAMED:
-        lines.append(f"and {len(silent) - _NAMED} more ranks")
-    where = _listed([f"{role} {rank}" for role, rank, _ in silent])
+    lines = _first([_missing_text(*each) for each in silent], _NAMED, "ranks")
+    where = listed([f"{role} {rank}" for role, rank, _ in silent])
     return dataclasses.replace(evidence, where=where, supports=(*evidence.supports, *lines))
 
 
@@ -364,20 +346,23 @@ def unreported(history: RunHistory) -> Evidence:
     if not gaps:
         return not_found(f"the {len(steps)} steps from {steps[0].step} on follow each other")
     texts = []
-    for before, after in gaps[:6]:
+    for before, after in gaps:
         first, last = before.step + 1, after.step - 1
         text = f"no step {first}" if first == last else f"no steps {first} to {last}"
         if after.attempt != before.attempt:
             text += f": attempt {after.attempt} begins with {after.step}, after {before.step} of "
             text += f"attempt {before.attempt}"
         texts.append(text)
-    if len(gaps) > 6:
-        texts.append(f"and {len(gaps) - 6} more gaps")
-    evidence = Evidence("found", 1.0, gaps[0][0].step + 1, "", tuple(texts))
+    since = gaps[0][0].step + 1
+    evidence = Evidence("found", 1.0, since, "", tuple(_first(texts, 6, "gaps")))
     return evidence.ended_after([each.step for each in steps], gaps[-1][1].step - 1)
 
 
-def straggler(history: RunHistory, *, factor: float = 1.5, least: float = 0.05) -> Evidence:
+_SLOWER: Final = 0.05
+"""Seconds by which a rank must be slower than the others."""
+
+
+def straggler(history: RunHistory, *, factor: float) -> Evidence:
     """Return the rank that takes `factor` times the others' median in a stage, step after step."""
     worst: Evidence | None = None
     examined = 0
@@ -393,7 +378,7 @@ def straggler(history: RunHistory, *, factor: float = 1.5, least: float = 0.05) 
             slowest = max(ranks, key=lambda rank: ranks[rank])
             others = [value for rank, value in ranks.items() if rank != slowest]
             usual = float(np.median(others))
-            if ranks[slowest] > max(factor * usual, usual + least):
+            if ranks[slowest] > max(factor * usual, usual + _SLOWER):
                 slow[slowest] += 1
                 since.setdefault(slowest, step)
                 ratios[slowest].append(ranks[slowest] / usual if usual else math.inf)

@@ -22,17 +22,18 @@ from stagescope_service.rules.evidence import (
 from stagescope_service.rules.history import READ, RunHistory
 from stagescope_service.statistics import Comparability
 from stagescope_service.statistics.checks import few_carry
-from stagescope_service.statistics.profiles import (
-    COARSEST,
-    FINER,
-    NOT_FINITE,
-    ZERO,
-    Edge,
-    exponent,
-)
+from stagescope_service.statistics.profiles import COARSEST, FINER, NOT_FINITE, ZERO, Edge, exponent
 
 _OF_THE_MEAN: Final = {"renormalised", "temperature", "calibration"}
 """Checks of whether another distribution sampled the tokens."""
+_NAMED: Final = 20
+"""Number of newest steps of which a text tells how many are suspect."""
+_STEEPER: Final = math.log(2.0)
+"""Logarithm of the steepness at which a policy's log-probs have another mean or spread."""
+_EDGE_TOKENS: Final = 32
+"""Minimum tokens at the edges of a step's rounds."""
+_LATTICE_TOKENS: Final = 64
+"""Minimum tokens that differ."""
 _LASTING: Final = 3
 """Number of newest steps; one of them has to be suspect."""
 LASTING: Final = 6
@@ -46,11 +47,11 @@ _AT_EDGES: Final = ("first_token", "last_token")
 """Checks of tokens at the edges of rounds; these tokens alone can make them fail."""
 
 
-def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> Evidence:
+def suspect(history: RunHistory, *, checks: Sequence[str]) -> Evidence:
     """Return whether the stream checks of one of the newest three steps name one of these
     causes."""
     measured = history.measured
-    newest = measured[-steps:]
+    newest = measured[-_NAMED:]
     if history.newest is None or not newest:
         return not_measured("no step has both streams")
     at_edges = [each.text for each in history.newest.comparability.checks if each.name in _AT_EDGES]
@@ -69,8 +70,8 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
         verdicts = Counter(step.verdict for step in newest)
         listed = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
         return not_found(f"the streams of the newest {len(newest)} steps: {listed}")
-    share = float(marks[-steps:].mean())
-    lines = [f"named in {int(marks[-steps:].sum())} of the newest {len(newest)} steps"]
+    share = float(marks[-_NAMED:].mean())
+    lines = [f"named in {int(marks[-_NAMED:].sum())} of the newest {len(newest)} steps"]
     likelier, where = None, ""
     shown = history.read(measured[int(np.flatnonzero(marks)[-1])])
     if shown is not None:
@@ -84,23 +85,23 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
     return Evidence("found", share, since, where, tuple(lines), against, likelier=likelier)
 
 
-def sampling(history: RunHistory, *, checks: Sequence[str], double: float = 2.0) -> Evidence:
+def sampling(history: RunHistory, *, checks: Sequence[str]) -> Evidence:
     """Return whether the checks name one of these causes, or a temperature lasts that policy drift
     does not explain.
 
     One step of stale tokens does not distinguish a temperature from an update that sharpens the
-    policy as much. Many steps do: updates add up. Once they make it `double` as steep, its
+    policy as much. Many steps do: updates add up. Once they make it twice as steep, its
     log-probs have another mean or another spread.
     """
     named = suspect(history, checks=checks)
     if named.verdict == "found":
         return named
-    return _lasting_slope(history, math.log(double)) or named
+    return _lasting_slope(history) or named
 
 
-def _lasting_slope(history: RunHistory, enough: float) -> Evidence | None:
+def _lasting_slope(history: RunHistory) -> Evidence | None:
     """Return a temperature that was undecided in each of the newest steps, if it is no update.
-    Updates would have made log-probs `enough` (a logarithm) steeper or flatter by now."""
+    Updates would have made log-probs `_STEEPER` or flatter by now."""
     undecided = itertools.takewhile(lambda each: each.verdict == "unknown", history.measured[::-1])
     run = [*undecided][::-1]
     if len(run) < LASTING:
@@ -124,7 +125,7 @@ def _lasting_slope(history: RunHistory, enough: float) -> Evidence | None:
     with np.errstate(divide="ignore", invalid="ignore"):
         sizes = np.log(np.abs([of_mean, of_std]))
         moved = float(np.abs(sizes[:, 1] - sizes[:, 0]).max())  # NaN where one is
-    if steeper < enough or not moved < _MOVED * steeper:
+    if steeper < _STEEPER or not moved < _MOVED * steeper:
         return None
     change = "steep" if logs[0] > 0.0 else "flat"
     text = (
@@ -166,7 +167,7 @@ def _ranks_named(texts: Sequence[str]) -> list[str]:
     return [word for text in texts for word in text.split("; ") if word.startswith("rank ")]
 
 
-def rounded(history: RunHistory, *, checks: Sequence[str], share: float = 0.5) -> Evidence:
+def rounded(history: RunHistory, *, checks: Sequence[str], share: float) -> Evidence:
     """Return whether a stream's dtype explains the mismatch, or most of it, or the stream checks
     name it."""
     return _or_suspect(_rounded(history, share), history, checks)
@@ -191,26 +192,27 @@ def _rounded(history: RunHistory, share: float) -> Evidence:
 
 
 def edge_token(
-    history: RunHistory, *, edge: Edge, checks: Sequence[str], factor: float = 3.0, tokens: int = 32
+    history: RunHistory, *, edge: Edge, checks: Sequence[str], factor: float
 ) -> Evidence:
     """Return whether the tokens at one edge of rounds differ `factor` times as much as the others.
 
-    Each of the newest `READ` steps must show it, over at least `tokens` tokens of the edge, and
+    Each of the newest `READ` steps must show it, over `_EDGE_TOKENS` tokens of the edge, and
     more than a few of them must carry it. The same holds if the stream checks name it.
     """
-    return _or_suspect(_edge_token(history, edge, factor, tokens), history, checks)
+    return _or_suspect(_edge_token(history, edge, factor), history, checks)
 
 
-def _edge_token(history: RunHistory, edge: Edge, factor: float, tokens: int) -> Evidence:
+def _edge_token(history: RunHistory, edge: Edge, factor: float) -> Evidence:
     rows = []
     for step, summary in history.summaries:
         found = summary.profiles.edge_tokens(edge)
-        if found is not None and found[0].tokens >= tokens:
+        if found is not None and found[0].tokens >= _EDGE_TOKENS:
             mean, others = (each.d_abs_sum / each.tokens for each in found)
             rows.append((step.step, found[0].tokens, mean, others, few_carry(found[0])))
     if len(rows) < READ:
         return not_measured(
-            f"{len(rows)} of the newest steps have {tokens} {edge} tokens of rounds with numbers"
+            f"{len(rows)} of the newest steps have {_EDGE_TOKENS} {edge} tokens of rounds with "
+            "numbers"
         )
     newest, count, mean, others, is_of_few = rows[0]
     text = (
@@ -224,7 +226,7 @@ def _edge_token(history: RunHistory, edge: Edge, factor: float, tokens: int) -> 
     return Evidence("found", 1.0, rows[-1][0], f"the {edge} token of each round", (text,))
 
 
-def lattice(history: RunHistory, *, share: float = 0.5, tokens: int = 64) -> Evidence:
+def lattice(history: RunHistory, *, share: float) -> Evidence:
     """Return whether `share` of the differences are multiples of a power of two.
 
     Rounding to a narrow dtype causes such differences. Among float32 log-probs about one in 2000 is
@@ -234,7 +236,7 @@ def lattice(history: RunHistory, *, share: float = 0.5, tokens: int = 64) -> Evi
         bins = summary.profiles.bins("lattice")
         bins = tuple(each for each in bins if each.key not in (ZERO, NOT_FINITE))
         count = sum(each.tokens for each in bins)
-        if count < tokens:
+        if count < _LATTICE_TOKENS:
             continue
         on, power = 0, COARSEST
         coarsest_first = sorted(bins, key=lambda each: -each.key)
@@ -249,4 +251,4 @@ def lattice(history: RunHistory, *, share: float = 0.5, tokens: int = 64) -> Evi
         if on < share * count:
             return not_found(text)
         return Evidence("found", on / count, step.step, "", (text,))
-    return not_measured(f"no step has {tokens} tokens that differ, with profiles of d")
+    return not_measured(f"no step has {_LATTICE_TOKENS} tokens that differ, with profiles of d")

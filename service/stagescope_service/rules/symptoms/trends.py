@@ -27,33 +27,27 @@ from stagescope_service.rules.history import NEWEST, RunHistory
 from stagescope_service.statistics.cell import Float64
 from stagescope_service.statistics.step_metrics import staleness_name
 
+_BESIDE: Final = 5
+"""Maximum steps on either side of the begin of an attempt that are compared."""
 
-def jump(
-    history: RunHistory,
-    *,
-    at: str,
-    metric: str = ABS_DIFF,
-    factor: float = 2.0,
-    least: float = 0.0,
-    steps: int = 5,
-) -> Evidence:
-    """Return whether a metric rises at once where an attempt begins, or after its first step.
+
+def jump(history: RunHistory, *, at: str, factor: float, least: float) -> Evidence:
+    """Return whether mean |d| rises at once where an attempt begins, or after its first step.
 
     Args:
         history: of the run.
         at: 'attempt', or 'first sync': between the first step of an attempt, which samples with
             the weights that the engine loaded, and the next ones.
-        metric: a published name.
         factor: minimum ratio of the medians after and before.
         least: minimum median after.
-        steps: maximum steps on either side.
     """
-    series = history.metric(metric).finite
+    series = history.metric(ABS_DIFF).finite
     if at == "first sync":
-        return _jump_at_first_sync(history, series, factor, least, steps)
+        return _jump_at_first_sync(history, series, factor, least)
     numbers = sorted({int(number) for number in series.attempts})
     if len(numbers) < 2:
-        return not_measured(f"{metric} is measured in {len(numbers) or 'no'} attempt: no restart")
+        measured = f"{ABS_DIFF} is measured in {len(numbers) or 'no'} attempt"
+        return not_measured(f"{measured}: no restart")
     found: list[Evidence] = []
     against = []
     for number in numbers[1:]:
@@ -61,14 +55,14 @@ def jump(
         first = int(after.steps[0])
         if len(own) == 1:  # it died at once: those that went on say whether its step was usual
             after = series.where(series.attempts >= number)
-        before = series.where((series.steps < first) & (series.attempts < number)).newest(steps)
+        before = series.where((series.steps < first) & (series.attempts < number)).newest(_BESIDE)
         if len(before) < 2 or len(after) < 2:
             against.append(f"attempt {number}: {_TOO_FEW}")
             continue
-        head = after.where(np.arange(len(after)) < steps)
+        head = after.where(np.arange(len(after)) < _BESIDE)
         low, high = float(np.median(before.values)), float(np.median(head.values))
         text = (
-            f"{metric} is {short(low)} in the {len(before)} steps before attempt {number} and "
+            f"{ABS_DIFF} is {short(low)} in the {len(before)} steps before attempt {number} and "
             f"{short(high)} in the first {len(head)} of it"
             + ("" if len(own) > 1 else " and the next")
         )
@@ -111,7 +105,7 @@ _TOO_FEW: Final = "too few steps on one side of its begin"
 
 
 def _jump_at_first_sync(
-    history: RunHistory, series: Series, factor: float, least: float, steps: int
+    history: RunHistory, series: Series, factor: float, least: float
 ) -> Evidence:
     found, against, unknown = None, [], []
     for number in sorted({int(number) for number in series.attempts}):
@@ -121,7 +115,7 @@ def _jump_at_first_sync(
         if not history.has_syncs(number):
             unknown.append(f"attempt {number} reported no weight sync")
             continue
-        first, later = float(own.values[0]), own.values[1 : steps + 1]
+        first, later = float(own.values[0]), own.values[1 : _BESIDE + 1]
         high, step = float(np.median(later)), int(own.steps[1])
         text = f"attempt {number}: {short(first)} in its first step, {short(high)} after it"
         if high > max(least, factor * first) and float(later.min()) > math.sqrt(first * high):
@@ -137,38 +131,31 @@ def _jump_at_first_sync(
     return not_measured(unknown[-1] if unknown else "no attempt has three steps")
 
 
-def step_change(
-    history: RunHistory,
-    *,
-    metric: str = ABS_DIFF,
-    factor: float = 2.0,
-    least: float = 0.0,
-    steps: int = 10,
-) -> Evidence:
-    """Return whether a metric rises at once inside an attempt, and stays there until now.
+def step_change(history: RunHistory, *, factor: float) -> Evidence:
+    """Return whether mean |d| rises at once inside an attempt, and stays there until now.
 
     The steps are split where the two medians leave the smallest sum of absolute deviations of the
-    logarithms, with at least 3 steps on each side (`steps` in all). The split then moves before
+    logarithms, with at least 3 steps on each side (`_ENOUGH` in all). The split then moves before
     every value that lies above the geometric mean of the two without a break. The later median is
     `factor` times the earlier one. At least 80 % of the rise lies between the 3 steps (or 2, at the
     begin) on either side. Every later value, also of later attempts, lies above the geometric mean.
     The newest attempt that shows it is named. A rise of over `_CLEAR` noise widths needs `_FEWEST`
     steps.
     """
-    series = history.metric(metric).finite
+    series = history.metric(ABS_DIFF).finite
     if not len(series):
-        return not_measured(f"no step has {metric}")
+        return not_measured(f"no step has {ABS_DIFF}")
     found: list[Evidence] = []
     for attempt in sorted({*series.attempts.tolist()}, reverse=True):
         own = series.of_attempt(attempt).newest(_MAX_SPLIT)
         after = series.values[series.attempts > attempt]
         # A first value alone that is low is of the weights that the engine loaded: of `jump`.
         first = 2 if history.has_syncs(attempt) else 1
-        found.append(_change_in(own, first, after, factor, least, is_short=len(own) < steps))
+        found.append(_change_in(own, first, after, factor, is_short=len(own) < _ENOUGH))
         if found[-1].verdict == "found":
             return found[-1]
-        if len(own) < steps:
-            text = f"attempt {attempt} has {len(own)} steps, {steps} are needed"
+        if len(own) < _ENOUGH:
+            text = f"attempt {attempt} has {len(own)} steps, {_ENOUGH} are needed"
             found[-1] = not_measured(text, waits=True)
     return found[0]
 
@@ -181,6 +168,8 @@ _ORDERED: Final = 0.8
 of 6 runs, but does not also make two of them four times as large as the first."""
 _NOISE: Final = 0.1
 """Minimum noise width of healthy steps, over their median, as their samples differ."""
+_ENOUGH: Final = 10
+"""Steps of an attempt in which any rise is looked for."""
 _FEWEST: Final = 4
 """Steps of such a rise, two on either side."""
 _AT_ONCE: Final = 0.8
@@ -194,7 +183,7 @@ def _is_clear(before: Float64, lowest: float, widths: float = _CLEAR) -> bool:
 
 
 def _change_in(
-    own: Series, first: int, after: Float64, factor: float, least: float, *, is_short: bool
+    own: Series, first: int, after: Float64, factor: float, *, is_short: bool
 ) -> Evidence:
     """Return whether the values of one attempt rise at once, and those after it stay as high.
 
@@ -203,7 +192,6 @@ def _change_in(
         first: the first index at which a change is looked for.
         after: the values of later attempts.
         factor: minimum ratio of the medians after and before.
-        least: minimum median after.
         is_short: whether the attempt has few steps: they must rise by many noise widths.
     """
     if len(own) < _FEWEST:
@@ -213,10 +201,10 @@ def _change_in(
     low, high = float(np.median(before)), float(np.median(later))
     lowest = min(later.min(), after.min(initial=math.inf))
     if is_short:
-        is_lasting = high > least and _is_clear(before, lowest)
+        is_lasting = high > 0.0 and _is_clear(before, lowest)
         rise = own.values[at] - low
     else:
-        is_lasting = high > max(factor * low, least, 0.0) and lowest > math.sqrt(low * high)
+        is_lasting = high > max(factor * low, 0.0) and lowest > math.sqrt(low * high)
         rise = float(np.median(later[:3])) - float(np.median(before[-3:]))
     step = int(own.steps[at])
     text = (
@@ -259,24 +247,17 @@ def _split(values: Float64, before: int, after: int) -> int:
     return before + int(np.argmin(np.add(costs[::2], costs[1::2])))
 
 
-def growth(
-    history: RunHistory,
-    *,
-    metric: str = ABS_DIFF,
-    factor: float = 2.0,
-    least: float = 0.0,
-    steps: int = 12,
-) -> Evidence:
-    """Return whether a metric grows step by step in the newest attempt, beside its staleness.
+def growth(history: RunHistory, *, factor: float, least: float, steps: int) -> Evidence:
+    """Return whether mean |d| grows step by step in the newest attempt, beside its staleness.
 
     Kendall's tau of value and step is at least 0.5. The median of the last quarter of the steps is
     at least `factor` times the first quarter's, and at least `least`. A growth of over `_CLEAR`
     noise widths, or a steady one of over `_STEADY`, needs `_FEWEST` steps. If the tokens grow
-    older, the metric of staleness 0 has to grow so.
+    older, the mean of staleness 0 has to grow so.
     """
-    series = history.metric(metric).finite
+    series = history.metric(ABS_DIFF).finite
     if not len(series):
-        return not_measured(f"no step has {metric}")
+        return not_measured(f"no step has {ABS_DIFF}")
     own = series.of_attempt(int(series.attempts[-1]))
     if len(own) < steps and not _grows_clearly(own.values):
         return not_measured(
@@ -285,7 +266,7 @@ def growth(
     evidence = _growth_of(own, factor, least)
     if evidence.verdict != "found":
         return evidence
-    change = step_change(history, metric=metric)
+    change = step_change(history, factor=factor)
     if change.verdict == "found" and change.since_step in own.steps:
         return not_found(f"it rises at once, in step {change.since_step}")
     quarter = max(len(own) // 4, 1)
@@ -295,7 +276,7 @@ def growth(
     ]
     if ages[1] >= ages[0] + _OLDER:
         older = f"the tokens grow older: mean staleness {short(ages[0])} to {short(ages[1])}"
-        fresh = history.metric(staleness_name(0, metric)).finite.of_attempt(int(own.attempts[-1]))
+        fresh = history.metric(staleness_name(0, ABS_DIFF)).finite.of_attempt(int(own.attempts[-1]))
         of_fresh = _growth_of(fresh, factor, least) if len(fresh) >= _FEWEST else None
         if of_fresh is None or of_fresh.verdict != "found":
             return not_found(evidence.supports[0], older)
@@ -337,28 +318,15 @@ def _growth_of(own: Series, factor: float, least: float) -> Evidence:
     return Evidence("found", tau, since, "", (text,))
 
 
-def above(
-    history: RunHistory, *, metric: str, bound: float, steps: int = NEWEST, share: float = 0.5
-) -> Evidence:
-    """Return whether a metric is over a bound in at least a share of the newest steps."""
-    return beyond(history.metric(metric), bound, steps, share)
-
-
-def scalar_above(
-    history: RunHistory,
-    *,
-    names: Sequence[str],
-    bound: float,
-    steps: int = NEWEST,
-    share: float = 0.5,
-) -> Evidence:
-    """Return the same for the first logged scalar whose name matches a pattern."""
+def scalar_above(history: RunHistory, *, names: Sequence[str], bound: float) -> Evidence:
+    """Return whether the first scalar whose name matches a pattern is over a bound in at least half
+    of the newest steps."""
     found = _logged(history, names)
-    return found if isinstance(found, Evidence) else beyond(found, bound, steps, share)
+    return found if isinstance(found, Evidence) else beyond(found, bound, NEWEST, 0.5)
 
 
 def scalar_falls(
-    history: RunHistory, *, names: Sequence[str], share: float = 0.2, steps: int = 10
+    history: RunHistory, *, names: Sequence[str], share: float, steps: int
 ) -> Evidence:
     """Return whether a scalar fell below a share of its first steps' median, and stays there."""
     series = _logged(history, names, steps)
@@ -372,13 +340,11 @@ def scalar_falls(
     return of_rate(series.steps, series.values < share * first, None, 0.5, steps, text)
 
 
-def scalar_flat(
-    history: RunHistory, *, names: Sequence[str], steps: int = 20, rise: float = 0.5
-) -> Evidence:
+def scalar_flat(history: RunHistory, *, names: Sequence[str], steps: int) -> Evidence:
     """Return whether a scalar does not rise: a training's reward.
 
     It rises if its median over the last quarter of the steps exceeds the first quarter's enough: by
-    `rise` times the spread (1.48 MAD) of the steps around their local median.
+    half of the spread (1.48 MAD) of the steps around their local median.
     """
     series = _logged(history, names, steps)
     if isinstance(series, Evidence):
@@ -395,23 +361,24 @@ def scalar_flat(
     )
     if not math.isfinite(last - first + noise):
         return not_measured(f"{text}: too large for a difference")
-    if last - first > rise * noise and tau > 0.1:
+    if last - first > 0.5 * noise and tau > 0.1:
         return not_found(text)
     return Evidence("found", min(1.0, max(0.0, 0.5 * (1.0 - tau))), None, "", (text,))
 
 
-def scalar_spike(
-    history: RunHistory, *, names: Sequence[str], factor: float = 10.0, steps: int = 50
-) -> Evidence:
-    """Return whether a scalar exceeded `factor` times the median of the `steps` steps up to there,
-    in one of the newest `steps`.
+_SPIKE_STEPS: Final = 50
+
+
+def scalar_spike(history: RunHistory, *, names: Sequence[str], factor: float) -> Evidence:
+    """Return whether a scalar exceeded `factor` times the median of the `_SPIKE_STEPS` steps up to
+    there, in one of as many newest steps.
 
     If several roles log it, the evidence names the first one that shows it.
     """
     logged = _logged(history, names)
     if isinstance(logged, Evidence):
         return logged
-    looked = [_spike(series, factor, steps) for series in history.scalars(names)]
+    looked = [_spike(series, factor, _SPIKE_STEPS) for series in history.scalars(names)]
     return next((each for each in looked if each.verdict == "found"), looked[0])
 
 

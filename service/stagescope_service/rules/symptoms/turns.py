@@ -19,7 +19,7 @@ _TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "
 """The tensors with the tokens of a turn and of its prompt, in either layout."""
 
 
-def retokenised(history: RunHistory, *, share: float = 0.01) -> Evidence:
+def retokenised(history: RunHistory, *, share: float) -> Evidence:
     """Return whether the prompt of a turn does not begin with the turn before it.
 
     Rows of one group_id and run_id are turns of one trajectory if each row has a single turn_id.
@@ -66,15 +66,13 @@ def retokenised(history: RunHistory, *, share: float = 0.01) -> Evidence:
     return Evidence("found", len(breaks) / pairs, since, where, (text, first))
 
 
-def turn_stops(
-    history: RunHistory, *, factor: float = 0.6, tokens: int = 200, share: float = 0.05
-) -> Evidence:
+def turn_stops(history: RunHistory, *, factor: float) -> Evidence:
     """Return the turn that lost model tokens at once, and did not get them back.
 
     A turn's size is its tokens over those of the step's other turns, so that the batch size does
     not matter. It falls below `factor` times its median of up to `_BEFORE` steps before, further
     than it varied, and stays there until now. Turns of few tokens vary too much, so a turn needs
-    `tokens` tokens and a `share` of the step's. If the newest step's tensors are kept, as many of
+    `_TOKENS` tokens and a `_SHARE` of the step's. If the newest step's tensors are kept, as many of
     its samples must have the turn and no token of it under the mask: else its responses became
     shorter. If they are not kept, `_BEFORE` steps before and `_AFTER` steps from it on must show
     it.
@@ -90,14 +88,14 @@ def turn_stops(
     masked = _masked_turns(history)
     found: list[tuple[float, int, Evidence]] = []
     for at, turn in enumerate(numbers):
-        begin = _begin_of_loss(counts[:, at], counts.sum(axis=1), factor, tokens, share)
+        begin = _begin_of_loss(counts[:, at], counts.sum(axis=1), factor)
         if begin is None:
             continue
         before = float(np.median(counts[max(begin - _BEFORE, 0) : begin, at]))
         after = float(np.median(counts[begin:, at]))
         text = (
             f"turn {turn} has {short(before)} model tokens a step before step "
-            f"{steps[begin][0].step}, and {short(after)} from it on, beside as many of other turns"
+            f"{steps[begin][0].step}, and {short(after)} from it on, while others keep theirs"
         )
         lines = [text]
         lost = 1.0 - after / before
@@ -118,6 +116,9 @@ def turn_stops(
     return max(found, key=lambda each: each[:2])[2]
 
 
+_TOKENS: Final = 200
+_SHARE: Final = 0.05
+"""Minimum tokens of a turn, and their share of the step's."""
 _SEARCHED: Final = 200
 """Number of newest measured steps whose turns are searched."""
 _BEFORE: Final = 5
@@ -128,9 +129,7 @@ _VARIED: Final = 20
 """Number of steps before that show how much a turn's size varies."""
 
 
-def _begin_of_loss(
-    own: Float64, total: Float64, factor: float, tokens: int, share: float
-) -> int | None:
+def _begin_of_loss(own: Float64, total: Float64, factor: float) -> int | None:
     """Return the index where a turn's size fell at once and stayed low; None: it never did."""
     others = total - own
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -138,7 +137,7 @@ def _begin_of_loss(
     for at in range(1, len(own)):
         first = max(at - _BEFORE, 0)
         usual = float(np.nanmedian(sizes[first:at])) if np.isfinite(sizes[first:at]).any() else 0.0
-        is_large = np.median(own[first:at]) >= max(tokens, share * np.median(total[first:at]))
+        is_large = np.median(own[first:at]) >= max(_TOKENS, _SHARE * np.median(total[first:at]))
         is_usual = sizes[at - 1] > 0.8 * usual
         spread = float(np.nanstd(sizes[max(at - _VARIED, 0) : at])) if usual > 0.0 else 0.0
         is_low = np.nanmax(sizes[at:], initial=0.0) <= min(factor * usual, usual - 2.0 * spread)

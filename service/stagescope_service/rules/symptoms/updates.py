@@ -8,8 +8,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagescope_service.rules.evidence import Evidence, not_found, not_measured, short
-from stagescope_service.rules.history import READ, RunHistory, StepInForce
+from stagescope_service.rules.evidence import Evidence, listed, not_found, not_measured, short
+from stagescope_service.rules.history import READ, CurrentStep, RunHistory
 from stagescope_service.rules.passes import FirstPass
 from stagescope_wire.render import counted
 from stagescope_wire.schema import Part
@@ -25,9 +25,7 @@ _NAMED: Final = 6
 """Maximum number of samples and of ranks that a text names."""
 
 
-def current_differs(
-    history: RunHistory, *, factor: float = 10.0, least: float = 1e-4, bound: float = 0.03
-) -> Evidence:
+def current_differs(history: RunHistory, *, factor: float, least: float, bound: float) -> Evidence:
     """Return the samples whose current log-probs in the first mini-batch are not the old ones.
 
     No update lies between the two, so they are equal, or differ by the noise of two passes. That
@@ -57,12 +55,9 @@ def current_differs(
         return not_found(newest.text)
     ranks = sorted({(each.role, each.rank) for each in newest.off})
     lines = [_rank_text(role, rank, newest) for role, rank in ranks[:_NAMED]]
-    where = ", ".join(f"{role} {rank}" for role, rank in ranks[:_NAMED])
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    where = listed([f"{role} {rank}" for role, rank in ranks])
     share = len(newest.off) / len(newest.passes)
-    return Evidence(
-        "found", share, looked[-1].step.step, where + more, (newest.text, *lines), _ONE_PART
-    )
+    return Evidence("found", share, looked[-1].step.step, where, (newest.text, *lines), _ONE_PART)
 
 
 _SEARCHED: Final = 10
@@ -76,14 +71,14 @@ _ONE_PART: Final = (
 class _Step(NamedTuple):
     """The first mini-batch of a step."""
 
-    step: StepInForce
+    step: CurrentStep
     passes: Sequence[FirstPass]
     off: Sequence[FirstPass]
     text: str
 
 
 def _judge(
-    step: StepInForce, passes: Sequence[FirstPass], factor: float, least: float, bound: float
+    step: CurrentStep, passes: Sequence[FirstPass], factor: float, least: float, bound: float
 ) -> _Step:
     medians = _medians(passes)
     noise = min(medians.values(), default=0.0)
@@ -106,7 +101,7 @@ def _judge(
         text += f", and not finite in {bad}"
     usual = medians.get(None, 0.0)
     if usual > 0.0:
-        text += f", and {short(usual)} nat apart in the median sample"
+        text += f", and differ by {short(usual)} nat in the median sample"
     return _Step(step, passes, off, text)
 
 

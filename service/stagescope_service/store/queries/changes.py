@@ -7,12 +7,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import sqlalchemy as sa
 
-from stagescope_service.store import connect
-from stagescope_service.store.queries.reader import Reader
+from stagescope_service.store.queries.reader import Reader, order_of
 from stagescope_service.store.snapshot import Query, rows
 from stagescope_service.store.tables import (
+    TABLES,
     attempts,
-    captures,
     dumps,
     findings,
     losses,
@@ -54,7 +53,7 @@ class ChangeQueries(Reader):
 
         Every part of it reads few rows by a key or an index, and no blob, however long a run is.
         """
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             running = rows(dict[str, Any], connection, _attempts(since))
             ids = [int(row["attempt_id"]) for row in running]
             found = [row for each in ids for row in rows(dict[str, Any], connection, _steps(each))]
@@ -89,23 +88,19 @@ class ChangeQueries(Reader):
             ),
             sa.select(count(), count(loss.step)).where(loss.attempt_id.in_(ids)),
         ]
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             return repr([tuple(connection.execute(query).one()) for query in queries])
 
 
 def _attempts(since: float) -> Query:
     table = attempts.c
-    chosen = [table[name] for name in (
-        "attempt_id", "run", "number", "ended_wall", "end_reason", "resumed_from_step",
-    )]  # fmt: skip
     # By their ids too: an imported attempt has the clock of its training.
     newest = sa.select(sa.func.max(table.attempt_id) - _NEWEST_ATTEMPTS).scalar_subquery()
     may_change = sa.or_(
         table.ended_wall.is_(None), table.ended_wall > since, table.attempt_id > newest
     )
-    return (
-        sa.select(*chosen).where(may_change).order_by(table.attempt_id.desc()).limit(_MAX_ATTEMPTS)
-    )
+    names = "attempt_id run number ended_wall end_reason resumed_from_step"
+    return _newest("attempts", names, "-attempt_id", _MAX_ATTEMPTS).where(may_change)
 
 
 def _steps(attempt_id: int) -> Query:
@@ -126,25 +121,20 @@ def _steps(attempt_id: int) -> Query:
 
 
 def _findings(attempt_id: int) -> Query:
-    table = findings.c
-    chosen = [table[name] for name in (
-        "finding_id", "run", "attempt_id", "step", "kind", "severity", "message", "last_wall",
-        "over_wall",
-    )]  # fmt: skip
-    return (
-        sa.select(*chosen)
-        .where(table.attempt_id == attempt_id)
-        .order_by(table.last_wall.desc(), table.finding_id)
-        .limit(_MAX_FINDINGS)
-    )
+    names = "finding_id run attempt_id step kind severity message last_wall over_wall"
+    query = _newest("findings", names, "-last_wall finding_id", _MAX_FINDINGS)
+    return query.where(findings.c.attempt_id == attempt_id)
 
 
 def _captures() -> Query:
-    table = captures.c
-    chosen = [table[name] for name in (
-        "capture_id", "run", "state", "revision", "created_wall", "removed_wall",
-    )]  # fmt: skip
-    return sa.select(*chosen).order_by(table.created_wall.desc()).limit(_MAX_CAPTURES)
+    names = "capture_id run state revision created_wall removed_wall"
+    return _newest("captures", names, "-created_wall", _MAX_CAPTURES)
+
+
+def _newest(name: str, columns: str, order: str, most: int) -> Query:
+    table = TABLES[name]
+    query = sa.select(*(table.c[column] for column in columns.split()))
+    return query.order_by(*order_of(table, order)).limit(most)
 
 
 def _revisions(ids: list[int]) -> Query:

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
+from typing_extensions import Unpack
 
-from stagescope_service.store import connect
-from stagescope_service.store.queries.reader import Reader
-from stagescope_service.store.snapshot import Query
+from stagescope_service.store.queries.reader import Reader, StepWindow, between, in_window
 from stagescope_service.store.tables import TABLES, StepMarks
 from stagescope_service.store.tables.compact import works
 
@@ -67,19 +66,14 @@ class CurveQueries(Reader):
     """Queries that return a little of every step."""
 
     def step_states(
-        self,
-        attempts: Sequence[int],
-        *,
-        first: int | None = None,
-        last: int | None = None,
-        limit: int | None = None,
+        self, attempts: Sequence[int], *, limit: int | None = None, **window: Unpack[StepWindow]
     ) -> list[CurveStep]:
         """Return the steps of attempts, or the newest `limit`, ascending by step and attempt."""
         table = TABLES["steps"].c
         names = ("attempt_id", "step", "completeness", "superseded_by")
         query = (
             sa.select(*(table[name] for name in names), table.closed_wall.is_not(None))
-            .where(table.attempt_id.in_(list(attempts)), *between(table.step, first, last))
+            .where(*in_window("steps", attempts, **window))
             .order_by(table.step.desc(), table.attempt_id.desc())
             .limit(limit)
         )
@@ -94,8 +88,7 @@ class CurveQueries(Reader):
         names: Sequence[str],
         *,
         version: int,
-        first: int | None = None,
-        last: int | None = None,
+        **window: Unpack[StepWindow],
     ) -> StoredNumbers:
         """Return some published numbers of the steps that have numbers, ascending by step.
 
@@ -106,10 +99,9 @@ class CurveQueries(Reader):
         query = (
             sa.select(table.attempt_id, table.step, suspects, *self._numbers(names))
             .where(
-                table.attempt_id.in_(list(attempts)),
+                *in_window("step_metrics", attempts, **window),
                 table.version == version,
                 table.metrics.is_not(None),
-                *between(table.step, first, last),
             )
             .order_by(table.step, table.attempt_id)
         )
@@ -138,12 +130,7 @@ class CurveQueries(Reader):
         return dict(found[0]) if found else {}
 
     def unmeasured_steps(
-        self,
-        attempts: Sequence[int],
-        *,
-        version: int,
-        first: int | None = None,
-        last: int | None = None,
+        self, attempts: Sequence[int], *, version: int, **window: Unpack[StepWindow]
     ) -> list[UnmeasuredStep]:
         """Return the steps without numbers of this version, with the columns that say why."""
         steps, found = TABLES["steps"], TABLES["step_metrics"].c
@@ -156,8 +143,7 @@ class CurveQueries(Reader):
                 table.step_summary.is_not(None).label("has_summary"),
             )
             .where(
-                table.attempt_id.in_(list(attempts)),
-                *between(table.step, first, last),
+                *in_window("steps", attempts, **window),
                 ~sa.exists().where(own, found.version == version, found.metrics.is_not(None)),
             )
             .order_by(table.step, table.attempt_id)
@@ -165,48 +151,32 @@ class CurveQueries(Reader):
         return self._rows(UnmeasuredStep, query)
 
     def findings_by_step(
-        self, attempts: Sequence[int], *, first: int | None = None, last: int | None = None
+        self, attempts: Sequence[int], **window: Unpack[StepWindow]
     ) -> list[MarkedStep]:
         """Return the findings of steps by kind and severity, each with one of the messages."""
-        table = TABLES["findings"].c
-        by = (table.attempt_id, table.step, table.kind, table.severity)
-        query = (
-            sa.select(*by, sa.func.count(), sa.func.min(table.message))
-            .where(
-                table.attempt_id.in_(list(attempts)),
-                table.step.is_not(None),
-                *between(table.step, first, last),
-            )
-            .group_by(*by)
-            .order_by(table.step, table.attempt_id, table.kind)
-        )
-        return [MarkedStep(*row) for row in self._tuples(query)]
+        return self._marked("findings kind severity message", attempts, window)
 
     def dumps_by_step(
-        self, attempts: Sequence[int], *, first: int | None = None, last: int | None = None
+        self, attempts: Sequence[int], **window: Unpack[StepWindow]
     ) -> list[MarkedStep]:
         """Return the dumps of steps by capture (`kind`) and state (`severity`)."""
-        table = TABLES["dumps"].c
-        by = (table.attempt_id, table.step, table.capture_id, table.state)
+        return self._marked("dumps capture_id state stage", attempts, window)
+
+    def _marked(self, names: str, attempts: Sequence[int], window: StepWindow) -> list[MarkedStep]:
+        """Return marks, given the table and its columns that are `kind`, `severity` and `text`."""
+        name, *of_mark, text = names.split()
+        table = TABLES[name].c
+        by = [table[column] for column in ("attempt_id", "step", *of_mark)]
         query = (
-            sa.select(*by, sa.func.count(), sa.func.min(table.stage))
-            .where(
-                table.attempt_id.in_(list(attempts)),
-                table.step.is_not(None),
-                *between(table.step, first, last),
-            )
+            sa.select(*by, sa.func.count(), sa.func.min(table[text]))
+            .where(*in_window(name, attempts, **window), table.step.is_not(None))
             .group_by(*by)
-            .order_by(table.step, table.attempt_id, table.capture_id)
+            .order_by(table.step, table.attempt_id, by[2])
         )
         return [MarkedStep(*row) for row in self._tuples(query)]
 
     def steps_with_stage(
-        self,
-        attempts: Sequence[int],
-        stage: str,
-        *,
-        first: int | None = None,
-        last: int | None = None,
+        self, attempts: Sequence[int], stage: str, **window: Unpack[StepWindow]
     ) -> list[int]:
         """Return the steps in which a stage began, ascending."""
         query = (
@@ -215,7 +185,7 @@ class CurveQueries(Reader):
                 works.c.attempt_id.in_(list(attempts)),
                 works.c.stage == stage,
                 works.c.step.is_not(None),
-                *between(works.c.step, first, last),
+                *between(works.c.step, **window),
             )
             .distinct()
             .order_by(works.c.step)
@@ -249,16 +219,3 @@ class CurveQueries(Reader):
             return [document[name] for name in known]
         text = sa.type_coerce(column, sa.Text)
         return [sa.func.json_extract(text, f'$."{name}"') for name in known]
-
-    def _tuples(self, query: Query) -> Sequence[tuple[Any, ...]]:
-        """Return the rows of a query as tuples: a dict a row would take longer than the query."""
-        with connect.catalogue_errors(self._where), self._connect() as connection:
-            return connection.execute(query).all()
-
-
-def between(
-    column: sa.ColumnElement[object], first: int | None, last: int | None
-) -> list[sa.ColumnElement[bool]]:
-    """Return the conditions of a range of steps, both ends included."""
-    bounds = [column >= first] if first is not None else []
-    return bounds + ([column <= last] if last is not None else [])

@@ -15,7 +15,10 @@ from stagescope_service.store.queries.reader import (
     RankFilter,
     Reader,
     ScopeFilter,
+    StepWindow,
     conditions,
+    in_window,
+    order_of,
 )
 from stagescope_service.store.tables import (
     TABLES,
@@ -67,21 +70,12 @@ class StackFilter(RankFilter, total=False):
     source: Filter
 
 
-_OUTLINES: Final[dict[str, tuple[str, str]]] = {
-    "findings": (
-        "finding_id attempt_id step stage role rank kind severity message count first_wall "
-        "last_wall over_wall",
-        "-last_wall finding_id",
-    ),
-    "losses": (
-        "loss_id attempt_id step stage role rank kind reason count bytes wall", "-wall loss_id",
-    ),
-    "firings": (
-        "run attempt_id step rule stage role rank round message wall actions withdrawn_wall",
-        "-wall -attempt_id -step rule",
-    ),
-}  # fmt: skip
-"""Table -> columns that describe a row briefly, and the order with the newest first."""
+_ORDER: Final = {
+    "findings": "-last_wall finding_id",
+    "losses": "-wall loss_id",
+    "firings": "-wall -attempt_id -step rule",
+}
+"""Table -> the order of its rows, the newest first."""
 
 
 class Outline(TypedDict):
@@ -136,58 +130,48 @@ class FindingQueries(Reader):
     """Queries for findings, losses, stacks, trigger rules and their firings."""
 
     def finding_outlines(
-        self,
-        *,
-        any_of: AnyOf | None = None,
-        limit: int = LIMIT,
-        **filters: Unpack[FindingFilter],
+        self, *, any_of: AnyOf | None = None, limit: int = LIMIT, **filters: Unpack[FindingFilter]
     ) -> list[FindingOutline]:
         """Return the findings in brief, the newest first."""
-        where = _conditions("findings", any_of, **filters)
-        return self._outlines(FindingOutline, "findings", where, limit)
+        return self._outlines(FindingOutline, "findings", limit, any_of, **filters)
 
     def loss_outlines(
-        self,
-        *,
-        any_of: AnyOf | None = None,
-        limit: int = LIMIT,
-        **filters: Unpack[LossFilter],
+        self, *, any_of: AnyOf | None = None, limit: int = LIMIT, **filters: Unpack[LossFilter]
     ) -> list[LossOutline]:
         """Return the losses in brief, the newest first."""
-        where = _conditions("losses", any_of, **filters)
-        return self._outlines(LossOutline, "losses", where, limit)
+        return self._outlines(LossOutline, "losses", limit, any_of, **filters)
 
     def firing_outlines(
-        self,
-        *,
-        any_of: AnyOf | None = None,
-        limit: int = LIMIT,
-        **filters: Unpack[FiringFilter],
+        self, *, any_of: AnyOf | None = None, limit: int = LIMIT, **filters: Unpack[FiringFilter]
     ) -> list[FiringOutline]:
         """Return the firings in brief, the newest first, including withdrawn ones."""
-        where = _conditions("firings", any_of, **filters)
-        return self._outlines(FiringOutline, "firings", where, limit)
+        return self._outlines(FiringOutline, "firings", limit, any_of, **filters)
 
     def _outlines(
+        self, row: type[R], name: EventsTable, limit: int, any_of: AnyOf | None, **filters: object
+    ) -> list[R]:
+        table = TABLES[name]
+        shown: dict[str, sa.ColumnElement[object]] = {
+            column: table.c[column] for column in row.__annotations__
+        }
+        if name == "findings":
+            of_rule = table.c.kind.startswith("trigger_", autoescape=True)
+            named = (table.c.kind == "non_finite_operator") | of_rule
+            shown["evidence"] = sa.case((named, table.c.evidence)).label("evidence")
+        query = sa.select(*shown.values()).where(*_conditions(name, any_of, **filters))
+        return self._rows(row, query.order_by(*order_of(table, _ORDER[name])).limit(limit))
+
+    def _events(
         self,
         row: type[R],
         name: EventsTable,
-        where: Sequence[sa.ColumnElement[bool]],
         limit: int,
+        offset: int,
+        any_of: AnyOf | None,
+        **filters: object,
     ) -> list[R]:
-        table = TABLES[name]
-        columns, order = _OUTLINES[name]
-        shown: list[sa.ColumnElement[object]] = [table.c[column] for column in columns.split()]
-        if name == "findings":
-            named = (table.c.kind == "non_finite_operator") | table.c.kind.startswith(
-                "trigger_", autoescape=True
-            )
-            shown.append(sa.case((named, table.c.evidence)).label("evidence"))
-        by = [
-            table.c[column[1:]].desc() if column.startswith("-") else table.c[column]
-            for column in order.split()
-        ]
-        return self._rows(row, sa.select(*shown).where(*where).order_by(*by).limit(limit))
+        where = _conditions(name, any_of, **filters)
+        return self._page(row, name, where, _ORDER[name], limit, offset)
 
     def kinds(self, name: EventsTable, **scope: Unpack[ScopeFilter]) -> list[str]:
         """Return the existing kinds of findings or losses, or the rules with firings."""
@@ -211,32 +195,27 @@ class FindingQueries(Reader):
         **filters: Unpack[FindingFilter],
     ) -> list[FindingRow]:
         """Return findings, the most recently seen first."""
-        where = _conditions("findings", any_of, **filters)
-        return self._page(FindingRow, "findings", where, "-last_wall finding_id", limit, offset)
+        return self._events(FindingRow, "findings", limit, offset, any_of, **filters)
 
     def places_of_finding(
         self,
         kind: str,
         attempts: Sequence[int],
         steps: Sequence[int] | None = None,
-        *,
-        first: int | None = None,
-        last: int | None = None,
+        **window: Unpack[StepWindow],
     ) -> list[FindingPlace]:
         """Return the places of findings of a kind, in order.
 
         Args:
             kind: the kind.
             attempts: ids of the attempts.
-            steps: the steps; None selects all from `first` to `last`, both included.
-            first, last: None means no bound.
+            steps: the steps; None selects all in the window.
+            window: the first and the last step.
         """
         table = TABLES["findings"]
         columns = [table.c[name] for name in ("attempt_id", "step", "role", "stage", "rank")]
-        where = [table.c.kind == kind, columns[0].in_(list(attempts))]
+        where = [table.c.kind == kind, *in_window("findings", attempts, **window)]
         where.append(columns[1].is_not(None) if steps is None else columns[1].in_(list(steps)))
-        where += [columns[1] >= first] if first is not None else []
-        where += [columns[1] <= last] if last is not None else []
         return self._rows(FindingPlace, sa.select(*columns).where(*where).order_by(*columns))
 
     def losses(
@@ -248,18 +227,16 @@ class FindingQueries(Reader):
         **filters: Unpack[LossFilter],
     ) -> list[LossRow]:
         """Return losses, the newest first."""
-        where = _conditions("losses", any_of, **filters)
-        return self._page(LossRow, "losses", where, "-wall loss_id", limit, offset)
+        return self._events(LossRow, "losses", limit, offset, any_of, **filters)
 
     def lost_payloads(
-        self, attempts: Sequence[int], *, first: int | None = None, last: int | None = None
+        self, attempts: Sequence[int], **window: Unpack[StepWindow]
     ) -> list[LostPayloads]:
         """Return the steps that lost payloads."""
         table = TABLES["losses"]
         by = (table.c.attempt_id, table.c.step)
-        where = [by[0].in_(list(attempts)), by[1].is_not(None), table.c.kind == "payload"]
-        where += [by[1] >= first] if first is not None else []
-        where += [by[1] <= last] if last is not None else []
+        where = [*in_window("losses", attempts, **window), by[1].is_not(None)]
+        where.append(table.c.kind == "payload")
         count = sa.func.sum(sa.func.coalesce(table.c.count, 1)).label("count")
         query = sa.select(*by, count, sa.func.min(table.c.reason).label("reason")).where(*where)
         return self._rows(LostPayloads, query.group_by(*by))
@@ -286,9 +263,7 @@ class FindingQueries(Reader):
         **filters: Unpack[FiringFilter],
     ) -> list[FiringRow]:
         """Return firings, the newest first, including withdrawn ones."""
-        where = _conditions("firings", any_of, **filters)
-        order = "-wall -attempt_id -step rule"
-        return self._page(FiringRow, "firings", where, order, limit, offset)
+        return self._events(FiringRow, "firings", limit, offset, any_of, **filters)
 
 
 def _conditions(

@@ -8,23 +8,21 @@ from typing import Final, Literal, NamedTuple, TypedDict
 import sqlalchemy as sa
 from typing_extensions import NotRequired, Unpack
 
-from stagescope_service.store import connect
-from stagescope_service.store.queries import rollouts
-from stagescope_service.store.queries.curves import between
 from stagescope_service.store.queries.overview import StepOverview
 from stagescope_service.store.queries.reader import (
     LIMIT,
     Filter,
     RankFilter,
     Reader,
+    StepWindow,
     conditions,
+    in_window,
     of_few,
 )
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import (
     TABLES,
     PayloadRow,
-    SampleRow,
     ScalarRow,
     StreamRow,
     SummaryRow,
@@ -77,26 +75,6 @@ class ScalarValues(TypedDict):
     neginf: int
 
 
-class RewardGroupsRow(TypedDict):
-    """The number of groups of samples in a step, by their rewards.
-
-    `rewarded` groups have two samples and more, each with a finite reward. `equal` ones have a
-    single reward. `low` and `high` ones have only the step's `lowest` or `highest` reward (null:
-    none is rewarded).
-    """
-
-    attempt_id: int
-    step: int
-    groups: int
-    single: int
-    rewarded: int
-    equal: int
-    low: int
-    high: int
-    lowest: float | None
-    highest: float | None
-
-
 class PayloadStates(TypedDict):
     """The payloads of a step in one state: how many, and one of the reasons."""
 
@@ -109,11 +87,6 @@ class PayloadStates(TypedDict):
     reason: str | None
 
 
-class _ScalarName(TypedDict):
-    name: str
-    last: int | None
-
-
 class SettledPayloads(NamedTuple):
     """The payloads of a process in the catalogue."""
 
@@ -124,7 +97,7 @@ class SettledPayloads(NamedTuple):
 
 
 class MeasurementQueries(Reader):
-    """Queries for scalars, payloads, summaries, streams and samples."""
+    """Queries for scalars, payloads, summaries and streams."""
 
     def scalars(
         self,
@@ -158,9 +131,9 @@ class MeasurementQueries(Reader):
         """
         found: dict[str, int | None] = {}
         for attempt_id in attempts:
-            for row in self._rows(_ScalarName, _scalar_names(attempt_id)):
-                name, last = row["name"], found.get(row["name"])
-                found[name] = row["last"] if last is None else max(last, row["last"] or last)
+            for name, own in self._tuples(_scalar_names(attempt_id)):
+                last = found.get(name)
+                found[name] = own if last is None else max(last, own or last)
         return dict(sorted(found.items()))
 
     def oldest_but(self, attempt_id: int, step: int, keep: int) -> int | None:
@@ -186,9 +159,8 @@ class MeasurementQueries(Reader):
         attempts: Sequence[int],
         *,
         version: int,
-        first: int | None = None,
-        last: int | None = None,
         numbers: Literal["metrics", "slices"] | None = "metrics",
+        **window: Unpack[StepWindow],
     ) -> Generator[StepNumbers, None, None]:
         """Yield every step of attempts with its numbers, the newest step and attempt first.
 
@@ -213,7 +185,7 @@ class MeasurementQueries(Reader):
                 *(found.c[name] for name in wanted),
             )
             .outerjoin(found, current)
-            .where(steps.c.attempt_id.in_(list(attempts)), *between(steps.c.step, first, last))
+            .where(*in_window("steps", attempts, **window))
             .order_by(steps.c.step.desc(), steps.c.attempt_id.desc())
         )
         yield from self._each(StepNumbers, query)
@@ -245,11 +217,10 @@ class MeasurementQueries(Reader):
                 ),
             )
             .where(
-                table.c.attempt_id.in_(list(attempts)),
+                *in_window("scalars", attempts, first=first, last=last),
                 table.c.name == name,
                 *self._answers(attempts),
                 *self._of_newest(attempts),
-                *between(table.c.step, first, last),
                 *conditions("scalars", **filters),
             )
             .group_by(*(table.c[column] for column in of))
@@ -330,7 +301,7 @@ class MeasurementQueries(Reader):
         found = sa.select(table.seq, state).where(
             own, table.seq.in_(list(seqs)), table.state_id != compact.ANNOUNCED
         )
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             states = {int(seq): str(state) for seq, state in connection.execute(found)}
             return SettledPayloads(connection.scalar(newest), states)
 
@@ -372,12 +343,7 @@ class MeasurementQueries(Reader):
         return self._rows(PayloadStates, query.group_by(*by).order_by(*by))
 
     def summaries(
-        self,
-        attempt_id: int,
-        step: Filter = None,
-        *,
-        stage: Filter = None,
-        pair: Filter = None,
+        self, attempt_id: int, step: Filter = None, *, stage: Filter = None, pair: Filter = None
     ) -> list[SummaryRow]:
         """Return the summaries of payloads with their blobs, by stage, rank and part."""
         where = conditions("summaries", attempt_id=attempt_id, step=step, stage=stage, pair=pair)
@@ -392,36 +358,6 @@ class MeasurementQueries(Reader):
             conditions("streams", attempt_id=attempt_id, stage=stage),
             "stream role stage",
         )
-
-    def samples(
-        self,
-        attempt_id: int,
-        step: Filter = None,
-        *,
-        sample_uid: Filter = None,
-        limit: int = LIMIT,
-    ) -> list[SampleRow]:
-        """Return samples by step and sample_uid."""
-        where = conditions("samples", attempt_id=attempt_id, step=step, sample_uid=sample_uid)
-        return self._page(SampleRow, "samples", where, "step sample_uid clock", limit)
-
-    def reward_groups(
-        self, attempts: Sequence[int], *, last: int | None = None
-    ) -> list[RewardGroupsRow]:
-        """Return the groups of samples of each step of some attempts, up to `last`. Steps whose
-        samples name no group are left out."""
-        return self._rows(RewardGroupsRow, rollouts.reward_groups(attempts, last))
-
-    def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[SampleRow]:
-        """Return the rows that other processes wrote for the samples that a step consumed."""
-        parameters = rollouts.of_consumed(attempts, attempt_id, step)
-        return self._rows(SampleRow, rollouts.consumed_samples(), parameters)
-
-    def rollout_payloads(
-        self, attempts: Sequence[int], step: int, versions: Collection[int | None]
-    ) -> list[PayloadRow]:
-        """Return ingested rollouts of a step, or of no step and one of `versions`, oldest first."""
-        return self._rows(PayloadRow, rollouts.rollout_payloads(attempts, step, versions))
 
 
 def _superseded(attempts: Filter, *names: str) -> Query:
@@ -444,6 +380,6 @@ def _scalar_names(attempt_id: int) -> Query:
     own = (table.attempt_id == names.attempt_id) & (table.name == names.name)
     of_last = sa.exists().where(own, table.step.is_not_distinct_from(names.last_step))
     before = sa.select(sa.func.max(table.step)).where(own).scalar_subquery()
-    return sa.select(
-        names.name, sa.case((of_last, names.last_step), else_=before).label("last")
-    ).where(names.attempt_id == attempt_id, of_last | sa.exists().where(own))
+    return sa.select(names.name, sa.case((of_last, names.last_step), else_=before)).where(
+        names.attempt_id == attempt_id, of_last | sa.exists().where(own)
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Final, TypedDict
+from typing import Any, Final, TypedDict
 
 import sqlalchemy as sa
 from typing_extensions import Required
 
 from stagescope_service.fields import Attempt, Row, Run, Step
 from stagescope_service.store import tables
+from stagescope_service.store.queries.reader import conditions
 from stagescope_service.store.snapshot import ANNOUNCED, Query
 from stagescope_service.store.tables import (
     AttemptColumns,
@@ -145,17 +146,11 @@ def attempts(
     with_fingerprint: bool = False,
 ) -> Query:
     """Select attempts, newest first: the columns of `ListedAttempt` or `DescribedAttempt`."""
-    query = _attempts(with_fingerprint=with_fingerprint)
-    if run is not None:
-        query = query.where(tables.attempts.c.run == run)
-    if attempt_id is not None:
-        query = query.where(tables.attempts.c.attempt_id == attempt_id)
-    if number is not None:
-        query = query.where(tables.attempts.c.number == number)
+    where = conditions("attempts", run=run, attempt_id=attempt_id, number=number)
     if step is not None:
         having = sa.select(tables.steps.c.attempt_id).where(tables.steps.c.step == step)
-        query = query.where(tables.attempts.c.attempt_id.in_(having))
-    return query
+        where.append(tables.attempts.c.attempt_id.in_(having))
+    return _attempts(with_fingerprint=with_fingerprint).where(*where)
 
 
 @functools.cache
@@ -211,25 +206,23 @@ def runs(run: str | None = None) -> Query:
 
 @functools.cache
 def _runs() -> Query:
-    activity = _activity()
+    activity, run = _activity(), tables.attempts.c.run
+
+    def largest(column: sa.ColumnElement[Any]) -> sa.Over[Any]:
+        return sa.func.max(column).over(partition_by=run)
+
     ranked = (
         sa.select(
             tables.attempts,
             activity.c.last_wall,
             _live(activity).label("live"),
             sa.func.row_number()
-            .over(partition_by=tables.attempts.c.run, order_by=tables.attempts.c.number.desc())
+            .over(partition_by=run, order_by=tables.attempts.c.number.desc())
             .label("place"),
-            sa.func.count().over(partition_by=tables.attempts.c.run).label("attempts"),
-            sa.func.max(activity.c.last_wall)
-            .over(partition_by=tables.attempts.c.run)
-            .label("run_last_wall"),
-            sa.func.max(activity.c.heard_wall)
-            .over(partition_by=tables.attempts.c.run)
-            .label("run_heard_wall"),
-            sa.func.max(sa.case((_live(activity), 1), else_=0))
-            .over(partition_by=tables.attempts.c.run)
-            .label("run_live"),
+            sa.func.count().over(partition_by=run).label("attempts"),
+            largest(activity.c.last_wall).label("run_last_wall"),
+            largest(activity.c.heard_wall).label("run_heard_wall"),
+            largest(sa.case((_live(activity), 1), else_=0)).label("run_live"),
         )
         .outerjoin(activity, activity.c.attempt_id == tables.attempts.c.attempt_id)
         .subquery()
@@ -317,13 +310,9 @@ def steps(attempt_id: int | None, run: str | None, before: int | None) -> Query:
         .outerjoin(tables.attempts, tables.attempts.c.attempt_id == tables.steps.c.attempt_id)
         .order_by(tables.steps.c.step.desc(), tables.steps.c.attempt_id.desc())
     )
-    if attempt_id is not None:
-        query = query.where(tables.steps.c.attempt_id == attempt_id)
-    if run is not None:
-        query = query.where(tables.attempts.c.run == run)
-    if before is not None:
-        query = query.where(tables.steps.c.step < before)
-    return query
+    where = conditions("steps", attempt_id=attempt_id) + conditions("attempts", run=run)
+    where += [tables.steps.c.step < before] if before is not None else []
+    return query.where(*where)
 
 
 def counts() -> dict[str, Query]:

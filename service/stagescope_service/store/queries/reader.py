@@ -6,9 +6,8 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, TypeVar, cast
 
 import sqlalchemy as sa
 
@@ -18,7 +17,7 @@ from stagescope_service.store.tables import TABLES
 from stagescope_wire.nonfinite import JsonObject
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 Filter: TypeAlias = str | int | bool | Sequence[str] | Sequence[int] | None
 
@@ -36,6 +35,13 @@ class ScopeFilter(TypedDict, total=False):
 
     run: Filter
     attempt_id: Filter
+
+
+class StepWindow(TypedDict, total=False):
+    """Selects the rows of steps from `first` to `last`, both included; None means no bound."""
+
+    first: int | None
+    last: int | None
 
 
 R = TypeVar("R")
@@ -82,11 +88,15 @@ class Reader:
             pinned._pinned = connection
             yield pinned
 
-    def _connect(self) -> AbstractContextManager[sa.Connection]:
-        if self._pinned is not None:
-            return contextlib.nullcontext(self._pinned)
-        self._reopen_if_replaced()
-        return self._engine.begin()
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sa.Connection]:
+        with connect.catalogue_errors(self._where):
+            if self._pinned is not None:
+                yield self._pinned
+                return
+            self._reopen_if_replaced()
+            with self._engine.begin() as connection:
+                yield connection
 
     def _reopen_if_replaced(self) -> None:
         if self._path and (found := connect.file_id(self._path)) != self._file:
@@ -94,17 +104,22 @@ class Reader:
             self._file = found
 
     def _rows(self, row: type[R], query: Query, parameters: JsonObject | None = None) -> list[R]:
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             return rows(row, connection, query, parameters)
 
     def _values(self, query: sa.Select[T]) -> list[T]:
         """Return the values of a query's only column."""
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             return [*connection.scalars(query)]
+
+    def _tuples(self, query: Query) -> Sequence[tuple[Any, ...]]:
+        """Return the rows of a query as tuples: a dict a row would take longer than the query."""
+        with self._reading() as connection:
+            return connection.execute(query).all()
 
     def _each(self, row: type[R], query: Query) -> Iterator[R]:
         """Yield the rows of a query as they are read, for results larger than memory."""
-        with connect.catalogue_errors(self._where), self._connect() as connection:
+        with self._reading() as connection:
             streaming = connection.execution_options(yield_per=_AT_ONCE)
             # Close the cursor before returning the connection, even if not all rows are read: when
             # Python 3.10 frees an unclosed cursor later, it resets the cached statement that
@@ -138,12 +153,16 @@ class Reader:
 def all_rows(name: str, order: str, without: str = "") -> Query:
     """Select a table's rows by columns (`-name` descending), some of its columns left out."""
     table, left_out = TABLES[name], without.split()
-    by = [
-        table.c[column[1:]].desc() if column.startswith("-") else table.c[column]
-        for column in order.split()
-    ]
     chosen = (column for column in table.columns if column.name not in left_out)
-    return sa.select(*chosen).order_by(*by)
+    return sa.select(*chosen).order_by(*order_of(table, order))
+
+
+def order_of(table: sa.Table, order: str) -> list[sa.ColumnElement[object]]:
+    """Return the columns that sort rows, `-name` descending, separated by spaces."""
+    return [
+        table.c[name[1:]].desc() if name.startswith("-") else table.c[name]
+        for name in order.split()
+    ]
 
 
 def conditions(table: str, /, **filters: object) -> list[sa.ColumnElement[bool]]:
@@ -160,6 +179,22 @@ def conditions(table: str, /, **filters: object) -> list[sa.ColumnElement[bool]]
         for key, value in filters.items()
         if value is not None
     ]
+
+
+def between(
+    column: sa.ColumnElement[object], first: int | None = None, last: int | None = None
+) -> list[sa.ColumnElement[bool]]:
+    """Return the conditions of a range of steps, both ends included."""
+    bounds = [column >= first] if first is not None else []
+    return bounds + ([column <= last] if last is not None else [])
+
+
+def in_window(
+    name: str, attempts: Sequence[int], **window: Unpack[StepWindow]
+) -> list[sa.ColumnElement[bool]]:
+    """Return the conditions of the rows of attempts in a window of steps."""
+    table = TABLES[name].c
+    return [table.attempt_id.in_(list(attempts)), *between(table.step, **window)]
 
 
 def of_few(name: str, attempts: Filter) -> list[sa.ColumnElement[bool]]:

@@ -1,17 +1,17 @@
-"""Queries about rollouts that a trainer consumed: samples and payloads of other processes."""
+"""Queries for samples, and for the rollouts that a trainer consumed."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Final, TypedDict
 
 import sqlalchemy as sa
 
 from stagescope_service.store.queries.overview import ListedAttempt
+from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions, in_window
 from stagescope_service.store.snapshot import Query
-from stagescope_service.store.tables import payloads, samples
-from stagescope_wire.nonfinite import JsonObject
+from stagescope_service.store.tables import PayloadRow, SampleRow, payloads, samples
 from stagescope_wire.schema import STEP_SUMMARY_STAGES
 
 TRAINER_STAGES: Final = tuple(name for name in STEP_SUMMARY_STAGES if name != "rollout_generate")
@@ -36,12 +36,92 @@ def side_by_side(attempts: Sequence[ListedAttempt], attempt_id: int) -> list[int
     ]
 
 
+class RewardGroupsRow(TypedDict):
+    """The number of groups of samples in a step, by their rewards.
+
+    `rewarded` groups have two samples and more, each with a finite reward. `equal` ones have a
+    single reward. `low` and `high` ones have only the step's `lowest` or `highest` reward (null:
+    none is rewarded).
+    """
+
+    attempt_id: int
+    step: int
+    groups: int
+    single: int
+    rewarded: int
+    equal: int
+    low: int
+    high: int
+    lowest: float | None
+    highest: float | None
+
+
+class RolloutQueries(Reader):
+    """Queries for samples, and for the rollouts that a trainer consumed."""
+
+    def samples(
+        self, attempt_id: int, step: Filter = None, *, limit: int = LIMIT
+    ) -> list[SampleRow]:
+        """Return samples by step and sample_uid."""
+        where = conditions("samples", attempt_id=attempt_id, step=step)
+        return self._page(SampleRow, "samples", where, "step sample_uid clock", limit)
+
+    def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[SampleRow]:
+        """Return the rows that other processes wrote for the samples that a step consumed."""
+        parameters = {
+            "attempt_ids": list(attempts),
+            "attempt_id": attempt_id,
+            "step": step,
+            "clock": f"s{step}",
+            "from_step": step - REUSED_STEPS,
+            "to_step": step + REUSED_STEPS,
+        }
+        return self._rows(SampleRow, _consumed_samples(), parameters)
+
+    def rollout_payloads(
+        self, attempts: Sequence[int], step: int, versions: Collection[int | None]
+    ) -> list[PayloadRow]:
+        """Return ingested payloads of rollouts, the oldest first.
+
+        Args:
+            attempts: ids of the attempts.
+            step: their step, unless they have none and one of `versions`.
+            versions: policy versions; None selects payloads without one.
+        """
+        chosen = (
+            payloads.c.attempt_id.in_(attempts)
+            & (payloads.c.state == "ingested")
+            & payloads.c.stage.not_in(TRAINER_STAGES)
+        )
+        # One select each instead of IN: SQLite then uses the index of payloads without a step.
+        newest = sorted(versions, key=lambda version: (version is not None, version))
+        cases = (
+            payloads.c.step == step,
+            *(
+                payloads.c.step.is_(None) & (payloads.c.policy_version == each)
+                for each in newest[-MAX_VERSIONS:]
+            ),
+        )
+        selected = (sa.select(payloads).where(chosen, case) for case in cases)
+        found = sa.union_all(*selected).subquery()
+        by = (found.c.announced_wall, found.c.incarnation, found.c.seq)
+        return self._rows(PayloadRow, sa.select(found).order_by(*by))
+
+    def reward_groups(
+        self, attempts: Sequence[int], *, last: int | None = None
+    ) -> list[RewardGroupsRow]:
+        """Return the groups of samples of each step of some attempts, up to `last`.
+
+        Steps whose samples name no group are left out.
+        """
+        return self._rows(RewardGroupsRow, _reward_groups(attempts, last))
+
+
 @functools.cache
-def consumed_samples() -> Query:
+def _consumed_samples() -> Query:
     """Select the rows that other processes' rollouts wrote for the samples that a step consumed.
 
     It is built once, since it runs for each step, and each new one leaves 500 objects in cycles.
-    `of_consumed` returns its parameters.
     """
     attempt_id: sa.BindParameter[int] = sa.bindparam("attempt_id")
     step: sa.BindParameter[int] = sa.bindparam("step")
@@ -68,73 +148,12 @@ def consumed_samples() -> Query:
     return sa.select(found.subquery())
 
 
-def of_consumed(attempt_ids: Sequence[int], attempt_id: int, step: int) -> JsonObject:
-    """Return the parameters of `consumed_samples`."""
-    return {
-        "attempt_ids": list(attempt_ids),
-        "attempt_id": attempt_id,
-        "step": step,
-        "clock": f"s{step}",
-        "from_step": step - REUSED_STEPS,
-        "to_step": step + REUSED_STEPS,
-    }
-
-
-def rollout_payloads(
-    attempt_ids: Sequence[int], step: int, versions: Collection[int | None]
-) -> Query:
-    """Select ingested payloads of a step, or of no step and one of `versions`, oldest first.
-
-    Args:
-        attempt_ids: ids of the attempts.
-        step: the step.
-        versions: policy versions; None selects payloads without one.
-    """
-    chosen = (
-        payloads.c.attempt_id.in_(attempt_ids)
-        & (payloads.c.state == "ingested")
-        & payloads.c.stage.not_in(TRAINER_STAGES)
-    )
-    # One select each instead of IN: SQLite then uses the index of payloads without a step.
-    newest = sorted(versions, key=lambda version: (version is not None, version))[-MAX_VERSIONS:]
-    cases = (
-        payloads.c.step == step,
-        *(payloads.c.step.is_(None) & (payloads.c.policy_version == each) for each in newest),
-    )
-    found = sa.union_all(*(sa.select(payloads).where(chosen, case) for case in cases)).subquery()
-    return sa.select(found).order_by(found.c.announced_wall, found.c.incarnation, found.c.seq)
-
-
-def reward_groups(attempt_ids: Sequence[int], last: int | None) -> Query:
+def _reward_groups(attempt_ids: Sequence[int], last: int | None) -> Query:
     """Select the number of groups of samples by attempt and step, and by their rewards.
 
     A group counts as rewarded if it has two samples and more, each with a finite reward.
     """
-    reward = samples.c.reward
-    number = sa.func.count()
-    is_rewarded = (number > 1) & (
-        sa.func.count(sa.case((reward.between(-_MOST, _MOST), 1))) == number
-    )
-    where: list[sa.ColumnElement[bool]] = [
-        samples.c.attempt_id.in_(attempt_ids),
-        samples.c.step.is_not(None),
-        samples.c.group_id.is_not(None),
-    ]
-    if last is not None:
-        where.append(samples.c.step <= last)
-    groups = (
-        sa.select(
-            samples.c.attempt_id,
-            samples.c.step,
-            sa.case((number == 1, 1), else_=0).label("single"),
-            sa.case((is_rewarded, 1), else_=0).label("rewarded"),
-            sa.case((is_rewarded, sa.func.min(reward))).label("low"),
-            sa.case((is_rewarded, sa.func.max(reward))).label("high"),
-        )
-        .where(*where)
-        .group_by(samples.c.attempt_id, samples.c.step, samples.c.group_id)
-        .cte("reward_groups")
-    )
+    groups = _groups(attempt_ids, last)
     steps = (
         sa.select(
             groups.c.attempt_id,
@@ -168,4 +187,30 @@ def reward_groups(attempt_ids: Sequence[int], last: int | None) -> Query:
             (groups.c.attempt_id == steps.c.attempt_id) & (groups.c.step == steps.c.step),
         )
         .group_by(groups.c.attempt_id, groups.c.step, steps.c.lowest, steps.c.highest)
+    )
+
+
+def _groups(attempt_ids: Sequence[int], last: int | None) -> sa.CTE:
+    reward = samples.c.reward
+    number = sa.func.count()
+    is_rewarded = (number > 1) & (
+        sa.func.count(sa.case((reward.between(-_MOST, _MOST), 1))) == number
+    )
+    where: list[sa.ColumnElement[bool]] = [
+        *in_window("samples", attempt_ids, last=last),
+        samples.c.step.is_not(None),
+        samples.c.group_id.is_not(None),
+    ]
+    return (
+        sa.select(
+            samples.c.attempt_id,
+            samples.c.step,
+            sa.case((number == 1, 1), else_=0).label("single"),
+            sa.case((is_rewarded, 1), else_=0).label("rewarded"),
+            sa.case((is_rewarded, sa.func.min(reward))).label("low"),
+            sa.case((is_rewarded, sa.func.max(reward))).label("high"),
+        )
+        .where(*where)
+        .group_by(samples.c.attempt_id, samples.c.step, samples.c.group_id)
+        .cte("reward_groups")
     )

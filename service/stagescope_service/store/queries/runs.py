@@ -8,7 +8,6 @@ from typing import TypedDict
 import sqlalchemy as sa
 from typing_extensions import Unpack
 
-from stagescope_service.store import connect
 from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.overview import (
     DescribedAttempt,
@@ -26,7 +25,6 @@ from stagescope_service.store.queries.reader import (
     conditions,
     of_few,
 )
-from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import (
     STEP_ROWS,
     TABLES,
@@ -65,33 +63,6 @@ class PartTiming(PartColumns):
     """Monotonic seconds."""
 
 
-class _PartCount(TypedDict):
-    stage: str
-    role: str
-    rank: int
-    parts: int
-
-
-def timings(attempt_id: int, steps: Sequence[int]) -> Query:
-    """Select the columns of `PartTiming` of the parts of steps, without superseded stages."""
-    place = [stages.c[name] for name in ("step", "role", "stage", *PART_FIELDS)]
-    begun = stages.c.begin_wall + sa.func.coalesce(stages.c.clock_offset, 0.0)
-    return (
-        sa.select(
-            *place,
-            sa.func.min(begun).label("first"),
-            sa.func.max(begun).label("last"),
-            sa.func.max(stages.c.end_mono - stages.c.begin_mono).label("longest"),
-        )
-        .where(
-            stages.c.attempt_id == attempt_id,
-            stages.c.step.in_(list(steps)),
-            sa.func.coalesce(stages.c.superseded, sa.false()) == sa.false(),
-        )
-        .group_by(*place)
-    )
-
-
 class DiedAttempt(TypedDict):
     """An attempt that did not finish."""
 
@@ -117,16 +88,9 @@ class RunQueries(Reader):
         """Return one run, or None."""
         return self._first(ListedRun, overview.runs(run))
 
-    def live_runs(self, since: float = 0.0) -> list[ListedRun]:
-        """Return the live runs with a last contact at `since` or later.
-
-        Processes that finished or lapsed do not count.
-        """
-        return [
-            row
-            for row in self._rows(ListedRun, overview.runs())
-            if row["live"] and (row["last_wall"] or 0.0) >= since
-        ]
+    def live_runs(self) -> list[ListedRun]:
+        """Return the live runs; processes that finished or lapsed do not count."""
+        return [row for row in self._rows(ListedRun, overview.runs()) if row["live"]]
 
     def attempts(self, run: str | None = None) -> list[ListedAttempt]:
         """Return the attempts of a run, or of all runs, newest first."""
@@ -293,31 +257,25 @@ class RunQueries(Reader):
             _not_superseded(),
         ]
         key = (table.c.stage, table.c.role, table.c.rank)
-        query = sa.select(*key, sa.func.count().label("parts")).where(*where).group_by(*key)
-        rows = self._rows(_PartCount, query)
-        return {(row["stage"], row["role"], row["rank"]): row["parts"] for row in rows}
+        found = self._tuples(sa.select(*key, sa.func.count()).where(*where).group_by(*key))
+        return {(stage, role, rank): parts for stage, role, rank, parts in found}
 
     def replaced(self, attempt_id: int, step: Filter = None) -> set[tuple[str, int | None]]:
         """Return (incarnation, seq) of payloads whose stage was superseded."""
         columns = TABLES["stages"].c
         where = conditions("stages", attempt_id=attempt_id, step=step, superseded=True)
         chosen = sa.select(columns.incarnation, columns.end_seq).where(*where)
-        with connect.catalogue_errors(self._where), self._connect() as connection:
-            return {(incarnation, seq) for incarnation, seq in connection.execute(chosen)}
+        return {(incarnation, seq) for incarnation, seq in self._tuples(chosen)}
 
-    def open_stages(self, attempt_id: Filter = None, *, limit: int = LIMIT) -> list[StageRow]:
+    def open_stages(self, attempt_id: Filter = None) -> list[StageRow]:
         """Return stages that began and did not end, oldest first."""
         table = TABLES["stages"]
         where = [*of_few("stages", attempt_id), table.c.end_wall.is_(None)]
         where.append(sa.func.coalesce(table.c.status, "open") == "open")
-        return self._page(StageRow, "stages", where, "begin_wall rank", limit)
+        return self._page(StageRow, "stages", where, "begin_wall rank", LIMIT)
 
     def processes(
-        self,
-        attempt_id: Filter = None,
-        *,
-        role: Filter = None,
-        rank: Filter = None,
+        self, attempt_id: Filter = None, *, role: Filter = None, rank: Filter = None
     ) -> list[ProcessColumns]:
         """Return the processes of an attempt by role, rank and time, also those that are gone."""
         where = conditions("processes", attempt_id=attempt_id, role=role, rank=rank)
@@ -339,8 +297,18 @@ class RunQueries(Reader):
         return [each for each in found if name in each]
 
     def timings(self, attempt_id: int, steps: Sequence[int]) -> list[PartTiming]:
-        """Return the begin times and durations of each part of steps."""
-        return self._rows(PartTiming, timings(attempt_id, steps))
+        """Return the begin times and durations of each part of steps, without superseded stages."""
+        place = [stages.c[name] for name in ("step", "role", "stage", *PART_FIELDS)]
+        begun = stages.c.begin_wall + sa.func.coalesce(stages.c.clock_offset, 0.0)
+        query = sa.select(
+            *place,
+            sa.func.min(begun).label("first"),
+            sa.func.max(begun).label("last"),
+            sa.func.max(stages.c.end_mono - stages.c.begin_mono).label("longest"),
+        ).where(
+            stages.c.attempt_id == attempt_id, stages.c.step.in_(list(steps)), _not_superseded()
+        )
+        return self._rows(PartTiming, query.group_by(*place))
 
 
 def _not_superseded() -> sa.ColumnElement[bool]:

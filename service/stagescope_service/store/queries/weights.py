@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
-from stagescope_service.store import connect
 from stagescope_service.store.queries.reader import LIMIT, Reader, conditions
 from stagescope_service.store.tables import (
     TABLES,
@@ -18,41 +17,6 @@ from stagescope_service.store.tables import (
 
 _records = TABLES["weights"]
 _verdicts = TABLES["weight_verdicts"]
-
-
-def newest_version(attempt_id: int) -> sa.Select[int]:
-    """Select the highest version that an attempt recorded (null if none)."""
-    return sa.select(sa.func.max(_records.c.version)).where(_records.c.attempt_id == attempt_id)
-
-
-def versions_of_step(attempt_id: int, step: int) -> sa.Select[int]:
-    """Select the versions that were recorded at a step, the highest first."""
-    of_step = (_records.c.attempt_id == attempt_id) & (_records.c.step == step)
-    return sa.select(_records.c.version).where(of_step).distinct().order_by(sa.desc("version"))
-
-
-def incomplete(attempt_id: int, before: int) -> sa.Select[int]:
-    """Select the versions below `before` whose verdict is incomplete."""
-    unsettled = (_verdicts.c.attempt_id == attempt_id) & (_verdicts.c.version < before)
-    return sa.select(_verdicts.c.version).where(unsettled, _verdicts.c.complete == sa.false())
-
-
-def uncompared() -> sa.Select[int, int]:
-    """Select (attempt_id, version) with more records than its verdict is based on."""
-    recorded = (
-        sa.select(_records.c.attempt_id, _records.c.version, sa.func.count().label("records"))
-        .group_by(_records.c.attempt_id, _records.c.version)
-        .subquery()
-    )
-    same = (_verdicts.c.attempt_id == recorded.c.attempt_id) & (
-        _verdicts.c.version == recorded.c.version
-    )
-    return (
-        sa.select(recorded.c.attempt_id, recorded.c.version)
-        .outerjoin(_verdicts, same)
-        .where(sa.func.coalesce(_verdicts.c.records, 0) < recorded.c.records)
-        .order_by(recorded.c.attempt_id, recorded.c.version)
-    )
 
 
 class WeightQueries(Reader):
@@ -76,19 +40,18 @@ class WeightQueries(Reader):
 
     def newest_weights(self, attempt_id: int) -> int | None:
         """Return the highest version of weights that an attempt recorded, or None."""
-        return self._values(newest_version(attempt_id))[0]
+        query = sa.select(sa.func.max(_records.c.version))
+        (found,) = self._values(query.where(_records.c.attempt_id == attempt_id))
+        return None if found is None else int(found)
 
     def weight_versions(self, attempt_id: int, step: int) -> list[int]:
         """Return the versions of weights that were recorded at a step, the highest first."""
-        return self._values(versions_of_step(attempt_id, step))
+        where = conditions("weights", attempt_id=attempt_id, step=step)
+        query = sa.select(_records.c.version).where(*where).distinct()
+        return self._values(query.order_by(sa.desc("version")))
 
     def weight_verdicts(
-        self,
-        attempt_id: int,
-        *,
-        version: int | None = None,
-        limit: int = LIMIT,
-        offset: int = 0,
+        self, attempt_id: int, *, version: int | None = None, limit: int = LIMIT, offset: int = 0
     ) -> list[WeightVerdictRow]:
         """Return the verdicts of an attempt's versions, or of one, the newest first."""
         where = conditions("weight_verdicts", attempt_id=attempt_id, version=version)
@@ -96,14 +59,25 @@ class WeightQueries(Reader):
 
     def incomplete_weights(self, attempt_id: int, before: int) -> list[int]:
         """Return the versions below `before` that still lacked records of some ranks."""
-        return self._values(incomplete(attempt_id, before))
+        table = _verdicts.c
+        unsettled = (table.attempt_id == attempt_id) & (table.version < before)
+        return self._values(sa.select(table.version).where(unsettled, table.complete == sa.false()))
 
     def uncompared(self) -> list[tuple[int, int]]:
         """Return (attempt_id, version) with records that were not compared."""
-        with connect.catalogue_errors(self._where), self._connect() as connection:
-            return [
-                (attempt_id, version) for attempt_id, version in connection.execute(uncompared())
-            ]
+        recorded = (
+            sa.select(_records.c.attempt_id, _records.c.version, sa.func.count().label("records"))
+            .group_by(_records.c.attempt_id, _records.c.version)
+            .subquery()
+        )
+        key, own = (recorded.c.attempt_id, recorded.c.version), _verdicts.c
+        query = (
+            sa.select(*key)
+            .outerjoin(_verdicts, (own.attempt_id == key[0]) & (own.version == key[1]))
+            .where(sa.func.coalesce(own.records, 0) < recorded.c.records)
+            .order_by(*key)
+        )
+        return [(attempt_id, version) for attempt_id, version in self._tuples(query)]
 
     def odd_replicas(self) -> list[OddReplicaRow]:
         """Return every divergence of a rank's weights from its replicas, the newest first."""

@@ -17,9 +17,19 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy import Column, Index, event
+from sqlalchemy.schema import SchemaItem
 
-from stagescope_service.store.columns import Blob, Flag, Int, Real, Text
-from stagescope_service.store.tables.declare import columns, key, metadata, partial_index, table
+from stagescope_service.store.tables.declare import (
+    Blob,
+    Flag,
+    Int,
+    Real,
+    Text,
+    columns,
+    key,
+    metadata,
+    partial_index,
+)
 from stagescope_wire.schema import PART_FIELDS
 
 INGESTED: Final = 0
@@ -28,13 +38,22 @@ KNOWN_TEXTS: Final = ("ingested", "announced", "ok", "ring", "kept", "open", "un
 """Texts with fixed ids, from 0: the first two take no space, and indexes name ids of states."""
 
 
-def _compact(name: str, *parts: Any) -> sa.Table:
-    return table(name, *parts, sqlite_with_rowid=False)
+COMPACT: Final[set[str]] = set()
+"""The names of these tables, which are read through the views."""
 
 
-texts = table("texts", key("text_id", Int), Column("text", Text), sa.UniqueConstraint("text"))
+def _table(name: str, *parts: SchemaItem, **options: Any) -> sa.Table:
+    COMPACT.add(name)
+    return sa.Table(name, metadata, *parts, sqlite_strict=True, **options)
 
-works = table(
+
+def _compact(name: str, *parts: SchemaItem) -> sa.Table:
+    return _table(name, *parts, sqlite_with_rowid=False)
+
+
+texts = _table("texts", key("text_id", Int), Column("text", Text), sa.UniqueConstraint("text"))
+
+works = _table(
     "works",
     key("work_id", Int),
     *columns(Int, "attempt_id step policy_version"),
@@ -45,7 +64,7 @@ works = table(
     Index(None, "work_key"),
 )
 
-senders = table(
+senders = _table(
     "senders",
     key("sender_id", Int),
     Column("incarnation", Text),
@@ -55,9 +74,9 @@ senders = table(
     Index(None, "incarnation"),
 )
 
-clocks = table("clocks", key("clock_id", Int), *columns(Real, "clock_offset clock_error"))
+clocks = _table("clocks", key("clock_id", Int), *columns(Real, "clock_offset clock_error"))
 
-scalar_names = table(
+scalar_names = _table(
     "scalar_names", key("attempt_id", Int), key("name", Text), Column("last_step", Int)
 )
 """The names of an attempt's scalars; `last_step` is the last step with one, null if none has any.
@@ -65,7 +84,7 @@ scalar_names = table(
 It only advances with the scalars, so a query must check that one still exists.
 """
 
-training_begins = table(
+training_begins = _table(
     "training_begins", key("attempt_id", Int), *columns(Real, "begun_wall begin_wall"),
     Column("step", Int),
 )  # fmt: skip
@@ -137,14 +156,6 @@ artifact_rows = _compact(
     Index(None, "work_id"),
     partial_index("ix_artifact_rows_live", "kind_id", where="deleted_wall IS NULL"),
 )
-
-COMPACT: Final = frozenset(
-    {
-        "texts", "works", "senders", "clocks", "scalar_names", "training_begins", "stage_rows",
-        "scalar_rows", "payload_rows", "artifact_rows",
-    }
-)  # fmt: skip
-"""The names of these tables, which are read through the views."""
 
 NO_OWNER: Final = -1
 """`owner_id` of an artifact whose id is not `prefix/owner/number`: the prefix is the whole id."""

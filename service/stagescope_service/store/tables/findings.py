@@ -5,46 +5,12 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from pydantic import Field
-from sqlalchemy import Column, Index
+from sqlalchemy import Index
 from typing_extensions import NotRequired
 
 from stagescope_service.fields import Rank, Role, Row, Run, Stage, Step
-from stagescope_service.store.columns import Flag, Int, Real, StrictJson, Text
-from stagescope_service.store.tables.declare import (
-    RankWork,
-    columns,
-    key,
-    partial_index,
-    place,
-    table,
-)
+from stagescope_service.store.tables.declare import RankWork, partial_index, table
 from stagescope_wire.nonfinite import Json
-
-findings = table(
-    "findings",
-    key("finding_id", Text),
-    Column("run", Text),
-    *columns(Int, "attempt_id step"),
-    *columns(Text, "stage role"),
-    Column("rank", Int),
-    *columns(Text, "kind severity message"),
-    Column("evidence", StrictJson()),
-    Column("advice", Text),
-    *columns(Real, "first_wall last_wall"),
-    Column("count", Int),
-    # The end of the problem; null if it lasts or never ends.
-    Column("over_wall", Real),
-    # Things to look at, a list of `Link.to_json`; null: none, or the advice names them.
-    Column("see", StrictJson()),
-    # A run may have some in each of its steps. Lists are in the order of `last_wall`: without it
-    # in the index of steps, SQLite takes the other one, and reads all findings for those of a step.
-    Index(None, "attempt_id", "last_wall"),
-    Index(None, "attempt_id", "step", "last_wall"),
-    Index(None, "attempt_id", "kind", "last_wall"),
-    Index(None, "run", "last_wall"),
-    Index(None, "run", "step", "last_wall"),
-    Index(None, "run", "kind", "severity", "count"),
-)
 
 
 class FindingInBrief(Row):
@@ -92,20 +58,21 @@ class FindingRow(FindingColumns):
 
     attempt_id: int | None
     see: list[Json] | None
+    """Things to look at, a list of `Link.to_json`; null: none, or the advice names them."""
 
 
-losses = table(
-    "losses",
-    key("loss_id", Text),
-    Column("run", Text),
-    Column("attempt_id", Int),
-    Column("role", Text),
-    *columns(Int, "rank step"),
-    *columns(Text, "stage kind reason"),
-    *columns(Int, "count bytes"),
-    Column("wall", Real),
-    Index(None, "attempt_id", "step"),
-    Index(None, "run"),
+findings = table(
+    "findings",
+    FindingRow,
+    "finding_id",
+    # A run may have some in each of its steps. Lists are in the order of `last_wall`: without it
+    # in the index of steps, SQLite takes the other one, and reads all findings for those of a step.
+    Index(None, "attempt_id", "last_wall"),
+    Index(None, "attempt_id", "step", "last_wall"),
+    Index(None, "attempt_id", "kind", "last_wall"),
+    Index(None, "run", "last_wall"),
+    Index(None, "run", "step", "last_wall"),
+    Index(None, "run", "kind", "severity", "count"),
 )
 
 
@@ -148,19 +115,7 @@ class LossRow(LossColumns):
     attempt_id: int | None
 
 
-stacks = table(
-    "stacks",
-    key("incarnation", Text),
-    key("request_id", Text),
-    *place(),
-    *columns(Text, "source state reason by"),
-    *columns(Real, "wall deadline_wall answered_wall"),
-    Column("threads", StrictJson()),
-    Column("truncated", Flag()),
-    Index(None, "attempt_id", "step"),
-    Index(None, "request_id"),
-    partial_index("ix_stacks_asked", "incarnation", where="state = 'asked'"),
-)
+losses = table("losses", LossRow, "loss_id", Index(None, "attempt_id", "step"), Index(None, "run"))
 
 
 class Thread(Row):
@@ -193,13 +148,13 @@ class StackRow(RankWork):
     truncated: bool | None
 
 
-trigger_rules = table(
-    "trigger_rules",
-    key("revision", Int),
-    Column("wall", Real),
-    *columns(Text, "by source digest"),
-    # With the URLs of webhooks, secrets included: answers show only hosts.
-    *columns(StrictJson(), "document since"),
+stacks = table(
+    "stacks",
+    StackRow,
+    "incarnation request_id",
+    Index(None, "attempt_id", "step"),
+    Index(None, "request_id"),
+    partial_index("ix_stacks_asked", "incarnation", where="state = 'asked'"),
 )
 
 
@@ -212,23 +167,11 @@ class TriggerRulesRow(TypedDict):
     source: str | None
     digest: str | None
     document: dict[str, Json]
+    """With the URLs of webhooks, secrets included: answers show only hosts."""
     since: Json
 
 
-firings = table(
-    "firings",
-    key("attempt_id", Int),
-    key("step", Int),
-    key("rule", Text),
-    Column("run", Text),
-    Column("revision", Int),
-    *columns(Text, "stage role"),
-    *columns(Int, "rank round"),
-    Column("message", Text),
-    *columns(StrictJson(), "evidence actions"),
-    *columns(Real, "wall acted_wall withdrawn_wall"),
-    Index(None, "run"),
-)
+trigger_rules = table("trigger_rules", TriggerRulesRow, "revision")
 
 
 class PinnedOf(Row):
@@ -330,3 +273,6 @@ class FiringRow(FiringColumns):
 
     actions: FiredActions | None
     acted_wall: float | None
+
+
+firings = table("firings", FiringRow, "attempt_id step rule", Index(None, "run"))

@@ -5,32 +5,11 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from pydantic import Field
-from sqlalchemy import Column, Index
+from sqlalchemy import Index
 
 from stagescope_service.fields import Row, Step
-from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
-from stagescope_service.store.tables.declare import (
-    RankWork,
-    StageWork,
-    columns,
-    key,
-    place,
-    table,
-    view,
-)
+from stagescope_service.store.tables.declare import RankWork, StageWork, table, view
 from stagescope_wire.nonfinite import Json
-
-scalars = view(
-    "scalars",
-    key("incarnation", Text),
-    key("work_key", Text),
-    key("name", Text),
-    *place(),
-    # SQLite stores NaN as NULL, so a value that is not finite is named in a column of its own.
-    Column("value", Real),
-    Column("nonfinite", Text),
-    Column("wall", Real),
-)
 
 
 class ScalarRow(RankWork):
@@ -41,24 +20,13 @@ class ScalarRow(RankWork):
     stage: str | None
     name: str
     value: float
-    """Null for nan and inf, which `Catalogue.scalars` restores."""
+    """Null for nan and inf, which `Catalogue.scalars` restores: SQLite stores NaN as NULL."""
     nonfinite: str | None
+    """The name of a value that is not finite."""
     wall: float
 
 
-payloads = view(
-    "payloads",
-    key("incarnation", Text),
-    key("seq", Int),
-    *place(),
-    *columns(Text, "work_key state reason"),
-    *columns(StrictJson(), "tensors meta"),
-    Column("bytes", Int),
-    Column("node_id", Text),
-    *columns(Real, "announced_wall settled_wall"),
-    Column("digest", Text),
-    Column("consumed_step", Int),
-)
+scalars = view("scalars", ScalarRow, "incarnation work_key name")
 
 
 class PayloadRow(StageWork):
@@ -79,15 +47,7 @@ class PayloadRow(StageWork):
     consumed_step: int | None
 
 
-summaries = table(
-    "summaries",
-    key("incarnation", Text),
-    key("seq", Int),
-    key("pair", Text),
-    *place("data_rank"),
-    Column("summary", Blob),
-    Index(None, "attempt_id", "step"),
-)
+payloads = view("payloads", PayloadRow, "incarnation seq")
 
 
 class SummaryRow(StageWork):
@@ -100,17 +60,8 @@ class SummaryRow(StageWork):
     summary: bytes | None
 
 
-step_metrics = table(
-    "step_metrics",
-    key("attempt_id", Int),
-    key("step", Int),
-    Column("version", Int),
-    # If `steps.summary_wall` differs, the row is from an earlier aggregation of the step.
-    Column("summary_wall", Real),
-    *columns(Text, "stage verdict"),
-    *columns(StrictJson(), "suspects metrics"),
-    Column("slices", Blob),
-    *columns(Int, "tokens masked_tokens unequal_tokens"),
+summaries = table(
+    "summaries", SummaryRow, "incarnation seq pair", Index(None, "attempt_id", "step")
 )
 
 
@@ -121,6 +72,7 @@ class StepMetricsRow(TypedDict):
     step: int
     version: int | None
     summary_wall: float | None
+    """If `steps.summary_wall` differs, the row is from an earlier aggregation of the step."""
     stage: str | None
     verdict: str | None
     suspects: list[str] | None
@@ -131,21 +83,7 @@ class StepMetricsRow(TypedDict):
     unequal_tokens: int | None
 
 
-streams = table(
-    "streams",
-    key("attempt_id", Int),
-    key("stream", Text),
-    key("role", Text),
-    key("stage", Text),
-    *columns(Text, "producer engine engine_version dtype"),
-    Column("dtypes", StrictJson()),
-    Column("quantisation", Text),
-    Column("processed", Flag()),
-    *columns(Real, "temperature top_p"),
-    Column("top_k", Int),
-    *columns(Text, "alignment routing"),
-    Column("extra", StrictJson()),
-)
+step_metrics = table("step_metrics", StepMetricsRow, "attempt_id step")
 
 
 class StreamRow(TypedDict):
@@ -170,21 +108,7 @@ class StreamRow(TypedDict):
     extra: dict[str, Json] | None
 
 
-samples = table(
-    "samples",
-    key("attempt_id", Int),
-    key("clock", Text),
-    key("sample_uid", Text),
-    *columns(Int, "step policy_version"),
-    Column("group_id", Text),
-    Column("sample_index", Int),
-    *columns(Text, "split data_source prompt_hash tokens_hash"),
-    Column("policy_versions", StrictJson()),
-    Column("consumed_step", Int),
-    Column("reward", Real),
-    *columns(Int, "tokens rounds"),
-    Index(None, "attempt_id", "step"),
-)
+streams = table("streams", StreamRow, "attempt_id stream role stage")
 
 
 class SampleRow(TypedDict):
@@ -208,21 +132,8 @@ class SampleRow(TypedDict):
     rounds: int | None
 
 
-weights = table(
-    "weights",
-    key("incarnation", Text),
-    key("seq", Int),
-    *columns(Int, "attempt_id step version"),
-    *columns(Text, "side kind role"),
-    Column("rank", Int),
-    Column("wall", Real),
-    # Eight bytes a tensor, in the order of the manifest, which the versions have in common.
-    Column("checksums", Blob),
-    *columns(Text, "manifest device_kind"),
-    Column("device_index", Int),
-    Column("device_serial", Text),
-    Index(None, "attempt_id", "version"),
-    Index(None, "attempt_id", "step"),
+samples = table(
+    "samples", SampleRow, "attempt_id clock sample_uid", Index(None, "attempt_id", "step")
 )
 
 
@@ -240,13 +151,20 @@ class WeightsRow(TypedDict):
     rank: int
     wall: float
     checksums: bytes
+    """Eight bytes a tensor, in the order of the manifest, which the versions have in common."""
     manifest: str
     device_kind: str | None
     device_index: int | None
     device_serial: str | None
 
 
-weight_manifests = table("weight_manifests", key("manifest", Text), Column("tensors", Blob))
+weights = table(
+    "weights",
+    WeightsRow,
+    "incarnation seq",
+    Index(None, "attempt_id", "version"),
+    Index(None, "attempt_id", "step"),
+)
 
 
 class WeightManifestRow(TypedDict):
@@ -256,15 +174,7 @@ class WeightManifestRow(TypedDict):
     tensors: bytes
 
 
-weight_verdicts = table(
-    "weight_verdicts",
-    key("attempt_id", Int),
-    key("version", Int),
-    *columns(Int, "step records agree differ missing not_comparable replicas_differ"),
-    Column("complete", Flag()),
-    *columns(StrictJson(), "ranks names"),
-    Column("wall", Real),
-)
+weight_manifests = table("weight_manifests", WeightManifestRow, "manifest")
 
 
 RecordedBy = Annotated[
@@ -311,24 +221,7 @@ class WeightVerdictRow(WeightVersion):
     attempt_id: int
 
 
-odd_replicas = table(
-    "odd_replicas",
-    key("attempt_id", Int),
-    key("version", Int),
-    key("side", Text),
-    key("role", Text),
-    key("rank", Int),
-    Column("run", Text),
-    Column("step", Int),
-    *columns(Text, "device host node_id device_kind"),
-    Column("device_index", Int),
-    Column("device_serial", Text),
-    Column("is_outvoted", Flag()),
-    *columns(Int, "replicas tensors"),
-    Column("names", StrictJson()),
-    Column("wall", Real),
-    Index(None, "device"),
-)
+weight_verdicts = table("weight_verdicts", WeightVerdictRow, "attempt_id version")
 
 
 class OddReplicaRow(TypedDict):
@@ -352,3 +245,8 @@ class OddReplicaRow(TypedDict):
     tensors: int
     names: list[str]
     wall: float | None
+
+
+odd_replicas = table(
+    "odd_replicas", OddReplicaRow, "attempt_id version side role rank", Index(None, "device")
+)

@@ -5,34 +5,13 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from pydantic import Field
-from sqlalchemy import Column, Index
+from sqlalchemy import Index
 
 from stagescope_service.fields import Row, Run, Wall
-from stagescope_service.store.columns import Flag, Int, Real, StrictJson, Text
-from stagescope_service.store.tables.declare import (
-    StageWork,
-    columns,
-    key,
-    partial_index,
-    place,
-    table,
-    view,
-)
+from stagescope_service.store.tables.declare import StageWork, partial_index, table, view
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.plan import StoredCapture
-from stagescope_wire.schema import PART_FIELDS, PartColumns
-
-captures = table(
-    "captures",
-    key("capture_id", Text),
-    Column("run", Text),
-    Column("spec", StrictJson()),
-    *columns(Text, "state by"),
-    *columns(Real, "created_wall removed_wall"),
-    Column("removed_by", Text),
-    Column("revision", Int),
-)
-
+from stagescope_wire.schema import PartColumns
 
 CaptureState = Annotated[
     str,
@@ -71,21 +50,7 @@ class CaptureRow(CaptureColumns):
     spec: StoredCapture
 
 
-dumps = table(
-    "dumps",
-    key("incarnation", Text),
-    key("work_key", Text),
-    key("capture_id", Text),
-    *place(),
-    *columns(Text, "path node_id state"),
-    *columns(Int, "bytes files"),
-    Column("seconds", Real),
-    *columns(Text, "task level error"),
-    *columns(StrictJson(), "overrides estimate"),
-    Column("wall", Real),
-    Index(None, "attempt_id", "step"),
-    partial_index("ix_dumps_armed", "incarnation", where="state = 'armed'"),
-)
+captures = table("captures", CaptureRow, "capture_id")
 
 
 class DumpRow(StageWork):
@@ -108,26 +73,12 @@ class DumpRow(StageWork):
     wall: float | None
 
 
-operators = table(
-    "operators",
-    key("incarnation", Text),
-    key("work_key", Text),
-    key("capture_id", Text),
-    *place(),
-    *columns(Text, "node_id dump_path"),
-    Column("announced_wall", Real),
-    # The last announced mark and the digested one: if they differ, the dump must be digested.
-    *columns(Int, "mark digested_mark"),
-    Column("truncated", Flag()),
-    *columns(Text, "state reason path checksum task level"),
-    *columns(Int, "bytes calls rows non_finite_rows truncated_at"),
-    *columns(Flag(), "done certain"),
-    *columns(StrictJson(), "first_non_finite summary"),
-    Column("wall", Real),
+dumps = table(
+    "dumps",
+    DumpRow,
+    "incarnation work_key capture_id",
     Index(None, "attempt_id", "step"),
-    partial_index(
-        "ix_operators_undigested", "node_id", where="coalesce(digested_mark, -1) <> mark"
-    ),
+    partial_index("ix_dumps_armed", "incarnation", where="state = 'armed'"),
 )
 
 
@@ -141,7 +92,9 @@ class OperatorTableRow(StageWork):
     dump_path: str | None
     announced_wall: float | None
     mark: int | None
+    """The last announced mark."""
     digested_mark: int | None
+    """The digested mark: if the two differ, the dump must be digested."""
     truncated: bool | None
     state: str | None
     reason: str | None
@@ -161,20 +114,14 @@ class OperatorTableRow(StageWork):
     wall: float | None
 
 
-artifacts = view(
-    "artifacts",
-    key("artifact_id", Text),
-    Column("incarnation", Text),
-    *columns(Int, "seq attempt_id step"),
-    *columns(Text, "stage role"),
-    Column("rank", Int),
-    *columns(Text, "kind node_id path"),
-    Column("bytes", Int),
-    Column("checksum", Text),
-    *columns(Flag(), "shared pinned"),
-    *columns(Real, "wall deleted_wall"),
-    *columns(Int, f"policy_version {' '.join(PART_FIELDS)}"),
-    *columns(StrictJson(), "sections tensors"),
+operators = table(
+    "operators",
+    OperatorTableRow,
+    "incarnation work_key capture_id",
+    Index(None, "attempt_id", "step"),
+    partial_index(
+        "ix_operators_undigested", "node_id", where="coalesce(digested_mark, -1) <> mark"
+    ),
 )
 
 
@@ -205,13 +152,7 @@ class ArtifactRow(PartColumns):
     """Tensor -> [dtype, shape, rows or None], for a kept file."""
 
 
-engines = table(
-    "engines",
-    key("name", Text),
-    *columns(Text, "url kind model version run by note"),
-    Column("wall", Real),
-    Column("settings", StrictJson()),
-)
+artifacts = view("artifacts", ArtifactRow, "artifact_id")
 
 
 class RegisteredEngine(Row):
@@ -238,13 +179,7 @@ class RegisteredEngine(Row):
     wall: Wall
 
 
-audit = table(
-    "audit",
-    Column("audit_id", Int, primary_key=True, autoincrement=True),
-    Column("wall", Real),
-    *columns(Text, "by action"),
-    Column("detail", StrictJson()),
-)
+engines = table("engines", RegisteredEngine, "name")
 
 
 class AuditEntry(Row):
@@ -262,7 +197,7 @@ class AuditEntry(Row):
     """The details of the request."""
 
 
-meta = table("meta", key("key", Text), Column("value", StrictJson()))
+audit = table("audit", AuditEntry, "audit_id", is_generated=True)
 
 
 class MetaRow(TypedDict):
@@ -270,3 +205,6 @@ class MetaRow(TypedDict):
 
     key: str
     value: Json
+
+
+meta = table("meta", MetaRow, "key")

@@ -5,26 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Final, TypedDict
 
 import sqlalchemy as sa
-from sqlalchemy import Column, Index
+from sqlalchemy import Index
 
 from stagescope_service.fields import RoleRank, Stage, one_of
-from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
-from stagescope_service.store.tables.declare import (
-    LayoutRow,
-    StageWork,
-    columns,
-    key,
-    layout,
-    partial_index,
-    place,
-    table,
-    view,
-)
+from stagescope_service.store.tables.declare import LayoutRow, StageWork, partial_index, table, view
 from stagescope_wire.nonfinite import Json
-
-runs = table(
-    "runs", key("run", Text), Column("created_wall", Real), Column("settings", StrictJson())
-)
 
 
 class RunRow(TypedDict):
@@ -35,20 +20,7 @@ class RunRow(TypedDict):
     settings: dict[str, Json] | None
 
 
-attempts = table(
-    "attempts",
-    key("attempt_id", Int),
-    Column("run", Text),
-    Column("number", Int),
-    Column("key", Text),
-    *columns(Real, "opened_wall ended_wall"),
-    Column("end_reason", Text),
-    *columns(Int, "resumed_from_step first_step last_closed_step"),
-    Column("fingerprint", StrictJson()),
-    Column("unkeyed", Flag()),
-    sa.UniqueConstraint("run", "key"),
-    sa.UniqueConstraint("run", "number"),
-)
+runs = table("runs", RunRow, "run")
 
 
 class AttemptColumns(TypedDict):
@@ -73,26 +45,12 @@ class AttemptRow(AttemptColumns):
     fingerprint: dict[str, Json] | None
 
 
-processes = table(
-    "processes",
-    key("incarnation", Text),
-    Column("attempt_id", Int),
-    Column("role", Text),
-    *columns(Int, "rank world_size data_rank"),
-    Column("node_id", Text),
-    Column("pid", Int),
-    *layout(),
-    *columns(StrictJson(), "settings hello"),
-    *columns(Real, "first_wall last_wall clock_offset clock_error finished_wall lapsed_wall"),
-    *columns(Int, "dropped_events dropped_payloads dropped_bytes"),
-    # The reports in these counts, so that none counts twice, even after a restart.
-    Column("dropped_seqs", StrictJson()),
-    *columns(Flag(), "raw unkeyed"),
-    *columns(Int, "max_step plan_revision"),
-    Index(None, "attempt_id"),
-    partial_index(
-        "ix_processes_live", "last_wall", where="finished_wall IS NULL AND lapsed_wall IS NULL"
-    ),
+attempts = table(
+    "attempts",
+    AttemptRow,
+    "attempt_id",
+    sa.UniqueConstraint("run", "key"),
+    sa.UniqueConstraint("run", "number"),
 )
 
 
@@ -117,6 +75,7 @@ class ProcessColumns(LayoutRow):
     dropped_payloads: int | None
     dropped_bytes: int | None
     dropped_seqs: list[int] | None
+    """The reports in these counts, so that none counts twice, even after a restart."""
     raw: bool | None
     unkeyed: bool | None
     max_step: int | None
@@ -130,30 +89,18 @@ class ProcessRow(ProcessColumns):
     hello: dict[str, Json] | None
 
 
-REMOVABLE: Final = "rows_removed IS NOT TRUE AND pinned IS NOT TRUE"
-
-steps = table(
-    "steps",
-    key("attempt_id", Int),
-    key("step", Int),
-    *columns(Real, "opened_wall closed_wall"),
-    *columns(Text, "close_reason completeness"),
-    *columns(StrictJson(), "expected missing"),
-    Column("superseded_by", Int),
-    Column("step_summary", Blob),
-    Column("summary_wall", Real),
-    Column("pinned", Flag()),
-    # The mark that the summary must reach and its own: if they differ, it is aggregated.
-    *columns(Int, "parts_mark summary_mark"),
-    # False while retention removes the step's rows, true afterwards; else null.
-    Column("rows_removed", Flag()),
-    partial_index("ix_steps_open", "attempt_id", where="closed_wall IS NULL"),
-    partial_index("ix_steps_removable", "attempt_id", "step", where=REMOVABLE),
-    partial_index("ix_steps_pinned", "attempt_id", where="pinned"),
+processes = table(
+    "processes",
+    ProcessRow,
+    "incarnation",
+    Index(None, "attempt_id"),
     partial_index(
-        "ix_steps_unformed", "attempt_id", where="coalesce(summary_mark, -1) <> parts_mark"
+        "ix_processes_live", "last_wall", where="finished_wall IS NULL AND lapsed_wall IS NULL"
     ),
 )
+
+
+REMOVABLE: Final = "rows_removed IS NOT TRUE AND pinned IS NOT TRUE"
 
 
 class UnfinishedRank(RoleRank):
@@ -169,8 +116,11 @@ class StepMarks(TypedDict):
 
     closed_wall: float | None
     parts_mark: int | None
+    """The mark that the summary must reach."""
     summary_mark: int | None
+    """The summary's own mark: if the two differ, it is aggregated."""
     rows_removed: bool | None
+    """False while retention removes the step's rows, true afterwards; else null."""
 
 
 class StepState(StepMarks):
@@ -200,22 +150,16 @@ class StepRow(StepColumns):
     step_summary: bytes | None
 
 
-stages = view(
-    "stages",
-    key("incarnation", Text),
-    key("work_key", Text),
-    key("revision", Int),
-    *place(),
-    Column("begin_seq", Int),
-    *columns(Real, "begin_wall begin_mono"),
-    Column("end_seq", Int),
-    *columns(Real, "end_wall end_mono"),
-    Column("device_time", Flag()),
-    *columns(Real, "device_seconds clock_offset clock_error"),
-    *columns(Text, "status error_type error_message"),
-    Column("superseded", Flag()),
-    # `begin_wall` on the service's clock, and never ahead of it
-    Column("begun_wall", Real),
+steps = table(
+    "steps",
+    StepRow,
+    "attempt_id step",
+    partial_index("ix_steps_open", "attempt_id", where="closed_wall IS NULL"),
+    partial_index("ix_steps_removable", "attempt_id", "step", where=REMOVABLE),
+    partial_index("ix_steps_pinned", "attempt_id", where="pinned"),
+    partial_index(
+        "ix_steps_unformed", "attempt_id", where="coalesce(summary_mark, -1) <> parts_mark"
+    ),
 )
 
 
@@ -240,3 +184,7 @@ class StageRow(StageWork):
     error_message: str | None
     superseded: bool | None
     begun_wall: float | None
+    """`begin_wall` on the service's clock, and never ahead of it."""
+
+
+stages = view("stages", StageRow, "incarnation work_key revision")

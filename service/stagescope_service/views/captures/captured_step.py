@@ -6,8 +6,9 @@ kept files count. A rank that recorded none of these tensors is left out.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from stagescope_service.core.entities import ANNOUNCED, INGESTED
@@ -16,6 +17,7 @@ from stagescope_service.store.tables import (
     ArtifactRow,
     DumpRow,
     PayloadRow,
+    ProcessColumns,
     StageRow,
     UnfinishedRank,
 )
@@ -67,23 +69,16 @@ class StepOfCapture:
         earlier = [row for row in rows if row["step"] < number and row["closed_wall"] is not None]
         self._before = [row["step"] for row in earlier[:_STEPS_BEFORE]]
         self._parts_by_step: dict[int, dict[RankKey, set[PartKey]]] = {}
-        self._parts: dict[RankKey, int] | None = None
-        self._roles: set[str] | None = None
-        self._own_rows: list[StageRow] | None = None
-        self._past: set[RankKey] | None = None
-        self._alive: set[RankKey] = set()
 
-    def parts(self) -> Mapping[RankKey, int]:
-        """Return how many parts of the requested stages each rank did."""
-        if self._parts is None:
-            self._parts = {}
-            counts = self._catalogue.count_stages(
-                self._attempt_id, self._number, stage=self._stages
-            )
-            for (stage, role, rank), count in counts.items():
-                if self._is_requested(stage):
-                    self._parts[role, rank] = self._parts.get((role, rank), 0) + count
-        return self._parts
+    @cached_property
+    def _parts(self) -> Mapping[RankKey, int]:
+        """How many parts of the requested stages each rank did."""
+        counts = self._catalogue.count_stages(self._attempt_id, self._number, stage=self._stages)
+        parts: Counter[RankKey] = Counter()
+        for (stage, role, rank), count in counts.items():
+            if self._is_requested(stage):
+                parts[role, rank] += count
+        return parts
 
     def kept(self) -> dict[RankKey, RankState]:
         """Return what is kept of each rank that recorded requested tensors, or did not get to it.
@@ -178,7 +173,7 @@ class StepOfCapture:
         worst = next((state for state in _WORST if state in states), NO_REPORT)
         over = self.is_over(rank)
         if over and worst in (COLLECTED, NO_REPORT):
-            is_complete = self.parts().get(rank, 0) <= len(reported)
+            is_complete = self._parts.get(rank, 0) <= len(reported)
             return RankState(worst if is_complete else NO_REPORT, True)
         if over:
             return RankState(worst, worst != "armed")
@@ -186,9 +181,11 @@ class StepOfCapture:
 
     def has_parts(self, role: str) -> bool:
         """Return whether a rank of a role did a part of the requested stages."""
-        if self._roles is None:
-            self._roles = {each for each, _ in self.parts()}
         return role in self._roles
+
+    @cached_property
+    def _roles(self) -> set[str]:
+        return {role for role, _ in self._parts}
 
     def is_over(self, rank: RankKey) -> bool:
         """Return whether nothing more will arrive from a rank for the step.
@@ -197,7 +194,7 @@ class StepOfCapture:
         A driver may close the step earlier (`end_step`). A rank whose role does the stages may then
         still have data on its way.
         """
-        if rank in self._past_ranks():
+        if rank in self._past:
             return True
         return self.closed and not (rank in self._alive and self.has_parts(rank[0]))
 
@@ -206,34 +203,40 @@ class StepOfCapture:
         """Whether nothing more will arrive of the step from any rank of the request."""
         waited_for = {
             rank
-            for rank in self._alive_ranks() - self._past_ranks()
+            for rank in self._alive - self._past
             if self.includes(rank) and self.has_parts(rank[0]) and not self._has_ended(rank)
         }
         return self.closed and not waited_for
 
-    def _alive_ranks(self) -> set[RankKey]:
-        self._past_ranks()
-        return self._alive
+    @cached_property
+    def _processes(self) -> list[ProcessColumns]:
+        return self._catalogue.processes(self._attempt_id)
 
-    def _past_ranks(self) -> set[RankKey]:
-        """Return the ranks that have begun a later step."""
-        if self._past is None:
-            self._past = set()
-            for row in self._catalogue.processes(self._attempt_id):
-                key = (row["role"], row["rank"])
-                if row["max_step"] is not None and row["max_step"] > self._number:
-                    self._past.add(key)
-                if row["finished_wall"] is None and row["lapsed_wall"] is None and not row["raw"]:
-                    self._alive.add(key)
-        return self._past
+    @cached_property
+    def _alive(self) -> set[RankKey]:
+        """The ranks whose process still reports."""
+        return {
+            _rank(row)
+            for row in self._processes
+            if row["finished_wall"] is None and row["lapsed_wall"] is None and not row["raw"]
+        }
+
+    @cached_property
+    def _past(self) -> set[RankKey]:
+        """The ranks that have begun a later step."""
+        return {
+            _rank(row)
+            for row in self._processes
+            if row["max_step"] is not None and row["max_step"] > self._number
+        }
 
     def _has_ended(self, rank: RankKey) -> bool:
         """Return whether a rank has ended each part that any rank of its role began."""
-        ended = {part_key(row) for row in self._rows() if _rank(row) == rank and row["end_wall"]}
+        ended = {part_key(row) for row in self._rows if _rank(row) == rank and row["end_wall"]}
         return ended >= self._parts_of_role(rank[0])
 
     def _parts_of_role(self, role: str) -> set[PartKey]:
-        return {part_key(row) for row in self._rows() if row["role"] == role}
+        return {part_key(row) for row in self._rows if row["role"] == role}
 
     def _has_reported_all(self, rank: RankKey, reported: Reported) -> bool:
         """Return whether a rank has reported all parts that it is known to do in the step.
@@ -260,10 +263,9 @@ class StepOfCapture:
             self._parts_by_step[number] = parts
         return self._parts_by_step[number]
 
+    @cached_property
     def _rows(self) -> list[StageRow]:
-        if self._own_rows is None:
-            self._own_rows = self._stage_rows(self._number)
-        return self._own_rows
+        return self._stage_rows(self._number)
 
     def _stage_rows(self, number: int) -> list[StageRow]:
         rows = self._catalogue.stages(self._attempt_id, number, stage=self._stages, limit=ALL_ROWS)
@@ -282,7 +284,7 @@ def _names_in(file: ArtifactRow) -> tuple[set[str], set[str]]:
     return tensors, numbers - tensors
 
 
-def _rank(row: StageRow) -> RankKey:
+def _rank(row: StageRow | ProcessColumns) -> RankKey:
     return row["role"], row["rank"]
 
 

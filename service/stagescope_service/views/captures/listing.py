@@ -9,9 +9,7 @@ from stagescope_service.store.tables import CaptureRow
 from stagescope_service.views.captures.progress import progress
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.pages import Page
-from stagescope_service.views.reading.dependencies import (
-    Dependencies,
-)
+from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.target import LiveRun
 from stagescope_wire.errors import NotFound
 from stagescope_wire.links import Link

@@ -36,6 +36,7 @@ from stagescope_service.views.models.captures import AskedRank, CapturedStep, Ra
 from stagescope_service.views.reading.completeness import ALL_ROWS
 from stagescope_service.views.reading.rows import dump_row
 from stagescope_wire.captures import matches, matches_rank, needs_ranks, unmatched_ranks
+from stagescope_wire.nonfinite import Json
 from stagescope_wire.plan import CaptureScope, CaptureSteps, StoredCapture
 from stagescope_wire.schema import RankKey
 
@@ -119,10 +120,7 @@ def _progress(catalogue: Catalogue, row: CaptureRow) -> Progress:
 
 
 def _requested_ranks(
-    catalogue: Catalogue,
-    spec: StoredCapture,
-    agreement: Agreement,
-    attempt: ListedAttempt | None,
+    catalogue: Catalogue, spec: StoredCapture, agreement: Agreement, attempt: ListedAttempt | None
 ) -> list[AskedRank]:
     """Return the ranks that a capture requests, and which acknowledged its latest revision."""
     requested = {(each["role"], each["rank"]) for each in (*agreement.members, *agreement.without)}
@@ -156,29 +154,18 @@ def _requested_ranks(
 def _requested_rank(
     role: str, rank: int, process: ProcessRow | None, agreement: Agreement
 ) -> AskedRank:
-    if process is None:
-        return {
-            "role": role,
-            "rank": rank,
-            "acknowledged": agreement.revision <= 0,
-            "there": False,
-            "joined_later": False,
-            "last_wall": None,
-            "node": None,
-            "host": None,
-            "pid": None,
-        }
-    first, agreed = process["first_wall"], agreement.agreed_wall
+    known: Mapping[str, Json] = process or {}
+    first, agreed = known.get("first_wall"), agreement.agreed_wall
     return {
         "role": role,
         "rank": rank,
-        "acknowledged": (process["plan_revision"] or 0) >= agreement.revision,
-        "there": not (process["finished_wall"] or process["lapsed_wall"]),
+        "acknowledged": (known.get("plan_revision") or 0) >= agreement.revision,
+        "there": bool(known) and not (known["finished_wall"] or known["lapsed_wall"]),
         "joined_later": bool(agreed and first and first > agreed),
-        "last_wall": process["last_wall"],
-        "node": process["node"],
-        "host": process["host"],
-        "pid": process["pid"],
+        "last_wall": known.get("last_wall"),
+        "node": known.get("node"),
+        "host": known.get("host"),
+        "pid": known.get("pid"),
     }
 
 
@@ -357,10 +344,7 @@ def _listed_steps(steps: CaptureSteps | None) -> list[int]:
 
 
 def _result(
-    step: int,
-    attempt: int | None,
-    states: Mapping[RankKey, RankState],
-    over: bool,
+    step: int, attempt: int | None, states: Mapping[RankKey, RankState], over: bool
 ) -> CapturedStep:
     waiting = [rank for rank, (_, final) in states.items() if not final]
     gaps: list[RankGap] = [

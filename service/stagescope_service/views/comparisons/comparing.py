@@ -27,10 +27,7 @@ from stagescope_service.core.stream_attributes import StreamValues, streams_of_p
 from stagescope_service.views.comparisons.sides import ComparedSide, find_sides, open_side
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.models.bodies import ComparisonRequest
-from stagescope_service.views.reading.dependencies import (
-    Dependencies,
-    wait_for,
-)
+from stagescope_service.views.reading.dependencies import Dependencies, wait_for
 from stagescope_service.views.reading.target import Target
 from stagescope_wire.errors import InvalidInput, NotReady
 from stagescope_wire.schema import read_target

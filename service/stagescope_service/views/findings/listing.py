@@ -26,10 +26,7 @@ from stagescope_service.views.findings.groups import (
     over_since,
 )
 from stagescope_service.views.pages import Page
-from stagescope_service.views.reading.dependencies import (
-    AttemptQuery,
-    Dependencies,
-)
+from stagescope_service.views.reading.dependencies import AttemptQuery, Dependencies
 from stagescope_service.views.reading.rows import finding_rows, with_attempt_numbers
 from stagescope_wire.errors import InvalidInput, NotFound
 from stagescope_wire.links import Link
@@ -213,10 +210,7 @@ def finding(deps: Dependencies, finding_id: str) -> JsonObject:
         )
     row = candidates[0]
     same_kind = deps.catalogue.finding_outlines(
-        run=row["run"],
-        attempt_id=row["attempt_id"],
-        kind=row["kind"],
-        limit=MAX_GROUPED,
+        run=row["run"], attempt_id=row["attempt_id"], kind=row["kind"], limit=MAX_GROUPED
     )
     alone = [cast("FindingOutline", row)]
     own = next(

@@ -161,11 +161,7 @@ def _parse_part(text: str | None) -> Part:
 def _ranks_in_stage(catalogue: Catalogue, attempt_id: int, finding: FindingRow) -> tuple[int, int]:
     """Return how many ranks began, and ended, the stage that a finding names."""
     rows = catalogue.stages(
-        attempt_id,
-        finding["step"],
-        stage=finding["stage"],
-        role=finding["role"],
-        limit=ALL_ROWS,
+        attempt_id, finding["step"], stage=finding["stage"], role=finding["role"], limit=ALL_ROWS
     )
     ended = {row["rank"] for row in rows if row["status"] in _OVER}
     return len({row["rank"] for row in rows}), len(ended)
@@ -221,9 +217,7 @@ def _timings(rows: Iterable[PartTiming]) -> dict[tuple[str, StageKey], StageTimi
     return timings
 
 
-def _newest_processes(
-    processes: Iterable[ProcessColumns],
-) -> dict[str, dict[int, ProcessColumns]]:
+def _newest_processes(processes: Iterable[ProcessColumns]) -> dict[str, dict[int, ProcessColumns]]:
     """Return role -> rank -> its newest process; ranks that finished are left out."""
     newest: dict[str, dict[int, ProcessColumns]] = {}
     for row in processes:  # in the order in which they began

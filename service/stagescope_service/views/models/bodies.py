@@ -56,22 +56,24 @@ _EXPECTED: Final = {
 """Error type of pydantic -> what is expected; else pydantic's message."""
 
 
-def _document(**schema: object) -> WithJsonSchema:
-    """Return the annotation of a field that the document describes by `schema`."""
-    return WithJsonSchema(schema)
+def _field(description: str, *, also: Schema | None = None, **bounds: Any) -> Any:
+    """Return `pydantic.Field`; `also` is what the document says beyond the type and its bounds."""
+    return Field(description=description, json_schema_extra=also, **bounds)
 
 
-def _tidy(schema: Schema, model: type[BaseModel]) -> None:
-    """Leave out titles, null as a default, and the defaults that `_document` does not name."""
-    for name, field in schema.get("properties", {}).items():
+def _tidy(schema: Schema, model: type[RequestBody]) -> None:
+    """Leave out titles and null: a field that may be null need not be given."""
+    for field in schema.get("properties", {}).values():
         field.pop("title", None)
         if field.get("default", ...) is None:
             del field["default"]
-        for each in model.model_fields[name].metadata:
-            if isinstance(each, WithJsonSchema) and "default" not in (each.json_schema or {}):
-                field.pop("default", None)
+        kinds = [kind for kind in field.get("anyOf", ()) if kind != {"type": "null"}]
+        if len(kinds) == 1 and not model.documents_null:
+            del field["anyOf"]
+            field |= kinds[0]
 
 
+_Int32 = Annotated[int, Field(ge=0, lt=1 << 31)]
 Body = TypeVar("Body", bound="RequestBody")
 
 
@@ -82,6 +84,8 @@ class RequestBody(BaseModel):
 
     expected: ClassVar[Mapping[str, str]] = {}
     """Field -> what an error message says is expected of it."""
+    documents_null: ClassVar[bool] = False
+    """Whether the document says of a field that it may be null."""
 
     @classmethod
     def parse(cls: type[Body], fields: Mapping[str, object]) -> Body:
@@ -140,62 +144,39 @@ class RequestBody(BaseModel):
 class LoginRequest(RequestBody):
     """A login of a browser."""
 
-    token: Annotated[
-        str,
-        _document(
-            type="string", description="The content of read.token or operate.token of the service."
-        ),
-    ]
+    token: Annotated[str, _field("The content of read.token or operate.token of the service.")]
 
 
 # --- processes ------------------------------------------------------------------------------
 class EventsRequest(RequestBody):
     """A batch of events of a process, without tensors."""
 
-    sender: Annotated[list[object], _document(type="array", items={}, description=SENDER)]
+    sender: Annotated[list[object], _field(SENDER)]
     events: Annotated[
         list[list[object]],
-        _document(
-            type="array",
-            items={"type": "array", "items": {}},
-            description="Each [schema, kind, seq, wall, mono, fields]: `seq` counts from 1 in an "
-            "incarnation, `wall` is in Unix seconds, `mono` in seconds.",
+        _field(
+            "Each [schema, kind, seq, wall, mono, fields]: `seq` counts from 1 in an incarnation, "
+            "`wall` is in Unix seconds, `mono` in seconds."
         ),
     ]
     payloads: Annotated[
-        dict[str, JsonObject] | None,
-        _document(
-            type="object",
-            description="seq -> the payload of that event, without tensors.",
-        ),
+        dict[str, JsonObject] | None, _field("seq -> the payload of that event, without tensors.")
     ] = None
 
 
 class PollRequest(RequestBody):
     """A poll of a process."""
 
-    sender: Annotated[list[object], _document(type="array", items={}, description=SENDER)]
+    sender: Annotated[list[object], _field(SENDER)]
     revision: Annotated[
-        int, Field(description="Revision of the plan that the process has applied; -1: none.")
+        int, _field("Revision of the plan that the process has applied; -1: none.")
     ] = -1
     unreceipted: Annotated[
         list[int],
-        Field(max_length=MAX_UNRECEIPTED),
-        _document(
-            type="array",
-            items={"type": "integer"},
-            description="The number (seq) of each payload without a receipt.",
-        ),
+        _field("The number (seq) of each payload without a receipt.", max_length=MAX_UNRECEIPTED),
     ] = []
     wait: Annotated[
-        float,
-        Field(ge=0),
-        _document(
-            type="number",
-            minimum=0,
-            maximum=MAX_POLL,
-            description=f"Most seconds to wait for a change; default: {MAX_POLL:g}.",
-        ),
+        float, _field("Most seconds to wait for a change.", ge=0, also={"maximum": MAX_POLL})
     ] = MAX_POLL
 
     expected: ClassVar[Mapping[str, str]] = {
@@ -207,66 +188,35 @@ class DrainRequest(RequestBody):
     """A request to wait until the payloads of a run are read."""
 
     run: Annotated[
-        object,
-        _document(type=["string", "null"], description="The run's name; null: every run."),
+        object, _field("The run's name; null: every run.", also={"type": ["string", "null"]})
     ]
     timeout: Annotated[
-        float,
-        Field(ge=0),
-        _document(
-            type="number",
-            minimum=0,
-            maximum=MAX_DRAIN,
-            description=f"Most seconds to wait; default: {MAX_DRAIN:g}.",
-        ),
+        float, _field("Most seconds to wait.", ge=0, also={"maximum": MAX_DRAIN})
     ] = MAX_DRAIN
     attempt_key: Annotated[
         str | None,
-        Field(min_length=1, max_length=500),
-        _document(
-            type=["string", "null"],
-            minLength=1,
-            maxLength=500,
-            description="Key of the attempts whose processes are asked to finish; null: of none.",
+        _field(
+            "Key of the attempts whose processes are asked to finish; null: of none.",
+            min_length=1,
+            max_length=500,
         ),
     ] = None
 
     expected: ClassVar[Mapping[str, str]] = {"attempt_key": "a name"}
+    documents_null: ClassVar[bool] = True
 
 
 class StacksRequest(RequestBody):
     """A request for the stacks of processes."""
 
-    run: Annotated[str | None, _document(type="string", description=DEFAULT_RUN)] = None
+    run: Annotated[str | None, _field(DEFAULT_RUN)] = None
     attempt: Annotated[
         int | None,
-        Field(ge=1, lt=1 << 31),
-        _document(
-            type="integer",
-            minimum=1,
-            description="Number of the attempt, from 1; default: the run's newest.",
-        ),
+        _field("Number of the attempt, from 1; default: the run's newest.", ge=1, lt=1 << 31),
     ] = None
-    role: Annotated[str | None, _document(type="string", description="Only this role.")] = None
-    ranks: Annotated[
-        list[Annotated[int, Field(ge=0, lt=1 << 31)]] | None,
-        _document(
-            type="array",
-            items={"type": "integer", "minimum": 0},
-            description="Which ranks; all where it is not given.",
-        ),
-    ] = None
-    wait: Annotated[
-        float,
-        Field(ge=0, le=MAX_WAIT),
-        _document(
-            type="number",
-            minimum=0,
-            maximum=MAX_WAIT,
-            default=5.0,
-            description="Seconds that they have to answer.",
-        ),
-    ] = 5.0
+    role: Annotated[str | None, _field("Only this role.")] = None
+    ranks: Annotated[list[_Int32] | None, _field("Which ranks; all where it is not given.")] = None
+    wait: Annotated[float, _field("Seconds that they have to answer.", ge=0, le=MAX_WAIT)] = 5.0
 
     expected: ClassVar[Mapping[str, str]] = {"ranks": "a list of numbers from 0"}
 
@@ -284,6 +234,8 @@ _Numbers = list[int]
 
 class CaptureRequest(RequestBody):
     """A capture to request; `validate_capture` validates it."""
+
+    documents_null: ClassVar[bool] = True
 
     stages: Annotated[
         _Names | Literal["all"], _capture_field("stages", ["actor_compute_log_prob"], "all")
@@ -333,6 +285,8 @@ def _engine_field(name: str, *examples: object) -> Any:  # as pydantic.Field
 class EngineRequest(RequestBody):
     """A registration of an engine; `check_engine` validates it."""
 
+    documents_null: ClassVar[bool] = True
+
     url: Annotated[str, _engine_field("url", "http://node7:8000")]
     name: Annotated[str | None, _engine_field("name", "llm")] = None
     kind: Annotated[str | None, _engine_field("kind", "vllm")] = None
@@ -344,34 +298,23 @@ class EngineRequest(RequestBody):
 
 
 # --- comparisons of operators ---------------------------------------------------------------
-_Int32 = Annotated[int, Field(ge=0, lt=1 << 31)]
-
-
 class SideFields(RequestBody):
     """The fields that name one table of operators."""
 
     run: Annotated[
-        str | None,
-        _document(description="a run's name; default: the run whose training stage began last"),
+        str | None, _field("a run's name; default: the run whose training stage began last")
     ] = None
     attempt: Annotated[
-        _Int32 | None,
-        _document(description="an attempt's number; default: the newest that has the step"),
+        _Int32 | None, _field("an attempt's number; default: the newest that has the step")
     ] = None
-    step: Annotated[
-        Annotated[int, Field(ge=0, lt=STEP_BOUND)] | None,
-        _document(description="the trainer's step"),
-    ] = None
-    stage: Annotated[str | None, _document(description="a stage's name")] = None
-    role: Annotated[str | None, _document(description="a role")] = None
-    rank: Annotated[_Int32 | None, _document(description="a rank")] = None
+    step: Annotated[int | None, _field("the trainer's step", ge=0, lt=STEP_BOUND)] = None
+    stage: Annotated[str | None, _field("a stage's name")] = None
+    role: Annotated[str | None, _field("a role")] = None
+    rank: Annotated[_Int32 | None, _field("a rank")] = None
     part: Annotated[
-        str | None,
-        _document(description="occurrence.epoch.minibatch.microbatch; default: the first"),
+        str | None, _field("occurrence.epoch.minibatch.microbatch; default: the first")
     ] = None
-    capture_id: Annotated[
-        str | None, _document(description="a capture's id; default: the newest")
-    ] = None
+    capture_id: Annotated[str | None, _field("a capture's id; default: the newest")] = None
 
     def completed_by(self, other: SideFields) -> SideFields:
         """Return these fields, completed by those of `other` except its capture."""
@@ -382,7 +325,7 @@ class SideFields(RequestBody):
 
 
 def _side(description: str) -> WithJsonSchema:
-    return _document(**SideFields.schema_of_fields(), description=description)
+    return WithJsonSchema({**SideFields.schema_of_fields(), "description": description})
 
 
 class SidesRequest(RequestBody):
@@ -422,59 +365,29 @@ class DivergenceRequest(SidesRequest):
 
     factor: Annotated[
         float | None,
-        Field(ge=0, lt=1e300),
-        _document(
-            type="number",
-            description="The threshold as a factor: times the eps of the coarsest dtype; default: "
-            "4, or 100 where the devices are of two kinds.",
+        _field(
+            "The threshold as a factor: times the eps of the coarsest dtype; default: 4, or 100 "
+            "where the devices are of two kinds.",
+            ge=0,
+            lt=1e300,
         ),
     ] = None
     by_dtype: Annotated[
         dict[str, Annotated[float, Field(ge=0, lt=1e300)]] | None,
-        _document(
-            type="object",
-            description="dtype -> relative difference that counts, instead of factor times eps.",
-        ),
+        _field("dtype -> relative difference that counts, instead of factor times eps."),
     ] = None
-    exact: Annotated[bool, _document(type="boolean", description="Every number must be equal.")] = (
-        False
-    )
-    skip_sharded: Annotated[bool, _document(type="boolean", description="Leave out shards.")] = (
-        False
-    )
+    exact: Annotated[bool, _field("Every number must be equal.")] = False
+    skip_sharded: Annotated[bool, _field("Leave out shards.")] = False
     limit: Annotated[
-        int,
-        Field(ge=1, le=1000),
-        _document(
-            type="integer",
-            minimum=1,
-            maximum=1000,
-            description="Most rows, and operators of one side alone, to list; default: "
-            f"{MAX_VERDICTS}.",
-        ),
+        int, _field("Most rows, and operators of one side alone, to list.", ge=1, le=1000)
     ] = MAX_VERDICTS
 
 
 class TensorsRequest(SidesRequest):
     """A question for the differences of full tensors."""
 
-    limit: Annotated[
-        int,
-        Field(ge=1, le=10_000),
-        _document(
-            type="integer",
-            minimum=1,
-            maximum=10_000,
-            description="Most rows to answer; default: 1000.",
-        ),
-    ] = 1000
-    offset: Annotated[
-        int,
-        Field(ge=0, le=1 << 31),
-        _document(
-            type="integer", minimum=0, description="Number of rows to leave out first; default: 0."
-        ),
-    ] = 0
+    limit: Annotated[int, _field("Most rows to answer.", ge=1, le=10_000)] = 1000
+    offset: Annotated[int, _field("Number of rows to leave out first.", ge=0, le=1 << 31)] = 0
 
 
 # --- comparisons of steps -------------------------------------------------------------------
@@ -491,13 +404,12 @@ _DIRECTORY: Final = {
 
 
 def _steps_or_directory(description: str) -> WithJsonSchema:
-    return _document(
-        oneOf=[
-            {"type": "string", "description": "RUN[@ATTEMPT][:STEP]"},
-            {"type": "object", "properties": {"directory": _DIRECTORY}},
-        ],
-        description=f"{description}: `RUN[@ATTEMPT][:STEP]`, or an object with a `directory`.",
-    )
+    kinds = [
+        {"type": "string", "description": "RUN[@ATTEMPT][:STEP]"},
+        {"type": "object", "properties": {"directory": _DIRECTORY}},
+    ]
+    text = f"{description}: `RUN[@ATTEMPT][:STEP]`, or an object with a `directory`."
+    return WithJsonSchema({"oneOf": kinds, "description": text})
 
 
 class ComparisonRequest(RequestBody):
@@ -508,11 +420,9 @@ class ComparisonRequest(RequestBody):
     c: Annotated[str | DirectoryFields | None, _steps_or_directory("A third side")] = None
     tolerances: Annotated[
         list[str] | None,
-        _document(
-            type="array",
-            items={"type": "string"},
-            description="What counts as noise, each `PATTERN=ATOL[,RTOL]`: names of tensors, and "
-            "up to which |d|.",
+        _field(
+            "What counts as noise, each `PATTERN=ATOL[,RTOL]`: names of tensors, and up to which "
+            "|d|."
         ),
     ] = None
 
@@ -528,20 +438,15 @@ class RulesRequest(RequestBody):
 
     rules: Annotated[
         object,
-        _document(
-            type="array",
-            items={"type": "object"},
-            description="The rules, in the form that `GET /triggers/defaults` has.",
+        _field(
+            "The rules, in the form that `GET /triggers/defaults` has.",
+            also={"type": "array", "items": {"type": "object"}},
         ),
     ] = None
     runs: Annotated[
-        object,
-        _document(type="object", description="Run or pattern -> {capture: auto, budget}."),
+        object, _field("Run or pattern -> {capture: auto, budget}.", also={"type": "object"})
     ] = None
-    yaml: Annotated[
-        str,
-        _document(type="string", description="The document as YAML, instead of rules and runs."),
-    ] = ABSENT
+    yaml: Annotated[str, _field("The document as YAML, instead of rules and runs.")] = ABSENT
 
     def rules_document(self) -> JsonObject:
         """Return the fields of the rules that were given."""
@@ -551,15 +456,10 @@ class RulesRequest(RequestBody):
 class DryRunRequest(RulesRequest):
     """Rules to try on the stored steps of a run."""
 
-    run: Annotated[str | None, _document(type="string", description=DEFAULT_RUN)] = None
+    run: Annotated[str | None, _field(DEFAULT_RUN)] = None
     steps: Annotated[
         int | None,
-        Field(ge=1, le=MAX_REPLAYED_STEPS),
-        _document(
-            type="integer",
-            minimum=1,
-            maximum=MAX_REPLAYED_STEPS,
-            default=REPLAYED_STEPS,
-            description="Number of closed steps, the newest, to try the rules on.",
+        _field(
+            "Number of closed steps, the newest, to try the rules on.", ge=1, le=MAX_REPLAYED_STEPS
         ),
     ] = REPLAYED_STEPS

@@ -64,8 +64,7 @@ Complete = Annotated[
     ),
 ]
 RowsGap = Annotated[
-    str | None,
-    Field(description="Why rows are missing that retention removed; null: none are."),
+    str | None, Field(description="Why rows are missing that retention removed; null: none are.")
 ]
 GapText = Annotated[
     str | None,

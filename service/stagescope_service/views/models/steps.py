@@ -6,17 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stagescope_service.fields import (
-    NodeId,
-    Number,
-    Part,
-    Rank,
-    Role,
-    Row,
-    Stage,
-    Step,
-    Wall,
-)
+from stagescope_service.fields import NodeId, Number, Part, Rank, Role, Row, Stage, Step, Wall
 from stagescope_service.store.tables import Thread
 from stagescope_service.views.models.common import (
     AttemptHeading,

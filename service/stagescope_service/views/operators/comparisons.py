@@ -22,9 +22,7 @@ from stagescope_service.views.operators.tables import (
     table_row,
     tables_of,
 )
-from stagescope_service.views.reading.dependencies import (
-    Dependencies,
-)
+from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.operator_files import describe_table
 from stagescope_service.views.reading.target import Target
 from stagescope_wire.errors import InvalidInput, NotFound, Unreachable

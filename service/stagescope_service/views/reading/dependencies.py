@@ -101,13 +101,7 @@ class Commands(Protocol):
         ...
 
     async def note_bundle(
-        self,
-        *,
-        run: str,
-        attempt_id: int,
-        step: int | None,
-        message: str,
-        path: str | None,
+        self, *, run: str, attempt_id: int, step: int | None, message: str, path: str | None
     ) -> Reply:
         """Write where the bundle of an attempt is (None: why there is none): `{"finding_id"}`."""
         ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -69,6 +69,11 @@ _COUNTS: Final[Mapping[str, _Gauge]] = {
         "dumps", "Dumps by state; estimated: a rank said what a capture would cost.", "state"
     ),
 }
+_BYTES: Final[Mapping[str, Sequence[str]]] = {
+    "payloads_announced": ("payload_bytes_announced", "Bytes of these payloads.", "run"),
+    "files": ("file_bytes", "Bytes of tensors on disk: kept, ring.", "run", "kind"),
+}
+"""Counts with a size -> name, text and labels of the metric of the size."""
 _LABEL_VALUES: Final[Mapping[str, frozenset[str]]] = {
     "role": frozenset(ROLES),
     "stage": frozenset(STAGES),
@@ -171,18 +176,13 @@ def _families(sources: Sources, now: float) -> Iterator[Metric]:
     for key, rows in counts.items():
         if key in _COUNTS:
             yield _count_metric(_COUNTS[key], rows, names)
-        if key == "payloads_announced":
-            family = _gauge("payload_bytes_announced", "Bytes of these payloads.", "run")
+        if key in _BYTES:
+            name, text, *labels = _BYTES[key]
+            family = _gauge(name, text, *labels)
             for row in rows:
                 if row["run"] in names:
-                    family.add_metric([str(row["run"])], float(row.get("bytes") or 0))
-            yield family
-        if key == "files":
-            family = _gauge("file_bytes", "Bytes of tensors on disk: kept, ring.", "run", "kind")
-            for row in rows:
-                if row["run"] in names:
-                    labels = [str(row["run"]), str(row.get("kind"))]
-                    family.add_metric(labels, float(row.get("bytes") or 0))
+                    values = [str(row.get(label)) for label in labels]
+                    family.add_metric(values, float(row.get("bytes") or 0))
             yield family
     size = sources.catalogue.bytes_on_disk()
     if size is not None:

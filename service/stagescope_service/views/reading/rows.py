@@ -190,12 +190,12 @@ def finding_rows(
     newest = max(numbers.values(), default=None)
     found = with_attempt_numbers(rows, numbers)
     for row in found:
-        number = cast("int | None", row["attempt"])
+        number = row["attempt"]
         links = links_from_json(row["see"])
         if number != newest:
             links = tuple(link.within(None, number) for link in links)
         if row["advice"] is not None or links:
-            row["advice"] = with_links(cast("str", row["advice"] or ""), links)
+            row["advice"] = with_links(row["advice"] or "", links)
         row["see"] = [link.to_json() for link in links]
     return found
 

@@ -259,8 +259,4 @@ def samples(
     kept = bool(payload_artifacts(deps, target, target.step_number))
     for row in rows:
         row |= {"kept": kept, "reason": None if kept else GONE}
-    return {
-        **target.heading(),
-        **comparability_fields(measured.comparability),
-        **page.cut(rows),
-    }
+    return {**target.heading(), **comparability_fields(measured.comparability), **page.cut(rows)}

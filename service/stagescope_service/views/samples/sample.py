@@ -17,10 +17,7 @@ from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.target import Target
 from stagescope_service.views.reading.tokenizers import Tokenizers
 from stagescope_service.views.samples.batches import batch_of
-from stagescope_service.views.samples.listing import (
-    gap_texts,
-    unrecorded_fields,
-)
+from stagescope_service.views.samples.listing import gap_texts, unrecorded_fields
 from stagescope_service.views.samples.tokens import (
     StepTokens,
     clipped_passes,

@@ -105,9 +105,7 @@ def steps(
     lineage, by_id = Lineage(attempts), {row["attempt_id"]: row for row in attempts}
     gap_texts = gaps(deps.catalogue, step_rows)
     repeated = begun_again(
-        deps.catalogue,
-        {row["attempt_id"] for row in step_rows},
-        {row["step"] for row in step_rows},
+        deps.catalogue, {row["attempt_id"] for row in step_rows}, {row["step"] for row in step_rows}
     )
     rows = []
     for row in step_rows:
@@ -155,11 +153,7 @@ def scalars(
     """List the numbers that ranks handed over (`loss`, `reward`, ...), by name and rank."""
     filters: ScalarQuery = {**ranks, "name": name}
     rows = deps.catalogue.scalars(
-        target.attempt_id,
-        target.step_number,
-        **filters,
-        limit=page.limit + 1,
-        offset=page.offset,
+        target.attempt_id, target.step_number, **filters, limit=page.limit + 1, offset=page.offset
     )
     if not rows and not page.offset and any(value is not None for value in filters.values()):
         every = deps.catalogue.scalars(target.attempt_id, target.step_number, limit=ALL_ROWS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, Literal, TypedDict, cast
+from typing import Final, Literal, TypedDict
 
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import calibration
@@ -72,12 +72,12 @@ class ComparabilityFields(TypedDict):
 
 def _add_texts(deps: Dependencies, target: Target, rows: Sequence[JsonObject]) -> str | None:
     """Give rows of tokens their texts; return why they have none."""
-    ids = [cast("int", row["token_id"]) for row in rows if row["token_id"] is not None]
+    ids = [row["token_id"] for row in rows if row["token_id"] is not None]
     tokenizer = Tokenizers.of_attempt(deps, target.attempt_id) if ids else None
     texts = None if tokenizer is None else tokenizer.texts(ids)
     by_id = dict(zip(ids, texts or (), strict=False))
     for row in rows:
-        row["text"] = by_id.get(cast("int", row["token_id"]))
+        row["text"] = by_id.get(row["token_id"])
     if tokenizer is None:
         return "token ids were not recorded: record responses" if rows else None
     return tokenizer.reason
@@ -475,5 +475,5 @@ def tokens(
     if round is not None:
         rows = [row for row in rows if row["round"] == round]
     shown = page.cut(rows)
-    reason = _add_texts(deps, target, cast("list[JsonObject]", shown["rows"]))
+    reason = _add_texts(deps, target, shown["rows"])
     return {**heading, **_context(measured, step), "texts_reason": reason, **shown}

@@ -14,13 +14,14 @@ import torch
 from tests.support.dumps import Argument, table, table_of, tensor_argument
 from tests.support.families import (
     FAMILIES,
+    NAN,
+    leftovers,
     nan_weight,
     one_pass,
     other_element,
     scaled_gradient,
     scaled_weight,
 )
-from tests.support.leftovers import NAN, leftovers
 from torch import nn
 from torch.distributed import fsdp
 

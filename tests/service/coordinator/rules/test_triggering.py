@@ -81,7 +81,7 @@ def test_the_numbers_of_an_update_hold_its_own_steps(
 
     run(work)
     (found,) = bench.findings("trigger_probs_diff_mean")
-    is_told = "these are numbers of actor_update, whose mini-batches" in found["advice"]
+    is_told = "these are numbers of actor_update: its mini-batches" in found["advice"]
     assert is_told is (stage == "actor_update")
 
 
@@ -257,11 +257,11 @@ def test_what_begins_on_another_rank_or_in_another_scalar_is_said_at_once(
     findings = {row["step"]: row for row in bench.findings("trigger_non_finite_scalars")}
     assert [row["message"].partition(": ")[2] for row in findings.values()] == [
         "loss is nan at step 2, stage actor_update, actor rank 1",
-        "loss is nan at step 4, stage actor_update, actor rank 0; since before: loss on actor "
+        "loss is nan at step 4, stage actor_update, actor rank 0; already reported: loss on actor "
         "rank 1",
-        "grad_norm is nan at step 5, stage actor_update, actor rank 1; since before: loss on "
+        "grad_norm is nan at step 5, stage actor_update, actor rank 1; already reported: loss on "
         "actor ranks 0-1",
-        "grad_norm is inf at step 7, stage actor_update, actor rank 0; since before: loss on "
+        "grad_norm is inf at step 7, stage actor_update, actor rank 0; already reported: loss on "
         "actor ranks 0-1; grad_norm on actor rank 1",
     ]
     assert all("named" not in evidence_of(row) for row in findings.values())
@@ -400,7 +400,7 @@ def test_a_rank_that_is_missing_too_is_said_while_another_cools_down(bench: Rule
     first, second = bench.firing(2, "missing"), bench.firing(3, "missing")
     assert (first["role"], first["rank"], first["stage"]) == ("actor", 1, "actor_compute_log_prob")
     assert (second["role"], second["rank"], second["evidence"]["value"]) == ("actor", 0, 1.0)
-    assert "since before: missing_ranks on actor rank 1" in second["message"]
+    assert "already reported: missing_ranks on actor rank 1" in second["message"]
     assert [bench.firing(step, "twice")["rank"] for step in (3, 4)] == [1, 1]
 
 
@@ -838,7 +838,7 @@ def test_rules_that_call_other_hosts_than_allowed_are_refused(
         await bench.triggers.put(good, by="me")
         await bench.restarted().open(file)
         assert bench.triggers.revision == 2
-        with pytest.raises(InvalidPlan, match="is of the host other"):
+        with pytest.raises(InvalidPlan, match="has the host other"):
             await bench.triggers.put(rules_of(rule(actions={"webhook": "http://other/"})), by="me")
 
     run(work)

@@ -162,7 +162,7 @@ def test_an_import_has_nemo_rls_own_number(tmp_path: Path) -> None:
     write(tmp_path / "two" / "train_data_step3.jsonl", other)
     with (
         service(tmp_path / "home") as live,
-        attach(live.server.url, token=live.tokens.operate if live.tokens else None) as session,
+        attach(live.server.url, token=live.tokens.operate) as session,
     ):
         report = import_dump(session, open_dump(tmp_path / "one"), "nemo")
         assert (report["problems"], report["refused"]) == ([], [])

@@ -13,7 +13,7 @@ from tests.support.dump_files import make_batch, nexrl_directory, own_directory
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.records import Dump, DumpContents, Location
-from stagescope_service.store.artifacts import write_tensors
+from stagescope_service.store.tensorfile import write_tensors
 from stagescope_wire.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope_wire.schema import Part
 

@@ -165,7 +165,7 @@ def test_an_import_has_prime_rls_own_number_and_sides_compare(tmp_path: Path) ->
     two = write(tmp_path / "two", steps=(1, 2), shift=0.1)
     with (
         service(tmp_path / "home") as live,
-        attach(live.server.url, token=live.tokens.operate if live.tokens else None) as session,
+        attach(live.server.url, token=live.tokens.operate) as session,
     ):
         report = import_dump(session, open_dump(one), "prime")
         assert (report["problems"], report["refused"], report["payloads"]) == ([], [], 4)

@@ -322,7 +322,7 @@ def test_an_import_has_the_right_numbers_and_sides_compare(tmp_path: Path) -> No
     one, two = write(tmp_path / "one"), write(tmp_path / "two", shift=0.1)
     with (
         service(tmp_path / "home") as live,
-        attach(live.server.url, token=live.tokens.operate if live.tokens else None) as session,
+        attach(live.server.url, token=live.tokens.operate) as session,
     ):
         report = import_dump(session, open_dump(one), "prime")
         assert (report["problems"], report["refused"], report["payloads"]) == ([], [], 2)

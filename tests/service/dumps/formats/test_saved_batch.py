@@ -147,7 +147,7 @@ def test_a_microbatch_keeps_its_part_and_ragged_rows_their_lengths(tmp_path: Pat
 
 
 def test_a_directory_of_one_batch_and_other_files(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"/a is no directory"):
+    with pytest.raises(InvalidInput, match=r"/a does not exist"):
         step_batch().save(tmp_path / "a" / "b.safetensors")
     assert not (tmp_path / "a").exists()  # a mistyped directory is not made
     (tmp_path / "a").mkdir()

@@ -26,7 +26,7 @@ from tests.support.browser import chromium
 from tests.support.command_line import invoke
 from tests.support.measure import payload
 from tests.support.page import Visit
-from tests.support.shown_run import BROKEN, RUN, keep_tensors, shown
+from tests.support.runs.shown import BROKEN, RUN, keep_tensors, shown
 from tests.support.stores import eventually
 from tokenizers import Tokenizer, models
 
@@ -177,8 +177,7 @@ def test_the_manifest_lists_every_file_with_its_checksum(bundled: Path) -> None:
 
 
 def test_the_command_takes_a_word_for_the_step(live: Service, tmp_path: Path) -> None:
-    assert live.tokens is not None
-    environment = {"STAGESCOPE_URL": live.server.url, "STAGESCOPE_TOKEN": live.tokens.read}
+    environment = live.environment()
     path = tmp_path / "step.tar.gz"
     done = invoke("bundle", RUN, "measured", "-o", str(path), env=environment)
     assert done.exit_code == 0, done.output
@@ -303,7 +302,6 @@ def test_what_does_not_fit_is_named(live: Service, tmp_path: Path) -> None:
 
 # --- secrets --------------------------------------------------------------------------------
 def test_no_secret_leaves(planted: Service, tmp_path: Path) -> None:
-    assert planted.tokens is not None
     path = saved(planted, tmp_path / "b.tar.gz", "r", 1)
     everything = gzip.decompress(path.read_bytes())
     for where, secret in {**SECRETS, "own": planted.tokens.operate}.items():

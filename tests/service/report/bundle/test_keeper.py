@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.measure import payload
-from tests.support.shown_run import keep_tensors
+from tests.support.runs.shown import keep_tensors
 
 from stagescope_service.report.bundle import keeper as keeping
 from stagescope_service.report.bundle.keeper import BundleKeeper
@@ -45,7 +45,6 @@ def noting(live: Service) -> Callable[..., None]:
 
 
 def keeper_of(live: Service, note: Any = None) -> BundleKeeper:
-    assert live.tokens is not None
     return BundleKeeper(live.app.state.deps, note or noting(live), (live.tokens.operate,))
 
 

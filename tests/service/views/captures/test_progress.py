@@ -339,9 +339,8 @@ def test_tensors_that_came_before_they_were_to_be_kept_are_a_gap(live: Service) 
 def test_waiting_for_a_capture_waits_for_a_run_that_has_not_reported(
     live: Service, steps: list[int] | str
 ) -> None:
-    assert live.tokens is not None
     Rank(live, run="countdown", world_size=1).stage(STAGE, 1)
-    with stagescope.attach(live.server.url, token=live.tokens.operate) as session:
+    with live.session("operate") as session:
         requested = session.capture(run="cuntdown", steps=steps, stages=[STAGE])
         assert "no run 'cuntdown' is known (yet) (did you mean countdown?)" in requested["notes"][0]
         told: list[CaptureProgress] = []
@@ -359,21 +358,6 @@ def test_waiting_for_a_capture_waits_for_a_run_that_has_not_reported(
         assert final["state"] == "withdrawn"
 
 
-def test_the_command_line_waits_for_a_run_as_long_as_it_is_told(
-    live: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert live.tokens is not None
-    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
-    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
-    result = invoke(
-        *("capture", "--run", "later", "--stages", STAGE, "--steps", "3", "--wait-seconds", "0")
-    )
-    assert result.exit_code == 1
-    assert "no run later has reported yet" in result.stderr
-    [capture] = live.get("/captures", run="later")["rows"]
-    assert capture["state"] == "agreed"
-
-
 @pytest.mark.parametrize(
     ("wait", "text"),
     [
@@ -389,7 +373,6 @@ def test_waiting_for_ranks_that_never_reported_ends(
     wait: list[str],
     text: str,
 ) -> None:
-    assert live.tokens is not None
     Rank(live, world_size=1).stage(STAGE, 1)
     monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
     monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
@@ -410,7 +393,6 @@ def test_waiting_for_ranks_that_never_reported_ends(
 def test_an_interrupted_wait_says_that_the_request_stays(
     live: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert live.tokens is not None
     Rank(live, world_size=1).stage(STAGE, 1)
     monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
     monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
@@ -529,7 +511,6 @@ def test_an_option_that_names_nothing_is_refused(
     live: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unset variable of the shell must not become a capture of everything."""
-    assert live.tokens is not None
     monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
     monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
     result = invoke("capture", "--run", "r", "--stages", STAGE, "--keep", "")

@@ -17,8 +17,6 @@ from tests.support.step_dumps import WholeStep
 
 import stagescope
 from stagescope.comparison_report import ComparisonReport
-from stagescope_service.ingest.reader import PayloadReader
-from stagescope_service.store.ring import Ring
 from stagescope_wire.errors import Forbidden, InvalidInput, NotFound
 from stagescope_wire.keep import SECTIONS
 
@@ -65,8 +63,7 @@ def logging(running: Service, run: str, last: float) -> None:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(tmp_path_factory.mktemp("home")) as made:
         data = made.settings.data_path
-        ring = Ring(data / "ring" / "here", 1 << 24, reserve_bytes=0)
-        made.engine.read_with(PayloadReader(data, "here", ring))
+        made.use_ring()
         train(made, "one", [[0, 1, 2, 3]])
         train(made, "split", [[3, 1], [0, 2]])
         train(made, "other", [[0, 1, 2, 3]], rollout_log_probs=nudged)
@@ -79,8 +76,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def session(running: Service) -> Iterator[stagescope.Session]:
-    assert running.tokens is not None
-    with stagescope.attach(running.server.url, token=running.tokens.read) as found:
+    with running.session() as found:
         yield found
 
 
@@ -118,8 +114,7 @@ def test_an_export_that_is_imported_again_pairs_every_number(
     running.engine.keep(*SECTIONS)
     logging(running, "exported", 0.5)
     running.engine.keep()
-    assert running.tokens is not None
-    env = {"STAGESCOPE_URL": running.server.url, "STAGESCOPE_TOKEN": running.tokens.operate}
+    env = running.environment("operate")
     kept = running.settings.data_path / "exported" / "a1"
     for words in (("export", str(kept), str(tmp_path / "out")),
                   ("import", str(tmp_path / "out"), "--run", "again")):  # fmt: skip
@@ -150,11 +145,7 @@ def test_a_comparison_of_steps_says_what_they_say_of_their_streams_otherwise(
     for step, temperature in ((5, 1.0), (6, 0.7)):
         handed = payload([0, 1, 2, 3])
         handed["meta"] = {"streams": {"rollout": {"temperature": temperature, "top_p": 0.9}}}
-        declared = {name: [tag, list(shape), None]
-                    for name, (tag, shape, _, _) in handed["tensors"].items()}  # fmt: skip
-        rank.begin(STAGE, step)
-        announced = {"tensors": declared, "bytes": 1, "meta": handed["meta"]}
-        rank.say("end", handed, stage=STAGE, step=step, payload=announced)
+        rank.hand(STAGE, step, handed)
     found = session.compare("cooled:5", "cooled:6")
     (row,) = found["changes"]["rows"]
     assert (row["name"], row["a"], row["b"], row["weight"]) == (
@@ -266,7 +257,6 @@ def test_a_step_that_grew_is_compared_anew(running: Service, session: stagescope
 def test_the_command_says_by_its_exit_status_what_it_found(
     running: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert running.tokens is not None
     monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
     monkeypatch.setenv("STAGESCOPE_TOKEN", running.tokens.read)
     page = tmp_path / "report.html"
@@ -280,7 +270,7 @@ def test_the_command_says_by_its_exit_status_what_it_found(
     assert invoke("compare", "one", "split", "--step", "5").exit_code == 0
     nowhere = invoke("compare", "one:6", str(tmp_path / "nothing"))
     assert nowhere.exit_code == 2
-    assert "names no run" in nowhere.stderr
+    assert "nor the name of a run" in nowhere.stderr
 
 
 def test_an_attempt_that_ended_inside_the_step_is_not_the_same(

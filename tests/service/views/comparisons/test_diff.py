@@ -9,7 +9,6 @@ import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
 
-import stagescope
 from stagescope_wire.errors import InvalidInput, NotFound
 
 
@@ -52,8 +51,7 @@ def test_without_an_attempt_the_newest_answers(running: Service) -> None:
 
 
 def test_the_session_follows_pages(running: Service) -> None:
-    assert running.tokens is not None
-    with stagescope.attach(running.server.url, token=running.tokens.read) as session:
+    with running.session() as session:
         changes = session.diff("sick@1", "sick@2")
         assert changes.where(weight="numbers")["name"] == ("lr", "note", "torch")
         assert changes.heading == "sick@1 (a) against sick@2 (b): 4 things differ"
@@ -66,7 +64,6 @@ def test_the_session_follows_pages(running: Service) -> None:
 def test_on_the_command_line_values_that_differ_never_read_the_same(
     running: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert running.tokens is not None
     monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
     monkeypatch.setenv("STAGESCOPE_TOKEN", running.tokens.read)
     result = invoke("diff", "sick@1", "sick@2")

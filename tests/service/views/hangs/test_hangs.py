@@ -134,8 +134,3 @@ def test_invalid_requests_for_stacks_are_refused(
     response = live.operate.post("/stacks", json=body)
     assert response.status_code == InvalidInput.status, response.text
     assert wrong in response.json()["wrong"]
-
-
-def test_the_read_token_cannot_request_stacks(live: Service, ranks: tuple[Rank, Rank]) -> None:
-    assert live.read.post("/stacks", json={}).status_code == 403
-    assert live.operate.post("/stacks", json={"run": "no"}).status_code == 404

@@ -49,8 +49,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def session(running: Service) -> Iterator[stagescope.Session]:
-    assert running.tokens is not None
-    with stagescope.attach(running.server.url, token=running.tokens.operate) as found:
+    with running.session("operate") as found:
         yield found
 
 
@@ -90,10 +89,9 @@ def test_statistics_of_operators_become_a_run(session: stagescope.Session, direc
 def test_the_command_line_reports_the_import_and_what_cannot_be_read(
     running: Service, directory: Path, tmp_path: Path
 ) -> None:
-    assert running.tokens is not None
     shutil.copytree(directory / "step3" / "rank0", tmp_path / "step0" / "proc4711")
     lay(tmp_path, "no dump", "step0/proc4712")
-    env = {"STAGESCOPE_URL": running.server.url, "STAGESCOPE_TOKEN": running.tokens.operate}
+    env = running.environment("operate")
     result = invoke("import", str(tmp_path), "--run", "alone", env=env)
     assert result.exit_code == 1, result.output
     told = " ".join(result.stdout.split())

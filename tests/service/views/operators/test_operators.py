@@ -128,13 +128,6 @@ def test_the_earliest_non_finite_operator_over_the_ranks(dumps_service: Service)
     assert dumps_service.get("/steps/6/operators/non-finite")["earliest"] is None
 
 
-def test_a_finding_names_the_operator(dumps_service: Service) -> None:
-    (found,) = dumps_service.get("/findings", run="r")["rows"]
-    assert found["kind"] == "non_finite_operator"
-    assert (found["step"], found["stage"], found["rank"]) == (5, STAGE, 1)
-    assert found["evidence"]["parent"] == "Module.blocks.1.down.Linear.forward.0"
-
-
 def ask(dumps_service: Service, body: Mapping[str, object]) -> Any:
     answer = dumps_service.read.post("/operators/divergence", json=body)
     assert answer.status_code == 200, answer.text

@@ -16,9 +16,7 @@ from tests.support.command_line import invoke
 from tests.support.step_dumps import WholeStep
 
 import stagescope
-from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.contract import Put
-from stagescope_service.store.ring import Ring
 from stagescope_wire.batch import Batch
 from stagescope_wire.errors import NotFound
 
@@ -36,20 +34,11 @@ def recorded(rows: list[int], *names: str, **extra: object) -> dict[str, Any]:
     return {"schema": 1, "tensors": tensors, "strings": strings, "meta": meta}
 
 
-def describe(payload: dict[str, Any]) -> dict[str, object]:
-    specs = {
-        name: [tag, list(shape), None] for name, (tag, shape, *_) in payload["tensors"].items()
-    }
-    return {"tensors": specs, "bytes": 1, "meta": {}}
-
-
 @pytest.fixture
 def batches_service(tmp_path: Path) -> Iterator[Service]:
     """Step 5 of two ranks: log-probs, and an update in two epochs."""
     with service(tmp_path / "home") as running:
-        data = running.settings.data_path
-        ring = Ring(data / "ring" / "here", 1 << 22, reserve_bytes=0)
-        running.engine.read_with(PayloadReader(data, "here", ring))
+        running.use_ring()
         ranks = [Rank(running, rank=rank, settings={"clip": 0.2}) for rank in (0, 1)]
         for rank in (0, 1):
             rows = [2 * rank, 2 * rank + 1]
@@ -62,20 +51,14 @@ def batches_service(tmp_path: Path) -> Iterator[Service]:
                     log_probs=("float32", values.shape, values, None),
                     spare=("float32", values.shape, values, None),
                 )  # fmt: skip
-                ranks[rank].begin("actor_update", 5, epoch=epoch)
-                ranks[rank].say(
-                    "end", payload, stage="actor_update", step=5, epoch=epoch,
-                    scalars={"loss": epoch + 0.5 * rank}, payload=describe(payload),
-                )  # fmt: skip
+                loss = {"loss": epoch + 0.5 * rank}
+                ranks[rank].hand("actor_update", 5, payload, scalars=loss, epoch=epoch)
         yield running
 
 
 @pytest.fixture
 def step(batches_service: Service) -> Iterator[stagescope.Step]:
-    assert batches_service.tokens is not None
-    with stagescope.attach(
-        batches_service.server.url, token=batches_service.tokens.read
-    ) as session:
+    with batches_service.session() as session:
         yield session.step(5)
 
 
@@ -136,14 +119,11 @@ def test_names_and_stages_are_chosen(batches_service: Service, step: stagescope.
 
 
 def test_kept_files_are_there_when_the_ring_is_not(batches_service: Service) -> None:
-    assert batches_service.tokens is not None
     batches_service.engine.keep("trajectories")
     rank = Rank(batches_service, rank=0, key="a2", world_size=1, start=2_000.0)
     rank.stage(STAGE, 7, recorded([0, 1, 2, 3], "responses", "response_mask", "rewards"))
     shutil.rmtree(batches_service.settings.data_path / "ring")
-    with stagescope.attach(
-        batches_service.server.url, token=batches_service.tokens.read
-    ) as session:
+    with batches_service.session() as session:
         batch = session.step(7).batch()
         assert batch["responses"].tobytes() == WHOLE.tensors["responses"][2].tobytes()
         kept, *_ = batch.source["files"]
@@ -183,10 +163,7 @@ def test_a_rollout_of_no_step_gives_the_samples_that_were_consumed(
     ]
     consumed = {name: row[name] for name in ("incarnation", "seq")} | {"consumed_step": 8}
     batches_service.store.submit([Put("payloads", consumed)]).result(30)
-    assert batches_service.tokens is not None
-    with stagescope.attach(
-        batches_service.server.url, token=batches_service.tokens.read
-    ) as session:
+    with batches_service.session() as session:
         batch = session.step(8).batch()
     assert batch.sample_ids == (WHOLE.samples[0], WHOLE.samples[3])
     assert batch["prompts"].tolist() == [[0], [3]]
@@ -206,7 +183,6 @@ def test_any_reader_of_safetensors_opens_the_answer(batches_service: Service) ->
 def test_the_command_line_writes_it(
     batches_service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert batches_service.tokens is not None
     monkeypatch.setenv("STAGESCOPE_URL", batches_service.server.url)
     monkeypatch.setenv("STAGESCOPE_TOKEN", batches_service.tokens.read)
     mistyped = tmp_path / "mistyped"

@@ -16,8 +16,6 @@ from tests.support.measure import payload
 from tokenizers import Tokenizer, decoders, models
 
 import stagescope
-from stagescope_service.ingest.reader import PayloadReader
-from stagescope_service.store.ring import Ring
 from stagescope_service.views.samples.tokens import StepTokens, Update
 from stagescope_wire.batch import Batch
 from stagescope_wire.batch.data import Gap
@@ -56,11 +54,6 @@ def tensors(rows: slice, **values: Any) -> dict[str, object]:
     return {"schema": 1, "tensors": wire, "strings": strings, "meta": {}}
 
 
-def describe(payload: dict[str, Any]) -> dict[str, object]:
-    specs = {n: [tag, list(shape), None] for n, (tag, shape, *_) in payload["tensors"].items()}
-    return {"tensors": specs, "bytes": 1, "meta": {}}
-
-
 def tokenizer_file(directory: Path) -> Path:
     """A byte-level tokenizer of three tokens: `a`, ` b`, and half of a character."""
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "Ġb": 1, "Ã": 2}, merges=[]))
@@ -74,8 +67,7 @@ def tokenizer_file(directory: Path) -> Path:
 def running(tmp_path: Path) -> Iterator[Service]:
     with service(tmp_path / "home") as running:
         data = running.settings.data_path
-        ring = Ring(data / "ring" / "here", 1 << 22, reserve_bytes=0)
-        running.engine.read_with(PayloadReader(data, "here", ring))
+        running.use_ring()
         tokenizer = tokenizer_file(data / "tokenizer")
         settings = {"rollout_is": "token", "rollout_is_threshold": "0.3_5.0",
                     "tokenizer": str(tokenizer)}  # fmt: skip
@@ -87,20 +79,15 @@ def running(tmp_path: Path) -> Iterator[Service]:
             streams = tensors(
                 rows, rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS, responses=IDS
             )
-            rank.begin(STAGE, 5)
-            rank.say("end", streams, stage=STAGE, step=5, payload=describe(streams))
+            rank.hand(STAGE, 5, streams)
             loss = tensors(rows, response_mask=update_mask, advantages=ADVANTAGES)
-            rank.begin("compute_advantage", 5)
-            rank.say("end", loss, stage="compute_advantage", step=5, payload=describe(loss))
+            rank.hand("compute_advantage", 5, loss)
             for epoch in (0, 1):
                 each = tensors(
                     rows, response_mask=update_mask, clipped=CLIPPED[epoch],
                     log_probs=Q + D + np.float32(MOVED[epoch]),
                 )  # fmt: skip
-                rank.begin("actor_update", 5, epoch=epoch)
-                rank.say(
-                    "end", each, stage="actor_update", step=5, epoch=epoch, payload=describe(each)
-                )
+                rank.hand("actor_update", 5, each, epoch=epoch)
         for rank in ranks:
             rank.stage(STAGE, 6)
         yield running
@@ -108,8 +95,7 @@ def running(tmp_path: Path) -> Iterator[Service]:
 
 @pytest.fixture
 def step(running: Service) -> Iterator[stagescope.Step]:
-    assert running.tokens is not None
-    with stagescope.attach(running.server.url, token=running.tokens.read) as session:
+    with running.session() as session:
         yield session.step(5)
 
 
@@ -225,8 +211,7 @@ def test_what_is_not_recorded_excludes_nothing_and_is_named(
 ) -> None:
     rank = Rank(running, rank=0, key="a2", world_size=1, start=5000.0)
     only = tensors(slice(2), rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS)
-    rank.begin(STAGE, 9)
-    rank.say("end", only, stage=STAGE, step=9, payload=describe(only))
+    rank.hand(STAGE, 9, only)
     rank.stage(STAGE, 10)
     answer = running.get("/steps/9/loss")
     assert [(row["fate"], row["gradient"]) for row in answer["rows"]] == [("unknown", None)]
@@ -258,8 +243,7 @@ def test_what_an_update_did_that_did_not_end_is_unknown(
             rows, rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS,
             advantages=ADVANTAGES,
         )  # fmt: skip
-        rank.begin(STAGE, 30)
-        rank.say("end", both, stage=STAGE, step=30, payload=describe(both))
+        rank.hand(STAGE, 30, both)
         rank.begin("actor_update", 30)
     ranks[0].end("actor_update", 30)
     if status is not None:  # the other rank died in it
@@ -292,11 +276,9 @@ def test_an_id_may_have_slashes_and_line_ends(running: Service) -> None:
     rank = Rank(running, rank=0, key="a3", world_size=1, start=9000.0)
     payload = tensors(slice(0, 4), rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS)
     payload["strings"] = {"sample_ids": ids}
-    rank.begin(STAGE, 20)
-    rank.say("end", payload, stage=STAGE, step=20, payload=describe(payload))
+    rank.hand(STAGE, 20, payload)
     rank.stage(STAGE, 21)
-    assert running.tokens is not None
-    with stagescope.attach(running.server.url, token=running.tokens.read) as session:
+    with running.session() as session:
         step = session.step(20)
         assert {row["sample_uid"] for row in step.samples()} == {*ids}
         assert [step.sample(uid).about["sample_uid"] for uid in ids] == ids
@@ -306,8 +288,7 @@ def test_rows_without_ids_are_shown_by_rank_and_row(running: Service) -> None:
     rank = Rank(running, rank=0, key="a3", world_size=1, start=9000.0)
     payload = tensors(slice(0, 4), rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS)
     payload["strings"] = {}
-    rank.begin(STAGE, 20)
-    rank.say("end", payload, stage=STAGE, step=20, payload=describe(payload))
+    rank.hand(STAGE, 20, payload)
     rank.stage(STAGE, 21)
     listed = running.get("/steps/20/samples")["rows"]
     assert [row["sample_uid"] for row in listed] == [None] * 4
@@ -336,8 +317,7 @@ def test_a_damaged_or_foreign_tokenizer_is_a_reason(
     payload = tensors(
         slice(2), rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS, responses=IDS
     )
-    rank.begin(STAGE, 30)
-    rank.say("end", payload, stage=STAGE, step=30, payload=describe(payload))
+    rank.hand(STAGE, 30, payload)
     rank.stage(STAGE, 31)
     found = running.get("/steps/30/samples/g0/0")
     assert found["texts"] is None
@@ -347,8 +327,7 @@ def test_a_damaged_or_foreign_tokenizer_is_a_reason(
 
 
 def test_the_command_line_asks_the_same(running: Service) -> None:
-    assert running.tokens is not None
-    environment = {"STAGESCOPE_URL": running.server.url, "STAGESCOPE_TOKEN": running.tokens.read}
+    environment = running.environment()
     for words in (["samples", "5"], ["sample", "5", "g0/0"], ["loss", "5"]):
         result = invoke(*words, env=environment)
         assert result.exit_code == 0, result.output

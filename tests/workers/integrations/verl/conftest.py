@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
-from tests.support.verl_fakes import Seen, fake_modules
+from tests.support.trainers.verl_fakes import Seen, fake_modules
 
 from stagescope_wire.schema import END, Event
 from stagescope_workers.integrations import patches

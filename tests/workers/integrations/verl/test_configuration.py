@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support import verl_fakes
+from tests.support.trainers import verl_fakes
 
 from stagescope_wire.schema import check_run_name
 from stagescope_workers.capture.verl_blocks import captures_from_verl

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support import verl_fakes
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
-from tests.support.verl_fakes import DataProto, Seen
+from tests.support.trainers import verl_fakes
+from tests.support.trainers.verl_fakes import DataProto, Seen
 from tests.workers.integrations.verl.conftest import Ended
 
 from stagescope_wire.schema import END_STEP, FINISH, HELLO, LOG

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import verl_fakes
-from tests.support.verl_fakes import Seen, fake_modules
+from tests.support.trainers import verl_fakes
+from tests.support.trainers.verl_fakes import Seen, fake_modules
 
 from stagescope_workers.integrations.training import MicrobatchBuffer
 from stagescope_workers.integrations.verl import (

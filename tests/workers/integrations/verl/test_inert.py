@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.support import verl_fakes
 from tests.support.coordinators import wait_for
-from tests.support.verl_fakes import Seen, fake_modules
+from tests.support.trainers import verl_fakes
+from tests.support.trainers.verl_fakes import Seen, fake_modules
 
 from stagescope_workers.integrations.verl import (
     context,

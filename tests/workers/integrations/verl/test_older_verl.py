@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.support import verl_fakes
-from tests.support.verl_fakes import DataProto, Seen
+from tests.support.trainers import verl_fakes
+from tests.support.trainers.verl_fakes import DataProto, Seen
 from tests.workers.integrations.verl.conftest import Ended
 
 from stagescope_workers.integrations import patches

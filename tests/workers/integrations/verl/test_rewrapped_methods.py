@@ -7,8 +7,8 @@ import inspect
 from types import ModuleType
 
 import pytest
-from tests.support import verl_fakes
-from tests.support.verl_fakes import Register, Seen, fake_modules
+from tests.support.trainers import verl_fakes
+from tests.support.trainers.verl_fakes import Register, Seen, fake_modules
 
 from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.verl.hooks import rewrap_registered

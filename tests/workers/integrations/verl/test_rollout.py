@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.support import verl_fakes
 from tests.support.coordinators import FakeCoordinator
-from tests.support.verl_fakes import Seen
+from tests.support.trainers import verl_fakes
+from tests.support.trainers.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
 from stagescope_wire.schema import HELLO

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorStack
-from tests.support import verl_fakes
 from tests.support.coordinators import FakeCoordinator
-from tests.support.verl_fakes import Seen
+from tests.support.trainers import verl_fakes
+from tests.support.trainers.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
 from stagescope_wire.errors import CaptureError
