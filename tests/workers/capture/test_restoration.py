@@ -29,9 +29,10 @@ def process_state() -> dict[str, object]:
     state: dict[str, object] = {}
     for owner in msprobe_patches.constructor_owners():
         for name, value in list(vars(owner).items()):
-            # Modules are imported on demand, and dynamo counts on. By type: some attributes warn
-            # when they are read.
-            if type(value) not in (type(torch), int) and name != "initial_global_state":
+            # Modules are imported on demand, dynamo counts on, and a first copy of a tensor makes
+            # `__slotnames__`. By type: some attributes warn when they are read.
+            changing = name in ("initial_global_state", "__slotnames__")
+            if type(value) not in (type(torch), int) and not changing:
                 state[f"{owner!r:.80}.{name}"] = id(value)
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
         state[name] = tuple(getattr(optimizer, name))
