@@ -20,7 +20,7 @@ import stagescope
 from stagescope_service.coordinator.composition import Parts
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.runner import Clock
-from stagescope_service.core.captures.plan import Plan
+from stagescope_service.core.captures.active_plan import Plan
 from stagescope_service.core.state import State
 from stagescope_service.http.access_tokens import AccessTokens, Grade
 from stagescope_service.http.app import make_app

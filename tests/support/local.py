@@ -14,7 +14,7 @@ from tests.support.parallel import Reported
 from stagescope_service.coordinator.composition import Parts
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.runner import Clock
-from stagescope_service.core.captures.plan import Plan
+from stagescope_service.core.captures.active_plan import Plan
 from stagescope_service.core.instructions import (
     Aggregate,
     AnnouncedDump,

@@ -17,7 +17,7 @@ from tests.support.measure import Handed, payload
 from tests.support.parallel import Reported
 from tests.support.stores import opened
 
-from stagescope_service.coordinator.rules.actions import Acting, PinAnswer, gone_of
+from stagescope_service.coordinator.rules.actions import PinAnswer, TriggerActions, gone_of
 from stagescope_service.coordinator.rules.watch import TriggerWatch
 from stagescope_service.coordinator.rules.webhooks import Webhooks
 from stagescope_service.core.instructions import NonFiniteScalars
@@ -117,7 +117,7 @@ class RuleBench:
 
     def restarted(self) -> TriggerWatch:
         """What a new coordinator has: nothing but the catalogue."""
-        acting = Acting(
+        acting = TriggerActions(
             self.catalogue, self.pin, self.orders, self.webhooks,
             page=lambda: PAGE, wall=lambda: self.now,
         )  # fmt: skip

@@ -14,8 +14,8 @@ from tests.support.dumps import capture_request
 from stagescope_wire.errors import InvalidPlan
 from stagescope_wire.plan import CaptureRequest
 from stagescope_workers.probe.options import ProbeOptions
-from stagescope_workers.probe.plan import PlanWatch, read_plan
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.rank_plan import PlanWatch, read_plan
 
 CONFIG = {"task": "statistics", "level": "L1"}
 

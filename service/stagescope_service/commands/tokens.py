@@ -56,7 +56,7 @@ def add(
 ) -> None:
     """Add a token, and print it: it is stored nowhere."""
     home = settings_of({}).home
-    from stagescope_service.http.token_file import ROLES, Token, add_token
+    from stagescope_service.http.access_token_file import ROLES, Token, add_token
 
     made = Token(
         name, next(each for each in ROLES if each == role), proxy_user=proxy_user,
@@ -71,7 +71,7 @@ def list_(as_json: bool) -> None:
     """List them, without the tokens."""
     home = settings_of({}).home
     from stagescope.table import Table
-    from stagescope_service.http.token_file import describe, read_tokens
+    from stagescope_service.http.access_token_file import describe, read_tokens
 
     rows = [describe(each) for each in read_tokens(home)]
     if as_json:
@@ -89,7 +89,7 @@ def list_(as_json: bool) -> None:
 def rotate(name: str, as_json: bool) -> None:
     """Replace a token by another with the same rights, and print that; logins with it end."""
     home = settings_of({}).home
-    from stagescope_service.http.token_file import rotate_token
+    from stagescope_service.http.access_token_file import rotate_token
 
     _show(name, rotate_token(home, name), as_json)
 
@@ -100,7 +100,7 @@ def rotate(name: str, as_json: bool) -> None:
 def remove(name: str, as_json: bool) -> None:
     """Remove a token, and end logins with it."""
     home = settings_of({}).home
-    from stagescope_service.http.token_file import remove_token
+    from stagescope_service.http.access_token_file import remove_token
 
     remove_token(home, name)
     if as_json:

@@ -19,12 +19,12 @@ from stagescope_service.coordinator.payload_reading import PayloadReading
 from stagescope_service.coordinator.plan_changes import PlanChanges
 from stagescope_service.coordinator.raw_calls import RawCalls
 from stagescope_service.coordinator.retention import Limits, Retention
-from stagescope_service.coordinator.rules.actions import Acting
+from stagescope_service.coordinator.rules.actions import TriggerActions
 from stagescope_service.coordinator.rules.watch import TriggerWatch
 from stagescope_service.coordinator.rules.webhooks import Webhooks
 from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.coordinator.weights import WeightComparer
-from stagescope_service.core.captures.plan import Plan
+from stagescope_service.core.captures.active_plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_service.core.hangs.detection import StuckRules
 from stagescope_service.core.instructions import (
@@ -102,7 +102,7 @@ class Parts:
         self.captures = CaptureCommands(
             settings, catalogue, commits, self.requests, self.plan_changes, clock
         )
-        acting = Acting(
+        acting = TriggerActions(
             catalogue,
             self.retention.pin,
             self.captures.add_for_trigger,

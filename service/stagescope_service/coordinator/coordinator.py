@@ -31,8 +31,8 @@ from stagescope_service.coordinator.raw_calls import RawCalls
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.coordinator.runner import REAL_CLOCK, Clock
 from stagescope_service.core import operators as operator_tables
+from stagescope_service.core.captures.active_plan import Plan
 from stagescope_service.core.captures.keep_policy import KeepPolicy, read_keep_policy
-from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.catalogue_rows import audit_row
 from stagescope_service.core.completeness import PARTIAL
 from stagescope_service.core.entities import ANNOUNCED

@@ -11,7 +11,7 @@ from typing import Any, Final
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.retention import Retention
 from stagescope_service.coordinator.runner import Clock, Runner
-from stagescope_service.core.captures.plan import Plan
+from stagescope_service.core.captures.active_plan import Plan
 from stagescope_service.core.instructions import Ingest, IngestJob, Instruction, PayloadKey, Put
 from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestorClient

@@ -12,8 +12,8 @@ from typing import Final
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.runner import Clock, Runner
+from stagescope_service.core.captures.active_plan import CaptureEntry
 from stagescope_service.core.captures.agreement import ASKED
-from stagescope_service.core.captures.plan import CaptureEntry
 from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_service.core.instructions import DumpReported, Instruction, Put
 from stagescope_service.store.contract import RefusedWrite

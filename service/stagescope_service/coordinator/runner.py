@@ -18,7 +18,7 @@ from stagescope_service.core.catalogue_rows import integer
 from stagescope_service.core.findings import refused_row
 from stagescope_service.core.instructions import (
     Aggregate,
-    Ask,
+    AnswerPoll,
     Delete,
     DumpReported,
     Instruction,
@@ -81,7 +81,7 @@ class Runner:
             elif isinstance(each, Settled):
                 settled.append(each.key)
                 names.add(each.key.incarnation)
-            elif isinstance(each, Ask):
+            elif isinstance(each, AnswerPoll):
                 names.add(each.incarnation)
             elif not isinstance(each, DumpReported):  # `Intake` handles it
                 started.append(each)

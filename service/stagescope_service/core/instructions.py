@@ -14,7 +14,7 @@ from stagescope_wire.schema import PartColumns
 __all__ = [
     "Aggregate",
     "AnnouncedDump",
-    "Ask",
+    "AnswerPoll",
     "BuildOperatorTable",
     "CompareWeights",
     "Delete",
@@ -131,7 +131,7 @@ class DumpReported(NamedTuple):
     row: JsonObject
 
 
-class Ask(NamedTuple):
+class AnswerPoll(NamedTuple):
     """Answer a process's poll now: a request waits for it."""
 
     incarnation: str
@@ -190,7 +190,7 @@ Instruction = (
     | Settled
     | Aggregate
     | BuildOperatorTable
-    | Ask
+    | AnswerPoll
     | NonFiniteScalars
     | DumpReported
     | ReadWatchdogs

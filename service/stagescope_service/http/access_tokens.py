@@ -15,7 +15,7 @@ import secrets
 from pathlib import Path
 from typing import Final, Literal
 
-from stagescope_service.http.token_file import (
+from stagescope_service.http.access_token_file import (
     ROLES,
     TOKEN_BYTES,
     Role,

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
 from stagescope_service.http import page, problems, stream
+from stagescope_service.http.access_token_file import TokenFile
 from stagescope_service.http.access_tokens import Access, AccessTokens
 from stagescope_service.http.auth import OPEN_PATHS, WHOAMI, Guard, check_bind
 from stagescope_service.http.requests import Answer, BodyReaders, check_query
@@ -39,7 +40,6 @@ from stagescope_service.http.routes import (
     triggers,
     weights,
 )  # fmt: skip
-from stagescope_service.http.token_file import TokenFile
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.views.models.comparisons import comparison_schemas

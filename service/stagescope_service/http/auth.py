@@ -22,9 +22,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from stagescope_service.http.access_token_file import PERSON, RateLimits, Role, Token
 from stagescope_service.http.access_tokens import Access, AccessTokens
 from stagescope_service.http.problems import error_response
-from stagescope_service.http.token_file import PERSON, RateLimits, Role, Token
 from stagescope_service.settings import Settings
 from stagescope_wire.errors import (
     Forbidden,

@@ -7,8 +7,8 @@ import secrets
 from pathlib import Path
 from typing import cast
 
+from stagescope_service.http.access_token_file import TOKEN_BYTES
 from stagescope_service.http.access_tokens import AccessTokens
-from stagescope_service.http.token_file import TOKEN_BYTES
 from stagescope_service.report.bundle.contents import CATALOGUE, ROOT, TOKENIZER
 from stagescope_service.report.bundle.making import BundleCommands
 from stagescope_service.settings import Settings

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from tests.support.api import Rank, Service, service
 
+from stagescope_service.http.access_token_file import TokenFile
 from stagescope_service.http.access_tokens import Access, AccessTokens
 from stagescope_service.http.auth import COOKIE
-from stagescope_service.http.token_file import TokenFile
 
 CAPTURE = {"stages": "all", "steps": [1], "keep": ["old_log_probs"]}
 

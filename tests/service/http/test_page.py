@@ -31,7 +31,7 @@ from tests.support.runs.shown import (
 )
 from tests.support.stores import eventually
 
-from stagescope_service.http.token_file import Token, add_token
+from stagescope_service.http.access_token_file import Token, add_token
 from stagescope_wire.tensorfile import WireTensor
 
 if TYPE_CHECKING:

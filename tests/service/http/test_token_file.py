@@ -15,9 +15,8 @@ import pytest
 from pydantic import ValidationError
 from tests.support.api import Service, service
 
-from stagescope_service.http import token_file
-from stagescope_service.http.auth import Caller
-from stagescope_service.http.token_file import (
+from stagescope_service.http import access_token_file as token_file
+from stagescope_service.http.access_token_file import (
     RateLimits,
     Token,
     TokenFile,
@@ -26,6 +25,7 @@ from stagescope_service.http.token_file import (
     remove_token,
     rotate_token,
 )
+from stagescope_service.http.auth import Caller
 from stagescope_service.settings import Settings
 from stagescope_wire.errors import Conflict, Forbidden, InvalidInput, NotFound
 

@@ -39,7 +39,7 @@ def in_process(script: str, *arguments: str, **environment: str) -> str:
 def test_nothing_heavy_is_imported_before_a_capture() -> None:
     printed = in_process(
         """
-        import stagescope_workers.probe.plan
+        import stagescope_workers.probe.rank_plan
         import stagescope_workers.capture.msprobe_capture
         import stagescope_workers.capture.verl_blocks
         print(json.dumps([name for name in ("torch", "msprobe", "ray") if name in sys.modules]))

@@ -13,7 +13,7 @@ import yaml
 from stagescope_wire.errors import InvalidPlan
 from stagescope_wire.plan import CaptureRequest
 from stagescope_workers.capture.verl_blocks import captures_from_verl, otherwise_in_verl
-from stagescope_workers.probe.plan import captures_from_yaml
+from stagescope_workers.probe.rank_plan import captures_from_yaml
 
 # The blocks of verl's guide.
 GUIDE = """

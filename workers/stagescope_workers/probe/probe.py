@@ -25,7 +25,7 @@ from stagescope_workers.probe.numbering import (
     reason_against_new_start,
 )
 from stagescope_workers.probe.options import ProbeOptions, index, step_index
-from stagescope_workers.probe.plan import read_plan
+from stagescope_workers.probe.rank_plan import read_plan
 from stagescope_workers.probe.reporter import Reporter
 from stagescope_workers.probe.stage import Stage, error_fields, log_scalars
 from stagescope_workers.probe.weights import NamedTensors, Names, WeightsInfo, record_weights

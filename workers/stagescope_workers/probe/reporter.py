@@ -19,7 +19,7 @@ from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.draft import Draft
 from stagescope_workers.probe.handshake import Handshake
 from stagescope_workers.probe.options import ProbeOptions
-from stagescope_workers.probe.plan import PlanWatch
+from stagescope_workers.probe.rank_plan import PlanWatch
 from stagescope_workers.probe.watchdog import StageTracker
 from stagescope_workers.transport.outbox import Outbox
 from stagescope_workers.transport.sender import EventSender

@@ -96,7 +96,7 @@ PinStep = Callable[[int, int], Awaitable[PinAnswer]]
 """(attempt_id, step) -> the outcome of pinning its payloads on every node that has some."""
 
 
-class Acting:
+class TriggerActions:
     """Takes the actions of firings.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Final
 
 from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.retries import retried
-from stagescope_service.coordinator.rules.actions import Acting, WebhookTest
+from stagescope_service.coordinator.rules.actions import TriggerActions, WebhookTest
 from stagescope_service.coordinator.rules.firings import (
     DueFiring,
     FiringKey,
@@ -65,7 +65,7 @@ class TriggerWatch:
         self,
         catalogue: Catalogue,
         write: WriteRows,
-        acting: Acting,
+        acting: TriggerActions,
         *,
         webhook_hosts: Collection[str] = (),
         wall: Callable[[], float] = time.time,

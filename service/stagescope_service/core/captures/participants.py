@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from stagescope_service.core.captures import agreement as agreement_rules
+from stagescope_service.core.captures.active_plan import CaptureEntry
 from stagescope_service.core.captures.agreement import CaptureParticipants
-from stagescope_service.core.captures.plan import CaptureEntry
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.registry import Registry
 from stagescope_service.fields import RoleRank

@@ -13,6 +13,7 @@ from typing import Final, cast
 from typing_extensions import Unpack
 
 from stagescope_service.core.captures import agreement as agreement_rules
+from stagescope_service.core.captures.active_plan import CaptureEntry, Plan
 from stagescope_service.core.captures.agreement import (
     Agreement,
     CaptureParticipants,
@@ -29,7 +30,6 @@ from stagescope_service.core.captures.participants import (
     participants_of,
     run_of,
 )
-from stagescope_service.core.captures.plan import CaptureEntry, Plan
 from stagescope_service.core.findings import FindingWork, finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State

@@ -15,7 +15,7 @@ from pydantic import Field
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import Ask, Instruction, Put
+from stagescope_service.core.instructions import AnswerPoll, Instruction, Put
 from stagescope_service.fields import Row
 from stagescope_wire.errors import InvalidEvent, InvalidInput
 from stagescope_wire.links import Link
@@ -92,7 +92,7 @@ class StackRequests:
             "wall": wall,
             "deadline_wall": deadline,
         }
-        return [Put("stacks", row), Ask(process.incarnation)]
+        return [Put("stacks", row), AnswerPoll(process.incarnation)]
 
     def adopt(self, rows: Iterable[StackRow]) -> None:
         """Add the pending requests of an earlier coordinator."""

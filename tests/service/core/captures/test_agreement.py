@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support.trainings import Bench, Rank
 
 from stagescope_service.core.captures import agreement as agreeing
+from stagescope_service.core.captures.active_plan import Plan
 from stagescope_service.core.captures.agreement import (
     Agreement,
     CaptureParticipants,
@@ -20,7 +21,6 @@ from stagescope_service.core.captures.agreement import (
     start_step,
 )
 from stagescope_service.core.captures.participants import step_seconds
-from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_wire.captures import matches, validate_capture
 from stagescope_wire.errors import Conflict

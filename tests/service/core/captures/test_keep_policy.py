@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from stagescope_service.core.captures.active_plan import Plan
 from stagescope_service.core.captures.keep_policy import (
     keep_policy_of,
     parse_keep_policy,
     read_keep_policy,
 )
-from stagescope_service.core.captures.plan import Plan
 from stagescope_wire.errors import InvalidInput, InvalidPlan
 
 FILE = """
