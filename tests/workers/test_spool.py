@@ -210,7 +210,7 @@ def test_a_spool_that_cannot_be_written_is_unreachable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"\x05\0\0\0\0\0\0\0{}", b"\x02\0\0\0\0\0\0\0[]"])
 def test_a_header_that_is_none_is_refused(body: bytes) -> None:
-    with pytest.raises(InvalidInput, match="no batch of events"):
+    with pytest.raises(InvalidInput, match="cannot be read as a batch of events"):
         framing.read_header(body)
 
 

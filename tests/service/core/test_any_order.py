@@ -33,6 +33,9 @@ usual = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
+chances = st.integers(0, 1 << 32).map(random.Random)
+"""One number a training: drawing each choice of a shuffle takes long, and nothing shrinks."""
+
 
 def in_order(training: Training) -> Bench:
     bench = Bench()
@@ -61,7 +64,7 @@ def interleaved(training: Training, chance: random.Random) -> list[Delivery]:
 
 
 @usual
-@given(trainings(), st.randoms(use_true_random=False), st.integers(0, 30))
+@given(trainings(), chances, st.integers(0, 30))
 def test_the_rows_are_the_same_for_any_order_and_repetition(
     training: Training, chance: random.Random, repeats: int
 ) -> None:
@@ -87,7 +90,7 @@ def test_the_rows_are_the_same_for_any_order_and_repetition(
 
 
 @usual
-@given(trainings(again=False), st.randoms(use_true_random=False), st.floats(0.0, 1.0))
+@given(trainings(again=False), chances, st.floats(0.0, 1.0))
 def test_loss_never_raises_and_never_completes_a_step(
     training: Training, chance: random.Random, share: float
 ) -> None:
@@ -102,7 +105,7 @@ def test_loss_never_raises_and_never_completes_a_step(
 
 
 @usual
-@given(trainings(most_attempts=1), st.randoms(use_true_random=False))
+@given(trainings(most_attempts=1), chances)
 def test_a_silence_in_between_changes_nothing_in_the_end(
     training: Training, chance: random.Random
 ) -> None:
@@ -172,7 +175,7 @@ crashes = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 5)), min_size=1
 
 
 @usual
-@given(restartable(), st.randoms(use_true_random=False), crashes)
+@given(restartable(), chances, crashes)
 def test_a_restart_at_any_moment_changes_nothing(
     training: Training, chance: random.Random, crashes: list[tuple[int, int]]
 ) -> None:
@@ -181,7 +184,7 @@ def test_a_restart_at_any_moment_changes_nothing(
 
 
 @usual
-@given(restartable(1), st.randoms(use_true_random=False), crashes)
+@given(restartable(1), chances, crashes)
 def test_nor_where_processes_overtake_each_other(
     training: Training, chance: random.Random, crashes: list[tuple[int, int]]
 ) -> None:
@@ -221,7 +224,7 @@ def fast_starts(draw: st.DrawFn) -> list[Delivery]:
 
 
 @usual
-@given(fast_starts(), st.randoms(use_true_random=False), crashes)
+@given(fast_starts(), chances, crashes)
 def test_nor_where_starts_follow_each_other_within_seconds(
     said: list[Delivery], chance: random.Random, crashes: list[tuple[int, int]]
 ) -> None:

@@ -25,7 +25,7 @@ from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import metadata
 from stagescope_wire.errors import CatalogueUnavailable
 
-RECORDED = Path(__file__).parents[1] / "api" / "recorded" / "catalogue.db.xz"
+RECORDED = Path(__file__).parents[1] / "http" / "recorded" / "catalogue.db.xz"
 """Its runs have rows in most tables."""
 
 

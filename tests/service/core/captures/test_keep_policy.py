@@ -47,8 +47,8 @@ def test_a_run_takes_the_first_pattern_that_names_it(tmp_path: Path) -> None:
         ("what: [loss]\nruns: {}", "what runs are to keep is"),
         ("runs: {a: {wat: [loss]}}", "of runs 'a': keep has no field 'wat'"),
         ("runs: {1: {what: [loss]}}", "what runs are to keep is"),
-        ("a: &x [b]\nc: *x", "no YAML"),
-        ("!!python/object/apply:os.system ['true']", "no YAML"),
+        ("a: &x [b]\nc: *x", "not valid YAML"),
+        ("!!python/object/apply:os.system ['true']", "not valid YAML"),
     ],
 )
 def test_a_file_that_cannot_be_right_is_refused(tmp_path: Path, text: str, wrong: str) -> None:

@@ -41,7 +41,7 @@ Call = Callable[[], object]
 PARTS: list[tuple[Any, str]] = [
     *((Stage, name) for name in ("begin", "end", "record", "log")),
     *((Probe, name) for name in ("stage", "begin", "log", "end_step")),
-    *((MetricsFeed, name) for name in ("__init__", "prepare", "want", "take", "close")),
+    *((MetricsFeed, name) for name in ("__init__", "prepare", "request", "get", "close")),
     *(
         (driver.Driver, name)
         for name in ("__init__", "context", "inject_context", "stage", "record")
