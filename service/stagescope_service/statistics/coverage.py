@@ -136,7 +136,7 @@ def padding(cell: Cell) -> Check:
     if edge >= LACKING_SHARE * cell.masked and (padded or prefix):
         text = (
             f"both streams are exactly 0 in {edge:.0f} tokens at the edges of the mask's "
-            f"stretches ({edge / cell.masked:.1%} of the tokens): the mask covers padding or a "
+            f"stretches ({edge / cell.masked:.1%} of the tokens). The mask covers padding or a "
             "prompt, and these equal tokens dilute every mean"
         )
         return Check("padding", "suspect", text, values)
