@@ -180,7 +180,7 @@ def test_first_tokens_off_to_one_side_are_no_other_distribution(live: Service) -
     rows = diagnosed(live, "first-down", since(8, less_likely_first_tokens))
     assert found_in(rows) - {"mismatch_jump"} == {"first_token"}
     assert rows["first_token"]["since_step"] == 8
-    assert "first tokens of rounds are 0.599 nat" in rows["sampling_differs"]["against"][0]
+    assert "first tokens of rounds differ by 0.599 nat" in rows["sampling_differs"]["against"][0]
     answer = live.get("/steps/24/metrics", run="first-down")
     assert [each["code"] for each in answer["comparability"]] == ["first_token", "versions"]
 
@@ -385,7 +385,7 @@ def test_a_diagnosis_of_unchanged_steps_is_computed_once(
         return diagnose(history)
 
     monkeypatch.setattr(api_diagnosis, "diagnose", counted)
-    monkeypatch.setattr("stagescope_service.http.routes.diagnosis._MAX_AGE", 1e9)
+    monkeypatch.setattr("stagescope_service.http.routes.runs._MAX_AGE", 1e9)
     train(live, "unchanged", steps=range(1, 4))
     first = rows_of(live, "unchanged")
     assert rows_of(live, "unchanged") == first
