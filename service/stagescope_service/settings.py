@@ -214,8 +214,8 @@ class Settings(BaseSettings):
     )
     tokenizer: Path | None = Field(
         default=None,
-        description="A tokenizer.json, or a directory that holds one: samples of runs that name no "
-        "tokenizer of their own are shown as its texts.",
+        description="A tokenizer.json, or a directory that holds one. It decodes the samples of "
+        "runs that name no tokenizer.",
     )
     keep_steps: int = Field(
         default=2000,

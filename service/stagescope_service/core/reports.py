@@ -381,8 +381,8 @@ def failed_stage(attempt: Attempt, process: Process, event: Event, work: Work) -
         rank=process.rank,
         advice=_STOPPED
         if interrupted
-        else "the first rank that failed is the likeliest cause: other ranks fail of it; its log "
-        "holds the traceback",
+        else "the first rank that failed is the likeliest cause, because other ranks fail as a "
+        "result. Its log holds the traceback",
     )
 
 
@@ -434,14 +434,14 @@ def began_alone(attempt: Attempt, left: Attempt, process: Process, wall: float) 
     return finding(
         "began_alone",
         f"{process.role} rank {process.rank} reported nothing in attempt {left.number}, and began "
-        "after its ranks had left: without an attempt key that is a start of its own",
+        "after its ranks had left. Without an attempt key it starts a new attempt",
         run=attempt.run,
         attempt_id=attempt.attempt_id,
         wall=wall,
         role=process.role,
         rank=process.rank,
-        advice="where its ranks run one after the other they are one training: give each of them "
-        "the same attempt_key= or STAGESCOPE_ATTEMPT",
+        advice="if the ranks of one training run one after the other, give each of them the same "
+        "attempt_key= or STAGESCOPE_ATTEMPT",
     )
 
 

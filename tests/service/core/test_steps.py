@@ -208,7 +208,9 @@ def test_ten_absent_ranks_are_named_and_the_others_counted(
     first.wall += 60.0
     bench.give(*first.work(3), first.begin(4))
     [found] = bench.rows.of("findings", kind="absent_ranks")
-    assert f"actor ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10{more}: no process reports" in found["message"]
+    assert (
+        f"actor ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10{more}: no process reports" in found["message"]
+    )
     assert found["evidence"] == {"ranks": [*range(1, world_size)]}
 
 

@@ -662,7 +662,9 @@ def test_the_same_tokens_without_ids_in_a_later_part_are_the_same_rows(
     (rank,) = step_summary.ranks
     assert rank.cell.tokens == step_summary.total.tokens
     put = differing_copies(step_summary, records, {"run": "r", "attempt_id": 1, "wall": 0.0})
-    assert f"the newest parts count (actor 0: {by} 2 counts, not occurrence 0)" in put.row["message"]
+    assert (
+        f"the newest parts count (actor 0: {by} 2 counts, not occurrence 0)" in put.row["message"]
+    )
     assert "without sample_ids hold the same token ids and masks" in put.row["message"]
 
 

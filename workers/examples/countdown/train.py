@@ -279,7 +279,7 @@ def _write_pids(path: Path, job: Job) -> None:
 @click.option(
     "--rescore",
     type=click.Choice(ENGINES),
-    help="With --replay: this engine gives the stored tokens log-probs of its own; as RUN.ENGINE.",
+    help="With --replay: this engine scores the stored tokens, as RUN.ENGINE.",
 )
 @click.option("--pause-at-step", type=int, help="Make a stage of this step last --pause-seconds.")
 @click.option("--pause-stage", default="actor_update", show_default=True)

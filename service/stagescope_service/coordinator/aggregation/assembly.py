@@ -97,8 +97,8 @@ def _missing(step_summary: StepSummary) -> FindingText | None:
         return None
     parts = [item.key for item in step_summary.to_recompute]
     return {
-        "message": f"{missing} tokens are missing from the step summary: {len(parts)} parts that "
-        "hold them overlap others in part and are no longer in the ring",
+        "message": f"{missing} tokens are missing from the step summary: the {len(parts)} parts "
+        "that hold them partly overlap other parts, and the ring no longer has them",
         "evidence": {"tokens": missing, "parts": parts},
         "advice": "raise STAGESCOPE_RING_BYTES",
     }
@@ -131,8 +131,8 @@ def _unaccounted(step_summary: StepSummary) -> FindingText | None:
             "counted": step_summary.total.masked,
             "left_out": dict(step_summary.tokens_left_out),
         },
-        "advice": "do not trust this step's numbers; this is a fault of the service: please report "
-        "it with the step's exported batch",
+        "advice": "do not trust this step's numbers. This is a fault of the service. Report it "
+        "with the step's exported batch",
     }
 
 

@@ -183,7 +183,7 @@ def _stage_notes(stages: str | list[str], done: set[str]) -> list[str]:
     if not named:
         return []
     there = f"; stages of the run: {', '.join(sorted(done))}" if done else ""
-    return [f"no rank has done {named} lately: until one does, nothing of it is captured{there}"]
+    return [f"no rank has done {named} lately: nothing is captured until one does{there}"]
 
 
 def _keep_notes(request: CaptureSpec) -> list[str]:

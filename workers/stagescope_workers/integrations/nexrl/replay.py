@@ -227,8 +227,8 @@ class TaskReplay:
         group, run = task.get("group_id"), task.get("run_id")
         if group in (None, "") or run is None:
             raise ReplayError(
-                f"a task has no group_id and run_id ({', '.join(map(str, task))}): the data "
-                "loader gives them where it repeats tasks (data.rollout_repeat_n)"
+                f"a task has no group_id and run_id ({', '.join(map(str, task))}). The data "
+                "loader sets them if it repeats tasks: set data.rollout_repeat_n"
             )
         key = (str(group), int(run))
         passes, done = self._passes.get(key), self._done.get(key, 0)
