@@ -374,8 +374,8 @@ def coverage_notes(coverage: JsonObject) -> list[str]:
     notes = [f"not in these numbers: {', '.join(gaps)}; see losses and findings"] if gaps else []
     if pieces := coverage.get("fragmented_sequences"):
         notes.append(
-            f"rounds and sequences: counted within each of {pieces} pieces of samples, which say "
-            "no round_ids; see findings"
+            f"{pieces} pieces of samples have no round_ids: rounds and sequences are counted "
+            "within each piece; see findings"
         )
     ignored = [*(coverage.get("ignored_tensors") or ())]
     if "response_mask" in ignored:

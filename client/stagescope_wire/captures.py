@@ -25,37 +25,37 @@ from stagescope_wire.plan import (
 from stagescope_wire.schema import STEP_BOUND, check_run_name
 
 CAPTURE_FIELDS: Final[Mapping[str, str]] = {
-    "run": "a run's name, or null: the run whose training stage began last; of steps by number, "
-    "where none has reported yet, every run",
+    "run": "a run's name, or null: the run whose training stage began last. If no run has "
+    "reported yet, null and steps by number mean every run",
     "stages": "a list of stage names, or 'all'",
     "roles": "a list of roles, or null for every role",
     "ranks": "a list of ranks from 0, a text like '0,4-7', 'worst(k)', or 'all'",
     "steps": "a list of steps, a text like '5,8-10', 'next', {'next': k}, 'all', or {'every': n, "
-    "'start': s, 'count': c}; without a start: from the step that the ranks agree on",
+    "'start': s, 'count': c}. Without a start, it begins at the step that the ranks agree on",
     "config": "the content of msprobe's config.json, or null to keep tensors only",
     "config_path": "the path of an msprobe config.json that the ranks can read, or null",
-    "bench": "{'capture_id': id, 'step': n}: an earlier capture with summary_mode 'md5'; of this "
-    "one, of task 'tensor', msprobe writes only the tensors of operators that give another output "
-    "for equal inputs",
+    "bench": "{'capture_id': id, 'step': n}: an earlier capture with summary_mode 'md5'. The "
+    "new capture has task 'tensor': msprobe writes only the tensors of operators whose output "
+    "differs for equal inputs",
     "data_dir": "where the dumps go, or null for the service's data_dir",
     "keep": "names of payload tensors to keep as safetensors",
     "parameters": "patterns of parameter names, such as '*.q_proj.weight', to keep each rank's "
     "shards of at the stage's end",
     "gradients": "patterns of parameter names to keep the gradients of, each rank's shards",
     "limits": "{'bytes': most bytes a dump may take, 'seconds': most time, 'reserve_bytes': kept "
-    "free on the disk, 'tokens': of the stage, for the estimate}, or null",
-    "force": "whether to start although the estimate does not fit on the disk, or a stage that "
-    "nobody did lately is named much like one of the run, or the run much like another",
+    "free on the disk, 'tokens': tokens in the stage, for the estimate}, or null",
+    "force": "true: start although the estimate does not fit on the disk, or although the name of "
+    "the run or of a stage looks misspelt",
     "strict": "whether a failure is raised in the training process",
-    "timeout": "seconds in which every asked rank is to acknowledge, 60 by default",
+    "timeout": "seconds that every requested rank has to acknowledge, 60 by default",
     "late": "what to do about ranks that do not: 'wait', 'go_on' without them, or 'give_up'",
     "again": "how often a step that some rank missed is agreed again, 0 by default",
 }
 SHORTHANDS: Final[Mapping[str, str]] = {
     "task": "msprobe's task, 'statistics' by default",
     "level": "msprobe's level, 'L1' by default",
-    "scope": "msprobe's scope: two names between which is collected",
-    "list": "msprobe's list: names of what is collected",
+    "scope": "msprobe's scope: two names; it collects what runs between them",
+    "list": "msprobe's list: the names that it collects",
     "data_mode": "msprobe's data_mode: 'all', or some of 'forward', 'backward', 'input', 'output'",
 }
 """Fields for the most common requests; stagescope builds a config from them."""

@@ -25,7 +25,7 @@ KEEP_FIELDS: Final[Mapping[str, str]] = {
     "steps": "a list of steps, a text like '5,8-10', or 'all', the default",
     "ranks": "a list of ranks from 0, a text like '0,4-7', or 'all', the default",
     "roles": "a list of roles, or null for every role",
-    "stages": "a list of stages, or 'all', the default; of parameters and gradients actor_update",
+    "stages": "a list of stages, or 'all', the default; for parameters and gradients actor_update",
     "what": "a list of sections, of names of tensors, or 'all' for every section but parameters "
     "and gradients; or {word: true or false}",
     "parameters": "patterns of parameter names, such as '*.q_proj.weight', to keep each rank's "

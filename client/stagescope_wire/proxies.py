@@ -165,11 +165,11 @@ def describe_foreign(url: str, response: httpx.Response) -> tuple[str, str]:
     else:
         is_proxy = "via" in response.headers or status == 407
         who = f" from {'a proxy' if is_proxy else 'a proxy or another server'}"
-        advice = "check the URL, and what lies between"
+        advice = "check the URL, and the proxies between here and the service"
     if status >= 500:
-        advice = f"it may have been stopped meanwhile: ask again; else {advice}"
+        advice = f"the service may have stopped: try again; if that fails, {advice}"
     answer = f"{status} {_printable(response.reason_phrase)}".rstrip()
-    wrong = f"the answer {answer} is not that of the service at {url}: it came{who}"
+    wrong = f"the answer {answer} is not from the service at {url}: it came{who}"
     return wrong + who_sent(response), advice
 
 

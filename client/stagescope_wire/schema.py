@@ -176,8 +176,8 @@ PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
     "group_ids": "group_id of each row",
     "engine_ids": "the engine instance (server, replica) that sampled each row",
     "prompt_hashes": "a hash or dataset index of each row's prompt, the same in every step",
-    "run_ids": "which of its group's samples each row is (sample_index; NexRL's run_id); rows of "
-    "one group and run are the turns of one trajectory, each with one number in turn_ids",
+    "run_ids": "which of its group's samples each row is (sample_index; NexRL's run_id). Rows of "
+    "one group and run are the turns of one trajectory. Each has one number in turn_ids",
 }
 """Lists with one id per row; other lists of texts (answers, prompts) may also be recorded."""
 

@@ -81,5 +81,5 @@ def folders(directory: Path) -> list[Path]:
     except PermissionError as error:
         raise InvalidInput(
             f"{error.filename} cannot be read by this user",
-            expected="the user of the training, or root: its files are for nobody else",
+            expected="the user of the training, or root: only they can read its files",
         ) from error

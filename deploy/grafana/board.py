@@ -157,7 +157,7 @@ ROWS: dict[str, list[Json]] = {
              f"count({of_run('step_comparable')} == 0) or vector(0)", bad=True),
         stat("Findings", "Findings of the runs, all kinds.",
              f"sum({of_run('findings')}) or vector(0)"),
-        stat("Lost", "What was announced and never arrived, or was dropped.",
+        stat("Lost", "Lost data: announced and never arrived, or dropped.",
              f"sum({of_run('lost')}) or vector(0)", bad=True),
         stat("Captures that gathered nothing", "Dumps that failed or were missed.",
              f"sum({of_run('dumps', FAILED)}) or vector(0)", bad=True),
@@ -222,7 +222,7 @@ ROWS: dict[str, list[Json]] = {
               "Dumps of captures: armed, complete, truncated, failed, missed, skipped.",
               (f"sum by (state) ({of_run('dumps')})", "{{state}}"), stacked=True),
         lines("Lost by kind",
-              "What was announced and never arrived, or was dropped; `stagescope losses` says why.",
+              "Lost data: announced and never arrived, or dropped. `stagescope losses` says why.",
               (f"sum by (run, kind) ({of_run('lost')})", "{{run}} {{kind}}")),
     ],
     "The service": [

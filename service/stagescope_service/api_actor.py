@@ -44,8 +44,8 @@ _IDEMPOTENT: Final = frozenset({"plan", "poll", "status", "drain", "record_event
 _BY_RAY: Final = frozenset({"record_events", "poll"})
 """Methods that take object refs, or that have a call pending for every rank."""
 _MAY_BE_DONE: Final = (
-    "it may still carry that out, or have done so: look at what is in force before the same call "
-    "is made again"
+    "the service may have carried out the call, or may still do so. Look at the current state "
+    "before you repeat the call"
 )
 
 

@@ -33,7 +33,8 @@ _GREETING_SECONDS: Final = 10.0
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """Begins HTTP/2, which gRPC uses: a server answers with its settings, a frame of type 4."""
 _OTHER_ADDRESSES: Final = {
-    "ray": "that of Ray Client", "http": "that of the dashboard, where `ray job submit` goes",
+    "ray": "the address of Ray Client",
+    "http": "the address of the dashboard, where `ray job submit` connects",
 }  # fmt: skip
 """Scheme -> what an address of Ray with it is."""
 
@@ -234,7 +235,7 @@ def _on_this_machine() -> str:
             f"the address {AUTO} names the Ray cluster of this machine, and none answers{tried}",
             expected="a cluster that runs here",
             advice="`ray start --head` starts one; --address host:port, or RAY_ADDRESS, names "
-            "that of another machine",
+            "one on another machine",
         )
     if answering[0] != left and len(answering) > 1:
         raise InvalidInput(

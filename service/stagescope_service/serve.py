@@ -281,13 +281,13 @@ def _check_own(settings: Settings, address: str, home: Path | None) -> None:
     anyway = f"`stagescope stop --address {address}` stops it all the same"
     if home is not None and not is_same(home, settings.home):
         raise Conflict(
-            f"the service in the Ray cluster at {address} is that of the home {home}, not of "
+            f"the service in the Ray cluster at {address} belongs to the home {home}, not to "
             f"{settings.home}",
             advice=f"`STAGESCOPE_HOME={home} stagescope stop` stops it, and {anyway}",
         )
     is_known = service_file.read(settings).get("cluster_address") == address
     if home is None and not is_known and any(map(_actor, (API_NAME, COORDINATOR_NAME))):
-        raise NotReady(f"the service at {address} does not say whose it is", advice=anyway)
+        raise NotReady(f"the service at {address} does not name its home", advice=anyway)
 
 
 def _running_home() -> Path | None:

@@ -85,23 +85,24 @@ class Settings(BaseSettings):
 
     trusted_proxy_header: str | None = Field(
         default=None,
-        description="Header by which a reverse proxy says who logged in to it (X-Forwarded-Email, "
-        "say). Default: none is believed. The proxy must remove it from what browsers send.",
+        description="Header in which a reverse proxy names the user who logged in, such as "
+        "X-Forwarded-Email. Default: no header is trusted. The proxy must remove this header from "
+        "what browsers send.",
     )
     trusted_proxies: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
-        description="Addresses or networks from which that header is believed; default: loopback.",
+        description="Addresses or networks of proxies whose header is trusted; default: loopback.",
     )
     trusted_proxy_role: Literal["none", "read", "operate"] = Field(
         default="read",
-        description="What people may do whom the proxy names and `stagescope token` does not.",
+        description="Role of people that the proxy names and `stagescope token` does not.",
     )
 
     public_url: str | None = Field(
         default=None,
-        description="Address at which people open the page, behind a proxy say: links in the "
-        "messages of webhooks lead there, and its name is accepted in the Host header. Default: "
-        "the API's own.",
+        description="Address at which people open the page, for example behind a proxy. Links in "
+        "the messages of webhooks lead there, and its name is accepted in the Host header. "
+        "Default: the API's own.",
     )
     webhook_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
@@ -181,12 +182,12 @@ class Settings(BaseSettings):
     )
     triggers: Path | None = Field(
         default=None,
-        description="YAML file of rules; they stay in force until others are set (PUT "
-        "/triggers), and are set again when the file changes. Default: the rules that ship.",
+        description="YAML file of rules. They stay active until PUT /triggers sets others, and are "
+        "set again when the file changes. Default: the rules that ship.",
     )
     keep: Path | None = Field(
         default=None,
-        description="YAML file of what is kept of which runs (stagescope_wire.keep): fields of one "
+        description="YAML file that says what to keep (stagescope_wire.keep): the fields of one "
         "configuration for every run, or runs: {pattern: fields}. Read at the start.",
     )
     kept_bytes: int = Field(
@@ -203,7 +204,7 @@ class Settings(BaseSettings):
     reserve_bytes: int = Field(
         default=512 * MIB,
         ge=0,
-        description="What kept files and the ring leave free on the disk for others.",
+        description="Disk that kept files and the ring leave free for others.",
     )
     bundle_bytes: int = Field(
         default=4 * GIB,
@@ -213,8 +214,8 @@ class Settings(BaseSettings):
     )
     tokenizer: Path | None = Field(
         default=None,
-        description="A tokenizer.json, or a directory that holds one: samples of runs that name no "
-        "tokenizer of their own are shown as its texts.",
+        description="A tokenizer.json, or a directory that holds one. It decodes the samples of "
+        "runs that name no tokenizer.",
     )
     keep_steps: int = Field(
         default=2000,
@@ -233,8 +234,8 @@ class Settings(BaseSettings):
 
     weight_names: Annotated[tuple[tuple[str, str], ...], NoDecode] = Field(
         default=(),
-        description="Rules `pattern -> replacement` (regular expressions, joined by `;`), by which "
-        "the names of weights of trainer and rollout are made one.",
+        description="Rules `pattern -> replacement` (regular expressions, joined by `;`). They "
+        "make the weight names of trainer and rollout equal.",
     )
 
     @field_validator("home", mode="after")

@@ -135,10 +135,10 @@ def test_request_and_withdraw_a_capture(session: Session, found: Service) -> Non
     assert session.plan()["capture_id"] == (capture["capture_id"],)
     session.remove_capture(capture["capture_id"])
     assert len(session.plan()) == 0
-    with pytest.raises(NotFound, match="is no longer in force: it is withdrawn") as caught:
+    with pytest.raises(NotFound, match="is no longer active: it is withdrawn") as caught:
         session.remove_capture(capture["capture_id"])
     assert caught.value.expected == ""
-    with pytest.raises(NotFound, match="no capture 'other' is in force"):
+    with pytest.raises(NotFound, match="no capture 'other' is active"):
         session.remove_capture("other")
     [listed] = session.captures()
     assert (listed["steps"], listed["stages"], listed["ranks"]) == ([9], [STAGE], "all")
@@ -242,7 +242,7 @@ def test_stacks_to_read(session: Session, hung: tuple[Rank, Rank], found: Servic
     assert "trainer (training)" in text
     assert "in f" in text
     assert "in g" not in text
-    assert "\nrank 4: nobody has heard of it" in text
+    assert "\nrank 4: it has never reported" in text
     assert "in g" in "\n".join(accepted.all_threads().lines())
     kept = session.step(2, run="hung").stacks(rank=0)
     assert kept.rows[0]["threads"] == THREADS

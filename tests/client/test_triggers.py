@@ -171,7 +171,7 @@ def test_a_webhook_is_tried_before_it_is_needed(found: Service, session: Session
         assert f"({found.server.url}/#/runs/r/steps/3?attempt=1)" in str(chat.took[-1])
         with pytest.raises(InvalidInput, match="the rule quiet has no webhook"):
             session.test_webhook("quiet")
-        with pytest.raises(NotFound, match="no rule in force is called 'chta'"):
+        with pytest.raises(NotFound, match="no active rule is called 'chta'"):
             session.test_webhook("chta")
         assert ask("triggers", "set", "chat").exit_code == 2
         assert ask("triggers", "test", "chat", "--run", "r").exit_code == 2

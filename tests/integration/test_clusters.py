@@ -197,7 +197,7 @@ def test_another_address_of_ray_is_refused_at_once(machine: Machine, address: st
         machine.call("odd", "stop", RAY_ADDRESS=address),
     ):
         assert done.returncode != 0
-        assert f"{address!r} is not the address of a Ray cluster, but that of" in done.stderr
+        assert f"{address!r} is not the address of a Ray cluster, but the address of" in done.stderr
         assert "expected host:port of the head node" in " ".join(done.stderr.split())
     assert time.monotonic() - begun < 60  # Ray Client alone waits for 30 s, three times
     assert machine.file("odd") is None

@@ -197,7 +197,7 @@ class Answering:
 
     def _remove(self, capture_id: str) -> Response:
         if capture_id not in self.captures:
-            return _problem(404, "not_found", f"no capture {capture_id!r} is in force")
+            return _problem(404, "not_found", f"no capture {capture_id!r} is active")
         return JSONResponse(self.captures.pop(capture_id))
 
 

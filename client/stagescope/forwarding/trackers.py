@@ -113,9 +113,9 @@ class TensorBoard(Tracker):
         found = self._directory.glob("events.out.tfevents.*")
         if not all(path.name.endswith(_OWN_FILE) for path in found):
             self.notice = (
-                "there are other event files in this directory: TensorBoard's default loader reads "
-                "all of them; with --load_fast=false it follows the newest alone, unless "
-                "--reload_multifile=true is given"
+                "this directory has other event files. TensorBoard's default loader reads all of "
+                "them. With --load_fast=false it follows only the newest, unless you add "
+                "--reload_multifile=true"
             )
 
     def write(self, steps: Sequence[StepRecord]) -> None:

@@ -248,8 +248,8 @@ class LlamaCppEngine(OpenAIEngine):
             problem = "the server returned no log-probs"
         elif tuple(entry.get("id") for entry in entries) != ids:
             problem = (
-                f"log-probs of {len(entries)} of {len(ids)} tokens: those whose bytes are no whole "
-                "character have none"
+                f"log-probs of {len(entries)} of {len(ids)} tokens: a token whose bytes are not a "
+                "whole character has none"
             )
         count, reason = answer.get("tokens_evaluated"), str(answer.get("stop_type"))
         return Generation(

@@ -88,8 +88,8 @@ _OUTPUTS: Final = (
     click.option("--all", "everything", is_flag=True, help="Show everything, long lists whole."),
     click.option(
         "--tolerance", "tolerances", multiple=True, metavar="PATTERN=ATOL[,RTOL]",
-        help="What is noise for tensors of such names (section/name, or name), such as "
-        "'*log_probs=1e-3'; may be given several times.",
+        help="Tolerance for tensors whose name or section/name matches, such as "
+        "'*log_probs=1e-3'. You can repeat this option.",
     ),
 )  # fmt: skip
 

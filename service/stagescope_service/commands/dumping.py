@@ -46,11 +46,9 @@ def convert(ctx: click.Context, source: Path, out: Path, as_json: bool) -> None:
 @click.argument("source", type=click.Path(exists=True, path_type=Path))
 @click.argument("out", type=_OUT)
 @click.option("--format", "format", type=click.Choice(["pt", "jsonl"]), default="pt",
-              show_default=True, help="Of the files that are written.")  # fmt: skip
+              show_default=True, help="Format of the new files.")  # fmt: skip
 @click.option("--step", type=int, help="Only this step.")
-@click.option(
-    "--from", "kind", help="Format of SOURCE, where it is not recognised: own, slime, ..."
-)
+@click.option("--from", "kind", help="Format of SOURCE, if it is not recognised: own, slime, ...")
 @_JSON
 def export(
     source: Path, out: Path, format: str, step: int | None, kind: str | None, as_json: bool

@@ -83,16 +83,16 @@ class ImportReport(TypedDict):
 @click.option("--run", help="Name of the run [default: the directory's].")
 @click.option("--step", type=int, help="Only this step.")
 @click.option(
-    "--format", "kind", help="Of the files, where it is not recognised: nexrl, slime, ..."
+    "--format", "kind", help="Format of the files, if it is not recognised: nexrl, slime, ..."
 )
 @click.option(
     "--new-attempt",
     is_flag=True,
     help="Make it the next attempt of a run that exists already.",
 )
-@click.option("--follow", is_flag=True, help="Of a spool: go on as it grows, until interrupted.")
+@click.option("--follow", is_flag=True, help="Follow a spool as it grows, until interrupted.")
 @click.option(
-    "--delete", is_flag=True, help="Of a spool: remove each file once the service has stored it."
+    "--delete", is_flag=True, help="Remove each file of a spool once the service has stored it."
 )
 @click.option("--url", help="The service, such as http://head:8700.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File with the operate token.")

@@ -51,14 +51,14 @@ _CLUSTER: Final = {
 _ADDRESS: Final = click.option(
     "--address",
     metavar="HOST:PORT",
-    help="Ray cluster to join (default: RAY_ADDRESS, else that of this home's service, else the "
-    "one that `ray start` left here, else one of its own); 'local': one of its own in any case.",
+    help="Ray cluster to join (default: RAY_ADDRESS, else this home's service's cluster, else the "
+    "one that `ray start` left here, else a new one); 'local': always a new one.",
 )
 _STOP_ADDRESS: Final = click.option(
     "--address",
     metavar="HOST:PORT",
-    help="Ray cluster whose service to stop, whatever home it was started for (default: that of "
-    "this home's service, else RAY_ADDRESS, else the one that `ray start` left here).",
+    help="Ray cluster whose service to stop, for any home (default: this home's service's cluster, "
+    "else RAY_ADDRESS, else the one that `ray start` left here).",
 )
 _JSON: Final = click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout.")
 
@@ -257,7 +257,9 @@ def _announce(info: ServiceInfo, settings: Settings) -> None:
 @click.argument(
     "bundle", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="BUNDLE"
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of the page [any free].")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port of the page [any free]."
+)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON: url and token.")
 @click.option(
     "--until-eof", is_flag=True, hidden=True, help="End when stdin ends, as it does with a parent."

@@ -149,7 +149,7 @@ def _station_cause(result: PairResult) -> Cause | None:
     if not known.given or _is_equal(result, known.given):
         return Cause(known.title, evidence, known.checks)
     what = "token ids" if known.given == "tokens" else known.given
-    evidence += f"; whether the two sides agree in {what} is unknown: nothing of it was compared"
+    evidence += f"; whether the two sides agree in {what} is unknown, because nothing was compared"
     check = f"{what}: record them on both sides, and compare again"
     return Cause(known.otherwise, evidence, (check, *known.checks))
 

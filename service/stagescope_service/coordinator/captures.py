@@ -151,7 +151,7 @@ def _check_checksums(row: CaptureRow | None, capture_id: str) -> None:
     task = config.get("task") or "statistics"
     if (config.get(task) or {}).get("summary_mode") != "md5":
         raise Conflict(
-            f"capture {capture_id} has no checksums by which msprobe could compare",
+            f"capture {capture_id} has no checksums for msprobe to compare",
             expected=f"a capture with {task}.summary_mode 'md5' in its config",
         )
 
@@ -177,7 +177,7 @@ def with_ranks(catalogue: Catalogue, capture: CaptureSpec) -> CaptureSpec:
     row = catalogue.newest_summary(capture["run"])
     if row is None or row["step_summary"] is None:
         raise Conflict(
-            "no step has numbers by which a rank could be called worst",
+            "no step has numbers yet, so there is no worst rank",
             expected="ranks by number, or 'all'",
         )
     chosen = worst_ranks(StepSummary.from_bytes(row["step_summary"]), ranks["worst"])

@@ -206,8 +206,8 @@ class Load:
                     "waiting_events": self._waiting,
                     "pushed_back": self._pushed_back,
                 },
-                advice="nothing is lost: ranks keep what they have and send it in fewer calls; "
-                "the newest steps are answered late. Give the head node more CPU",
+                advice="no data is lost. Ranks keep what they have and send it in fewer calls, "
+                "so the newest steps appear late. Give the head node more CPU",
             )
             self._open[attempt.attempt_id] = put.row["finding_id"]
             out.append(Put("findings", {**put.row, "over_wall": None}))

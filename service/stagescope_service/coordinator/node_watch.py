@@ -84,9 +84,8 @@ class NodeWatch:
                 "unread_payloads": unread,
                 "reason": reason,
             },
-            advice="what was announced there and never arrived is listed as lost; kept files and "
-            "recent tensors on its own disk cannot be read, those in a data_dir that nodes share "
-            "can",
+            advice="payloads announced there that never arrived are listed as lost. Kept files and "
+            "recent tensors on the node's own disk cannot be read. Those in a shared data_dir can",
             see=(Link("losses", shows="what was lost"),),
         )
         finding_id = row_id(NODE_LOST, attempt.attempt_id, node)

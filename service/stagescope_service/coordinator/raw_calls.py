@@ -95,7 +95,7 @@ class RawCalls:
         if fields.get("run") is None:
             unknown_fields(kind, fields)  # another name for it is the better answer
             raise InvalidInput(
-                f"{call_name(kind)} does not say of which run it is",
+                f"{call_name(kind)} has no run",
                 expected="run: the name of the run, a text",
                 advice=f"{PAGE} lists the fields",
             )
@@ -236,7 +236,7 @@ class RawCalls:
         if not named:
             known = sorted({(process.role, process.rank) for process in attempt.processes.values()})
             error = InvalidEvent(
-                f"finish of {_named(fields)}: nobody of attempt {attempt.number} is that",
+                f"finish of {_named(fields)}: attempt {attempt.number} has no such process",
                 expected=f"one of {', '.join(f'{role} {rank}' for role, rank in known[:8])}"
                 + (f" and {len(known) - 8} more" if len(known) > 8 else ""),
             )

@@ -238,14 +238,14 @@ def _differ(compared: ComparedVersion) -> _Found | None:
     missing = _names(compared, MISSING) if compared.complete else []
     if not differ and not missing:
         return None
-    words = [f"{len(differ)} differ ({_listed(differ)})"] if differ else []
-    words += [f"{len(missing)} are missing on one side ({_listed(missing)})"] if missing else []
-    ranks = sorted({rank for each in compared.comparisons for rank in each.ranks})
     count = len(compared.comparisons)
+    words = [f"{len(differ)} of {count} weights differ ({_listed(differ)})"] if differ else []
+    if missing:
+        words.append(f"{len(missing)} of {count} are missing on one side ({_listed(missing)})")
+    ranks = sorted({rank for each in compared.comparisons for rank in each.ranks})
     unlike = not compared.counts().keys() - {MISSING}
     return {
-        "message": f"version {compared.version}: of {count} weights {' and '.join(words)} between "
-        "trainer and rollout",
+        "message": f"version {compared.version}, trainer against rollout: {' and '.join(words)}",
         "severity": "error",
         "evidence": {
             "version": compared.version,
@@ -414,8 +414,8 @@ class WeightComparer:
             wall=time.time(),
             severity="error",
             evidence={"version": instruction.version, "error": reason, "tries": tried},
-            advice="what was recorded is kept; it is tried again when more of this version is "
-            "recorded and when the service starts anew; the coordinator's log has the traceback",
+            advice="the recorded checksums are kept. The service tries again when more of this "
+            "version is recorded, and when it restarts. The coordinator's log has the traceback",
         )
         await self._write([Put("findings", {**made.row, "finding_id": _finding_id(instruction)})])
 

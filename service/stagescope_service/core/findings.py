@@ -196,7 +196,7 @@ def refused_row(write: Write, reason: str, run: str | None, wall: float) -> Put:
         wall=wall,
         severity="error",
         evidence={"table": write.table, "row": {**row}},
-        advice="the rest of what came with it is stored; report this as a fault of stagescope, "
+        advice="the other rows of this batch are stored. Report this as a fault of stagescope, "
         "with the evidence of this finding",
     )
 

@@ -31,7 +31,7 @@ from stagescope_wire.nonfinite import Json, JsonObject
 KNOWN: Final[Mapping[str, str]] = {
     "expect": "'bitwise': the first token that differs is a finding",
     "capture": "'auto': rules may request captures within capture_budget",
-    "capture_budget": "{'captures': n, 'bytes': n, 'share': of the step time}",
+    "capture_budget": "{'captures': n, 'bytes': n, 'share': part of the step time}",
     "producers": "{stream or tensor: who computes it}",
     "keep": "see stagescope_wire.keep.KEEP_FIELDS",
     "rollout_is": "'token' or 'sequence'",

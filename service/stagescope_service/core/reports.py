@@ -230,8 +230,8 @@ def stage_name(
             stage=stage,
             role=process.role,
             evidence={"meant": meant},
-            advice=f"what is about {meant} (captures, rules, the step summary) does not see it: "
-            f"name it {meant} where the training begins it; a stage of your own may keep its name",
+            advice=f"captures, rules and the step summary of {meant} ignore it. Name it {meant} "
+            "where the training begins it. If it is a stage of your own, it may keep its name",
         )
     ]
 
@@ -260,16 +260,16 @@ def stepless(attempt: Attempt, process: Process, event: Event, work: Work) -> li
     return [
         finding(
             "stepless_values",
-            f"{process.role} hands over values in {stage} without a step: they belong to no step "
-            "and are in no step's numbers",
+            f"{process.role} records values in {stage} without a step: they belong to no step, "
+            "and no step's numbers include them",
             run=attempt.run,
             attempt_id=attempt.attempt_id,
             wall=event.wall,
             stage=stage,
             role=process.role,
             evidence={"names": names[:20], "policy_version": work.policy_version},
-            advice="give the stage its step: probe.stage(name, step=...), or step= in a raw call; "
-            "rollouts whose clock is the policy version are of role rollout or of stage "
+            advice="give the stage its step: probe.stage(name, step=...), or step= in a raw call. "
+            "If the policy version is the clock of these rollouts, use role rollout or stage "
             "rollout_generate",
         )
     ]
@@ -381,8 +381,8 @@ def failed_stage(attempt: Attempt, process: Process, event: Event, work: Work) -
         rank=process.rank,
         advice=_STOPPED
         if interrupted
-        else "the first rank that failed is the likeliest cause: other ranks fail of it; its log "
-        "holds the traceback",
+        else "the first rank that failed is the likeliest cause, because other ranks fail as a "
+        "result. Its log holds the traceback",
     )
 
 
@@ -413,7 +413,7 @@ def crash(attempt: Attempt, process: Process, event: Event) -> list[Instruction]
     ]
 
 
-_STOPPED: Final = "somebody stopped the training (Ctrl-C, for instance): nothing failed"
+_STOPPED: Final = "the training was stopped (for example with Ctrl-C): nothing failed"
 _INTERRUPTIONS: Final = frozenset({"KeyboardInterrupt", "CancelledError"})
 """Exceptions that mean an interruption; raw callers report nothing else about it."""
 
@@ -434,14 +434,14 @@ def began_alone(attempt: Attempt, left: Attempt, process: Process, wall: float) 
     return finding(
         "began_alone",
         f"{process.role} rank {process.rank} reported nothing in attempt {left.number}, and began "
-        "after its ranks had left: without an attempt key that is a start of its own",
+        "after its ranks had left. Without an attempt key it starts a new attempt",
         run=attempt.run,
         attempt_id=attempt.attempt_id,
         wall=wall,
         role=process.role,
         rank=process.rank,
-        advice="where its ranks run one after the other they are one training: give each of them "
-        "the same attempt_key= or STAGESCOPE_ATTEMPT",
+        advice="if the ranks of one training run one after the other, give each of them the same "
+        "attempt_key= or STAGESCOPE_ATTEMPT",
     )
 
 

@@ -185,7 +185,7 @@ def _begun_again(attempt: Attempt, span: Span, step: int, after: int, wall: floa
     return finding(
         BEGUN_AGAIN,
         f"{span.role} rank {span.rank} began {span.work.stage} of step {step} again after step "
-        f"{after}: both executions count in step {step}",
+        f"{after}. Both executions count in step {step}",
         run=attempt.run,
         attempt_id=attempt.attempt_id,
         wall=wall,
@@ -195,8 +195,8 @@ def _begun_again(attempt: Attempt, span: Span, step: int, after: int, wall: floa
         role=span.role,
         rank=span.rank,
         evidence={"after_step": after},
-        advice="where training goes back to a checkpoint inside its process, call init again "
-        "before it goes on: what follows is an attempt of its own, which supersedes these steps",
+        advice="if the training returns to a checkpoint in the same process, call init again "
+        "before it goes on. init starts a new attempt, which supersedes these steps",
     )
 
 

@@ -223,9 +223,9 @@ def _note_silent_roles(attempt: Attempt, when: str, wall: float) -> list[Instruc
             wall=wall,
             severity="error",
             role=role,
-            advice="the log of the ranks says why: over HTTP each of them needs STAGESCOPE_URL, "
-            "and STAGESCOPE_TOKEN_FILE (a path that it can read) or STAGESCOPE_TOKEN in the "
-            "environment of `ray start` on its node; over Ray it must have the package",
+            advice="the log of the ranks says why. Over Ray, each rank needs the package. Over "
+            "HTTP, each needs STAGESCOPE_URL, and STAGESCOPE_TOKEN_FILE (a path it can read) or "
+            "STAGESCOPE_TOKEN, in the environment of `ray start` on its node",
         )
         attempt.silent_roles[role] = {**put.row, "over_wall": None}
         out.append(Put("findings", attempt.silent_roles[role]))
@@ -253,15 +253,16 @@ def _note_absent_ranks(
         put = finding(
             "absent_ranks",
             f"{when} without {role} rank{'s' if len(ranks) > 1 else ''} "
-            f"{', '.join(map(str, ranks[:_NAMED_RANKS]))}{more}, which no process reports for: of "
-            f"{attempt.world_size(role) or 'an unknown number of'} ranks {len(ranks)} are missing",
+            f"{', '.join(map(str, ranks[:_NAMED_RANKS]))}{more}: no process reports for them. "
+            f"{len(ranks)} of {attempt.world_size(role) or 'an unknown number of'} ranks "
+            "are missing",
             run=attempt.run,
             attempt_id=attempt.attempt_id,
             wall=wall,
             severity="error",
             role=role,
             evidence={"ranks": ranks[:1000]},
-            advice="the log of such a rank says whether it found the service; where it is not "
+            advice="the log of such a rank says whether it found the service. If it is not "
             "meant to report, give init the world_size of those that do",
         )
         attempt.absent_ranks[role] = (frozenset(ranks), dict(put.row))

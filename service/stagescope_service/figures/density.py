@@ -195,8 +195,8 @@ def _cloud(
                 break
     if not read:
         return None, (
-            "the tensors of this step are no longer there (the ring keeps the newest steps, and "
-            "pinned ones): what is drawn is from its stored moments and its worst tokens"
+            "the tensors of this step are gone (the ring keeps the newest steps, and pinned ones). "
+            "The figure uses the step's stored moments and its worst tokens"
         )
     lacking = []
     if read < len(wanted):

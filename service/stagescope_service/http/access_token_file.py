@@ -222,7 +222,7 @@ def rotate_token(home: Path, name: str) -> str:
         at = _find(tokens, name)
         if tokens[at].proxy_user is not None:
             raise InvalidInput(
-                f"{name} is a person whom a proxy names", expected="a name that has a token"
+                f"{name} is the name of a proxy's user", expected="a name that has a token"
             )
         tokens[at] = dataclasses.replace(tokens[at], sha256=_sha256(text), created=time.time())
     return text
@@ -241,7 +241,7 @@ def remove_token(home: Path, name: str) -> None:
 def _find(tokens: Sequence[Token], name: str) -> int:
     names = [token.name for token in tokens]
     if name not in names:
-        expected = f"one of {', '.join(names)}" if names else "none is there yet"
+        expected = f"one of {', '.join(names)}" if names else "no token exists yet"
         raise NotFound(f"there is no token {name!r:.100}", expected=expected)
     return names.index(name)
 

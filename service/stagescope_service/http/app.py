@@ -49,10 +49,10 @@ from stagescope_wire.nonfinite import Json
 DESCRIPTION: Final = """\
 Which round, which token, which rank, which operator went wrong.
 
-**Tokens.** `Authorization: Bearer <token>`. A token of the role read answers GET; one of operate
-also POST, PUT and DELETE, `/events` and `/poll` included; an admin's also `/audit`. `/healthz` and
-`/readyz` need none. A browser trades a token for a cookie: `POST /login`. A token that has sent as
-many requests as it may in a minute gets 429, with `Retry-After`.
+**Tokens.** `Authorization: Bearer <token>`. The role read allows GET. The role operate also
+allows POST, PUT and DELETE, including `/events` and `/poll`. The role admin also allows `/audit`.
+`/healthz` and `/readyz` need no token. A browser trades a token for a cookie: `POST /login`. A
+token that sends more requests in a minute than it may gets 429, with `Retry-After`.
 
 **Numbers.** A number that is not finite is the string `"nan"`, `"inf"` or `"-inf"`: JSON has no
 such numbers. `null` means unknown. Times that end in `_wall` are Unix seconds of the service's

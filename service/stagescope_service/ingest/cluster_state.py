@@ -66,9 +66,8 @@ class HeadWatch:
         reason = self._reason or "the call is not answered"
         return (
             f"the head at {self.address} has not answered for {seconds:.0f} s ({reason}). Events "
-            "are still recorded, but Ray ends the service about a minute after its head died, "
-            "unless the head comes back. `stagescope serve` starts the service again with the "
-            "same data"
+            "are still recorded. Unless the head comes back, Ray ends the service about a minute "
+            "after the head died. `stagescope serve` starts the service again with the same data"
         )
 
 

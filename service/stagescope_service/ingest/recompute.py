@@ -147,7 +147,9 @@ class Recomputer:
         tensors = {name: t for name, t in kept.tensors.items() if name not in added}
         stream = next((s for s in ("old", "current") if STREAM_TENSORS[s] in tensors), None)
         if stream is None:
-            raise InvalidTensor("neither old_log_probs nor log_probs is there", expected="one")
+            raise InvalidTensor(
+                "the payload has neither old_log_probs nor log_probs", expected="one"
+            )
         batch = stream_of(tensors, kept.metadata["strings"], kept.metadata["meta"], stream)
         joined = join(batch, found, split=(job.get("cp_size") or 1) > 1)
         producers = producers_of(key.incarnation, batch.producers[0], found)

@@ -115,8 +115,8 @@ def course_section(scope: ReportScope) -> ReportSection:
         rows += _trends(metric, body_of(found))
     columns = ("metric", "course", "last", "min", "max", "steps")
     text = (
-        "a bar is a step; where there are more steps than bars, two bars are a stretch of steps: "
-        "its smallest and its largest value; a space is a gap, ! is not finite"
+        "a bar is a step. If there are more steps than bars, two bars show the smallest and the "
+        "largest value of several steps. A space is a gap, ! is not finite"
     )
     return ReportSection(texts=[text], table=ReportTable(columns, rows), figures=drawn)
 

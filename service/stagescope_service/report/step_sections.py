@@ -140,8 +140,8 @@ def operators_section(scope: ReportScope) -> ReportSection:
     texts = ["all results of the captured operators are finite"]
     if unmeasured := sum(row["unmeasured"] or 0 for row in rows):
         texts = [
-            "no result of the captured operators is known to be NaN or infinite; of "
-            f"{unmeasured} tensors no Min and Max were recorded"
+            "no result of the captured operators is known to be NaN or infinite, but "
+            f"{unmeasured} tensors have no recorded Min and Max"
         ]
     if earliest is not None:
         texts = [f"the first operator with a NaN or infinite result: {earliest['name']} of "

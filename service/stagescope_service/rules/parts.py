@@ -79,7 +79,8 @@ def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
         MismatchPart(
             "temperature or truncation",
             line.share,
-            line.text + (" (staleness is not known: of all tokens)" if stale is None else ""),
+            line.text
+            + (" (over all tokens, because staleness is not known)" if stale is None else ""),
         ),
         MismatchPart(
             "noise floor",

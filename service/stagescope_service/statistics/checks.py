@@ -298,8 +298,8 @@ def rounded(cell: Cell, p: str, q: str) -> Check:
     if coarse and same >= ROUNDED_SHARE:
         text = (
             f"{coarse[0]} has only bfloat16 values. In {same:.1%} of the tokens that differ, it is "
-            "the other stream rounded to bfloat16: it is a rounded copy, or the streams differ by "
-            "less than rounding adds"
+            "the other stream rounded to bfloat16. Either it is a rounded copy, or the streams "
+            "differ by less than rounding adds"
         )
         return Check("rounded", "suspect", text, values)
     return Check("rounded", "ok", "the streams differ by more than rounding to bfloat16", values)
@@ -425,8 +425,8 @@ def biased(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
         high, low = (q, p) if bias < 0 else (p, q)
         text = (
             f"{mean}1, and {high} lies above {low} in {max(above, 1 - above):.0%} of the "
-            f"tokens that differ: {high} was renormalised over a cut vocabulary (top-p, top-k, "
-            f"min-p), or holds processed log-probs where {low} holds raw ones"
+            f"tokens that differ. Either {high} was renormalised over a cut vocabulary (top-p, "
+            f"top-k, min-p), or it holds processed log-probs and {low} holds raw ones"
         )
         return Check("renormalised", "suspect", text, values)
     text = (
@@ -485,9 +485,9 @@ def edge_token(edge: Edge, found: Bin, others: Bin) -> Check | None:
     if not (of_edge > EDGE_RATIO * size and is_noise) or few_carry(found):
         return None
     text = (
-        f"the {found.tokens} {edge} tokens of rounds are {of_edge:.3g} nat apart, all others "
-        f"{size:.3g} with a mean of {mean:.2g}, as noise has it: another distribution would show "
-        "in all tokens"
+        f"the {found.tokens} {edge} tokens of rounds differ by {of_edge:.3g} nat. All others "
+        f"differ by {size:.3g} with a mean of {mean:.2g}, as noise does. Another distribution "
+        "would show in all tokens"
     )
     values = {"edge": of_edge, "others": size, "tokens": float(found.tokens)}
     return Check(f"{edge}_token", "suspect", text, values)

@@ -46,7 +46,7 @@ from stagescope_service.statistics.sure_tokens import SureTokens, is_temperature
 
 WHAT_TO_CHECK: Final = {
     "bitwise_equal": "whether the trainer copies the rollout's log-probs (a bypass mode)",
-    "constant": "whether the stream is filled in at all, and by whom",
+    "constant": "whether the stream is filled in at all, and which code fills it",
     "probabilities": "whether what is handed over is a log-prob, and of the token that was sampled",
     "coverage": "where log-probs became NaN or infinite, if they are; else which tokens the engine "
     "returns log-probs for, and what the trainer fills in for the others",

@@ -78,7 +78,7 @@ def coverage(cell: Cell, p: str, q: str) -> Check:
         why = (
             "the mask covers tokens that it lacks"
             if any(filled for filled, _ in found)
-            else "such values come from where it was computed, or stand for what it lacks"
+            else "the computation gave these values, or they stand for missing ones"
         )
         text = f"{' and '.join(each for _, each in found)}: {why}"
         return Check("coverage", "suspect", text, values)
@@ -136,7 +136,7 @@ def padding(cell: Cell) -> Check:
     if edge >= LACKING_SHARE * cell.masked and (padded or prefix):
         text = (
             f"both streams are exactly 0 in {edge:.0f} tokens at the edges of the mask's "
-            f"stretches ({edge / cell.masked:.1%} of the tokens): the mask covers padding or a "
+            f"stretches ({edge / cell.masked:.1%} of the tokens). The mask covers padding or a "
             "prompt, and these equal tokens dilute every mean"
         )
         return Check("padding", "suspect", text, values)
@@ -207,8 +207,8 @@ def _filled_zeros(summary: Summary, ranks: Sequence[RankRow]) -> Check:
         zero = "exactly 0" if not value.any() else f"0 to within {np.abs(value).max():.2g}"
         text = (
             f"{stream} is {zero} in {count} of the {len(size)} tokens that differ most, where "
-            f"{other} lies below {-least:g} ({_places(summary, filled, side, ranks)}): it was "
-            "filled with 0 where it lacks a value"
+            f"{other} lies below {-least:g} ({_places(summary, filled, side, ranks)}): its "
+            "missing values were filled with 0"
         )
         if least == _FAR:
             text += " (or these tokens were sampled greedily)"

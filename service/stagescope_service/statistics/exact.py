@@ -66,8 +66,8 @@ def bitwise_equal(
             text = f"both come from {names}{where}: one is a copy, nothing was measured"
         elif origin == UNKNOWN_ORIGIN:
             text = (
-                f"who computed them is not reported{where}: one may be a copy of the other "
-                "(synchronous and bypass modes do that), so nothing was measured; record "
+                f"who computed them is not reported{where}. One may be a copy of the other "
+                "(synchronous and bypass modes do that), so nothing was measured. Record "
                 "producers={...} with the streams, so that equality counts"
             )
         else:

@@ -130,9 +130,9 @@ class SureTokens:
         if scaling.status == "suspect" and ratio.status != "suspect" and not self.is_narrow:
             text = (
                 f"{slope_text(scaling.values, p, q)}. But the {self.tokens} tokens of a "
-                f"probability of 0.5 to 0.9 moved in both directions, {self.spread:.2g} nat apart, "
-                f"and no temperature does that: {p} or {q} holds the scores of another model or "
-                "adapter"
+                f"probability of 0.5 to 0.9 moved in both directions, with a spread of "
+                f"{self.spread:.2g} nat. No temperature does that: {p} or {q} holds the scores of "
+                "another model or adapter"
             )
             moved = dataclasses.replace(scaling, status="ok", text=text)
             return moved, Check("calibration", "suspect", text, ratio.values)
@@ -141,10 +141,10 @@ class SureTokens:
             surer, other = (p, q) if self.side > 0.0 else (q, p)
             share = (1.0 + abs(self.side)) / 2.0
             text = (
-                f"{surer} is the surer stream: it lies above {other} in the {self.tokens} tokens "
-                f"of a probability of 0.5 to 0.9 ({share:.0%} of their difference is of this "
-                "sign) and below it in unlikely ones: the streams were taken at different "
-                "temperatures, or one of them before and one after scaling"
+                f"{surer} is the surer stream. In the {self.tokens} tokens of a probability of 0.5 "
+                f"to 0.9 it lies above {other} ({share:.0%} of their difference has this sign), "
+                "and in unlikely ones below it. The streams were taken at different temperatures, "
+                "or one before and one after scaling"
             )
             return dataclasses.replace(scaling, status="suspect", text=text), ratio
         return scaling, ratio

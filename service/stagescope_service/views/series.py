@@ -151,7 +151,7 @@ def _superseded_note(superseded: Mapping[int, Sequence[int]]) -> str | None:
         for attempt, steps in sorted(superseded.items())
     ]
     return (
-        f"{', '.join(texts)}, which no attempt in force has done: a later one began again before "
+        f"{', '.join(texts)}, which no current attempt has: a later attempt restarted before them "
         "(ask for that attempt, or for superseded steps)"
     )
 
@@ -478,9 +478,9 @@ def series(
     has_values = any(point.values for point in result.points)
     if stage is not None and result.kind == "metric" and (has_values or metric in newest):
         raise InvalidInput(
-            f"{metric} is a metric, which a step has of one stage alone: stage {stage!r:.100} "
+            f"{metric} is a metric, which a step has for one stage only: stage {stage!r:.100} "
             "cannot be chosen",
-            expected="no stage; of scalars alone there is one of each stage that logged it",
+            expected="no stage; only a scalar has one value for each stage that logged it",
         )
     return {
         **target.heading(),

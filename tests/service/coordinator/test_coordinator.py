@@ -361,7 +361,7 @@ def test_a_raw_call_may_have_an_attempt_key_of_each_length_that_is_documented(
 
 @pytest.mark.parametrize("fields", [{}, {"run": None}, {"project": "p"}])
 def test_a_raw_call_without_a_run_is_told_so(made: Clocked, fields: Mapping[str, object]) -> None:
-    with pytest.raises(InvalidInput, match="does not say of which run") as raised:
+    with pytest.raises(InvalidInput, match="has no run") as raised:
         made.run(made.coordinator.raw_calls.record("end", "d", {"step": 5, "stage": "s", **fields}))
     assert PAGE in str(raised.value)
 

@@ -70,7 +70,7 @@ def test_events_that_stay_late_are_a_finding_until_they_are_not(state: State) ->
     assert found["kind"] == KIND
     assert found["message"] == "the service is 10 s behind: 20 calls/s of 1000 ranks"
     assert found["evidence"]["lag_seconds"] == late
-    assert found["advice"].startswith("nothing is lost")
+    assert found["advice"].startswith("no data is lost")
     (again,) = clock.window(MIN_CALLS, 3 * late)
     assert again["finding_id"] == found["finding_id"]
     (over,) = clock.window(MIN_CALLS, 0.1)

@@ -143,7 +143,7 @@ def test_a_tensor_that_was_not_synced_is_found_by_name(scales: Scales) -> None:
     [found] = scales.catalogue.findings()
     assert found["kind"] == "weights_differ"
     assert (found["step"], found["role"], found["rank"]) == (5, "rollout", 0)
-    assert "version 4: of 2 weights 1 differ (b)" in found["message"]
+    assert "version 4, trainer against rollout: 1 of 2 weights differ (b)" in found["message"]
     assert evidence_of(found)["differ"] == ["b"]
 
 
@@ -153,7 +153,7 @@ def test_what_is_missing_is_said_once_everybody_has_recorded(scales: Scales) -> 
     scales.give(weights(first, {"a": 1}), weights(engine, GOOD))
     assert scales.findings() == {}  # the other rank may yet say b
     scales.give(weights(second, {"a": 1}))
-    assert "1 are missing on one side (b)" in scales.findings()["weights_differ"]
+    assert "1 of 2 are missing on one side (b)" in scales.findings()["weights_differ"]
 
 
 def test_or_once_a_later_version_was_recorded(scales: Scales) -> None:

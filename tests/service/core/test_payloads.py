@@ -209,7 +209,7 @@ def test_values_of_training_without_a_step_are_a_finding(bench: Bench) -> None:
         ("critic", "actor_update", None, None),
     ]
     [row] = [row for row in found if row["stage"] == "compute_values"]
-    assert "belong to no step and are in no step's numbers" in row["message"]
+    assert "belong to no step, and no step's numbers include them" in row["message"]
     assert row["evidence"] == {"names": ["vf_loss"], "policy_version": None}
 
 

@@ -149,7 +149,7 @@ def test_a_rank_that_no_process_reports_for_is_a_finding(bench: Bench) -> None:
     bench.give(*first.work(3), first.begin(4))
     [found] = bench.rows.of("findings")
     assert (found["kind"], found["role"], found["over_wall"]) == ("absent_ranks", "actor", None)
-    assert "step 2 closed without actor ranks 1, 2, which no process reports" in found["message"]
+    assert "step 2 closed without actor ranks 1, 2: no process reports for them" in found["message"]
     for rank in (1, 2):
         late = Rank(rank)
         late.wall += 60.0
@@ -178,8 +178,8 @@ def test_a_short_training_says_at_its_end_which_ranks_never_came(
         "error",
     )
     assert absent["message"] == (
-        "the attempt ended without actor ranks 1, 2, 3, which no process reports for: of 4 ranks 3 "
-        "are missing"
+        "the attempt ended without actor ranks 1, 2, 3: no process reports for them. "
+        "3 of 4 ranks are missing"
     )
     assert absent["evidence"] == {"ranks": [1, 2, 3]}
     for rank in (Rank(1), Rank(2), Rank(3), Rank(0, "critic")):  # their words were on the way
@@ -208,7 +208,9 @@ def test_ten_absent_ranks_are_named_and_the_others_counted(
     first.wall += 60.0
     bench.give(*first.work(3), first.begin(4))
     [found] = bench.rows.of("findings", kind="absent_ranks")
-    assert f"actor ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10{more}, which no" in found["message"]
+    assert (
+        f"actor ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10{more}: no process reports" in found["message"]
+    )
     assert found["evidence"] == {"ranks": [*range(1, world_size)]}
 
 

@@ -239,7 +239,7 @@ def test_replicas_count_once_and_are_compared() -> None:
     assert (list(batch.microbatches())[1]["rollout_log_probs"] == changed).all()
     wider = whole.tensors["rollout_log_probs"][2].astype(np.float64)
     (gap,) = joined(*two(whole, rollout_log_probs=wire(wider))).gaps
-    assert "is float64 [4], that of actor_compute_log_prob actor 0 is float32 [4]" in gap.message
+    assert "is float64 [4], but actor_compute_log_prob actor 0 has float32 [4]" in gap.message
 
 
 def test_a_stream_that_the_service_joined_to_a_payload_is_no_second_opinion() -> None:
@@ -383,7 +383,7 @@ def test_fragments_join_the_rows_of_other_stages_and_are_compared() -> None:
     values[2, 0] += 1
     (gap,) = joined(rollout, *fragments).gaps
     assert gap.kind == "disagrees"
-    assert gap.message.startswith("responses of actor_compute_log_prob is not that of rollout_gen")
+    assert gap.message.startswith("responses of actor_compute_log_prob differs from rollout_gen")
 
 
 def test_a_saved_batch_of_fragments_is_the_same_as_they_are(tmp_path: Path) -> None:

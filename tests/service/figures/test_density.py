@@ -96,7 +96,7 @@ def test_without_the_tensors_ellipse_and_worst_tokens_remain(
     with service(tmp_path_factory.mktemp("home")) as running:
         Rank(running, world_size=1).stage(LOG_PROB, 1, rounds_payload(4, 2, 32, seed=1))
         answer = running.get("/figures/density", step=1)
-        assert "no longer there" in answer["note"]
+        assert "the tensors of this step are gone" in answer["note"]
         names = [trace["name"] for trace in answer["figure"]["data"]]
         assert "two standard deviations" in names
         assert "worst tokens" in names

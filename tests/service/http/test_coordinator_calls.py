@@ -47,7 +47,7 @@ def test_a_command_without_an_answer_may_still_be_carried_out(
     # The client tries again what is not ready, and no order that may be in force.
     with pytest.raises(Unreachable, match="did not answer add_capture") as caught:
         asyncio.run(commands.add_capture(spec={}, by="me"))
-    assert "may still carry that out" in caught.value.advice
+    assert "may still do so" in caught.value.advice
     with pytest.raises(NotReady, match="did not answer status"):
         asyncio.run(commands.status())
 
@@ -124,7 +124,7 @@ def test_a_command_is_not_repeated_where_the_coordinator_ended_during_it(
         async with await asyncio.start_unix_server(leave, address):
             with pytest.raises(Unreachable, match="ended before it answered pin") as caught:
                 await asked.commands.pin(attempt_id=1, step=1, by="me")
-            assert "may still carry that out" in caught.value.advice
+            assert "may still do so" in caught.value.advice
             assert asked.handle.called == []
             with pytest.raises(NotReady, match="did not answer plan"):  # a question, by Ray
                 await asked.commands.plan()

@@ -910,7 +910,7 @@ def test_the_ratio_that_is_clipped_is_shown_with_the_passes_that_clip_it(entered
     entered.page.locator("h2:text-is('What the loss did with it')").scroll_into_view_if_needed()
     entered.settle()
     section = "section:has(h2:text-is('What the loss did with it'))"
-    assert "on average a pass clips 18.8 %" in text(entered, section)
+    assert "On average a pass clips 18.8 %" in text(entered, section)
     assert "clipped high in every one of 2 passes" in text(entered, f"{section} table >> nth=0")
     rows = [row.split("\t") for row in text(entered, f"{section} tbody >> nth=1").split("\n")]
     assert rows == [

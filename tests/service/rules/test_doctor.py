@@ -180,7 +180,7 @@ def test_first_tokens_off_to_one_side_are_no_other_distribution(live: Service) -
     rows = diagnosed(live, "first-down", since(8, less_likely_first_tokens))
     assert found_in(rows) - {"mismatch_jump"} == {"first_token"}
     assert rows["first_token"]["since_step"] == 8
-    assert "first tokens of rounds are 0.599 nat" in rows["sampling_differs"]["against"][0]
+    assert "first tokens of rounds differ by 0.599 nat" in rows["sampling_differs"]["against"][0]
     answer = live.get("/steps/24/metrics", run="first-down")
     assert [each["code"] for each in answer["comparability"]] == ["first_token", "versions"]
 

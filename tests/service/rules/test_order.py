@@ -185,7 +185,7 @@ def test_a_cause_that_the_newest_steps_alone_do_not_show_is_found_by_its_check(
     row = diagnosed(live, "two-steps-last", last_tokens, steps=range(1, 3))["last_token"]
     assert (row["verdict"], row["since_step"]) == ("found", 1)
     assert row["for"][0] == "named in 2 of the newest 2 steps"
-    assert row["for"][1].startswith("step 2: the 48 last tokens of rounds are 0.")
+    assert row["for"][1].startswith("step 2: the 48 last tokens of rounds differ by 0.")
 
 
 def test_what_began_long_before_a_jump_does_not_explain_it(live: Service) -> None:

@@ -177,7 +177,9 @@ def test_the_same_rows_of_ranks_that_say_nothing_are_named_and_count_each() -> N
     assert step_summary.same_rows == ((("actor", 0), ("actor", 1), ("actor", 3)),)
     found = findings(step_summary)["rows_counted_twice"]
     again = 2 * records[0].summary.total.tokens
-    assert found["message"].startswith("actor ranks 0-1, 3: the same rows, bit for bit")
+    assert found["message"].startswith(
+        "actor ranks 0-1, 3: these ranks hold the same rows, bit for bit"
+    )
     assert f"{again} of {step_summary.total.tokens} tokens count again" in found["message"]
     assert found["severity"] == "warning"
     assert "data_rank" in found["advice"]
@@ -418,8 +420,8 @@ def test_other_log_probs_of_the_rollout_alone_contradict_without_token_ids() -> 
     step_summary = aggregated(records, {})
     assert_counts(step_summary, [*own, *others])
     found = findings(step_summary)["sample_ids_contradict"]
-    assert "if they are copies of one sample, its tokens count more than once" in found["message"]
-    assert "record responses" in found["advice"]
+    assert "If they are copies of one sample, its tokens count more than once" in found["message"]
+    assert "Record responses" in found["advice"]
 
 
 def test_ids_of_which_some_name_other_tokens_are_not_those_of_copies() -> None:
@@ -660,7 +662,9 @@ def test_the_same_tokens_without_ids_in_a_later_part_are_the_same_rows(
     (rank,) = step_summary.ranks
     assert rank.cell.tokens == step_summary.total.tokens
     put = differing_copies(step_summary, records, {"run": "r", "attempt_id": 1, "wall": 0.0})
-    assert f"the newest count (actor 0: {by} 2 counts, not occurrence 0)" in put.row["message"]
+    assert (
+        f"the newest parts count (actor 0: {by} 2 counts, not occurrence 0)" in put.row["message"]
+    )
     assert "without sample_ids hold the same token ids and masks" in put.row["message"]
 
 

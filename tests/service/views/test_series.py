@@ -332,7 +332,7 @@ def test_the_steps_that_only_a_superseded_attempt_has_are_named(tmp_path: Path) 
         for metric in ("loss", K3):
             whole = live.get("/series", metric=metric)
             assert (whole["steps"], whole["attempts"]) == ([1, 2, 3], [2, 2, 2])
-            assert whole["note"].startswith("attempt 1 has steps 4-9, which no attempt in force")
+            assert whole["note"].startswith("attempt 1 has steps 4-9, which no current attempt")
             late = live.get("/series", metric=metric, **{"from": 5, "to": 9})
             assert (late["steps"], late["note"][:23]) == ([], "attempt 1 has steps 5-9")
             assert live.get("/series", metric=metric, attempt=1)["note"] is None

@@ -173,7 +173,7 @@ def show_attempts(session: Session, run: str, resumed_from: int) -> None:
     require(second[0]["resumed_from_step"] == resumed_from, f"resumed from {second[0]}")
     # Both attempts have this step: the newer one answers.
     newest = session.step(resumed_from + 1, run=run)
-    require(newest.attempt == 2, f"step {resumed_from + 1} is answered by {newest.attempt}")
+    require(newest.attempt == 2, f"step {resumed_from + 1} comes from attempt {newest.attempt}")
     older = session.steps(run, 1).where(step=resumed_from + 1)
     require(older["superseded_by"] == (2,), f"superseded by {older['superseded_by']}")
     print(f"step {resumed_from + 1} of attempt 1 is superseded by attempt 2")

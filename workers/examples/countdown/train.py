@@ -256,7 +256,7 @@ def _write_pids(path: Path, job: Job) -> None:
 @click.option("--step-seconds", default=0.0, show_default=True, help="Seconds of a step, at least.")
 @click.option("--resume", is_flag=True, help="Go on after the last complete checkpoint.")
 @click.option("--attempt-key", help="Names this start of the training; default: the Ray job.")
-@click.option("--capture", help="YAML file with captures, in force without the service.")
+@click.option("--capture", help="YAML file with captures, active without the service.")
 @click.option(
     "--keep",
     metavar="WORDS",
@@ -268,7 +268,7 @@ def _write_pids(path: Path, job: Job) -> None:
     metavar="RUN:STEP",
     type=Source.parse,
     help="Train from the stored rollouts of this step (or FIRST-LAST) of a run, with no engine, "
-    "as RUN.replay; exit status 1 where a loss is not the stored one.",
+    "as RUN.replay. The exit status is 1 if a loss differs from the stored one.",
 )
 @click.option(
     "--replay-from",
@@ -279,7 +279,7 @@ def _write_pids(path: Path, job: Job) -> None:
 @click.option(
     "--rescore",
     type=click.Choice(ENGINES),
-    help="With --replay: this engine gives the stored tokens log-probs of its own; as RUN.ENGINE.",
+    help="With --replay: this engine scores the stored tokens, as RUN.ENGINE.",
 )
 @click.option("--pause-at-step", type=int, help="Make a stage of this step last --pause-seconds.")
 @click.option("--pause-stage", default="actor_update", show_default=True)

@@ -171,8 +171,8 @@ def too_large(cost: Estimate, config: MsprobeConfig, free: int | None, reserve: 
     if cost.bytes + reserve <= free:
         return None
     return (
-        f"the dump is estimated at {cost.bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free "
-        f"({reserve / 1e9:.1f} GB are kept for the training); name operators in list, choose task "
+        f"the dump is estimated at {cost.bytes / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free "
+        f"({reserve / 1e9:.1f} GB are kept for the training). Name operators in list, choose task "
         "statistics, free space, or force the capture"
     )
 

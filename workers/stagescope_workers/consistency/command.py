@@ -112,14 +112,14 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="The model's directory as transformers has it (config.json, *.safetensors, tokenizer).",
 )
 @click.option(
-    "--engine", required=True, metavar="ENGINE", help=f"What serves rollouts: {EXPECTED}."
+    "--engine", required=True, metavar="ENGINE", help=f"Engine that serves rollouts: {EXPECTED}."
 )
 @click.option(
     "--against",
     default="transformers",
     show_default=True,
     metavar="ENGINE",
-    help="What scores the same tokens.",
+    help="Engine that scores the same tokens.",
 )
 @click.option("--prompts", type=_FILE, help="JSONL (prompt, messages or ids), or a prompt a line.")
 @click.option(
@@ -146,13 +146,13 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--temperature",
     type=terminal.FiniteFloat(min=0),
-    help="Of the engine's draw [default: 1; with --dataset 0, greedy].",
+    help="Sampling temperature of the engine [default: 1; with --dataset 0, greedy].",
 )
 @click.option(
     "--top-p", type=terminal.FiniteFloat(0, 1, min_open=True), default=1.0, show_default=True
 )
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0: all.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the engine's draw.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the engine.")
 @click.option("--limit", type=click.IntRange(min=1), help="Most prompts.")
 @click.option("--run", help="Record as a step of this run [default: consistency-MODEL].")
 @click.option("--step", type=click.IntRange(min=0), default=1, show_default=True)

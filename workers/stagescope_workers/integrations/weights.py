@@ -58,8 +58,8 @@ def not_known(trainer: str, *options: str) -> dict[str, object]:
     """Log once that no option tells which weights a loss applies; return no settings."""
     return not_computed(
         trainer,
-        f"its configuration has no {' and no '.join(options)}, so which importance weights it "
-        "applies is not known (another version of it may have renamed them)",
+        f"its configuration has no {' and no '.join(options)}, so it is not known which "
+        "importance weights it applies (another version may have renamed these options)",
     )
 
 

@@ -65,9 +65,9 @@ STEP_REPEATED: Final = "step_begun_again"
 """The `what` of a REFUSED event about a stage that seems to repeat its step."""
 
 STEP_REPEATED_ADVICE: Final = (
-    "where the training starts over, call probe.close() before init: what follows is then a new "
-    "attempt; where these are passes of one step, number them (occurrence=, epoch=, minibatch= or "
-    "microbatch= of probe.stage)"
+    "if the training starts over, call probe.close() before init, which then starts a new attempt. "
+    "If these are passes of one step, number them (occurrence=, epoch=, minibatch= or microbatch= "
+    "of probe.stage)"
 )
 
 

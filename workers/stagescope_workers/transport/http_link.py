@@ -179,9 +179,9 @@ class HttpLink(ServiceLink):
             raise Unauthorized(
                 f"the service returned {status} for {call}: {_wrong(response)}",
                 expected="the service's operate token",
-                advice=f"{sent} token was sent; set "
+                advice=f"{sent} token was sent. Set "
                 "STAGESCOPE_TOKEN_FILE (a path that this process can read) or STAGESCOPE_TOKEN in "
-                "the environment of this process: on Ray, where `ray start` runs on each node",
+                "this process's environment. On Ray, set it where `ray start` runs on each node",
             )
         if status >= 500 or status in {404, TooManyRequests.status}:
             raise Unreachable(f"the service returned {status} for {call}")

@@ -58,7 +58,7 @@ NonFinite = Annotated[
 Section = Annotated[
     str,
     Field(
-        description="What of the call it is.",
+        description="The part of the call that the tensor belongs to.",
         examples=["input_args", "output", "parameters", "grad"],
     ),
 ]

@@ -74,8 +74,9 @@ def _contradictions(step_summary: StepSummary) -> FindingText | None:
     ids = ", ".join(repr(item.sample)[:60] for item in found[:5])
     return {
         "message": f"{len(found)} sample_ids name different samples ({ids}"
-        f"{', ...' if len(found) > 5 else ''}; on {ranks}{more}): each counts as a sample of its "
-        "own, none is left out; if they are copies of one sample, its tokens count more than once",
+        f"{', ...' if len(found) > 5 else ''}; on {ranks}{more}). Each counts as a separate "
+        "sample, and none is left out. If they are copies of one sample, its tokens count more "
+        "than once",
         "evidence": {
             "ids": len(found),
             "samples": {
@@ -83,10 +84,10 @@ def _contradictions(step_summary: StepSummary) -> FindingText | None:
                 for item in found[:_LISTED]
             },
         },
-        "advice": "make sample_ids unique in a step, the same on every rank that holds the sample "
-        "(group id and sample index, not a row number; the id of a prompt alone belongs in "
-        "group_ids); ranks that hold the same rows give the same data_rank; record responses: the "
-        "token ids show copies with other log-probs",
+        "advice": "make sample_ids unique in a step, and the same on every rank that holds the "
+        "sample. Use group id and sample index, not a row number. The id of a prompt alone belongs "
+        "in group_ids. Give ranks that hold the same rows the same data_rank. Record responses: "
+        "the token ids show copies with other log-probs",
     }
 
 
@@ -96,8 +97,8 @@ def _missing(step_summary: StepSummary) -> FindingText | None:
         return None
     parts = [item.key for item in step_summary.to_recompute]
     return {
-        "message": f"{missing} tokens are missing from the step summary: {len(parts)} parts that "
-        "hold them overlap others in part and are no longer in the ring",
+        "message": f"{missing} tokens are missing from the step summary: the {len(parts)} parts "
+        "that hold them partly overlap other parts, and the ring no longer has them",
         "evidence": {"tokens": missing, "parts": parts},
         "advice": "raise STAGESCOPE_RING_BYTES",
     }
@@ -130,8 +131,8 @@ def _unaccounted(step_summary: StepSummary) -> FindingText | None:
             "counted": step_summary.total.masked,
             "left_out": dict(step_summary.tokens_left_out),
         },
-        "advice": "do not trust this step's numbers; this is a fault of the service: please report "
-        "it with the step's exported batch",
+        "advice": "do not trust this step's numbers. This is a fault of the service. Report it "
+        "with the step's exported batch",
     }
 
 
@@ -139,13 +140,12 @@ def _fragmented(step_summary: StepSummary) -> FindingText | None:
     if not step_summary.fragmented:
         return None
     return {
-        "message": f"{step_summary.fragmented} pieces of samples say neither round_ids nor a "
-        "round_offset: rounds, and values of sequences, are counted within each piece",
+        "message": f"{step_summary.fragmented} pieces of samples have neither round_ids nor a "
+        "round_offset. Rounds and values of sequences are counted within each piece",
         "severity": "warning",
         "evidence": {"pieces": step_summary.fragmented},
-        "advice": "where several ranks or calls hold parts of one sample (context parallelism), "
-        "record round_ids, or token_offset and round_offset; numbers of tokens are right as they "
-        "are",
+        "advice": "if several ranks or calls hold parts of one sample (context parallelism), "
+        "record round_ids, or token_offset and round_offset. Numbers of tokens are already right",
     }
 
 
@@ -158,16 +158,16 @@ def _same_rows(step_summary: StepSummary) -> FindingText | None:
     texts = [ranks_text(group) for group in groups]
     listed = "; ".join(texts[:_LISTED_GROUPS]) + ("; ..." if len(texts) > _LISTED_GROUPS else "")
     return {
-        "message": f"{listed}: the same rows, bit for bit, and each rank counts: {again} of "
-        f"{step_summary.total.tokens} tokens count again",
+        "message": f"{listed}: these ranks hold the same rows, bit for bit, and each rank counts. "
+        f"{again} of {step_summary.total.tokens} tokens count again",
         "severity": "warning",
         "evidence": {
             "tokens": again,
             "groups": [[list(place) for place in group] for group in groups[:_LISTED]],
         },
-        "advice": "ranks that hold the same rows (tensor or pipeline parallelism, replicas) give "
-        "the same data_rank in init, or record sample_ids: then each token counts once; where the "
-        "rows are different samples, sample_ids say so",
+        "advice": "if these ranks hold the same rows (tensor or pipeline parallelism, replicas), "
+        "give them the same data_rank in init, or record sample_ids. Then each token counts once. "
+        "If the rows are different samples, sample_ids show that",
     }
 
 

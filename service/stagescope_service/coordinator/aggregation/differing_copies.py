@@ -58,12 +58,12 @@ def differing_copies(
     pairs = [_Pair(by_key[copy], by_key[counted]) for copy, counted in step_summary.differing]
     if others := [pair.tokens_text() for pair in pairs if pair.holds_other_rows]:
         message = (
-            f"{len(others)} ranks are left out as replicas of a rank with the same data_rank, and "
-            f"hold other rows: {_listed(others)}"
+            f"{len(others)} ranks are left out as replicas of a rank with the same data_rank, but "
+            f"they hold other rows: {_listed(others)}"
         )
         advice = (
-            "their tokens are in no number: give ranks with rows of their own another data_rank in "
-            "init, or record sample_ids"
+            "no number includes their tokens. Give ranks with different rows a different data_rank "
+            "in init, or record sample_ids"
         )
     elif own := [pair for pair in pairs if pair.is_of_one_rank]:
         # Replicas repeat what the rank that counts has repeated.
@@ -71,21 +71,21 @@ def differing_copies(
         again = [pair.parts_text() for pair in of_counted or own]
         named = own[0].copy.has_ids
         message = (
-            f"{len(again)} parts hold samples that the same rank handed over again later in this "
-            f"step, with other log-probs or another mask: the newest count ({_listed(again)})"
+            f"{len(again)} parts hold samples that the same rank recorded again later in this "
+            f"step, with other log-probs or another mask. The newest parts count ({_listed(again)})"
             if named
             else f"{len(again)} parts without sample_ids hold the same token ids and masks, row by "
-            "row, as a part that the same rank handed over later in this step: they are the same "
-            f"rows, and the newest count ({_listed(again)})"
+            "row, as a part that the same rank recorded later in this step. They are the same "
+            f"rows, and the newest parts count ({_listed(again)})"
         )
         if others_differ := len(pairs) - len(own):
             message += f"; {others_differ} more differ from those of another rank"
         advice = (
-            "hand each sample over once in a step; if a later pass computes them anew on purpose, "
-            "record it in a stage of its own"
+            "record each sample once in a step. If a later pass recomputes them on purpose, record "
+            "it in a separate stage"
         )
         if not named:
-            advice += "; if they are different samples with the same answers, record sample_ids"
+            advice += ". If they are different samples with the same answers, record sample_ids"
     else:
         counts = [f"{_rank(pair.counted)} counts, not {_rank(pair.copy)}" for pair in pairs]
         who = "1 rank holds" if len(pairs) == 1 else f"{len(pairs)} ranks hold"
@@ -94,8 +94,8 @@ def differing_copies(
             f"tokens of one count ({_listed(counts)})"
         )
         advice = (
-            "replicas of one model on one batch should agree; if these ranks are no replicas, what "
-            "they said of their data_rank or their sample_ids is wrong"
+            "replicas of one model on one batch should agree. If these ranks are not replicas, "
+            "their data_rank or their sample_ids are wrong"
         )
     return finding(
         "replicas_differ",

@@ -28,9 +28,9 @@ def differing_settings(
     listed = "; ".join(f"{ranks_text(sorted(own))}: {_text(each)}" for each, own in groups)
     put = finding(
         "settings_differ",
-        f"ranks of this step have different settings for importance weights ({listed}): "
-        "rollout_corr/rollout_is_* are of the weights without a threshold; every other number is "
-        "the same with any settings",
+        f"ranks of this step have different settings for importance weights ({listed}). "
+        "rollout_corr/rollout_is_* describe the weights without a threshold. The settings change "
+        "no other number",
         **location,
         evidence={
             "settings": [

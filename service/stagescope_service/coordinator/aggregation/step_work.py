@@ -182,9 +182,9 @@ class StepWork:
             wall=self._clock.wall(),
             severity="error",
             evidence={"error": reason, "tries": tries},
-            advice="its payloads, scalars and the statistics of its parts are kept; it is tried "
-            "again when more of it arrives and when the service starts anew; the coordinator's log "
-            "has the traceback",
+            advice="its payloads, scalars and the statistics of its parts are kept. The service "
+            "tries again when more of the step arrives, and when it restarts. The coordinator's "
+            "log has the traceback",
             see=(
                 Link.to_step("ranks", step.step),
                 Link.to_step("stages", step.step, shows="what is kept"),

@@ -169,8 +169,8 @@ class _Record:
                 "first": [each.to_json() for each in self.first],
                 "newest": [each.to_json() for each in self.newest],
             },
-            advice="if the training changes it on purpose, as a schedule does, nothing is wrong: "
-            "read the numbers before and after apart; if not, find out what changed it",
+            advice="if the training changes it on purpose, as a schedule does, nothing is wrong. "
+            "Then read the numbers before and after separately. If not, find out what changed it",
             see=(Link.to_step("metrics", last.step, shows="what the step says of its streams"),),
         )
         return Put("findings", {**put.row, "finding_id": finding_id})

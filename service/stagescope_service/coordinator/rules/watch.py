@@ -176,7 +176,7 @@ class TriggerWatch:
             meant = closest_by_words(name, rules)
             suggestion = "" if meant is None else f" (did you mean {meant}?)"
             raise NotFound(
-                f"no rule in force is called {name!r:.100}{suggestion}",
+                f"no active rule is called {name!r:.100}{suggestion}",
                 advice="`stagescope triggers` lists them",
             )
         return await self._acting.test_webhook(rules[name])

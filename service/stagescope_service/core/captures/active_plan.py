@@ -148,7 +148,7 @@ class Plan:
         """
         if capture_id not in self.entries:
             raise NotFound(
-                f"no capture {capture_id!r:.100} is in force",
+                f"no capture {capture_id!r:.100} is active",
                 expected=f"one of {', '.join(sorted(self.entries))}" if self.entries else "",
             )
         return self.entries.pop(capture_id)

@@ -317,7 +317,9 @@ def check(
         return agreed
     if pending.again_left:
         return dataclasses.replace(agreed, steps=[start], again_left=pending.again_left - 1)
-    reason = f"its steps had begun; the first that all ranks could know of in time is {start}"
+    reason = (
+        f"its steps had already begun; the first step that all ranks could know in time is {start}"
+    )
     return dataclasses.replace(agreed, phase=TOO_LATE, reason=reason)
 
 

@@ -119,7 +119,9 @@ def _rank_notes(
         known = ", ".join(sorted(there)) or "(none yet)"
         meant = [*filter(None, (closest_field(role, sorted(there)) for role in strange))]
         suggestion = f" (did you mean {', '.join(meant)}?)" if meant else ""
-        fields.append(f"nobody has the role {', '.join(strange)}{suggestion}; there are {known}")
+        fields.append(
+            f"no process has the role {', '.join(strange)}{suggestion}; the roles are {known}"
+        )
     members = {(each.role, each.rank) for each in participants.members}
     if not needs_ranks(request):  # the service alone carries it out, for raw callers, too
         members |= {each for each in attempt.by_rank if each[0] in (request["roles"] or there)}
@@ -131,7 +133,7 @@ def _rank_notes(
         ]
         named = ", ".join(map(str, unknown[:_RANKS_NAMED]))
         fields.append(
-            f"no rank {named} is there: nothing is collected of it until one reports"
+            f"rank {named} has not reported: nothing is collected there until it does"
             + (f" ({', '.join(sizes_by_role)})" if sizes_by_role else "")
         )
     return fields
@@ -181,7 +183,7 @@ def _stage_notes(stages: str | list[str], done: set[str]) -> list[str]:
     if not named:
         return []
     there = f"; stages of the run: {', '.join(sorted(done))}" if done else ""
-    return [f"no rank has done {named} lately: until one does, nothing of it is captured{there}"]
+    return [f"no rank has done {named} lately: nothing is captured until one does{there}"]
 
 
 def _keep_notes(request: CaptureSpec) -> list[str]:
@@ -247,13 +249,15 @@ def notes(registry: Registry, entry: CaptureEntry) -> list[str]:
     fields = _keep_notes(request)
     fields += _config_notes(request, {rank for _, rank in attempt.by_rank})
     if attempt.over:
-        fields.append(f"attempt {attempt.number} of the run is over: it waits for the next")
+        fields.append(
+            f"attempt {attempt.number} of the run is over: the capture waits for the next"
+        )
     fields += _stage_notes(request["stages"], _done(attempt))
     participants = participants_of(registry, request)
     if needs_ranks(request) and not attempt.over and not participants.members:
         ranks = sorted({(each.role, each.rank) for each in attempt.processes.values()})
         named = ", ".join(f"{role} {rank}" for role, rank in ranks[:20])
-        fields.append(f"it asks no rank that is there; there are {named or '(none yet)'}")
+        fields.append(f"no requested rank is connected; these are: {named or '(none yet)'}")
     else:
         fields += _rank_notes(attempt, request, participants)
     late = participants.late(entry.agreement.revision)

@@ -200,7 +200,7 @@ def choose(
         else:
             refused.append({"role": its_role, "rank": rank, "reason": reason})
     refused += [
-        {"role": role, "rank": rank, "reason": "nobody has heard of it"}
+        {"role": role, "rank": rank, "reason": "it has never reported"}
         for rank in sorted(set(ranks or ()) - known)
     ]
     if len(requested) > MAX_ASKED:

@@ -232,7 +232,7 @@ def left_out_problem(entry: DumpEntry, wrong: Mapping[str, str], total: int) -> 
     message = f"{entry.path}: {listed([f'{name}: {why}' for name, why in wrong.items()])}"
     if len(wrong) >= total:
         raise InvalidTensor(f"{message}. None of its {total} rows can be read")
-    message += f". Of the {total} rows {total - len(wrong)} were read"
+    message += f". {total - len(wrong)} of the {total} rows were read"
     return [DumpProblem(entry.path, "damaged", message, entry)]
 
 

@@ -82,16 +82,14 @@ def place_of_job(job: object) -> Location:
         InvalidTensor: the metadata are missing, or of other types.
     """
     if not isinstance(job, Mapping):
-        raise InvalidTensor("it does not say of which work it is")
+        raise InvalidTensor("its metadata has no job, so its step, stage and rank are unknown")
     counts = [job.get(name) or 0 for name in PART_FIELDS]
     numbers = [job.get(name) for name in ("step", "rank", "data_rank", "attempt_id", "seq")]
     texts = [job.get(name) for name in ("stage", "role", "incarnation")]
     are_numbers = all(type(number) in (int, type(None)) for number in (*counts, *numbers))
     are_texts = all(isinstance(text, str | None) for text in texts)
     if not are_numbers or not are_texts or min(counts) < 0:
-        raise InvalidTensor(
-            f"it says {str(dict(job))[:200]} of its work", expected="names and ints"
-        )
+        raise InvalidTensor(f"its job is {str(dict(job))[:200]}", expected="names and ints")
     return Location(numbers[0], texts[0], texts[1], numbers[1], Part(*counts))
 
 

@@ -206,15 +206,15 @@ class _Joiner:
             return  # a copy of another part's, with 0 where no token counts
         self._keep_own(index, name, block)
         if not is_accepted:
-            shape = f"{block.dtype} {list(block.values.shape[1:])}, that of {column.first} is "
-            text = f"{shape}{column.tag} {list(column.values.shape[1:])}"
-            self._gaps.append(Gap("disagrees", f"{name} of {part} is {text}"))
+            text = f"{name} of {part} is {block.dtype} {list(block.values.shape[1:])}"
+            first = f"{column.first} has {column.tag} {list(column.values.shape[1:])}"
+            self._gaps.append(Gap("disagrees", f"{text}, but {first}"))
         elif part.is_whole and not _is_recomputed(name):
             count, largest = column.differences(rows, block)
             self._gaps.append(
                 Gap(
                     "disagrees",
-                    f"{name} of {part} is not that of {column.first}: {count} of "
+                    f"{name} of {part} differs from {column.first}: {count} of "
                     f"{block.values.size} values differ, max |d| {largest:.3g}",
                 )
             )
@@ -231,7 +231,7 @@ class _Joiner:
             first = np.unique(rows, return_index=True)[1]
             if not column.write(rows[first], block.take(first)):
                 self._gaps.append(
-                    Gap("disagrees", f"{name} of {part} is not that of its other pieces")
+                    Gap("disagrees", f"{name} of {part} differs from its other pieces")
                 )
             return
         key = (part.stage, part.role, part.part.occurrence, part.part.epoch, name)
@@ -253,7 +253,7 @@ class _Joiner:
             same = column.write(rows[complete], block.take(complete), assembled=True)
             if assembly.differing or not (same or _is_recomputed(name)):
                 other = "its other pieces" if assembly.differing else column.first
-                self._gaps.append(Gap("disagrees", f"{name} of {stage} is not that of {other}"))
+                self._gaps.append(Gap("disagrees", f"{name} of {stage} differs from {other}"))
 
     def _keep_own(self, index: int, name: str, block: RowBlock) -> None:
         own = self._allocate(block.values.shape, block.values.dtype)

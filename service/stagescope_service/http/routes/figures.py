@@ -38,9 +38,7 @@ StepName = Annotated[
         json_schema_extra=pattern(STEP_PATTERN),
     ),
 ]
-TokenProperty = Annotated[
-    anatomy.By, Query(description="The property of the tokens by which they are told apart.")
-]
+TokenProperty = Annotated[anatomy.By, Query(description="The property that groups the tokens.")]
 
 
 def figure_target(

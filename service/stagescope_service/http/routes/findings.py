@@ -90,7 +90,7 @@ def firing_groups(
     run: Annotated[
         str | None,
         Query(
-            description="Only of this run; default: of all.", json_schema_extra=pattern(RUN_PATTERN)
+            description="Only this run; default: all runs.", json_schema_extra=pattern(RUN_PATTERN)
         ),
     ] = None,
     only: Only = None,

@@ -92,7 +92,7 @@ async def try_triggers(request: Request, deps: Deps) -> Answer:
 async def test_webhook(
     request: Request,
     deps: Deps,
-    rule: Annotated[str, Path(max_length=100, description="Name of a rule in force.")],
+    rule: Annotated[str, Path(max_length=100, description="Name of an active rule.")],
 ) -> Answer:
     """Send a test message to the webhook of a rule, and return what the other side answered.
 

@@ -103,7 +103,7 @@ const STATES = {
   asked: "not every rank has acknowledged it", agreed: "every rank that is to collect knows it",
   complete: "every rank collected every step", partial: "some ranks did not collect",
   empty: "no rank did these stages in its steps", "given up": "it was not begun",
-  "too late": "its steps had begun", refused: "it is not carried out", withdrawn: "it is no longer in force",
+  "too late": "its steps had begun", refused: "it is not carried out", withdrawn: "it is no longer active",
 };
 
 // Of a capture that only keeps what is recorded anyway.

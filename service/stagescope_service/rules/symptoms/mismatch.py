@@ -256,8 +256,8 @@ def stale(history: RunHistory, *, checks: Sequence[str], factor: float) -> Evide
     if not any(len(values) for _, values in slices):
         is_named = any({*checks} & {*step.suspects} for step in history.measured[-NEWEST:])
         return not_measured(
-            "tokens come from several policy versions, but that of the stage that scores them is "
-            "not recorded"
+            "tokens come from several policy versions, but the version of the stage that scores "
+            "them is not recorded"
             if is_named
             else "policy versions of the tokens, or of the stage that scores them, are not "
             "recorded, or are texts that do not differ in one number"

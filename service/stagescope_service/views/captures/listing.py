@@ -44,7 +44,7 @@ def already_over(deps: Dependencies, row: CaptureRow) -> NotFound:
     capture_id, state = row["capture_id"], progress(deps.catalogue, row).state
     by = f", removed by {row['removed_by']}" if row["removed_by"] else ""
     return NotFound(
-        f"capture {capture_id} is no longer in force: it is {state}{by}",
+        f"capture {capture_id} is no longer active: it is {state}{by}",
         advice="nothing is left to remove; what it collected stays",
         see=(Link("captures", name=capture_id),),
     )

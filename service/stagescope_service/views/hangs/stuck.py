@@ -317,8 +317,8 @@ def _nobody_left(catalogue: Catalogue, attempt_id: int) -> str | None:
         return "no process is left: all of them finished"
     ranks = len({(row["role"], row["rank"]) for row in rows})
     return (
-        f"no process is left, so no rank is waited for: {lost} of {ranks} ranks stopped reporting "
-        "without a finish; the stages that they left open are unfinished, and listed as losses"
+        f"no process is left, so no rank is waited for. {lost} of {ranks} ranks stopped reporting "
+        "without a finish. The stages that they left open are unfinished, and listed as lost"
     )
 
 

@@ -34,8 +34,8 @@ REPLAYED_STEPS: Final = 1000
 
 SENDER: Final = (
     "The process: [schema, incarnation, run, attempt_key, role, rank, node_id, clock_offset, "
-    "clock_error, started, plan_revision]; the clock's numbers in seconds, `started` in Unix "
-    "seconds, unknown ones null."
+    "clock_error, started, plan_revision]. The clock's numbers are in seconds, `started` is in "
+    "Unix seconds, unknown ones are null."
 )
 DEFAULT_RUN: Final = "A run's name; default: the run whose training stage began last."
 
@@ -196,7 +196,7 @@ class DrainRequest(RequestBody):
     attempt_key: Annotated[
         str | None,
         _field(
-            "Key of the attempts whose processes are asked to finish; null: of none.",
+            "Key of the attempts whose processes are asked to finish; null: no attempt.",
             min_length=1,
             max_length=500,
         ),

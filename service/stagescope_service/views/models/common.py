@@ -69,7 +69,7 @@ RowsGap = Annotated[
 GapText = Annotated[
     str | None,
     Field(
-        description="What the numbers of a closed step lack, or why it has none; null: nothing.",
+        description="Gap in the numbers of a closed step, or why it has none; null: no gap.",
         examples=["numbers without 1 payload lost"],
     ),
 ]

@@ -84,8 +84,9 @@ Comparable = Annotated[
     str,
     Field(
         description="Whether the two streams can be compared: `comparable`, `exact`, `suspect`, "
-        "`not measured` (equal, and one may be a copy or a token is finite in neither), `unknown` "
-        "(no check failed, and one could not be made or decided: `comparability` says which).",
+        "`not measured` or `unknown`. With `not measured` they are equal, and one may be a copy or "
+        "a token is finite in neither. With `unknown` no check failed, and one could not be made "
+        "or decided (`comparability` says which).",
         examples=["comparable"],
     ),
 ]

@@ -16,9 +16,9 @@ FateName = Annotated[
         "unknown", "trained",
     ],
     Field(
-        description="What the loss did: `trained` where nothing that is recorded says otherwise, "
-        "`unknown` where moreover no update of the step is known to have ended, `environment` "
-        "where the mask is 0."
+        description="What the loss did. With `environment` the mask is 0. With `trained` no record "
+        "says otherwise. `unknown` is `trained` without a known end of any update "
+        "of the step."
     ),
 ]  # fmt: skip
 

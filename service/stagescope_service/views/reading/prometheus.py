@@ -63,7 +63,7 @@ _COUNTS: Final[Mapping[str, _Gauge]] = {
     "payloads_announced": _Gauge(
         "payloads_announced", "Payloads announced and not yet settled: the lag.", None
     ),
-    "losses": _Gauge("lost", "What was announced and never arrived, or was dropped.", "kind"),
+    "losses": _Gauge("lost", "Lost data: announced and never arrived, or dropped.", "kind"),
     "findings": _Gauge("findings", "Findings.", "kind"),
     "dumps": _Gauge(
         "dumps", "Dumps by state; estimated: a rank said what a capture would cost.", "state"

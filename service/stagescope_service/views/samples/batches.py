@@ -130,7 +130,7 @@ def batch_of(
         if not files:
             removed = rows_removed(target.step_row)
             texts = [gap.message for gap in gaps[:1]]  # the others say the same of other files
-            texts += [f"likewise {len(gaps) - 1} more files"] if len(gaps) > 1 else []
+            texts += [f"the same holds for {len(gaps) - 1} more files"] if len(gaps) > 1 else []
             reasons = "; ".join([*texts, *([removed] if removed else [])])
             raise NotFound(
                 f"no tensors of step {step} of {target.run} are kept"

@@ -165,8 +165,8 @@ def _clipped_note(by_passes: Sequence[int]) -> str:
     return (
         f"; clipped in at least one of {passes} passes: {counted(some, 'token')} "
         f"({format_share(some / tokens)}), in every pass: {by_passes[-1]} "
-        f"({format_share(by_passes[-1] / tokens)}); on average a pass clips "
-        f"{format_share(mean / tokens)}, which is what a logged clip fraction says"
+        f"({format_share(by_passes[-1] / tokens)}). On average a pass clips "
+        f"{format_share(mean / tokens)}, as a logged clip fraction says"
     )
 
 

@@ -464,21 +464,21 @@ def test_ranks_and_roles_that_are_not_there_are_named_in_a_note() -> None:
     ranks.begin(0)
     entry = ranks.requests.add(capture_spec(run="r", ranks="0,9"), by="me", mono=0.0, wall=0.0)
     assert any(
-        "no rank 9 is there: nothing is collected of it until one reports (actor has 1 ranks)"
+        "rank 9 has not reported: nothing is collected there until it does (actor has 1 ranks)"
         in note
         for note in ranks.requests.notes(entry)
     )
     named = {"roles": ["actor", "actr"], "ranks": [0]}
     entry = ranks.requests.add(capture_spec(run="r", **named), by="me", mono=0.0, wall=0.0)
     said = ranks.requests.notes(entry)
-    assert "nobody has the role actr (did you mean actor?); there are actor" in said
-    assert not any("no rank" in note for note in said)
+    assert "no process has the role actr (did you mean actor?); the roles are actor" in said
+    assert not any("has not reported" in note for note in said)
     kept = {"task": None, "keep": ["old_logprobs", "is_loss", "loss", "mine"], "ranks": [0, 3]}
     entry = ranks.requests.add(capture_spec(run="r", **kept), by="me", mono=0.0, wall=0.0)
     said = ranks.requests.notes(entry)
     assert "old_logprobs is no section and no known tensor (did you mean old_log_probs?)" in said[0]
     assert "mine is no section and no known tensor: it is kept where something" in said[1]
-    assert any("no rank 3 is there" in note for note in said[2:])
+    assert any("rank 3 has not reported" in note for note in said[2:])
 
 
 def test_filters_of_a_config_that_the_request_replaces_are_named_at_once() -> None:

@@ -295,7 +295,7 @@ def test_a_trajectory_that_does_not_fit_is_named_and_the_others_are_read(
     assert record.tensors["rollout_log_probs"][2].tolist()[3::4] == [0.0, -2.0, -3.0]
     (problem,) = record.problems
     assert "row 1: " in problem.message
-    assert problem.message.endswith("Of the 4 rows 3 were read")
+    assert problem.message.endswith("3 of the 4 rows were read")
 
 
 def test_repeated_ids_are_not_used_for_pairing(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_sample_that_does_not_fit_is_named_and_the_others_are_read(
     (problem,) = record.problems
     assert (problem.kind, problem.path) == ("damaged", path)
     assert why in problem.message
-    assert problem.message.endswith("Of the 8 rows 7 were read")
+    assert problem.message.endswith("7 of the 8 rows were read")
 
 
 def test_a_sample_that_does_not_fit_is_in_no_section(tmp_path: Path, batch: Batch) -> None:

@@ -65,8 +65,8 @@ def test_why_nobody_can_be_stuck_is_said(live: Service, ranks: tuple[Rank, Rank]
     answer = live.get("/steps/2/stuck")
     assert answer["rows"] == []
     assert answer["note"] == (
-        "no process is left, so no rank is waited for: 2 of 2 ranks stopped reporting "
-        "without a finish; the stages that they left open are unfinished, and listed as losses"
+        "no process is left, so no rank is waited for. 2 of 2 ranks stopped reporting "
+        "without a finish. The stages that they left open are unfinished, and listed as lost"
     )
     ranks[0].say(FINISH)
     assert "1 of 2 ranks stopped reporting" in live.get("/steps/2/stuck")["note"]
@@ -113,7 +113,7 @@ def test_ranks_that_do_not_answer_are_listed(live: Service, ranks: tuple[Rank, R
     assert [row["rank"] for row in answer["rows"]] == [0]
     reasons = {row["rank"]: row["reason"] for row in answer["not_answered"]}
     assert "no answer in time" in reasons[1]
-    assert reasons[5] == "nobody has heard of it"
+    assert reasons[5] == "it has never reported"
 
 
 @pytest.mark.parametrize(

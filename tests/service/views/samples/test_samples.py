@@ -162,8 +162,8 @@ def test_a_passs_clip_fraction_can_be_told_from_what_every_pass_clips(
     table = step.loss()
     assert table.about["clipped_in"] == [10, 1, 1]
     assert (
-        "; clipped in at least one of 2 passes: 2 tokens (16.7 %), in every pass: 1 (8.33 %); on "
-        "average a pass clips 12.5 %, which is what a logged clip fraction says"
+        "; clipped in at least one of 2 passes: 2 tokens (16.7 %), in every pass: 1 (8.33 %). On "
+        "average a pass clips 12.5 %, as a logged clip fraction says"
     ) in table.about["note"]
     assert "or clipped in every one of 2 passes" in table.about["note"]
     assert table.about["note"] in table._repr_html_()

@@ -244,8 +244,8 @@ class TestMetrics:
         (found,) = live.get("/findings", kind="replicas_differ")["rows"]
         assert found["severity"] == "error"
         assert found["message"].endswith(
-            "1 ranks are left out as replicas of a rank with the same data_rank, and hold other "
-            "rows: actor 1 has 32 tokens and actor 0 has 44"
+            "1 ranks are left out as replicas of a rank with the same data_rank, but they "
+            "hold other rows: actor 1 has 32 tokens and actor 0 has 44"
         )
         assert [pair["rank"] for pair in found["evidence"]["pairs"]] == [1]
 
@@ -287,7 +287,7 @@ class TestMetrics:
         (of_rank,) = live.get("/steps/5/ranks")["rows"]
         assert (of_rank["parts_counted"], of_rank["tokens"]) == (2, 44)
         (found,) = live.get("/findings", kind="replicas_differ")["rows"]
-        assert "the newest count (actor 0: " in found["message"]
+        assert "newest parts count (actor 0: " in found["message"]
         assert "occurrence 1 counts, not occurrence 0" in found["message"]
 
     def test_ranks_with_different_settings_are_named_and_measured(self, live: Service) -> None:

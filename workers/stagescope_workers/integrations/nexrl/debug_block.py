@@ -61,16 +61,16 @@ class DebugBlock:
         """Return the lines that tell a user about it."""
         names = ", ".join(self.types) or "none of the options is on"
         lines = [
-            f"NexRL writes its own dumps as ever: {names}, every {self.every_n_steps} steps, to "
-            f"{os.path.abspath(self.directory)} ({self.format}); the service keeps the same of "
-            "the run, without their gaps"
+            f"NexRL still writes its own dumps: {names}, every {self.every_n_steps} steps, to "
+            f"{os.path.abspath(self.directory)} ({self.format}). The service keeps the same data, "
+            "without their gaps"
         ]
         shards = [name for name in self.types if name in _SHARDS]
         if shards:
             lines.append(
                 f"dump_options {' and '.join(shards)}: NexRL 1.4 builds FSDP with "
-                f"use_orig_params=False, where no parameter is called {self.pattern!r}: it writes "
-                "no such file, and says nothing of it"
+                f"use_orig_params=False, where no parameter is called {self.pattern!r}. It writes "
+                "no such file, and does not say so"
             )
         return lines
 
@@ -121,9 +121,9 @@ class WeaverDump:
         return [
             *self.problems,
             f"{_WEAVER_VARIABLE}*: Weaver's trainer writes {', '.join(self.options) or 'nothing'} "
-            f"every {self.every_n_steps} steps to {self.directory} on its own host, out of reach "
-            f"from here: `stagescope import {self.directory} --run {run}-weaver` takes it in, "
-            f"`stagescope compare-dumps` compares it with NexRL's",
+            f"every {self.every_n_steps} steps to {self.directory} on its own host, which "
+            f"this process cannot read. `stagescope import {self.directory} --run {run}-weaver` "
+            "imports them, and `stagescope compare-dumps` compares them with NexRL's",
         ]
 
 

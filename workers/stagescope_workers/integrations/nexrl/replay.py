@@ -148,7 +148,9 @@ def _one(row: object) -> Recorded:
     extra = {str(name): plain(value) for name, value in (row.get("extra_fields") or {}).items()}
     missing = [name for name in ("group_id", "run_id") if extra.get(name) in (None, "")]
     if missing:
-        raise ReplayError(f"lack {' and '.join(missing)}, by which a task finds its trajectory")
+        raise ReplayError(
+            f"lack {' and '.join(missing)}, which a task needs to find its trajectory"
+        )
     tokens, mask = plain(row["tokens"]), plain(row["loss_mask"])
     if len(tokens) != len(mask):
         raise ReplayError("have a loss_mask that is not as long as their tokens")
@@ -225,8 +227,8 @@ class TaskReplay:
         group, run = task.get("group_id"), task.get("run_id")
         if group in (None, "") or run is None:
             raise ReplayError(
-                f"a task has no group_id and run_id ({', '.join(map(str, task))}): the data "
-                "loader gives them where it repeats tasks (data.rollout_repeat_n)"
+                f"a task has no group_id and run_id ({', '.join(map(str, task))}). The data "
+                "loader sets them if it repeats tasks: set data.rollout_repeat_n"
             )
         key = (str(group), int(run))
         passes, done = self._passes.get(key), self._done.get(key, 0)
@@ -235,8 +237,8 @@ class TaskReplay:
                 f"{self._source} has no trajectory of the task {key}; it has "
                 f"{len(self._passes)}, such as {', '.join(map(str, list(self._passes)[:_SHOWN]))}. "
                 "Replay with the data set, the batch size, the order and rollout_repeat_n of the "
-                "run that was dumped, and with every step's file (the directory) if it trains "
-                "more than one step"
+                "run that was dumped. If it trains more than one step, give every step's file "
+                "(the directory)"
             )
         if not self._single and done >= len(passes):
             raise ReplayError(
@@ -279,8 +281,8 @@ def wrap_init(
     if replay.repeated and workers > 1:
         raise ReplayError(
             f"{source} has several trajectories of a task ({replay.repeated[0]}), one for "
-            f"each step that trained it, and {workers} workers would not know whose turn it "
-            "is: set rollout_worker.resource.num_workers to 1"
+            f"each step that trained it. {workers} workers cannot agree which one is next. Set "
+            "rollout_worker.resource.num_workers to 1"
         )
     limit = lookup(config, "max_sequence_length")
     if limit is None:

@@ -192,7 +192,7 @@ class Training(ReportedTraining):
             log_once(
                 f"old_log_probs of shape {list(getattr(old, 'shape', ()))} is not as wide as "
                 f"the responses {[columns.total, columns.width]}: the trainer's log-probs are "
-                "not reported (NexRL's mock train service answers such a placeholder)"
+                "not reported (NexRL's mock train service returns such a placeholder)"
             )
         temperature = getattr(batch, "metadata", {}).get("temperature")
         self.begin("actor_compute_log_prob").record(
