@@ -248,7 +248,7 @@ def test_no_cluster_of_a_driver_is_joined_unasked(machine: Machine, private: str
         assert {file.stat().st_mode & 0o777 for file in data.glob("catalogue.db*")} == {0o600}
         assert json.loads(done.stdout)["cluster"] == "embedded"
         assert json.loads(done.stdout)["address"] != private
-        (note,) = [line for line in done.stderr.splitlines() if "not joined" in line]
+        (note,) = [line for line in done.stderr.splitlines() if "did not join" in line]
         assert private in note
         assert "--address" in note
         # Another cluster beside the one that this home's service is in: two for one catalogue.
