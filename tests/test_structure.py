@@ -31,7 +31,6 @@ TOP: Final = (
 
 COMMANDS: Final = (
     "service/stagescope_service/commands/", "workers/stagescope_workers/consistency/",
-    "service/stagescope_service/compare/",
 )  # fmt: skip
 """These show tables and comparisons as the client does."""
 

@@ -7,8 +7,8 @@ from tests.support.answering import READ, Answering
 from tests.support.command_line import invoke
 
 from stagescope.answers import Metrics, Record
-from stagescope.comparison_report import as_lines
 from stagescope.table import Table
+from stagescope_wire.comparison_texts import as_lines
 from stagescope_wire.errors import NotFound
 from stagescope_wire.nonfinite import Json
 

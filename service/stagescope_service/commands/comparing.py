@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
 import click
 
 from stagescope import terminal
-from stagescope.comparison_report import as_lines
 from stagescope_wire import discovery, nonfinite
+from stagescope_wire.comparison_texts import as_lines
 from stagescope_wire.errors import (
     ComparisonFailed,
     InvalidInput,

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope.comparison_report import ONE_SIDED_KINDS
 from stagescope_service.compare.fingerprints import leaves
 from stagescope_service.compare.flow import TOKEN_IDS
 from stagescope_service.compare.pairing.shard_comparison import Doubt
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
 from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.records import Dump
+from stagescope_wire.comparison_texts import ONE_SIDED_KINDS
 from stagescope_wire.render import counted
 
 BROKE_OFF: Final = "broke_off"

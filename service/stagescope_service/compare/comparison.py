@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.comparison_report import ONE_SIDED_KINDS, SIDES
 from stagescope_service.compare import flow
 from stagescope_service.compare.assemble import assemble, heaviest, judge_derived, with_totals
 from stagescope_service.compare.causes import likely_causes
@@ -47,6 +46,7 @@ from stagescope_service.compare.tolerances import NoiseFloor, Tolerances, declar
 from stagescope_service.dumps.records import Dump, DumpProblem, Location
 from stagescope_service.statistics import pairwise
 from stagescope_service.statistics.pairwise import Pairwise
+from stagescope_wire.comparison_texts import ONE_SIDED_KINDS, SIDES
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.render import counted
 

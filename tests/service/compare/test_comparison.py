@@ -28,7 +28,6 @@ from tests.support.memory_dumps import (
     tensor_of,
 )
 
-from stagescope.comparison_report import as_lines, findings_of
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report.as_json import as_json
 from stagescope_service.compare.report.html import as_html
@@ -37,6 +36,7 @@ from stagescope_service.compare.task_runner import thread_mapper
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem
+from stagescope_wire.comparison_texts import as_lines, findings_of
 from stagescope_wire.errors import ComparisonFailed, InvalidInput
 
 T = TypeVar("T")

@@ -20,11 +20,12 @@ from tests.support.command_line import invoke
 from tests.support.dump_files import nexrl_directory
 from tests.support.memory_dumps import MemoryDump, batch, shifted, single, split
 
-from stagescope.comparison_report import ComparisonReport, as_lines
+from stagescope.comparison_report import ComparisonReport
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import SCHEMA_FILE, as_json
 from stagescope_service.compare.report.html import as_html
 from stagescope_wire import nonfinite
+from stagescope_wire.comparison_texts import as_lines
 
 Report = dict[str, Any]
 """JSON of a report, or the content of a torch file."""

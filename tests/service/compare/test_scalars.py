@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tests.support.memory_dumps import MemoryDump, batch, record, split, tensor_of
 
-from stagescope.comparison_report import as_lines
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report.as_json import as_json
 from stagescope_service.compare.results import TensorResult, Verdict
 from stagescope_service.dumps.records import DumpContents, Location
+from stagescope_wire.comparison_texts import as_lines
 from stagescope_wire.schema import Part
 from stagescope_wire.tensorfile import Array
 

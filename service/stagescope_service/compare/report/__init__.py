@@ -1,6 +1,6 @@
 """A comparison as JSON, as NexRL's report, and as one HTML file with figures.
 
-`stagescope.comparison_report` renders it as lines for a terminal, from the JSON.
+`stagescope_wire.comparison_texts` renders it as lines for a terminal, from the JSON.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 
 import plotly.graph_objects as go
 
-from stagescope.comparison_report import part_text
 from stagescope_service.compare.report.as_json import (
     PairReport,
     SampleReport,
@@ -19,6 +18,7 @@ from stagescope_service.compare.report.as_json import (
     TensorReport,
 )
 from stagescope_service.figure_style import COLOURS, SCALE, finished, ticks_of_powers
+from stagescope_wire.comparison_texts import part_text
 
 MAX_BARS: Final = 200
 MAX_DETAILED: Final = 6

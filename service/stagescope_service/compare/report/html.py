@@ -11,17 +11,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import jinja2
 import plotly.graph_objects as go
 from markupsafe import Markup, escape
 
-from stagescope import comparison_report
 from stagescope_service.compare.report.as_json import PairReport
 from stagescope_service.compare.report.figures import MAX_DETAILED, pictures
 from stagescope_service.figure_style import COLOURS, plotly_script
-from stagescope_wire import nonfinite
+from stagescope_wire import comparison_texts, nonfinite
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.render import printable
 
@@ -117,11 +116,11 @@ _WIDE: Final = 200
 
 def as_html(report: JsonObject) -> str:
     """Return a `ComparisonReport`, with `changes` and `remarks` if it has them, as a page."""
-    report, figures = comparison_report.ComparisonReport(report), PageFigures()
-    changed = comparison_report.deciding_changes(report)
-    changes = [line.strip() for r in changed for line in comparison_report.change_lines(r, _WIDE)]
+    report, figures = cast("JsonObject", comparison_texts.with_numbers(report)), PageFigures()
+    changed = comparison_texts.deciding_changes(report)
+    changes = [line.strip() for r in changed for line in comparison_texts.change_lines(r, _WIDE)]
     body = environment().get_template("comparison.html").render(
-        report=report, title=comparison_report.title_of(report), words=comparison_report,
+        report=report, title=comparison_texts.title_of(report), words=comparison_texts,
         colours=COLOURS, changes=changes, most=MAX_LISTED, shown=_SHOWN, figures=figures,
         pictures=pictures, undrawn_tensors=_undrawn_tensors,
     )  # fmt: skip
