@@ -18,8 +18,8 @@ from stagescope_wire.links import Link, LinkText, path_of, with_links
 __all__ = [
     "CaptureError", "CatalogueUnavailable", "ComparisonFailed", "Conflict", "EngineError",
     "Forbidden", "InvalidEvent", "InvalidInput", "InvalidPlan", "InvalidTensor", "MissingExtra",
-    "NotFound", "NotReady", "StagescopeError", "StoreError", "TooLarge", "TooManyRequests",
-    "Unauthorized", "UnknownName", "Unreachable",
+    "NotFound", "NotReady", "StagescopeError", "StoreError", "TooLarge",
+    "TooManyRequests", "Unauthorized", "UnknownName", "Unreachable",
 ]  # fmt: skip
 
 
@@ -36,6 +36,8 @@ class StagescopeError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "error"
+    reason: ClassVar[str] = ""
+    """Stable name of one reason of the code, where a program acts on it."""
 
     def __init_subclass__(cls, *, code: str = "", status: int = 0) -> None:
         super().__init_subclass__()
@@ -93,6 +95,12 @@ class TooLarge(InvalidInput, code="too_large", status=413):
 
 class NotFound(StagescopeError, code="not_found", status=404):
     """Raised when the requested object is not in the catalogue."""
+
+
+class NotMeasured(NotFound):
+    """Raised by the service when a step has no numbers (yet); clients raise `NotFound`."""
+
+    reason = "not_measured"
 
 
 class UnknownName(NotFound, KeyError, code="unknown_name"):

@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from stagescope_service.views.encoding import JsonObject, encode
+from stagescope_service.views.models.common import ABSENT, Model
 from stagescope_service.views.models.common import Link as LinkModel
-from stagescope_service.views.models.common import Model
 from stagescope_wire.errors import InvalidInput, NotReady, StagescopeError
 from stagescope_wire.links import with_links
 
@@ -42,6 +42,8 @@ class Problem(Model):
     """The path of the request."""
     code: Annotated[str, Field(examples=["not_found"])]
     """Stable name of the kind of error."""
+    reason: str = ABSENT
+    """Stable name of the reason, where a program acts on it: `not_measured` (no numbers yet)."""
     wrong: str
     """What was wrong."""
     expected: str
@@ -63,6 +65,7 @@ def problem(error: StagescopeError, path: str, status: int, code: str) -> JsonOb
         "detail": "; ".join(part for part in (error.wrong, expected, advice) if part),
         "instance": path,
         "code": code,
+        **({"reason": error.reason} if error.reason else {}),
         "wrong": error.wrong,
         "expected": error.expected,
         "advice": advice,

@@ -490,10 +490,13 @@ def found(
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (np.nan, "rollout is not finite in 100 tokens where the other stream has a value: such"),
+        (
+            np.nan,
+            "rollout is not finite in 100 tokens where the other stream has a value: the",
+        ),
         (
             -np.inf,
-            "rollout is not finite in 100 tokens where the other stream has a value: such",
+            "rollout is not finite in 100 tokens where the other stream has a value: the",
         ),
         (0.0, "rollout is exactly 0 in 100 tokens where the other stream has a value: the mask"),
     ],

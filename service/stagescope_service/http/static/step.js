@@ -43,7 +43,7 @@ async function numbersOf(path, since) {
   try {
     return await get(path("metrics"), since);
   } catch (error) {
-    if (error.status !== 404 || !error.problem.wrong.includes("no numbers")) throw error;
+    if (error.status !== 404 || error.problem.reason !== "not_measured") throw error;
     const key = `${path("metrics")} ${error.problem.wrong}`;
     if (!without.has(key)) without.set(key, { none: error.problem });
     return without.get(key);
