@@ -106,6 +106,8 @@ class Check:
     status: Status
     text: str
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    ranks: tuple[tuple[str, int], ...] = ()
+    """(role, rank) of the ranks whose own tokens fail it, if only some do."""
 
 
 REST: Final = 0.2

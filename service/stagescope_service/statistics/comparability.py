@@ -259,6 +259,8 @@ class _Slice(NamedTuple):
     produced: Produced
     filled: float
     """The sum of |d| of its tokens that were filled in."""
+    rank: tuple[str, int] | None = None
+    """(role, rank), if it is a rank."""
 
 
 class _Step:
@@ -295,6 +297,7 @@ class _Step:
                 row.cell,
                 row.produced or self.summary.produced,
                 self.filled.of_sources(row.sources),
+                (row.role, row.rank),
             )
             for row in rows
         ]
@@ -341,7 +344,10 @@ class _Step:
             others = [part for part in parts if part.name not in failed]
             tokens = sum(part.cell.tokens for part in parts if part.name in failed)
             unknown = sum(part.cell.tokens for part in others if not fits(part.cell))
-            found.append(Scope(_combine(kind, [*failed.items()], len(parts)), tokens, unknown))
+            check = _combine(kind, [*failed.items()], len(parts))
+            named = (part.rank for part in parts if part.name in failed)
+            ranks = tuple(rank for rank in named if rank is not None)
+            found.append(Scope(dataclasses.replace(check, ranks=ranks), tokens, unknown))
         return found
 
     def by_edge_tokens(self, scopes: Sequence[Scope]) -> list[Scope]:

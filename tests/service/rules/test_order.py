@@ -168,6 +168,8 @@ def test_the_cause_stands_above_what_it_explains(name: str, live: Service) -> No
     train(live, run, change, steps=range(1, 17))
     rows = [row for row in answer_of(live, run) if row["verdict"] == "found"]
     assert rows[0]["rule"] == cause, [(row["rule"], row["for"]) for row in rows]
+    if change is one_shifted_rank:
+        assert rows[0]["where"] == "actor rank 2"
     others = {row["rule"]: row for row in rows[1:]}
     assert also <= set(others), set(others)
     for row in others.values():

@@ -23,6 +23,7 @@ from stagescope_service.rules.history import READ, RunHistory
 from stagescope_service.statistics import Comparability
 from stagescope_service.statistics.checks import few_carry
 from stagescope_service.statistics.profiles import COARSEST, FINER, NOT_FINITE, ZERO, Edge, exponent
+from stagescope_wire.render import ranks_text
 
 _OF_THE_MEAN: Final = {"renormalised", "temperature", "calibration"}
 """Checks of whether another distribution sampled the tokens."""
@@ -75,9 +76,9 @@ def suspect(history: RunHistory, *, checks: Sequence[str]) -> Evidence:
     likelier, where = None, ""
     shown = history.read(measured[int(np.flatnonzero(marks)[-1])])
     if shown is not None:
-        texts = [each.text for each in shown.comparability.suspects if each.name in checks]
-        lines += [f"step {shown.step}: {text}" for text in texts]
-        where = ", ".join(sorted(set(_ranks_named(texts))))
+        named = [each for each in shown.comparability.suspects if each.name in checks]
+        lines += [f"step {shown.step}: {each.text}" for each in named]
+        where = ranks_text(sorted({rank for each in named for rank in each.ranks}))
         cause = shown.comparability.cause
         likelier = None if cause in checks else cause
     since = measured[period.first].step
@@ -161,10 +162,6 @@ def _or_suspect(own: Evidence, history: RunHistory, checks: Sequence[str]) -> Ev
     if named.verdict != "found":
         return own
     return dataclasses.replace(named, against=(*named.against, *own.against))
-
-
-def _ranks_named(texts: Sequence[str]) -> list[str]:
-    return [word for text in texts for word in text.split("; ") if word.startswith("rank ")]
 
 
 def rounded(history: RunHistory, *, checks: Sequence[str], share: float) -> Evidence:
