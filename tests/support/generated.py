@@ -65,7 +65,9 @@ def trainings(
                 Rank(rank, role, key=f"job-{number}", started=wall + rank) for rank in range(count)
             ]
         openers += [rank.log(None) for rank in ranks]
-        said += [_hello(draw, rank, sizes[rank.sender.role], number) for rank in ranks]
+        # All ranks of a start or none: what a rank says that never began a step may not count.
+        resumed = bool(number) and draw(st.booleans())
+        said += [_hello(rank, sizes[rank.sender.role], number, resumed) for rank in ranks]
         steps = draw(st.integers(1, most_steps))
         for step in range(first, first + steps):
             for rank in list(ranks):
@@ -89,7 +91,7 @@ def trainings(
     return Training(said, openers, sizes)
 
 
-def _hello(draw: st.DrawFn, rank: Rank, size: int | None, number: int) -> Delivery:
+def _hello(rank: Rank, size: int | None, number: int, resumed: bool) -> Delivery:
     fields: dict[str, object] = {
         "layout": {"tp_rank": 0, "host": "h", "pod": "p"},
         "fingerprint": {"git": "abc"},
@@ -98,7 +100,7 @@ def _hello(draw: st.DrawFn, rank: Rank, size: int | None, number: int) -> Delive
     }
     if size is not None:
         fields["world_size"] = size
-    if number and draw(st.booleans()):
+    if resumed:
         fields["resumed_from_step"] = 3
     return rank.hello(**fields)
 

@@ -455,7 +455,7 @@ def test_a_capture_without_a_run_is_of_the_run_that_ended_last(
     answer = live.operate.post("/captures?wait=0", json=spec).json()
     assert (answer["run"], answer["notes"]) == (
         "r",
-        ["attempt 1 of the run is over: it waits for the next"],
+        ["attempt 1 of the run is over: the capture waits for the next"],
     )
 
 
