@@ -34,7 +34,8 @@ demo: $(VENV)/installed-demo  ## a service, a training that is killed and resume
 # browsers and leases. Two clusters at a time, on whatever machine: more on two cores, and Ray's own
 # deadlines for a start pass.
 FILES := --dist loadfile --no-loadscope-reorder
-PARALLEL := -n $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))) $(FILES)
+PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+PARALLEL := -n $(PROCESSES) $(FILES)
 CLUSTERS := -n 2 $(FILES)
 # Root may raise a priority, most users may not: where root can lay that right down, it does.
 LIKE_USERS := setpriv --bounding-set -sys_nice --inh-caps -sys_nice
@@ -68,8 +69,8 @@ verl: $(VERL)/installed  ## .venv-verl: verl and what its trainers need on CPU
 
 test-lowest: $(LOWEST)/installed  ## the tests that versions can break, with the lowest that are supported
 	@$(LOWEST)/bin/python -c 'import sys; print("Python %d.%d" % sys.version_info[:2], "" if sys.version_info < (3, 11) else "(3.10, the lowest supported, was not found)")'
-	$(LOWEST)/bin/python -m pytest $(PARALLEL) --lane lowest
-	$(LOWEST)/bin/python -m pytest $(CLUSTERS) --lane lowest-ray
+	$(LOWEST)/bin/python -m pytest -n $(PROCESSES) --dist loadfile --lane lowest
+	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile --lane lowest-ray
 
 check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/ruff format --check .
