@@ -20,9 +20,9 @@ SERVICE: Final = ROOT / "service/stagescope_service"
 ROOTS: Final = (WIRE, CLIENT, WORKERS, SERVICE)
 
 LAYERS: Final = (
-    "background", "priority", "settings", "service_file", "figure_style", "fields", "statistics",
-    "store", "dumps", "compare", "rules", "core", "ingest", "coordinator", "views", "figures",
-    "report", "http",
+    "background", "priority", "settings", "service_file", "figure_style", "fields", "rows",
+    "statistics", "store", "dumps", "compare", "rules", "core", "ingest", "coordinator", "views",
+    "figures", "report", "http",
 )  # fmt: skip
 """Packages of the service, the lowest first: each may import itself and those before it."""
 TOP: Final = (

@@ -1,7 +1,7 @@
 """The two tokens of the home, to read and to operate, and who holds which token of a service.
 
 Each of the two is in a file that only its user reads. The tokens of people, teams and programs are
-in one of their own, see `token_file`.
+in one of their own, see `access_token_file`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from stagescope_service.store.queries.overview import StepOverview
 from stagescope_service.store.tables import PayloadRow
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.reading.completeness import ROWS_REMOVED, missing_payloads
-from stagescope_wire.errors import InvalidInput, NotFound
+from stagescope_wire.errors import InvalidInput, NotFound, NotMeasured
 from stagescope_wire.links import Link
 from stagescope_wire.names import misspelt
 from stagescope_wire.nonfinite import Json
@@ -244,7 +244,7 @@ class StepSummaries:
         """Return the error for a step without numbers, with the reason."""
         row = self._catalogue.step(version.attempt_id, version.step)
         if row is not None and row["rows_removed"] is not None:
-            return NotFound(
+            return NotMeasured(
                 f"step {version.step} has no numbers of that: {ROWS_REMOVED}",
                 advice="raise STAGESCOPE_KEEP_ROW_STEPS for later steps, or pin them",
             )
@@ -278,9 +278,9 @@ class StepSummaries:
             for stage, each in sorted(recorded.items())
         )
         advice = "; ".join(f"{name} seems to mean {meant}" for name, meant in misspellings.items())
-        return NotFound(
+        return NotMeasured(
             f"step {version.step} has no numbers (yet): {reason}; "
-            f"recorded is {described or 'nothing'}",
+            + (f"it recorded {described}" if described else "it recorded no tensor"),
             expected="rollout_log_probs and old_log_probs (or log_probs) with response_mask",
             advice=advice,
             see=self._see(version),

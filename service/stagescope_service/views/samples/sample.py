@@ -101,9 +101,10 @@ def tokens_of_row(
         is_chosen = role in (None, part.role) and rank in (None, part.rank)
         if is_chosen and "rollout_log_probs" in part.names and row < len(part.rows):
             return _columns(deps, target, batch, int(part.rows[row]))
+    asked = "" if role is None else f" of role {role}"
+    asked += "" if rank is None else f" of rank {rank}"
     raise NotFound(
-        f"what is kept of step {target.step_number} has no row {row} of {role or 'any role'} "
-        f"{'any rank' if rank is None else rank}",
+        f"no payload that is kept of step {target.step_number} has row {row}{asked}",
         expected="a row of one of its samples",
         see=(Link.to_step("samples", target.step_number),),
     )

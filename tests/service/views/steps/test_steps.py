@@ -333,7 +333,8 @@ class TestMetrics:
         rank.begin(LOG_PROB, 5)
         rank.say("end", handed, stage=LOG_PROB, step=5, payload=announced)
         problem = live.problem(404, "/steps/5/metrics")
-        assert f"recorded is in {LOG_PROB}: old_log_probs, response_mask" in problem["wrong"]
+        assert f"it recorded in {LOG_PROB}: old_log_probs, response_mask" in problem["wrong"]
+        assert problem["reason"] == "not_measured"
         assert "rollout_logprobs seems to mean rollout_log_probs" in problem["advice"]
 
 
