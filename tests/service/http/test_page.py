@@ -359,6 +359,8 @@ def test_what_is_not_measured_is_a_gap(entered: Visit) -> None:
     old = entered.page.query_selector_all("tr.old")
     assert len(old) == RESTART - 20  # the steps that the second attempt repeats
     assert "repeated by 2" in old[0].inner_text()
+    entered.go(f"{OF_RUN}/steps/{RESTART}?attempt=1")
+    entered.page.wait_for_selector("text=No numbers yet.")
 
 
 def test_the_steps_of_an_attempt_lead_on_over_the_restart(
