@@ -18,7 +18,7 @@ from stagescope_wire.links import Link, LinkText, path_of, with_links
 __all__ = [
     "CaptureError", "CatalogueUnavailable", "ComparisonFailed", "Conflict", "EngineError",
     "Forbidden", "InvalidEvent", "InvalidInput", "InvalidPlan", "InvalidTensor", "MissingExtra",
-    "NotFound", "NotReady", "StagescopeError", "StoreError", "TooLarge",
+    "NotFound", "NotMeasured", "NotReady", "StagescopeError", "StoreError", "TooLarge",
     "TooManyRequests", "Unauthorized", "UnknownName", "Unreachable",
 ]  # fmt: skip
 
@@ -159,7 +159,7 @@ class MissingExtra(StagescopeError, ImportError, code="missing_extra"):
 
 
 _BY_CODE: Final[Mapping[str, type[StagescopeError]]] = {
-    kind.code: kind for kind in (globals()[name] for name in __all__)
+    kind.code: kind for kind in (globals()[name] for name in __all__) if not kind.reason
 }
 
 
