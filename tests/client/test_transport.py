@@ -31,7 +31,8 @@ def test_every_error_of_the_tree_comes_back_as_itself(service: Answering, client
         service.refusals.append((418, body))
         with pytest.raises(errors.StagescopeError) as caught:
             client.get("/runs")
-        assert type(caught.value) is kind, name
+        # One with a reason shares the code of its parent.
+        assert type(caught.value) is (kind.__base__ if kind.reason else kind), name
         assert (caught.value.wrong, caught.value.expected) == ("w", "e")
         assert caught.value.advice.startswith("a")
 
