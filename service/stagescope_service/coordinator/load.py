@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterable, Set
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope_service.core.findings import finding
+from stagescope_service.core.findings import finding, of_attempt
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
 from stagescope_service.fields import Row
@@ -196,9 +196,7 @@ class Load:
             put = finding(
                 KIND,
                 f"the service is {lag:.0f} s behind: {rate:.0f} calls/s of {ranks} ranks",
-                run=attempt.run,
-                attempt_id=attempt.attempt_id,
-                wall=wall,
+                **of_attempt(attempt, wall),
                 evidence={
                     "lag_seconds": lag,
                     "calls_per_second": rate,

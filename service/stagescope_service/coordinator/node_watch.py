@@ -7,7 +7,7 @@ from typing import Final
 
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.entities import LOST, Attempt, Process
-from stagescope_service.core.findings import NODE_LOST, finding
+from stagescope_service.core.findings import NODE_LOST, finding, of_attempt
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
 from stagescope_wire.links import Link
@@ -71,9 +71,7 @@ class NodeWatch:
             f"node {node}{'' if host is None else f' (host {host})'} was lost with "
             f"{_named(ranks)}, {_count(len(spans), 'open stage')} and "
             f"{_count(unread, 'unread payload')}: {reason}",
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=wall,
+            **of_attempt(attempt, wall),
             severity="error",
             step=step,
             evidence={

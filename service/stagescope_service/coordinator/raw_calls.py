@@ -108,27 +108,7 @@ class RawCalls:
             unknown = unknown_fields(kind, fields)
             sender = self._sender(run, fields)
             self._state.check(event)
-            if fields.get("status") not in (None, OK, FAILED):
-                raise InvalidEvent(
-                    f"the status of {call_name(kind)} is {fields['status']!r:.100}",
-                    expected=f"{OK!r} or {FAILED!r}",
-                )
-            if (size := fields.get("world_size")) is not None and integer(size) is None:
-                raise InvalidEvent(
-                    f"the world_size is {size!r:.100}", expected="the number of ranks of the role"
-                )
-            if payload is not None and not isinstance(payload, Mapping):
-                raise InvalidEvent(
-                    f"the payload is a {type(payload).__name__}",
-                    expected="a dict of names to tensors or to refs of them",
-                )
-            names: Iterable[object] = payload or ()  # of a caller that may not know the types
-            odd = next((name for name in names if not isinstance(name, str)), None)
-            if odd is not None:
-                raise InvalidEvent(
-                    f"the payload has a {type(odd).__name__}, {odd!r:.100}, for a name",
-                    expected="a text, such as old_log_probs",
-                )
+            _check_values(kind, fields, payload)
         except InvalidEvent as error:
             await self._runner.carry_out([self._refusal(run, kind, fields, error)])
             raise
@@ -372,3 +352,32 @@ def _occurrence(registry: Registry, incarnation: str, work: Work, kind: str, seq
     if halves:
         return min(halves)
     return 1 + max((span.work.part.occurrence for span in found), default=-1)
+
+
+def _check_values(kind: str, fields: JsonObject, payload: Mapping[str, object] | None) -> None:
+    """Check what a raw call says besides the names of its fields.
+
+    Raises:
+        InvalidEvent: its status, world_size or payload is wrong.
+    """
+    if fields.get("status") not in (None, OK, FAILED):
+        raise InvalidEvent(
+            f"the status of {call_name(kind)} is {fields['status']!r:.100}",
+            expected=f"{OK!r} or {FAILED!r}",
+        )
+    if (size := fields.get("world_size")) is not None and integer(size) is None:
+        raise InvalidEvent(
+            f"the world_size is {size!r:.100}", expected="the number of ranks of the role"
+        )
+    if payload is not None and not isinstance(payload, Mapping):
+        raise InvalidEvent(
+            f"the payload is a {type(payload).__name__}",
+            expected="a dict of names to tensors or to refs of them",
+        )
+    names: Iterable[object] = payload or ()  # of a caller that may not know the types
+    odd = next((name for name in names if not isinstance(name, str)), None)
+    if odd is not None:
+        raise InvalidEvent(
+            f"the payload has a {type(odd).__name__}, {odd!r:.100}, for a name",
+            expected="a text, such as old_log_probs",
+        )

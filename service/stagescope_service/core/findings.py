@@ -9,11 +9,13 @@ from typing import Any, Final, TypedDict
 from typing_extensions import Required, Unpack
 
 from stagescope_service.core.catalogue_rows import integer, plain, row_id, text
-from stagescope_service.core.instructions import Put
+from stagescope_service.core.entities import Attempt, Process
+from stagescope_service.core.instructions import AnnouncedDump, PayloadJob, Put
 from stagescope_service.store.contract import Write
 from stagescope_wire.errors import StagescopeError
 from stagescope_wire.links import Link
 from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.schema import Work
 
 NOT_KEPT: Final = "not_kept"
 """Parts of an attempt's payloads could not be kept; the next kept file ends this."""
@@ -69,6 +71,28 @@ class FindingLocation(FindingWork, total=False):
     run: Required[str | None]
     attempt_id: Required[int | None]
     wall: Required[float]
+
+
+class OfAttempt(TypedDict):
+    """The subject of a finding: an attempt, and when it was seen."""
+
+    run: str
+    attempt_id: int
+    wall: float
+
+
+class OfProcess(OfAttempt):
+    """The subject of a finding: a process of an attempt."""
+
+    role: str
+    rank: int
+
+
+class OfWork(OfProcess):
+    """The subject of a finding: what a process did."""
+
+    step: int | None
+    stage: str | None
 
 
 class FindingDetails(TypedDict, total=False):
@@ -151,6 +175,29 @@ def _finding_id(row: Mapping[str, Any]) -> str:
 
 
 _IDENTITY: Final = ("kind", "run", "attempt_id", "step", "stage", "role", "rank")
+
+
+def of_attempt(attempt: Attempt, wall: float) -> OfAttempt:
+    """Return the subject of a finding about an attempt."""
+    return {"run": attempt.run, "attempt_id": attempt.attempt_id, "wall": wall}
+
+
+def of_process(attempt: Attempt, process: Process, wall: float) -> OfProcess:
+    """Return the subject of a finding about a process."""
+    return {**of_attempt(attempt, wall), "role": process.role, "rank": process.rank}
+
+
+def of_work(attempt: Attempt, process: Process, work: Work, wall: float) -> OfWork:
+    """Return the subject of a finding about what a process did in a step."""
+    return {**of_process(attempt, process, wall), "step": work.step, "stage": work.stage}
+
+
+def of_job(job: PayloadJob | AnnouncedDump, wall: float) -> OfWork:
+    """Return the subject of a finding about a payload, or about an announced dump."""
+    return {
+        "run": job["run"], "attempt_id": job["attempt_id"], "step": job["step"],
+        "stage": job["stage"], "role": job["role"], "rank": job["rank"], "wall": wall,
+    }  # fmt: skip
 
 
 def finding(kind: str, message: str, **fields: Unpack[FindingFields]) -> Put:

@@ -13,10 +13,7 @@ from stagescope_service.core.catalogue_rows import (
     text,
 )
 from stagescope_service.core.entities import Attempt, Process
-from stagescope_service.core.findings import (
-    by_message,
-    finding,
-)
+from stagescope_service.core.findings import by_message, finding, of_attempt, of_process
 from stagescope_service.core.handshakes import MAX_WORLD_SIZE
 from stagescope_service.core.instructions import (
     Instruction,
@@ -57,9 +54,7 @@ def of_settings(attempt: Attempt, process: Process) -> list[Instruction]:
             finding(
                 kind,
                 message,
-                run=attempt.run,
-                attempt_id=attempt.attempt_id,
-                wall=handshake.wall,
+                **of_attempt(attempt, handshake.wall),
                 advice="change it where init is given settings, keep or producers",
             )
         )
@@ -182,9 +177,7 @@ def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
         finding(
             "unsupported_version",
             "; ".join(lines[:20]),
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=handshake.wall,
+            **of_attempt(attempt, handshake.wall),
             role=process.role,
             advice="what it reports may be wrong or missing; training itself is not touched",
         )
@@ -201,12 +194,8 @@ def _world_size(attempt: Attempt, process: Process) -> list[Instruction]:
         finding(
             "refused_world_size",
             f"{process.role} rank {process.rank} says world_size {size}, which is not taken",
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=handshake.wall,
+            **of_process(attempt, process, handshake.wall),
             severity="error",
-            role=process.role,
-            rank=process.rank,
             advice="ranks count from 0 to world_size - 1, both of the role; at most "
             f"{MAX_WORLD_SIZE} are known",
         )

@@ -10,7 +10,7 @@ from typing import Final, cast
 
 from stagescope_service.core.catalogue_rows import loss_row
 from stagescope_service.core.entities import Attempt, Process
-from stagescope_service.core.findings import FindingLocation, finding
+from stagescope_service.core.findings import finding, of_job
 from stagescope_service.core.instructions import (
     AnnouncedDump,
     BuildOperatorTable,
@@ -115,7 +115,7 @@ def refusal(job: AnnouncedDump, error: StagescopeError) -> list[Put]:
     found = finding(
         "unreadable_dump",
         f"the operators of {job['dump_path']} cannot be shown: {error.wrong}",
-        **about(job),
+        **of_job(job, job["announced_wall"]),
         advice=advice,
         see=error.see,
         evidence={
@@ -125,16 +125,3 @@ def refusal(job: AnnouncedDump, error: StagescopeError) -> list[Put]:
         },
     )
     return [outcome(job, REFUSED, str(error)[:2000]), found]
-
-
-def about(job: AnnouncedDump) -> FindingLocation:
-    """Return the location of a finding about an announced dump."""
-    return {
-        "run": job["run"],
-        "attempt_id": job["attempt_id"],
-        "step": job["step"],
-        "stage": job["stage"],
-        "role": job["role"],
-        "rank": job["rank"],
-        "wall": job["announced_wall"],
-    }

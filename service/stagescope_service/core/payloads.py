@@ -26,7 +26,7 @@ from stagescope_service.core.entities import (
     PendingPayload,
     Process,
 )
-from stagescope_service.core.findings import by_message, finding
+from stagescope_service.core.findings import by_message, finding, of_process
 from stagescope_service.core.instructions import (
     Delete,
     Ingest,
@@ -130,12 +130,8 @@ def _misspelt(
     found = finding(
         "misspelt_tensor",
         f"kept, but no statistic reads them: {pairs}"[:2000],
-        run=attempt.run,
-        attempt_id=attempt.attempt_id,
-        wall=event.wall,
+        **of_process(attempt, process, event.wall),
         stage=work.stage,
-        role=process.role,
-        rank=process.rank,
         evidence={"names": wrong, "step": work.step},
         advice="rename them in the payload",
     )

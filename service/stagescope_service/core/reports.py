@@ -29,6 +29,9 @@ from stagescope_service.core.findings import (
     by_message,
     finding,
     moved,
+    of_attempt,
+    of_process,
+    of_work,
 )
 from stagescope_service.core.instructions import (
     Delete,
@@ -91,13 +94,7 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
         found = finding(
             "refused_scalar",
             f"not numbers: {', '.join(sorted(wrong))[:1000]}",
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=event.wall,
-            step=work.step,
-            stage=work.stage,
-            role=process.role,
-            rank=process.rank,
+            **of_work(attempt, process, work, event.wall),
             advice="a scalar is an int or a float within the range of float64, with a name of at "
             f"most {MAX_SCALAR_NAME} characters; those of the same call that are were taken",
         )
@@ -127,14 +124,8 @@ def _non_finite_scalars(
         NON_FINITE_SCALARS,
         f"{', '.join(sorted(names))[:1000]} not finite {where}{stage}, {process.role} rank "
         f"{process.rank}",
-        run=attempt.run,
-        attempt_id=attempt.attempt_id,
-        wall=event.wall,
+        **of_work(attempt, process, work, event.wall),
         severity="error",
-        step=work.step,
-        stage=work.stage,
-        role=process.role,
-        rank=process.rank,
         evidence={"scalars": sorted(names)[:20], "policy_version": work.policy_version},
         advice="a capture of that stage on that rank (msprobe L1, statistics) names the operator",
         see=() if work.step is None else (Link.to_step("scalars", work.step),),
@@ -224,9 +215,7 @@ def stage_name(
             "misspelt_stage",
             f"{process.role} reports stage {stage!r}, which is none of the known stages: did you "
             f"mean {meant}?",
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=wall,
+            **of_attempt(attempt, wall),
             stage=stage,
             role=process.role,
             evidence={"meant": meant},
@@ -262,9 +251,7 @@ def stepless(attempt: Attempt, process: Process, event: Event, work: Work) -> li
             "stepless_values",
             f"{process.role} records values in {stage} without a step: they belong to no step, "
             "and no step's numbers include them",
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=event.wall,
+            **of_attempt(attempt, event.wall),
             stage=stage,
             role=process.role,
             evidence={"names": names[:20], "policy_version": work.policy_version},
@@ -283,9 +270,7 @@ def unknown_fields(
         finding(
             "unknown_fields",
             f"{call} of {role} has no field {', '.join(names):.1000}: not taken",
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=wall,
+            **of_attempt(attempt, wall),
             role=role,
             advice="the rest of the call was taken; docs/attach.md#raw-calls lists the fields",
         )
@@ -304,14 +289,8 @@ def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Ins
     found = finding(
         what if what == BEGUN_AGAIN else f"refused_{what}",
         message,
-        run=attempt.run,
-        attempt_id=attempt.attempt_id,
-        wall=event.wall,
+        **of_work(attempt, process, work, event.wall),
         severity="error" if is_error else "warning",
-        step=work.step,
-        stage=work.stage,
-        role=process.role,
-        rank=process.rank,
         advice=advice
         or "the call in the training process had bad input; training went on"
         + ("; the numbers that need this tensor are missing" if is_error else ""),
@@ -371,14 +350,8 @@ def failed_stage(attempt: Attempt, process: Process, event: Event, work: Work) -
         "stage_interrupted" if interrupted else "stage_failed",
         f"{work.stage}{where} {'was interrupted' if interrupted else 'failed'} on {process.role} "
         f"rank {process.rank}: {error}",
-        run=attempt.run,
-        attempt_id=attempt.attempt_id,
-        wall=event.wall,
+        **of_work(attempt, process, work, event.wall),
         severity="info" if interrupted else "error",
-        step=work.step,
-        stage=work.stage,
-        role=process.role,
-        rank=process.rank,
         advice=_STOPPED
         if interrupted
         else "the first rank that failed is the likeliest cause, because other ranks fail as a "
@@ -401,13 +374,9 @@ def crash(attempt: Attempt, process: Process, event: Event) -> list[Instruction]
         finding(
             "process_interrupted" if interrupted else "process_crashed",
             f"the process of {process.role} rank {process.rank} {ended}: {_error(event.fields)}",
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=event.wall,
+            **of_process(attempt, process, event.wall),
             severity="info" if interrupted else "error",
             step=process.max_step,
-            role=process.role,
-            rank=process.rank,
             advice=_STOPPED if interrupted else "its log holds the traceback",
         )
     ]
@@ -435,11 +404,7 @@ def began_alone(attempt: Attempt, left: Attempt, process: Process, wall: float) 
         "began_alone",
         f"{process.role} rank {process.rank} reported nothing in attempt {left.number}, and began "
         "after its ranks had left. Without an attempt key it starts a new attempt",
-        run=attempt.run,
-        attempt_id=attempt.attempt_id,
-        wall=wall,
-        role=process.role,
-        rank=process.rank,
+        **of_process(attempt, process, wall),
         advice="if the ranks of one training run one after the other, give each of them the same "
         "attempt_key= or STAGESCOPE_ATTEMPT",
     )
@@ -452,9 +417,7 @@ def started_again(attempt: Attempt, process: Process, wall: float) -> Put:
             "started_again",
             f"a rank of {process.role} started again within the attempt, and others went on or "
             "were heard lately: without an attempt key it is unknown whether all ranks did",
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=wall,
+            **of_attempt(attempt, wall),
             role=process.role,
             advice="where all of the training started again, the numbers of two starts stand in "
             "one attempt: give each start an attempt_key= or STAGESCOPE_ATTEMPT",

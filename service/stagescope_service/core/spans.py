@@ -39,7 +39,7 @@ from stagescope_service.core.entities import (
     StageTiming,
     Step,
 )
-from stagescope_service.core.findings import BEGUN_AGAIN, finding
+from stagescope_service.core.findings import BEGUN_AGAIN, finding, of_attempt
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.schema import Event, Sender, Work
@@ -186,9 +186,7 @@ def _begun_again(attempt: Attempt, span: Span, step: int, after: int, wall: floa
         BEGUN_AGAIN,
         f"{span.role} rank {span.rank} began {span.work.stage} of step {step} again after step "
         f"{after}. Both executions count in step {step}",
-        run=attempt.run,
-        attempt_id=attempt.attempt_id,
-        wall=wall,
+        **of_attempt(attempt, wall),
         severity="error",
         step=step,
         stage=span.work.stage,
@@ -439,9 +437,7 @@ def _repeated(attempt: Attempt, span: Span, wall: float) -> Instruction:
         "superseded_work",
         f"parts of {work.stage} in step {work.step} were reported more than once by {span.role} "
         f"rank {span.rank}; the newest answers, the older are kept as superseded",
-        run=attempt.run,
-        attempt_id=attempt.attempt_id,
-        wall=wall,
+        **of_attempt(attempt, wall),
         step=work.step,
         stage=work.stage,
         role=span.role,

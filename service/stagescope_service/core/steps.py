@@ -29,7 +29,7 @@ from stagescope_service.core.entities import (
     Process,
     Step,
 )
-from stagescope_service.core.findings import finding
+from stagescope_service.core.findings import finding, of_attempt
 from stagescope_service.core.instructions import (
     Aggregate,
     Delete,
@@ -218,9 +218,7 @@ def _note_silent_roles(attempt: Attempt, when: str, wall: float) -> list[Instruc
             "silent_ranks",
             f"{when} with what the trainer's process reported alone: no rank of role {role} has "
             "reported anything",
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=wall,
+            **of_attempt(attempt, wall),
             severity="error",
             role=role,
             advice="the log of the ranks says why. Over Ray, each rank needs the package. Over "
@@ -256,9 +254,7 @@ def _note_absent_ranks(
             f"{', '.join(map(str, ranks[:_NAMED_RANKS]))}{more}: no process reports for them. "
             f"{len(ranks)} of {attempt.world_size(role) or 'an unknown number of'} ranks "
             "are missing",
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=wall,
+            **of_attempt(attempt, wall),
             severity="error",
             role=role,
             evidence={"ranks": ranks[:1000]},

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope_service.core.findings import FindingLocation, finding
+from stagescope_service.core.findings import finding, of_job
 from stagescope_service.core.instructions import PayloadJob, PayloadKey
 from stagescope_service.statistics import (
     PartRecord,
@@ -145,7 +145,7 @@ def log_prob_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
         yield finding(
             "nonfinite_log_probs",
             f"log-probs under the mask are not finite: {_listed(found)} of {counts.tokens} tokens",
-            **location_of(job),
+            **of_job(job, time.time()),
             severity="error",
             evidence={**found},
             advice="statistics are over the finite ones",
@@ -159,7 +159,7 @@ def value_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
         yield finding(
             "nonfinite_values",
             f"values under the mask are not finite: {_listed(found)}, over {counts.tokens} tokens",
-            **location_of(job),
+            **of_job(job, time.time()),
             severity="error",
             evidence={**found},
             advice="look at the samples that they are of: a group of one sample has no standard "
@@ -170,19 +170,6 @@ def value_rows(job: PayloadJob, counts: NonFiniteCounts) -> Iterator[Put]:
 
 def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
-
-
-def location_of(job: PayloadJob) -> FindingLocation:
-    """Return the subject of a finding about a payload."""
-    return {
-        "run": job["run"],
-        "attempt_id": job["attempt_id"],
-        "step": job["step"],
-        "stage": job["stage"],
-        "role": job["role"],
-        "rank": job["rank"],
-        "wall": time.time(),
-    }
 
 
 Skips = tuple[tuple[int, int, int], ...]

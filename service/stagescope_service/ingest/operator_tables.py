@@ -16,9 +16,9 @@ from stagescope_service.compare.operators.non_finite import (
     RankNonFinite,
     non_finite_of_rank,
 )
-from stagescope_service.core.findings import finding
+from stagescope_service.core.findings import finding, of_job
 from stagescope_service.core.instructions import AnnouncedDump
-from stagescope_service.core.operators import TABLE_WRITTEN, UNREACHABLE, about, outcome, refusal
+from stagescope_service.core.operators import TABLE_WRITTEN, UNREACHABLE, outcome, refusal
 from stagescope_service.dumps.msprobe.json_window import STRUCTURE
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
 from stagescope_service.dumps.records import IMPORTED_CAPTURE
@@ -109,7 +109,7 @@ def _empty(job: AnnouncedDump) -> list[Put]:
     found = finding(
         "empty_dump",
         f"msprobe recorded no call of {job['stage']} on rank {job['rank']} in step {job['step']}",
-        **about(job),
+        **of_job(job, job["announced_wall"]),
         advice="check the capture's list and scope, and that the stage computes on this rank",
         evidence={"capture_id": job["capture_id"], "part": str(Part.of_columns(job))},
     )
@@ -126,7 +126,7 @@ def _non_finite(job: AnnouncedDump, found: RankNonFinite, first: NonFiniteRow) -
         f"{first['name']}{module} gave {first['non_finite']} in {first['section']} "
         f"{first['index']}, the first of rank {job['rank']} in {job['stage']}{where}; "
         + (f"not finite before it: {inputs}" if inputs else finite),
-        **about(job),
+        **of_job(job, job["announced_wall"]),
         severity="error",
         see=(Link.to_step("operators", job["step"], shows="what followed"),),
         evidence={

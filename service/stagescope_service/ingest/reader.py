@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.core.catalogue_rows import text
-from stagescope_service.core.findings import finding
+from stagescope_service.core.findings import finding, of_job
 from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
 from stagescope_service.core.stream_attributes import stream_attributes
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job, work_of
@@ -24,7 +24,6 @@ from stagescope_service.ingest.non_finite import (
     CountedOnce,
     NonFiniteCounts,
     Skips,
-    location_of,
     log_prob_rows,
     summarise_once,
     value_rows,
@@ -221,7 +220,7 @@ class PayloadReader:
         return finding(
             f"payload_{error.code}",
             str(error),
-            **location_of(job),
+            **of_job(job, time.time()),
             severity="error",
             advice=error.advice or "the stage counts as done, without the numbers of this payload",
             see=error.see,
@@ -252,7 +251,7 @@ def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator
             f"{ignored} of {pair_name(summary.pair)} distinguish more than {MAX_ROUNDS} rounds, "
             "turns or versions, or name a round below 0: rounds are counted by the mask"
             + (f", from {MAX_ROUNDS} on as one" if "response_mask" in summary.ignored else ""),
-            **location_of(job),
+            **of_job(job, time.time()),
             evidence={"tensors": list(summary.ignored), "most": MAX_ROUNDS},
             advice="count round_ids and turn_ids from 0 in each sample. All tokens still count",
         )
@@ -266,7 +265,7 @@ def _differing_rows(job: PayloadJob, samples: Sequence[str]) -> Put:
         "rows_differ",
         f"{len(samples)} sample ids occur in several rows of one payload whose log-probs or masks "
         f"differ ({named}): the last row of each counts",
-        **location_of(job),
+        **of_job(job, time.time()),
         evidence={"samples": list(samples[:_LISTED])},
         advice="give each row a sample_id of its own; the id of a prompt belongs in group_ids",
     )
@@ -296,7 +295,7 @@ def _written_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
         yield finding(
             "tensor_written",
             f"tensors were written after they were handed over: {', '.join(map(str, written))}",
-            **location_of(job),
+            **of_job(job, time.time()),
             severity="error",
             advice="give them to `stage.record`, which copies, or write other tensors",
         )

@@ -15,7 +15,7 @@ from tests.service.statistics.test_summary import assert_same
 from tests.support.batches import batch_of, bfloat16, wire
 
 from stagescope_service.coordinator.aggregation import assembly
-from stagescope_service.coordinator.aggregation.differing_copies import differing_copies
+from stagescope_service.coordinator.aggregation.disagreements import differing_copies
 from stagescope_service.core.findings import FindingLocation
 from stagescope_service.statistics import (
     Field,

@@ -7,8 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope_service.coordinator.aggregation.differing_copies import differing_copies
-from stagescope_service.coordinator.aggregation.differing_settings import differing_settings
+from stagescope_service.coordinator.aggregation.disagreements import (
+    differing_copies,
+    differing_settings,
+)
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.completeness import corrected, statuses_of_rows
 from stagescope_service.core.findings import (

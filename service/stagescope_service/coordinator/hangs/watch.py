@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from stagescope_service.coordinator.hangs.unresponsive import UnresponsiveProcesses
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.entities import Attempt, Process
-from stagescope_service.core.findings import finding
+from stagescope_service.core.findings import finding, of_attempt, of_process
 from stagescope_service.core.hangs.detection import (
     BETWEEN,
     GONE,
@@ -317,14 +317,10 @@ def _silent_finding(
         UNRESPONSIVE_KIND,
         f"rank {process.rank} of {process.role} does not answer: {quiet}, {where}; others "
         "may wait for it",
-        run=attempt.run,
-        attempt_id=attempt.attempt_id,
-        wall=wall,
+        **of_process(attempt, process, wall),
         severity="error",
         step=step,
         stage=stage,
-        role=process.role,
-        rank=process.rank,
         evidence={
             "status": NOT_ENDED if inside else BETWEEN,
             "part": part,
@@ -365,9 +361,7 @@ def _finding(
         KIND,
         f"{what}: {'awaited' if is_unheard else 'quiet'} for {stuck.seconds:.0f} s ({usual}); "
         f"{others}",
-        run=attempt.run,
-        attempt_id=attempt.attempt_id,
-        wall=wall,
+        **of_attempt(attempt, wall),
         severity="error",
         step=place.step,
         stage=place.stage,

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import Attempt, Process
-from stagescope_service.core.findings import finding
+from stagescope_service.core.findings import finding, of_process
 from stagescope_service.core.instructions import AnswerPoll, Instruction, Put
 from stagescope_service.fields import Row
 from stagescope_wire.errors import InvalidEvent, InvalidInput
@@ -255,14 +255,10 @@ def _stood_still(
     return finding(
         "interpreter_held",
         f"no thread of {process.role} rank {process.rank} could run Python{where}",
-        run=attempt.run,
-        attempt_id=attempt.attempt_id,
-        wall=wall,
+        **of_process(attempt, process, wall),
         severity="error",
         step=row["step"],
         stage=row["stage"],
-        role=process.role,
-        rank=process.rank,
         evidence={"request_id": row["request_id"]},
         advice="a call holds the interpreter lock, or the process was stopped",
         see=(Link.to_step("stacks", row["step"], shows="where every thread stood"),),
