@@ -221,7 +221,7 @@ class _TextWriter:
         for section in pair["sections"]:
             keys = pair["keys"].get(section["section"], ())
             paired = f" (rows paired by {', '.join(keys)})" if keys else ""
-            self._title(TITLES.get(section["section"], section["section"]) + paired)
+            self._title(f"{TITLES.get(section['section'], section['section'])}{paired}")
             for tensor in section["tensors"]:
                 self._tensor(tensor)
 

@@ -166,22 +166,27 @@ class Dump(Protocol):
     @property
     def name(self) -> str:
         """Display name: a path, or `run@attempt:step`."""
+        ...
 
     @property
     def kind(self) -> str:
         """The format, one of `discover.KINDS`: 'own', 'batch', 'nexrl', 'slime', 'areal', ..."""
+        ...
 
     @property
     def entries(self) -> Sequence[DumpEntry]:
         """All readable entries, ordered by step, section, rank and part."""
+        ...
 
     @property
     def problems(self) -> Sequence[DumpProblem]:
         """Problems found while the files were listed."""
+        ...
 
     @property
     def about(self) -> Mapping[str, object]:
         """Metadata of the dump: settings, fingerprint; plain JSON values."""
+        ...
 
     def read(self, entry: DumpEntry) -> DumpContents:
         """Read one entry.
@@ -192,6 +197,7 @@ class Dump(Protocol):
             Forbidden: it cannot be loaded safely; the message names what it needs.
             StoreError: the disk reported an error.
         """
+        ...
 
 
 def widened(tensor: WireTensor) -> Array:

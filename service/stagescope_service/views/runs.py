@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference
 from stagescope_service.statistics.step_metrics import VERSION
@@ -27,6 +27,7 @@ from stagescope_wire.names import unit_of_metric
 from stagescope_wire.render import counted, ranges_text
 
 # --- exactness ------------------------------------------------------------------------------
+Equality = Literal["exact", "differs", "not measured"]
 EXACT: Final = "exact"
 DIFFERS: Final = "differs"
 NOT_MEASURED: Final = "not measured"
@@ -43,7 +44,7 @@ class _StepVerdict(NamedTuple):
     step: int
     attempt: int
     """Its number."""
-    verdict: str
+    verdict: Equality
     tokens: int
     unequal: int
     non_finite: int
@@ -64,7 +65,7 @@ def _judge(lineage: Lineage, row: StepNumbers) -> _StepVerdict:
     """Judge a step by its stored counts."""
     tokens, unequal = row["tokens"] or 0, row["unequal_tokens"] or 0
     verdict, suspects = row["verdict"], row["suspects"] or []
-    judged = DIFFERS if unequal else EXACT if verdict == EXACT else NOT_MEASURED
+    judged: Equality = DIFFERS if unequal else EXACT if verdict == EXACT else NOT_MEASURED
     non_finite = (row["masked_tokens"] or 0) - tokens
     number = lineage.numbers[row["attempt_id"]]
     reason = None
