@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import pickle
@@ -20,7 +21,7 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
 from stagescope_wire import names
 from stagescope_wire.errors import InvalidInput, InvalidTensor
-from stagescope_workers.integrations import configuration, registry
+from stagescope_workers.integrations import configuration
 from stagescope_workers.probe import handshake, identity, lifecycle
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import error_fields
@@ -109,8 +110,8 @@ def test_a_process_that_knows_of_no_other_rank_says_so(
 def test_hello_comes_first_and_says_who(
     make_probe: MakeProbe, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MY_API_KEY", "hidden")
-    monkeypatch.setenv("SOME_URL", "https://me:hidden@host/")
+    monkeypatch.setenv("MY_API_KEY", "tr0ub4dor")
+    monkeypatch.setenv("SOME_URL", "https://me:tr0ub4dor@host/")
     monkeypatch.setenv("NCCL_DEBUG", "shown")
     make_probe(world_size=2, layout={"tp_rank": 1}, settings={"rollout_is": "token"})
     wait_for(lambda: coordinator.batches)
@@ -122,7 +123,7 @@ def test_hello_comes_first_and_says_who(
     assert hello.fields["layout"]["host"]
     fingerprint = hello.fields["fingerprint"]
     assert fingerprint["environment"]["NCCL_DEBUG"] == "shown"
-    assert "hidden" not in repr(fingerprint)
+    assert "tr0ub4dor" not in repr(fingerprint)
     assert fingerprint["packages"]["numpy"] == np.__version__
     assert fingerprint["config"] == {"rollout_is": "token"}
 
@@ -395,6 +396,18 @@ def test_shapes_that_disagree_are_named_and_everything_is_kept(
     assert "reported" not in coordinator.fields("end", 2)[1]["payload"]
 
 
+def test_lists_of_responses_are_no_problem_beside_padded_tensors(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    padded = {"old_log_probs": torch.zeros(2, 3), "response_mask": torch.ones(2, 3)}
+    probe = make_probe()
+    for step, responses in ((1, [[5, 6], [7]]), (2, [[5, 6], [7], [8]])):
+        with probe.stage("s", step=step) as stage:
+            stage.record(responses=responses, **padded)
+    (refused,) = coordinator.fields("refused")
+    assert "responses is int64[4] in 3 rows" in refused["message"]
+
+
 def test_a_misspelt_mask_is_one_problem(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
@@ -433,16 +446,17 @@ def test_refused_init_gives_a_probe_that_does_nothing(
     assert not probe.close(5.0)
     assert "rank is -1" in caplog.text
     with pytest.raises(InvalidInput, match="run name"):
-        lifecycle.init("no such/name", strict=True)
+        lifecycle.init(7, strict=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ("qwen3/grpo", "qwen3-grpo"),
-        ("  my run 1 ", "my-run-1"),
+        ("qwen3/grpo", "qwen3-grpo-9bf7109e"),
+        ("  my run 1 ", None),
         ("qwen3-测试", "qwen3-214316dd"),
-        ("..", "run"),
+        ("..", None),
+        ("", None),
         ("-valid.", "-valid."),
         ("x" * 101, None),
     ],
@@ -461,12 +475,43 @@ def test_a_name_of_a_run_is_normalised_with_one_warning(
     expected = names.normal_run_name(given) if name is None else name
     assert {probe.run for probe in probes} == {sender.run for sender in coordinator.senders}
     assert probes[0].run == expected
-    assert len(expected) <= 100
+    shown = None if given == expected else names.display_name(given)
+    assert {sender.display_name for sender in coordinator.senders} == {shown}
     warned = [each for each in caplog.records if each.name == "stagescope.names"]
     assert len(warned) == (0 if given == expected else 1)
     monkeypatch.setenv("STAGESCOPE_RUN", given)
-    assert configuration.named_run("another", fallback="run") == expected
-    assert registry.environment({}, run=names.run_name(given))["STAGESCOPE_RUN"] == expected
+    assert configuration.named_run("another", fallback="run") == (given or "another")
+
+
+def test_a_connected_run_says_so_once_with_the_address_of_its_page(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator.page = "https://head/scope/"
+    for rank in (0, 1, 0):
+        make_probe(run="qwen3/grpo", role="connects", rank=rank)
+    wait_for(lambda: len(coordinator.of_kind("hello")) == 3)
+    wait_for(lambda: len(coordinator.revisions) >= 6)  # the first polls were answered
+    said = [each for each in caplog.records if "connected to" in each.getMessage()]
+    assert [(each.levelname, each.getMessage()) for each in said] == [
+        (
+            "INFO",
+            "run qwen3-grpo-9bf7109e, connects 0: connected to the test; its page: "
+            "https://head/scope/#/runs/qwen3-grpo-9bf7109e",
+        )
+    ]
+
+
+@pytest.mark.parametrize("name", ["stagescope", "stagescope.workers"])
+def test_the_line_is_seen_without_logging_unless_it_is_set_to_warnings(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("stagescope.workers")
+    monkeypatch.setattr(log, "propagate", False)  # to the handlers of this test
+    handshake.log_visibly(log, "connected")
+    assert capsys.readouterr().err == "stagescope: connected\n"
+    monkeypatch.setattr(logging.getLogger(name), "level", logging.WARNING)
+    handshake.log_visibly(log, "connected")
+    assert capsys.readouterr().err == ""
 
 
 def test_stage_without_a_service_costs_next_to_nothing(
@@ -571,7 +616,7 @@ def test_close_says_which_payloads_the_service_will_never_have(
     coordinator.settle({3: state})
     assert not probe.close(10.0)
     assert any(
-        f"not everything of run test-run arrived (payloads {state}: 1): `stagescope losses --run"
+        f"not everything of run test-run arrived (payloads {state}: 1): `stagescope lost --run"
         in text
         for text in caplog.messages
     ), caplog.messages

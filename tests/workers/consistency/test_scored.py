@@ -104,12 +104,26 @@ def read(*counts: int | None) -> list[Generation]:
 
 def test_prompts_of_equal_length_and_of_others() -> None:
     prompts = [[0, 1], [0, 1, 2]]
-    assert check_prompts(prompts, read(2, 3)).ok is True
-    bos = check_prompts(prompts, read(3, 4))
+    assert check_prompts(prompts, read(2, 3), Words()).ok is True
+    bos = check_prompts(prompts, read(3, 4), Words())
     assert bos.ok is False
     assert "a BOS of its own" in bos.text
-    assert "another template" in check_prompts(prompts, read(9, 3)).text
-    assert check_prompts(prompts, read(None, None)).ok is None
+    assert "another template" in check_prompts(prompts, read(9, 3), Words()).text
+    assert check_prompts(prompts, read(None, None), Words()).ok is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ((0, 1, 2), "it puts <s> in front"),
+        ((2,), "it leaves out w1 in front"),
+        ((1, 3), "they differ from token 1 on"),
+        ((1, 2, 3), "they differ from token 2 on"),
+    ],
+)
+def test_prompts_that_the_engine_read_as_other_ids(ids: tuple[int, ...], text: str) -> None:
+    answer = Generation("", prompt_tokens=len(ids), prompt_ids=ids)
+    assert text in check_prompts([[1, 2]], [answer], Words()).text
 
 
 def test_a_bos_twice_is_wrong() -> None:

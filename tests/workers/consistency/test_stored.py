@@ -95,7 +95,7 @@ def test_what_was_not_kept_is_reported(stored: Batch, converted: Path) -> None:
         without = Batch(4, tensors, stored.strings, stored.lengths, stored.padding)
         with pytest.raises(NotFound, match=name):
             rescore(without, engine, "rollout_log_probs")
-    for text in ("absent.safetensors:", "countdown", "a b:5"):
+    for text in ("absent.safetensors:", "countdown"):
         with pytest.raises(InvalidInput):
             read_batch(text)
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from tests.support.api import Service
+from tests.support.engines.tiny_llama import tiny_tokenizer
 from tests.support.trainers import contracts
 from tests.workers.integrations.conftest import Attach
 from tests.workers.integrations.fakes import areal_modules
 
+from stagescope_wire.canary import FIXED, Canary
+from stagescope_workers.canary.sequences import SCORED, of_tokenizer
 from stagescope_workers.integrations import areal, registry
-from stagescope_workers.integrations.areal import rows
+from stagescope_workers.integrations.areal import ranks, rows
 from stagescope_workers.integrations.areal import trainer as trainer_side
+from stagescope_workers.integrations.canary import VARIABLE
 from stagescope_workers.integrations.patches import Patches
+from stagescope_workers.probe.probe import Probe
 
 ROWS: Final = 4
 WIDTH: Final = 9
@@ -116,7 +122,13 @@ class Trained:
         )
 
 
-def train(monkeypatch: pytest.MonkeyPatch, *, v2: bool = False, **options: Any) -> Trained:
+def train(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    v2: bool = False,
+    prepare: Callable[[Any, Any], None] = lambda trainer, engine: None,
+    **options: Any,
+) -> Trained:
     import os
 
     modules = {
@@ -136,6 +148,7 @@ def train(monkeypatch: pytest.MonkeyPatch, *, v2: bool = False, **options: Any) 
         batches[step] = [{n: v.clone() for n, v in each.items()} for each in rollout(step)]
         return rollout(step)
 
+    prepare(trainer, engine)
     trainer.train(workflow=workflow)
     return Trained(os.environ["STAGESCOPE_RUN"], engine, trainer.stats_logger.logged, batches)
 
@@ -190,7 +203,7 @@ def test_the_default_compares_the_updates_passes_with_the_engine(
     "options", [{"recompute_logprob": True}, {"use_decoupled_loss": True}], ids=["ppo", "decoupled"]
 )
 def test_a_pass_before_the_update_is_read_before_it_overwrites_the_engines(
-    live: Service, fake: Patches, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
+    live: Service, fake: Patches, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     had = train(monkeypatch, **options)
     for step in (0, 1):
@@ -250,3 +263,143 @@ def test_a_column_of_the_next_token_is_moved_within_its_row() -> None:
 def test_a_micro_batch_whose_rows_cannot_be_told_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be told"):
         rows.of_loss({}, {"response_mask": torch.ones(3, dtype=torch.bool)})
+
+
+class Report(NamedTuple):
+    canary: Canary
+    version: int
+    step: int | None
+    role: str
+
+
+class Synced:
+    """What a training with a canary did, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **of_engine: object) -> None:
+        self.reports: list[Report] = []
+        self.passes: list[tuple[int, float, int, torch.Tensor, torch.Tensor]] = []
+        self.order: list[str] = []
+        self._of_engine = of_engine
+        monkeypatch.setenv(VARIABLE, "1")
+
+        def report(probe: Probe, found: Canary, version: int, step: int | None) -> None:
+            self.order.append(found.side)
+            self.reports.append(Report(found, version, step, probe.role))
+
+        monkeypatch.setattr(Probe, "report_canary", report)
+
+    def prepare(self, trainer: Any, engine: Any) -> None:
+        """Give the fakes what a canary needs, and note each pass and each sync."""
+        config = trainer.config
+        config.mb_spec = SimpleNamespace(
+            n_mbs=1, granularity=2, n_mbs_divisor=1, max_tokens_per_mb=300
+        )
+        config.actor, config.gconfig = config, SimpleNamespace(temperature=0.5)
+        engine.config, engine.tokenizer = config, tiny_tokenizer()
+        vars(engine).update(self._of_engine)
+        trainer.tokenizer = tiny_tokenizer()
+        trainer.rollout = SimpleNamespace(server_infos=[SimpleNamespace(host="127.0.0.1", port=9)])
+        forward, update = engine.forward, engine.update_weights
+
+        def run(input_: Any, aggregate_fn: Any = None) -> torch.Tensor:
+            spec, mask = engine.config.mb_spec, input_["attention_mask"]
+            self.passes.append(
+                (engine.get_version(), engine.config.temperature, spec.n_mbs, mask.sum(1), mask)
+            )
+            assert (spec.granularity, config.mb_spec.granularity) == (1, 2)
+            result: torch.Tensor = forward(input_, aggregate_fn)
+            return result
+
+        def sync() -> None:
+            update()
+            self.order.append("sync")
+
+        engine.forward, engine.update_weights = run, sync
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_ranks_score_before_the_sync_and_servers_are_asked_after(
+    fake: Patches, monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    parallel = SimpleNamespace(pipeline_parallel_size=stages)
+    synced = Synced(monkeypatch, parallel_strategy=parallel)
+    had = train(monkeypatch, prepare=synced.prepare, total_train_steps=1, temperature=0.5)
+    trainer, engine = synced.reports
+    assert synced.order == ["trainer", "sync", "engine"]
+    assert (trainer.version, trainer.step, trainer.role) == (1, 0, "actor")
+    assert (engine.version, engine.step, engine.role) == (1, 0, "driver")
+    assert "cannot be reached" in engine.canary.problem
+    expected = of_tokenizer(tiny_tokenizer(), max_length=300).rows
+    arm = trainer.canary.arms[FIXED]
+    assert arm.rows == expected
+    for row, values in zip(expected, arm.log_probs, strict=True):
+        own = [-0.1 - 0.01 * token + 0.25 for token in row[1:]]  # after two optimizer steps
+        assert values == pytest.approx(own[-SCORED:], abs=1e-6)
+    [(version, temperature, parts, lengths, _)] = synced.passes
+    assert (version, temperature) == (0, 1.0)
+    assert parts == len(lengths) == (len(expected) if stages == 1 else 8)  # of 7 sequences
+    assert had.engine.config.temperature == 0.5  # type: ignore[attr-defined]
+
+
+def test_an_adapter_has_the_name_of_its_version_and_servers_need_no_controller(
+    fake: Patches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, asked = Synced(monkeypatch), list[object]()
+
+    def prepare(trainer: Any, engine: Any) -> None:
+        synced.prepare(trainer, engine)
+        trainer.config.use_lora, trainer.config.gconfig.lora_name = True, "policy"
+        trainer.rollout = SimpleNamespace(_engine=SimpleNamespace(addresses=["127.0.0.1:9"]))
+
+    from stagescope_workers.canary.after_syncs import WeightCanary
+
+    def after_sync(self: object, *version: int | None, adapter: str | None = None) -> None:
+        asked.append((*version, adapter))
+
+    monkeypatch.setattr(WeightCanary, "after_sync", after_sync)
+    train(monkeypatch, prepare=prepare)
+    assert asked == [(1, 0, "policy-v1"), (2, 1, "policy-v2")]
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_no_rank_scores_unless_all_of_them_can(
+    fake: Patches, monkeypatch: pytest.MonkeyPatch, can: bool
+) -> None:
+    votes: list[int] = []
+
+    def all_reduce(vote: torch.Tensor, operation: object, group: str) -> None:
+        assert (operation, group) == (torch.distributed.ReduceOp.MIN, "gloo")
+        votes.append(int(vote))
+        vote.fill_(0)  # another rank's
+
+    if not can:
+        monkeypatch.setattr("stagescope_workers.canary.sequences.choose", None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(ranks, "place", lambda: (0, 2))
+    synced = Synced(monkeypatch, cpu_group="gloo")
+    train(monkeypatch, prepare=synced.prepare)
+    assert votes == [int(can)] * 2
+    assert not synced.passes
+
+
+def test_servers_that_sleep_after_the_sync_are_not_asked(
+    fake: Patches, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    synced = Synced(monkeypatch)
+
+    def prepare(trainer: Any, engine: Any) -> None:
+        synced.prepare(trainer, engine)
+        trainer._should_offload_rollout = True
+
+    train(monkeypatch, prepare=prepare)
+    assert {each.canary.side for each in synced.reports} == {"trainer"}
+    assert "STAGESCOPE_CANARY asks no server: they share their devices" in caplog.text
+
+
+def test_there_is_no_canary_by_default(fake: Patches, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = Synced(monkeypatch)
+    monkeypatch.delenv(VARIABLE)
+    train(monkeypatch, prepare=synced.prepare)
+    assert synced.order == ["sync", "sync"]
+    assert not synced.passes

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,22 @@ import numpy as np
 import pytest
 import torch
 from tests.support.api import Service, service
+from tests.support.coordinators import FakeCoordinator, wait_for
+from tests.support.engines.tiny_llama import tiny_tokenizer
 
+from stagescope_wire.canary import (
+    CACHED,
+    DECODED,
+    DECODED_SCORED,
+    FIXED,
+    UNCACHED,
+    Canary,
+)  # fmt: skip
 from stagescope_workers import finish
-from stagescope_workers.integrations import openrlhf
+from stagescope_workers.canary.sequences import SCORED, of_tokenizer
+from stagescope_workers.integrations import openrlhf, patches
+from stagescope_workers.integrations.canary import VARIABLE
+from stagescope_workers.probe.probe import Probe
 
 ROWS, TOKENS = 4, 9
 
@@ -51,6 +65,7 @@ class DeepspeedStrategy:
     def __init__(self, args: object) -> None:
         self.args = args
         self.ds_device_mesh = None
+        self.ring_attn_group = "ring"
 
     def load_ckpt(
         self, model: object, load_dir: object, tag: object = None
@@ -68,9 +83,12 @@ class ActorPPOTrainer:
 
     def __init__(self, strategy: DeepspeedStrategy) -> None:
         self.strategy = strategy
-        self.args = strategy.args
-        self.actor = types.SimpleNamespace(model=torch.nn.Linear(1, 1))
+        self.args: Any = strategy.args
+        self.actor: Any = types.SimpleNamespace(model=torch.nn.Linear(1, 1))
         self.seen: list[types.SimpleNamespace] = []
+        self.tokenizer: Any = None
+        self.vllm_engines: list[Any] = []
+        self.done: list[str] = []
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
         batches = [experience(seed, zeros=self.zeros) for seed in (1, 2)]
@@ -89,7 +107,7 @@ class ActorPPOTrainer:
         }
 
     def broadcast_to_vllm(self) -> None:
-        return None
+        self.done.append("sync")
 
 
 def arguments(run: str, *, freezing: int = -1) -> SimpleNamespace:
@@ -106,7 +124,8 @@ def arguments(run: str, *, freezing: int = -1) -> SimpleNamespace:
 
 
 @pytest.fixture
-def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+def patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apply every patch to the fakes."""
     for kind in (ActorPPOTrainer, DeepspeedStrategy):
         for name in ("ppo_train", "training_step", "broadcast_to_vllm", "load_ckpt", "save_model"):
             if name in vars(kind):
@@ -116,6 +135,10 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     for patch in openrlhf.patches():
         patch.apply(fake)
         assert not patch.is_missing, str(patch)
+
+
+@pytest.fixture
+def live(patched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     with service(tmp_path / "home") as running:
         monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
         assert running.tokens is not None
@@ -243,3 +266,144 @@ def test_an_error_of_ours_is_none_of_the_trainings(
     monkeypatch.setattr(openrlhf, "probe_of", lambda trainer: 1 / 0)
     trainer = ActorPPOTrainer(DeepspeedStrategy(arguments("e")))
     assert trainer.ppo_train(0.0) == {"policy_loss": 0.25, "actor_lr": 1e-6}
+
+
+class Actor(torch.nn.Module):
+    """OpenRLHF's `Actor`, as it is called: the log-prob of a token is minus its id."""
+
+    def __init__(self, done: list[str]) -> None:
+        super().__init__()
+        self.temperature, self.done = 0.7, done
+
+    def forward(
+        self,
+        sequences: torch.Tensor,
+        action_mask: torch.Tensor,
+        attention_mask: torch.Tensor,
+        ring_attn_group: object = None,
+    ) -> torch.Tensor:
+        assert (self.training, torch.is_grad_enabled()) == (False, False)
+        assert ring_attn_group == "ring"
+        assert attention_mask.shape == sequences.shape
+        self.done.append("score")
+        return -sequences[:, -action_mask.shape[1] :].float() / self.temperature
+
+
+class RolloutRayActor:
+    """A handle of OpenRLHF's engine; a call's answer is vLLM's, as far as it is read."""
+
+    def __init__(self, done: list[str]) -> None:
+        self.generate = types.SimpleNamespace(remote=self._generate)
+        self.told: list[SimpleNamespace] = []
+        self.done = done
+
+    def _generate(self, prompt_token_ids: list[int], told: SimpleNamespace) -> SimpleNamespace:
+        assert self.done[-1] == "sync"
+        self.told.append(told)
+
+        def place(token: int) -> dict[int, SimpleNamespace]:
+            return {
+                each: types.SimpleNamespace(logprob=-float(each)) for each in (token, token + 1)
+            }
+
+        new = [(getattr(told, "seed", 0) + at) % 90 + 5 for at in range(told.max_tokens)]
+        output = types.SimpleNamespace(token_ids=new, logprobs=[place(token) for token in new])
+        prompt = [None, *(place(token) for token in prompt_token_ids[1:])]
+        return types.SimpleNamespace(outputs=[output], prompt_logprobs=prompt)
+
+
+Synced = Callable[..., ActorPPOTrainer]
+
+
+@pytest.fixture
+def synced(
+    patched: None, make_probe: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
+) -> Synced:
+    """Return a function that makes a rank's trainer, which has trained three steps."""
+    monkeypatch.setattr(patches, "_logged", set())
+    monkeypatch.setenv(VARIABLE, "1")
+    for name, field, value in (
+        ("vllm", "SamplingParams", types.SimpleNamespace),
+        ("ray", "get", lambda found, timeout: found),
+    ):
+        module = types.ModuleType(name)
+        vars(module)[field] = value
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def make(rank: int = 0, **vllm: bool) -> ActorPPOTrainer:
+        told = arguments("canary")
+        told.vllm = types.SimpleNamespace(**vllm)
+        told.data = types.SimpleNamespace(max_len=513)
+        trainer = ActorPPOTrainer(DeepspeedStrategy(told))
+        trainer.tokenizer = tiny_tokenizer()
+        trainer.actor = Actor(trainer.done)
+        trainer.vllm_engines = [RolloutRayActor(trainer.done) for _ in range(2)]
+        found = openrlhf.training(trainer)
+        found.calls, found.probe = 3, make_probe(role="actor", rank=rank, world_size=2)
+        return trainer
+
+    return make
+
+
+ROWS_OF_CANARY = len(of_tokenizer(tiny_tokenizer(), max_length=512).rows)
+
+
+def test_ranks_score_a_canary_before_the_sync_and_rank_0_asks_after_it(
+    synced: Synced, coordinator: FakeCoordinator
+) -> None:
+    trainer = synced(enable_prefix_caching=True)
+    trainer.broadcast_to_vllm()
+    assert trainer.done == [*["score"] * ROWS_OF_CANARY, "sync"]
+    assert (trainer.actor.temperature, trainer.actor.training) == (0.7, True)
+    wait_for(lambda: len(coordinator.of_kind("canary")) == 3)
+    events = [event.fields for event in coordinator.of_kind("canary")]
+    assert {(each["policy_version"], each["step"]) for each in events} == {(3, 3)}
+    found = {each.source: each for each in map(Canary.parse, events)}
+    assert {*found} == {"", "vllm-0", "vllm-1"}
+    rows = of_tokenizer(trainer.tokenizer, max_length=512).rows
+    for each in found.values():
+        assert each.problem == ""
+        assert each.arms[FIXED].rows == rows
+        for row, values in zip(rows, each.arms[FIXED].log_probs, strict=True):
+            assert values == tuple(-float(token) for token in row[1:][-SCORED:])
+    arms = found["vllm-0"].arms
+    assert arms[DECODED] == arms[DECODED_SCORED]
+    assert arms[CACHED] == arms[UNCACHED]
+    counts = {told.logprobs for told in trainer.vllm_engines[0].told if hasattr(told, "logprobs")}
+    assert counts == {20}
+
+
+def test_an_engine_of_processed_log_probs_is_asked_for_no_more_than_it_returns(
+    synced: Synced, coordinator: FakeCoordinator
+) -> None:
+    trainer = synced()
+    trainer.args.algo.advantage = types.SimpleNamespace(is_correction_level="token")
+    trainer.broadcast_to_vllm()
+    wait_for(lambda: len(coordinator.of_kind("canary")) == 3)
+    engine = trainer.vllm_engines[0]
+    assert max(getattr(told, "logprobs", 1) for told in engine.told) == 1
+    found = [Canary.parse(event.fields) for event in coordinator.of_kind("canary")]
+    assert {each.settings.get("processed") for each in found if each.source} == {True}
+    assert all(CACHED not in each.arms for each in found)  # it has no prefix cache
+
+
+def test_other_ranks_score_and_ask_nothing(synced: Synced, coordinator: FakeCoordinator) -> None:
+    trainer = synced(rank=1)
+    trainer.broadcast_to_vllm()
+    assert trainer.done == [*["score"] * ROWS_OF_CANARY, "sync"]
+    assert [engine.told for engine in trainer.vllm_engines] == [[], []]
+    assert coordinator.of_kind("canary") == []
+
+
+def test_engines_that_sleep_get_no_canary(synced: Synced, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = synced(enable_sleep=True)
+    trainer.broadcast_to_vllm()
+    assert trainer.done == ["sync"]
+    assert "no effect with vllm.enable_sleep" in caplog.text
+
+
+def test_no_canary_is_the_default(synced: Synced, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    trainer = synced()
+    trainer.broadcast_to_vllm()
+    assert trainer.done == ["sync"]

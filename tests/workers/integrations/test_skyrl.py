@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,9 +15,17 @@ import numpy as np
 import pytest
 import torch
 from tests.support.api import Service, service
+from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
+from tests.support.engines.tiny_llama import tiny_tokenizer
 
+from stagescope_wire.canary import FIXED, Canary
+from stagescope_wire.errors import EngineError
 from stagescope_workers import finish
-from stagescope_workers.integrations import skyrl
+from stagescope_workers.canary import engine_scorer
+from stagescope_workers.canary.sequences import SCORED, of_tokenizer
+from stagescope_workers.integrations import patches, skyrl, skyrl_canary
+from stagescope_workers.integrations.canary import VARIABLE
+from stagescope_workers.probe import handshake
 
 PROMPT, WIDTH = 3, 6
 
@@ -68,13 +77,48 @@ def batch(
 
 
 class WorkerDispatch:
-    """What of SkyRL's dispatch is patched."""
+    """What of SkyRL's dispatch is patched or called; its log-prob of a token is minus its id."""
 
     synced = 0
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
 
     async def save_weights_for_sampler(self, model_id: str | None = None) -> None:
         assert model_id is None
         self.synced += 1
+        self.calls.append("sync")
+
+    def get_lcm_dp_size(self) -> int:
+        return 2
+
+    def forward(
+        self,
+        model: str,
+        data: TensorBatch,
+        loss_fn: str | None = None,
+        loss_fn_config: object = None,
+        model_id: str | None = None,
+    ) -> SimpleNamespace:
+        self.calls.append(data)
+        length: Any = data.metadata["response_length"]
+        rows = data["sequences"][:, -length:]
+        return types.SimpleNamespace(
+            loss_fn_outputs=[{"logprobs": [-float(n) for n in row]} for row in rows]
+        )
+
+    def empty_cache(self, model: str | None = None) -> None: ...
+
+
+class RemoteInferenceClient:
+    """What of SkyRL's client is patched or read."""
+
+    def __init__(self, urls: Sequence[str] = ("http://127.0.0.1:9",)) -> None:
+        self.server_urls = list(urls)
+        self.asleep = 0
+
+    async def sleep(self, level: int = 2, tags: list[str] | None = None) -> None:
+        self.asleep += 1
 
 
 class RayPPOTrainer:
@@ -90,6 +134,9 @@ class RayPPOTrainer:
         self.global_step = 0
         self.callbacks = list(callbacks or [])
         self.dispatch = WorkerDispatch()
+        self.inference_engine_client = RemoteInferenceClient()
+        self.tokenizer = tiny_tokenizer()
+        self.colocate_all = False
         self.saved: list[int] = []
         self.logged: list[dict[str, object]] = []
         self.batches: dict[int, TensorBatch] = {}
@@ -188,12 +235,13 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Trainers:
         ("skyrl.train.trainer", RayPPOTrainer, {"TrainingCallback": TrainingCallback}),
         ("skyrl.train.fully_async_trainer", FullyAsyncRayPPOTrainer, {}),
         ("skyrl.backends.skyrl_train.workers.worker_dispatch", WorkerDispatch, {}),
+        (skyrl_canary.CLIENT_MODULE, RemoteInferenceClient, {}),
     )
     for module, kind, more in kinds:
         fake = types.ModuleType(module)
         names = ("__init__", "generate", "fwd_logprobs_values_reward", "train_critic_and_policy",
                  "train", "add_callback", "eval", "save_checkpoints",
-                 "save_weights_for_sampler")  # fmt: skip
+                 "save_weights_for_sampler", "sleep")  # fmt: skip
         for name in names:
             if name in vars(kind):
                 monkeypatch.setattr(kind, name, vars(kind)[name])  # undone after the patches
@@ -308,3 +356,126 @@ def test_what_fails_here_fails_as_without(
     trainer = trainers[0](config("ours"))
     asyncio.run(trainer.train())
     assert [logs["policy/loss"] for logs in trainer.logged] == [0.5, 1.0]
+
+
+@pytest.fixture
+def synced(
+    coordinator: FakeCoordinator,
+    service: FakeService,
+    trainers: Trainers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> RayPPOTrainer:
+    """A trainer with a canary, whose driver reports to the fake coordinator."""
+    monkeypatch.setattr(handshake, "find_link", service.find)
+    monkeypatch.setenv(VARIABLE, "1")
+    coordinator.settle_at_once = True  # so that the driver's end waits for no payload
+    module: Any = types.ModuleType("skyrl.backends.skyrl_train.training_batch")
+    module.TrainingInputBatch = TensorBatch
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    told = config("canary")
+    told.generator.sampling_params.temperature = 1.0
+    told.generator.max_input_length, told.generator.sampling_params.max_generate_length = 300, 213
+    told.trainer.micro_forward_batch_size_per_gpu = 3
+    return trainers[0](told)
+
+
+def test_a_canary_is_scored_before_each_sync_and_asked_after_it(
+    synced: RayPPOTrainer, coordinator: FakeCoordinator
+) -> None:
+    asyncio.run(synced.train())
+    calls = synced.dispatch.calls
+    assert calls[1::2] == ["sync"] * 3
+    rows = of_tokenizer(tiny_tokenizer(), max_length=512).rows
+    for each in calls[::2]:
+        assert len(each["sequences"]) == 12  # whole micro-batches on both ranks
+        mask = each["attention_mask"].bool()
+        sent = [
+            tuple(own[kept].tolist()) for own, kept in zip(each["sequences"], mask, strict=True)
+        ]
+        assert sent == [*rows, *[rows[-1]] * (12 - len(rows))]
+        assert mask[:, -1].all()  # padded on the left
+    wait_for(lambda: len(coordinator.of_kind("canary")) == 6)
+    events = [event.fields for event in coordinator.of_kind("canary")]
+    clocks = [(each["side"], each["policy_version"], each["step"]) for each in events]
+    assert sorted(clocks, key=str) == [
+        (side, version, version or None) for side in ("engine", "trainer") for version in range(3)
+    ]
+    for fields in events:
+        found = Canary.parse(fields)
+        if found.side == "engine":
+            assert found.source == "127.0.0.1-9"
+            continue
+        assert found.arms[FIXED].rows == rows
+        for row, values in zip(rows, found.arms[FIXED].log_probs, strict=True):
+            assert values == tuple(-float(token) for token in row[1:][-SCORED:])
+
+
+def test_workers_score_no_canary_beside_colocated_servers_that_are_awake(
+    synced: RayPPOTrainer,
+) -> None:
+    """At the first sync they may be; an update has sent them to sleep."""
+    synced.colocate_all = True
+    asyncio.run(synced.train())
+    assert [each == "sync" for each in synced.dispatch.calls] == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"temperature": 0.7}, "divides by the temperature 0.7"),
+        ({"enable_sample_support_replay": True}, "the tokens that an engine allowed"),
+    ],
+)
+def test_a_canary_that_the_pass_cannot_score_is_only_asked(
+    synced: RayPPOTrainer,
+    coordinator: FakeCoordinator,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, object],
+    why: str,
+) -> None:
+    monkeypatch.setattr(patches, "_logged", set())
+    trainer: Any = synced.cfg
+    trainer.trainer.algorithm = types.SimpleNamespace(**change)
+    asyncio.run(synced.train())
+    assert synced.dispatch.calls == ["sync"] * 3
+    assert why in caplog.text
+    wait_for(lambda: len(coordinator.of_kind("canary")) == 3)
+    assert {event.fields["side"] for event in coordinator.of_kind("canary")} == {"engine"}
+
+
+def test_servers_sleep_when_no_request_of_a_canary_is_left(
+    synced: RayPPOTrainer, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, opened, done = threading.Event(), threading.Event(), list[str]()
+
+    def ask(*_: object, **__: object) -> object:
+        reached.set()
+        assert opened.wait(30)
+        done.append("asked")
+        raise EngineError("the engine has gone")
+
+    async def generate(trainer: RayPPOTrainer, data: TensorBatch) -> TensorBatch:
+        if trainer.global_step == 2:
+            assert await asyncio.to_thread(reached.wait, 30)
+            threading.Timer(0.2, opened.set).start()
+            await trainer.inference_engine_client.sleep()
+            done.append("sleeps")
+        return data
+
+    monkeypatch.setattr(engine_scorer, "connect", ask)
+    monkeypatch.setattr(RayPPOTrainer, "generate", generate)
+    asyncio.run(synced.train())
+    assert done[done.index("sleeps") - 1] == "asked"
+    wait_for(lambda: len(coordinator.of_kind("canary")) == 6)
+    problems = [str(event.fields.get("problem")) for event in coordinator.of_kind("canary")]
+    assert any(problem.startswith("the engine was put to sleep") for problem in problems)
+
+
+def test_no_canary_is_the_default(
+    synced: RayPPOTrainer, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    asyncio.run(synced.train())
+    assert synced.dispatch.calls == ["sync"] * 3
+    assert coordinator.of_kind("canary") == []

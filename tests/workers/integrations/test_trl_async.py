@@ -100,7 +100,11 @@ def rounds(mask: list[int]) -> list[int]:
     return [len(each) for each in text.split("0") if each]
 
 
-def test_a_training_is_reported_exactly_and_stays_as_it_was(live: Service, tmp_path: Path) -> None:
+def test_a_training_is_reported_exactly_and_stays_as_it_was(
+    live: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a canary, whose engine does not exist, after each weight sync."""
+    monkeypatch.setenv("STAGESCOPE_CANARY", "1")
     live.engine.keep(
         "log_probs", "rollout_log_probs", "response_mask", "responses", "advantages", "clipped"
     )
@@ -159,6 +163,9 @@ def test_a_training_is_reported_exactly_and_stays_as_it_was(live: Service, tmp_p
     theirs = next(row for row in had["log"] if row.get("step") == 2)
     for name in ("grad_norm", "reward", "clip_ratio/low_mean", "sample/staleness_mean"):
         assert logged[name] == theirs[name]
+    for version in (1, 2, 3, 4):
+        [asked] = live.get(f"/canary/{version}", run="async")["engines"]
+        assert "cannot be reached" in asked["problem"]
 
 
 def test_two_processes_report_their_own_rows_with_the_versions_of_the_main_one(

@@ -308,7 +308,7 @@ def answers(session: Session, info: dict[str, Any], checks: Checks) -> None:
     with checks.check("what was in flight and lost at the kill"):
         wait_for(
             "the end of the killed processes' leases",
-            lambda: len(session.losses(run=RUN, attempt=1)),
+            lambda: len(session.lost(run=RUN, attempt=1)),
             seconds=40,
         )
         show_lost(session, RUN, KILLED_STEP)

@@ -154,7 +154,7 @@ def show_lost(session: Session, run: str, step: int) -> None:
     unfinished = stages.where(status="unfinished")
     for row in unfinished:
         print(f"unfinished  {row['stage']}  {row['role']} rank {row['rank']}  part {row['part']}")
-    losses = session.losses(run=run, attempt=1)
+    losses = session.lost(run=run, attempt=1)
     for row in losses:
         where = f"{row['stage']}  {row['role']} rank {row['rank']}"
         print(f"lost        {where}  {row['kind']}: {row['reason']}")

@@ -251,7 +251,13 @@ def _write_pids(path: Path, job: Job) -> None:
     show_default=True,
     help="Supervised steps before the first RL step.",
 )
-@click.option("--checkpoint-dir", default="checkpoints", show_default=True, type=Path)
+@click.option(
+    "--checkpoint-dir",
+    default="checkpoints",
+    show_default=True,
+    type=click.Path(path_type=Path, resolve_path=True),
+    help="Folder of the checkpoints, a folder a run.",
+)
 @click.option("--save-every", default=1, show_default=True, help="Steps between checkpoints.")
 @click.option("--step-seconds", default=0.0, show_default=True, help="Seconds of a step, at least.")
 @click.option("--resume", is_flag=True, help="Go on after the last complete checkpoint.")

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
-import stagescope
 from stagescope import terminal
 from stagescope_wire.batch import Batch
-from stagescope_wire.engines import Engine, Sampling, connect
-from stagescope_wire.errors import (
-    InvalidInput,
-    MissingExtra,
-    NotFound,
-    StagescopeError,
-    Unreachable,
-)
+from stagescope_wire.engines import Engine, Sampling
+from stagescope_wire.errors import MissingExtra, NotFound, StagescopeError, Unreachable
 from stagescope_workers.consistency.comparison import EngineComparison, Options, compare
+from stagescope_workers.consistency.opening import (
+    EXPECTED,
+    Opening,
+    engine_options,
+    model_option,
+    read_config,
+)
 from stagescope_workers.consistency.prompts import (
     MATCHES,
     Item,
@@ -35,82 +34,11 @@ from stagescope_workers.consistency.prompts import (
 from stagescope_workers.consistency.report import Report
 from stagescope_workers.consistency.stored import STORED, read_batch, rescore
 
-EXPECTED: Final = (
-    "URL, HOST:PORT, a registered engine's name, ctranslate2:DIR, transformers[:dtype]"
-)
-_MAX_CONFIG_BYTES: Final = 16 << 20
-
-
-def open_engine(
-    text: str,
-    model: Path | None,
-    *,
-    key_file: Path | None = None,
-    timeout: float = 120.0,
-    url: str | None = None,
-) -> Engine:
-    """Return the engine that `text` names.
-
-    Args:
-        text: see EXPECTED.
-        model: the model's directory, for transformers only.
-        key_file, timeout: options of an engine over HTTP.
-        url: the service that knows it by name; None: the one that `attach()` finds.
-
-    Raises:
-        InvalidInput: it names no engine.
-        EngineError, NotFound, MissingExtra: it cannot be opened.
-    """
-    kind, _, rest = text.partition(":")
-    if kind == "transformers":
-        if model is None:
-            raise InvalidInput("transformers has no model", expected="--model DIR")
-        from stagescope_workers.consistency.transformers_engine import TransformersEngine
-
-        return TransformersEngine(model, rest or "auto")
-    if kind == "ctranslate2":
-        from stagescope_workers.consistency.ctranslate2_engine import CTranslate2Engine
-
-        if not rest:
-            raise InvalidInput(f"{text!r} names no directory", expected=EXPECTED)
-        return CTranslate2Engine(Path(rest).expanduser())
-    if "://" in text or (rest.isdecimal() and kind):
-        return connect(text, key_file=key_file, timeout=timeout)
-    if not text or ":" in text:
-        raise InvalidInput(f"{text!r:.200} names no engine", expected=EXPECTED)
-    with stagescope.attach(url) as session:
-        return session.engine(text, key_file=key_file, timeout=timeout)
-
-
-def read_config(model: Path) -> Mapping[str, object]:
-    """Return the model's config.json.
-
-    Raises:
-        InvalidInput: there is none, or it is not an object.
-    """
-    file = model / "config.json"
-    try:
-        if file.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ValueError("too large")
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInput(
-            f"{str(file)!r} cannot be read ({error})", expected="a model directory"
-        ) from error
-    if not isinstance(config, dict):
-        raise InvalidInput(f"{str(file)!r} is not an object", expected="a model's config.json")
-    return config
-
-
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.option(
-    "--model",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="The model's directory as transformers has it (config.json, *.safetensors, tokenizer).",
-)
+@model_option
 @click.option(
     "--engine", required=True, metavar="ENGINE", help=f"Engine that serves rollouts: {EXPECTED}."
 )
@@ -156,25 +84,11 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--limit", type=click.IntRange(min=1), help="Most prompts.")
 @click.option("--run", help="Record as a step of this run [default: consistency-MODEL].")
 @click.option("--step", type=click.IntRange(min=0), default=1, show_default=True)
-@click.option("--no-record", is_flag=True, help="Print only, also where a service is known.")
-@click.option("--url", help="The service, such as http://head:8700.")
-@click.option(
-    "--key-file", type=click.Path(path_type=Path), help="File that holds the engine's key."
-)
-@click.option(
-    "--timeout",
-    type=terminal.FiniteFloat(min=1),
-    default=120.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Deadline of each question to an engine.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout.")
+@engine_options
 @click.pass_context
 def consistency(
     ctx: click.Context,
     /,
-    model: Path | None,
     engine: str,
     against: str,
     prompts: Path | None,
@@ -182,12 +96,10 @@ def consistency(
     batch: str | None,
     run: str | None,
     step: int,
-    no_record: bool,
-    url: str | None,
-    key_file: Path | None,
-    timeout: float,
-    as_json: bool,
     limit: int | None,
+    opening: Opening,
+    no_record: bool,
+    as_json: bool,
     **sampling: Any,  # the other options, see `_options`
 ) -> None:
     """Compare an inference engine with transformers: same prompts, same tokens.
@@ -204,22 +116,23 @@ def consistency(
     """
     if sum(each is not None for each in (prompts, dataset, batch)) > 1:
         raise click.UsageError("give one of --prompts, --dataset and --batch")
-    with contextlib.ExitStack() as stack:
+    model = opening.model
+    with terminal.ending_at_once(lambda: "interrupted"), contextlib.ExitStack() as stack:
 
         def opened(text: str) -> Engine:
-            found = open_engine(text, model, key_file=key_file, timeout=timeout, url=url)
+            found = opening.engine(text)
             stack.callback(found.close)
             return found
 
         if batch is not None:
-            stored = read_batch(batch, url)
+            stored = read_batch(batch, opening.url)
             found = _rescore(stored, opened, engine, against, model, limit)
         else:
             items = _items(prompts or dataset, limit)
             options = _options(answers=dataset is not None, **sampling)
             found = _compare(items, opened, engine, against, model, options)
     name = run or _run_name(model)
-    recorded = "not recorded" if no_record else _record(found, name, step, url)
+    recorded = "not recorded" if no_record else _record(found, name, step, opening.url)
     report = Report(found, recorded)
     if as_json:
         terminal.show_json(report.to_dict())

@@ -8,7 +8,14 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from stagescope_wire.engines import Engine, EngineInfo, Generation, Sampling, multimodal_warning
+from stagescope_wire.engines import (
+    Engine,
+    EngineInfo,
+    Generation,
+    Sampling,
+    is_processed,
+    multimodal_warning,
+)
 from stagescope_wire.engines.base import Prompt
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.nonfinite import JsonObject
@@ -143,7 +150,8 @@ def compare(
     images = [item for item in items if item.image is not None]
     generations, prompts = _generate(texts, engine, tokenizer, options, on_progress)
     usable, left_out = _usable(texts, prompts, generations, tokenizer)
-    rows, is_scaled = _score(usable, engine.info, other, options.sampling, on_progress)
+    info, unclear = _processing(engine, options.sampling)
+    rows, is_scaled = _score(usable, info, other, options.sampling, on_progress)
     agreements = []
     if options.answers:
         on_progress(f"{other.info.kind} answers {len(texts)} prompts")
@@ -157,9 +165,9 @@ def compare(
         questions, answers, other_answers = zip(*agreements, strict=True)
         agreement = compare_answers(questions, answers, other_answers, options.marking)
     checks = _checks(prompts, generations, rows, engine, tokenizer, options) if texts else ()
-    warning = multimodal_warning(engine.info, options.config)
+    warning = multimodal_warning(info, options.config)
     return EngineComparison(
-        engine=engine.info,
+        engine=info,
         other=other.info,
         sampling=options.sampling,
         rows=tuple(rows),
@@ -167,10 +175,25 @@ def compare(
         worst=tuple(worst_tokens(rows, lambda token: tokenizer.decode([token]))),
         checks=checks,
         left_out=left_out,
-        streams=stream_provenance(engine.info, other.info, options.sampling, is_scaled),
+        streams=stream_provenance(info, other.info, options.sampling, is_scaled),
         agreement=agreement,
-        warnings=() if warning is None else (warning,),
+        warnings=tuple(each for each in (warning, unclear) if each is not None),
     )
+
+
+def _processing(engine: Engine, sampling: Sampling) -> tuple[EngineInfo, str | None]:
+    """Return the engine's description with `processed`, where it matters, and a warning."""
+    info = engine.info
+    if info.processed is not None or (sampling.temperature in (0.0, 1.0) and not sampling.cuts):
+        return info, None
+    processed = is_processed(engine)
+    warning = None
+    if processed is None:
+        warning = (
+            f"{info.kind} at {info.place} does not show whether its log-probs are after "
+            "temperature. They are compared as raw ones. With --temperature 1 both are the same"
+        )
+    return dataclasses.replace(info, processed=processed), warning
 
 
 def _generate(
@@ -345,7 +368,7 @@ def _checks(
     form = "rendered by the model's chat template" if options.chat else "as they stand"
     return (
         Check("sent", True, f"{sent}; prompts {form}"),
-        check_prompts(prompts, generations),
+        check_prompts(prompts, generations, tokenizer),
         check_bos(prompts, tokenizer),
         check_vocabulary(generations, tokenizer, vocabulary),
         check_shift(rows),

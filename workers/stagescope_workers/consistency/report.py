@@ -16,6 +16,7 @@ from stagescope_wire.engines import EngineInfo
 from stagescope_wire.errors import Unreachable
 from stagescope_workers.consistency.comparison import EngineComparison
 from stagescope_workers.probe.lifecycle import init
+from stagescope_workers.probe.probe import Probe
 
 _MAX_SHOWN: Final = 3
 _COLUMNS: Final = ("abs_diff", "q", "p", "sample", "position", "token_id", "token")
@@ -130,26 +131,49 @@ ROLE = "rollout"
 
 
 def record(
-    found: EngineComparison, *, run: str, step: int, timeout: float = 60.0, url: str | None = None
-) -> bool:
+    found: EngineComparison, *, run: str, step: int, timeout: float = 60.0,
+    url: str | None = None, attempt_key: str | None = None,
+) -> bool:  # fmt: skip
     """Record a comparison as a step of the role `rollout`; return whether it was received.
 
     It is sent over Ray where this process has joined it, else over HTTP to the service that
-    `stagescope.attach` would find. Each call is a new attempt.
+    `stagescope.attach` would find. Without `attempt_key`, each call is a new attempt.
+
+    Raises:
+        Unreachable: no service is known here.
+        InvalidInput: an invalid run name.
+    """
+    probe = open_probe(
+        run, attempt_key or f"consistency-{uuid.uuid4().hex}", url,
+        layout={"engine": found.engine.kind, "engine_version": found.engine.version},
+        settings={"engine": found.engine.place, "against": found.other.place},
+    )  # fmt: skip
+    with probe.stage(STAGE, step=step) as stage:
+        stage.record(_payload(found))
+        stage.log(**_scalars(found))
+    probe.end_step(step)
+    return probe.close(timeout)
+
+
+def open_probe(
+    run: str, attempt_key: str, url: str | None, *, settings: Mapping[str, object],
+    layout: Mapping[str, object] | None = None,
+) -> Probe:  # fmt: skip
+    """Open a probe of the role `rollout` that records results of an experiment.
 
     Raises:
         Unreachable: no service is known here.
         InvalidInput: an invalid run name.
     """
     service = discovery.find(url) if url is not None or not _in_ray() else None
-    probe = init(
+    return init(
         run=run,
         role=ROLE,
         rank=0,
         world_size=1,
-        attempt_key=f"consistency-{uuid.uuid4().hex}",
-        layout={"engine": found.engine.kind, "engine_version": found.engine.version},
-        settings={"engine": found.engine.place, "against": found.other.place},
+        attempt_key=attempt_key,
+        layout=layout or {},
+        settings=settings,
         keep={"what": ["trajectories", "old_log_probs"]},  # to be compared or scored again
         captures=False,
         watchdog=0,
@@ -157,11 +181,6 @@ def record(
         url=None if service is None else service.url,
         token=None if service is None else service.operate_token,
     )
-    with probe.stage(STAGE, step=step) as stage:
-        stage.record(_payload(found))
-        stage.log(**_scalars(found))
-    probe.end_step(step)
-    return probe.close(timeout)
 
 
 def _in_ray() -> bool:

@@ -147,27 +147,55 @@ class Check:
     text: str
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], generations: Sequence[Generation]) -> Check:
-    """Check that the engine read the same number of prompt tokens as the tokenizer makes."""
+def check_prompts(
+    prompts: Sequence[Sequence[int]], generations: Sequence[Generation], tokenizer: Tokenizer
+) -> Check:
+    """Check that the engine read the prompts as the tokenizer makes them.
+
+    Where the engine returns no ids, only their numbers of tokens are compared.
+    """
     pairs = [
-        (len(prompt), each.prompt_tokens)
+        (prompt, each)
         for prompt, each in zip(prompts, generations, strict=True)
         if each.prompt_tokens is not None
     ]
     total = sum(len(prompt) for prompt in prompts)
     if not pairs:
         return Check("prompts", None, f"{total} tokens; the engine does not say what it read")
-    different = [(expected, read) for expected, read in pairs if expected != read]
+    different = [(prompt, each) for prompt, each in pairs if not _is_read(prompt, each)]
     if not different:
         return Check("prompts", True, f"both sides read {len(pairs)} prompts of {total} tokens")
-    expected, read = different[0]
-    gap = {read - expected for expected, read in different}
-    hint = "a BOS of its own, or one that it leaves out" if gap <= {1, -1} else "another template"
+    first, read = different[0]
+    gaps = {(each.prompt_tokens or 0) - len(prompt) for prompt, each in different}
+    if read.prompt_ids is not None:
+        hint = _difference(first, read.prompt_ids, tokenizer)
+    elif gaps <= {1, -1}:
+        hint = "a BOS of its own, or one that it leaves out?"
+    else:
+        hint = "another template?"
     text = (
-        f"{len(different)} of {len(pairs)} prompts differ: the engine read {read} tokens where the "
-        f"tokenizer makes {expected} ({hint}?)"
+        f"{len(different)} of {len(pairs)} prompts differ: the engine read {read.prompt_tokens} "
+        f"tokens where the tokenizer makes {len(first)} ({hint})"
     )
     return Check("prompts", False, text)
+
+
+def _is_read(prompt: Sequence[int], generation: Generation) -> bool:
+    if generation.prompt_ids is None:
+        return generation.prompt_tokens == len(prompt)
+    return generation.prompt_ids == tuple(prompt)
+
+
+def _difference(prompt: Sequence[int], read: tuple[int, ...], tokenizer: Tokenizer) -> str:
+    made = tuple(prompt)
+    if read[1:] == made:
+        return f"it puts {tokenizer.convert_ids_to_tokens(read[0])} in front"
+    if made[1:] == read:
+        return f"it leaves out {tokenizer.convert_ids_to_tokens(made[0])} in front"
+    pairs = zip(made, read, strict=False)
+    alike = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+    at = min(len(made), len(read)) if alike is None else alike
+    return f"they differ from token {at} on: another tokenizer or template"
 
 
 def check_bos(prompts: Sequence[Sequence[int]], tokenizer: Tokenizer) -> Check:

@@ -117,7 +117,7 @@ class TransformersEngine:
         ids = torch.tensor([row], device=self._model.device)
         with torch.inference_mode():
             logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1]
-            found = _token_log_probs(logits, ids[0, 1:], temperature)
+            found = token_log_probs(logits, ids[0, 1:], temperature)
         return (math.nan, *found)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling = GREEDY) -> list[Generation]:
@@ -180,7 +180,7 @@ class TransformersEngine:
                 tokenizer=self.tokenizer if options.stop else None,
             )
             ids = made.sequences[0, length:]
-            values = _token_log_probs(torch.cat(made.logits)[: len(ids)], ids, 1.0)
+            values = token_log_probs(torch.cat(made.logits)[: len(ids)], ids, 1.0)
         token_ids = tuple(ids.tolist())
         return Generation(
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
@@ -229,7 +229,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
         yield
 
 
-def _token_log_probs(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> list[float]:
+def token_log_probs(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> list[float]:
     """Return the log-softmax of `logits` [positions, vocabulary] at `ids` [positions]."""
     found: list[float] = []
     for start in range(0, len(ids), _POSITIONS):

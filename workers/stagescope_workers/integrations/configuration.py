@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from stagescope_wire.names import run_name
 from stagescope_wire.nonfinite import Json
 from stagescope_workers.probe.identity import has_password, hide, is_secret, visible_arguments
 
@@ -17,8 +16,8 @@ MAX_LEAVES: Final = 990
 
 
 def named_run(name: str, *, fallback: str) -> str:
-    """Return STAGESCOPE_RUN, else `name`, as a valid run name; `fallback` where nothing is left."""
-    return run_name(os.environ.get("STAGESCOPE_RUN") or name, fallback=fallback)
+    """Return STAGESCOPE_RUN, else `name`, else `fallback`: a text, which `init` normalises."""
+    return os.environ.get("STAGESCOPE_RUN") or name or fallback
 
 
 def lookup(node: Any, *path: str) -> Any:

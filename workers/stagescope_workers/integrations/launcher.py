@@ -40,7 +40,7 @@ def run(run: str | None, attempt: str | None, command: tuple[str, ...]) -> NoRet
     (`python -m stagescope_workers.integrations` lists them); everything else just runs.
     """
     if run is not None:
-        run = run_name(run)
+        run_name(run)  # says here, before everything else, how it is stored
     click.echo(f"stagescope run: {service_line()}", err=True)
     key = attempt or attempt_key(command, os.environ)
     added = environment(os.environ, run=run, attempt_key=key)
@@ -82,7 +82,7 @@ def attempt_key(command: Sequence[str], environ: Mapping[str, str]) -> str | Non
     """Return a key for this start, None where another launcher has a part in it on other nodes.
 
     A job of Slurm has one key on every node. Without a key the service finds out which processes
-    belong together: see docs/attach.md.
+    belong together: see docs/ranks-and-attempts.md.
     """
     if environ.get("STAGESCOPE_ATTEMPT"):
         return environ["STAGESCOPE_ATTEMPT"]

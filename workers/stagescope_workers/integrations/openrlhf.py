@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from stagescope_workers.integrations import weights
+from stagescope_workers.integrations import canary, openrlhf_canary, weights
 from stagescope_workers.integrations.configuration import (
     lookup,
     named_run,
@@ -47,6 +47,8 @@ from stagescope_workers.probe.stage import Stage
 
 if TYPE_CHECKING:
     import torch
+
+    from stagescope_workers.canary.after_syncs import WeightCanary
 
 
 _ACTOR: Final = "openrlhf.trainer.ray.ppo_actor"
@@ -93,6 +95,7 @@ class Training:
     minibatch: int = -1
     probe: Probe | None = None
     data_rank: int = 0
+    canary: WeightCanary | None = None
 
     def step(self, arguments: object) -> int:
         """Return the global step that is being trained, or was last."""
@@ -103,8 +106,8 @@ class Training:
 
 _resumed: Final[weakref.WeakKeyDictionary[object, int]] = weakref.WeakKeyDictionary()
 """Strategy -> the global step of the actor's checkpoint that it loaded."""
-_probes: Final[weakref.WeakKeyDictionary[object, Probe]] = weakref.WeakKeyDictionary()
-"""Strategy -> the probe of the actor's trainer that uses it."""
+_trainings: Final[weakref.WeakKeyDictionary[object, Training]] = weakref.WeakKeyDictionary()
+"""Strategy -> the reports of the actor's trainer that uses it, once there is a probe."""
 
 
 @one_a_trainer
@@ -135,7 +138,7 @@ def probe_of(trainer: Trainer) -> Probe:
             settings={**statistics_settings(arguments), "openrlhf": settings(arguments)},
             resumed_from_step=found.resumed or None,
         )
-        _probes[trainer.strategy] = found.probe
+        _trainings[trainer.strategy] = found
     return found.probe
 
 
@@ -283,9 +286,13 @@ def wrap_save(
 
     Ray ends the ranks right after it, with what they have not sent yet.
     """
-    probe = _probes.get(strategy)
-    if probe is not None and output_dir == lookup(strategy.args, "ckpt", "output_dir"):
-        finish(FINISH_SECONDS, run=probe.run)
+    found = _trainings.get(strategy)
+    if found is None or found.probe is None:
+        return
+    if output_dir == lookup(strategy.args, "ckpt", "output_dir"):
+        if found.canary is not None:
+            found.canary.before_sync("the training ended")
+        finish(FINISH_SECONDS, run=found.probe.run)
 
 
 @wrapper
@@ -397,11 +404,25 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def wrap_broadcast(function: Function) -> Function:
+    """Wrap `broadcast_to_vllm`: `weight_sync` of the step that was trained last, and its canary."""
+    return _with_canary(_in_sync(function))
+
+
 @staged("weight_sync")
-def wrap_broadcast(trainer: Trainer, *args: object, **kwargs: object) -> Stage | None:
-    """Wrap `broadcast_to_vllm`: `weight_sync` of the step that was trained last."""
+def _in_sync(trainer: Trainer, *args: object, **kwargs: object) -> Stage | None:
     found = training(trainer)
     # Before the first step the weights of a checkpoint are sent.
     if not found.calls or found.probe is None:
         return None
     return found.probe.stage("weight_sync", step=found.step(trainer.args))
+
+
+@wrapper
+def _with_canary(function: Function, trainer: Trainer, *args: object, **kwargs: object) -> object:
+    found = None if canary.every() is None else training(trainer)
+    if found is None or not found.calls or found.probe is None:
+        return function(trainer, *args, **kwargs)
+    step = found.step(trainer.args)
+    with openrlhf_canary.around(found, trainer, found.probe, step):
+        return function(trainer, *args, **kwargs)

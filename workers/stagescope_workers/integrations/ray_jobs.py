@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope_wire import proxies
+from stagescope_workers.integrations import canary
 from stagescope_workers.integrations.patches import Function, Patch, guarded, wrapper
 from stagescope_workers.integrations.registry import VARIABLE, environment
 
@@ -20,7 +21,8 @@ _PATHS: Final = ("STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE", "STAGESCOPE_DATA_DI
 # No token, and no proxy with a password: Ray shows a job's variables to everybody with access to
 # the job. The path of a token file is not a secret, and each process reads the file.
 PASSED_VARIABLES: Final = (
-    VARIABLE, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", proxies.VARIABLE, *_PATHS
+    VARIABLE, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", canary.VARIABLE,
+    proxies.VARIABLE, *_PATHS,
 )  # fmt: skip
 _JOB_VARIABLE: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Set in a driver that `ray job submit` started: JSON with the job's runtime environment."""

@@ -35,7 +35,7 @@ class Integration:
         package: Its top-level package, whose first import installs the patches.
         module: Ours; `patches()` of it returns the list of patches.
         distribution: Its name for `pip install`, to find its version.
-        tried: The versions that were tried; docs/trainers.md tells how. None: not a trainer.
+        tried: The versions that were tried; docs/how-it-is-tested.md tells how. None: no trainer.
         attaches_itself: It loads its patches by an entry point, also without the launcher.
         states_version: Whether `__version__` of the package is the version of its distribution.
     """

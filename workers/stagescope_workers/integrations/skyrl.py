@@ -12,6 +12,7 @@ the rollout's log-probs skip the trainer's pass: such a step is not measured, an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import weakref
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from stagescope_workers.integrations import weights
+from stagescope_workers.integrations import canary, skyrl_canary, weights
 from stagescope_workers.integrations.configuration import (
     lookup,
     named_run,
@@ -51,6 +52,8 @@ from stagescope_workers.probe.stage import Stage
 
 if TYPE_CHECKING:
     import torch
+
+    from stagescope_workers.canary.after_syncs import WeightCanary
 
 _MODULE: Final = "skyrl.train.trainer"
 _ASYNC: Final = "skyrl.train.fully_async_trainer"
@@ -88,6 +91,8 @@ def patches() -> list[Patch]:
         Patch(_ASYNC, "FullyAsyncRayPPOTrainer.train", wrap_train, purpose, since="0.3"),
         Patch(_DISPATCH, "WorkerDispatch.save_weights_for_sampler", wrap_weight_sync,
               "weight_sync", since="0.3"),
+        Patch(skyrl_canary.CLIENT_MODULE, "RemoteInferenceClient.sleep", wrap_sleep,
+              "the end of a canary before the servers sleep", since="0.3"),
     ]  # fmt: skip
 
 
@@ -113,6 +118,7 @@ class Training(ReportedTraining):
         """The global step of the checkpoint, if the callback received it."""
         self.ids: dict[str, object] = {}
         """The ids of the batch that is trained; SkyRL removes them from it before the update."""
+        self.canary: WeightCanary | None = None
 
     @property
     def step(self) -> int:
@@ -143,6 +149,18 @@ class Training(ReportedTraining):
         """Return a stage of the step that is worked on."""
         self._last = step = self.step
         return self.probe.stage(name, step=step, policy_version=step - 1)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the batch of the step was recorded, as it is before the update."""
+        return self.recorded > 0 and self.recorded == self.step
+
+    def close(self, error: BaseException | None) -> None:
+        """Send what waits: the training is over, or ends with `error`."""
+        found, self.canary = self.canary, None
+        if found is not None:
+            found.before_sync("the training ended")
+        super().close(error)
 
 
 training: Final = one_a_trainer(Training)
@@ -324,12 +342,40 @@ def wrap_eval(trainer: Trainer, *args: object, **kwargs: object) -> Stage | None
     return _last_stage(trainer, "evaluate")
 
 
+def wrap_weight_sync(function: Function) -> Function:
+    """Wrap the dispatch's `save_weights_for_sampler`, a coroutine: the stage, and its canary."""
+    return _with_canary(_in_sync(function))
+
+
 @staged("weight_sync")
-def wrap_weight_sync(dispatch: object, *args: object, **kwargs: object) -> Stage | None:
-    """Wrap the dispatch's `save_weights_for_sampler`, a coroutine."""
-    reference = _trainers.get(dispatch)
-    trainer = None if reference is None else reference()
+def _in_sync(dispatch: object, *args: object, **kwargs: object) -> Stage | None:
+    trainer = _trainer_of(dispatch)
     return None if trainer is None else _last_stage(trainer, "weight_sync")
+
+
+@wrapper
+async def _with_canary(
+    function: Function, dispatch: object, *args: object, **kwargs: object
+) -> object:
+    trainer = None if canary.every() is None else _trainer_of(dispatch)
+    with contextlib.nullcontext() if trainer is None else skyrl_canary.around(training(trainer)):
+        return await function(dispatch, *args, **kwargs)
+
+
+def _trainer_of(dispatch: object) -> Trainer | None:
+    reference = _trainers.get(dispatch)
+    return None if reference is None else reference()
+
+
+@wrapper
+async def wrap_sleep(function: Function, client: object, *args: object, **kwargs: object) -> object:
+    """Wrap the client's `sleep`, a coroutine: no canary's request waits at a sleeping server."""
+    if canary.every() is not None:
+        with guarded("the canary"):
+            found = [training(each) for each in map(_trainer_of, [*_trainers]) if each is not None]
+            own = [each for each in found if each.trainer.inference_engine_client is client]
+            await skyrl_canary.drop(each.canary for each in own)
+    return await function(client, *args, **kwargs)
 
 
 @staged("save_checkpoint")
@@ -352,7 +398,7 @@ def _last_stage(trainer: Trainer, name: str) -> Stage | None:
     saves its last weights after it has increased its step. Both belong to no step.
     """
     found = training(trainer)
-    return found.stage(name) if found.recorded and found.recorded == found.step else None
+    return found.stage(name) if found.is_trained else None
 
 
 @wrapper

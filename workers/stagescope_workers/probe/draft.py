@@ -255,6 +255,8 @@ def _wrong_shapes(specs: Mapping[str, Spec]) -> Iterator[InvalidTensor]:
     packed = "cu_seqlens" in specs
     for name in names:
         spec = specs[name]
+        if name == "responses" and expected.rows is None and spec.rows == expected.shape[0]:
+            continue  # lists of token ids: the service pads them as the mask is
         if spec.shape != expected.shape or (spec.rows != expected.rows and not packed):
             yield InvalidTensor(
                 f"{name} is {_form(spec)} and {reference} is {_form(expected)}",

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from stagescope_wire.links import page_of_run
 from stagescope_wire.schema import HELLO, Sender
 from stagescope_workers.probe import identity
 from stagescope_workers.probe.draft import plain
@@ -97,6 +98,23 @@ def _has_all(count: str | None, world_size: int | None) -> bool:
 
 
 _log = logging.getLogger("stagescope.workers")
+_announced: set[tuple[int, str, str, int]] = set()
+"""Process id, run, role and rank of which was logged that they are connected."""
+
+
+def log_visibly(log: logging.Logger, text: str) -> None:
+    """Log a line at level INFO, also where only warnings are logged, as by default.
+
+    It stays away where a level above INFO was set for `log`, for the loggers of stagescope, or by
+    `logging.disable`. Without any handler it goes to stderr.
+    """
+    levels = (logging.getLogger(name).level for name in ("stagescope", log.name))
+    if max(logging.root.manager.disable, *levels) > logging.INFO:
+        return
+    if log.hasHandlers():
+        log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None))
+    elif sys.stderr is not None:
+        sys.stderr.write(f"stagescope: {text}\n")
 
 
 class Handshake:
@@ -179,7 +197,19 @@ class Handshake:
             clock_offset=None if best is None else best.offset,
             clock_error=None if best is None else best.error,
             plan_revision=plan_revision,
+            display_name=self._options.display_name,
         ).wire()
+
+    def announce(self, address: str, page: str | None) -> None:
+        """Log, once for each rank of the process, that it is connected, and where its page is."""
+        options = self._options
+        text = f"run {options.run}, {options.role} {options.rank}: connected to {address}"
+        if page is not None:
+            text += f"; its page: {page_of_run(page, options.run)}"
+        who = (os.getpid(), options.run, options.role, options.rank)
+        if who not in _announced:
+            _announced.add(who)
+            log_visibly(_log, text) if options.rank == 0 else _log.debug(text)
 
     def warn_unconnected(self, problem: str) -> None:
         """Log once per process that nothing is reported; `problem` is the last call's, if any."""

@@ -80,8 +80,9 @@ def init(
     further pass of that step, and a finding reports it.
 
     Args:
-        run: the experiment's name, 1 to 100 of `A-Z a-z 0-9 . _ -`. In another one other
-            characters become `-`, which is logged: `qwen3/grpo` is the run `qwen3-grpo`.
+        run: the experiment's name, any text. People see it as it is given. If it is not 1 to 100 of
+            `A-Z a-z 0-9 . _ -`, it is stored under another name, which is logged once:
+            `qwen3/grpo` as `qwen3-grpo-9bf7109e`.
         role: actor, ref, critic, reward_model or rollout, or a role of your own.
         rank: in the role; the variable RANK, else 0, where not given.
         world_size: number of ranks of the role; the variable WORLD_SIZE where not given.
@@ -286,7 +287,7 @@ def _drain(link: ServiceLink, run: str | None, timeout: float, key: str | None) 
             "finish: the service will never have everything of %s (%s)%s",
             name,
             ", ".join(map(str, lost)),
-            "" if run is None else f": `stagescope losses --run {run}` says why",
+            "" if run is None else f": `stagescope lost --run {run}` says why",
         )
     return bool(answer.get("drained", True)) and not lost
 

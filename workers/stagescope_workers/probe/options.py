@@ -12,10 +12,10 @@ from typing import Any, Final
 from stagescope_wire.discovery import NAMESPACE
 from stagescope_wire.errors import InvalidInput, StagescopeError
 from stagescope_wire.keep import validate_keep
-from stagescope_wire.names import closest_field, run_name
+from stagescope_wire.names import closest_field, display_name, normal_run_name, run_name
 from stagescope_wire.nonfinite import JsonObject, valid_text
 from stagescope_wire.plan import KeepSpec
-from stagescope_wire.schema import ROLES, STEP_BOUND, check_attempt_key, check_role, check_run_name
+from stagescope_wire.schema import ROLES, STEP_BOUND, check_attempt_key, check_role
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.probe.watchdog import DEFAULT_SECONDS
 from stagescope_workers.transport.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
@@ -51,6 +51,8 @@ class ProbeOptions:
     device_events: bool = False
     watchdog: float = DEFAULT_SECONDS
     namespace: str = NAMESPACE
+    display_name: str | None = None
+    """The run's name as it was given; None if `run` is the same text."""
     is_single: bool = False
     """Whether neither an argument nor a variable names other ranks of the role."""
     problems: tuple[StagescopeError, ...] = ()
@@ -75,8 +77,7 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
     Raises:
         InvalidInput: an impossible name or number.
     """
-    named = check_run_name if arguments.get("strict") else run_name
-    options = {**arguments, "run": named(arguments["run"])}
+    options = {**arguments, **_named(arguments["run"])}
     for name, variable in _VARIABLES.items():
         if options.get(name) is None or options[name] == "":
             options[name] = os.environ.get(variable) or None
@@ -90,6 +91,8 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
     options["role"] = check_role(options.get("role", "actor"))
     if options["rank"] < 0:
         raise InvalidInput(f"rank is {options['rank']!r}", expected="a rank from 0")
+    if options["rank"] == 0:  # one rank says how the name is stored
+        run_name(arguments["run"])
     if options.get("attempt_key") is not None:
         key = options["attempt_key"]  # a variable may hold bytes that are not UTF-8
         options["attempt_key"] = check_attempt_key(valid_text(key) if isinstance(key, str) else key)
@@ -98,6 +101,12 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
         options[name] = dict(options.get(name) or {})
     problems = tuple(_replaced(options))
     return ProbeOptions(**options, is_single=is_single, problems=problems)
+
+
+def _named(given: object) -> dict[str, object]:
+    """Return the fields of a run's name that is any text."""
+    run = normal_run_name(given)
+    return {"run": run, "display_name": None if run == given else display_name(str(given))}
 
 
 def _replaced(options: dict[str, Any]) -> Iterator[StagescopeError]:

@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
@@ -26,9 +26,8 @@ from stagescope_workers.probe.numbering import (
 )
 from stagescope_workers.probe.options import ProbeOptions, index, step_index
 from stagescope_workers.probe.rank_plan import read_plan
-from stagescope_workers.probe.reporter import Reporter
 from stagescope_workers.probe.stage import Stage, error_fields, log_scalars
-from stagescope_workers.probe.weights import NamedTensors, Names, WeightsInfo, record_weights
+from stagescope_workers.probe.weight_reports import WeightReporter
 from stagescope_workers.transport.calls import ServiceLink
 from stagescope_workers.transport.outbox import Outbox
 from stagescope_workers.transport.sender import EventSender, SenderHooks
@@ -43,7 +42,7 @@ RESTART_SECONDS: Final = 60.0
 twenty times more to do than it has cores."""
 
 
-class Probe(Reporter):
+class Probe(WeightReporter):
     """Reports stages, tensors and scalars of one rank; made by `stagescope_workers.init`.
 
     Every method returns at once. None raises, unless `strict`; an invalid call is logged once for
@@ -93,6 +92,7 @@ class Probe(Reporter):
                 prepare=self._handshake.fill_hello,
                 on_requests=self.stage_tracker.answer_requests,
                 feed_watchdog=self.stage_tracker.feed_watchdog,
+                on_connected=self._handshake.announce,
                 on_unconnected=self._handshake.warn_unconnected,
             ),
             plan=self.plan,
@@ -286,47 +286,6 @@ class Probe(Reporter):
         """
         return not self.is_inert and self.is_kept(name, stage, step)
 
-    def record_weights(
-        self,
-        named_tensors: NamedTensors,
-        *,
-        version: int,
-        side: str,
-        step: int | None = None,
-        kind: str = "exchanged",
-        names: Names = None,
-        replicated: Sequence[str] | bool = (),
-    ) -> None:
-        """Report a bit-exact checksum of each weight, to compare it with other ranks.
-
-        The checksums are computed in the calling thread (on a device: queued on its current
-        stream), so they belong to the current weights. No tensor is kept.
-
-        Args:
-            named_tensors: name -> tensor, or pairs, which a generator may yield one by one. Torch
-                tensors (of a DTensor the local shard) or numpy arrays, of any dtype and strides.
-            version: the policy version of these weights; it joins both sides.
-            side: "trainer" or "rollout".
-            step: the trainer's step, where it is known.
-            kind: "exchanged", as they were sent or received, before an engine fuses or quantises
-                them; "held", as they are stored in the process. Only equal kinds are compared.
-            names: how to rename the weights: {pattern: replacement} (regular expressions, applied
-                in order), or a function.
-            replicated: patterns of (the new) names that every rank of this side holds a copy of,
-                or True for all. For DTensors and Megatron-LM's parameters this is detected. Other
-                tensors are compared only with ranks that differ in `dp_rank` alone.
-        """
-        if self.is_inert:
-            return
-        with self.guard("record_weights", None):
-            record_weights(
-                self,
-                named_tensors,
-                WeightsInfo(version, side, step, kind),
-                names=names,
-                replicated=replicated,
-            )
-
     def end_step(self, step: int) -> None:
         """Report that this step is over, so that it closes without waiting for the next."""
         if self.is_inert:
@@ -369,7 +328,7 @@ class Probe(Reporter):
         self._arrived = is_received and not missing
         if missing:
             _log.warning(
-                "not everything of run %s arrived (%s): `stagescope losses --run %s` and "
+                "not everything of run %s arrived (%s): `stagescope lost --run %s` and "
                 "`stagescope findings --run %s` say why",
                 self.run,
                 ", ".join(f"{what}: {number}" for what, number in sorted(missing.items())),

@@ -50,6 +50,8 @@ class ServiceAnswer(TypedDict, total=False):
     poll_seconds: float
     attempt_key: str
     """The key of this process's attempt, where the process has none."""
+    page: str
+    """Address at which people open the page."""
 
 
 class Call:
@@ -78,6 +80,11 @@ class ServiceLink(Protocol):
     def address(self) -> str:
         """A description of the address."""
         return self._address
+
+    @property
+    def page(self) -> str | None:
+        """The address at which the page opens, where the link knows it; the answer's goes first."""
+        return None
 
     @property
     def is_open(self) -> bool:

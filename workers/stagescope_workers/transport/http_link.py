@@ -103,6 +103,11 @@ class HttpLink(ServiceLink):
         """The link itself until `close`, and each running call."""
         self._is_closed = False
 
+    @property
+    def page(self) -> str:
+        """The URL of the API: the page opens there, too."""
+        return self._url
+
     def record(self, sender: Wire, events: list[Wire], payloads: Payloads) -> Future[Reply]:
         """Send a batch to `POST /events`."""
         packed = cast("dict[int, WirePayload]", payloads)

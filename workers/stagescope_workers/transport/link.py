@@ -394,7 +394,8 @@ def warn_unconnected(name: str, url: str | None, namespace: str, problem: str = 
     _log.warning(
         "%s: nothing is reported, for %s; looked for: %s. Set "
         "STAGESCOPE_URL and STAGESCOPE_TOKEN_FILE, or join the service's Ray cluster (`stagescope "
-        "serve` prints how). The search continues until the process ends",
+        "serve` prints how; ray.init with its address needs RAY_AUTH_MODE=token). The search "
+        "continues until the process ends",
         name,
         problem or "no service has answered",
         describe_search(url, namespace),

@@ -62,6 +62,8 @@ class SenderHooks(NamedTuple):
     """Called with the service's requests in a poll's answer."""
     feed_watchdog: Callable[[], float]
     """Called regularly once a service was reached; returns the seconds until the next call."""
+    on_connected: Callable[[str, str | None], None]
+    """Called once, at the first answer to a poll: the link's address, and the page's."""
     on_unconnected: Callable[[str], None]
     """Called once, with the last error, where no service answered for `UNCONNECTED_SECONDS`."""
 
@@ -110,6 +112,7 @@ class EventSender:
         self.link: ServiceLink | None = None
         """The open link to the service; None while there is none."""
         self._is_new_link = True
+        self._is_announced = False
         self._batches_after = 0.0
         """When the first batch may be sent, if no answer has given the service's clock yet."""
         self._batch_limit = BATCH_EVENTS
@@ -413,6 +416,9 @@ class EventSender:
             return
         # A service that answers at once must not be polled in a tight loop.
         self._polls.until = time.monotonic() + _MIN_POLL_INTERVAL
+        if not self._is_announced:
+            self._is_announced = True
+            self._hooks.on_connected(call.link.address, answer.get("page") or call.link.page)
         if requests := answer.get("requests"):
             self._hooks.on_requests(requests)
         seconds = answer.get("poll_seconds")

@@ -36,6 +36,8 @@ from stagescope_workers.probe.stage import Stage
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from stagescope_workers.canary.after_syncs import WeightCanary
+
 _DYNAMIC: Final = ("loglinear",)
 """Methods whose proximal log-probs are approximated, so their clipping is not known here."""
 _OTHER_LOSSES: Final = ("use_sapo_loss", "use_cispo_loss")
@@ -58,6 +60,7 @@ class Rank:
         self.update: Update | None = None
         self.streams_of: int | None = None
         """The step whose streams were recorded before its update."""
+        self.canary: WeightCanary | None = None
 
     @property
     def owner(self) -> Owner:

@@ -14,10 +14,11 @@ import inspect
 import os
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from stagescope_wire.errors import StagescopeError
 from stagescope_wire.nonfinite import Json
+from stagescope_workers.integrations import canary
 from stagescope_workers.integrations.areal import ranks, rows
 from stagescope_workers.integrations.configuration import lookup, plain_leaves
 from stagescope_workers.integrations.patches import Function, before, guarded, wrapper
@@ -29,6 +30,9 @@ from stagescope_workers.integrations.training import (
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    from stagescope_workers.canary.after_syncs import WeightCanary
 
 _STAGES: Final = {
     "train.rollout": "rollout_generate",
@@ -49,7 +53,10 @@ _OF_RANKS: Final = (
     "train.ppo_update", "train.critic_ppo_update",
 )  # fmt: skip
 """Scopes that the models of a rank report themselves."""
+_SYNC: Final = "train.update_weights"
 _WEIGHTS: Final = (".update_weights_from_distributed", ".update_weights_from_disk")
+_SENDERS: Final = ("fsdp_engine", "megatron_engine", "archon_engine")
+"""First parts of the scopes of weights that every rank enters."""
 _OPTIMIZER: Final = "_engine.step"
 _SPMD: Final = "AREAL_SPMD_MODE"
 _COUNT: Final = "__count"
@@ -61,7 +68,7 @@ def is_rank() -> bool:
 
 
 Trainer: TypeAlias = Any
-"""Attributes read from AReaL's `PPOTrainer`: config."""
+"""Attributes read from AReaL's `PPOTrainer`: config; for a canary: tokenizer, rollout."""
 
 
 class Training(ReportedTraining):
@@ -72,6 +79,7 @@ class Training(ReportedTraining):
         self.step: int | None = None
         self.rows = 0
         """How many samples the step's batch has, of all ranks; 0: not known."""
+        self._canary: tuple[Probe, WeightCanary | None] | None = None
 
     @property
     def last_step(self) -> int | None:
@@ -107,6 +115,23 @@ class Training(ReportedTraining):
         if is_rank() and name in _OF_RANKS:
             return None
         return probe.stage(_STAGES[name], step=step, policy_version=step)
+
+    def find_canary(self) -> WeightCanary | None:
+        """Return the canary that asks the servers; None where this process has none."""
+        if not self.writes_log:
+            return None
+        if self._canary is None or self._canary[0] is not self.probe:
+            from stagescope_workers.integrations.areal.canary import of_servers
+
+            self._canary = (self.probe, of_servers(self.trainer, self.probe))
+        return self._canary[1]
+
+    def ask_canary(self, found: WeightCanary) -> None:
+        """Ask the servers, which have the weights of the step's update."""
+        from stagescope_workers.integrations.areal.canary import ask
+
+        if self.step is not None:
+            ask(found, self.trainer.config, self.step)
 
     def want_step(self) -> None:
         """Request the step's numbers from the service: all of its streams were recorded."""
@@ -168,6 +193,7 @@ class _Scope(contextlib.AbstractContextManager[object]):
         self._name = name
         self._arguments = arguments
         self._stage: Stage | None = None
+        self._sync = contextlib.ExitStack()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._scope, name)
@@ -177,6 +203,9 @@ class _Scope(contextlib.AbstractContextManager[object]):
             self._stage = self._find_stage()
             if self._stage is not None:
                 self._stage.begin()
+        if self._name == _SYNC and _current is not None and canary.every() is not None:
+            around = canary.around_sync(_current.find_canary, after=_current.ask_canary)
+            self._sync.enter_context(around)
         return self._scope.__enter__()
 
     def __exit__(
@@ -188,6 +217,7 @@ class _Scope(contextlib.AbstractContextManager[object]):
         try:
             return self._scope.__exit__(kind, error, trace)
         finally:
+            self._sync.__exit__(kind, error, trace)
             with guarded("the end of a scope"):
                 if self._stage is not None:
                     self._stage.end(error)
@@ -198,6 +228,10 @@ class _Scope(contextlib.AbstractContextManager[object]):
 
     def _find_stage(self) -> Stage | None:
         if self._name.endswith(_WEIGHTS):
+            if canary.every() is not None and self._name.partition(".")[0] in _SENDERS:
+                from stagescope_workers.integrations.areal.canary import score
+
+                score()
             return ranks.weight_sync()
         step = (self._arguments or {}).get("global_step")
         if self._name not in _STAGES or _current is None or step is None:

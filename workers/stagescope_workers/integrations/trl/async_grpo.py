@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from stagescope_workers.integrations import canary
 from stagescope_workers.integrations.configuration import sampling
 from stagescope_workers.integrations.patches import (
     Function,
@@ -35,6 +36,8 @@ from stagescope_workers.probe.stage import Stage
 if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
+
+    from stagescope_workers.canary.after_syncs import WeightCanary
 
 _MODULE: Final = "trl.experimental.async_grpo.async_grpo_trainer"
 _SAMPLES: Final = "stagescope_samples"
@@ -71,7 +74,8 @@ Dataset: TypeAlias = Any
 """Attributes read from `RolloutQueueDataset`, and added to it: queue (get), model_version_fn,
 stagescope_syncs."""
 Trainer: TypeAlias = Any
-"""Attributes read from `AsyncGRPOTrainer`: rollout_worker, _rollout_dataset."""
+"""Attributes read from `AsyncGRPOTrainer`: rollout_worker, _rollout_dataset, accelerator, args
+(vllm_server_base_url), model_version, _lora_sync, _lora_name."""
 
 
 class Training(TrlTraining):
@@ -92,6 +96,21 @@ class Training(TrlTraining):
     def policy_version(self) -> int:
         """The version of the weights, which only the main process's trainer knows."""
         return self.offset + self.syncs
+
+    @property
+    def server_url(self) -> str | None:
+        """The URL of its vLLM server, which the main process asks."""
+        trainer = self.trainer
+        is_main = trainer.accelerator.is_main_process
+        return str(trainer.args.vllm_server_base_url) if is_main else None
+
+    def ask_canary(self, found: WeightCanary) -> None:
+        """Ask the engine alone: the trainer's attention accepts nothing but TRL's packed trees."""
+        trainer = self.trainer
+        adapter = None  # where TRL sends adapters instead of weights, each version has its own
+        if getattr(trainer, "_lora_sync", False):
+            adapter = f"{trainer._lora_name}-v{trainer.model_version}"
+        found.after_sync(self.policy_version, self.last_step, adapter=adapter)
 
     def want(self, step: int, rows: int | None = None) -> None:
         """Request the step's numbers; how many completions other processes have is not known."""
@@ -167,8 +186,15 @@ def _named(
 
 
 def wrap_sync(function: Function) -> Function:
-    """Wrap `_sync_weight`: `weight_sync` of the step that was trained last."""
-    return _counted(_in_sync(function))
+    """Wrap `_sync_weight`: `weight_sync` of the step that was trained last, and its canary."""
+    return _with_canary(_counted(_in_sync(function)))
+
+
+@wrapper
+def _with_canary(function: Function, trainer: Trainer, *args: object, **kwargs: object) -> object:
+    found = training(trainer)
+    with canary.around_sync(found.find_canary, after=found.ask_canary):
+        return function(trainer, *args, **kwargs)
 
 
 @staged("weight_sync")

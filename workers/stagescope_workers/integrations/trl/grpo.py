@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from stagescope_workers.integrations import weights
+from stagescope_workers.integrations import canary, weights
 from stagescope_workers.integrations.configuration import sampling
 from stagescope_workers.integrations.patches import (
     Function,
@@ -36,6 +37,8 @@ from stagescope_workers.probe.stage import Stage
 
 if TYPE_CHECKING:
     import torch
+
+    from stagescope_workers.canary.after_syncs import WeightCanary
 
 _MODULE: Final = "trl.trainer.grpo_trainer"
 _ROWS: Final = "stagescope_rows"
@@ -69,7 +72,8 @@ def patches() -> list[Patch]:
 Trainer: TypeAlias = Any
 """Attributes read from `GRPOTrainer`: ref_model, rollout_func, use_vllm,
 vllm_importance_sampling_correction, num_generations, num_iterations, beta, loss_type,
-importance_sampling_level, reward_weights, args."""
+importance_sampling_level, reward_weights, args, vllm_generation (mode, sync_weights, vllm_client),
+processing_class, temperature."""
 
 
 @dataclasses.dataclass
@@ -131,6 +135,32 @@ class Training(TrlTraining):
         self._batches = (self.step, number + 1)
         self.generating = _GenerationBatch(self.step, number)
         return self.generating
+
+    def attach_canary(self) -> None:
+        """Have a vLLM server asked after each sync; an engine in this process is not asked."""
+        generation: Any = getattr(self.trainer, "vllm_generation", None)
+        if generation is not None and generation.mode == "server":
+            generation.sync_weights = self._with_canary(generation.sync_weights)
+
+    def _with_canary(self, sync: Function) -> Function:
+        @functools.wraps(sync)
+        def run(*args: object, **kwargs: object) -> object:
+            with canary.around_sync(self.find_canary, after=self._ask_canary):
+                return sync(*args, **kwargs)
+
+        return run
+
+    def _ask_canary(self, found: WeightCanary) -> None:
+        """Ask the engine, and score on every rank: TRL syncs on all of them at the same place."""
+        version, step = self.policy_version, self.step
+        found.after_sync(version, step)
+        found.score(version, self.trainer.model, step)
+
+    @property
+    def server_url(self) -> str | None:
+        """The URL of its vLLM server; the main process alone has a client."""
+        client = getattr(self.trainer.vllm_generation, "vllm_client", None)
+        return None if client is None else str(client.base_url)
 
     def want(self, step: int, rows: int | None = None) -> None:
         """Request the step's numbers: complete with the samples of all processes."""

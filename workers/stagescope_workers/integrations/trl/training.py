@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from stagescope_workers.integrations import canary
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.patches import Function, Patch, ending, guarded, wrapper
 from stagescope_workers.integrations.training import (
@@ -29,6 +30,8 @@ from stagescope_workers.probe.stage import Stage
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from stagescope_workers.canary.after_syncs import WeightCanary
+
 _LAST_LINE: Final = "train_runtime"
 """A key that Hugging Face's trainer logs once, when the training is over."""
 _TRACKERS: Final = frozenset(
@@ -41,7 +44,8 @@ _MAY_BE_NAN: Final = "rewards/"
 
 Trainer: TypeAlias = Any
 """Attributes read from both of TRL's GRPO trainers: state, control, callback_handler, accelerator,
-model, train, epsilon_low, epsilon_high, _metrics, args (output_dir, to_dict)."""
+model, train, epsilon_low, epsilon_high, _metrics, args (output_dir, to_dict), processing_class,
+temperature."""
 
 
 class TrlTraining(ReportedTraining):
@@ -53,6 +57,7 @@ class TrlTraining(ReportedTraining):
         self._unlogged: dict[int, None] = {}  # an ordered set: steps whose numbers may still come
         self.update: Stage | None = None
         """`actor_update`, from the loss of a micro-batch until its backward pass is done."""
+        self._canary: tuple[Probe, WeightCanary] | None = None
 
     @abc.abstractmethod
     def statistics_settings(self) -> dict[str, object]:
@@ -106,6 +111,31 @@ class TrlTraining(ReportedTraining):
             },
             resumed_from_step=self.last_step,
         )
+
+    def attach_canary(self) -> None:
+        """Have a canary asked after each weight sync, where no patch does it."""
+
+    @property
+    def server_url(self) -> str | None:
+        """The URL of the engine's server; None in processes that do not ask it."""
+        return None
+
+    def find_canary(self) -> WeightCanary | None:
+        """Return the training's canary; None where none is wanted."""
+        every = canary.every()
+        if every is None:
+            return None
+        probe, found = self.probe, self._canary
+        if found is None or found[0] is not probe:
+            tokenizer = self.trainer.processing_class
+            made = probe.canary(
+                engine=self.server_url,
+                tokenizer=getattr(tokenizer, "tokenizer", tokenizer),
+                temperature=float(self.trainer.temperature),
+                every=every,
+            )
+            found = self._canary = (probe, made)
+        return found[1]
 
     def stage(self, name: str, **part: int) -> Stage:
         """Return a stage of the step that is being trained."""
@@ -217,6 +247,9 @@ def _init(
     function(trainer, *args, **kwargs)
     with guarded("waiting for receipts at the end of a training"):
         trainer.train = _wrap_train(find, trainer)
+    with guarded("the canary"):
+        if canary.every() is not None:
+            find(trainer).attach_canary()
 
 
 def _wrap_train(find: Find, trainer: Trainer) -> Function:

@@ -26,7 +26,7 @@ _ROLE_PROFILERS: Final = (
 
 
 def run_name(config: object) -> str:
-    """Return STAGESCOPE_RUN, else `{project_name}.{experiment_name}` as a valid run name."""
+    """Return STAGESCOPE_RUN, else `{project_name}.{experiment_name}`."""
     names = [lookup(config, "trainer", name) for name in ("project_name", "experiment_name")]
     return named_run(".".join(str(part) for part in names if part), fallback="verl")
 

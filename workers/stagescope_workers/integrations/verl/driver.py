@@ -12,6 +12,7 @@ from typing import Any, Final
 from stagescope_wire import versions
 from stagescope_wire.nonfinite import Json
 from stagescope_workers.capture.verl_blocks import otherwise_in_verl
+from stagescope_workers.integrations import canary
 from stagescope_workers.integrations.configuration import attempt_key, lookup
 from stagescope_workers.integrations.patches import guarded
 from stagescope_workers.integrations.verl import batches, configuration, processes, ranks
@@ -207,6 +208,13 @@ class Driver:
             wrap_manager(self.trainer, stage, *given)
             if self._trains():
                 connect_workers(self.trainer, *given)
+
+    def attach_canary(self) -> None:
+        """Have the servers and the ranks score a canary with each weight sync, where wanted."""
+        if canary.every() is not None and self._trains():
+            from stagescope_workers.integrations.verl.canary import attach
+
+            attach(self.trainer, self._probe(self._base_context, "driver"))
 
     def close(self, error: BaseException | None) -> None:
         """Send everything that waits: training is over, or ends with `error`."""

@@ -8,6 +8,7 @@ import os
 from typing import Any, Final
 
 from stagescope_wire import proxies
+from stagescope_workers.integrations import canary
 from stagescope_workers.integrations.patches import after
 from stagescope_workers.integrations.ray_jobs import passed
 
@@ -59,8 +60,8 @@ def wants_float32() -> bool:
 
 
 PASSED_VARIABLES: Final = (
-    VARIABLE, FLOAT32, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL", proxies.VARIABLE,
-    "STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE",
+    VARIABLE, FLOAT32, canary.VARIABLE, "STAGESCOPE_RUN", "STAGESCOPE_ATTEMPT", "STAGESCOPE_URL",
+    proxies.VARIABLE, "STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE",
 )  # fmt: skip
 """No token; see `ray_jobs`."""
 

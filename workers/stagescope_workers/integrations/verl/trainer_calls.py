@@ -215,6 +215,8 @@ def _closing(trainer: object, *given: object) -> Iterator[None]:
         get_driver(trainer).prepare()
     with guarded("the rollout's stage"):
         get_driver(trainer).wrap_rollout(*given)
+    with guarded("the canary"):
+        get_driver(trainer).attach_canary()
     with ending("closing the probes", lambda error: get_driver(trainer).close(error)):
         yield
 
