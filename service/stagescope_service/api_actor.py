@@ -204,6 +204,7 @@ class ApiActor:
                 try:
                     self._server = self._serve()
                     self._problem = ""
+                    self._prepare()
                 except (StagescopeError, OSError) as error:
                     self._problem = str(error)
                 except Exception as error:  # whatever it is, the next try may succeed
@@ -240,6 +241,12 @@ class ApiActor:
         location = {"url": server.url, "pid": os.getpid(), "host": socket.gethostname()}
         service_file.change(settings, location)
         return server
+
+    @staticmethod
+    def _prepare() -> None:
+        from stagescope_service.http.app import prepare
+
+        prepare()
 
     def _keep_bundles(self, deps: Dependencies, tokens: AccessTokens | None) -> None:
         """Make bundles of attempts that die, in a thread that nothing waits for.

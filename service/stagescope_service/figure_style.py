@@ -58,7 +58,6 @@ WIDTH: Final = 800
 """Pixels of a curve for which it is thinned: more are not drawn on a page of 1280."""
 
 NOT_FINITE: Final = "not finite"
-NO_UNIT: Final = "no unit"
 HEADING: Final = "heading"
 """The name of annotations that are titles of panels; the page moves them where it is narrow."""
 _FONT: Final = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"

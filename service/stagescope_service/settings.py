@@ -100,9 +100,9 @@ class Settings(BaseSettings):
 
     public_url: str | None = Field(
         default=None,
-        description="Address at which people open the page, for example behind a proxy. Links in "
-        "the messages of webhooks lead there, and its name is accepted in the Host header. "
-        "Default: the API's own.",
+        description="Address at which people open the page, such as https://HOST/scope/ behind a "
+        "proxy. Links in the messages of webhooks lead there. Its name is accepted in the Host "
+        "header, its pages may ask, and its path may stand in requests. Default: the API's own.",
     )
     webhook_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from tests.support.command_line import invoke
 
 from stagescope_service import serve
-from stagescope_service.commands import tokens
+from stagescope_service.commands import serving, tokens
 from stagescope_service.settings import Settings
 from stagescope_wire.errors import InvalidPlan
 
@@ -53,6 +53,24 @@ def test_serve_says_which_version_may_not_work(
         "note: python 3.99.1 was not tried with stagescope: 3.10 to 3.11 were",
         "note: ray 2.9.3 is not supported, 2.44 and later are: pip install 'ray>=2.44'",
     ]
+
+
+def test_serve_prints_what_ray_init_needs_to_join(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = serve.ServiceInfo(
+        url="http://127.0.0.1:8700", token_file=tmp_path / "read.token",
+        operate_token_file=tmp_path / "operate.token", address="10.0.0.4:6379",
+        cluster="running", already_running=False, home=tmp_path,
+    )  # fmt: skip
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    serving._announce(info, Settings(home=tmp_path))
+    said = capsys.readouterr().out
+    assert "RAY_AUTH_MODE=token RAY_ADDRESS=10.0.0.4:6379 python train.py" in said
+    assert 'ray.init("10.0.0.4:6379") needs RAY_AUTH_MODE=token, too' in said
+    monkeypatch.delenv("RAY_AUTH_MODE")  # a cluster without a token
+    serving._announce(info, Settings(home=tmp_path))
+    assert "RAY_AUTH_MODE" not in capsys.readouterr().out
 
 
 def test_a_misspelt_variable_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

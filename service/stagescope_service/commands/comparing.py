@@ -232,13 +232,12 @@ def _target(side: str, step: int | None) -> str | dict[str, str]:
                 advice="`stagescope import` makes a run of a directory",
             )
         return {"directory": str(path.resolve())}
-    try:
-        target = read_target(side)
-    except InvalidInput as error:
+    if not side or side.startswith(("/", ".", "~")):
         raise InvalidInput(
             f"{side!r} is neither a directory or file here nor the name of a run",
             expected="a directory of dumps, or RUN[@ATTEMPT][:STEP]",
-        ) from error
+        )
+    target = read_target(side)
     return str(target if target.step is not None else target._replace(step=step))
 
 

@@ -20,7 +20,7 @@ from stagescope_service.commands.imported_tables import (
 from stagescope_service.commands.spooled import send_spool
 from stagescope_wire import discovery, render, spool
 from stagescope_wire.errors import Conflict, InvalidInput, NotFound
-from stagescope_wire.names import run_name
+from stagescope_wire.names import display_name, run_name
 from stagescope_wire.nonfinite import valid_text
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def import_directory(
         from stagescope_service.dumps.discover import open_dump
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
-    name = run_name(run or directory.resolve().name)
+    name = run or directory.resolve().name
     dump = open_dump(directory.resolve(), step=step, kind=kind)
     with (
         attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session,
@@ -184,7 +184,7 @@ def import_dump(
     Args:
         session: with an operate token.
         dump: the directory's dump.
-        run: name of the run.
+        run: name of the run, any text.
         new_attempt: whether a run of another directory gets another attempt.
         on_progress: called with the number of ingested payloads, and about how many there are.
 
@@ -209,6 +209,7 @@ def import_dump(
             expected="a directory of dumps",
             advice="; ".join(each.message for each in dump.problems[:3]),
         )
+    shown, run = display_name(run), run_name(run)
     key = import_key(dump, run)
     nothing_new = _is_complete(session, dump, run, key, new_attempt=new_attempt)
     report = _empty_report(dump, run, key, nothing_new=nothing_new)
@@ -218,7 +219,7 @@ def import_dump(
     from_texts: set[str] = set()
     samples = TrainedSamples()
     operators = copy_operator_dumps(found, run, key, _data_dir(session) if found else None)
-    for batch in import_events(dump, run, key, keep=KEEP, operators=operators):
+    for batch in import_events(dump, run, key, keep=KEEP, operators=operators, display_name=shown):
         senders.add(batch.sender)
         samples.add(batch)
         for payload in batch.payloads.values():
@@ -285,7 +286,7 @@ def _send(session: Session, batch: ProcessEvents, report: ImportReport) -> bool:
         for seq, state in session.settled(batch.sender, sorted(left)).items():
             left.discard(seq)
             if state != "ingested":
-                reason = f"the payload was {state}: see `stagescope losses`"
+                reason = f"the payload was {state}: see `stagescope lost`"
                 report["refused"].append(Refusal(seq=seq, reason=reason))
     report["events"] += len(batch.events)
     report["payloads"] += len(accepted)
@@ -308,7 +309,7 @@ def _is_complete(session: Session, dump: Dump, run: str, key: str, *, new_attemp
         if row["attempt_key"] == key:
             # An interrupted import never sent the end; lost payloads may arrive now.
             has_ended = row["state"] == "ended"
-            return has_ended and not len(session.losses(run, row["attempt"], limit=1))
+            return has_ended and not len(session.lost(run, row["attempt"], limit=1))
     newest = attempts[0]
     config = (newest["fingerprint"] or {}).get("config") or {}
     if not new_attempt and config.get(IMPORTED) != valid_text(dump.name):

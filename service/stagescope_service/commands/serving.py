@@ -153,6 +153,8 @@ def _notes(info: ServiceInfo, settings: Settings, options: ServeOptions) -> Iter
 def stop(address: str | None, as_json: bool) -> None:
     """Stop the service; what it has stored stays.
 
+    If `serve` started a Ray cluster for it, that cluster ends too, with the trainings in it.
+
     The service of another home (STAGESCOPE_HOME) is stopped only by its --address.
     """
     settings = settings_of({})
@@ -181,6 +183,7 @@ def settings_of(options: ServeOptions) -> Settings:
     try:
         from pydantic import ValidationError
 
+        from stagescope_service.refusals import expected_of, name_of
         from stagescope_service.settings import Settings
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
@@ -190,10 +193,11 @@ def settings_of(options: ServeOptions) -> Settings:
     try:
         return Settings(**given)
     except ValidationError as error:
-        # Not str(error): it contains the value, which may be a token.
-        errors = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        # Without the values: one may be a token.
+        found = {name_of(item) or "together": expected_of(item) for item in error.errors()}
         raise InvalidInput(
-            f"a setting is wrong: {'; '.join(errors)}",
+            f"{'a setting is' if len(found) == 1 else 'settings are'} wrong: {', '.join(found)}",
+            expected="; ".join(f"{name}: {text}" for name, text in found.items()),
             advice="options, and STAGESCOPE_<NAME> in the environment, are the settings",
         ) from None
 
@@ -243,6 +247,8 @@ def _announce(info: ServiceInfo, settings: Settings) -> None:
     has_token = os.environ.get("RAY_AUTH_MODE") == "token"
     joining = f"{'RAY_AUTH_MODE=token ' if has_token else ''}RAY_ADDRESS={info.address}"
     click.echo(f"trainings      {joining} python train.py  (ray.init() joins)")
+    if has_token:
+        click.echo(f'               ray.init("{info.address}") needs RAY_AUTH_MODE=token, too')
     click.echo("               in a Ray cluster of their own, or without Ray: over HTTP, found by")
     click.echo(f"               {info.home / 'service.json'}, else set STAGESCOPE_URL={info.url}")
     click.echo(f"               and STAGESCOPE_TOKEN{for_trainings}")

@@ -13,7 +13,13 @@ from typing import Final
 import numpy as np
 
 from stagescope_service.compare import flow
-from stagescope_service.compare.assemble import assemble, heaviest, judge_derived, with_totals
+from stagescope_service.compare.assemble import (
+    PAIRED,
+    assemble,
+    heaviest,
+    judge_derived,
+    with_totals,
+)
 from stagescope_service.compare.causes import likely_causes
 from stagescope_service.compare.findings import FindingCollector
 from stagescope_service.compare.pairing.join import is_unmoved, join
@@ -380,7 +386,26 @@ def _reason(
     )
     if one_sided:
         reasons.append(f"on only one side: {', '.join(one_sided)}")
-    return "; ".join([text, *reasons[:3]])
+    return "; ".join([*_compared_share(tensors), text, *reasons[:3]])
+
+
+def _compared_share(tensors: Sequence[TensorResult]) -> list[str]:
+    """Return how many samples and steps have all their values compared; [] if all have."""
+    steps: dict[int | None, tuple[int, int]] = {}
+    for tensor in tensors:
+        if tensor.samples and tensor.section not in flow.SAMPLE_SECTIONS:
+            own = tensor.samples["compared"], sum(tensor.samples[name] for name in PAIRED)
+            compared, paired = steps.get(tensor.step, own)
+            steps[tensor.step] = min(compared, own[0]), max(paired, own[1])
+    compared, paired = (
+        (sum(each) for each in zip(*steps.values(), strict=True)) if steps else (0, 0)
+    )
+    if compared == paired:
+        return []
+    share = f"values of {compared} of {counted(paired, 'sample')} were compared"
+    if len(steps) > 1:
+        share += f", in {sum(own > 0 for own, _ in steps.values())} of {len(steps)} steps"
+    return [f"{share}; the rest was not, because their tokens or lengths differ"]
 
 
 def _non_finite_findings(tensors: Sequence[TensorResult]) -> list[ComparisonFinding]:

@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 COMMANDS: Final = (
     "plan", "add_capture", "remove_capture", "set_triggers", "test_webhook", "pin",
-    "unpin", "add_engine", "remove_engine", "ask_stacks", "drain", "note_bundle",
+    "unpin", "change_run", "delete_run", "add_engine", "remove_engine", "ask_stacks", "drain",
+    "note_bundle",
 )  # fmt: skip
 """Methods of `Coordinator` that the actor has, too; the API also calls them over a socket."""
 _FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0
@@ -77,7 +78,7 @@ class DebugCoordinator:
 
     # --- raw calls --------------------------------------------------------------------------
     async def begin_stage(self, **fields: object) -> Reply:
-        """Begin a raw caller's stage: run, step, stage, rank; docs/attach.md#raw-calls has all."""
+        """Begin a raw caller's stage: run, step, stage, rank; docs/raw-calls.md has all."""
         return await self._raw("begin", fields)
 
     async def end_stage(
@@ -85,7 +86,7 @@ class DebugCoordinator:
     ) -> Reply:
         """End a stage of a raw caller; with a payload, return at the payload's receipt.
 
-        Its fields: docs/attach.md#raw-calls.
+        Its fields: docs/raw-calls.md.
         """
         return await self._raw("end", {"status": "ok", **fields}, payload)
 
@@ -170,6 +171,14 @@ class DebugCoordinator:
     async def unpin(self, **arguments: Any) -> Reply:
         """See `Coordinator.unpin`."""
         return {**await self._ready().unpin(**arguments)}
+
+    async def change_run(self, **arguments: Any) -> Reply:
+        """See `Coordinator.change_run`."""
+        return {**await self._ready().change_run(**arguments)}
+
+    async def delete_run(self, **arguments: Any) -> Reply:
+        """See `Coordinator.delete_run`."""
+        return {**await self._ready().delete_run(**arguments)}
 
     async def add_engine(self, **arguments: Any) -> Reply:
         """See `Coordinator.add_engine`."""

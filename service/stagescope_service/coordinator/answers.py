@@ -71,6 +71,9 @@ class News(Row):
     """Requests that the process must answer."""
     poll_seconds: float
     """Seconds after which a poll ends."""
+    page: NotRequired[str]
+    """Address at which people open the page, in the answer to a poll with `wait` 0. Over HTTP only
+    if the setting `public_url` names one: else it is the address of this request."""
     attempt_key: NotRequired[str]
     """Key of the process's attempt, if the process gave none."""
 

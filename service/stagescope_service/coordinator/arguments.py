@@ -14,6 +14,7 @@ from typing import Annotated, ParamSpec, TypeVar
 import pydantic
 from pydantic_core import ErrorDetails
 
+from stagescope_service.refusals import expected_of, is_missing
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.schema import STEP_BOUND
@@ -124,21 +125,17 @@ def _wrong(error: pydantic.ValidationError) -> str:
 
 def _text_of(item: ErrorDetails) -> str:
     name = ".".join(map(str, item["loc"]))
-    if _is_missing(item):
+    if is_missing(item):
         return f"{name} is missing"
     if item["type"] in _UNEXPECTED:
         return f"{name} is no argument"
     return f"{name} is {item['input']!r:.100}"
 
 
-def _is_missing(item: ErrorDetails) -> bool:
-    return item["type"].startswith("missing")
-
-
 def _expected(error: pydantic.ValidationError, arguments: Sequence[str]) -> str:
     """Return what the values should be, or the names of the arguments if none is wrong."""
     items = [
-        item for item in error.errors() if not _is_missing(item) and item["type"] not in _UNEXPECTED
+        item for item in error.errors() if not is_missing(item) and item["type"] not in _UNEXPECTED
     ]
-    reasons = dict.fromkeys(item["msg"].removeprefix("Input should be ") for item in items)
+    reasons = dict.fromkeys(map(expected_of, items))
     return "; ".join(list(reasons)[:5]) or ", ".join(sorted(arguments)) or "none"

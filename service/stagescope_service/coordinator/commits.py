@@ -25,6 +25,8 @@ class Commits:
         self._unwritten: set[PayloadKey] = set()
         """Payloads settled in memory whose end the last try did not write."""
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self.removed: set[int] = set()
+        """Attempts that were deleted: rows that work under way still makes of them are left out."""
         self._turns: dict[str, asyncio.Future[bool]] = {}
         """Name -> whether its newest turn, and each before it, was written."""
 
@@ -43,7 +45,7 @@ class Commits:
         Raises:
             StoreError: the catalogue can never accept one of them.
         """
-        if rows:
+        if rows := self._of_known(rows):
             await asyncio.wrap_future(self.store.submit(rows))
 
     async def commit(
@@ -53,6 +55,7 @@ class Commits:
 
         A row that the catalogue can never accept is left out, and returned.
         """
+        rows = self._of_known(rows)
         if not rows:
             return ()
         self._uncommitted.update(settled)
@@ -60,6 +63,15 @@ class Commits:
         # The write goes on if this call is cancelled: its outcome must be noted all the same.
         written.add_done_callback(functools.partial(self._note_written, rows, settled))
         return await asyncio.shield(written)
+
+    def _of_known(self, rows: Sequence[Write]) -> Sequence[Write]:
+        if not self.removed:
+            return rows
+        return [
+            each
+            for each in rows
+            if not isinstance(each, Put) or each.row.get("attempt_id") not in self.removed
+        ]
 
     @contextlib.asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.aggregation.step_work import StepWork
+from stagescope_service.coordinator.canary import CanaryJudge
 from stagescope_service.coordinator.captures import CaptureCommands
 from stagescope_service.coordinator.commits import Commits
+from stagescope_service.coordinator.deletion import RunChanges
 from stagescope_service.coordinator.draining import Draining
 from stagescope_service.coordinator.hangs.watch import HangWatch
 from stagescope_service.coordinator.intake import Intake
@@ -23,6 +25,7 @@ from stagescope_service.coordinator.rules.actions import TriggerActions
 from stagescope_service.coordinator.rules.watch import TriggerWatch
 from stagescope_service.coordinator.rules.webhooks import Webhooks
 from stagescope_service.coordinator.runner import Clock, Runner
+from stagescope_service.coordinator.version_checks import Order, VersionChecks
 from stagescope_service.coordinator.weights import WeightComparer
 from stagescope_service.core.captures.active_plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
@@ -33,6 +36,7 @@ from stagescope_service.core.instructions import (
     CompareWeights,
     Ingest,
     Instruction,
+    JudgeCanary,
     NonFiniteScalars,
     ReadWatchdogs,
     Rejudge,
@@ -73,6 +77,7 @@ class Parts:
         self.clock = clock
         self.state = state
         self.plan = plan
+        self._deleting: list[str] = []
         self.ingestors = ingestors
         self.catalogue = catalogue = Catalogue(settings.catalogue_url)
         self.commits = commits = Commits(state, store)
@@ -91,10 +96,11 @@ class Parts:
         self.requests = CaptureRequests(plan, state)
         self.draining = Draining(runner, commits, catalogue, self.load, clock)
         self.plan_changes = PlanChanges(runner, commits, self.requests, clock)
+        page = functools.partial(page_address, settings)
         self.intake = Intake(
             runner, commits, self.payloads, self.plan_changes, self.load, self.draining, self.hangs,
             NodeWatch(state), ingestors.lost_nodes, clock,
-            coordinator=name, poll_seconds=settings.poll_seconds,
+            coordinator=name, poll_seconds=settings.poll_seconds, page=page,
         )  # fmt: skip
         self.raw_calls = RawCalls(
             runner, commits, self.payloads, clock, poll_seconds=settings.poll_seconds
@@ -107,30 +113,38 @@ class Parts:
             self.retention.pin,
             self.captures.add_for_trigger,
             Webhooks(hosts=settings.webhook_hosts),
-            page=functools.partial(page_address, settings),
+            page=page,
         )
         self.triggers = triggers = TriggerWatch(
             catalogue, runner.write, acting, webhook_hosts=settings.webhook_hosts
         )
+        self.runs = RunChanges(
+            settings, catalogue, ingestors, commits, self.requests, self.plan_changes,
+            self.retention, triggers, clock,
+        )  # fmt: skip
         self.steps = StepWork(
             runner, state, catalogue, aggregator, triggers, settings.keep_steps, clock
         )
         self.weights = WeightComparer(catalogue, runner.write, settings.weight_names)
+        self.canary = CanaryJudge(catalogue, runner.write)
         node_jobs = NodeJobs(runner, ingestors, self.hangs, clock)
         runner.on(Ingest, self.payloads.start)
         runner.on(Aggregate, self.steps.aggregate)
         runner.on(Rejudge, self.steps.judge_again)
         runner.on(BuildOperatorTable, node_jobs.start_building)
         runner.on(ReadWatchdogs, node_jobs.start_reading)
-        runner.on(CompareWeights, self._compare_weights)
+        runner.on(CompareWeights, functools.partial(self._check, self.weights))
+        runner.on(JudgeCanary, functools.partial(self._check, self.canary))
         runner.on(NonFiniteScalars, lambda each: runner.run(triggers.warn_non_finite(each)))
 
-    def _compare_weights(self, instruction: CompareWeights) -> None:
-        if self.weights.takes(instruction):
-            self.runner.run(self.weights.compare(instruction))
+    def _check(self, checks: VersionChecks[Order], order: Order) -> None:
+        if checks.takes(order):
+            self.runner.run(checks.carry_out(order))
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Take over the findings and requests for stacks that an earlier coordinator made."""
+        self._deleting = [row["run"] for row in snapshot.runs if row["deleting_wall"] is not None]
+        self.state.deleting |= {*self._deleting}
         self.state.refusals.adopt(snapshot.findings)
         self.hangs.adopt(snapshot.findings)
         self.load.adopt(snapshot.findings)
@@ -148,5 +162,7 @@ class Parts:
             self.runner.start(instruction)
         self.runner.run(self.triggers.open(self.settings.triggers))
         self.runner.run(self.weights.catch_up())
+        self.runner.run(self.canary.catch_up())
+        self.runs.resume(self._deleting)
         self.payloads.adopt_files(self.ingestors.home)
         self.intake.begin()

@@ -277,6 +277,20 @@ class Coordinator:
         await self._runner.write([put])
         return {"finding_id": str(put.row["finding_id"])}
 
+    # --- runs -------------------------------------------------------------------------------
+    @checked
+    async def change_run(self, *, run: Name, changes: Fields, by: Name) -> Reply:
+        """Set `hidden` or `display_name` of a run; see `RunChanges.change`."""
+        self._commits.check_ready()
+        await self.parts.runs.change(run, changes, by)
+        return {"run": run}
+
+    @checked
+    async def delete_run(self, *, run: Name, dry_run: bool, by: Name, wait: Seconds) -> Reply:
+        """Delete a run with its files; see `RunChanges.delete`."""
+        self._commits.check_ready()
+        return {**await self.parts.runs.delete(run, by, dry_run=dry_run, wait=wait)}
+
     # --- engines ----------------------------------------------------------------------------
     @checked
     async def add_engine(self, *, engine: Fields, by: Name) -> Reply:

@@ -78,6 +78,8 @@ class _Poll(NamedTuple):
     unreceipted: list[int]
     until: float
     """Monotonic clock, seconds."""
+    is_first: bool
+    """Whether it waits for nothing: the first poll of a link."""
 
 
 class Intake:
@@ -96,6 +98,7 @@ class Intake:
         clock: the service's clock.
         coordinator: its name.
         poll_seconds: seconds until a poll without news ends.
+        page: returns the address at which people open the page; None while no API serves.
     """
 
     def __init__(
@@ -113,11 +116,13 @@ class Intake:
         *,
         coordinator: str,
         poll_seconds: float,
+        page: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.coordinator = coordinator
         self.poll_seconds = poll_seconds
         self.events_taken = 0
         """Events of accepted batches so far."""
+        self._page = page
         self._runner = runner
         self._commits = commits
         self._state = commits.state
@@ -153,6 +158,7 @@ class Intake:
         """
         self._commits.check_ready()
         sender = Sender.parse(sender_wire)
+        self._state.check_not_deleting(sender.run)
         step = await self._step_in_question(sender, events)
         if step is not None and await self._starts.is_undecided(sender.incarnation, step, events):
             raise NotReady(_UNDECIDED, advice="the same call may be made again")
@@ -211,6 +217,7 @@ class Intake:
             check_batch(events, payloads)
             self._commits.check_ready()
             sender = Sender.parse(sender_wire)
+            self._state.check_not_deleting(sender.run)
             # A wait in here would hold up the call that the relay has under way, and with it the
             # HELLOs that are waited for.
             step = await self._step_in_question(sender, events)
@@ -384,7 +391,7 @@ class Intake:
     ) -> _Poll:
         seqs = [seq for seq in unreceipted if isinstance(seq, int)]
         until = self._mono() + max(0.0, min(wait, self._wait_seconds))
-        return _Poll(sender, revision, seqs, until)
+        return _Poll(sender, revision, seqs, until, is_first=wait <= 0)
 
     @property
     def _wait_seconds(self) -> float:
@@ -426,6 +433,8 @@ class Intake:
             ],
             "poll_seconds": self._wait_seconds,
         }
+        if poll.is_first and (page := self._page()) is not None:
+            answer["page"] = page
         if (key := self._key_without_own(incarnation)) is not None:
             answer["attempt_key"] = key
         if self._load.relays:

@@ -31,7 +31,7 @@ from stagescope_service.core.state import Arrival
 from stagescope_service.statistics.payload import are_texts
 from stagescope_service.store.queries.measurements import SettledPayloads
 from stagescope_wire.errors import InvalidEvent, InvalidInput, NotFound
-from stagescope_wire.names import closest, run_name, storable_id
+from stagescope_wire.names import closest, display_name, run_name, storable_id
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.schema import (
     BEGIN,
@@ -100,6 +100,7 @@ class RawCalls:
                 advice=f"{PAGE} lists the fields",
             )
         run = run_name(fields.get("run"))
+        self._state.check_not_deleting(run)
         seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
         body = {name: value for name, value in fields.items() if value is not None}
         event = Event(kind, seq, self._wall(), self._mono(), body)
@@ -280,7 +281,8 @@ class RawCalls:
         # The caller knows the parts of the name, not the name: they are checked first.
         sender = Sender.parse(Sender("raw", run, attempt_key, role, rank).wire())
         name = storable_id(f"raw/{run}/{key}/{role}/{rank}")
-        return dataclasses.replace(sender, incarnation=name)
+        shown = display_name(fields["run"]) if fields["run"] != run else None
+        return dataclasses.replace(sender, incarnation=name, display_name=shown)
 
     def _refusal(self, run: str, kind: str, fields: JsonObject, error: InvalidEvent) -> Instruction:
         """Return the finding of a refused call: many callers never read the answer."""

@@ -13,19 +13,25 @@ from stagescope_wire.schema import BEGIN, END, END_STEP, FINISH, LOG, WORK_FIELD
 
 CALLS: Final = {BEGIN: "begin_stage", END: "end_stage", LOG: "log_scalars"}
 """Kind of event -> the call's name, if it differs."""
-FIELDS: Final = ("run", "role", "rank", "attempt_key", "world_size", *WORK_FIELDS)
-"""Fields of every call; `end_step` and `finish` have no others."""
-OWN_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
-    BEGIN: ("device_time",),
-    END: (
-        "payload", "scalars", "status", "begin_seq", "begin_wall", "begin_mono", "error_type",
-        "error_message", "device_seconds", "payload_dropped",
-    ),
-    LOG: ("scalars",),
-    END_STEP: (),
-    FINISH: (),
+_TEXT, _INT, _NUMBER = "string", "integer", "number"
+FIELDS: Final[Mapping[str, str]] = {
+    "run": _TEXT, "role": _TEXT, "rank": _INT, "attempt_key": _TEXT, "world_size": _INT,
+    **{name: _TEXT if name == "stage" else _INT for name in WORK_FIELDS},
 }  # fmt: skip
-PAGE: Final = "docs/attach.md#raw-calls"
+"""Field of every call -> its type; `end_step` and `finish` have no others."""
+OWN_FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
+    BEGIN: {"device_time": "boolean"},
+    END: {
+        "payload": "dict of tensors", "scalars": "dict of numbers", "status": _TEXT,
+        "begin_seq": _INT, "begin_wall": _NUMBER, "begin_mono": _NUMBER, "error_type": _TEXT,
+        "error_message": _TEXT, "device_seconds": _NUMBER, "payload_dropped": "dict",
+    },
+    LOG: {"scalars": "dict of numbers"},
+    END_STEP: {},
+    FINISH: {},
+}  # fmt: skip
+"""Kind of event -> its further fields, with their types."""
+PAGE: Final = "docs/raw-calls.md"
 """Where the fields are listed."""
 _OTHER_NAMES: Final[Mapping[str, str]] = {
     "run_name": "run", "run_id": "run", "experiment": "run", "experiment_name": "run",
@@ -78,7 +84,7 @@ def unknown_fields(kind: str, fields: JsonObject) -> list[str]:
         InvalidEvent: a field that looks like a misspelling of a missing one, or is another name of
             it: without this check, `global_step=5` would be work without a step.
     """
-    known = (*FIELDS, *OWN_FIELDS.get(kind, ()))
+    known = (*FIELDS, *OWN_FIELDS.get(kind, {}))
     unknown = sorted(set(fields) - {*known})
     wanted = [name for name in known if name not in fields]
     has_clock = "step" in fields or "policy_version" in fields

@@ -232,6 +232,11 @@ class Retention:
             if self._counts == began:
                 await self._count()
 
+    async def recount(self) -> None:
+        """Count the kept bytes after somebody else deleted files."""
+        async with self._changing:
+            await self._count()
+
     def _note_size(self, reservation: Reservation, size: int) -> None:
         beside = max(size - reservation.announced, self._beside.pop(reservation.stage, 0))
         self._beside[reservation.stage] = beside

@@ -17,7 +17,7 @@ from stagescope_service.core.entities import Process
 from stagescope_service.core.restarts import OVERLAP_SECONDS
 from stagescope_service.core.state import State
 from stagescope_wire.errors import InvalidEvent
-from stagescope_wire.schema import BEGIN, END, FINISH, HELLO, WEIGHTS, Event, Sender, Work
+from stagescope_wire.schema import BEGIN, CANARY, END, FINISH, HELLO, WEIGHTS, Event, Sender, Work
 
 WAIT_SECONDS: Final = 5.0
 """How long a call waits at most: less than a sender waits for its answer. A batch waits as long
@@ -29,7 +29,7 @@ MOST_EVENTS: Final = 256
 _LOOK_SECONDS: Final = 0.1
 _REMEMBERED: Final = 10_000
 
-_BINDING: Final = frozenset({BEGIN, END, WEIGHTS})
+_BINDING: Final = frozenset({BEGIN, END, WEIGHTS, CANARY})
 """Events of a step after which a process stays in its attempt."""
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import logging
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, TypedDict
 
-from stagescope_service.coordinator.retries import RetriedWork, retried
+from stagescope_service.coordinator.version_checks import VersionChecks, failure_fields
 from stagescope_service.core.catalogue_rows import row_id
-from stagescope_service.core.findings import FindingText, describe, finding
+from stagescope_service.core.findings import FindingFields, FindingText, finding
 from stagescope_service.core.instructions import CompareWeights, Delete, Put
 from stagescope_service.core.weights.records import manifest_of, record_of
 from stagescope_service.core.weights.verdicts import (
@@ -31,7 +28,7 @@ from stagescope_service.core.weights.verdicts import (
     odd_replicas,
 )
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.contract import WriteRows
+from stagescope_service.store.contract import Write, WriteRows
 from stagescope_service.store.tables import ProcessColumns, WeightsRow
 from stagescope_wire.links import Link
 
@@ -352,74 +349,31 @@ def device_of(
     }
 
 
-logger = logging.getLogger(__name__)
-
 NOT_COMPARED = "weights_not_compared"
 """A version of weights could not be compared; the next try that succeeds ends this."""
 
 
-class WeightComparer:
-    """Compares the versions of weights of one coordinator, from the catalogue.
-
-    Many ranks record a version at about the same time: records that arrive during a comparison
-    wait for one further comparison.
-    """
+class WeightComparer(VersionChecks[CompareWeights]):
+    """Compares the versions of weights of one coordinator; see `VersionChecks`."""
 
     def __init__(
         self, catalogue: Catalogue, write: WriteRows, rules: Sequence[tuple[str, str]] = ()
     ) -> None:
-        self._catalogue = catalogue
-        self._write = write
+        super().__init__(catalogue, write, what="the comparison of weights", failure=NOT_COMPARED)
         self._rules = rules
-        self._comparing = RetriedWork[CompareWeights, CompareWeights](
-            "the comparison of weights", self._compare, self._not_compared
-        )
 
-    def takes(self, instruction: CompareWeights) -> bool:
-        """Record an instruction; return whether to call `compare` with it."""
-        return self._comparing.takes(instruction, instruction)
+    def rows_of(self, order: CompareWeights) -> Sequence[Write]:
+        """Return the rows of a version's comparison."""
+        return judge(self._catalogue, order, self._rules)
 
-    async def compare(self, instruction: CompareWeights) -> None:
-        """Compare a version; repeat it if it was requested meanwhile or failed."""
-        await self._comparing.carry_out(instruction, instruction)
+    def left_over(self) -> Sequence[CompareWeights]:
+        """Return the versions with records that were not compared."""
+        return [CompareWeights(*each) for each in self._catalogue.uncompared()]
 
-    async def catch_up(self) -> None:
-        """Compare the versions that an earlier coordinator left uncompared."""
-        try:
-            await retried(self._catch_up, "reading which weights were not compared")
-        except Exception:
-            logger.exception("which weights were not compared cannot be read")
-
-    async def _catch_up(self) -> None:
-        for version_key in await asyncio.to_thread(self._catalogue.uncompared):
-            if self.takes(instruction := CompareWeights(*version_key)):
-                await self.compare(instruction)
-
-    async def _compare(self, instruction: CompareWeights) -> None:
-        rows = await asyncio.to_thread(judge, self._catalogue, instruction, self._rules)
-        await self._write([*rows, Delete("findings", {"finding_id": _finding_id(instruction)})])
-
-    async def _not_compared(
-        self, instruction: CompareWeights, error: Exception, tried: int
-    ) -> None:
-        attempt = await asyncio.to_thread(self._catalogue.attempt, instruction.attempt_id)
-        reason = describe(error)
-        made = finding(
-            NOT_COMPARED,
-            f"the weights of version {instruction.version} could not be compared ({tried} tries): "
-            f"{reason}",
-            run="" if attempt is None else attempt["run"],
-            attempt_id=instruction.attempt_id,
-            stage="weight_sync",
-            wall=time.time(),
-            severity="error",
-            evidence={"version": instruction.version, "error": reason, "tries": tried},
-            advice="the recorded checksums are kept. The service tries again when more of this "
-            "version is recorded, and when it restarts. The coordinator's log has the traceback",
-        )
-        await self._write([Put("findings", {**made.row, "finding_id": _finding_id(instruction)})])
-
-
-def _finding_id(instruction: CompareWeights) -> str:
-    # For a version, not a step: the step may be unknown, or shared by several versions.
-    return row_id(NOT_COMPARED, *instruction)
+    def failed(self, order: CompareWeights, reason: str, tried: int) -> tuple[str, FindingFields]:
+        """Return the finding of a version that could not be compared."""
+        attempt = self._catalogue.attempt(order.attempt_id)
+        run = "" if attempt is None else attempt["run"]
+        what = f"the weights of version {order.version} could not be compared"
+        message = f"{what} ({tried} tries): {reason}"
+        return message, failure_fields(run, order.attempt_id, reason, tried, version=order.version)

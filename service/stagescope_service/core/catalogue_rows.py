@@ -9,8 +9,10 @@ from typing import Any, Final
 
 from stagescope_service.core.entities import Attempt, Process, Span
 from stagescope_service.core.instructions import PayloadKey, Put
+from stagescope_service.redaction import without_secrets
 from stagescope_wire.names import storable_text
 from stagescope_wire.nonfinite import Json, JsonObject, valid_int, valid_text
+from stagescope_wire.render import printable
 from stagescope_wire.schema import LAYOUT_COLUMNS, MAX_SCALAR_NAME, Work
 
 _INT64: Final = 1 << 63
@@ -124,7 +126,7 @@ def loss_row(
     identity = (process.incarnation, work.key, kind, columns.pop("identity", ""))
     own = {**named(attempt, ("run", "attempt_id")), **named(process, ("role", "rank"))}
     own |= named(work, ("step", "stage"))
-    what = {"loss_id": row_id(*identity), "kind": kind, "reason": text(reason)}
+    what = {"loss_id": row_id(*identity), "kind": kind, "reason": text(one_line(reason))}
     return Put("losses", {**own, **what, **columns})
 
 
@@ -159,6 +161,16 @@ def number(value: object) -> float | None:
 def text(value: object, most: int = 4000) -> str | None:
     """Return a value as a text that each database stores; None is None."""
     return None if value is None else storable_text(str(value), most)
+
+
+def said(value: object, most: int = 4000) -> str | None:
+    """Return a text that a training said, such as an exception's message, without secrets."""
+    return None if value is None else text(without_secrets(str(value)), most)
+
+
+def one_line(value: str) -> str:
+    """Return a text without secrets, its line breaks and control characters escaped."""
+    return printable(without_secrets(value))
 
 
 def numbers(value: object) -> dict[str, float]:

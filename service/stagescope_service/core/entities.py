@@ -465,6 +465,3 @@ CRASHED: Final = "an exception ended one of its processes"
 
 
 INTERRUPTED: Final = "it was interrupted"
-
-
-SILENT: Final = "its processes fell silent"

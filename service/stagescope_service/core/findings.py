@@ -8,7 +8,7 @@ from typing import Any, Final, TypedDict
 
 from typing_extensions import Required, Unpack
 
-from stagescope_service.core.catalogue_rows import integer, plain, row_id, text
+from stagescope_service.core.catalogue_rows import integer, one_line, plain, row_id, text
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.instructions import AnnouncedDump, PayloadJob, Put
 from stagescope_service.store.contract import Write
@@ -140,6 +140,10 @@ class Refusals:
         self._made: dict[str, dict[str, tuple[int, float]]] = {}
         """Subject -> finding_id -> how often it was made, and when first (Unix seconds)."""
 
+    def forget(self, finding_id: str) -> None:
+        """Forget the refusals of the subject that a finding is about."""
+        self._made = {each: made for each, made in self._made.items() if finding_id not in made}
+
     def add(self, put: Put) -> Put:
         """Return the finding of a refusal with an identity of its own, and its count."""
         subject, wall = str(put.row["finding_id"]), float(put.row["first_wall"])
@@ -215,9 +219,9 @@ def finding(kind: str, message: str, **fields: Unpack[FindingFields]) -> Put:
         "rank": fields.get("rank"),
         "kind": kind,
         "severity": fields.get("severity", "warning"),
-        "message": text(message),
+        "message": text(one_line(message)),
         "evidence": plain(fields.get("evidence", {})),
-        "advice": text(fields.get("advice", "")),
+        "advice": text(one_line(fields.get("advice", ""))),
         "see": [link.within(run).to_json() for link in fields.get("see", ())] or None,
         "first_wall": fields["wall"],
         "last_wall": fields["wall"],

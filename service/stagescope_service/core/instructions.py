@@ -23,6 +23,7 @@ __all__ = [
     "Ingest",
     "IngestJob",
     "Instruction",
+    "JudgeCanary",
     "PayloadJob",
     "PayloadKey",
     "Put",
@@ -182,10 +183,17 @@ class CompareWeights(NamedTuple):
     version: int
 
 
+class JudgeCanary(NamedTuple):
+    """Versions of a run's canary have records that are not judged."""
+
+    run: str
+
+
 Instruction = (
     Put
     | Delete
     | CompareWeights
+    | JudgeCanary
     | Ingest
     | Settled
     | Aggregate

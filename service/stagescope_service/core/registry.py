@@ -23,6 +23,7 @@ from stagescope_service.core.handshakes import (
 )
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.restarts import Restarts
+from stagescope_wire.names import display_name as as_display_name
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.schema import Event, Sender
 
@@ -94,15 +95,38 @@ class Registry:
             self._newest[attempt.run] = attempt.attempt_id
         self._next_id = max(self._next_id, attempt.attempt_id + 1)
 
+    def remove(self, run: str) -> list[int]:
+        """Forget a run; return the ids of its attempts, which no other attempt ever gets."""
+        ids = [each.attempt_id for each in self.attempts.values() if each.run == run]
+        for attempt_id in ids:
+            attempt = self.attempts.pop(attempt_id)
+            del self._by_key[(run, attempt.key)]
+            for incarnation in attempt.processes:
+                del self.processes[incarnation]
+        self._newest.pop(run, None)
+        self._gone = {name: of for name, of in self._gone.items() if of in self.attempts}
+        return ids
+
+    @property
+    def last_id(self) -> int:
+        """Return the highest id of an attempt so far."""
+        return self._next_id - 1
+
     def reserve(self, next_id: int) -> None:
         """Use ids from `next_id` on for new attempts."""
         self._next_id = max(self._next_id, next_id)
 
     # --- opening ------------------------------------------------------------------------
     def open_attempt(
-        self, run: str, key: str, wall: float, *, unkeyed: bool = False
+        self,
+        run: str,
+        key: str,
+        wall: float,
+        *,
+        unkeyed: bool = False,
+        display_name: str | None = None,
     ) -> tuple[Attempt, list[Instruction]]:
-        """Open the next attempt of a run."""
+        """Open the next attempt of a run; its first one stores the run, with `display_name`."""
         newest = self.newest(run)
         attempt = Attempt(
             attempt_id=self._next_id,
@@ -114,7 +138,8 @@ class Registry:
         )
         out: list[Instruction] = []
         if newest is None:
-            out.append(Put("runs", {"run": run, "created_wall": wall}))
+            shown = None if display_name is None else as_display_name(display_name)
+            out.append(Put("runs", {"run": run, "created_wall": wall, "display_name": shown}))
         self.adopt(attempt)
         return attempt, [*out, attempt_row(attempt)]
 
@@ -132,12 +157,14 @@ class Registry:
             newest = self.newest(sender.run)
             if newest is not None:
                 return newest, []
-            return self.open_attempt(sender.run, UNKEYED, wall, unkeyed=True)
+            return self.open_attempt(
+                sender.run, UNKEYED, wall, unkeyed=True, display_name=sender.display_name
+            )
         key = given_key(sender.attempt_key)
         latest = self._latest_of_key(sender.run, key)
         if latest is not None:
             return latest, []
-        return self.open_attempt(sender.run, key, wall)
+        return self.open_attempt(sender.run, key, wall, display_name=sender.display_name)
 
     def _latest_of_key(self, run: str, key: str) -> Attempt | None:
         found = self._by_key.get((run, key))

@@ -19,6 +19,7 @@ from stagescope_service.core.catalogue_rows import (
     plain,
     process_row,
     row_id,
+    said,
     scalar_rows,
     text,
 )
@@ -272,7 +273,7 @@ def unknown_fields(
             f"{call} of {role} has no field {', '.join(names):.1000}: not taken",
             **of_attempt(attempt, wall),
             role=role,
-            advice="the rest of the call was taken; docs/attach.md#raw-calls lists the fields",
+            advice="the rest of the call was taken; docs/raw-calls.md lists the fields",
         )
     )
 
@@ -333,9 +334,9 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
     out: list[Instruction] = [Put("dumps", row), DumpReported(row)]
     state = reported.get("state")
     if state in ("failed", "missed", "truncated"):
-        reason = f"dump {state}: {text(fields.get('error')) or 'no reason given'}"
+        reason = f"dump {state}: {said(fields.get('error'), 900) or 'no reason given'}"
         columns = {"identity": capture_id, "count": 1, "wall": event.wall}
-        out.append(loss_row(attempt, process, work, "dump", reason[:1000], **columns))
+        out.append(loss_row(attempt, process, work, "dump", reason, **columns))
     elif state in ("complete", "empty"):
         lost = row_id(process.incarnation, work.key, "dump", capture_id)
         out.append(Delete("losses", {"loss_id": lost}))
@@ -383,7 +384,7 @@ def crash(attempt: Attempt, process: Process, event: Event) -> list[Instruction]
 
 
 _STOPPED: Final = "the training was stopped (for example with Ctrl-C): nothing failed"
-_INTERRUPTIONS: Final = frozenset({"KeyboardInterrupt", "CancelledError"})
+_INTERRUPTIONS: Final = ("KeyboardInterrupt", "CancelledError")
 """Exceptions that mean an interruption; raw callers report nothing else about it."""
 
 
@@ -394,8 +395,8 @@ def is_interruption(fields: JsonObject) -> bool:
 
 def _error(fields: JsonObject) -> str:
     kind = text(fields.get("error_type"), 200) or "an exception"
-    message = " ".join((text(fields.get("error_message"), 500) or "").split())
-    return f"{kind}: {message}" if message else kind
+    message = (said(fields.get("error_message"), 500) or "").strip()
+    return f"{kind}: {message!r}" if message else kind  # on one line, and not as our own words
 
 
 def began_alone(attempt: Attempt, left: Attempt, process: Process, wall: float) -> Put:

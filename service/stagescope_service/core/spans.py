@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 from stagescope_service.core.catalogue_rows import (
     integer,
     number,
+    said,
     span_columns,
     span_row,
     text,
@@ -121,7 +122,7 @@ def end(
     row["end_mono"] = event.mono
     row["device_seconds"] = number(fields.get("device_seconds"))
     row["error_type"] = text(fields.get("error_type"))
-    row["error_message"] = text(fields.get("error_message"))
+    row["error_message"] = said(fields.get("error_message"))
     row["clock_offset"] = sender.clock_offset
     row["clock_error"] = sender.clock_error
     if span.begin_seq is None:

@@ -19,6 +19,7 @@ from stagescope_service.core import (
     steps,
     verdicts,
 )
+from stagescope_service.core.canary import records as canary_records
 from stagescope_service.core.catalogue_rows import span_row
 from stagescope_service.core.entities import (
     FAILED,
@@ -37,6 +38,7 @@ from stagescope_service.core.hangs.stack_requests import StackRequests, request_
 from stagescope_service.core.instructions import (
     CompareWeights,
     Instruction,
+    JudgeCanary,
     PayloadKey,
     Put,
     Settled,
@@ -44,9 +46,10 @@ from stagescope_service.core.instructions import (
 from stagescope_service.core.registry import Registry
 from stagescope_service.core.spans import ReceivedEvent
 from stagescope_service.core.weights import records as weight_records
-from stagescope_wire.errors import InvalidEvent
+from stagescope_wire.errors import InvalidEvent, NotReady
 from stagescope_wire.schema import (
     BEGIN,
+    CANARY,
     DUMP,
     END,
     END_STEP,
@@ -94,6 +97,8 @@ class State:
         self._manifests = weight_records.Manifests()
         self.lease_seconds = lease_seconds
         self.raw_lease_seconds = raw_lease_seconds
+        self.deleting: set[str] = set()
+        """Runs that are being deleted: what is reported of them waits."""
 
     # --- events -----------------------------------------------------------------------------
     def handle(
@@ -117,6 +122,7 @@ class State:
         has_payload, raw, late, arrived, stored = arrival
         work = self.check(event)
         reported = weight_records.read(event, work) if event.kind == WEIGHTS else None
+        scored = canary_records.read(event, work) if event.kind == CANARY else None
         lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
         # The service's own times are on its own clock: the clocks of its senders differ.
         ours = spans.on_our_clock(sender, event.wall, arrived)
@@ -167,7 +173,14 @@ class State:
             case "dump":
                 out += reports.dump(attempt, process, event, work)
             case "weights" if reported is not None:
-                out += self._weights(process, received, reported)
+                attempt, reached = self._reach(process, received)
+                out += reached
+                out += weight_records.put(process, event, work, reported, self._manifests)
+                out.append(CompareWeights(attempt.attempt_id, reported.version))
+            case "canary" if scored is not None:
+                attempt, reached = self._reach(process, received)
+                scored_row = canary_records.put(process, event, work, scored)
+                out += [*reached, scored_row, JudgeCanary(attempt.run)]
             case "stacks":
                 out += self.stack_requests.answered(attempt, process, event.fields, work, at)
         return self._noted(out)
@@ -343,19 +356,16 @@ class State:
         return out
 
     # --- weights ----------------------------------------------------------------------------
-    def _weights(
-        self,
-        process: Process,
-        received: ReceivedEvent,
-        reported: weight_records.ReportedWeights,
-    ) -> list[Instruction]:
-        event, work, ours = received.event, received.work, received.ours
+    def _reach(
+        self, process: Process, received: ReceivedEvent
+    ) -> tuple[Attempt, list[Instruction]]:
+        """Return the attempt of a report about weights, with its process at the report's step."""
+        work, ours = received.work, received.ours
         out = self._bind(process, work.step, ours)
         attempt = self.registry.attempt_of(process)
         out += steps.open_step(attempt, work.step, ours)[1]
-        out += weight_records.put(process, event, work, reported, self._manifests)
         out += steps.close_due(attempt, ours)
-        return [*out, CompareWeights(attempt.attempt_id, reported.version)]
+        return attempt, out
 
     # --- payloads ---------------------------------------------------------------------------
     def settle(
@@ -455,6 +465,22 @@ class State:
         """Return the present verdict on a closed step that is in memory."""
         attempt = self.attempt(attempt_id)
         return [] if attempt is None else verdicts.rejudge_now(attempt, step)
+
+    # --- deletion ---------------------------------------------------------------------------
+    def check_not_deleting(self, run: str) -> None:
+        """Raise `NotReady` while a run is being deleted: what follows begins it anew."""
+        if run in self.deleting:
+            raise NotReady(
+                f"run {run} is being deleted; what is reported now begins it anew",
+                advice="the same call may be made again",
+            )
+
+    def remove(self, run: str, findings: Iterable[str]) -> list[int]:
+        """Forget a run that is not live, and findings of it; return the ids of its attempts."""
+        for finding_id in findings:
+            self._findings.pop(finding_id, None)
+            self.refusals.forget(finding_id)
+        return self.registry.remove(run)
 
     # --- asking -----------------------------------------------------------------------------
     def pending(self, run: str | None) -> list[PayloadKey]:

@@ -23,7 +23,6 @@ from stagescope_service.core.entities import (
     OPEN_STEPS,
     RECENT_STEPS,
     SAID,
-    SILENT,
     WENT_ON,
     Attempt,
     Process,
@@ -43,6 +42,7 @@ from stagescope_service.core.verdicts import (
     update_next_verdict,
     update_top_verdict,
 )
+from stagescope_service.store.tables.training import SILENT
 
 RANKS_SECONDS: Final = 30.0
 """How long after its start an attempt waits for the first event of each expected rank."""

@@ -14,7 +14,6 @@ from stagescope_service.core.completeness import (
     verdict_of,
 )
 from stagescope_service.core.entities import (
-    SILENT,
     Attempt,
     Participants,
     Span,
@@ -25,6 +24,7 @@ from stagescope_service.core.instructions import (
     Put,
     Rejudge,
 )
+from stagescope_service.store.tables.training import SILENT
 from stagescope_wire.schema import Part
 
 LONG_VERDICT: Final = 200

@@ -195,6 +195,7 @@ def import_events(
     *,
     keep: Mapping[str, object],
     operators: Sequence[OperatorDump] = (),
+    display_name: str | None = None,
 ) -> Iterator[ProcessEvents]:
     """Yield the events of a dump's processes, one (process, step, stage, part) at a time.
 
@@ -204,6 +205,7 @@ def import_events(
         key: attempt key.
         keep: keep policy of the run: the payloads that the service keeps.
         operators: operator dumps in directories that the service reads.
+        display_name: the text that people see for the run.
 
     A file that cannot be read becomes a problem of its events; the other files are still imported.
     Entries that `is_of_no_step` are passed over.
@@ -217,7 +219,9 @@ def import_events(
     replays: dict[_Process, _ProcessReplay] = {}
     for role, rank in processes:
         world_size = 1 + max(number for name, number in processes if name == role)
-        sender = schema.Sender(f"{key}-{role}-{rank}", run, key, role, rank, started=started)
+        sender = schema.Sender(
+            f"{key}-{role}-{rank}", run, key, role, rank, started=started, display_name=display_name
+        )
         replays[role, rank] = _ProcessReplay(dump, sender, world_size, wall=started)
     files = [
         item for item in reversed(items) if dump.kind in _WITH_PROCESSES and item[1] not in of_entry

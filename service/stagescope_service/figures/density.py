@@ -274,13 +274,14 @@ def figure(found: DensityInfo) -> go.Figure:
     if found.reason:
         text += f"<br>{style.wrapped(_shortened(found.reason), 30)}"
     drawn.add_annotation(
-        text=text, xref="paper", yref="paper", x=0.02, y=0.98, xanchor="left", yanchor="top",
+        text=text, xref="x domain", yref="y domain", x=0.02, y=0.98, xanchor="left", yanchor="top",
         showarrow=False, align="left", font={"size": 10}, bordercolor=colour, borderwidth=2,
         borderpad=4, bgcolor="rgba(128,128,128,0.15)",
     )  # fmt: skip
     room = (found.high - found.low) * 0.02
-    drawn.update_xaxes(title={"text": x}, range=[found.low - room, found.high + room])
-    drawn.update_yaxes(title={"text": y}, range=[found.low - room, found.high + room])
+    limits = [found.low - room, found.high + room]
+    drawn.update_xaxes(title={"text": x}, range=limits, constrain="domain")
+    drawn.update_yaxes(title={"text": y}, range=limits, constrain="domain", scaleanchor="x")
     drawn = style.legend_below(style.finished(drawn, title, 500))
     return drawn.update_layout(margin={"t": 60 if found.cloud is not None else 20})
 

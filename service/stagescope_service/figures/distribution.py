@@ -28,6 +28,8 @@ from stagescope_wire.render import counted
 Of = Literal["abs", "ratio"]
 
 QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+_LABEL_ROW: Final = 11
+"""Pixels of a label's row: each quantile has its own, so that close ones do not touch."""
 _LARGEST: Final = 700.0
 """Nats: beyond this, e^d does not fit into a float."""
 
@@ -156,7 +158,7 @@ def figure(found: DistributionInfo) -> go.Figure:
     of_round = "" if found.round is None else f", round {found.round}"
     what = "|d|" if found.of == "abs" else "ratios of probabilities"
     title = f"Distribution of {what} in step {found.step}{of_round}"
-    axis = "|d| = |p - q|, nat" if found.of == "abs" else "ratio e^(p - q), no unit"
+    axis = "|d| = |p - q|, nat" if found.of == "abs" else "ratio e^(p - q)"
     if not found.tokens:
         return style.empty(title, found.note or "", x=axis, y="tokens")
     return _ratios(found, title, axis) if found.of == "ratio" else _differences(found, title, axis)
@@ -179,15 +181,15 @@ def _differences(found: DistributionInfo, title: str, axis: str) -> go.Figure:
         title={"text": axis}, type="log", tickvals=list(ticks), ticktext=list(ticks.values()),
         range=[math.log10(min(ticks)) - 0.4, math.log10(max(ticks)) + 0.1],
     )  # fmt: skip
-    for name, value in found.quantiles:
+    for at, (name, value) in enumerate(found.quantiles):
         if value > 0.0:
             drawn.add_shape(
                 type="line", x0=value, x1=value, y0=0, y1=1, yref="paper",
                 line={"color": style.VERMILLION, "width": 1, "dash": "dot"},
             )  # fmt: skip
             drawn.add_annotation(
-                x=math.log10(value), y=1, yref="paper", text=name, showarrow=False, textangle=-60,
-                yanchor="bottom", xanchor="left", font={"size": 10},
+                x=math.log10(value), y=1, yref="paper", text=name, showarrow=False,
+                yanchor="bottom", yshift=_LABEL_ROW * at, font={"size": 10},
                 hovertext=f"{name}: {style.number(value, 'nat')}",
             )  # fmt: skip
     _counts(drawn, [*(bar.tokens for bar in found.bars), found.zeros])
@@ -223,7 +225,7 @@ def _ratios(found: DistributionInfo, title: str, axis: str) -> go.Figure:
             "categoryorder": "array", "categoryarray": names,
         },
         xaxis2={
-            "title": {"text": "max(ratio, 1/ratio) - 1, no unit"}, "type": "log", "anchor": "y2",
+            "title": {"text": "max(ratio, 1/ratio) - 1"}, "type": "log", "anchor": "y2",
         },
         yaxis={"domain": domains[0]}, yaxis2={"domain": domains[1]},
     )  # fmt: skip

@@ -279,8 +279,8 @@ _WIDE: Final = 6.0
 def figure(found: HeatInfo) -> go.Figure:
     """Draw the rows below each other, the largest value on top."""
     axis = "step" if found.step is None else "round"
-    over = "over the steps" if found.step is None else f"of step {found.step}"
-    title = f"{found.metric} by rank and {axis} {over}"
+    of_step = "" if found.step is None else f" of step {found.step}"
+    title = f"{found.metric} by rank and {axis}{of_step}"
     if not found.rows:
         return style.empty(title, found.note or "", x=axis, y="rank")
     known = np.array(

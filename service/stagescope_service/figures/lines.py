@@ -64,7 +64,7 @@ def axis_of(unit: str, lines: Sequence[Line], domain: tuple[float, float]) -> di
     is_log = style.spans_decades([value for line in lines for value in line.values])
     return {
         "domain": domain,
-        "title": {"text": unit or style.NO_UNIT},
+        "title": {"text": unit},
         "type": "log" if is_log else "linear",
         "nticks": 5,
     }

@@ -186,7 +186,7 @@ def figure(found: OperatorsInfo) -> go.Figure:
     """Draw the magnitude of each result over the order of calls; non-finite ones on top."""
     where = f" of {found.table.role} {found.table.rank}, {found.table.stage}" if found.table else ""
     title = f"Operators{where}, step {found.step}"
-    x, y = "call, in execution order", "largest magnitude, no unit"
+    x, y = "call, in execution order", "largest magnitude"
     if not found.points:
         return style.empty(title, found.note or "", x=x, y=y)
     drawn = go.Figure()
@@ -329,7 +329,7 @@ def _side_text(side: TableSide) -> str:
 def divergence_figure(found: DivergenceInfo) -> go.Figure:
     """Draw the relative difference of each row and its threshold over the order of calls."""
     title = f"{found.a} against {found.b}"
-    x, y = "call, in execution order of the first", "relative difference, no unit"
+    x, y = "call, in execution order of the first", "relative difference"
     if not found.points:
         return style.empty(title, found.note or "", x=x, y=y)
     drawn = go.Figure()

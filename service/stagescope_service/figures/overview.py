@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -29,18 +29,29 @@ from stagescope_service.figures.run_curves import CurveReader, CurveRequest, Pan
 from stagescope_service.statistics.step_metrics import STALENESSES
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.rows import Lineage
-from stagescope_service.views.series import check_known, newest_metrics
+from stagescope_service.views.series import REWARD, check_known, newest_metrics
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.render import format_value
 
-DEFAULT: Final = (
-    "rollout_corr/k3_kl", "logprob_abs_diff/mean", "logprob_abs_diff/p99",
+MISMATCH: Final = (
+    "logprob_abs_diff/mean", "rollout_corr/k3_kl", "logprob_abs_diff/p99",
     "training/rollout_actor_probs_pearson_corr",
 )  # fmt: skip
-"""The metrics of a run that measures a mismatch."""
-REWARD: Final = ("reward", "critic/score/mean", "critic/rewards/mean", "*reward*/mean", "*reward*")
-"""Patterns of the scalar that is a training's reward; the first match counts."""
+"""The metrics of a mismatch; the first stands for all where a training logs its own numbers."""
+LOGGED: Final[Mapping[str, Sequence[str]]] = {
+    "reward": REWARD,
+    "loss": ("loss", "*pg_loss*", "*policy_loss*", "*actor_loss*", "*/loss", "*loss*"),
+    "gradient norm": ("grad_norm", "*grad_norm*", "*gradient_norm*"),
+    "entropy": ("entropy", "*entropy", "*entropy*"),
+    "response length": (
+        "response_length/mean", "*response_length*mean*", "*completion*length*mean*",
+        "*completion*mean_length*", "*response_len*",
+    ),
+}  # fmt: skip
+"""The first questions about a training -> patterns of the scalar; the first match counts."""
+_USUAL: Final = 4
+"""Panels that are drawn at least, as far as there are numbers."""
 MAX_METRICS: Final = 12
 TITLE: Final = "Over the steps"
 
@@ -61,6 +72,8 @@ class OverviewInfo:
     attempt: int | None
     """The requested attempt; None: the current ones."""
     panels: tuple[Panel, ...]
+    attempts: int
+    """Number of attempts, whether they have steps or not."""
     boundaries: tuple[Boundary, ...]
     marks: tuple[Mark, ...]
     steps: int
@@ -105,6 +118,7 @@ def info(deps: Dependencies, run: str | None, request: CurveRequest) -> Overview
         run=target.run,
         attempt=request.attempt,
         panels=panels,
+        attempts=len(chosen),
         boundaries=tuple(_boundaries(chosen)) if request.attempt is None else (),
         marks=tuple(marks),
         steps=len(reader.states),
@@ -118,9 +132,13 @@ def info(deps: Dependencies, run: str | None, request: CurveRequest) -> Overview
 def _default(published: Collection[str], scalars: Collection[str]) -> list[str]:
     """Return the names that are drawn if none is requested: the first questions about a run."""
     names = sorted(scalars)
-    rewards = [name for each in REWARD for name in fnmatch.filter(names, each)][:1]
-    others = [name for name in DEFAULT if name in published] or names[: len(DEFAULT)]
-    return list(dict.fromkeys([*rewards, *others])) or list(DEFAULT)
+    logged = [
+        next((name for each in patterns for name in fnmatch.filter(names, each)), None)
+        for patterns in LOGGED.values()
+    ]
+    mismatch = [name for name in MISMATCH if name in published]
+    found = dict.fromkeys([*mismatch[:1], *(name for name in logged if name), *mismatch, *names])
+    return list(found)[: max(_USUAL, len(LOGGED) + 1 - logged.count(None))] or list(MISMATCH)
 
 
 def _note(reader: CurveReader, panels: Sequence[Panel]) -> str | None:
@@ -164,6 +182,8 @@ _GAP: Final = 34
 _MAX_LABELS: Final = 12
 """Most attempts whose boundaries are labelled; further lines have no label."""
 _MAX_BOUNDARIES: Final = 200
+_FEW_STEPS: Final = 10
+"""Range of steps in which each has a tick: a longer one has whole steps at its ticks anyway."""
 _DISTANCES: Final = (
     "rollout_corr/k", "rollout_corr/chi2", "rollout_corr/log_ppl", "logprob_abs_diff/", "tail/",
     "training/rollout_probs_diff_", "train_rollout_logprob_abs_diff",
@@ -182,7 +202,7 @@ def figure(found: OverviewInfo) -> go.Figure:
     total = sum(heights) + _GAP * (len(heights) - 1)
     for at, panel in enumerate(found.panels):
         axis = f"y{at + 1}" if at else "y"
-        _draw_panel(drawn, panel, axis=axis, first=at == 0, smooth=found.smooth)
+        _draw_panel(drawn, panel, found, axis=axis, first=at == 0)
         bottom, top = domains[at]
         layout = axis_of(panel.unit, panel.lines, (bottom, top))
         drawn.update_layout({f"yaxis{at + 1}" if at else "yaxis": layout})
@@ -196,7 +216,8 @@ def figure(found: OverviewInfo) -> go.Figure:
         "domain": domains[-1], "tickvals": list(range(len(KINDS))), "ticktext": KINDS,
         "range": [len(KINDS) - 0.4, -0.6], "title": {"text": ""}, "fixedrange": True,
     }})  # fmt: skip
-    drawn.update_xaxes(title={"text": "step"}, anchor=last, tickformat="d", range=_range(found))
+    drawn.update_xaxes(title={"text": "step"}, anchor=last, tickformat="d", range=_range(found),
+                        dtick=1 if found.last - found.first < _FEW_STEPS else None)  # fmt: skip
     _draw_boundaries(drawn, found.boundaries)
     drawn = style.legend_below(style.finished(drawn, title, total + 110))
     return drawn.update_layout({"margin": {"t": 50}, f"yaxis{len(heights)}": {"showgrid": False}})
@@ -209,7 +230,7 @@ def _range(found: OverviewInfo) -> list[float]:
 
 
 def _draw_panel(
-    drawn: go.Figure, panel: Panel, *, axis: str, first: bool, smooth: float | None
+    drawn: go.Figure, panel: Panel, found: OverviewInfo, *, axis: str, first: bool
 ) -> None:
     is_distance = panel.name.startswith(_DISTANCES)
     for line in panel.floor:
@@ -226,29 +247,38 @@ def _draw_panel(
             hovertemplate="step %{x}: noise floor %{y:.4g}<extra></extra>",
         )  # fmt: skip
     shown: set[str] = set()
-    for line, name, colour, dash in _looks(panel, smooth):
+    for line, name, colour, dash in _looks(panel, found):
         legend = first and name not in shown and line.has_values
         draw_line(drawn, line, axis, panel.unit, LineStyle(name, colour, dash, legend))
         shown |= {name} if line.has_values else set()
     draw_not_finite(drawn, panel.not_finite, panel.lines, axis, first=first)
 
 
-def _looks(panel: Panel, smooth: float | None) -> Iterator[tuple[Line, str, str, str]]:
-    """Yield the lines of a panel, each with its name, colour and dash."""
+def _looks(panel: Panel, found: OverviewInfo) -> Iterator[tuple[Line, str, str, str]]:
+    """Yield a panel's lines with their names, colours and dashes: a colour for each attempt."""
+    several, smooth = found.attempts > 1, found.smooth
     for line in panel.lines:
-        colour = style.SKY if line.superseded or smooth else style.BLUE
-        name, dash = ("superseded", "dot") if line.superseded else ("value", "solid")
-        yield line, name, colour, dash
+        name = f"attempt {line.attempt}" if several else "value"
+        if line.superseded:
+            name += ", repeated later"
+        dash = "dot" if line.superseded else "solid"
+        yield line, name, style.GREY if smooth else _colour_of(line), dash
     current = [line for line in panel.lines if line.has_values and not line.superseded]
     if smooth:
         name = f"moving average over {smooth:g} steps"
-        yield from ((line.smoothed(smooth), name, style.BLUE, "solid") for line in current)
+        for line in current:
+            of = f"{name} of attempt {line.attempt}" if several else name
+            yield line.smoothed(smooth), of, _colour_of(line), "solid"
     for at, (staleness, lines) in enumerate(panel.stalenesses):
         colour = style.SERIES[1 + at % (len(style.SERIES) - 1)]
         dash = style.DASHES[1 + at % (len(style.DASHES) - 1)]
         for line in lines:
             if line.has_values and not line.superseded:
                 yield line, f"staleness {staleness}", colour, dash
+
+
+def _colour_of(line: Line) -> str:
+    return style.SERIES[(line.attempt - 1) % len(style.SERIES)]
 
 
 def _draw_boundaries(drawn: go.Figure, boundaries: Sequence[Boundary]) -> None:

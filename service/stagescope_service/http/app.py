@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
+from urllib.parse import quote, urlsplit
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
+from starlette.responses import RedirectResponse
+from starlette.routing import Route
 
-from stagescope_service.http import page, problems, stream
+from stagescope_service import figure_style
+from stagescope_service.http import guide, page, problems, stream
 from stagescope_service.http.access_token_file import TokenFile
 from stagescope_service.http.access_tokens import Access, AccessTokens
-from stagescope_service.http.auth import OPEN_PATHS, WHOAMI, Guard, check_bind
+from stagescope_service.http.auth import OPEN_FOLDERS, OPEN_PATHS, PREFIX, WHOAMI, Guard, check_bind
 from stagescope_service.http.requests import Answer, BodyReaders, check_query
 from stagescope_service.http.routes import (
+    canary,
     captures,
     compared_figures,
     comparisons,
@@ -40,6 +46,7 @@ from stagescope_service.http.routes import (
     triggers,
     weights,
 )  # fmt: skip
+from stagescope_service.rules.doctor import rulebook
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.views.models.comparisons import comparison_schemas
@@ -100,6 +107,7 @@ def make_app(
         openapi_url=None,  # FastAPI would build the document on the event loop, for seconds
         docs_url=None,  # both load their scripts from elsewhere; see `page.docs`
         redoc_url=None,
+        redirect_slashes=False,  # it names scheme, host and path of a request that a proxy changed
         dependencies=[Depends(check_query)],
         default_response_class=Answer,
         responses={
@@ -123,14 +131,28 @@ def make_app(
         catalogue=catalogue, commands=commands, settings=settings, clock=clock
     )
     problems.add_handlers(app)
-    app.add_middleware(page.EntityTags)
-    app.add_middleware(Guard, settings=settings, access=access)
     for router in _ROUTERS:
         app.include_router(router, dependencies=[Depends(_BEARER)])
     app.openapi = lambda: _make_document(app)  # type: ignore[method-assign]
     app.add_route("/openapi.json", _document_route)
-    app.router.routes.extend(page.FILES)
+    app.router.routes.extend((*page.FILES, *guide.ROUTES, _SLASH))
+    app.add_middleware(page.EntityTags)
+    public_path = _public_path(settings)
+    app.add_middleware(Guard, settings=settings, access=access, public_path=public_path)
     return app
+
+
+def prepare() -> None:
+    """Do once, after the start, what the first questions of a process would wait for.
+
+    Plotly is compressed, the doctor's rules are read, and what was imported is kept away from the
+    garbage collector: its search takes longer than most answers.
+    """
+    page.compress()
+    rulebook()
+    figure_style.empty("", "", x="", y="")
+    gc.collect()
+    gc.freeze()
 
 
 _ROUTERS: Final = (
@@ -149,6 +171,7 @@ _ROUTERS: Final = (
     captures.router,
     triggers.router,
     weights.router,
+    canary.router,
     engines.router,
     hangs.router,
     comparisons.router,
@@ -166,6 +189,34 @@ _BEARER: Final = HTTPBearer(auto_error=False, description="A token of the servic
 def _operation_id(route: APIRoute) -> str:
     method = min(route.methods or {"get"}).lower()
     return "_".join([method, *re.findall(r"\w+", route.path)])
+
+
+def _public_path(settings: Settings) -> str:
+    """Return the path of the address that people open, which a proxy may leave in requests.
+
+    It is "" if it begins as a path of the API does: then the proxy must remove it.
+    """
+    path = urlsplit(settings.public_url or "").path
+    own = (route for router in _ROUTERS for route in router.routes)
+    paths = [
+        PREFIX,
+        *OPEN_PATHS,
+        *OPEN_FOLDERS,
+        *(route.path for route in own if isinstance(route, Route)),
+    ]
+    return "" if path.split("/")[:2] in [each.split("/")[:2] for each in paths] else path
+
+
+async def _without_slash(request: Request) -> RedirectResponse:
+    """Redirect to the same path without slashes at its end, relative to the request's address."""
+    path, query = request.url.path, request.url.query
+    short = path.rstrip("/")
+    up, name = "../" * (len(path) - len(short)), quote(short.rpartition("/")[2], safe="")
+    return RedirectResponse(f"{up}{name}{query and '?'}{query}")
+
+
+_SLASH: Final = Route("/{path:path}/", _without_slash, methods=["GET", "POST", "PUT", "DELETE"])
+"""The last route: paths that no other has, and that end with a slash."""
 
 
 async def _document_route(request: Request) -> Answer:

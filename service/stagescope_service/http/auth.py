@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stagescope_service.http.access_token_file import PERSON, RateLimits, Role, Token
@@ -37,12 +38,12 @@ from stagescope_wire.errors import (
 
 PREFIX: Final = "/v1"
 """Prefix of the API's version; without it every path means the same, see docs/api.md."""
-OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/login", "/logout", "/", "/docs"})
+OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/login", "/logout", "/", "/docs", "/guide"})
 """Paths without a token: a supervisor checks the first two, and the others come before a login."""
 WHOAMI: Final = "/whoami"
 """Answers without a login too, and then says that there is none."""
-OPEN_FOLDER: Final = "/static/"
-"""Paths below it need no token: the files of the page hold no data."""
+OPEN_FOLDERS: Final = ("/static/", "/guide/")
+"""Paths below them need no token: the files of the page and the guide hold no data."""
 READ_METHODS: Final = frozenset({"GET", "HEAD"})
 READ_POSTS: Final = frozenset(
     {"/comparisons", "/operators/divergence", "/operators/tensors", "/triggers/test"}
@@ -96,18 +97,29 @@ def check_bind(settings: Settings, tokens: AccessTokens | None) -> None:
 class Guard:
     """ASGI middleware that checks Host, Origin, token and declared size of every request.
 
-    As a middleware no route can forget it, and it runs before any body is read. It takes `/v1` off
-    the path first: nothing behind it knows the prefix.
+    As a middleware no route can forget it, and it runs before any body is read. It takes the
+    prefixes off the path first, `public_path` and `/v1`: nothing behind it knows them.
+
+    Args:
+        app: what answers.
+        settings: limits, names, the proxy.
+        access: checks tokens and logins; None: everybody may operate.
+        public_path: path below which a proxy serves the API and that it may leave in requests,
+            such as `/scope`; "": none.
     """
 
-    def __init__(self, app: ASGIApp, *, settings: Settings, access: Access | None) -> None:
+    def __init__(
+        self, app: ASGIApp, *, settings: Settings, access: Access | None, public_path: str = ""
+    ) -> None:
         self.app = app
         self.access = access
+        self.public_path = public_path
         self.limits = RateLimits()
         self.proxy = None if settings.trusted_proxy_header is None else _Proxy(settings)
         self.max_body_bytes = settings.max_body_bytes
         self.hosts = _own_names(settings)
         self.origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
+        self.public_origin = _origin_of(settings.public_url)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer with a problem."""
@@ -116,9 +128,13 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
-        if scope["path"].startswith(f"{PREFIX}/"):
-            # Not in a copy: a server that stops looks for the path of `/stream` in its own scope.
-            scope["path"] = scope["path"].removeprefix(PREFIX)
+        if self.public_path and scope["path"] == self.public_path:
+            await RedirectResponse(f"{self.public_path}/")(scope, receive, send)
+            return
+        for prefix in (self.public_path, PREFIX):
+            if scope["path"].startswith(f"{prefix}/"):
+                # Not in a copy: a server that stops looks for `/stream` in its own scope.
+                scope["path"] = scope["path"].removeprefix(prefix)
         if self.access is not None:
             await self.access.look()
         try:
@@ -163,13 +179,17 @@ class Guard:
 
     def _check_origin(self, origin: str, host: str) -> None:
         origin = origin.rstrip("/").lower()
-        if origin.partition("://")[2] == host.lower() and "://" in origin:
-            return
-        if origin not in self.origins:
+        if not self._is_own_origin(origin, host) and origin not in self.origins:
             raise Forbidden(
                 f"a page of {origin!r:.100} may not ask this service",
                 expected="the service's own page, or an origin of STAGESCOPE_ALLOWED_ORIGINS",
+                advice="behind a proxy, set STAGESCOPE_PUBLIC_URL to the address that people open",
             )
+
+    def _is_own_origin(self, origin: str, host: str) -> bool:
+        """Return whether a page of `origin` is this service's: a proxy may send another Host."""
+        _, scheme_end, name = origin.partition("://")
+        return origin == self.public_origin or (bool(scheme_end) and name == host.lower())
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
         user = headers.get(USER_HEADER, "") or "unknown"
@@ -178,7 +198,7 @@ class Guard:
                 f"{USER_HEADER} is {user!r:.100}", expected="up to 100 printable characters"
             )
         address = (scope.get("client") or ("local", 0))[0]
-        if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER):
+        if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
             return Caller(user, "open", address)
         if self.access is None:
             return Caller(user, "operate", address)
@@ -219,13 +239,21 @@ class Guard:
         else:
             caller = _caller(user, _of_cookie(access, cookie), address)
         # The browser sends both automatically, whichever page asks it to.
-        if scope["method"] not in READ_METHODS and not _is_own_page(headers):
+        if scope["method"] not in READ_METHODS and not self._is_own_page(headers):
             raise Forbidden(
                 "a login changes nothing on request of another page",
                 expected="Sec-Fetch-Site: same-origin, or an Origin of this service",
                 advice="programs send a bearer token instead of the cookie",
             )
         return caller
+
+    def _is_own_page(self, headers: Headers) -> bool:
+        """Return whether a browser says that a page of this service sent the request."""
+        site = headers.get("sec-fetch-site")
+        if site is not None:
+            return site == "same-origin"
+        origin = headers.get("origin", "").rstrip("/").lower()
+        return self._is_own_origin(origin, headers.get("host", ""))
 
     def _count(self, token: Token, *, is_report: bool) -> None:
         seconds = self.limits.wait(token, is_report=is_report)
@@ -321,21 +349,18 @@ def _of_cookie(access: Access, cookie: str) -> Token:
     return token
 
 
-def _is_own_page(headers: Headers) -> bool:
-    """Return whether a browser says that a page of this service sent the request."""
-    site = headers.get("sec-fetch-site")
-    if site is not None:
-        return site == "same-origin"
-    host = headers.get("origin", "").lower().partition("://")[2]
-    return bool(host) and host == headers.get("host", "").lower()
-
-
 def _own_names(settings: Settings) -> frozenset[str]:
     public = urlsplit(settings.public_url or "").hostname or ""
     names: Iterable[str] = (
         "localhost", settings.host, socket.gethostname(), socket.getfqdn(), public,
     )  # fmt: skip
     return frozenset(name.lower() for name in (*names, *settings.allowed_hosts) if name)
+
+
+def _origin_of(url: str | None) -> str | None:
+    """Return the origin that browsers name for pages of an address."""
+    parts = urlsplit(url or "")
+    return f"{parts.scheme}://{parts.netloc}".lower() if url else None
 
 
 def _host_name(host: str) -> str:

@@ -9,7 +9,6 @@ from fastapi import Depends, Path, Query, Request
 from stagescope_service.http.requests import pattern
 from stagescope_service.views.pages import step_number
 from stagescope_service.views.reading.dependencies import (
-    RUN_PATTERN,
     STEP_PATTERN,
     AttemptQuery,
     Dependencies,
@@ -17,6 +16,7 @@ from stagescope_service.views.reading.dependencies import (
     Window,
 )
 from stagescope_service.views.reading.target import Target
+from stagescope_service.views.run_list import MAX_COMPARED
 from stagescope_wire.schema import STEP_BOUND
 
 
@@ -28,16 +28,21 @@ async def dependencies_of(request: Request) -> Dependencies:
 
 Deps = Annotated[Dependencies, Depends(dependencies_of)]
 
+Version = Annotated[int, Path(gt=-(10**18), lt=10**18, description="A policy version.")]
 Run = Annotated[
     str | None,
     Query(
-        description="A run's name; default: the run whose training stage began last.",
-        json_schema_extra=pattern(RUN_PATTERN),
+        description="A run's name, as it is stored, was given or is shown; default: the run whose "
+        "training stage began last.",
     ),
 ]
 
 RunPath = Annotated[
-    str, Path(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
+    str, Path(description="The run's name, as it is stored, was given or is shown.")
+]
+
+ChosenRuns = Annotated[
+    list[str], Query(description="A run's name; given several times.", max_length=MAX_COMPARED)
 ]
 
 AttemptNumber = Annotated[

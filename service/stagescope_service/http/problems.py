@@ -7,16 +7,18 @@ and `advice`. Answers of the service that the advice leads to are in `see`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Final, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from stagescope_service.refusals import expected_of, is_missing, name_of
 from stagescope_service.views.encoding import JsonObject, encode
 from stagescope_service.views.models.common import ABSENT, Model
 from stagescope_service.views.models.common import Link as LinkModel
@@ -119,11 +121,23 @@ async def _on_stagescope_error(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    wrongs = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
-        wrongs.append(f"{where} {item.get('input')!r:.100}: {item['msg']}")
-    return error_response(InvalidInput("; ".join(wrongs)), request.url.path)
+    return error_response(refusal(error.errors()), request.url.path)
+
+
+_PARTS: Final = ("query", "path", "header", "cookie", "body")
+
+
+def refusal(errors: Sequence[ErrorDetails]) -> InvalidInput:
+    """Return the error of a request whose parameters have other types, or lie out of bounds."""
+    wrongs, expected = [], []
+    for item in errors:
+        name = name_of(item, without=_PARTS)
+        lacks = is_missing(item)
+        wrongs.append(f"{name} is missing" if lacks else f"{name} is {item.get('input')!r:.100}")
+        expected.append(f"{name}: {expected_of(item)}")
+    return InvalidInput(
+        "; ".join(wrongs), expected="; ".join(expected), advice="/openapi.json describes each"
+    )
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

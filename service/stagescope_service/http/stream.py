@@ -79,7 +79,7 @@ async def stream(
     with the most places; that one may continue with its `Last-Event-ID`.
     """
     if run is not None:
-        await asyncio.to_thread(deps.finder.attempt, run)
+        run = (await asyncio.to_thread(deps.finder.attempt, run)).run
     state, caller = request.app.state, caller_of(request)
     watcher: Watcher = state.watcher
     access: Access | None = state.access

@@ -45,7 +45,9 @@ Caller: TypeAlias = str | None
 
 _CALLS: Final = 20_000
 """Most pending calls of an ingestor: enough for a new coordinator beside all of a dead one's."""
-_WITHOUT_QUEUE: Final = frozenset({"read_watchdogs", "kept_files", "describe_kept", "discard"})
+_WITHOUT_QUEUE: Final = frozenset(
+    {"read_watchdogs", "kept_files", "describe_kept", "discard", "remove_files"}
+)
 """Methods that run in parallel with the reading of payloads."""
 _NICE: Final = 10
 _RETRY_SECONDS: Final = 2.0

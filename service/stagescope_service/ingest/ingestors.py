@@ -24,9 +24,11 @@ from stagescope_service.ingest.kept_files import Keeper, KeptDescription
 from stagescope_service.ingest.reader import Outcome, PayloadReader
 from stagescope_service.ingest.recompute import JoinAnswer, Recomputer, Source
 from stagescope_service.ingest.rollout_join import RolloutRows
+from stagescope_service.ingest.run_files import RemovedFiles, RunFiles, remove_files
 from stagescope_service.store.artifacts import confine, read_piece, ring_directory
 from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import DEFAULT_RESERVE, Pinned, Ring, rings_left
+from stagescope_service.store.tensorfile import disk_errors
 from stagescope_wire.errors import Forbidden, StagescopeError, Unreachable
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.stacks import read_watchdog
@@ -151,6 +153,16 @@ class IngestorClient(abc.ABC):
         """Delete files; return those that do not exist any more."""
         return await self._call(node_id, "discard", paths)  # type: ignore[no-any-return]
 
+    async def remove_run(self, node_id: str, files: RunFiles) -> RemovedFiles:
+        """Delete the files of a run on a node, its payloads in the ring too.
+
+        Raises:
+            Unreachable: the ingestor does not answer; the same call may be made again.
+        """
+        ring: list[int] = await self._call(node_id, "leave_ring", files.attempt_ids)
+        removed: RemovedFiles = await self._call(node_id, "remove_files", files)
+        return RemovedFiles(removed.files + len(ring), removed.bytes + sum(ring), removed.problems)
+
     async def pin(self, node_id: str | None, attempt_id: int, step: int) -> Pinned:
         """Pin the payloads of a step in a node's ring; `reason` is why that failed."""
         try:
@@ -259,6 +271,16 @@ class IngestWorker:
         """Release the payloads of a step."""
         return bool(self._of_ring(Recomputer.unpin, attempt_id, step))
 
+    def leave_ring(self, attempt_ids: Sequence[int]) -> list[int]:
+        """Remove the payloads of attempts from the ring; return their sizes in bytes.
+
+        Raises:
+            StoreError: the disk refused it.
+        """
+        ring = self.reader.ring
+        with disk_errors(ring.directory):
+            return ring.remove_attempts(attempt_ids)
+
     def _of_ring(self, work: Callable[..., T], *arguments: object) -> T | None:
         try:
             return work(Recomputer(self.reader), *arguments)
@@ -308,3 +330,7 @@ class IngestWorker:
     def discard(self, paths: Sequence[str]) -> list[str]:
         """Delete kept files; return those that do not exist any more."""
         return kept_files.discard(self._data_dir, paths)
+
+    def remove_files(self, files: RunFiles) -> RemovedFiles:
+        """Delete the files of a run, except those in the ring."""
+        return remove_files(self._data_dir, files)

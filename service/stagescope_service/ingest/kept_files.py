@@ -248,11 +248,11 @@ def discard(data_dir: Path, paths: Sequence[str]) -> list[str]:
                 continue
             path.unlink(missing_ok=True)
             gone.append(name)
-            _tidy(path.parent, data_dir)
+            tidy(path.parent, data_dir)
     return gone
 
 
-def _tidy(directory: Path, data_dir: Path) -> None:
+def tidy(directory: Path, data_dir: Path) -> None:
     """Remove empty directories, from the stage's part up to the step."""
     with contextlib.suppress(OSError):
         while directory.resolve() != data_dir.resolve():

@@ -39,6 +39,7 @@ from stagescope_service.statistics import (
 )
 from stagescope_service.statistics.codec import summary_to_bytes
 from stagescope_service.statistics.payload import Payload, read_value
+from stagescope_service.statistics.step_summary import REPEATED
 from stagescope_service.statistics.summarise import MAX_ROUNDS
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.contract import Put
@@ -48,6 +49,7 @@ from stagescope_service.store.ring import Ring, RingKey
 from stagescope_wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope_wire.names import MAX_ID
 from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.render import counted
 from stagescope_wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
 
 """(row, first position, last) of tokens, half open."""
@@ -94,6 +96,7 @@ class PayloadReader:
         digest = None
         copies: dict[str, Skips] = {}
         differing: tuple[str, ...] = ()
+        repeated: CountedOnce | None = None
         counts = NonFiniteCounts(payload.tensors)
         for once in self._summaries(key, job, payload, problems, known):
             rows += summary_rows(key, job, once.summary)
@@ -101,9 +104,12 @@ class PayloadReader:
             digest = digest or once.summary.digest
             if once.copies:
                 copies[pair_name(once.summary.pair)] = once.copies
+                repeated = repeated or once
             differing = differing or once.differing
         if differing:
             rows.append(_differing_rows(job, differing))
+        elif repeated is not None:
+            rows.append(_repeated_rows(job, repeated))
         for summary in self._update_summaries(key, job, payload):
             rows.append(summary_row(key, job, summary))
             counts.add(summary)
@@ -271,6 +277,23 @@ def _differing_rows(job: PayloadJob, samples: Sequence[str]) -> Put:
     )
 
 
+def _repeated_rows(job: PayloadJob, once: CountedOnce) -> Put:
+    """Return the finding of rows of a payload that repeat another one under the same sample id."""
+    rows = len({row for row, _, _ in once.copies})
+    tokens = once.summary.left_out[REPEATED]
+    return finding(
+        "rows_repeated",
+        f"of {counted(rows, 'row')} the same payload has a copy under the same sample id: "
+        f"{counted(tokens, 'token')} are left out as repeated, and "
+        f"{once.summary.total.masked} of the payload are left",
+        **of_job(job, time.time()),
+        severity="info",
+        evidence={"rows": rows, "tokens": tokens},
+        advice="nothing, if the rows fill up a batch. Else find out why samples are handed over "
+        "twice: the others may be missing",
+    )
+
+
 def statistics_settings(settings: object) -> StatisticsSettings:
     """Return the settings of a run that the statistics depend on.
 
@@ -322,6 +345,7 @@ def _stream_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
 
 MAX_SAMPLES: Final = 20_000
 """Samples of a payload with rows of their own; the statistics include all samples."""
+_UPDATE: Final = "actor_update"
 _NAMED: Final = 3
 _LISTED: Final = 100
 """Samples named in a message, and listed as evidence."""
@@ -339,8 +363,10 @@ def sample_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
     groups = payload.strings.get("group_ids") or []
     prompts = payload.strings.get("prompt_hashes") or []
     rewards = _per_row(payload.tensors.get("rewards"), len(ids))
-    hashes = _token_hashes(payload, len(ids))
-    rounds = _round_counts(payload, len(ids))
+    hashes, rounds = None, None
+    if not _is_of_loss(job, payload):
+        hashes = _token_hashes(payload, len(ids))
+        rounds = _round_counts(payload, len(ids))
     meta = payload.meta
     for row, uid in enumerate(ids[:MAX_SAMPLES]):
         columns: dict[str, Json] = {
@@ -369,6 +395,11 @@ def sample_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
             elif isinstance(value, list) and row < len(value):
                 columns[name] = text(value[row], MAX_ID)
         yield Put("samples", columns)
+
+
+def _is_of_loss(job: IngestJob, payload: Payload) -> bool:
+    """Return whether the mask may be that of a loss: it leaves out tokens that were sampled."""
+    return job["stage"] == _UPDATE and STREAM_TENSORS["rollout"] not in payload.tensors
 
 
 def _per_row(tensor: WireTensor | None, rows: int) -> npt.NDArray[Any] | None:

@@ -61,16 +61,14 @@ def _doctor(scope: ReportScope) -> ReportSection:
     fields, rows = diagnosis_of(scope.deps, scope.run, scope.attempt, scope.step)
     items, unknown = [], []
     found = [row for row in rows if row["verdict"] == "found"]
-    for row in found:
-        since = "" if row["since_step"] is None else f", since step {row['since_step']}"
-        since += "" if row["last_step"] is None else f", last seen in step {row['last_step']}"
-        where = "" if row["where"] is None else f", {row['where']}"
-        lines = [f"+ {text}" for text in row["for"]]
-        lines += [f"- {text}" for text in row["against"]]
-        lines += [str(row["meaning"])]
-        lines += [f"-> {text}" for text in row["next"]]
-        sure = f"{float(row['sure']):.0%} sure"
-        items.append(ReportItem(f"{row['title']}{since}{where} ({sure})", lines))
+    causes = [row for row in found if row["cause"] is None]
+    for cause in causes:
+        lines = [f"prove it: {cause['next'][0]}", *(f"+ {text}" for text in cause["for"])]
+        lines += [f"- {text}" for text in cause["against"]]
+        lines += [str(cause["meaning"]), *(f"-> {text}" for text in cause["next"][1:])]
+        explained = (row for row in found if row["cause"] == cause["rule"])
+        lines += [f"it explains: {row['sentence']}" for row in explained]
+        items.append(ReportItem(str(cause["sentence"]), lines))
     for row in rows:
         if row["verdict"] == "not measured":
             reasons = "; ".join(row["against"])
@@ -82,12 +80,15 @@ def _doctor(scope: ReportScope) -> ReportSection:
         f"no symptom, but for a comparison of two runs: {note['text']}" for note in fields["notes"]
     ]
     parts = fields["mismatch"]
-    title = "The newest measured step's mismatch, taken apart"
+    title = "The newest measured step's mismatch by its parts"
     table = ReportTable(("name", "share", "text"), parts, title=title) if parts else None
-    titles = "; ".join(str(row["title"]) for row in found[:3])
-    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+    titles = "; ".join(str(row["sentence"]) for row in causes[:3])
+    more = f"; and {len(causes) - 3} more" if len(causes) > 3 else ""
     scope.say(
-        "doctor", f"{len(found)} found", titles + more or str(fields["text"]), bad=bool(found)
+        "doctor",
+        counted(len(causes), "cause"),
+        titles + more or str(fields["text"]),
+        bad=not fields["healthy"],
     )
     return ReportSection(texts=texts, items=items[:MAX_ITEMS], table=table, gaps=unknown)
 

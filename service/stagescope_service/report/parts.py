@@ -12,7 +12,7 @@ from pydantic import Field
 
 from stagescope_service.fields import Described, Run, Wall, described_by
 from stagescope_service.figures.drawing import Shown, drawn
-from stagescope_service.report.redaction import Redactor
+from stagescope_service.redaction import Redactor
 from stagescope_service.views.encoding import JsonObject, decode, encode
 from stagescope_service.views.models.figures import Figure
 from stagescope_service.views.pages import Page

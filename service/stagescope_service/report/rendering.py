@@ -15,6 +15,7 @@ from markupsafe import Markup
 import stagescope_wire
 from stagescope_service.compare.report.html import PageFigures, as_page, environment
 from stagescope_service.figure_style import COLOURS
+from stagescope_service.redaction import Redactor
 from stagescope_service.report.content import OF_RUN, OF_STEP
 from stagescope_service.report.parts import (
     Report,
@@ -25,7 +26,6 @@ from stagescope_service.report.parts import (
     short,
     shortened,
 )
-from stagescope_service.report.redaction import Redactor
 from stagescope_service.views.encoding import encode, parse_nonfinite
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_wire.errors import StagescopeError

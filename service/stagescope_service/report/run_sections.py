@@ -104,7 +104,7 @@ def course_section(scope: ReportScope) -> ReportSection:
         figure_of("rank-steps", heatmaps.figure, by_step),
     ]
     rows: list[JsonObject] = []
-    for metric in (*overview.DEFAULT, *_SCALARS):
+    for metric in (*overview.MISMATCH, *_SCALARS):
         try:
             found = series.series(
                 deps, {**ALL_RANKS, "metric": metric, "by": None}, scope.query, ALL_STEPS,

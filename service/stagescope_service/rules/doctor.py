@@ -1,150 +1,39 @@
-"""The rulebook as data: rules read from YAML, and compared with a run's history.
-
-A rule names a function of `evidence` with its parameters, and says what a symptom means. It also
-says what to do next, what to record if evidence is lacking, and where the field met it.
-"""
+"""The doctor: the rules that ship, compared with a run's history."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Final
 
-from stagescope_service.rules import fields
+from stagescope_service.rules.causes import Diagnosis
 from stagescope_service.rules.evidence import EarlierSymptom, Evidence, not_measured
+from stagescope_service.rules.hidden import reveal
 from stagescope_service.rules.history import RunHistory
-from stagescope_service.rules.symptoms import mismatch, reports, streams, trends, turns, updates
-from stagescope_wire.errors import InvalidPlan, StagescopeError
+from stagescope_service.rules.symptom import FAMILIES, SymptomRule, read_symptom
+from stagescope_service.rules.symptoms import trends
+from stagescope_wire.errors import StagescopeError
 
-FAMILIES: Final = ("service", "precision", "mismatch", "reward", "time", "settings")
-"""Subjects of the rules, in the order in which you must be able to trust them."""
-EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
-    function.__name__: function
-    for function in (
-        trends.jump, trends.step_change, trends.growth, trends.scalar_above,
-        trends.scalar_falls, trends.scalar_flat, trends.scalar_spike,
-        mismatch.rank_apart, mismatch.rounds_rise, mismatch.noise_floor, mismatch.engine_apart,
-        mismatch.hidden_tails, mismatch.stale, mismatch.versions_ahead,
-        streams.suspect, streams.sampling, streams.rounded, streams.edge_token, streams.lattice,
-        turns.retokenised, turns.turn_stops, updates.current_differs,
-        reports.groups, reports.truncated, reports.finding, reports.hangs, reports.lost,
-        reports.scalars_not_finite, reports.failed, reports.partial, reports.unreported,
-        reports.straggler, reports.settings, reports.stream_changes,
-    )
-}  # fmt: skip
-"""Name in a rule -> the function."""
 _OF_THE_NEWEST: Final = frozenset(
     {
-        "rank_apart", "rounds_rise", "rounded", "edge_token", "engine_apart", "lattice", "stale",
-        "noise_floor", "straggler", "current_differs", "versions_ahead",
+        "rank_apart", "rounds_rise", "round_apart", "rounded", "edge_token", "engine_apart",
+        "lattice", "stale", "noise_floor", "straggler", "current_differs", "versions_ahead",
+        "suspect", "sampling",
     }
 )  # fmt: skip
 """Functions that look only at the newest steps; the others find the first step themselves."""
-_OF_ONE: Final = frozenset({"rank_apart", "engine_apart", "straggler"})
-"""Functions that name one rank or engine; a search for the first step stops at another one."""
-_ORDER: Final = {"found": 0, "not measured": 1, "not found": 2}
-_EVENTS: Final = frozenset({"jump", "step_change"})
-"""Functions of an event in one step: its cause begins in that step, too."""
-_AT_ONCE: Final = 2
-"""Maximum steps between the begins of a symptom and its explanation, in either direction."""
-
-
-class Condition(NamedTuple):
-    """A function of `EVIDENCE`, and its keyword arguments as the YAML has them."""
-
-    function: str
-    parameters: Mapping[str, Any]
-
-    @classmethod
-    def parse(cls, value: object, field: str) -> Condition:
-        """Read `{function: name, parameter: value, ...}`.
-
-        Raises:
-            InvalidPlan: there is no such function, or a parameter is unknown or missing.
-        """
-        parameters = dict(value) if isinstance(value, Mapping) else {}
-        function = fields.one_of(*sorted(EVIDENCE))(parameters.pop("function", None), field)
-        try:
-            inspect.signature(EVIDENCE[function]).bind(None, **parameters)
-        except TypeError as error:
-            raise InvalidPlan(f"{field}: {function}: {error}", expected="its parameters") from None
-        return cls(function, parameters)
-
-    def evaluate(self, history: RunHistory) -> Evidence:
-        """Return the evidence in a history."""
-        return EVIDENCE[self.function](history, **self.parameters)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SymptomRule(fields.Declared):
-    """A symptom.
-
-    Attributes:
-        name: the name of its file.
-        title: the symptom, as a sentence without a full stop.
-        family: one of `FAMILIES`.
-        evidence: how it is found.
-        meaning: what the symptom means.
-        next: what to do, the first thing first; commands begin with `stagescope`.
-        sources: where the field met it; empty: only this service knows it.
-        figure: the path of a figure, with {run}, {attempt} and {step}; None: there is none.
-        record: what to record where it is not measured; None: nothing can be done.
-        explained_by: names of rules. If one of them is found, too, this one follows from it.
-        findings: kinds of findings that say the same as its evidence, which does not read them.
-    """
-
-    name: Annotated[str, fields.text()]
-    title: Annotated[str, fields.text()]
-    family: Annotated[str, fields.one_of(*FAMILIES)]
-    evidence: Annotated[Condition, Condition.parse]
-    meaning: Annotated[str, fields.text()]
-    next: Annotated[tuple[str, ...], fields.texts]
-    sources: Annotated[tuple[str, ...], fields.texts] = ()
-    figure: Annotated[str | None, fields.text()] = None
-    record: Annotated[str | None, fields.text()] = None
-    explained_by: Annotated[tuple[str, ...], fields.texts] = ()
-    findings: Annotated[tuple[str, ...], fields.texts] = ()
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of findings that the rule looks at, patterns with `*`."""
-        of_causes = (f"streams_{cause}" for cause in self.causes)
-        return (*self.evidence.parameters.get("kinds", ()), *of_causes, *self.findings)
-
-    @property
-    def causes(self) -> tuple[str, ...]:
-        """The causes of a step's comparability that the rule answers for."""
-        return tuple(self.evidence.parameters.get("checks", ()))
-
-
-@dataclasses.dataclass(frozen=True)
-class Diagnosis:
-    """A rule and what was found for and against it.
-
-    Attributes:
-        rule: the rule.
-        evidence: what was found.
-        explained_by: the found rules that explain this one.
-    """
-
-    rule: SymptomRule
-    evidence: Evidence
-    explained_by: tuple[SymptomRule, ...] = ()
-
-
-def read_symptom(name: str, text: str) -> SymptomRule:
-    """Parse the content of a symptom's file.
-
-    Raises:
-        InvalidPlan: names the file and the field that is wrong.
-    """
-    document = fields.load_yaml(text)
-    return SymptomRule.parse(document | {"name": name}, f"rule {name}")
+_OF_EVERY_STEP: Final = frozenset({"suspect", "sampling"})
+"""Those of them whose first step is stored with each step, unless the steps have few tokens."""
+_OF_ONE: Final = frozenset({"rank_apart", "round_apart", "engine_apart", "straggler"})
+"""Functions that name one rank, round or engine; a search for the first step stops at another."""
+_OF_THE_MISMATCH: Final = frozenset(
+    {"rank_apart", "rounds_rise", "round_apart", "edge_token", "engine_apart", "stale"}
+)
+"""Functions that are also evaluated where an earlier rise of the mismatch ended."""
 
 
 @cache
@@ -164,53 +53,16 @@ def rulebook() -> tuple[SymptomRule, ...]:
 
 
 def diagnose(history: RunHistory, rules: Sequence[SymptomRule] | None = None) -> list[Diagnosis]:
-    """Compare rules with a history; found symptoms come first, the surest first.
+    """Compare rules with a history; causes come first, see `link` and `reveal`.
 
-    Explained symptoms follow unexplained ones, and ended ones follow those that last. If the
-    evidence of a rule cannot be computed, the rule is 'not measured', with the error: one damaged
-    step must not hide what the others say.
+    If the evidence of a rule cannot be computed, the rule is 'not measured', with the error: one
+    damaged step must not hide what the others say.
     """
     found = [
         Diagnosis(rule, _evidence(rule, history))
         for rule in (rulebook() if rules is None else rules)
     ]
-    return sorted(
-        (_explained(each, found) for each in found),
-        key=lambda each: (
-            _ORDER[each.evidence.verdict],
-            each.evidence.last_step is not None,
-            bool(each.explained_by),
-            FAMILIES.index(each.rule.family),
-            -each.evidence.sure,
-            each.rule.name,
-        ),
-    )
-
-
-def _explained(symptom: Diagnosis, found: Sequence[Diagnosis]) -> Diagnosis:
-    """Return a found symptom with the other found ones that explain it."""
-    if symptom.evidence.verdict != "found":
-        return symptom
-    causes = [each for each in found if _explains(each, symptom)]
-    texts = (f"explained by {each.rule.name}: {each.rule.title}" for each in causes)
-    against = (*texts, *symptom.evidence.against)
-    evidence = dataclasses.replace(symptom.evidence, against=against)
-    return Diagnosis(symptom.rule, evidence, tuple(each.rule for each in causes))
-
-
-def _explains(cause: Diagnosis, symptom: Diagnosis) -> bool:
-    """Return whether a cause explains a symptom: the rule or the same step's checks name it. The
-    cause must begin no later and last as long."""
-    rule, evidence = symptom.rule, symptom.evidence
-    is_declared = cause.rule.name in rule.explained_by or evidence.likelier in cause.rule.causes
-    if cause.evidence.verdict != "found" or not is_declared:
-        return False
-    if cause.evidence.last_step is not None and evidence.last_step is None:
-        return False
-    if cause.evidence.since_step is None or evidence.since_step is None:
-        return True
-    later = cause.evidence.since_step - evidence.since_step
-    return later <= _AT_ONCE and (rule.evidence.function not in _EVENTS or later >= -_AT_ONCE)
+    return reveal(found, history, _evidence)
 
 
 def unexplained(found: Sequence[Diagnosis], history: RunHistory) -> dict[str, int]:
@@ -291,10 +143,26 @@ def _before(attempt: int, shown: Evidence, last: int | None) -> EarlierSymptom:
 def _evidence(rule: SymptomRule, history: RunHistory) -> Evidence:
     try:
         found = rule.evidence.evaluate(history)
+        if found.verdict == "not found":
+            return _ended(rule, history) or found
         since = None if found.verdict != "found" else _since_step(rule, history, found)
     except (StagescopeError, ArithmeticError) as error:
         return not_measured(f"it cannot be computed: {error}")
     return found if since is None else dataclasses.replace(found, since_step=since)
+
+
+def _ended(rule: SymptomRule, history: RunHistory) -> Evidence | None:
+    """Return a symptom that an earlier rise of the mismatch showed until it ended."""
+    if rule.evidence.function not in _OF_THE_MISMATCH or not history.reads_every_step:
+        return None
+    for rise in trends.raised(history):
+        until = history.until(rise.last)
+        found = rule.evidence.evaluate(until)
+        if found.verdict == "found" and found.last_step is None:
+            since = _since_step(rule, until, found)
+            found = found if since is None else dataclasses.replace(found, since_step=since)
+            return found.ended_after([each.step for each in history.steps], rise.last)
+    return None
 
 
 def _since_step(rule: SymptomRule, history: RunHistory, found: Evidence) -> int | None:
@@ -305,6 +173,9 @@ def _since_step(rule: SymptomRule, history: RunHistory, found: Evidence) -> int 
     two.
     """
     if found.since_step is None or rule.evidence.function not in _OF_THE_NEWEST:
+        return None
+    is_pooled = history.pooled is not None and history.pooled.is_needed
+    if rule.evidence.function in _OF_EVERY_STEP and not is_pooled and history.reads_every_step:
         return None
     steps = [each.step for each in history.steps]
     since, found_at, stride = found.since_step, len(steps) - 1, 1

@@ -15,6 +15,7 @@ import numpy as np
 
 from stagescope_service.statistics.cell import Bool, Float64, Int64
 from stagescope_wire.render import counted
+from stagescope_wire.schema import RankKey
 
 ENDED_AFTER: Final = 3
 """Maximum number of steps without a symptom that may still continue."""
@@ -35,20 +36,66 @@ class EarlierSymptom(NamedTuple):
     """Whether the attempt ended with it."""
 
 
+class Count(NamedTuple):
+    """The number of items that show a symptom, of those that were examined."""
+
+    shown: int
+    examined: int
+    unit: str = "step"
+
+    def __str__(self) -> str:
+        return f"{self.shown} of {counted(self.examined, self.unit)}"
+
+
+class Example(NamedTuple):
+    """A sample that shows a symptom, by its id."""
+
+    step: int
+    sample: str
+
+
+class Firing(NamedTuple):
+    """A firing of a trigger's rule."""
+
+    finding_id: str
+    step: int | None
+    of_stages: bool
+    """Whether its metric is of stage events: missing ranks, or seconds."""
+
+
+class Proof(NamedTuple):
+    """What an experiment on one step proves of other rules."""
+
+    step: int
+    proves: tuple[str, ...]
+    """The rules that see the same cause."""
+    explains: tuple[str, ...]
+    """Rules that it explains, besides those that its own rule names."""
+    yields_to: tuple[str, ...]
+    """Rules whose evidence is better and contradicts it: if one is found, it explains this."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Evidence:
     """The result of a rule.
 
     Attributes:
         verdict: 'not measured' where the history lacks what the rule needs.
-        sure: share of the examined items that show the symptom, 0 to 1.
+        sure: share of the examined items that show the symptom, 0 to 1; or its strength.
         since_step: the first step that shows it; None: it does not depend on steps.
         where: the round, rank, operator or stage; '' if it concerns the whole step.
         supports: sentences with the numbers that speak for it.
         against: those that speak against it.
         last_step: the last step that shows it, if it ended; None: it lasts, or has no step.
-        likelier: a failed check of the same step's streams that explains the rule's own checks.
-        note: facts that are no symptom, but matter to a comparison of two runs; '' if none.
+        count: how many of the examined steps, samples or groups show it; None: it is no share.
+        ranks: (role, rank) of the ranks that show it; empty: all of them, or unknown.
+        headline: the symptom as a sentence with its numbers; '': the rule's title says it.
+        likelier: a failed check of the same step's streams, or a kind of finding, that explains the
+            rule's own checks.
+        example: a sample that shows it; None: none has an id.
+        firings: of triggers, each of which any cause that stands in its step explains.
+        note: facts to know that are no symptom; '' if none. What was found, too, is a note alone
+            unless it explains another symptom.
         before: the symptom in an earlier attempt; the sentences mention it, too.
     """
 
@@ -59,11 +106,22 @@ class Evidence:
     supports: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
     last_step: int | None = None
+    count: Count | None = None
+    ranks: frozenset[RankKey] = frozenset()
+    headline: str = ""
     likelier: str | None = None
+    example: Example | None = None
+    firings: tuple[Firing, ...] = ()
     note: str = ""
     before: EarlierSymptom | None = None
+    beside: frozenset[str] = frozenset()
+    """Rules whose tokens were left out of what was examined, so that they do not explain it."""
+    is_about: bool = False
+    """Whether `since_step` is only about where it began, as it came slowly."""
+    proof: Proof | None = None
+    """What an experiment proves of other rules; None: it is no experiment."""
     waits: bool = False
-    """Whether only more steps are lacking, and nothing that could be recorded."""
+    """Whether only more steps or other tokens are lacking, and nothing that could be recorded."""
 
     def ended_after(self, steps: Iterable[int], last: int, silent: int = ENDED_AFTER) -> Evidence:
         """Return a copy that ended if more than `silent` of the steps follow the last one that
@@ -71,7 +129,7 @@ class Evidence:
         after = sum(step > last for step in steps)
         if after <= silent:
             return self
-        text = f"last seen in step {last}: {counted(after, 'step')} closed since"
+        text = f"last seen in step {last}; {counted(after, 'step')} without it"
         return dataclasses.replace(self, last_step=last, against=(*self.against, text))
 
     def with_before(self, before: EarlierSymptom) -> Evidence:
@@ -82,7 +140,7 @@ class Evidence:
 
 
 def not_measured(reason: str, *, waits: bool = False) -> Evidence:
-    """Return that the history lacks the data; `waits`: it only lacks more steps."""
+    """Return that the history lacks the data; `waits`: nothing more can be recorded."""
     return Evidence("not measured", against=(reason,), waits=waits)
 
 
@@ -101,16 +159,18 @@ _SURE: Final = 2.0
 
 
 class Period(NamedTuple):
-    """A stretch of a series, up to its end, in which a symptom holds without a break."""
+    """The newest stretch of a series in which a symptom holds without a break."""
 
     first: int
     """Index of the first value that shows it."""
     share: float
     """Share of the newest trials that show it, 0 to 1."""
+    last: int | None = None
+    """Index of the last value that shows it, where it ended; None: it lasts."""
 
 
 def rate_period(marked: Float64, trials: Float64, share: float, window: int) -> Period | None:
-    """Return the period for which a rate has been over a share; None: it is not over it now.
+    """Return the newest period for which a rate was over a share; None: it never was.
 
     It begins where Wilson's lower bound of the rate over the newest `window` values exceeds the
     share. It ends where the upper bound is below the share, or no value is marked any more. Between
@@ -135,23 +195,28 @@ def rate_period(marked: Float64, trials: Float64, share: float, window: int) -> 
     half = _SURE * np.sqrt(np.nan_to_num(spread))
     is_over = (total > 0.0) & (center - half > share * width)
     is_under = (count == 0.0) | (center + half < share * width)
-    first, over_from = None, 0
+    first, over_from, ended = None, 0, None
     for at in range(len(marked)):
         if first is None and is_over[at]:
             begin = max(int(begins[at]), over_from)
             first = at - int(np.argmin(excess[begin : at + 1][::-1]))
         elif first is not None and is_under[at]:
+            last = first + int(np.flatnonzero(marked[first : at + 1])[-1])
+            share = float(marked[first : last + 1].sum() / trials[first : last + 1].sum())
+            ended = Period(first, share, last)
             first, over_from = None, at + 1
-    return None if first is None else Period(first, float(count[-1] / total[-1]))
+    return ended if first is None else Period(first, float(count[-1] / total[-1]))
 
 
 def event_period(marks: Bool, window: int) -> Period | None:
-    """Return the period with an event in each `window` values; None: the newest have none."""
+    """Return the newest period with an event in each `window` values; None: there is no event."""
     events = np.flatnonzero(marks)
-    if not len(events) or len(marks) - 1 - events[-1] >= window:
+    if not len(events):
         return None
     breaks = np.flatnonzero(np.diff(events) > window)
-    first = int(events[breaks[-1] + 1] if len(breaks) else events[0])
+    first, last = int(events[breaks[-1] + 1] if len(breaks) else events[0]), int(events[-1])
+    if len(marks) - 1 - last >= window:
+        return Period(first, float(marks[first : last + 1].mean()), last)
     return Period(first, float(marks[-window:].mean()))
 
 
@@ -214,6 +279,7 @@ def of_rate(
     share: float,
     window: int,
     *texts: str,
+    unit: str = "step",
 ) -> Evidence:
     """Return whether a rate is over a share, and since which step; see `rate_period`.
 
@@ -224,15 +290,23 @@ def of_rate(
         share: the rate that is too high.
         window: number of newest steps that a rate is taken over.
         texts: sentences on the newest of them.
+        unit: what a trial is.
     """
     given = np.ones(len(steps)) if trials is None else trials.astype(np.float64)
     period = rate_period(marked.astype(np.float64), given, share, window)
     if period is None:
         return not_found(*texts)
+    since = int(steps[period.first])
+    if period.last is not None:
+        own = slice(period.first, period.last + 1)
+        count = Count(int(marked[own].sum()), int(given[own].sum()), unit)
+        evidence = Evidence("found", period.share, since, "", texts, count=count)
+        return evidence.ended_after(steps.tolist(), int(steps[period.last]), 0)
     against: tuple[str, ...] = ()
     if period.share < share:
         against = (f"{period.share:.0%} of the newest is below {share:.0%}, but within chance",)
-    return Evidence("found", period.share, int(steps[period.first]), "", texts, against)
+    count = Count(int(marked[period.first :].sum()), int(given[period.first :].sum()), unit)
+    return Evidence("found", period.share, since, "", texts, against, count=count)
 
 
 def kendall(values: Float64) -> float:

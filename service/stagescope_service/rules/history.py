@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 import numpy as np
+from typing_extensions import Self
 
 from stagescope_service.rules.evidence import Series
 from stagescope_service.rules.facts import StepFacts
+from stagescope_service.rules.missing import StepKey, missing_ranks
+from stagescope_service.rules.pooled import STEPS as POOLED
+from stagescope_service.rules.pooled import PooledSteps, pool
+from stagescope_service.rules.steps import CurrentStep, KeptTensors, MissingRank
 from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.queries.canary import CanaryAgreement
 from stagescope_service.store.queries.rollouts import RewardGroupsRow
-from stagescope_service.store.tables import FindingRow, LossRow, SampleRow
+from stagescope_service.store.tables import (
+    FindingRow,
+    LossRow,
+    ProcessColumns,
+    SampleRow,
+    UnfinishedRank,
+    WeightVerdictRow,
+)
 from stagescope_service.store.tables.declare import NON_FINITE_NAMES
-from stagescope_wire.batch import Batch
+from stagescope_wire.names import BISECT, EXPERIMENT
 from stagescope_wire.nonfinite import JsonObject, number
 from stagescope_wire.schema import ROLES
 
@@ -40,64 +52,8 @@ _CACHED: Final = 16
 _ORDER: Final = {role: at for at, role in enumerate(ROLES)}
 
 
-class CurrentStep(NamedTuple):
-    """A current step: no later attempt repeats it."""
-
-    step: int
-    attempt_id: int
-    attempt: int
-    """The attempt's number in its run."""
-    verdict: str | None
-    """The comparability of its streams; None: it was not measured."""
-    suspects: tuple[str, ...]
-    """The checks of its streams that failed."""
-
-
-class MissingRank(NamedTuple):
-    """The steps and stages that a rank is missing in.
-
-    Attributes:
-        steps: the steps that closed without it, ascending.
-        stages: the stages of them that it did not end.
-    """
-
-    steps: list[int]
-    stages: list[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class LossOfStep:
-    """The effect of the loss on the kept tokens of a step.
-
-    Attributes:
-        tokens: number of these tokens.
-        shares: a fate of `loss_fate.NAMES` -> its share of the sum of |d|, 0 to 1.
-        unrecorded: a field of `loss_fate.LossTokens` -> how to record it.
-    """
-
-    tokens: int
-    shares: Mapping[str, float]
-    unrecorded: Mapping[str, str]
-
-
-class KeptTensors(Protocol):
-    """Reads what the ring and the kept files still hold of a step."""
-
-    def loss(self, step: CurrentStep) -> LossOfStep:
-        """Return the effect of the loss on a step's tokens.
-
-        Raises:
-            StagescopeError: its streams are not kept.
-        """
-        ...
-
-    def batch(self, step: CurrentStep, names: Sequence[str]) -> Batch | None:
-        """Return the rows of a step with these tensors; None: not all of them are kept.
-
-        Raises:
-            StagescopeError: they cannot be read.
-        """
-        ...
+def _key(row: JsonObject) -> StepKey:
+    return row["attempt_id"], row["step"]
 
 
 class RunHistory:
@@ -109,7 +65,11 @@ class RunHistory:
         attempt: only this attempt, by its number; None: all current steps.
         last: the last step to look at; None: the newest.
         kept: reads tensors; None: symptoms that need tensors are not measured.
+        now: Unix seconds of the service; None: an earlier step is looked at.
     """
+
+    reads_every_step = True
+    """Whether `measured` has the steps before the newest ones, too."""
 
     def __init__(
         self,
@@ -119,8 +79,10 @@ class RunHistory:
         attempt: int | None = None,
         last: int | None = None,
         kept: KeptTensors | None = None,
+        now: float | None = None,
     ) -> None:
         self.run = run
+        self.now = now
         self.kept = kept
         self._catalogue = catalogue
         self._last = last
@@ -134,16 +96,28 @@ class RunHistory:
         self.facts = lru_cache(maxsize=_CACHED)(self._facts_of)
         """Return the facts of a step."""
 
-    def until(self, last: int) -> RunHistory:
+    def until(self, last: int) -> Self:
         """Return the history up to the step `last`, without tensors."""
-        found = RunHistory.__new__(RunHistory)
-        for name in ("run", "attempts", "_catalogue", "_ids", "_number", "facts"):
-            setattr(found, name, getattr(self, name))
-        found._last, found.kept = last, None
+        found = object.__new__(type(self))
+        found._adopt(self)
+        found._last, found.now = last, None
         found._rows = [row for row in self._rows if row["step"] <= last]
-        found._every_finding, found._every_loss = self._every_finding, self._every_loss
-        found._series = lru_cache(maxsize=None)(found._read_series)
         return found
+
+    def _adopt(self, other: RunHistory) -> None:
+        """Take over what another history has read, without its tensors."""
+        kinds = type(other).__mro__
+        cached = {
+            name
+            for kind in kinds
+            for name, value in vars(kind).items()
+            if isinstance(value, cached_property)
+        }
+        vars(self).update({name: each for name, each in vars(other).items() if name not in cached})
+        self.kept = None
+        self._rows = other._rows
+        self._every_finding, self._every_loss = other._every_finding, other._every_loss
+        self._series = lru_cache(maxsize=None)(self._read_series)
 
     # --- steps ----------------------------------------------------------------------------------
     @cached_property
@@ -211,29 +185,57 @@ class RunHistory:
         """The steps that have numbers, ascending."""
         return [step for step in self.steps if step.verdict is not None]
 
+    def has_no_streams(self, step: CurrentStep) -> bool:
+        """Return whether a step was aggregated as far as it can be, and has no numbers."""
+        row = self._row_of[step.step]
+        is_due = row["parts_mark"] is not None and row["parts_mark"] != row["summary_mark"]
+        return not (row["has_summary"] or is_due or row["rows_removed"])
+
+    @cached_property
+    def _row_of(self) -> Mapping[int, JsonObject]:
+        return {int(row["step"]): row for row in self._rows}
+
+    def processes(self, attempt_id: int) -> list[ProcessColumns]:
+        """Return the processes of an attempt."""
+        return self._catalogue.processes(attempt_id)
+
+    def closed_walls(self, attempt_id: int) -> list[float]:
+        """Return when the steps of an attempt closed, in Unix seconds, ascending."""
+        own = (row for row in self._rows if row["attempt_id"] == attempt_id)
+        return sorted(float(row["closed_wall"]) for row in own)
+
     def partial(self) -> Series:
-        """Return 1 for each step that closed without some of its ranks, else 0."""
-        values = [float(row["completeness"] == "partial") for row in self._rows]
+        """Return 1 for each step that closed without some of its ranks, else 0.
+
+        Steps before the newest `PARTIAL` partial ones count as the oldest of these.
+        """
+        missing = self._missing
+        oldest = float(bool(next(iter(missing.values()), ())))
+        values = [
+            float(bool(missing[key])) if (key := _key(row)) in missing
+            else oldest * (row["completeness"] == "partial")
+            for row in self._rows
+        ]  # fmt: skip
         return self._as_series("partial steps", self._rows, values)
 
     def missing(self) -> dict[tuple[str, int], MissingRank]:
         """Return (role, rank) -> the newest `PARTIAL` partial steps that it is missing in."""
-        partial = [row for row in self._rows if row["completeness"] == "partial"][-PARTIAL:]
-        wanted = {(row["attempt_id"], row["step"]) for row in partial}
         found: dict[tuple[str, int], MissingRank] = {}
-        for attempt_id in sorted({attempt_id for attempt_id, _ in wanted}, key=self.number_of):
-            own = [step for attempt, step in wanted if attempt == attempt_id]
-            span = min(max(own) - min(own) + 1, STEPS)
-            rows = self._catalogue.steps(attempt_id, before=max(own) + 1, limit=span)
-            for row in reversed(rows):
-                for each in (row["missing"] or ()) if row["step"] in own else ():
-                    key = (each["role"], each["rank"])
-                    rank = found.setdefault(key, MissingRank([], []))
-                    if rank.steps[-1:] != [row["step"]]:
-                        rank.steps.append(row["step"])
-                    if each["stage"] not in rank.stages:
-                        rank.stages.append(each["stage"])
+        for (_, step), ranks in self._missing.items():
+            for each in ranks:
+                rank = found.setdefault((each["role"], each["rank"]), MissingRank([], []))
+                if rank.steps[-1:] != [step]:
+                    rank.steps.append(step)
+                if each["stage"] not in rank.stages:
+                    rank.stages.append(each["stage"])
         return found
+
+    @cached_property
+    def _missing(self) -> dict[StepKey, list[UnfinishedRank]]:
+        """The newest `PARTIAL` partial steps, ascending, and the ranks that each lacks."""
+        partial = [_key(row) for row in self._rows if row["completeness"] == "partial"][-PARTIAL:]
+        found = missing_ranks(self._catalogue, self.attempts, partial)
+        return {key: found.get(key, []) for key in partial}
 
     def mean_staleness(self, steps: Sequence[int]) -> float:
         """Return the mean staleness of the tokens of some steps; NaN if it is unknown."""
@@ -264,19 +266,26 @@ class RunHistory:
     ) -> list[tuple[CurrentStep, Mapping[SliceKey, float]]]:
         """Return a published number of the slices of measured steps, ascending. Without `steps`,
         the newest measured steps are read."""
-        chosen = self.measured[-NEWEST:] if steps is None else steps
-        if not chosen:
+        found = self._newest_slices if steps is None else self._read_slices(steps)
+        return [(step, slices.column(by, name)) for step, slices in found]
+
+    @cached_property
+    def _newest_slices(self) -> list[tuple[CurrentStep, SliceMetrics]]:
+        return self._read_slices(self.measured[-NEWEST:])
+
+    def _read_slices(self, steps: Sequence[CurrentStep]) -> list[tuple[CurrentStep, SliceMetrics]]:
+        if not steps:
             return []
-        first, last = chosen[0].step, chosen[-1].step
-        wanted = {(step.attempt_id, step.step): step for step in chosen}
-        found: list[tuple[CurrentStep, Mapping[SliceKey, float]]] = []
+        first, last = steps[0].step, steps[-1].step
+        wanted = {(step.attempt_id, step.step): step for step in steps}
+        found: list[tuple[CurrentStep, SliceMetrics]] = []
         for row in self._catalogue.step_metrics(
             self._ids, version=VERSION, first=first, last=last, numbers="slices"
         ):
             step = wanted.get((row["attempt_id"], row["step"]))
             blob = row.get("slices")
             if step is not None and blob is not None:
-                found.append((step, SliceMetrics.from_bytes(blob).column(by, name)))
+                found.append((step, SliceMetrics.from_bytes(blob)))
         return found[::-1]
 
     @cached_property
@@ -309,7 +318,10 @@ class RunHistory:
     def _read_series(self, name: str) -> list[Series]:
         current = {(step.attempt_id, step.step) for step in self.steps}
         by_role: dict[str, dict[tuple[int, int], list[tuple[float, int]]]] = {}
-        for row in self._catalogue.scalar_values(self._ids, name, by_rank=False, last=self._last):
+        first = self.steps[0].step if self.steps else None
+        for row in self._catalogue.scalar_values(
+            self._ids, name, by_rank=False, first=first, last=self._last
+        ):
             key = (row["attempt_id"], -1 if row["step"] is None else row["step"])
             if key in current:
                 bad = row["nan"] or row["posinf"] or row["neginf"]
@@ -350,6 +362,17 @@ class RunHistory:
         found = [(step, self.read(step)) for step in reversed(self.measured[-READ:])]
         return [(step, each.summary.summary) for step, each in found if each is not None]
 
+    @cached_property
+    def pooled(self) -> PooledSteps | None:
+        """The tokens of the newest steps of the newest attempt, as many as the checks need; None:
+        there are none."""
+        if not self.measured:
+            return None
+        newest = self.measured[-1].attempt
+        own = (step for step in reversed(self.measured[-POOLED:]) if step.attempt == newest)
+        found = (self.read(step) for step in own)
+        return pool((each.step, each.summary) for each in found if each is not None)
+
     def read(self, step: CurrentStep) -> StepFacts | None:
         """Return a step with its statistics; None: this version can read none."""
         found = self.facts(step)
@@ -378,10 +401,38 @@ class RunHistory:
         found = [row for row in rows if (row["attempt_id"], row["step"]) in current]
         return sorted(found, key=lambda row: row["step"])
 
+    def compared_weights(self, since: int | None) -> list[WeightVerdictRow]:
+        """Return the verdicts on the weights of the newest attempt, from a step on."""
+        if self.newest_attempt_id is None:
+            return []
+        rows = self._catalogue.weight_verdicts(self.newest_attempt_id)
+        steps = [row for row in rows if row["step"] is not None]
+        known = [row for row in steps if self._is_known(row["step"])]
+        return [row for row in known if since is None or (row["step"] or 0) >= since]
+
+    @cached_property
+    def canaries(self) -> list[CanaryAgreement]:
+        """The canary's versions up to the last step, in order, by engine instance."""
+        rows = self._catalogue.canary_agreements(self._ids)
+        known = (row for row in rows if self._is_known(row.step))
+        return sorted(known, key=lambda row: (self._number[row.attempt_id], row.version))
+
     def has_weights(self, attempt: int) -> bool:
         """Return whether weights were recorded in an attempt, by its number."""
         found = (id for id, number in self._number.items() if number == attempt)
         return any(self._catalogue.newest_weights(each) is not None for each in found)
+
+    def has_compared_weights(self) -> bool:
+        """Return whether weights of both sides of a sync were compared, up to the last step."""
+        verdicts = (row for each in self._ids for row in self._catalogue.weight_verdicts(each))
+        return any(row["agree"] or row["differ"] for row in verdicts if self._is_known(row["step"]))
+
+    def has_operators(self) -> bool:
+        """Return whether operators of a step up to the last one were captured."""
+        steps = (
+            step for each in self._ids for step in self._catalogue.operator_steps(each, limit=STEPS)
+        )
+        return any(map(self._is_known, steps))
 
     def has_syncs(self, attempt: int) -> bool:
         """Return whether an attempt, by its number, reported a weight sync."""
@@ -447,6 +498,17 @@ class RunHistory:
                 if isinstance(table, Mapping):
                     return table
         return {}
+
+    @cached_property
+    def bisections(self) -> list[JsonObject]:
+        """What `stagescope bisect` reported of measured steps, the newest report first."""
+        attempts = {step.step: step.attempt for step in self.measured}
+        return [
+            row
+            for row in self._catalogue.settings_of_runs(f"{EXPERIMENT}{self.run}-", BISECT)
+            if row.get("run") == self.run and row.get("step") in attempts
+            if row.get("attempt") in (None, attempts[row["step"]])
+        ]
 
     def stage_seconds(self) -> dict[tuple[str, str], dict[int, dict[int, float]]]:
         """Return (stage, role) -> step -> rank -> seconds, of the newest steps."""

@@ -21,13 +21,14 @@ import hmac
 import json
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypedDict
-from urllib.parse import quote, urlencode, urlsplit, urlunsplit
+from urllib.parse import urlencode, urlsplit, urlunsplit
 
 from typing_extensions import NotRequired
 
 from stagescope_service.rules.webhooks import Webhook
 from stagescope_service.store.tables.findings import FiredActions
 from stagescope_wire import nonfinite
+from stagescope_wire.links import page_of_run
 from stagescope_wire.nonfinite import Json
 
 SLACK_HEADER: Final = 150
@@ -80,7 +81,7 @@ def link_of(page: str, run: str, step: int, attempt: int | None) -> str:
         attempt: number of its attempt; None: the newest.
     """
     query = "" if attempt is None else f"?attempt={attempt}"
-    return f"{page.rstrip('/')}/#/runs/{quote(run, safe='')}/steps/{step}{query}"
+    return f"{page_of_run(page, run)}/steps/{step}{query}"
 
 
 def request_of(webhook: Webhook, firing: FiringMessage, now: float) -> tuple[str, bytes]:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stagescope_service.fields import Described, Number
+from stagescope_service.rules.causes import Diagnosis
 from stagescope_service.rules.evidence import ABS_DIFF, short
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.statistics.cell import Cell, Field
@@ -48,8 +49,11 @@ class MismatchPart(Described):
     """Whether `unexplained` excludes it; parts that are not counted overlap others."""
 
 
-def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
+def mismatch_parts(history: RunHistory, found: Sequence[Diagnosis]) -> list[MismatchPart]:
     """Split the mismatch of the newest measured step into parts; [] if no step has both streams.
+
+    The rest has a share only if the mismatch rose and nothing that was found says why. It is the
+    noise of the run, or follows from a cause, otherwise.
 
     The noise floor (the trainer against itself) and rounding are means of |d|, as the mismatch is.
     The larger of them is the share of the fresh tokens that either explains.
@@ -102,10 +106,39 @@ def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
         ),
         _rejected(history, newest.step),
         _worst(summary, total),
-        _unexplained(
-            stale, line.share, _floor_of(summary.fresh, size * max(noise or 0.0, rounding or 0.0))
+        _without_known(
+            _unexplained(
+                stale, line.share,
+                _floor_of(summary.fresh, size * max(noise or 0.0, rounding or 0.0)),
+            ),
+            size, newest.comparability, found,
         ),
-    ]
+    ]  # fmt: skip
+
+
+def _without_known(
+    rest: MismatchPart, size: float, checks: Comparability, found: Sequence[Diagnosis]
+) -> MismatchPart:
+    """Return the rest without its share, where it is known what the rest is."""
+    causes = [each.rule for each in found if each.is_cause and each.lasts]
+    of_mismatch = [rule for rule in causes if rule.family in _OF_NUMBERS]
+    if _other_tokens(checks):
+        text = "the streams are not of the same tokens: no share of their difference is a part"
+    elif of_mismatch and all(rule.evidence.function in _RISES for rule in of_mismatch):
+        return rest
+    else:
+        left = f"what is left of mean |d|, {short((rest.share or 0.0) * size)} nat, is "
+        text = left + (
+            "noise, or that of a cause that was found"
+            if of_mismatch
+            else "the noise of this run: no rule finds a symptom of the mismatch"
+        )
+    return dataclasses.replace(rest, share=None, text=text)
+
+
+_OF_NUMBERS: Final = ("precision", "mismatch")
+_RISES: Final = frozenset({"jump", "step_change", "growth"})
+"""Functions that find that the mismatch rose, and do not say why."""
 
 
 def _share(value: float) -> float | None:
@@ -124,6 +157,11 @@ def _stale_share(summary: Summary, total: Cell) -> float | None:
         return None
     old = [cell[Field.D_ABS_SUM] for age, cell in summary.staleness.items() if age > 0]
     return _share(sum(old) / total[Field.D_ABS_SUM])
+
+
+def _other_tokens(comparability: Comparability) -> list[str]:
+    """Return the failed checks that say that the two streams are of different tokens."""
+    return sorted({check.name for check in comparability.suspects} & _OTHER_TOKENS)
 
 
 # --- temperature or truncation ------------------------------------------------------------------
@@ -155,7 +193,7 @@ def fitted_line(cell: Cell, comparability: Comparability) -> FittedLine:
         cell: the tokens.
         comparability: of the step; no line is drawn through streams of different tokens.
     """
-    other = sorted({check.name for check in comparability.suspects} & _OTHER_TOKENS)
+    other = _other_tokens(comparability)
     if other:
         return FittedLine(None, f"the streams are not of the same tokens ({', '.join(other)})")
     n, p2, q2, c = cell.tokens, cell[Field.P_M2], cell[Field.Q_M2], cell[Field.PQ_C]

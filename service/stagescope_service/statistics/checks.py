@@ -61,6 +61,9 @@ SCALED_ALARMS: Final = 6.3e-5
 standard errors on either side, and more if there are several slices."""
 SCALED_Z: Final = 4.0
 """Standard errors that normal noise has with a probability of `SCALED_ALARMS`."""
+DRIFTED_SLOPE: Final = 0.115
+"""Maximum distance of a slope from 1 that an update may have made. One that sharpens like a
+temperature of 0.9 gives up to 0.111, and a wrong temperature of 0.8 gives 0.12 to 0.25."""
 NOISE_RATIO: Final = 1.3
 STRONG_RATIO: Final = 1.15
 """|cov(d, q)| / var(d): noise of q itself makes at most 1. The second of strong correlations."""
@@ -71,6 +74,8 @@ CUT_SHARE: Final = 0.7
 tokens of another model, or other tokens, lower the mean of e^d."""
 CUT_CORRELATION: Final = 0.05
 """Minimum corr(d, q) of a q that was cut, if noise hides that."""
+OFFSET: Final = 4.0
+"""Minimum ratio of |mean d| to its standard deviation, if a constant was added to one stream."""
 CUT_SPREAD_OUT: Final = 0.3
 """Minimum share of the tokens that carry the sum of |d| of a q that was cut, if noise of q hides
 that. Noise alone has 0.64. Tokens that are scored as others, 5 % of all, have below 0.2."""
@@ -90,12 +95,12 @@ that is far off has 0.03, and says nothing about the others."""
 ROUNDED_SHARE: Final = 0.98
 
 SHIFTS: Final = (
-    (Field.AHEAD_1, Field.NEXT_N, "1 token after", "1 token late", "t+1"),
-    (Field.BEHIND_1, Field.NEXT_N, "1 token before", "1 token early", "t-1"),
-    (Field.AHEAD_2, Field.LAG2_N, "2 tokens after", "2 tokens late", "t+2"),
-    (Field.BEHIND_2, Field.LAG2_N, "2 tokens before", "2 tokens early", "t-2"),
+    (Field.AHEAD_1, Field.NEXT_N, "1 token after", "1 token late", 1),
+    (Field.BEHIND_1, Field.NEXT_N, "1 token before", "1 token early", -1),
+    (Field.AHEAD_2, Field.LAG2_N, "2 tokens after", "2 tokens late", 2),
+    (Field.BEHIND_2, Field.LAG2_N, "2 tokens before", "2 tokens early", -2),
 )
-"""(sum of |p - q|, number of pairs, position of q's token, delay of q, index of q's token)."""
+"""(sum of |p - q|, number of pairs, position of q's token, delay of q, the same as a number)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,9 +228,10 @@ def shifted(cell: Cell, p: str, q: str, *, filled: float = 0.0) -> Check:
         return Check("shifted", "unknown", "too few tokens", values)
     smallest, where = min(others)
     if smallest < SHIFTED_RATIO * (own - filled / cell.tokens):
-        delay, index = next(shift[3:] for shift in SHIFTS if shift[2] == where)
+        delay, lag = next(shift[3:] for shift in SHIFTS if shift[2] == where)
+        values["lag"] = lag
         text = (
-            f"{q} is {delay}: {p}[t] matches {q}[{index}] (mean difference {smallest:.3g} nat), "
+            f"{q} is {delay}: {p}[t] matches {q}[t{lag:+d}] (mean difference {smallest:.3g} nat), "
             f"not {q}[t] ({own:.3g} nat)"
         )
         return Check("shifted", "suspect", text, values)
@@ -369,6 +375,8 @@ def scaled(cell: Cell, p: str, q: str, sequences: Sequences, *, slices: int = 1)
             f"{slope_text(values, p, q)}: the streams were taken at different temperatures, or one "
             "of them before and one after scaling"
         )
+        if abs(slope) <= DRIFTED_SLOPE:
+            text += ", or the engine lacks an update that sharpened or flattened the policy"
         return Check("temperature", "suspect", text, values)
     return Check("temperature", "ok", f"slope of {p} on {q} is {1.0 + slope:.3f}", values)
 
@@ -425,11 +433,20 @@ def biased(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
         return Check("calibration", "ok", f"{mean}1", values)
     if _is_cut(cell, bias, above):
         high, low = (q, p) if bias < 0 else (p, q)
-        text = (
-            f"{mean}1, and {high} lies above {low} in {max(above, 1 - above):.0%} of the "
-            f"tokens that differ. Either {high} was renormalised over a cut vocabulary (top-p, "
-            f"top-k, min-p), or it holds processed log-probs and {low} holds raw ones"
-        )
+        text = f"{mean}1, and {high} lies above {low} in {max(above, 1 - above):.0%} of the "
+        offset = abs(cell[Field.D_SUM]) / cell.tokens
+        spread = math.sqrt(max(cell[Field.D_M2], 0.0) / cell.tokens)
+        if offset > OFFSET * spread:
+            text += (
+                f"tokens that differ. They differ by nearly the same amount, {offset:.3g} nat with "
+                f"a standard deviation of {spread:.2g}: a constant was added to {high}, or "
+                f"subtracted from {low}. A cut vocabulary shifts unsure tokens more"
+            )
+        else:
+            text += (
+                f"tokens that differ. Either {high} was renormalised over a cut vocabulary (top-p, "
+                f"top-k, min-p), or it holds processed log-probs and {low} holds raw ones"
+            )
         return Check("renormalised", "suspect", text, values)
     text = (
         f"{mean}1: {q} is not the distribution that sampled these tokens (a temperature or a "

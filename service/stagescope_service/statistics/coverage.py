@@ -73,6 +73,7 @@ def coverage(cell: Cell, p: str, q: str) -> Check:
             what = " and ".join(f"{kind} in {count:.0f}" for kind, count in kinds if count)
             found.append((filled, f"{stream} is {what} tokens where the other stream has a value"))
     if found:
+        values["zeros"] = sum(filled for filled, _ in found)
         if sum(missing.values()) >= LACKING_SHARE * cell.masked:
             values["explains"] = 1.0  # non-finite values are in no sum of differences
         why = (
@@ -162,14 +163,15 @@ def _of_fill_values(filled: FillValues, summary: Summary, ranks: Sequence[RankRo
     )
     text = (
         f"{stream} is exactly {listed} of the {len(worst)} tokens that differ most, where {other} "
-        f"has an ordinary value ({_places(summary, chosen, side, ranks)}): it was filled in where "
-        f"{stream} lacks a value ({WHY[found[0].why]})"
+        f"has an ordinary value ({_places(summary, chosen, side, ranks)}): "
     )
-    values = {
-        "explains": sum(filled.sizes[chosen].tolist()) / total[Field.D_ABS_SUM],
-        "tokens": float(chosen.sum()),
-        "filled": found[0].value,
-    }
+    values = {"tokens": float(chosen.sum()), "filled": found[0].value}
+    if found[0].why == "cut off":  # more tokens than these have the value
+        text += f"{stream} was cut off there (a clamp), or filled with it ({WHY['cut off']})"
+        values["cut_off"] = float(side)
+    else:
+        text += f"it was filled in where {stream} lacks a value ({WHY[found[0].why]})"
+        values["explains"] = sum(filled.sizes[chosen].tolist()) / total[Field.D_ABS_SUM]
     return Check("coverage", "suspect", text, values)
 
 

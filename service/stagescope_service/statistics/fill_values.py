@@ -9,7 +9,8 @@ A value alone does not tell whether it was filled in or scored wrongly. It was f
 
 * people choose such numbers, and the stream's other values have more digits,
 * or no distribution over a vocabulary gives it, and no other token comes near it,
-* or several tokens have it, and the stream's other values differ.
+* or several tokens have it, and the stream's other values differ,
+* or all tokens that differ most have it: a clamp cut the stream off there.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _SURE: Final = 2.0**-7
 """Nats. Values nearer to 0 have few digits in float32, where 1 - e^v is rounded."""
 _ENOUGH: Final = 8
 """Minimum number of other values that show how many digits a stream has."""
+_CUT_OFF: Final = 32
+"""Minimum number of tokens that differ most and have one value, if nearly no others are known."""
 _COARSE_SHARE: Final = 0.05
 _DIGITS: Final = 12
 """Binary digits of a coarse number; a coarse decimal one is a multiple of 1e-4."""
@@ -56,11 +59,12 @@ _RATIO: Final = 0.7
 """The same for the logarithm of a value near 0, as noise of a logit makes it."""
 _SUREST: Final = 1e-4
 """Nats. Values nearer to 0 count as one."""
-Why = Literal["chosen", "impossible", "repeated"]
+Why = Literal["chosen", "impossible", "repeated", "cut off"]
 WHY: Final[dict[Why, str]] = {
     "chosen": "a round number or the logarithm of one, which its other values are not",
     "impossible": "no distribution over a vocabulary gives it",
     "repeated": "the same number in each, while its other values differ",
+    "cut off": "the same number in each, while the other stream's values differ",
 }
 """What shows that a value was filled in."""
 _NEARLY: Final = 0.9
@@ -179,6 +183,9 @@ def _why(value: float, tokens: Bool, own: Float64, other: Float64) -> Why | None
     if value > -_SURE:
         return None
     independent = _independent(other[tokens])
+    is_alone = count >= _CUT_OFF and int((~tokens).sum()) < _ENOUGH and independent >= 2
+    if is_alone and 2 * len(np.unique(other[tokens])) > count:  # a coarse format has few values
+        return "cut off"
     chance = _equal_by_chance(others)
     for bound in (_FAR, _DEEP):
         near, n = int((tokens & (size > bound)).sum()), int((size > bound).sum())

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeGuard
 
 import numpy as np
 
+from stagescope_service.statistics.ragged import with_padded_responses
 from stagescope_wire.errors import InvalidEvent, InvalidTensor
 from stagescope_wire.names import storable_id
 from stagescope_wire.nonfinite import Json, valid_text
@@ -73,7 +74,7 @@ def read_value(value: object) -> Payload:
     meta = dict(value.get("meta") or {})
     if "versions" in strings and "versions" not in tensors:
         _add_versions(strings.pop("versions"), tensors, meta)
-    return Payload(tensors, strings, meta)
+    return Payload(with_padded_responses(tensors), strings, meta)
 
 
 def _add_versions(texts: object, tensors: dict[str, WireTensor], meta: dict[str, Json]) -> bool:
@@ -126,7 +127,7 @@ def _raw(value: Mapping[Any, object]) -> Payload:
             meta[name] = item
         else:
             tensors[name] = to_wire(name, item)
-    return Payload(tensors, strings, meta)
+    return Payload(with_padded_responses(tensors), strings, meta)
 
 
 def are_texts(value: object, name: str) -> TypeGuard[Sequence[object]]:

@@ -118,12 +118,13 @@ class Profiles:
                 others.append(each)
         if not (sum(each.tokens for each in at_edge) and sum(each.tokens for each in others)):
             return None
-        return _sum(0, at_edge), _sum(1, others)
+        return add_bins(at_edge), add_bins(others)
 
 
-def _sum(key: int, bins: Sequence[Bin]) -> Bin:
+def add_bins(bins: Sequence[Bin]) -> Bin:
+    """Return the sums of several bins under the key of the first."""
     _, tokens, nonfinite, *sums = map(sum, zip(*bins, strict=True))
-    return Bin(key, int(tokens), int(nonfinite), *sums)
+    return Bin(bins[0].key, int(tokens), int(nonfinite), *sums)
 
 
 class Placement(NamedTuple):

@@ -13,13 +13,8 @@ import math
 from typing import Final, Literal
 
 from stagescope_service.statistics.cell import Cell, Field
-from stagescope_service.statistics.checks import MANY, SCALED_Z, Check, slope_text
+from stagescope_service.statistics.checks import DRIFTED_SLOPE, MANY, SCALED_Z, Check, slope_text
 from stagescope_service.statistics.summary import Summary
-
-DRIFTED_SLOPE: Final = 0.115
-"""Maximum distance of a slope from 1 that policy drift may have made. An update that sharpens the
-policy like a temperature of 0.9, a lot for one, gives up to 1 / 0.9 - 1 = 0.111. A wrong
-temperature of 0.8 gives 0.12 to 0.25."""
 
 _ALIKE: Final = 0.5
 

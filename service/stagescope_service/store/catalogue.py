@@ -10,19 +10,26 @@ values.
 
 from __future__ import annotations
 
-import sqlalchemy as sa
+from collections.abc import Sequence
+from typing import Annotated, Final
 
+import sqlalchemy as sa
+from pydantic import Field
+
+from stagescope_service.fields import Role, Row, Stage, Step
 from stagescope_service.store import connect
 from stagescope_service.store.queries import overview
+from stagescope_service.store.queries.canary import CanaryQueries
 from stagescope_service.store.queries.changes import ChangeQueries
-from stagescope_service.store.queries.curves import CurveQueries
 from stagescope_service.store.queries.files import FileQueries
 from stagescope_service.store.queries.findings import FindingQueries
 from stagescope_service.store.queries.measurements import MeasurementQueries
 from stagescope_service.store.queries.overview import Count
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.queries.removal import RemovalQueries
 from stagescope_service.store.queries.rollouts import RolloutQueries
 from stagescope_service.store.queries.runs import RunQueries
+from stagescope_service.store.queries.sparklines import SparklineQueries
 from stagescope_service.store.queries.weights import WeightQueries
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.tables import (
@@ -35,6 +42,32 @@ from stagescope_service.store.tables import (
     RegisteredEngine,
 )
 from stagescope_wire.nonfinite import Json
+
+_COSTS_OF: Final = 20_000
+"""Newest dumps of a run that say what a capture costs."""
+
+
+class DumpCost(Row):
+    """The largest cost of one rank in one step, over the newest complete dumps of this kind."""
+
+    role: Role
+    stage: Stage
+    task: Annotated[str | None, Field(examples=["statistics"])]
+    """msprobe's task of these dumps; null: not known."""
+    level: str | None
+    """msprobe's level of these dumps; null: not known."""
+    bytes: int
+    """Size in bytes of the rank's dumps of one step."""
+    seconds: float | None
+    """Seconds that the step took longer; null: not measured."""
+    step: Step
+    """The trainer's step of the newest of these dumps."""
+
+
+class CostOfAttempt(DumpCost):
+    """A cost, and the newest attempt that has such a dump."""
+
+    attempt_id: int
 
 
 class CaptureQueries(Reader):
@@ -71,6 +104,47 @@ class CaptureQueries(Reader):
         where = conditions("dumps", attempt_id=attempt_id, step=step, capture_id=capture_id)
         return self._page(DumpRow, "dumps", where, "step stage role rank work_key", limit)
 
+    def dump_costs(self, attempt_id: Sequence[int]) -> list[CostOfAttempt]:
+        """Return what complete dumps of attempts cost a rank in a step, by role and stage."""
+        table = TABLES["dumps"].c
+        newest = (
+            sa.select(*TABLES["dumps"].c)
+            .where(table.attempt_id.in_(attempt_id), table.step.is_not(None))
+            .where(table.state == "complete", table.bytes.is_not(None))
+            .order_by(table.attempt_id.desc(), table.step.desc())
+            .limit(_COSTS_OF)
+            .subquery()
+            .c
+        )
+        kind = ("role", "stage", "task", "level")
+        step = ("attempt_id", "step", "rank", "capture_id")
+        of_rank = (
+            sa.select(
+                *(newest[name] for name in (*kind, *step)),
+                sa.func.sum(newest.bytes).label("bytes"),
+                sa.func.sum(newest.seconds).label("seconds"),
+            )
+            .group_by(*(newest[name] for name in (*kind, *step)))
+            .subquery()
+            .c
+        )
+        found = self._rows(
+            CostOfAttempt,
+            sa.select(
+                *(of_rank[name] for name in (*kind, "attempt_id")),
+                *(sa.func.max(of_rank[name]).label(name) for name in ("bytes", "seconds", "step")),
+            )
+            .group_by(*(of_rank[name] for name in (*kind, "attempt_id")))
+            .order_by(of_rank.role, of_rank.stage, of_rank.attempt_id.desc()),
+        )
+        largest: dict[tuple[str, str, str | None, str | None], CostOfAttempt] = {}
+        for row in found:  # of each kind, the newest attempt is first
+            first = largest.setdefault((row["role"], row["stage"], row["task"], row["level"]), row)
+            first["bytes"] = max(first["bytes"], row["bytes"])
+            both = (first["seconds"], row["seconds"])
+            first["seconds"] = max((each for each in both if each is not None), default=None)
+        return [*largest.values()]
+
     def operators(
         self, attempt_id: Filter = None, step: Filter = None, *, limit: int = LIMIT
     ) -> list[OperatorTableRow]:
@@ -94,13 +168,15 @@ class CaptureQueries(Reader):
 class Catalogue(
     RunQueries,
     MeasurementQueries,
-    CurveQueries,
+    SparklineQueries,
     RolloutQueries,
     WeightQueries,
+    CanaryQueries,
     CaptureQueries,
     FindingQueries,
     FileQueries,
     ChangeQueries,
+    RemovalQueries,
 ):
     """Read the catalogue at `url` (the URL that `SqlStore` writes).
 

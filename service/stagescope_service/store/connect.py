@@ -11,6 +11,7 @@ goes with the connection.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sqlite3
@@ -31,7 +32,7 @@ from stagescope_wire.versions import install_command
 if TYPE_CHECKING:
     import psycopg
 
-REVISION: Final = "0012"
+REVISION: Final = "0016"
 """Revision of the tables; a catalogue of another revision is refused."""
 
 _VERSION: Final = sa.Table(
@@ -43,6 +44,8 @@ BUSY_SECONDS: Final = 5.0
 """How long a statement waits for another process's lock before it fails."""
 
 _WAL_BYTES: Final = 64 << 20
+_FREED_PAGES: Final = 500
+"""Pages that `free_pages` frees in one transaction."""
 _ENCODINGS: Final = ("UTF8", "SQL_ASCII")
 """Encodings of PostgreSQL's databases that hold every text; SQL_ASCII keeps bytes as they are."""
 _OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables; upserts are older
@@ -147,6 +150,8 @@ def writer_engine(url: str) -> sa.Engine:
 
     @event.listens_for(engine, "connect")
     def prepare(connection: sqlite3.Connection, record: object) -> None:
+        # Before the file has its first page: then `free_pages` can make it smaller.
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
             raise CatalogueUnavailable(
@@ -202,6 +207,37 @@ def _server_writer(url: str) -> sa.Engine:
                 time.sleep(0.05)
 
     return engine
+
+
+def free_pages(url: str) -> None:
+    """Give the space of deleted rows back: SQLite's file shrinks, PostgreSQL reuses the space.
+
+    SQLite moves pages in small transactions, so that others can write in between. PostgreSQL's
+    VACUUM locks nobody out; it shortens a table's file only where the end of it is empty.
+
+    Raises:
+        CatalogueUnavailable: the database cannot be reached; a later call continues.
+    """
+    path = sqlite_path(url)
+    with catalogue_errors(url_without_password(url)):
+        if path is None:
+            engine = _server_engine(url).execution_options(isolation_level="AUTOCOMMIT")
+            try:
+                with engine.connect() as server:
+                    for table in metadata.tables:
+                        server.exec_driver_sql(f"VACUUM {table}")
+            finally:
+                engine.dispose()
+            return
+        file = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
+        with contextlib.closing(file):
+            while file.execute("PRAGMA freelist_count").fetchone()[0]:
+                began = time.monotonic()
+                # As a script: `execute` would make one step of it, which frees one page.
+                file.executescript(f"PRAGMA incremental_vacuum({_FREED_PAGES})")
+                time.sleep(min(1.0, time.monotonic() - began))
+            file.execute("PRAGMA busy_timeout=0")  # it waits for no reader; a later one is as good
+            file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def revision_of(connection: sa.Connection) -> str | None:

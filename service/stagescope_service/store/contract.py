@@ -64,7 +64,23 @@ class RemoveRows(NamedTuple):
         return "steps"
 
 
-Write = Put | Delete | RemoveRows
+class RemoveRun(NamedTuple):
+    """Delete rows of a run, at most `limit`; its attempts only after all others.
+
+    Its own row stays, and so do rows that other runs use too: texts, clocks, names of weights.
+    """
+
+    run: str
+    attempt_ids: tuple[int, ...]
+    limit: int
+
+    @property
+    def table(self) -> str:
+        """The table of the run."""
+        return "runs"
+
+
+Write = Put | Delete | RemoveRows | RemoveRun
 
 
 class RefusedWrite(NamedTuple):

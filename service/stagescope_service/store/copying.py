@@ -29,7 +29,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "trigger_rules": "they belong to no run, and may contain secrets of webhooks",
 }
 """Tables that are not copied -> why."""
-OF_STEPS: Final = ("summaries", "samples", "weights")
+OF_STEPS: Final = ("summaries", "samples", "weights", "canaries")
 """Tables with many rows a step, besides those of works."""
 _TEXTS: Final[Mapping[str, tuple[str, ...]]] = {
     "stage_rows": ("status_id",),
@@ -205,7 +205,8 @@ def _copy_run(
     if not all_steps:
         omissions.append(
             Omission(
-                f"stages, scalars, payloads, samples and weights of other steps than {step}",
+                "stages, scalars, payloads, samples, weights and canaries of other steps than "
+                f"{step}",
                 f"the run has {count} parts of stages, more than {MAX_WORKS}",
             )
         )

@@ -253,6 +253,29 @@ class Ring:
         """
         self._unpin(_step_name(attempt_id, step))
 
+    def remove_attempts(self, attempt_ids: Collection[int]) -> list[int]:
+        """Remove every payload and pin of some attempts; return the sizes in bytes.
+
+        Raises:
+            OSError: a file cannot be removed; the others of the call may be gone.
+        """
+        with self._lock:
+            sizes = []
+            for key, entry in [*self._entries.items()]:
+                if key.attempt_id in attempt_ids:
+                    entry.path.unlink(missing_ok=True)
+                    del self._entries[key]
+                    self._bytes -= entry.bytes
+                    sizes.append(entry.bytes)
+            own = {str(attempt_id) for attempt_id in attempt_ids}
+            for name in [each for each in self._pins if each.partition("~")[0] in own]:
+                self._unpin(name)
+            for news in (self._evicted, self._unpinned, self._taken_over):
+                kept = [each for each in news if each.key.attempt_id not in attempt_ids]
+                news.clear()
+                news.extend(kept)
+            return sizes
+
     # --- internals --------------------------------------------------------------------------------
 
     def _scan(self) -> None:

@@ -44,6 +44,9 @@ R = TypeVar("R")
 ANNOUNCED: Final = sa.text(f"payloads.state_id = {compact.ANNOUNCED}")
 """The condition that a payload is announced, in the text of its partial index."""
 
+USED_NUMBERS: Final = "used_numbers"
+"""Key of `meta`: the highest attempt_id and revision of the plan when a run was last deleted."""
+
 _STEP_COLUMNS: Final = [column for column in steps.columns if column.name != "step_summary"]
 
 
@@ -58,8 +61,9 @@ def rows(
         query: the query.
         parameters: the values of its parameters, if it has any.
     """
-    found = connection.execute(query, parameters).mappings()
-    return [cast("R", dict(mapping)) for mapping in found]
+    found = connection.execute(query, parameters)
+    names = [*found.keys()]
+    return [cast("R", dict(zip(names, values, strict=True))) for values in found]
 
 
 def newest_attempts() -> Query:
@@ -85,6 +89,8 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
     live = sa.select(attempts.c.attempt_id).where(
         attempts.c.ended_wall.is_(None) | attempts.c.attempt_id.in_(newest)
     )
+    known = {row["key"]: row["value"] for row in rows(MetaRow, connection, sa.select(meta))}
+    used = known.get(USED_NUMBERS) or {}
     chosen = _chosen_steps(closed_steps).subquery()
     # By IN: in a join, SQLite reads all stages of an attempt to find those of a few steps.
     kept = sa.select(chosen).where(chosen.c.attempt_id.in_(live))
@@ -124,9 +130,9 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
                 findings.c.attempt_id.is_(None) | findings.c.attempt_id.in_(newest)
             ),
         ),
-        last_attempt_id=connection.scalar(sa.select(sa.func.max(attempts.c.attempt_id))) or 0,
-        last_revision=connection.scalar(sa.select(sa.func.max(captures.c.revision))) or 0,
-        meta={row["key"]: row["value"] for row in rows(MetaRow, connection, sa.select(meta))},
+        last_attempt_id=_largest(connection, attempts.c.attempt_id, used.get("attempt_id")),
+        last_revision=_largest(connection, captures.c.revision, used.get("revision")),
+        meta=known,
         unaggregated=[(attempt, step) for attempt, step in connection.execute(_not_aggregated())],
         armed=rows(DumpRow, connection, sa.select(dumps).where(_text("state = 'armed'"))),
         asked_stacks=rows(StackRow, connection, sa.select(stacks).where(_text("state = 'asked'"))),
@@ -136,6 +142,10 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
             sa.select(operators).where(_text("coalesce(digested_mark, -1) <> mark")),
         ),
     )
+
+
+def _largest(connection: sa.Connection, column: sa.Column[int], used: int | None) -> int:
+    return max(connection.scalar(sa.select(sa.func.max(column))) or 0, used or 0)
 
 
 def _text(condition: str) -> sa.TextClause:

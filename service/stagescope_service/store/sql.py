@@ -27,11 +27,13 @@ from stagescope_service.store.contract import (
     Put,
     RefusedWrite,
     RemoveRows,
+    RemoveRun,
     Snapshot,
     Submitted,
     Write,
 )
 from stagescope_service.store.ids import Ids
+from stagescope_service.store.removal import remove_run
 from stagescope_service.store.snapshot import read_snapshot
 from stagescope_service.store.statements import Conflict
 from stagescope_service.store.tables import STEP_ROWS, TABLES, step_rows
@@ -346,7 +348,7 @@ class WriteBatch:
 
     Rows of one key become one row, later columns replacing earlier ones, as if upserted one after
     the other. A delete separates the writes to its table before it from those after it; tables
-    are independent of each other. The removal of a step's rows separates all writes.
+    are independent of each other. The removal of a step's or a run's rows separates all writes.
 
     Raises:
         StoreError: a write that no database would accept; also by `execute`.
@@ -369,7 +371,7 @@ class WriteBatch:
                 rows[key] = row if before is None else {**before, **row}
                 continue
             statements.check(write)
-            if isinstance(write, RemoveRows):
+            if isinstance(write, RemoveRows | RemoveRun):
                 tables, merging = {}, {}
                 self._parts += [write, tables]
             elif isinstance(write, Delete):
@@ -393,6 +395,9 @@ class WriteBatch:
         for part in self._parts:
             if isinstance(part, RemoveRows):
                 _remove(connection, ids, part)
+                continue
+            if isinstance(part, RemoveRun):
+                remove_run(connection, ids, part)
                 continue
             for name, phases in part.items():
                 for phase in phases:

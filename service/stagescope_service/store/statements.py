@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from stagescope_service.store.contract import Put, RemoveRows, Write
+from stagescope_service.store.contract import Put, RemoveRows, RemoveRun, Write
 from stagescope_service.store.tables import TABLES
 from stagescope_service.store.tables.declare import Flag, StrictJson, dump_json
 from stagescope_wire.errors import StoreError
@@ -38,7 +38,7 @@ def check(write: Write) -> None:
     columns = _COLUMNS.get(write.table)
     if columns is None:
         raise StoreError(f"no table {write.table!r}", expected=f"one of {', '.join(_COLUMNS)}")
-    if isinstance(write, RemoveRows):
+    if isinstance(write, RemoveRows | RemoveRun):
         return
     given = write.row if isinstance(write, Put) else write.where
     if not given.keys() <= columns:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import quote
 
 from stagescope_service.dumps.joining.join import Selection
-from stagescope_service.rules.doctor import Diagnosis, add_earlier, diagnose, unexplained
-from stagescope_service.rules.history import CurrentStep, LossOfStep, RunHistory
+from stagescope_service.rules.causes import Diagnosis
+from stagescope_service.rules.doctor import add_earlier, diagnose, unexplained
+from stagescope_service.rules.evidence import Evidence
+from stagescope_service.rules.history import RunHistory
 from stagescope_service.rules.parts import mismatch_parts
+from stagescope_service.rules.steps import CurrentStep, LossOfStep
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.kept import payload_artifacts
 from stagescope_service.views.reading.dependencies import Dependencies
@@ -21,22 +25,35 @@ from stagescope_service.views.samples.batches import batch_of
 from stagescope_service.views.samples.listing import loss_of
 from stagescope_wire.batch import Batch
 from stagescope_wire.errors import NotFound
+from stagescope_wire.render import counted
 from stagescope_wire.schema import RECENT_TENSORS
 
 OF_AN_ATTEMPT: Final = frozenset({
-    "anatomy", "batch", "exact", "findings", "loss", "losses", "metrics", "non-finite",
-    "operators", "ranks", "rounds", "samples", "scalars", "series", "stacks", "stages", "steps",
-    "stuck", "tokens", "weights",
+    "anatomy", "batch", "canary", "exact", "findings", "gradient", "loss", "losses", "lost",
+    "metrics", "non-finite", "operators", "ranks", "rounds", "sample", "samples", "scalars",
+    "series", "stacks", "stages", "steps", "stuck", "tokens", "weights",
 })  # fmt: skip
-"""Commands with an option `--attempt`."""
+"""Commands with an option `--attempt`, by their earlier names, too."""
 
 _MAX_BYTES: Final = 256 << 20
 """Most bytes of a step's payload files that a diagnosis reads."""
+
+_STEPS_READ: Final = 64
+"""Steps of which a diagnosis remembers what is kept."""
 
 _RECORD_WEIGHTS: Final = (
     "record the weights on both sides of a sync, which would say whether they arrive: "
     "probe.record_weights(..., step=...), docs/weights.md"
 )
+
+_RECORD_TOKENS: Final = (
+    "record prompts and responses (token ids) beside the log-probs: then `stagescope bisect` says "
+    "at which swap of one component the mismatch disappears, docs/bisect.md"
+)
+_GIVE_IDS: Final = "give sample_ids"
+"""Begin of an advice that rows with sample ids do not need."""
+
+_COMMAND: Final = "stagescope "
 
 _EARLIER: Final = 3
 """Earlier attempts whose symptoms are added to the answer."""
@@ -48,7 +65,8 @@ def diagnosis_of(
     """Return the fields of the answer, and its rows."""
     target = deps.finder.attempt(run, attempt)
     kept = _KeptTensors(deps, target.run)
-    history = RunHistory(deps.catalogue, target.run, attempt=attempt, last=step, kept=kept)
+    now = deps.clock() if step is None else None
+    history = RunHistory(deps.catalogue, target.run, attempt=attempt, last=step, kept=kept, now=now)
     rows = diagnose(history)
     if attempt is None:
         for number in itertools.islice(history.earlier_attempts(), _EARLIER):
@@ -56,8 +74,8 @@ def diagnosis_of(
             rows = add_earlier(rows, history, own, number, step)
     steps = [each.step for each in history.steps]
     newest = history.newest
-    unknown = sum(each.evidence.verdict == "not measured" for each in rows)
     left = unexplained(rows, history)
+    shown = target.display_name + ("" if attempt is None else f", attempt {attempt}")
     fields: JsonObject = {
         **target.heading(),
         "attempt": attempt,
@@ -66,28 +84,72 @@ def diagnosis_of(
         "steps": len(steps),
         "measured": len(history.measured),
         "measured_step": None if newest is None else newest.step,
-        "text": f"{_found(rows)}, {unknown} not measured, in {len(steps)} "
-        f"closed steps of run {target.run}{_left(target.run, left, attempt)}"
-        f"{_before(target.run, rows, step)}",
+        "healthy": bool(steps) and not left and not any(each.lasts for each in rows),
+        "text": f"{_found(rows, history, shown, _not_examined(deps, history, step), bool(left))}"
+        f"{_left(target.run, left, attempt)}{_before(target.run, rows, step)}",
         "unexplained": left,
         "notes": [
             {"rule": each.rule.name, "text": each.evidence.note, "meaning": each.rule.meaning}
             for each in rows
-            if each.evidence.note
+            if each.evidence.note and not each.is_found
         ],
-        "mismatch": list(map(dataclasses.asdict, mismatch_parts(history))),
+        "mismatch": list(map(dataclasses.asdict, mismatch_parts(history, rows))),
     }
-    return fields, [_row(history, each, attempt) for each in rows]
+    engines = [row["name"] for row in deps.catalogue.engines()]
+    engine = engines[0] if len(engines) == 1 else "URL"
+    return fields, [_row(history, kept, each, attempt, engine) for each in rows]
 
 
-def _found(rows: Sequence[Diagnosis]) -> str:
-    """Return how many symptoms were found, and how many of them are no news."""
-    found = [each for each in rows if each.evidence.verdict == "found"]
-    ended = sum(each.evidence.last_step is not None for each in found)
-    explained = sum(bool(each.explained_by) and each.evidence.last_step is None for each in found)
-    parts = [(explained, "explained by others"), (ended, "ended")]
-    listed = ", ".join(f"{count} {what}" for count, what in parts if count)
-    return f"{len(found)} of {len(rows)} symptoms found" + (f" ({listed})" if listed else "")
+def _not_examined(deps: Dependencies, history: RunHistory, step: int | None) -> str:
+    """Return why the asked step, or any, was not examined; "" if it was."""
+    last = history.steps[-1].step if history.steps else None
+    if last is not None and step in (None, last):
+        return ""
+    ids = [row["attempt_id"] for row in history.attempts]
+    before = None if step is None else step + 1
+    found = [row for each in ids for row in deps.catalogue.steps(each, before=before, limit=1)]
+    newest = max(found, key=lambda row: row["step"], default=None)
+    if newest is None or (step is not None and newest["step"] != step):
+        firsts = [row["first_step"] for row in history.attempts if row["first_step"] is not None]
+        if not firsts:
+            return "no step was reported"
+        begin = "" if last is not None else f", the first step is {min(firsts)}"
+        return f"step {step} was not reported{begin}"
+    if newest["closed_wall"] is None:
+        return f"step {newest['step']} is not closed"
+    return f"a later attempt replaced step {newest['step']}"
+
+
+def _found(
+    rows: Sequence[Diagnosis], history: RunHistory, shown: str, not_examined: str, has_left: bool,
+) -> str:  # fmt: skip
+    """Return what was not examined, how many causes were found, and what they explain.
+
+    `shown` is the run, as people see it. With `has_left`, warnings or errors stand that no rule
+    explains.
+    """
+    causes = [each for each in rows if each.is_cause and each.lasts]
+    explained = sum(len(each.explains) for each in causes)
+    ended = sum(each.is_found and not each.lasts for each in rows)
+    unknown = sum(each.evidence.verdict == "not measured" for each in rows)
+    steps = len(history.steps)
+    is_wrong = has_left or any(each.lasts for each in rows)
+    none = ("No cause was found" if is_wrong else "Nothing is wrong") if steps else ""
+    head = counted(len(causes), "cause") if causes else none
+    parts = [
+        (explained, f"explain{'s' if len(causes) == 1 else ''} {counted(explained, 'symptom')}"),
+        (ended, f"{counted(ended, 'symptom')} ended"),
+        (unknown, f"{counted(unknown, 'rule')} not measured"),
+    ]
+    listed = ", ".join(what for count, what in parts if count)
+    run = f"run {shown}"
+    listed = f" ({listed})" if listed else ""
+    if steps:
+        newest = f"The newest step that was examined is {history.steps[-1].step}, because "
+        text = f"{head} in {counted(steps, 'closed step')} of {run}{listed}"
+        return f"{newest}{not_examined}. {text}" if not_examined else text
+    why = f"No closed step of {run} was examined, because {not_examined}"
+    return f"{head} in {run}{listed}. {why}" if head else f"{why}{listed}"
 
 
 def _left(run: str, left: Mapping[str, int], attempt: int | None) -> str:
@@ -115,7 +177,7 @@ def _before(run: str, rows: Sequence[Diagnosis], step: int | None) -> str:
     for each in rows:
         before = each.evidence.before
         if before is not None and each.evidence.verdict != "found":
-            since = "" if before.since_step is None else f" (since step {before.since_step})"
+            since = "" if before.since_step is None else f", since step {before.since_step}"
             key = before.attempt, before.is_end
             by_attempt.setdefault(key, []).append(each.rule.title + since)
     sentences = []
@@ -127,22 +189,37 @@ def _before(run: str, rows: Sequence[Diagnosis], step: int | None) -> str:
     return "".join(sentences)
 
 
+class _KeptStep(NamedTuple):
+    """What is kept of a step.
+
+    Attributes:
+        target: the step.
+        size: bytes of its files.
+        tensors: the names of the tensors that were recorded and are in a file.
+    """
+
+    target: Target
+    size: int
+    tensors: set[str]
+
+
 class _KeptTensors:
     """Reads the tensors of a run's steps, for `RunHistory`."""
 
     def __init__(self, deps: Dependencies, run: str) -> None:
         self._deps = deps
         self._run = run
+        self._of = functools.lru_cache(maxsize=_STEPS_READ)(self._read)
 
     def loss(self, step: CurrentStep) -> LossOfStep:
-        target = self._target(step)
-        size = sum(row["bytes"] for row in payload_artifacts(self._deps, target, step.step))
-        if size > _MAX_BYTES:
+        kept = self._of(step)
+        if kept.size > _MAX_BYTES:
             raise NotFound(
-                f"the tensors of step {step.step} are {size >> 20} MiB, too many for a diagnosis",
-                advice=f"stagescope loss {step.step}",
+                f"the tensors of step {step.step} are {kept.size >> 20} MiB, too many for a "
+                "diagnosis",
+                advice=f"stagescope gradient {step.step}",
             )
-        found = loss_of(self._deps, target)
+        found = loss_of(self._deps, kept.target)
         unrecorded = found.fields["unrecorded"]
         return LossOfStep(
             tokens=found.fields["tokens"],
@@ -151,21 +228,32 @@ class _KeptTensors:
         )
 
     def batch(self, step: CurrentStep, names: Sequence[str]) -> Batch | None:
-        target = self._target(step)
-        files = payload_artifacts(self._deps, target, step.step)
-        there: set[str] = set()
-        for row in files:
-            there |= RECENT_TENSORS if row["tensors"] is None else set(row["tensors"])
-        if not {*names} <= there or sum(row["bytes"] for row in files) > _MAX_BYTES:
+        kept = self._of(step)
+        if not {*names} <= kept.tensors or kept.size > _MAX_BYTES:
             return None
-        return batch_of(self._deps, target, Selection(names, None))
+        return batch_of(self._deps, kept.target, Selection(names, None))
 
-    def _target(self, step: CurrentStep) -> Target:
-        return self._deps.finder.step(self._run, step.attempt, step.step)
+    def can_score(self, step: CurrentStep) -> bool:
+        """Return whether the token ids of a step are kept, so that they can be scored again."""
+        return {"prompts", "responses"} <= self._of(step).tensors
+
+    def _read(self, step: CurrentStep) -> _KeptStep:
+        target = self._deps.finder.step(self._run, step.attempt, step.step)
+        files = payload_artifacts(self._deps, target, step.step)
+        in_files: set[str] = set()
+        for row in files:
+            in_files |= RECENT_TENSORS if row["tensors"] is None else set(row["tensors"])
+        payloads = self._deps.catalogue.payloads(target.attempt_id, step.step)
+        consumed = self._deps.catalogue.payloads(target.attempt_id, consumed_step=step.step)
+        recorded = {name for row in (*payloads, *consumed) for name in row["tensors"] or ()}
+        return _KeptStep(target, sum(row["bytes"] for row in files), in_files & recorded)
 
 
-def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject:
-    """Return a row; its commands and its figure are of the attempt that is asked for."""
+def _row(
+    history: RunHistory, kept: _KeptTensors, found: Diagnosis, asked: int | None, engine: str
+) -> JsonObject:
+    """Return a row; its commands and its figure are of the attempt that is asked for, its
+    experiments with a registered engine."""
     rule, evidence = found.rule, found.evidence
     newest = history.newest
     last = history.steps[-1] if history.steps else None
@@ -174,14 +262,36 @@ def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject
         step = newest.step if newest is not None else None if last is None else last.step
     attempts = {each.step: each.attempt for each in history.steps}
     attempt = attempts.get(step, last.attempt if last else 1) if step is not None else 1
-    has_weights = history.has_weights(attempt)
+    shown = next(
+        (each for each in reversed(history.measured) if each.step == evidence.last_step),
+        history.measured[-1] if history.measured else None,
+    )
+    slow = shown if evidence.is_about else None  # its first steps show little of it
+    lacking = {} if history.has_weights(attempt) else {"stagescope weights ": _RECORD_WEIGHTS}
+    if found.is_found and shown is not None and not kept.can_score(shown):
+        lacking["stagescope bisect "] = _RECORD_TOKENS
+    if newest is not None and all(newest.summary.summary.sequences.samples):
+        lacking[_GIVE_IDS] = ""
     scalar = history.scalar_name(rule.evidence.parameters.get("names") or ())
+    example = evidence.example
+    absent = [
+        word
+        for word, value in (("{scalar}", scalar), ("{example}", example))
+        if value is None and (found.is_found or word == "{scalar}")
+    ]
+    commands = [text for text in rule.next if not any(word in text for word in absent)]
     words = {
         "{run}": history.run,
-        "{step}": "STEP" if step is None else str(step),
+        "{step}": "STEP" if step is None else str(step if slow is None else slow.step),
+        "{newest}": "STEP" if shown is None else str(shown.step),
         "{attempt}": str(attempt),
+        "{where}": evidence.where or "RUN",
+        "{engine}": shlex.quote(engine),
         "{before}": str(max(attempt - 1, 1)),
         "{scalar}": shlex.quote(scalar or "NAME"),
+        "{example}": "STEP SAMPLE"
+        if example is None
+        else f"{example.step} {shlex.quote(example.sample)}",
     }
     figure = rule.figure if step is not None else None
     if figure is not None and "{scalar}" in figure:
@@ -192,21 +302,22 @@ def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject
         "rule": rule.name,
         "family": rule.family,
         "title": rule.title,
+        "sentence": _sentence(found, history),
         "verdict": evidence.verdict,
         "sure": evidence.sure,
+        "shown": None if evidence.count is None else evidence.count.shown,
+        "examined": None if evidence.count is None else evidence.count.examined,
+        "unit": None if evidence.count is None else evidence.count.unit,
         "since_step": evidence.since_step,
         "last_step": evidence.last_step,
+        "cause": None if found.cause is None else found.cause.name,
+        "explains": [each.name for each in found.explains],
         "explained_by": [each.name for each in found.explained_by],
         "where": evidence.where or None,
         "for": list(evidence.supports),
         "against": list(evidence.against),
         "meaning": rule.meaning,
-        "next": [
-            _RECORD_WEIGHTS
-            if text.startswith("stagescope weights ") and not has_weights
-            else _filled(_of_attempt(text, asked), words)
-            for text in rule.next
-        ],
+        "next": [_filled(_of_attempt(text, asked), words) for text in _possible(commands, lacking)],
         "figure": None if figure is None else _filled(figure, words),
         "record": (
             rule.record if evidence.verdict == "not measured" and not evidence.waits else None
@@ -215,9 +326,59 @@ def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject
     }
 
 
+def _possible(commands: Sequence[str], lacking: Mapping[str, str]) -> list[str]:
+    """Return what can be done, then what to record so that more can be.
+
+    If the first command is impossible, the next one that is possible takes its place.
+
+    Args:
+        commands: what to do next.
+        lacking: the begin of what is impossible or done already -> what to record for it, or "".
+    """
+    begun = (hint for begin, hint in lacking.items() if any(c.startswith(begin) for c in commands))
+    left = [each for each in commands if not each.startswith(tuple(lacking))]
+    if commands and commands[0] not in left:
+        left.sort(key=lambda each: not each.startswith(_COMMAND))
+    return [*left, *filter(None, begun)]
+
+
+def _sentence(found: Diagnosis, history: RunHistory) -> str:
+    """Return a symptom with its place, its steps, and how many of them show it.
+
+    If not all measured steps since its first one were examined, it says so.
+    """
+    evidence = found.evidence
+    parts = [evidence.headline or found.rule.title]
+    if not found.is_found:
+        return parts[0]
+    is_named = evidence.where.casefold() in parts[0].casefold()
+    if evidence.where and not is_named and not (evidence.headline and evidence.ranks):
+        parts.append(evidence.where)
+    if evidence.since_step is not None:
+        about = "about " if evidence.is_about else ""
+        parts.append(f"since {about}step {evidence.since_step}")
+    if evidence.last_step is not None:
+        parts.append(f"last seen in step {evidence.last_step}")
+    if evidence.count is not None:
+        parts.append(f"in {_examined(evidence, history)}")
+    return ", ".join(parts)
+
+
+def _examined(evidence: Evidence, history: RunHistory) -> str:
+    """Return how many of the examined items show a symptom."""
+    count, since = evidence.count, evidence.since_step
+    assert count is not None
+    if count.unit != "step" or since is None:
+        return str(count)
+    own = [each for each in history.measured if each.step >= since]
+    if evidence.last_step is not None:
+        own = [each for each in own if each.step <= evidence.last_step]
+    return str(count if len(own) <= count.examined else count._replace(unit="examined step"))
+
+
 def _of_attempt(text: str, attempt: int | None) -> str:
     """Return what to do next, for one attempt if it is a command with `--attempt`."""
-    if attempt is None or not text.startswith("stagescope "):
+    if attempt is None or not text.startswith(_COMMAND):
         return text
     command, mark, comment = text.partition("  # ")
     if command.split()[1] in OF_AN_ATTEMPT:

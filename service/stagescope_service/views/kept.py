@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -107,12 +108,11 @@ def local_file(deps: Dependencies, row: ArtifactRow, copies: Path) -> Path:
         Unreachable: the node is gone, or unknown.
         NotFound: the file is gone.
     """
-    try:
+    # A file that is not on this machine, or not readable here, is asked for at its node.
+    with contextlib.suppress(OSError, Forbidden):
         path = confine(row["path"], deps.settings.roots)
         if path.stat().st_size == row["bytes"]:
             return path
-    except (OSError, Forbidden):
-        pass  # not on this machine, or not readable here: its node's ingestor says which
     copy = copies / f"{row['kind']}-{len(list(copies.iterdir()))}.safetensors"
     with disk_errors(copy), copy.open("wb") as file:
         while piece := deps.commands.read_artifact(

@@ -179,8 +179,7 @@ def attempts(deps: Dependencies, page: Page, run: str) -> JsonObject:
     repeated = superseded_steps(rows)
     listed = [attempt_row(row, repeated[row["number"]]) for row in rows]
     note = unreported_steps(deps.catalogue, rows)
-    heading = {"run": target.run, "also_live": target.also_live, "note": note}
-    return {**heading, **page.cut(listed)}
+    return {**target.run_heading(), "note": note, **page.cut(listed)}
 
 
 def numbers(deps: Dependencies, page: Page, run: str) -> JsonObject:
@@ -194,7 +193,7 @@ def numbers(deps: Dependencies, page: Page, run: str) -> JsonObject:
         for kind, names in (("metric", sorted(published)), ("scalar", scalars))
         for name in names
     ]
-    return {"run": target.run, "also_live": target.also_live, **page.cut(rows)}
+    return {**target.run_heading(), **page.cut(rows)}
 
 
 def exact(deps: Dependencies, run: str | None = None, attempt: int | None = None) -> JsonObject:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Final, Literal, NamedTuple
@@ -32,6 +33,8 @@ from stagescope_wire.links import Link
 from stagescope_wire.names import similar_names
 from stagescope_wire.render import ranges_text, ranks_text
 
+REWARD: Final = ("reward", "critic/score/mean", "critic/rewards/mean", "*reward*/mean", "*reward*")
+"""Patterns of the scalar that is a training's reward; the first match counts."""
 MAX_SERIES_STEPS: Final = 20_000
 """Most steps of an answer."""
 
@@ -245,6 +248,12 @@ def _scalar_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
             point.values[key] = mean_of(value)
             point.low[key], point.high[key] = _low(value), _high(value)
         yield point
+
+
+def reward_of(scalars: Iterable[str]) -> str | None:
+    """Return which of a run's scalars is its reward; None: none is."""
+    names = sorted(scalars)
+    return next((name for each in REWARD for name in fnmatch.filter(names, each)), None)
 
 
 def mean_of(row: ScalarValues) -> Value:

@@ -83,7 +83,7 @@ def _firing_row(row: FiringRow) -> models.Firing:
 def triggers(deps: Dependencies, run: str | None = None) -> JsonObject:
     """Return the active rules, when each fired last, and the budgets of captures."""
     if run is not None:
-        deps.finder.check_run(run)
+        run = deps.finder.run(run)
     rules, origin = rules_in_force(deps)
     firings = [
         row
@@ -114,7 +114,7 @@ def firings(
 ) -> JsonObject:
     """List the firings of rules, the last first, with the results of their actions."""
     if run is not None:
-        deps.finder.check_run(run)
+        run = deps.finder.run(run)
     scope: ScopeFilter = {} if run is None else {"run": run}
     if all(rule != each.name for each in rules_in_force(deps)[0].rules):
         check_kind(deps, "firings", scope, rule)
@@ -138,8 +138,7 @@ def dry_run(deps: Dependencies, body: DryRunRequest) -> JsonObject:
         if row["withdrawn_wall"] is None
     }
     return {
-        "run": target.run,
-        "also_live": target.also_live,
+        **target.run_heading(),
         "steps": steps,
         "rules": [rule.name for rule in rules.rules],
         "rows": [_would_fire_row(each, live) for each in fired],

@@ -195,6 +195,6 @@ def of_step(
 def devices(deps: Dependencies, page: Page, run: str | None = None) -> JsonObject:
     """List the devices whose weights differed from their replicas', most often first."""
     if run is not None:
-        deps.finder.check_run(run)
+        run = deps.finder.run(run)
     rows = device_rows(deps.catalogue.odd_replicas(), run)
     return {"run": run, **page.cut(rows)}

@@ -129,6 +129,10 @@ def test_tokens_that_differ_come_first_and_their_log_probs_are_not_compared() ->
         assert found.samples["tokens differ"] == 1
         assert found.samples["compared"] == 5
         assert "the tokens differ in 1 of 6 samples" in found.reason
+    assert result.reason.startswith(
+        "values of 5 of 6 samples were compared; the rest was not, because their tokens or lengths "
+    )
+    assert "were compared" not in compare([split(samples), split(samples)]).reason
 
 
 def test_runs_that_sampled_differently_are_recognised_without_ids() -> None:

@@ -124,7 +124,10 @@ def test_odd_texts_of_other_events_are_stored(store: SqlStore, tmp_path: Path) -
                                     "error": ODD[0]}),
         Event("weights", 10, 10.0, 10.0, {**work, "version": 1, "side": ODD[0], "kind": ODD[1],
                                           "tensors": odd}),
-        Event("finish", 11, 11.0, 11.0, {"error": ODD[0], "error_message": ODD[1]}),
+        Event("canary", 11, 11.0, 11.0, {"policy_version": 2**63 - 1, "side": "engine",
+              "source": ODD[0], "arms": {}, "checks": [[ODD[0], False, ODD[1]]],
+              "settings": {"x": ODD, **odd}, "problem": ODD[2], "seconds": 10**400}),
+        Event("finish", 12, 12.0, 12.0, {"error": ODD[0], "error_message": ODD[1]}),
     ]  # fmt: skip
 
     async def live(local: LocalCoordinator) -> None:

@@ -22,7 +22,7 @@ from tests.support.stores import eventually, rows_of, url_of
 from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.draining import Drained
-from stagescope_service.coordinator.raw_fields import FIELDS, OWN_FIELDS, PAGE
+from stagescope_service.coordinator.raw_fields import FIELDS, OWN_FIELDS, PAGE, call_name
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.coordinator.runner import Clock
 from stagescope_service.core.hangs.stack_requests import RankRequest
@@ -222,15 +222,48 @@ def test_another_name_of_a_field_of_a_raw_call_is_answered_with_ours(
     with pytest.raises(InvalidEvent) as raised:
         made.run(made.coordinator.raw_calls.record(kind, "d", fields))
     assert f"expected {meant}, which it is called here" in str(raised.value)
-    page, _, heading = PAGE.partition("#")
-    assert f"{page}#{heading} says what each is" in str(raised.value)
-    text = (ROOT / page).read_text(encoding="utf-8")
-    section = text[text.index("## Raw calls") :].split("\n#")[0]
-    listed = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", section, re.M))))
-    assert listed == {*FIELDS, *(name for own in OWN_FIELDS.values() for name in own)}
+    assert f"{PAGE} says what each is" in str(raised.value)
     # Beside the right one it is another field: the call is taken.
     both = {"run": "r", "step": 5, "stage": "s", "global_step": 5, "rank": 0}
     assert "no field global_step: not taken" in made.raw("begin", "both", **both)["refused_in_part"]
+
+
+def test_the_page_of_raw_calls_lists_each_field_with_its_type_and_its_calls() -> None:
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`\w+`.*?) \| ([\w ]+) \| (.*?) \| .+ \|$", text, re.M)
+    listed = {
+        name: (kind, calls.partition(";")[0])
+        for names, kind, calls in rows
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    of_one: dict[str, list[str]] = {}
+    types = dict(FIELDS)
+    for kind, fields in OWN_FIELDS.items():
+        types |= fields
+        for name in fields:
+            of_one.setdefault(name, []).append(f"`{call_name(kind)}`")
+    calls = {name: ", ".join(of_one.get(name, ["all"])) for name in types}
+    assert listed == {name: (kind, calls[name]) for name, kind in types.items()}
+    named = set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text, re.M)) - {"over", "refused_in_part"}
+    assert named == {call_name(kind) for kind in OWN_FIELDS}
+
+
+def test_a_raw_call_may_name_its_run_by_any_text(made: Clocked) -> None:
+    told = made.raw("begin", "begin", run="qwen3/grpo", rank=0)
+    assert told["run"] == "qwen3-grpo-9bf7109e"
+    assert made.raw("end", "end", run="qwen3/grpo", rank=0, status="ok")["attempt"] == 1
+    assert made.raw("finish", "finish", run="qwen3/grpo")["run"] == told["run"]
+    (row,) = rows_of(made.store, "runs")
+    assert (row["run"], row["display_name"]) == (told["run"], "qwen3/grpo")
+
+
+@pytest.mark.parametrize("name", [name for name, kind in FIELDS.items() if kind == "integer"])
+@pytest.mark.parametrize("value", ["5", 5.5, np.float32(5), [5], {}], ids=str)
+def test_a_raw_field_of_another_type_is_refused(made: Clocked, name: str, value: object) -> None:
+    fields = {"run": "r", "step": 5, "stage": "s", "rank": 0, name: value}
+    with pytest.raises(InvalidInput, match="rank" if name == "rank" else name.split("_")[0]):
+        made.run(made.coordinator.raw_calls.record("begin", "d", fields))
+    assert rows_of(made.store, "stages") == []
 
 
 @pytest.mark.parametrize("of", [np.int64, np.array, torch.tensor, lambda n: torch.tensor([n])])

@@ -6,90 +6,25 @@ import asyncio
 import itertools
 import logging
 import random
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from tests.support.scales import Scales, check_any_order, check_restart, opened
 from tests.support.stores import evidence_of
 from tests.support.trainings import Delivery, Rank
 
 from stagescope_service.coordinator import retries
 from stagescope_service.coordinator.weights import NOT_COMPARED, WeightComparer, judge
-from stagescope_service.core.instructions import CompareWeights, Delete, Put
-from stagescope_service.core.state import State
-from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.core.instructions import CompareWeights, Put
 from stagescope_service.store.contract import Write
-from stagescope_service.store.sql import SqlStore
-from stagescope_service.store.tables import TABLES, WeightVerdictRow
 from stagescope_wire.errors import CatalogueUnavailable, InvalidEvent, StoreError
 
 GOOD = {"a": 1, "b": 2}
 
 # Shrinking whole trainings takes minutes; the differing rows say what is wrong.
 usual = settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-
-
-class Scales:
-    """A state machine on a real catalogue."""
-
-    def __init__(self, folder: Path) -> None:
-        url = f"sqlite:///{folder / 'catalogue.db'}"
-        self.store = SqlStore(url)
-        self.store.open()
-        self.catalogue = Catalogue(url)
-        self.state = State()
-        self.orders: list[CompareWeights] = []
-
-    def give(self, *said: Delivery, compare: bool = True) -> None:
-        for each in said:
-            out = self.state.handle(each.sender, each.event, 0.0)
-            self.write([order for order in out if isinstance(order, Put | Delete)])
-            self.orders = [order for order in out if isinstance(order, CompareWeights)]
-            for order in self.orders if compare else ():
-                self.write(judge(self.catalogue, order))
-
-    def write(self, rows: Sequence[Write]) -> None:
-        self.store.submit([*rows]).result(30)
-
-    def findings(self) -> dict[str, str]:
-        return {row["kind"]: row["message"] for row in self.catalogue.findings()}
-
-    def verdict(self, version: int = 4) -> WeightVerdictRow:
-        [row] = [r for r in self.catalogue.weight_verdicts(1) if r["version"] == version]
-        return row
-
-    def rows(self) -> dict[str, list[str]]:
-        """Everything that was concluded, in words."""
-        tables = ("weight_verdicts", "odd_replicas", "findings", "weights", "weight_manifests")
-        return {
-            name: [*map(repr, self.catalogue._page(dict, name, [], _key(name)))] for name in tables
-        }
-
-    def close(self) -> None:
-        self.catalogue.close()
-        self.store.close()
-
-
-def _key(name: str) -> str:
-    return " ".join(column.name for column in TABLES[name].primary_key)
-
-
-# Commits wait for the disk, and these tests make thousands.
-_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
-@contextmanager
-def opened() -> Iterator[Scales]:
-    with tempfile.TemporaryDirectory(dir=_MEMORY) as folder:
-        made = Scales(Path(folder))
-        try:
-            yield made
-        finally:
-            made.close()
 
 
 @pytest.fixture
@@ -264,15 +199,7 @@ def said_by(chance: random.Random) -> list[Delivery]:
 @usual
 @given(st.randoms(use_true_random=False))
 def test_the_verdicts_are_the_same_for_any_order_and_repetition(chance: random.Random) -> None:
-    said = said_by(chance)
-    # Of a process its hello is the first to arrive.
-    hellos, said = said[:5], said[5:]
-    shuffled = [*said, *chance.choices(said, k=10)]
-    chance.shuffle(shuffled)
-    with opened() as expected, opened() as got:
-        expected.give(*hellos, *said)
-        got.give(*hellos, *shuffled)
-        assert got.rows() == expected.rows()
+    check_any_order(said_by(chance), 5, chance)
 
 
 @usual
@@ -280,25 +207,19 @@ def test_the_verdicts_are_the_same_for_any_order_and_repetition(chance: random.R
 def test_a_coordinator_that_died_before_it_compared_is_caught_up_with(
     chance: random.Random, where: int
 ) -> None:
-    said = said_by(chance)
-    with opened() as expected, opened() as got:
-        expected.give(*said)
-        got.give(*said[:where], compare=False)  # committed, and then the coordinator was killed
-        got.state = State()
-
-        async def write(rows: Sequence[Write]) -> None:
-            got.write(rows)
-
-        asyncio.run(WeightComparer(got.catalogue, write).catch_up())
-        assert got.catalogue.uncompared() == []
-        got.give(*said[where:])
-        assert got.rows() == expected.rows()
+    check_restart(
+        said_by(chance),
+        where,
+        lambda catalogue, write: WeightComparer(catalogue, write).catch_up(),
+        lambda catalogue: catalogue.uncompared() == [],
+    )
 
 
 def test_while_a_comparison_is_under_way_orders_wait_for_one_more(scales: Scales) -> None:
     sender = trainer()
     scales.give(*sender.said, weights(sender, GOOD), compare=False)
-    order, written = scales.orders[0], 0
+    order, written = CompareWeights(1, 4), 0
+    assert scales.orders == [order]
 
     async def several() -> None:
         async def write(rows: Sequence[Write]) -> None:
@@ -310,7 +231,7 @@ def test_while_a_comparison_is_under_way_orders_wait_for_one_more(scales: Scales
 
         comparer = WeightComparer(scales.catalogue, write)
         assert comparer.takes(order)
-        await comparer.compare(order)
+        await comparer.carry_out(order)
         assert comparer.takes(order)
 
     asyncio.run(several())

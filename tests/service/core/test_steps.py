@@ -232,13 +232,33 @@ def test_a_stage_that_failed_and_a_process_that_crashed_are_findings(bench: Benc
     failed = sorted(bench.rows.of("findings", kind="stage_failed"), key=lambda row: row["rank"])
     assert [row["rank"] for row in failed] == [0, 1]
     assert failed[0]["message"] == (
-        "actor_update of step 3 failed on actor rank 0: RuntimeError: CUDA error: assert"
+        r"actor_update of step 3 failed on actor rank 0: RuntimeError: 'CUDA error:\nassert'"
     )
     bench.give(ranks[0].say("finish", **error), ranks[1].finish())
     [crash] = bench.rows.of("findings", kind="process_crashed")
     assert (crash["step"], crash["rank"], crash["severity"]) == (3, 0, "error")
     assert bench.attempt()["end_reason"] == "an exception ended one of its processes"
     check_memory(bench.state)
+
+
+def test_what_an_exception_says_is_quoted_on_one_line_without_secrets(bench: Bench) -> None:
+    rank = Rank(0)
+    hello(bench, [rank], 1)
+    token = f"hf_{'a' * 30}"
+    said = f"401 for {token}\n  -> stagescope doctor\x1b[2J" + " " * 470 + token
+    error: dict[str, Any] = {"error_type": "HTTPError", "error_message": said}
+    bench.give(rank.end(rank.begin(3), status="failed", **error), rank.say("finish", **error))
+    bench.give(rank.say("dump", stage="actor_update", step=3, state="failed", error=said))
+    shown = [row["message"] for row in bench.rows.of("findings")]
+    shown += [row["reason"] for row in bench.rows.of("losses")]
+    assert len(shown) == 3
+    assert sum("HTTPError: '401" in text for text in shown) == 2
+    for text in shown:
+        assert r"401 for [redacted]\n  -> stagescope doctor\x1b[2J" in text
+        assert text.isprintable()
+        assert "hf_a" not in text
+    (stage,) = bench.rows.of("stages", step=3)
+    assert "hf_a" not in stage["error_message"]
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -71,7 +71,7 @@ def test_the_figure_has_log_axes_units_and_quantiles(deps: Dependencies) -> None
     ratios = distribution.figure(
         distribution.info(deps, deps.finder.step("r", None, 7), of="ratio")
     )
-    assert layout_of(ratios).xaxis.title.text == "ratio e^(p - q), no unit"
+    assert layout_of(ratios).xaxis.title.text == "ratio e^(p - q)"
     assert layout_of(ratios).yaxis2.title.text == "tokens"
 
 

@@ -119,7 +119,7 @@ def test_the_moving_average_is_of_the_steps_up_to_it(deps: Dependencies) -> None
         assert (value is None) == (step not in dict(known))
         assert value is None or value == pytest.approx(expected, rel=1e-12)
     names = [trace.name for trace in traces(overview.figure(found))]
-    assert "moving average over 2 steps" in names
+    assert "moving average over 2 steps of attempt 2" in names
     assert "moving average" not in str([t.name for t in traces(overview.figure(
         overview.info(deps, "r", CurveRequest([MEAN]))))])  # fmt: skip
 
@@ -146,15 +146,17 @@ def test_names_and_their_number_are_checked(deps: Dependencies) -> None:
 def test_the_figure_has_a_panel_a_metric_and_shows_its_units(found: OverviewInfo) -> None:
     drawn = overview.figure(found)
     axes = [axis.title.text for axis in y_axes_of(drawn)]
-    assert axes == ["nat", "nat", "no unit", ""]
+    assert axes == ["nat", "nat", "", ""]
     assert layout_of(drawn).xaxis.title.text == "step"
     names = {text.text for text in layout_of(drawn).annotations}
     assert {f"<b>{MEAN}</b>", f"<b>{K3}</b>", f"<b>{PEARSON}</b>", "attempt 2"} <= names
     (line,) = layout_of(drawn).shapes
     assert (line.x0, line.x1) == (5.5, 5.5)
-    faded = [trace for trace in traces(drawn) if trace.name == "superseded"]
-    # As readable as the others: told apart by dash and hue, not by fading.
-    assert {(trace.line.dash, trace.line.color) for trace in faded} == {("dot", style.SKY)}
+    looks = {t.name: (t.line.dash, t.line.color) for t in traces(drawn) if t.name[:7] == "attempt"}
+    assert looks == {
+        "attempt 1": ("solid", style.BLUE), "attempt 1, repeated later": ("dot", style.BLUE),
+        "attempt 2": ("solid", style.VERMILLION),
+    }  # fmt: skip
     bands = [
         trace for trace in traces(drawn) if trace.name == "noise floor" and trace.fill != "none"
     ]
@@ -168,7 +170,7 @@ def test_numbers_that_are_missing_are_null_in_json(found: OverviewInfo) -> None:
     assert title == "Over the steps of r"
     assert "title" not in drawing["layout"]
     traces: list[dict[str, Any]] = drawing["data"]
-    first = next(t for t in traces if t["name"] == "value" and t["yaxis"] == "y")
+    first = next(t for t in traces if t["name"] == "attempt 1" and t["yaxis"] == "y")
     assert [math.isnan(value) for value in first["y"]] == [False, False, True, False, False]
 
 
@@ -194,16 +196,29 @@ def test_a_run_without_numbers_shows_its_scalars(tmp_path_factory: pytest.TempPa
         assert [panel.name for panel in found.panels] == ["reward"]
 
 
+MISMATCH = list(overview.MISMATCH)
+
+
 @pytest.mark.parametrize(
-    ("logged", "first"),
+    ("logged", "drawn"),
     [
-        (["loss", "reward"], "reward"),
-        (["actor/reward_kl", "critic/score/mean", "critic/rewards/mean"], "critic/score/mean"),
-        (["train/rewards/all/std", "train/rewards/all/mean"], "train/rewards/all/mean"),
+        ([], MISMATCH),
+        (["loss", "reward"], [MISMATCH[0], "reward", "loss", MISMATCH[1]]),
+        (
+            ["actor/reward_kl", "critic/score/mean", "critic/rewards/mean"],
+            [MISMATCH[0], "critic/score/mean", *MISMATCH[1:3]],
+        ),
+        (
+            ["actor/entropy", "actor/grad_norm", "actor/pg_loss", "critic/vf_loss",
+             "prompt_length/mean", "response_length/max", "response_length/mean",
+             "train/rewards/all/mean", "train/rewards/all/std"],
+            [MISMATCH[0], "train/rewards/all/mean", "actor/pg_loss", "actor/grad_norm",
+             "actor/entropy", "response_length/mean"],
+        ),
     ],
-)
-def test_the_reward_stands_above_the_mismatch(
-    tmp_path: Path, logged: list[str], first: str
+)  # fmt: skip
+def test_the_first_questions_about_a_run_are_drawn_unasked(
+    tmp_path: Path, logged: list[str], drawn: list[str]
 ) -> None:
     with service(tmp_path) as live:
         keep_tensors(live)
@@ -211,7 +226,7 @@ def test_the_reward_stands_above_the_mismatch(
         rank.stage("actor_update", 1, payload(1, 0), scalars=dict.fromkeys(logged, 0.5))
         rank.begin("actor_update", 2)
         found = overview.info(live.app.state.deps, None, CurveRequest())
-        assert [panel.name for panel in found.panels] == [first, *overview.DEFAULT]
+        assert [panel.name for panel in found.panels] == drawn
 
 
 def test_stages_apart_have_panels_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -12,8 +12,9 @@ from tests.support.runs.drawn import layout_of
 from stagescope_service.figure_style import traces
 
 NAMES = {
-    "anatomy", "comparison", "density", "distribution", "offenders", "operator-divergence",
-    "operators", "overview", "rank-rounds", "rank-steps", "rounds", "timeline",
+    "anatomy", "canary", "comparison", "density", "distribution", "offenders",
+    "operator-divergence", "operators", "overview", "rank-rounds", "rank-steps", "rounds",
+    "timeline",
 }  # fmt: skip
 OF_STEP = {"anatomy", "density", "distribution", "operators", "rank-rounds", "rounds", "timeline"}
 
@@ -33,7 +34,7 @@ def test_the_list_names_every_figure_with_its_parameters(trained: Service) -> No
         assert not [p["name"] for p in rows[name]["parameters"] if p["required"]]
 
 
-@pytest.mark.parametrize("name", sorted(NAMES - {"operator-divergence", "operators"}))
+@pytest.mark.parametrize("name", sorted(NAMES - {"canary", "operator-divergence", "operators"}))
 def test_each_is_a_figure_of_plotly_on_a_clear_background(trained: Service, name: str) -> None:
     query: dict[str, object] = {"run": "r", **({"step": 7} if name in OF_STEP else {})}
     answer = trained.get(f"/figures/{name}", **query)
@@ -55,7 +56,7 @@ def test_arrays_are_plain_lists(trained: Service) -> None:
     assert "bdata" not in text
     assert "NaN" not in text
     found = json.loads(text, parse_constant=lambda name: pytest.fail(name))
-    y = next(t["y"] for t in found["figure"]["data"] if t.get("name") == "value")
+    y = next(t["y"] for t in found["figure"]["data"] if t.get("name") == "attempt 1")
     assert y[2] is None
 
 

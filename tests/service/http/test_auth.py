@@ -172,6 +172,20 @@ class TestHostAndOrigin:
             answer = running.read.get("/runs", headers={"host": "Head.Cluster:8700"})
             assert answer.status_code == 200
 
+    def test_the_page_at_the_public_address_is_not_whatever_host_a_proxy_sends(
+        self, tmp_path: Path
+    ) -> None:
+        with service(tmp_path, public_url="https://scope.example.com/path") as running:
+            page = {"origin": "https://scope.example.com"}
+            client = running.client(None, **page)
+            login = client.post("/login", json={"token": running.tokens.operate})
+            assert login.status_code == 204
+            cookie = login.headers["set-cookie"].partition(";")[0]
+            changed = client.post("/drain", json={"run": None}, headers={"cookie": cookie})
+            assert changed.status_code == 200
+            other = running.operate.get("/runs", headers={"origin": "http://scope.example.com"})
+            assert other.status_code == 403
+
     @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1"])
     def test_a_page_of_elsewhere_is_refused(self, shared: Service, origin: str) -> None:
         answer = shared.operate.post("/captures", headers={"origin": origin}, json={})
@@ -184,6 +198,25 @@ class TestHostAndOrigin:
         with service(tmp_path, allowed_origins=("https://board.example",)) as running:
             answer = running.read.get("/runs", headers={"origin": "https://board.example"})
             assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "status"),
+    [
+        ("/scope", "/scope/runs", 200),
+        ("/scope", "/scope/v1/runs", 200),
+        ("/scope", "/scope", 307),
+        ("/scope", "/scope2/runs", 404),
+        ("/a/runs", "/a/runs/v1/runs", 200),
+        ("/runs", "/runs", 200),  # the API's own: a proxy must remove it
+        ("/runs", "/runs/runs", 405),
+        ("/v1", "/v1/v1/runs", 404),
+    ],
+)
+def test_a_proxy_may_leave_its_path(tmp_path: Path, path: str, asked: str, status: int) -> None:
+    with service(tmp_path, recorded=False, public_url=f"https://head.example{path}/") as running:
+        assert running.read.get(asked).status_code == status
+        assert running.read.get("/runs").status_code == 200
 
 
 class TestBind:

@@ -128,6 +128,31 @@ class TestPoll:
         assert planned["capture_id"] == made.json()["capture_id"]
         assert (got[0]["revision"], planned["phase"]) in ((1, "asked"), (2, "agreed"))
 
+    @pytest.mark.parametrize("public", [None, "https://head.example/scope"])
+    def test_the_first_answer_names_the_page_where_people_open_it(
+        self, tmp_path: Path, public: str | None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with service(tmp_path / "home", public_url=public) as live:
+            for wait in (0, 0.01):
+                body = {"sender": SENDER, "revision": 0, "wait": wait}
+                answer = live.operate.post("/poll", json=body).json()
+                assert answer.get("page") == (None if wait else public)
+            url = live.server.url
+            options = {
+                "run": "one/two",
+                "role": f"of {public}",
+                "url": url,
+                "token": live.tokens.operate,
+            }
+            probe = Probe(checked_options(options))
+            probe.start()
+            with probe.stage("s", step=1):
+                pass
+            assert probe.close(20.0)
+        said = [text for text in caplog.messages if "connected to" in text]
+        assert len(said) == 1
+        assert said[0].endswith(f"; its page: {public or url}/#/runs/{probe.run}")
+
     def test_ends_after_its_wait(self, live: Service) -> None:
         body = {"sender": SENDER, "revision": 0, "wait": 0.05}
         answer = live.operate.post("/poll", json=body).json()
@@ -195,7 +220,6 @@ class TestCaptures:
             {"ranks": [-1]},
             {"steps": {"every": 0}},
             {"surprise": 1},
-            {"run": "../etc"},
             {"config": {"task": "exec"}},
             {"keep": []},
         ]

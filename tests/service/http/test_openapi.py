@@ -25,8 +25,10 @@ ROUTES = {
     "/steps/{step}/samples", "/steps/{step}/samples/{sample_uid}", "/steps/{step}/row",
     "/steps/{step}/loss",
     "/runs/{run}/diagnosis", "/runs/{run}/metrics", "/runs/{run}/report", "/runs/{run}/bundle",
+    "/figures/runs", "/runs/overview", "/runs/settings", "/runs/{run}", "/runs/{run}/worst",
+    "/runs/{run}/capture-costs",
     "/healthz", "/readyz", "/status", "/metrics", "/runs", "/runs/{run}/attempts", "/steps",
-    "/steps/{step}/metrics", "/steps/{step}/rounds", "/steps/{step}/ranks",
+    "/steps/{step}", "/steps/{step}/metrics", "/steps/{step}/rounds", "/steps/{step}/ranks",
     "/steps/{step}/stages", "/steps/{step}/tokens", "/steps/{step}/dumps",
     "/steps/{step}/scalars", "/plan", "/captures", "/captures/{capture_id}", "/events", "/poll",
     "/drain",
@@ -38,12 +40,12 @@ ROUTES = {
     "/triggers", "/triggers/defaults", "/triggers/firings", "/triggers/test",
     "/triggers/{rule}/test", "/steps/{step}/pin",
     "/operators/tensors", "/weights", "/weights/{version}", "/steps/{step}/weights", "/devices",
-    "/diff",
+    "/canary", "/canary/{version}", "/diff",
     "/exact", "/steps/{step}/batch",
     "/engines", "/engines/{name}", "/steps/{step}/kept", "/comparisons", "/comparisons/page",
     "/figures", "/figures/overview", "/figures/rounds", "/figures/rank-rounds",
     "/figures/rank-steps", "/figures/distribution", "/figures/density", "/figures/timeline",
-    "/figures/anatomy", "/figures/offenders",
+    "/figures/anatomy", "/figures/canary", "/figures/offenders",
     "/figures/operators", "/figures/operator-divergence", "/figures/comparison",
     "/steps/{step}/timeline", "/steps/{step}/anatomy",
     "/login", "/logout", "/whoami", "/stream", "/audit",
@@ -227,6 +229,12 @@ def test_generated_requests_are_answered_as_documented(shared: Service, path: st
 
 def _name_what_is_there(case: Any, there: bool) -> None:
     case.query.pop("cursor", None)
+    bounds = [case.query.get(name) for name in ("from", "to")]
+    if all(isinstance(each, int) for each in bounds):  # a schema cannot say that one is at most
+        case.query["from"], case.query["to"] = sorted(bounds)
+    first, last = case.query.get("from"), case.query.get("to")
+    if isinstance(first, int) and isinstance(last, int):  # the document cannot order them
+        case.query |= {"from": min(first, last), "to": max(first, last)}
     for values_there in (case.path_parameters, case.query) if there else ():
         values_there.update({name: THERE[name] for name in THERE.keys() & values_there.keys()})
 

@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from tests.support.api import Rank, Service, service
 from tests.support.browser import chromium
 from tests.support.measure import Handed
 from tests.support.page import Visit, visiting
-from tests.support.path_proxy import path_proxy
 from tests.support.runs.investigated import STEPS, investigated
 from tests.support.runs.shown import (
     BROKEN,
@@ -32,10 +32,11 @@ from tests.support.runs.shown import (
 from tests.support.stores import eventually
 
 from stagescope_service.http.access_token_file import Token, add_token
+from stagescope_wire.names import normal_run_name
 from stagescope_wire.tensorfile import WireTensor
 
 if TYPE_CHECKING:
-    from playwright.sync_api import APIResponse, Browser, Route
+    from playwright.sync_api import APIResponse, Browser, Response, Route
 
 TOKENS: Final = 32_768
 PASSES: Final = ((0.25, [0, 1, 0, 1, 0, 0, 0, 0]), (0.5, [0, 1, 0, 0, 0, 0, 0, 0]))
@@ -48,6 +49,10 @@ VIEWS: Final = {
     "steps": f"{OF_RUN}/steps",
     "step": STEP,
     "broken step": f"{OF_RUN}/steps/{BROKEN}",
+    **{
+        f"step, {part}": f"{STEP}?part={part}"
+        for part in ("rounds", "ranks", "tokens", "gradient", "time", "numbers", "files")
+    },
     "newest step": f"{OF_RUN}/steps/latest",
     "step of an earlier attempt": f"{OF_RUN}/steps/22?attempt=1",
     "rank": f"{STEP}/ranks/actor/{HOT_RANK}",
@@ -62,7 +67,8 @@ VIEWS: Final = {
     "triggers": f"{OF_RUN}/triggers",
     "hangs": f"{OF_RUN}/hangs",
     "weights": f"{OF_RUN}/weights",
-    "losses": f"{OF_RUN}/losses",
+    "canary": f"{OF_RUN}/canary",
+    "lost": f"{OF_RUN}/lost",
     "comparisons": f"{OF_RUN}/comparisons?a={RUN}@1&b={RUN}@2",
     "doctor": f"{OF_RUN}/doctor",
     "engines": "#/engines",
@@ -92,6 +98,7 @@ def _two_passes(running: Service) -> None:
     """A run whose update goes twice over its rows: each clips tokens of its own."""
     rank = Rank(running, run="passes", world_size=1)
     streams = payload(1, 0, rows=1, rounds=1, tokens=8)
+    streams["tensors"]["prompts"] = ("int64", (1, 3), np.array([[7, 8, 9]]), None)
     rank.stage(LOG_PROB, 1, streams)
     old, mask = (streams["tensors"][name] for name in ("old_log_probs", "response_mask"))
     for epoch, (moved, clipped) in enumerate(PASSES):
@@ -105,24 +112,6 @@ def _two_passes(running: Service) -> None:
         }  # fmt: skip
         rank.hand("actor_update", 1, handed, epoch=epoch)
     rank.begin(LOG_PROB, 2)
-
-
-def test_below_a_path_of_a_proxy(browser: Browser, shared: Service) -> None:
-    with (
-        path_proxy(shared.server.url) as (url, outside),
-        visiting(browser, shared, url=url) as visit,
-    ):
-        visit.log_in(shared.tokens.operate)
-        for address in ("#/", OF_RUN, STEP, f"{OF_RUN}/doctor"):
-            visit.go(address)
-        visit.wait_until("document.querySelector('main h1')")
-        links = visit.page.eval_on_selector_all("a[href]", "all => all.map(a => a.href)")
-        assert links
-        assert [link for link in links if not link.startswith(f"{url}/")] == []
-        visit.page.goto(f"{url}/docs")
-        visit.page.wait_for_selector(".swagger-ui .info")
-        assert visit.foreign == outside == []
-        assert any("/stream" in each for each in visit.requests)
 
 
 @pytest.fixture
@@ -240,7 +229,9 @@ def test_without_tokens_there_is_no_login(browser: Browser, tmp_path: Path) -> N
     with service(tmp_path, auth=False) as running, visiting(browser, running) as visit:
         visit.settle()
         assert text(visit, "h1") == "Runs"
-        assert "stagescope_workers.init" in text(visit)
+        visit.wait_until(
+            "document.querySelector('main').textContent.includes('stagescope_workers.init')"
+        )
 
 
 # --- views ------------------------------------------------------------------------------------
@@ -296,13 +287,13 @@ def test_from_the_runs_to_the_tokens_and_back(browser: Browser, shared: Service)
 
         follow(f"main >> text={RUN}", RUN)
         follow(f"main table >> text=/^{STEPS}$/", f"Step {STEPS}")
-        visit.page.locator("h2:text-is('Worst tokens')").scroll_into_view_if_needed()
-        visit.settle()
+        follow(".parts >> text=Tokens", f"Step {STEPS}")
+        visit.page.wait_for_selector("h2:text-is('Worst tokens')")
         follow(f"main table >> text=actor {HOT_RANK} >> nth=0", f"actor rank {HOT_RANK}")
         follow("section:has(h2:text('Worst tokens')) tbody th a >> nth=0", "Sample ")
         follow("text=Operators of its rank", "Operators of step")
         # Each has an address of its own, by which somebody else sees the same.
-        assert len({url for url, _ in way}) == 5
+        assert len({url for url, _ in way}) == 6
         for url, heading in reversed(way):
             assert visit.page.inner_text("h1") == heading
             visit.page.reload()
@@ -327,8 +318,7 @@ def test_numbers_are_those_of_the_service_with_their_verdict(
     assert "nat" in tile
     assert "noise floor not measured" in tile  # a gap with its reason, not a 0
     assert text(entered, ".tile:has(dt:text-is('not finite')) dd") == "3 nan in old"
-    entered.page.locator("h2:text-is('Ranks')").scroll_into_view_if_needed()
-    entered.settle()
+    entered.go(f"{OF_RUN}/steps/{BROKEN}?part=ranks")
     first = text(entered, "section:has(h2:text-is('Ranks')) tbody tr >> nth=0")
     assert first.startswith(f"actor {NAN_RANK}")  # what is not finite comes first
 
@@ -351,11 +341,13 @@ def test_its_links_download_a_report_and_a_bundle(
 
 def test_what_is_not_measured_is_a_gap(entered: Visit) -> None:
     entered.go(f"{OF_RUN}/steps")
-    assert "not measured" in text(entered, f'tr[data-key="1/{RESTART}"]')  # it died in it
+    died = text(entered, f'tr[data-key="1/{RESTART}"]')
+    assert "not measured" in died
+    assert "no rank handed over both streams" in died
     assert "comparable" in text(entered, f'tr[data-key="2/{RESTART}"]')
     open_row = text(entered, f'tr[data-key="2/{STEPS + 1}"]')
     assert "open" in open_row
-    assert not re.search(r"\b0(\.0+)?\s*nat", open_row)
+    assert not re.search(r"\t0(\.0+)?\b", open_row)
     old = entered.page.query_selector_all("tr.old")
     assert len(old) == RESTART - 20  # the steps that the second attempt repeats
     assert "repeated by 2" in old[0].inner_text()
@@ -407,6 +399,19 @@ def test_an_address_of_nothing_says_what_there_is(browser: Browser, shared: Serv
         assert text(visit, "h1") == "No such view"
 
 
+def test_the_name_that_a_training_gave_leads_to_its_run(browser: Browser, live: Service) -> None:
+    given, name = "qwen3/grpo 训练", normal_run_name("qwen3/grpo 训练")
+    rank = Rank(live, run=name, display_name=given, world_size=1)
+    for step in (1, 2):
+        rank.stage(LOG_PROB, step, payload(step, 0))
+    with logged_in(browser, live) as visit:
+        del visit.messages[:]
+        visit.go(f"#/runs/{quote(given, safe='')}/steps/1?attempt=1")
+        visit.wait_until(f"location.hash === '#/runs/{name}/steps/1?attempt=1'")
+        visit.settle()
+        assert visit.messages == []
+
+
 def test_a_step_that_was_not_there_is_shown_as_soon_as_it_is(
     browser: Browser, live: Service, training: ShownRun
 ) -> None:
@@ -427,17 +432,18 @@ def test_a_point_of_the_course_leads_to_its_step(browser: Browser, shared: Servi
             visit.go(OF_RUN)
             visit.page.wait_for_selector(".plot .xtick text")
             x, y = visit.page.evaluate(
-                "([step, attempt]) => { const plot = document.querySelector('.plot');"
-                "const { xaxis, yaxis3: yaxis } = plot._fullLayout;"
+                "([step, attempt]) => {"
+                "const plot = document.querySelector('.panel-plot .js-plotly-plot');"
+                "const { xaxis, yaxis } = plot._fullLayout;"
                 "const line = plot.data.find(e => e.meta?.attempt === attempt"
-                " && [...e.x].includes(step) && e.yaxis === 'y3');"
+                " && [...e.x].includes(step));"
                 "const { left, top } = plot.getBoundingClientRect();"
                 "return [left + xaxis._offset + xaxis.d2p(step),"
                 "top + yaxis._offset + yaxis.d2p(line.y[[...line.x].indexOf(step)])] }",
                 [step, attempt],
             )
             visit.page.mouse.move(x, y)
-            visit.page.wait_for_selector(".plot.opens")
+            visit.page.wait_for_selector(".opens")
             visit.page.mouse.click(x, y)
             visit.wait_until(f"location.hash === '{address}'")
         # By keyboard: the numbers of the figure are links.
@@ -451,7 +457,7 @@ def test_a_point_of_the_course_leads_to_its_step(browser: Browser, shared: Servi
 
 
 def test_the_worst_round_is_said_and_marked(entered: Visit, shared: Service) -> None:
-    entered.go(STEP)
+    entered.go(f"{STEP}?part=rounds")
     metrics = shared.get(f"/steps/{STEPS}/metrics", run=RUN)["metrics"]
     worst = metrics["per_round/max_round_diff"]
     entered.wait_until("document.querySelector('tr.marked')")
@@ -476,6 +482,46 @@ def test_the_reasons_of_the_doctor_fit_a_narrow_page(entered: Visit) -> None:
     assert entered.page.evaluate(OUT_OF_SIGHT) == []
 
 
+COMMANDS: Final = {
+    "tokens 22 --run r --attempt 2  # the worst": "#/runs/r/steps/22?attempt=2&part=tokens",
+    "anatomy 3 --by end --run r": "#/runs/r/steps/3?part=rounds&by=end",
+    "samples --run r": "#/runs/r/steps/latest/samples",
+    "non-finite 33 --role actor --run 'a b'": "#/runs/a%20b/steps/33/operators?role=actor",
+    "canary r": "#/runs/r/canary",
+    "doctor r --attempt 1 --step 9": "#/runs/r/doctor?attempt=1&step=9",
+    "findings --only stream_changed --run r": "#/runs/r/findings?only=stream_changed",
+    "series reward --run r": "#/runs/r?metrics=reward",
+    "stuck --run r": "#/runs/r/hangs",
+    "diff r@1 r@2": "#/runs/r/comparisons?a=r%401&b=r%402",
+    "capture --stages f --ranks 'worst(1)' --run r":
+        "#/runs/r/captures/new?stages=f&ranks=worst%281%29",
+    "capture --stages f --gradients '*' --run r": None,
+    "tokens STEP --run r": None,
+    "tokens 22": None,
+    "bisect r:24 --engine URL --model DIR": None,
+}  # fmt: skip
+
+
+def test_a_command_leads_to_the_view_that_shows_the_same(entered: Visit, shared: Service) -> None:
+    found = entered.page.evaluate(
+        "lines => import('/static/commands.js').then(({ viewOf }) => lines.map(viewOf))",
+        [f"stagescope {each}" for each in COMMANDS],
+    )
+    assert dict(zip(COMMANDS, found, strict=True)) == COMMANDS
+    entered.go(f"{OF_RUN}/doctor")
+    entered.wait_until("document.querySelector('.command a')")
+    links = entered.page.eval_on_selector_all(".command a", "all => all.map(each => each.hash)")
+    for link in dict.fromkeys(links):
+        entered.go(link)
+        assert text(entered, "h1") != "No such view"
+    entered.go(f"{OF_RUN}/doctor")
+    entered.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    entered.page.click(".symptom .command .copy")
+    entered.page.wait_for_selector("text=copied")
+    proof = shared.get(f"/runs/{RUN}/diagnosis")["rows"][0]["next"][0]
+    assert proof.startswith(entered.page.evaluate("navigator.clipboard.readText()"))
+
+
 def test_the_dumps_of_a_capture_fit_a_narrow_page(
     browser: Browser, live: Service, training: ShownRun
 ) -> None:
@@ -493,47 +539,88 @@ def test_the_dumps_of_a_capture_fit_a_narrow_page(
         assert box is not None
         assert box["height"] < 110.0
         assert f"/data/dumps/step_{start}/" in row.inner_text()
+        link = visit.page.get_attribute("table.stacks tbody tr a", "href")
+        assert link is not None
+        assert link.startswith(f"{OF_RUN}/steps/{start}/operators?")
+        assert "role=actor&rank=0&stage=actor_update" in link
         assert visit.page.evaluate(OUT_OF_SIGHT) == []
 
 
-def test_other_numbers_and_their_average_are_drawn_by_the_address(
-    browser: Browser, shared: Service
-) -> None:
-    headings = "[...document.querySelectorAll('.plot .annotation-text')].map(e => e.textContent)"
+CHARTS: Final = (
+    "[...document.querySelectorAll('.panel-plot h3')].map(e => e.firstChild.textContent)"
+)
+
+
+def test_charts_are_added_and_removed_by_the_address(browser: Browser, shared: Service) -> None:
     with logged_in(browser, shared) as visit:
         visit.go(OF_RUN)
-        visit.page.focus("#number")
-        visit.wait_until("document.querySelectorAll('#numbers option').length > 80")
-        visit.page.fill("#number", "grad_norm")
+        visit.wait_until(f"{CHARTS}.join() === 'logprob_abs_diff/mean,reward,loss,grad_norm'")
+        visit.page.click(".picker summary")
+        visit.wait_until("document.querySelectorAll('#numbers button').length > 80")
+        visit.page.fill("#number", "rollout_corr/kl")
         visit.page.keyboard.press("Enter")
-        visit.wait_until(f"{headings}.includes('grad_norm')")
-        assert visit.page.url.endswith(f"{OF_RUN}?metrics=grad_norm")
+        visit.wait_until(f"{CHARTS}.length === 5 && {CHARTS}.includes('rollout_corr/kl')")
+        visit.page.click("[aria-label='remove the chart of loss']")
+        visit.wait_until(f"{CHARTS}.length === 4 && !{CHARTS}.includes('loss')")
         visit.page.fill("#smooth", "8")
         visit.page.keyboard.press("Enter")
-        visit.wait_until("document.querySelector('.legend')?.textContent.includes('over 8 steps')")
+        visit.wait_until("document.querySelector('.keys')?.textContent.includes('over 8 steps')")
         address = visit.page.url
-        # It was drawn before it stood in the page, and has all of its width.
-        visit.wait_until("document.querySelector('.plot .main-svg').clientWidth > 1000")
+        # It was drawn before it stood in the page, and has half of its width.
+        visit.wait_until("document.querySelector('.panel-plot .main-svg').clientWidth > 500")
         visit.page.fill("#number", "grad_nrm")
         visit.page.keyboard.press("Enter")
         visit.page.wait_for_selector(".problem")
         assert "did you mean grad_norm" in text(visit, ".problem")
         visit.page.reload()  # somebody else sees the same
-        visit.wait_until(f"{headings}.includes('grad_norm')")
+        visit.wait_until(f"{CHARTS}.includes('rollout_corr/kl')")
         assert visit.page.url == address
-        visit.page.click("text=the usual numbers again")
-        visit.wait_until(f"{headings}.includes('rollout_corr/k3_kl')")
+        visit.page.click("text=the usual charts again")
+        visit.wait_until(f"{CHARTS}.includes('loss')")
+
+
+def test_charts_share_the_step_under_the_pointer_and_the_zoom(
+    browser: Browser, shared: Service
+) -> None:
+    plots = "[...document.querySelectorAll('.panel-plot .js-plotly-plot')]"
+    with logged_in(browser, shared) as visit:
+        visit.go(OF_RUN)
+        visit.wait_until(f"{plots}.length === 5")
+        left, top, width = visit.page.evaluate(
+            f"() => {{ const {{ left, top, width }} = {plots}[0].getBoundingClientRect();"
+            "return [left, top, width] }"
+        )
+        visit.page.mouse.move(left + width / 2, top + 90)
+        visit.wait_until(f"{plots}.slice(0, 4).every(e => e.querySelector('.hovertext'))")
+        visit.page.mouse.down()
+        visit.page.mouse.move(left + width * 0.75, top + 92, steps=5)
+        visit.page.mouse.up()
+        ranges = f"{plots}.map(e => e.layout.xaxis.range.map(Math.round).join())"
+        visit.wait_until(f"new Set({ranges}).size === 1 && !{ranges}[0].startsWith('0')")
+        visit.page.click(".panel-plot [data-title='Reset axes'] >> nth=0")
+        visit.wait_until(f"new Set({ranges}).size === 1 && {ranges}[0].startsWith('0')")
+
+
+def test_a_run_begins_with_its_state(entered: Visit, shared: Service) -> None:
+    entered.go(OF_RUN)
+    cause = next(row for row in shared.get(f"/runs/{RUN}/diagnosis")["rows"] if not row["cause"])
+    worst = shared.get(f"/runs/{RUN}/worst")
+    entered.page.wait_for_selector(".verdict")
+    band = text(entered, ".verdict")
+    assert band.split("\n")[0] == f"✕ sick {cause['sentence']}"
+    assert f"step {worst['step']['step']}, mean |d| {worst['step']['abs_diff']:.4g}" in band
+    assert f"token {worst['token']['position']} of step {worst['token']['step']}" in band
+    entered.page.click(".verdict a:has-text('token ')")
+    entered.wait_until("document.querySelector('h1').textContent.startsWith('Sample ')")
 
 
 @pytest.mark.parametrize("entered", ["narrow light"], indirect=True)
 def test_headings_and_legends_fit_a_narrow_page(entered: Visit) -> None:
     entered.go(OF_RUN)
     inside = "e => e.getBoundingClientRect().right <= innerWidth"
-    texts = "[...document.querySelectorAll('.plot .annotation-text')]"
+    texts = "[...document.querySelectorAll('.panel-plot h3, .keys span')]"
     entered.wait_until(f"{texts}.length > 3 && {texts}.every({inside})")
-    entered.go(STEP)
-    entered.page.locator("text=Stages by rank").scroll_into_view_if_needed()
-    entered.settle()
+    entered.go(f"{STEP}?part=time")
     bars = "[...document.querySelectorAll('.plot .scrollbar')]"
     entered.wait_until("document.querySelector('.plot .legendtext') !== null")
     entered.wait_until(f"{bars}.every(e => e.getBoundingClientRect().height === 0)")
@@ -581,14 +668,15 @@ def test_a_new_step_appears_without_reload(
         assert visit.page.evaluate("same.isConnected && same.contains(document.activeElement)")
         assert visit.page.evaluate("scrollY === stays")
         assert visit.page.evaluate("plot.isConnected")
-        visit.wait_until("document.querySelector('.plot').data[0].x.includes(3)")
+        plots = "[...document.querySelectorAll('.panel-plot .js-plotly-plot')]"
+        visit.wait_until(f"{plots}[0].data[0].x.includes(3)")
         asked = [url.removeprefix(live.server.url) for url in visit.requests]
         # What has grown is what is drawn anew, line by line and mark by mark.
         grown, anew = visit.page.evaluate(
             "async path => { const drawn = (data) => data.map("
-            "({ uid, yaxis, x, y, hovertext }) => [uid, yaxis, [...x], [...y], hovertext]).sort();"
+            "({ uid, x, y, hovertext }) => [uid, [...x], [...y], hovertext]).sort();"
             "const anew = await (await fetch(path)).json();"
-            "return [drawn(document.querySelector('.plot').data), drawn(anew.figure.data)] }",
+            f"return [drawn({plots}.flatMap(each => each.data)), drawn(anew.figure.data)] }}",
             f"/figures/overview?run={RUN}",
         )
         assert grown == anew
@@ -647,46 +735,83 @@ def test_the_newest_step_is_followed_while_it_is_scrolled_down(
 ) -> None:
     training.train(3, 3)
     with logged_in(browser, live) as visit:
-        visit.go(f"{OF_RUN}/steps/latest")
+        visit.go(f"{OF_RUN}/steps/latest?part=rounds")
         visit.wait_until("document.querySelector('main').textContent.includes('Step 3')")
         visit.settle()
         visit.page.evaluate("scrollTo(0, 1500)")
-        visit.wait_until("scrollY > 1000")
+        visit.wait_until("scrollY > 300")
         training.train(4, 4)
         visit.wait_until("document.querySelector('main').textContent.includes('Step 4')")
 
 
 def test_what_has_not_changed_is_not_sent_again(browser: Browser, shared: Service) -> None:
     with logged_in(browser, shared) as visit:
+        answers: list[tuple[str, int]] = []
+
+        def note(answer: Response) -> None:
+            if "/static/" not in answer.url and "/stream" not in answer.url:
+                answers.append((answer.url, answer.status))
+
+        visit.page.on("response", note)
         visit.go(OF_RUN)
         visit.page.wait_for_selector(".plot .xtick text")
+        visit.settle()
+        before = {url for url, status in answers if status == 200}
         visit.go("#/")
         visit.page.wait_for_timeout(1100)  # an answer of a second ago is not even asked for
-        statuses: list[int] = []
-        visit.page.on(
-            "response",
-            lambda answer: statuses.append(answer.status) if "/static/" not in answer.url else None,
-        )
+        del answers[:]
         visit.go(OF_RUN)
         visit.page.wait_for_selector(".plot .xtick text")
         # What was known is drawn before the service has answered.
-        visit.run_until(lambda: len(statuses) >= 4)
-        assert set(statuses) == {304}
+        visit.run_until(lambda: sum(url in before for url, _ in answers) >= 4)
+        assert {status for url, status in answers if url in before} == {304}
 
 
-def test_what_is_far_below_is_asked_for_when_it_is_scrolled_to(
-    browser: Browser, shared: Service
-) -> None:
+IDLE: Final = (
+    "[...document.querySelectorAll('main [aria-busy=true], main .plot')].every(e => {"
+    "const { top, bottom } = e.getBoundingClientRect();"
+    "return !e.offsetParent || bottom < -400 || top > innerHeight + 400"
+    " || e.matches('.empty') || e.querySelector('svg') })"
+    " && !document.querySelector('main').textContent.includes('the doctor looks')"
+)
+"""Everything that is in sight, or nearly, is drawn."""
+
+
+def test_no_view_asks_again_while_nothing_changes(browser: Browser, shared: Service) -> None:
+    # Its runs are live, and report nothing.
+    with visiting(browser, shared) as visit:
+        visit.page.clock.install()
+        visit.page.reload()
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.wait_until("window.Plotly")  # loaded once, after all else
+        asked: dict[str, list[str]] = {}
+        for name, address in VIEWS.items():
+            visit.go(address)
+            visit.wait_until(IDLE)
+            times = visit.page.locator("main time").all_inner_texts()
+            del visit.requests[:]
+            visit.page.clock.run_for(61_000)  # milliseconds of the page's own clock
+            # The browser itself asks for the page's icon, whenever it likes.
+            asked[name] = [url for url in visit.requests if not re.search("/stream|icon.svg$", url)]
+            if name == "runs":  # it is still up to date
+                assert visit.page.locator("main time").all_inner_texts() != times
+        assert {name: urls for name, urls in asked.items() if urls} == {}
+
+
+def test_what_is_out_of_sight_is_not_asked_for(browser: Browser, shared: Service) -> None:
     with logged_in(browser, shared) as visit:
         visit.settle()
         del visit.requests[:]
         visit.go(STEP)
         visit.wait_until("document.querySelector('.verdict')")
         visit.settle()
-        costly = re.compile(r"/steps/\d+/(tokens|scalars|stages)\b")
+        costly = re.compile(r"/steps/\d+/(tokens|scalars|stages)\b|density|anatomy")
         assert not [url for url in visit.requests if costly.search(url)]
+        visit.go(f"{STEP}?part=tokens")
+        assert not [url for url in visit.requests if "density" in url]
         visit.page.evaluate("scrollTo(0, document.body.scrollHeight)")
-        visit.run_until(lambda: any(map(costly.search, visit.requests)))
+        visit.run_until(lambda: any("density" in url for url in visit.requests))
 
 
 def test_a_service_that_restarts_is_followed_again(
@@ -721,6 +846,9 @@ def test_a_capture_is_armed_acknowledged_and_arrives(
         visit.go(f"{OF_RUN}/captures/new")
         visit.page.wait_for_selector("form.form")
         assert "actor_update" in text(visit, "fieldset")
+        assert "live" in text(visit, "main .block")
+        visit.page.select_option("#level", "L0")
+        assert "no dump of this run yet with task statistics, level L0" in text(visit, ".price")
         assert visit.page.is_checked("input[name=every]")
         visit.page.check("input[value=actor_update]")
         assert not visit.page.is_checked("input[name=every]")  # the one stage, and no other
@@ -761,6 +889,18 @@ def test_a_capture_is_armed_acknowledged_and_arrives(
         assert visit.messages == []
 
 
+def test_the_form_of_a_capture_says_before_what_it_will_cost(
+    entered: Visit, shared: Service
+) -> None:
+    (cost,) = shared.get(f"/runs/{RUN}/capture-costs")["rows"]
+    entered.go(f"{OF_RUN}/captures/new?stages=actor_update&level=mix&ranks=0,2-4")
+    entered.page.wait_for_selector(".price strong")
+    size = f"{4 * cost['bytes'] / 1024:.3g} KiB"
+    assert f"About {size} a step on 4 ranks, and each step takes 410 ms" in text(entered, ".price")
+    entered.page.select_option("#task", "")
+    assert "It collects nothing" in text(entered, ".price")
+
+
 def test_a_capture_that_only_keeps_what_is_recorded_asks_no_rank(
     browser: Browser, live: Service, training: ShownRun
 ) -> None:
@@ -784,7 +924,8 @@ def test_the_read_token_arms_nothing(browser: Browser, shared: Service) -> None:
         visit.go(f"{OF_RUN}/captures/new")
         assert "operate.token" in text(visit)
         assert not visit.page.query_selector("form.form")
-        visit.go(STEP)
+        visit.go(f"{STEP}?part=files")
+        assert "The step is not pinned" in text(visit)
         assert not visit.page.query_selector("text=Pin the step")
 
 
@@ -796,8 +937,7 @@ def test_a_capture_is_withdrawn_and_a_step_pinned(
         visit.go(f"{OF_RUN}/captures/{capture_id}")
         visit.page.click("text=Withdraw")
         visit.wait_until("document.querySelector('.lead').innerText.includes('withdrawn')")
-        visit.go(f"{OF_RUN}/steps/2")
-        visit.page.locator("text=Kept files").scroll_into_view_if_needed()
+        visit.go(f"{OF_RUN}/steps/2?part=files")
         visit.page.click("text=Pin the step")
         visit.page.wait_for_selector("text=The step is pinned")
         assert live.get("/steps/2/kept")["pinned"] is True
@@ -811,7 +951,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, shared: Service) -> N
         visit.page.keyboard.type(operator(shared))
         visit.page.keyboard.press("Enter")
         visit.page.wait_for_selector("#login", state="detached")
-        visit.go(STEP)
+        visit.go(f"{STEP}?part=ranks")
         # A new view is told to a screen reader by its heading, which has the focus.
         assert visit.page.evaluate("document.activeElement.tagName") == "H1"
         visit.page.reload()
@@ -820,7 +960,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, shared: Service) -> N
         assert visit.page.evaluate("document.activeElement.textContent") == "Skip to the content"
         visit.page.keyboard.press("Enter")
         assert visit.page.evaluate("document.activeElement.id") == "main"
-        assert visit.page.url.endswith(STEP)  # the address stays
+        assert visit.page.url.endswith(f"{STEP}?part=ranks")  # the address stays
         seen: set[str | None] = set()
 
         def reached() -> bool:
@@ -908,16 +1048,15 @@ def test_the_ratio_that_is_clipped_is_shown_with_the_passes_that_clip_it(entered
         assert facts["the update's own ratio"] == "1.284, then 1.649"  # e^0.25 and e^0.5
         assert facts["that ratio is clipped"] == clipped
         assert facts["the loss"] == fate
-    entered.go("#/runs/passes/steps/1")
-    entered.page.locator("h2:text-is('What the loss did with it')").scroll_into_view_if_needed()
-    entered.settle()
-    section = "section:has(h2:text-is('What the loss did with it'))"
+    assert text(entered, ".prompt").split("\n") == ["Prompt, 3 tokens", "7 8 9"]
+    entered.go("#/runs/passes/steps/1?part=gradient")
+    section = "section:has(h2:text-is('Which tokens have a gradient'))"
     assert "On average a pass clips 18.8 %" in text(entered, section)
     assert "clipped high in every one of 2 passes" in text(entered, f"{section} table >> nth=0")
     rows = [row.split("\t") for row in text(entered, f"{section} tbody >> nth=1").split("\n")]
     assert rows == [
-        ["at least 1 of 2 passes", "2", "25 %"], ["1 of 2 passes", "1", "12.5 %"],
-        ["2 of 2 passes", "1", "12.5 %"],
+        ["at least 1 of 2 passes", "2", "25.00"], ["1 of 2 passes", "1", "12.50"],
+        ["2 of 2 passes", "1", "12.50"],
     ]  # fmt: skip
     entered.go(f"{STEP}/samples/g36-3-0%2F0?at=0")
     assert re.search(r"the update's own ratio\W*not recorded", text(entered, ".panel"))
@@ -929,6 +1068,51 @@ def test_dumps_without_a_finding_are_one_line(entered: Visit) -> None:
     assert "2 dumps: no non-finite value (in actor_update of actor 0-1)." in text(entered, section)
     rows = entered.page.query_selector_all(f"{section} tbody tr")
     assert [row.inner_text().split("\t")[0] for row in rows] == [f"actor {NAN_RANK}"]
+
+
+def test_a_column_has_one_format_and_its_unit_in_the_header(entered: Visit) -> None:
+    columns = entered.page.evaluate(
+        "import('/static/format.js').then(({ columnFormat }) => ["
+        "[0.01234, 0.000123456, 0, 12345.6], [0.5, 0.0000123, -2, null, 'nan']"
+        "].map(column => column.map(columnFormat(column))))"
+    )
+    assert columns == [
+        ["0.01234", "0.0001235", "0", "12\u202f346"],
+        ["5.000e\u22121", "1.230e\u22125", "\u22122.000e0", None, "NaN"],
+    ]
+    entered.go(f"{STEP}?part=ranks")
+    table = "section:has(h2:text-is('Ranks'))"
+    heads = text(entered, f"{table} thead").split("\t")
+    assert {"mean |d|, nat", "largest |d|, nat", "k3 KL, nat", "correlation"} <= {*heads}
+    assert "nat" not in text(entered, f"{table} tbody")
+
+
+def test_a_label_says_what_its_word_means(entered: Visit) -> None:
+    page = entered.page
+    entered.go(STEP)
+    page.focus("dt abbr:text-is('k3')")  # as with the tabulator
+    shown = page.wait_for_selector("#meaning:not([hidden])")
+    assert shown is not None
+    assert "mean of e^d" in shown.inner_text()
+    box, window = shown.bounding_box(), page.viewport_size
+    assert box is not None
+    assert window is not None
+    assert 0 <= box["x"] <= window["width"] - box["width"]
+    assert entered.problems() == []
+    page.keyboard.press("Escape")
+    assert not shown.is_visible()
+    page.hover("dt abbr:text-is('attempt')")
+    assert "One start of a run" in shown.inner_text()
+    page.hover("h1")
+    assert not shown.is_visible()
+
+
+def test_the_earlier_address_of_lost_data_opens_it(entered: Visit) -> None:
+    entered.page.evaluate(f"location.hash = '{OF_RUN}/losses'")
+    entered.wait_until(f"location.hash === '{OF_RUN}/lost'")
+    entered.settle()
+    assert text(entered, "h1") == f"Lost data of {RUN}"
+    assert text(entered, "#tabs [aria-current]") == "Lost data"
 
 
 def test_shares_and_parts_are_written_for_readers(entered: Visit) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -112,7 +113,7 @@ def test_heavy_questions_do_not_block_what_training_sends(live: Service) -> None
     released = threading.Event()
     runs = live.catalogue.runs
 
-    def slow_runs(**page: int) -> list[ListedRun]:
+    def slow_runs(**page: Any) -> list[ListedRun]:
         released.wait(20)
         return runs(**page)
 

@@ -178,8 +178,9 @@ def test_a_capture_from_the_request_to_its_dumps(live: Service, listen: Listen) 
 
 
 def test_of_one_run_alone(live: Service, listen: Listen) -> None:
-    mine, other = (Rank(live, run=run, world_size=1) for run in ("mine", "other"))
-    one, every = listen(run="mine"), listen()
+    mine = Rank(live, run="mine", display_name="my/run", world_size=1)
+    other = Rank(live, run="other", world_size=1)
+    one, every = listen(run="my/run"), listen()
     for listener in (one, every):
         listener.next("hello")
     other.begin("actor_update", 1)

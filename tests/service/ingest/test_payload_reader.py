@@ -61,6 +61,38 @@ def test_ids_of_prompts_taken_for_ids_of_samples_lose_no_token(tmp_path: Path) -
     assert "group_ids" in found[0]["advice"]
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_lists_of_responses_belong_to_padded_log_probs(side: str, tmp_path: Path) -> None:
+    mask = np.array([[1, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0]])
+    ids = np.array([[11, 12, 13, 14, 0, 0], [21, 0, 0, 0, 0, 0]])
+    if side == "left":
+        mask, ids = mask[:, ::-1], ids[:, ::-1]
+    p = np.where(mask, -1.0, 0.0).astype(np.float32)
+    raw = {
+        "old_log_probs": p, "rollout_log_probs": p - mask * 0.5, "response_mask": mask,
+        "responses": [row[row > 0].tolist() for row in ids],
+    }  # fmt: skip
+    ring = Ring(tmp_path / "ring", 1 << 20)
+    outcome = PayloadReader(tmp_path, "n", ring).read(PayloadKey("incarnation", 1), JOB, raw)
+    assert (outcome.state, outcome.reason) == ("ingested", None)
+    (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
+    summary = summary_from_bytes(row["summary"])
+    assert {*summary.worst.token_id.tolist()} == {*ids[mask == 1].tolist()}
+    (kept,) = [put.row for put in outcome.rows if put.table == "artifacts"]
+    assert np.array_equal(read_tensors(Path(kept["path"])).tensors["responses"][2], ids)
+
+
+def test_lists_of_responses_that_fit_on_neither_side_are_refused(tmp_path: Path) -> None:
+    mask = np.array([[0, 1, 1, 0]])
+    raw = {"old_log_probs": -1.0 * mask, "rollout_log_probs": -2.0 * mask, "response_mask": mask}
+    for responses in ([5, 6], [5, 6, 7], [5] * 9):
+        outcome = reader(tmp_path).read(
+            PayloadKey("incarnation", 1), JOB, raw | {"responses": [responses]}
+        )
+        assert outcome.state == "refused"
+        assert "pad responses as old_log_probs is" in str(outcome.rows)
+
+
 @pytest.mark.parametrize("changed", ["p", "mask", "nothing"])
 def test_of_rows_of_one_sample_in_a_payload_the_last_counts(tmp_path: Path, changed: str) -> None:
     """As if each row were handed over in a part of its own."""
@@ -81,9 +113,14 @@ def test_of_rows_of_one_sample_in_a_payload_the_last_counts(tmp_path: Path, chan
     assert summary.total.masked == (6 if changed == "mask" else 12)
     assert summary.left_out == {"repeated": 12}
     assert summary.total.abs_max == 0.0
-    found = [put.row for put in outcome.rows if put.table == "findings"]
-    assert [each["kind"] for each in found] == ([] if changed == "nothing" else ["rows_differ"])
-    assert all("the last row of each counts" in each["message"] for each in found)
+    (found,) = [put.row for put in outcome.rows if put.table == "findings"]
+    if changed == "nothing":
+        assert (found["kind"], found["severity"]) == ("rows_repeated", "info")
+        assert found["evidence"] == {"rows": 1, "tokens": 12}
+        assert "12 tokens are left out as repeated" in found["message"]
+    else:
+        assert found["kind"] == "rows_differ"
+        assert "the last row of each counts" in found["message"]
 
 
 def test_what_a_gone_node_left_on_the_disk_is_read_again_and_told_to_the_catalogue(
@@ -353,6 +390,21 @@ def test_rows_of_samples_have_their_number_of_rounds(masks: list[list[bool]]) ->
             )
         ]
         assert read == ([None] * rows if counts is None else counts)
+
+
+def test_the_mask_of_a_loss_does_not_split_rounds() -> None:
+    """An update may reject single tokens: the sample has the rounds that were sampled."""
+    on = np.array([[1, 1, 0, 1, 1]])
+    tensors = {
+        "response_mask": ("int64", on.shape, on, None), "responses": ("int64", on.shape, on, None),
+    }  # fmt: skip
+    value = {"schema": 1, "tensors": tensors, "strings": {"sample_ids": ["one"]}}
+    job = ingest_job(stage="actor_update")
+    (put,) = sample_rows(job, read_value(value))
+    assert not {"rounds", "tokens", "tokens_hash"} & {*put.row}
+    tensors["rollout_log_probs"] = ("float32", on.shape, np.zeros(on.shape, np.float32), None)
+    (put,) = sample_rows(job, read_value(value))
+    assert (put.row["rounds"], put.row["tokens"]) == (2, 4)
 
 
 @pytest.mark.parametrize("form", ["offsets", "packed", "packed row"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -40,7 +41,9 @@ class Batch:
     """The round of each token, -1 between rounds."""
     random: np.random.Generator
     dtype: str = "float32"
-    engine: str | None = None
+    rollout_dtype: str = "float32"
+    engine: str | Sequence[str] | None = None
+    """Of all rows, or of each."""
     groups: int = 2
     """Samples of one group."""
     rewards: object = None
@@ -49,6 +52,11 @@ class Batch:
     is_weights: npt.NDArray[np.float64] | None = None
     turns: Sequence[Turn] = ()
     """Of each row; rows of one trajectory have one group."""
+    has_ids: bool = True
+    has_streams: bool = True
+    """Whether both streams are recorded."""
+    extra: dict[str, object] = dataclasses.field(default_factory=dict)
+    """Further tensors, as they go over the wire."""
 
     def add(self, size: float, where: Any = True) -> None:
         """Add a mismatch of mean |d| `size`, that keeps E[p/q] = 1, where `where` is true."""
@@ -125,35 +133,45 @@ def make_batch(step: int, rank: int, seed: int) -> Batch:
     return batch
 
 
-def wire(batch: Batch, run: str) -> dict[str, object]:
-    q, p = batch.q.astype(np.float32), batch.p.astype(np.float32)
+def wire(batch: Batch, run: str) -> dict[str, Any]:
+    rows = len(batch.q)
     tensors: dict[str, object] = {
-        "rollout_log_probs": ("float32", q.shape, q, None),
-        "response_mask": ("int64", q.shape, (batch.rounds >= 0).astype(np.int64), None),
-        "rewards": ("float64", (ROWS,), np.asarray(batch.rewards, np.float64), None),
+        "rollout_log_probs": _stream(batch.q, batch.rollout_dtype),
+        "old_log_probs": _stream(batch.p, batch.dtype),
+        "response_mask": ("int64", batch.q.shape, (batch.rounds >= 0).astype(np.int64), None),
+        "rewards": ("float64", (rows,), np.asarray(batch.rewards, np.float64), None),
+        **batch.extra,
     }
-    if batch.dtype == "bfloat16":
-        bits = ((p.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
-        tensors["old_log_probs"] = ("bfloat16", p.shape, bits, None)
-    else:
-        tensors["old_log_probs"] = ("float32", p.shape, p, None)
     if batch.versions is not None:
         versions = np.asarray(batch.versions, np.int64)
         tensors["versions"] = ("int64", versions.shape, versions, None)
     if batch.recomputed is not None:
-        again = batch.recomputed.astype(np.float32)
-        tensors["recomputed_log_probs"] = ("float32", again.shape, again, None)
+        tensors["recomputed_log_probs"] = _stream(batch.recomputed)
     if batch.is_weights is not None:
-        weights = batch.is_weights.astype(np.float32)
-        tensors["rollout_is_weights"] = ("float32", weights.shape, weights, None)
-    samples = [f"{run}-{batch.step}-{batch.rank}-{row}" for row in range(ROWS)]
-    groups = [f"{batch.step}-{batch.rank}-{row // batch.groups}" for row in range(ROWS)]
-    strings = {"sample_ids": samples, "group_ids": groups}
-    strings |= {} if batch.engine is None else {"engine_ids": [batch.engine] * ROWS}
+        tensors["rollout_is_weights"] = _stream(batch.is_weights)
+    if not batch.has_streams:
+        del tensors["rollout_log_probs"], tensors["old_log_probs"]
+    strings: dict[str, list[str]] = {}
+    if batch.has_ids:
+        strings["sample_ids"] = [f"{run}-{batch.step}-{batch.rank}-{row}" for row in range(rows)]
+        strings["group_ids"] = [
+            f"{batch.step}-{batch.rank}-{row // batch.groups}" for row in range(rows)
+        ]
+    if batch.engine is not None:
+        every = [batch.engine] * rows if isinstance(batch.engine, str) else [*batch.engine]
+        strings["engine_ids"] = every
     if batch.turns:
         tensors |= turn_tensors(batch)
-        strings["run_ids"] = ["0"] * ROWS
+        strings["run_ids"] = ["0"] * rows
     return {"schema": 1, "tensors": tensors, "strings": strings, "meta": {}}
+
+
+def _stream(values: npt.NDArray[np.float64], dtype: str = "float32") -> tuple[object, ...]:
+    single = values.astype(np.float32)
+    if dtype == "bfloat16":
+        bits = ((single.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+        return ("bfloat16", values.shape, bits, None)
+    return ("float32", values.shape, single, None)
 
 
 def turn_tensors(batch: Batch) -> dict[str, object]:
@@ -219,6 +237,11 @@ def shown_by(live: Service, *command: str) -> str:
     return done.stdout
 
 
+def proved_by(live: Service, row: Mapping[str, Any]) -> str:
+    """Return what the first thing to do of a symptom prints: the experiment that proves it."""
+    return shown_by(live, *shlex.split(row["next"][0], comments=True)[1:])
+
+
 def found_in(rows: Mapping[str, dict[str, object]]) -> set[str]:
     return {name for name, row in rows.items() if row["verdict"] == "found"}
 
@@ -236,6 +259,10 @@ def after_first(batch: Batch) -> None:
 def late_rounds(batch: Batch) -> None:
     batch.add(0.06, batch.rounds == 2)
     batch.add(0.02, batch.rounds == 1)
+
+
+def middle_round(batch: Batch) -> None:
+    batch.add(0.1, batch.rounds == 1)
 
 
 def rank_two(batch: Batch) -> None:
@@ -376,7 +403,7 @@ def play_turns(batch: Batch) -> None:
     """Two trajectories of two turns: the second prompt is all of the first turn and a tool's."""
     width = batch.q.shape[1]
     rows = []
-    for _ in range(ROWS // 2):
+    for _ in range(len(batch.q) // 2):
         prompt, first, second, tool = (
             batch.random.integers(5, 1000, size).tolist() for size in (20, width, width, 7)
         )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pytest
+from tests.service.rules.benchmark.faults.streams import last_zero, padding_masked
 from tests.service.rules.planted import (
     ROWS,
     STAGE,
@@ -29,6 +31,7 @@ from tests.service.rules.planted import (
     last_tokens,
     late_rounds,
     less_likely_first_tokens,
+    middle_round,
     noisy_trainer,
     not_finite,
     old_versions,
@@ -54,25 +57,24 @@ from tests.support.command_line import invoke
 
 import stagescope
 from stagescope_service.rules import facts as facts_module
-from stagescope_service.rules.doctor import (
-    FAMILIES,
-    Diagnosis,
-    SymptomRule,
-    diagnose,
-    read_symptom,
-    rulebook,
-)
+from stagescope_service.rules.causes import Diagnosis
+from stagescope_service.rules.doctor import diagnose, rulebook
 from stagescope_service.rules.history import RunHistory
+from stagescope_service.rules.symptom import FAMILIES, SymptomRule, read_symptom
 from stagescope_service.statistics import Comparability, examine
 from stagescope_service.views import diagnosis as api_diagnosis
 from stagescope_wire.errors import InvalidPlan
 
+DOCS: Final = Path(__file__).parents[3] / "docs"
 PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
     "mismatch_grows": ({"change": grow, "syncs": True}, {"mismatch_jump_at_first_sync"}),
     "mismatch_jump": ({"change": since(15, lambda batch: batch.add(0.05))}, set()),
     "mismatch_jump_at_first_sync": ({"change": after_first, "syncs": True}, set()),
-    "mismatch_rises_with_rounds": ({"change": late_rounds}, set()),
+    "mismatch_rises_with_rounds": (
+        {"change": late_rounds}, {"round_apart", "mismatch_rises_with_position"},
+    ),
     "rank_apart": ({"change": rank_two}, set()),
+    "round_apart": ({"change": middle_round}, set()),
     "streams_shifted": ({"change": shift}, {"streams_unrelated", "sampling_differs"}),
     "streams_unrelated": ({"change": other_rows}, {"sampling_differs"}),
     "sampling_differs": ({"change": cut_vocabulary}, {"streams_unrelated"}),
@@ -82,11 +84,10 @@ PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
     "streams_copied": ({"change": copied}, set()),
     "engine_apart": ({"change": one_replica}, set()),
     "lattice": ({"change": rounded_logits}, {"rounded_stream"}),
-    "hidden_tails": ({"change": tails}, {"streams_unrelated"}),
+    "hidden_tails": ({"change": tails}, {"streams_unrelated", "tokens_apart"}),
     "staleness": ({"change": old_versions}, set()),
     "versions_impossible": ({"change": versions_ahead}, set()),
     "retokenised": ({"change": retokenise, "keep": ["trajectories"]}, set()),
-    "within_noise_floor": ({"change": noisy_trainer}, set()),
     "groups_equal": ({"change": equal_rewards}, {"groups_all_wrong", "groups_all_right"}),
     "groups_all_wrong": ({"change": all_wrong}, {"groups_equal"}),
     "groups_all_right": ({"change": all_right}, {"groups_equal"}),
@@ -110,6 +111,19 @@ PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
     "straggler": ({"seconds": lambda step, rank: 2.5 if rank == 3 else 1.0}, set()),
 }  # fmt: skip
 """SymptomRule -> how its symptom is planted, and what else the same fault may be called."""
+PROOFS: Final = {
+    "clip_fraction": "stagescope series clip_fraction ",
+    "first_token": "stagescope anatomy 1 --by place ",
+    "last_token": "stagescope anatomy 1 --by end ",
+    "mismatch_grows": "stagescope series logprob_abs_diff/mean --by rank ",
+    "mismatch_jump": "stagescope series logprob_abs_diff/mean --by rank ",
+    "mismatch_jump_at_first_sync": "stagescope series logprob_abs_diff/mean --by rank ",
+    "responses_truncated": "stagescope series response_length/clip_ratio ",
+    "sampling_differs": "stagescope anatomy 1 --by probability ",
+    "streams_shifted": "stagescope metrics 24 ",
+    "streams_unrelated": "stagescope metrics 24 ",
+}
+"""SymptomRule -> the command that shows its symptom where no engine can score the tokens again."""
 
 
 @pytest.mark.parametrize("rule", PLANTED)
@@ -127,8 +141,32 @@ def test_a_planted_fault_is_found(rule: str, live: Service) -> None:
     assert row["next"]
     assert not [line for line in row["next"] if "{" in line]
     if rule == "entropy_collapse":  # the run's own name of it
-        assert f"stagescope series entropy --run sick-{rule}" in row["next"]
+        assert f"stagescope series entropy --run sick-{rule}  # when it fell" in row["next"]
+    proof = row["next"][0].partition("  # ")[0]
+    assert proof.startswith(PROOFS.get(rule, "stagescope ")), row["next"]
+    shown = shown_by(live, *shlex.split(proof)[1:])
+    # The JSON of a sample also says what else could have been recorded.
+    assert "--json" in proof or "not recorded" not in shown
     assert 0.0 < row["sure"] <= 1.0
+
+
+def test_a_sentence_says_what_was_examined_and_nothing_twice(live: Service) -> None:
+    sentences = {
+        "rank_apart": "One rank's mismatch differs from the others', actor rank 2, since step 10, "
+        "in 10 of 10 examined steps",
+        "last_token": "The last token of each round differs more than the others, since step 1, "
+        "in 3 of 3 examined steps",
+    }
+    for rule, change in (("rank_apart", rank_two), ("last_token", last_tokens)):
+        row = diagnosed(live, f"said-{rule}", change)[rule]
+        assert row["sentence"] == sentences[rule]
+
+
+def test_float32_that_was_rounded_is_told_from_bfloat16(live: Service) -> None:
+    row = diagnosed(live, "was-rounded", rounded_logits, steps=range(1, 4))["rounded_stream"]
+    texts = " ".join(row["for"] + row["against"])
+    values = "in float32, only bfloat16 values"
+    assert f"(old {values}, rollout {values})" in texts
 
 
 def test_a_temperature_without_fresh_tokens_is_told_by_many_steps(live: Service) -> None:
@@ -142,6 +180,38 @@ def test_a_temperature_without_fresh_tokens_is_told_by_many_steps(live: Service)
         row = rows_of(live, run)["sampling_differs"]
         assert row["verdict"] == "not measured"
         assert "temperature not decided: old grows by 1.0" in row["against"][0]
+
+
+def test_an_engine_that_lacks_the_last_update_is_no_temperature(live: Service) -> None:
+    """Its tokens are said to be fresh, or to be of no version; step 1 is before any update."""
+
+    def lags(batch: Batch) -> None:
+        batch.q = batch.q / 1.05**batch.step  # a surer policy finds its own tokens likelier
+        batch.p = batch.q.copy()
+        batch.add(0.002)
+        if batch.step > 1:
+            warmer(batch, 1.05)
+        batch.versions = None if batch.step % 2 else np.full(batch.q.shape, batch.step)
+
+    def hot(batch: Batch) -> None:
+        if batch.step > 1:
+            warmer(batch, 1.05)
+        batch.versions = None
+
+    rows = diagnosed(live, "lags-unsaid", lags, steps=range(1, 21))
+    behind = rows["engine_behind"]
+    assert (behind["verdict"], behind["since_step"]) == ("found", 2)
+    assert behind["explained_by"] == []
+    assert behind["for"][0].startswith("in steps 2 to 20 old grows by 1.0")
+    assert rows["sampling_differs"]["explained_by"] == ["engine_behind"]
+    (first, *_) = live.catalogue.findings(run="lags-unsaid", kind="streams_temperature")
+    assert (
+        "or the engine lacks an update that sharpened or flattened the policy" in first["message"]
+    )
+    rows = diagnosed(live, "hot-since-2", hot, steps=range(1, 21))
+    assert rows["engine_behind"]["verdict"] == "not found"
+    assert "did not become as steep" in rows["engine_behind"]["against"][0]
+    assert rows["sampling_differs"]["explained_by"] == []
 
 
 def test_of_two_ranks_the_one_with_the_higher_mismatch_is_named(live: Service) -> None:
@@ -209,17 +279,21 @@ def test_a_number_is_asked_for_and_drawn_by_the_run_s_own_name(live: Service) ->
     figure = rows["reward_flat"]["figure"]
     assert figure == "/figures/overview?run=own-names&metric=critic/score/mean"
     assert "critic/score/mean" in str(live.get(figure))
-    series = "stagescope series actor/entropy --run own-names"
+    series = "stagescope series actor/entropy --run own-names  # when it fell"
     assert series in rows["entropy_collapse"]["next"]  # not of one role's label
 
 
-def test_streams_that_are_equal_are_within_the_noise_floor(live: Service) -> None:
-    def equal(batch: Batch) -> None:
-        batch.p = batch.q.copy()
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_a_mismatch_within_the_noise_floor_is_a_note(is_equal: bool, live: Service) -> None:
+    def change(batch: Batch) -> None:
+        if is_equal:
+            batch.p = batch.q.copy()
         noisy_trainer(batch)
 
-    row = diagnosed(live, "equal", equal)["within_noise_floor"]
-    assert (row["verdict"], row["sure"]) == ("found", 1.0)
+    run = f"noisy-{is_equal}"
+    assert diagnosed(live, run, change)["within_noise_floor"]["verdict"] == "not found"
+    notes = {note["rule"]: note["text"] for note in live.get(f"/runs/{run}/diagnosis")["notes"]}
+    assert "that of the trainer against itself" in notes["within_noise_floor"]
 
 
 def test_missing_ranks_losses_and_hangs_are_found(live: Service) -> None:
@@ -283,7 +357,10 @@ def test_a_healthy_run_has_no_symptom(seed: int, live: Service) -> None:
     assert unknown == {
         "mismatch_jump_at_restart", "mismatch_jump_at_first_sync", "staleness",
         "within_noise_floor", "verl_settings", "engine_apart", "retokenised", "current_differs",
-        "turn_stops", "versions_impossible",
+        "turn_stops", "versions_impossible", "bisected",
+        # Nothing of a canary, of weights or of a capture is recorded.
+        "adapter_not_applied", "engine_inconsistent", "engine_weights", "non_finite_operator",
+        "prefix_cache_stale", "sampling_temperature", "tokenizers_differ", "weights_differ",
     }  # fmt: skip
     assert all(rows[name]["against"] for name in unknown)
     assert rows["staleness"]["record"].startswith("record versions")
@@ -302,11 +379,74 @@ def test_rounds_of_less_sure_tokens_are_no_symptom(live: Service) -> None:
     assert "in 10 more, as their tokens grow less sure" in row["against"][0]
 
 
+@pytest.mark.parametrize(
+    ("name", "is_recorded", "since"),
+    [
+        ("one-rank", lambda step, rank: rank != 2 or step < 8, 8),
+        ("two-ranks", lambda step, rank: rank < 2 or step < 16, 16),
+        ("with-pauses", lambda step, rank: rank != 2 or (step < 13 and step % 3 == 0), 13),
+        ("never-did", lambda step, rank: rank in (0, 3), None),
+        ("by-turns", lambda step, rank: (step + rank) % 4 == 0, None),
+        ("every-fourth-step", lambda step, rank: step % 4 == 0, None),
+        ("two-steps", lambda step, rank: rank != 2 or step < 23, None),
+        ("came-back", lambda step, rank: rank != 2 or step < 8 or step == 24, None),
+        ("nobody-does", lambda step, rank: step < 12, 12),
+    ],
+)
+def test_ranks_whose_log_probs_stop_are_named(
+    name: str, is_recorded: Callable[[int, int], bool], since: int | None, live: Service
+) -> None:
+    def change(batch: Batch) -> None:
+        batch.has_streams = is_recorded(batch.step, batch.rank)
+
+    row = diagnosed(live, name, change)["streams_stopped"]
+    assert row["since_step"] == since, row
+    assert (row["verdict"] == "found") == (since is not None)
+    if since is not None:
+        stopped = {16: "actor ranks 2-3", 12: "actor ranks 0-3"}
+        assert row["where"] == stopped.get(since, "actor rank 2")
+        assert f"from {since} to 24" in row["for"][0]
+
+
+def test_a_mask_over_padding_explains_responses_of_one_length(live: Service) -> None:
+    rows = diagnosed(live, "padded", padding_masked, scalars=lambda step: {}, steps=range(1, 7))
+    assert rows["mask_covers_padding"]["sentence"].startswith("The mask covers padding")
+    assert rows["responses_truncated"]["explained_by"] == ["mask_covers_padding"]
+    assert rows["streams_shifted"]["verdict"] == "not found"
+
+
+def test_a_stop_token_without_a_value_is_named(live: Service) -> None:
+    row = diagnosed(live, "no-stop", last_zero, steps=range(1, 7))["streams_lack_values"]
+    assert row["sentence"].startswith("The mask covers the last token of each round")
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_ids_that_are_recorded_are_not_asked_for(has_ids: bool, live: Service) -> None:
+    def change(batch: Batch) -> None:
+        other_rows(batch)
+        batch.has_ids = has_ids
+
+    rows = diagnosed(live, f"ids-{has_ids}", change, steps=range(1, 7))
+    advice = " ".join(rows["streams_unrelated"]["next"])
+    assert rows["streams_unrelated"]["verdict"] == "found"
+    assert ("give sample_ids" in advice) is not has_ids
+
+
+def test_a_rank_that_a_restart_leaves_out_has_not_stopped(live: Service) -> None:
+    train(live, "smaller", steps=range(1, 9))
+    train(live, "smaller", steps=range(9, 17), key="a2", start=2_000.0, ranks=2)
+    shown = rows_of(live, "smaller")["streams_stopped"]
+    assert shown["verdict"] == "not found"
+
+
 def test_every_rule_has_a_planted_fault_or_a_finding_behind_it() -> None:
     elsewhere = {
         "mismatch_jump_at_restart", "ranks_missing", "payloads_lost", "processes_failed",
         "steps_unreported", "hangs", "verl_settings", "current_differs", "turn_stops",
-        "stream_changed",
+        "stream_changed", "within_noise_floor", "bisected", "streams_stopped",
+        "mask_covers_padding", "streams_lack_values", "streams_not_log_probs", "training_quiet",
+        "engine_behind", "tokens_apart", "mismatch_rises_with_position", "gradient_zero",
+        "entropy_rises", "trigger_fired",
     }  # fmt: skip
     of_findings = {rule.name for rule in rulebook() if rule.evidence.function == "finding"}
     assert {rule.name for rule in rulebook()} == {*PLANTED, *elsewhere, *of_findings}
@@ -322,15 +462,33 @@ def test_the_rulebook_is_complete() -> None:
         assert rule.meaning.endswith(".")
 
 
-def test_the_page_of_the_doctor_lists_every_symptom() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text("utf-8")
-    rows = [line.split(" | ")[0] for line in page.splitlines() if "`) | " in line]
-    assert rows == [f"| {rule.title} (`{rule.name}`)" for rule in rulebook()]
-    assert f" of {len(rows)} symptoms found" in page
+@pytest.mark.parametrize(
+    ("pages", "families"),
+    [
+        (["doctor-rules", "doctor-training"], {"service", "reward", "time", "settings"}),
+        (["doctor-precision"], {"precision"}),
+        (["doctor-mismatch", "doctor-streams"], {"mismatch"}),
+    ],
+)
+def test_pages_list_every_symptom_of_their_families(pages: list[str], families: set[str]) -> None:
+    text = "".join((DOCS / f"{name}.md").read_text("utf-8") for name in pages)
+    rows = [line.split(" | ")[0] for line in text.splitlines() if "`) | " in line]
+    of_pages = [rule for rule in rulebook() if rule.family in families]
+    assert sorted(rows) == sorted(f"| {rule.title} (`{rule.name}`)" for rule in of_pages)
+
+
+def test_the_rule_that_the_documentation_shows_is_the_rule() -> None:
+    page = (DOCS / "doctor-own-rules.md").read_text("utf-8")
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+    named = {rule.name: rule for rule in rulebook()}
+    assert read_symptom("rounded_stream", shown) == named["rounded_stream"]
 
 
 def test_what_to_do_next_are_commands_that_exist() -> None:
-    values = {"run": "r", "step": 5, "attempt": 2, "before": 1, "previous": 4, "scalar": "entropy"}
+    values: dict[str, object] = {
+        "run": "r", "step": 5, "newest": 6, "attempt": 2, "before": 1, "scalar": "entropy",
+        "engine": "e", "where": "bisect-r-6", "example": "5 s1",
+    }  # fmt: skip
     commands = [
         line.partition(" #")[0].format(**values)
         for rule in rulebook()
@@ -420,13 +578,18 @@ def test_notebook_and_terminal_show_the_same(live: Service) -> None:
         table = session.doctor("shown")
     assert [row["rule"] for row in table.found] == ["rank_apart", "mismatch_jump"]
     assert table.found[1]["explained_by"] == ["rank_apart"]
-    assert "One rank's mismatch differs from the others'" in repr(table)
-    assert "-> stagescope ranks" in repr(table)
+    assert repr(table).startswith("One rank's mismatch differs from the others', actor rank 2, ")
+    assert table.causes == table.found[:1]
+    assert "  prove it: stagescope ranks" in repr(table)
+    assert "it explains 1 symptom:\n  * The mismatch jumps inside an attempt" in repr(table)
     assert "<details open>" in table._repr_html_()
     shown = shown_by(live, "doctor", "shown")
     assert "actor rank 2" in " ".join(shown.split())
     lines = shown.splitlines()
-    assert all(len(line) <= 80 for line in lines if not line.startswith("  -> stagescope "))
+    is_command = ("  -> stagescope ", "  prove it: stagescope ")
+    assert lines[0] == table.causes[0]["sentence"]
+    assert lines[1] == f"  prove it: {table.causes[0]['next'][0]}"
+    assert all(len(line) <= 80 for line in lines[2:] if not line.startswith(is_command))
     capture = next(line for line in lines if "capture --stages" in line)
     assert "--level L0 --run" in capture  # a command is pasted as a whole
     full = shown_by(live, "doctor", "shown", "--all")
@@ -439,6 +602,23 @@ def test_notebook_and_terminal_show_the_same(live: Service) -> None:
     (of_stages,) = (line for line in shown.splitlines() if line.startswith("  record vers"))
     assert of_stages.endswith(": 2 rules")
     assert repr(table.all()) == full.rstrip("\n")
+
+
+def test_what_was_never_looked_for_is_not_measured(live: Service) -> None:
+    rows = diagnosed(live, "unlooked", steps=range(1, 4))
+    lacking = {
+        "adapter_not_applied": "no canary was recorded",
+        "engine_inconsistent": "no canary was recorded",
+        "engine_weights": "no canary was recorded",
+        "non_finite_operator": "no operators of a step were captured",
+        "prefix_cache_stale": "no canary was recorded",
+        "sampling_temperature": "no canary was recorded",
+        "tokenizers_differ": "no canary was recorded",
+        "weights_differ": "no weights were recorded on both sides of a sync",
+    }
+    for rule, why in lacking.items():
+        assert (rows[rule]["verdict"], rows[rule]["against"]) == ("not measured", [why]), rule
+        assert rows[rule]["record"]
 
 
 def test_what_lacks_steps_alone_names_nothing_to_record(live: Service) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import fnmatch
 from pathlib import Path
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 import numpy as np
 import pytest
@@ -33,7 +34,9 @@ from tests.support.stores import write
 
 import stagescope_service
 from stagescope_service.core.instructions import Put
+from stagescope_service.rules.causes import FACTS, Diagnosis, link
 from stagescope_service.rules.doctor import diagnose, rulebook, unexplained
+from stagescope_service.rules.evidence import Evidence
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.statistics.comparability import WHAT_TO_CHECK
 
@@ -108,6 +111,7 @@ def test_whatever_is_found_a_rule_looks_at_it_or_the_answer_names_it(live: Servi
         if rules and not rules & by_numbers:
             assert "found" in {verdicts[rule] for rule in rules}, kind
     count = len(answer["unexplained"])
+    assert not answer["text"].startswith("Nothing is wrong")
     assert f". {count} warnings or errors stand that no rule explains: " in answer["text"]
     assert "(stagescope findings --run every-kind)" in answer["text"]
     earlier = live.get("/runs/every-kind/diagnosis", step=4)
@@ -132,13 +136,26 @@ def test_a_note_and_what_is_over_are_not_unexplained(live: Service) -> None:
 
 
 def test_what_explains_a_symptom_is_a_rule_and_nothing_explains_itself() -> None:
-    explained_by = {rule.name: rule.explained_by for rule in rulebook()}
+    """Rules may declare circles: where all of them are found at once, none is linked."""
+    names = [rule.name for rule in rulebook()]
+    assert all(fnmatch.filter(names, each) for rule in rulebook() for each in rule.explains)
+    assert {each for rule in rulebook() for each in rule.contradicted_by} <= set(FACTS)
+    history: Any = SimpleNamespace(compared_weights=lambda since: [])
+    linked = link([Diagnosis(rule, Evidence("found", 1.0, 3)) for rule in rulebook()], history)
+    above = {each.rule.name: [rule.name for rule in each.explained_by] for each in linked}
 
-    def explaining(name: str) -> set[str]:
-        return {each for cause in explained_by[name] for each in (cause, *explaining(cause))}
+    def roots(name: str, passed: tuple[str, ...] = ()) -> set[str]:
+        assert name not in passed, (*passed, name)
+        return {root for each in above[name] for root in roots(each, (*passed, name))} or {name}
 
-    for name in explained_by:
-        assert name not in explaining(name)
+    causes = {each.rule.name for each in linked if each.is_cause}
+    assert {root for name in names for root in roots(name)} == causes
+    assert {each.cause.name for each in linked if each.cause is not None} <= causes
+
+
+def test_the_first_thing_to_do_is_an_experiment() -> None:
+    for rule in rulebook():
+        assert rule.next[0].startswith("stagescope ") or rule.name == "verl_settings", rule.name
 
 
 def answer_of(live: Service, run: str, **params: object) -> list[dict[str, Any]]:
@@ -173,11 +190,16 @@ def test_the_cause_stands_above_what_it_explains(name: str, live: Service) -> No
     others = {row["rule"]: row for row in rows[1:]}
     assert also <= set(others), set(others)
     for row in others.values():
-        assert row["explained_by"], row
+        assert (row["cause"], row["explains"]) == (cause, []), row
         first = row["explained_by"][0]
         assert row["against"][0].startswith(f"explained by {first}: ")
-    text = live.get(f"/runs/{run}/diagnosis")["text"]
-    assert f"symptoms found ({len(others)} explained by others)" in text
+    assert sorted(rows[0]["explains"]) == sorted(others)
+    answer = live.get(f"/runs/{run}/diagnosis")
+    counted = "1 symptom" if len(others) == 1 else f"{len(others)} symptoms"
+    assert answer["text"].startswith(
+        f"1 cause in 16 closed steps of run {run} (explains {counted}, "
+    )
+    assert not answer["healthy"]
 
 
 def test_a_cause_that_the_newest_steps_alone_do_not_show_is_found_by_its_check(
@@ -186,8 +208,8 @@ def test_a_cause_that_the_newest_steps_alone_do_not_show_is_found_by_its_check(
     """Two steps: the profiles of three are needed, the checks need one."""
     row = diagnosed(live, "two-steps-last", last_tokens, steps=range(1, 3))["last_token"]
     assert (row["verdict"], row["since_step"]) == ("found", 1)
-    assert row["for"][0] == "named in 2 of the newest 2 steps"
-    assert row["for"][1].startswith("step 2: the 48 last tokens of rounds differ by 0.")
+    assert (row["shown"], row["examined"]) == (2, 2)
+    assert row["for"][0].startswith("step 2: the 48 last tokens of rounds differ by 0.")
 
 
 def test_what_began_long_before_a_jump_does_not_explain_it(live: Service) -> None:
@@ -226,9 +248,9 @@ def test_what_ended_says_so_and_comes_last(live: Service) -> None:
     assert names[-len(ended) :] == [*ended]
     for row in ended.values():
         assert (row["since_step"], row["last_step"]) == (5, 5)
-        assert "last seen in step 5: 24 steps closed since" in row["against"]
+        assert "last seen in step 5; 24 steps without it" in row["against"]
     shown = " ".join(shown_by(live, "doctor", "ended").split())
-    assert "A logged number is NaN or infinite, since step 5, last seen in step 5" in shown
+    assert "since step 5, last seen in step 5" in shown
     # Soon after it, it may go on.
     assert rows_of(live, "ended", step=7)["non_finite_scalars"]["last_step"] is None
 
@@ -334,6 +356,36 @@ def test_what_fired_is_found_where_nothing_else_is(live: Service) -> None:
     assert rows_of(live, "fired")["trigger_fired"]["last_step"] == 5
 
 
+def test_what_fired_in_steps_of_no_cause_stays_one(live: Service) -> None:
+    """The first firing is long before the fault; stage times have nothing to do with it."""
+    train(live, "fired-before", since(20, shift), steps=range(1, 31))
+    metric = "training/rollout_probs_diff_mean"
+    for step, name in ((4, metric), (20, metric), (29, "stage_seconds")):
+        evidence = {"cooldown": 20, "metric": name}
+        report(live, "fired-before", "trigger_mine", f"in {step}", step=step, evidence=evidence)
+    row = rows_of(live, "fired-before")["trigger_fired"]
+    assert (row["for"], row["explained_by"]) == (["in 4", "in 29"], [])
+    row = rows_of(live, "fired-before", step=22)["trigger_fired"]
+    assert (row["for"], row["explained_by"]) == (["in 4"], [])
+
+
+def test_checks_that_explain_each_other_make_no_circle() -> None:
+    """In the last step of either symptom the other check was the likelier one."""
+    rules = {rule.name: rule for rule in rulebook()}
+    found = [
+        Diagnosis(rules[name], Evidence("found", 1.0, 3, likelier=likelier))
+        for name, likelier in (
+            ("streams_unrelated", "coverage"), ("streams_lack_values", "unrelated"),
+            ("staleness", "unrelated"), ("versions_impossible", None),
+        )
+    ]  # fmt: skip
+    linked = {each.rule.name: each for each in link(found, cast("RunHistory", None))}
+    assert linked["streams_lack_values"].is_cause
+    assert linked["streams_unrelated"].cause == rules["streams_lack_values"]
+    assert linked["staleness"].cause == rules["streams_lack_values"]
+    assert linked["versions_impossible"].is_cause
+
+
 def test_ranks_that_are_silent_are_named(live: Service) -> None:
     ranks = [Rank(live, run="silent", rank=rank, world_size=4) for rank in range(4)]
     for step in range(1, 41):
@@ -410,7 +462,8 @@ def test_settings_that_harm_no_training_are_a_note(live: Service) -> None:
     answer = live.get("/runs/shuffled/diagnosis")
     rows = {row["rule"]: row for row in answer["rows"]}
     assert found_in(rows) == set()
-    assert answer["text"].startswith("0 of ")
+    assert answer["text"].startswith("Nothing is wrong in 3 closed steps of run shuffled (")
+    assert answer["healthy"]
     (note,) = answer["notes"]
     assert (note["rule"], note["text"]) == ("verl_settings", "data.shuffle is True, not False")
     assert "verl_settings: data.shuffle is True, not False" in shown_by(live, "doctor", "shuffled")

@@ -36,14 +36,37 @@ def test_the_mismatch_is_taken_apart(live: Service) -> None:
     # Half of the tokens have a mean |d| of about 0.1, the other half of 0.01.
     assert 0.8 < parts["stale tokens"]["share"] < 0.95
     assert 0.1 < parts["noise floor"]["share"] < 0.4
-    rest = parts["unexplained"]["share"]
     stale, noise = parts["stale tokens"]["share"], parts["noise floor"]["share"]
     line = parts["temperature or truncation"]["share"]
     assert 0.0 <= line < 0.02  # of fresh tokens, whose d is noise
     # The floor is held against the fresh half alone.
     floor = min(1.0, noise / (2 * (1 - stale)))
-    assert rest == pytest.approx((1 - stale) * max(0.0, (1 - line) ** 0.5 - floor), abs=1e-9)
-    assert "what is left without the stale tokens" in parts["unexplained"]["text"]
+    rest = (1 - stale) * max(0.0, (1 - line) ** 0.5 - floor)
+    p, q, _ = kept_pairs(live, "apart", 24)
+    left = float(parts["unexplained"]["text"].split(", ")[1].split()[0])
+    assert left == pytest.approx(rest * np.abs(p - q).mean(), rel=1e-3)
+    # Policy drift is a cause that was found: the rest is no riddle.
+    assert parts["unexplained"]["share"] is None
+    assert "nat, is noise, or that of a cause that was found" in parts["unexplained"]["text"]
+
+
+def test_the_rest_has_a_share_only_where_nothing_says_why_the_mismatch_rose(live: Service) -> None:
+    def jumps(batch: Batch) -> None:
+        batch.add(0.1 if batch.step > 10 else 0.0)
+
+    train(live, "jumps", jumps, steps=range(1, 21))
+    answer = live.get("/runs/jumps/diagnosis")
+    assert answer["rows"][0]["rule"] == "mismatch_jump"
+    (rest,) = (each for each in answer["mismatch"] if each["name"] == "unexplained")
+    assert rest["share"] > 0.9
+    train(live, "noise", steps=range(1, 4))
+    (rest,) = (
+        each
+        for each in live.get("/runs/noise/diagnosis")["mismatch"]
+        if each["name"] == "unexplained"
+    )
+    assert rest["share"] is None
+    assert "is the noise of this run" in rest["text"]
 
 
 def parts_of(live: Service, run: str, change: Change) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from stagescope_service.rules.evidence import (
     event_period,
     rate_period,
 )
-from stagescope_service.rules.symptoms.trends import _spike
+from stagescope_service.rules.symptoms.scalars import _spike
 from stagescope_service.statistics.cell import Float64
 
 WINDOW = 10
@@ -41,7 +41,7 @@ def replayed(found: Callable[[int], int | None], length: int) -> tuple[int, list
 
 
 def first_of(period: Period | None) -> int | None:
-    return None if period is None else period.first
+    return None if period is None or period.last is not None else period.first
 
 
 COUNTS = st.lists(
@@ -65,7 +65,9 @@ def test_the_begin_of_events_does_not_move(marks: list[bool], window: int) -> No
     events = np.array(marks)
     replayed(lambda end: first_of(event_period(events[:end], window)), len(events))
     period = event_period(events, window)
-    assert (period is None) == (not events[-window:].any())
+    assert (first_of(period) is None) == (not events[-window:].any())
+    if period is not None and period.last is not None:
+        assert period.last == np.flatnonzero(events)[-1]
 
 
 @pytest.mark.parametrize("trials", [1, 16])
@@ -107,10 +109,13 @@ def test_a_rate_that_falls_again_is_over() -> None:
     ends = [
         end
         for end in range(1, len(marked) + 1)
-        if rate_period(marked[:end], np.ones(end), 0.5, WINDOW) is not None
+        if first_of(rate_period(marked[:end], np.ones(end), 0.5, WINDOW)) is not None
     ]
     assert ends[0] == 5
     assert ends[-1] == 37
+    ended = rate_period(marked, np.ones(len(marked)), 0.5, WINDOW)
+    assert ended is not None
+    assert (ended.first, ended.last) == (0, 28)
 
 
 def series(values: Sequence[float] | Float64) -> Series:
@@ -132,7 +137,7 @@ def test_spikes_since_their_first_one_however_the_median_moves() -> None:
     late = _spike(series(norms[:110]), 10.0, 50)
     assert late.sure == 1.0
     assert "(step 29, step 49, step 73)" in late.supports[0]
-    assert late.against == ("last seen in step 73: 37 steps closed since",)
+    assert late.against == ("last seen in step 73; 37 steps without it",)
     assert late.last_step == 73
 
 

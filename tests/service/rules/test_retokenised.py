@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import cast
 
@@ -13,13 +14,15 @@ from tests.service.rules.planted import (
     Batch,
     found_in,
     play_turns,
+    proved_by,
     retokenise,
     rows_of,
     train,
 )
 from tests.support.api import Service
 
-from stagescope_service.rules.history import CurrentStep, RunHistory
+from stagescope_service.rules.history import RunHistory
+from stagescope_service.rules.steps import CurrentStep
 from stagescope_service.rules.symptoms.turns import retokenised
 from stagescope_wire.batch import Batch as StepBatch
 from stagescope_wire.batch import Tensor
@@ -39,8 +42,15 @@ def test_retokenisation_is_looked_for_where_each_turn_is_a_row(live: Service) ->
     assert sick["where"] == f"turn 1, position {RETOKENISED_AT}"
     assert sick["since_step"] == 1
     assert f"at position {RETOKENISED_AT} (step 1, group 1-0-0, run 0): token 4" in sick["for"][1]
+    assert sick["for"][2].startswith("ids around it: [")
+    proof = json.loads(proved_by(live, sick))
+    assert proof["sample_uid"] == "turns-sick-1-0-1"
+    assert proof["prompt_ids"][RETOKENISED_AT] == 4
+    # The ring keeps prompts without a request.
+    train(live, "turns-recent", play_turns, steps=range(1, 4))
+    assert rows_of(live, "turns-recent")["retokenised"]["verdict"] == "not found"
     # Without prompts, or in rows that hold whole trajectories, it is not measured.
-    train(live, "turns-lost", play_turns, steps=range(1, 4))
+    train(live, "turns-lost", steps=range(1, 4))
     lost = rows_of(live, "turns-lost")["retokenised"]
     assert (lost["verdict"], lost["against"]) == (
         "not measured", ["no prompts and responses are kept of the newest steps"],

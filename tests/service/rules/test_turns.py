@@ -12,7 +12,8 @@ from tests.service.rules.planted import STAGE, rows_of
 from tests.support.api import Rank, Service
 
 import stagescope
-from stagescope_service.rules.history import CurrentStep, LossOfStep, RunHistory
+from stagescope_service.rules.history import RunHistory
+from stagescope_service.rules.steps import CurrentStep, LossOfStep
 from stagescope_service.rules.symptoms.turns import turn_stops
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey
 from stagescope_wire.batch import Batch

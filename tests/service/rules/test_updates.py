@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.service.rules.planted import STAGE, rows_of
+from tests.service.rules.planted import STAGE, proved_by, rows_of
 from tests.support.api import Rank, Service
 
 ROWS: Final = 8
@@ -98,6 +99,8 @@ def test_the_rank_and_the_samples_that_differ_are_named(rollout: bool, live: Ser
     assert row["for"][1].startswith("actor rank 1: 2 of 8 samples differ, by 0.01")
     assert row["for"][1].endswith(" nat on average: s2r1-6, s2r1-7")
     assert row["sure"] == 2 / 16
+    first, *_ = json.loads(proved_by(live, row))["update_ratios"]
+    assert any(abs(ratio - 1.0) > 1e-3 for ratio in first)
 
 
 def test_old_log_probs_that_another_stage_recorded_are_compared_by_sample(live: Service) -> None:

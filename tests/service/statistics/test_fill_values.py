@@ -83,6 +83,20 @@ def test_a_clamp_of_a_coarse_stream_is_found(value: float) -> None:
         assert judged(given).cause == "coverage"
 
 
+@pytest.mark.parametrize("value", [-1.0, -2.5, -5.0])
+def test_a_clamp_of_many_tokens_is_the_cause(value: float) -> None:
+    """All tokens that differ most have it, so no other value shows how many digits there are."""
+    rng = np.random.default_rng(5)
+    for side in ("p", "q"):
+        batch = draw(rng, 32, 200, model="unsure", engine=next(iter(NOISE)))
+        cut = np.maximum(batch.p if side == "p" else batch.q, np.float32(value))
+        batch = dataclasses.replace(batch, **{side: cut})
+        found = judged(batch)
+        assert found.cause == "coverage", found.suspects
+        assert f"exactly {value:.8g} in 64 of the 64 tokens" in found.suspects[0].text
+        assert "was cut off there (a clamp), or filled with it" in found.suspects[0].text
+
+
 def test_a_number_without_a_name_is_found_where_several_tokens_have_it() -> None:
     """As of a trainer that clamps to a number of its own; one such token may be ordinary."""
     rng = np.random.default_rng(2)

@@ -24,8 +24,8 @@ from stagescope_service.statistics import (
     examine,
     examine_cell,
 )
+from stagescope_service.statistics.checks import DRIFTED_SLOPE
 from stagescope_service.statistics.comparability import examine_ranks
-from stagescope_service.statistics.staleness import DRIFTED_SLOPE
 
 
 def aged(batch: Batch, *versions: int, trainer: int = 5) -> Comparability:

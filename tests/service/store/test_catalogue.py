@@ -132,6 +132,11 @@ def test_a_sender_whose_clock_is_ahead_does_not_lead_the_runs(
     assert [row["run"] for row in catalogue.runs()] == ["r", "other", "empty"]
 
 
+def test_experiments_are_listed_after_trainings(two_runs: SqlStore, catalogue: Catalogue) -> None:
+    write(two_runs, Put("runs", {"run": "bisect-r-5", "created_wall": 900.0}))
+    assert [row["run"] for row in catalogue.runs()] == ["other", "r", "empty", "bisect-r-5"]
+
+
 def test_numbers_outside_a_stage_are_of_the_newest_process_that_logged_them(
     store: SqlStore, catalogue: Catalogue
 ) -> None:

@@ -15,7 +15,7 @@ from tests.support.stores import DATABASES, ON_SQLITE, database, rows_of, url_of
 
 from stagescope_service.store import connect
 from stagescope_service.store.compact import COMPACT_VIEWS
-from stagescope_service.store.contract import Delete, Put, RemoveRows, Write
+from stagescope_service.store.contract import Delete, Put, RemoveRows, RemoveRun, Write
 from stagescope_service.store.ids import Ids
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import SqlStore, WriteBatch
@@ -107,6 +107,7 @@ def _reference(writes: list[Write]) -> dict[str, list[str]]:
                     if own and not keep.get(name, lambda _: False)(row):
                         del found[key]
             continue
+        assert not isinstance(one, RemoveRun)
         held, table = tables[one.table], TABLES[one.table]
         if isinstance(one, Delete):
             for key in [*held]:

@@ -23,6 +23,7 @@ import stagescope
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.importing import import_key
 from stagescope_wire.keep import SECTIONS
+from stagescope_wire.names import normal_run_name
 
 WHOLE = WholeStep([9, 2, 4, 3])
 PAYLOAD: dict[str, object] = {
@@ -156,7 +157,9 @@ def test_files_without_a_step_are_for_comparison_alone(running: Service, tmp_pat
     names = ("input_ids", "loss_mask", "versions")
     batch = {name: torch.ones(2, 3, dtype=torch.int64) for name in names}
     torch.save({**batch, "logprobs": torch.zeros(2, 3)}, tmp_path / "batch_data.pt")
-    told = take_in(running, str(tmp_path), "--run", "areal-batch")
+    told = take_in(running, str(tmp_path), "--run", "areal/batch")
+    shown = {row["run"]: row["display_name"] for row in running.get("/runs", limit=500)["rows"]}
+    assert shown[normal_run_name("areal/batch")] == "areal/batch"
     assert "Its files name no step" in told
     assert f"try stagescope compare {tmp_path} ANOTHER" in told
 

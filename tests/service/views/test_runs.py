@@ -2,18 +2,22 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from tests.support.api import Rank, Service
+from tests.support.command_line import invoke
 from tests.support.measure import payload
-from tests.support.stores import eventually
+from tests.support.stores import eventually, write
 
 from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Put
 from stagescope_service.store.queries.overview import ListedRun
 from stagescope_service.store.tables import StepState
 from stagescope_service.views.pages import cursor
 from stagescope_service.views.reading.rows import Lineage
 from stagescope_wire.links import Link
+from stagescope_wire.names import normal_run_name
 
 LOG_PROB = "actor_compute_log_prob"
 
@@ -87,6 +91,102 @@ class TestRuns:
             if following is None:
                 break
         assert found == [f"run-{number}" for number in (4, 3, 2, 1, 0)]
+
+    def test_are_found_by_each_of_their_names(self, live: Service) -> None:
+        for given in ("qwen3/grpo", "qwen3 grpo", "训练", "?run=x#&%2F", "plain"):
+            name = normal_run_name(given)
+            rank = Rank(live, run=name, display_name=given, world_size=1)
+            rank.stage("actor_update", 1)
+            shown = {row["run"]: row["display_name"] for row in live.get("/runs")["rows"]}
+            assert shown[name] == given
+            with live.session() as session:
+                listed = session.runs()
+                assert listed.names[:2] == ("run", "display_name")
+                assert listed.where(run=name)["display_name"] == (given,)
+                for text in (given, name):
+                    assert session.attempts(text)[0]["attempt"] == 1
+                    assert session.step(1, run=text).run == name
+                    assert session.findings(run=text).to_dicts() == []
+                    assert session.firings(run=text).to_dicts() == []
+
+    def test_every_answer_is_the_same_by_either_name(self, live: Service) -> None:
+        given, name = "qwen3/grpo", normal_run_name("qwen3/grpo")
+        train(live, range(1, 3), run="another", start=5_000.0)  # the default
+        rank = Rank(live, run=name, display_name=given, world_size=1)
+        for step in (1, 2, 3):
+            rank.stage("actor_update", step, scalars={"loss": 0.5})
+        asked = [
+            (path, parameters)
+            for path, methods in live.get("/openapi.json")["paths"].items()
+            if path != "/stream"  # its own test
+            for parameters in [{each["name"]: each for each in methods["get"].get("parameters", ())}
+                               if "get" in methods else {}]
+            if "run" in parameters
+        ]  # fmt: skip
+        assert len(asked) > 30
+        differ = []
+        for path, parameters in asked:
+            answers = []
+            for run in (given, name):
+                url = path.replace("{step}", "1").replace("{run}", quote(run, safe=""))
+                query = {"run": run} if parameters["run"]["in"] == "query" else {}
+                query |= {"metric": "loss"} if "metric" in parameters else {}
+                answer = live.read.get(url, params=query)
+                kind = answer.headers["content-type"]
+                body = answer.json() if "json" in kind else answer.status_code
+                if isinstance(body, dict):
+                    for other in ("instance", "wall", "made_wall"):
+                        body.pop(other, None)
+                answers.append((answer.status_code, body))
+            if answers[0] != answers[1]:
+                differ.append(path)
+        assert differ == []
+
+    def test_are_found_by_a_display_name_that_one_of_them_has(self, live: Service) -> None:
+        for run in ("one", "two"):
+            train(live, range(1, 2), run=run)
+        write(live.store, Put("runs", {"run": "one", "display_name": "base/line"}))
+        assert live.get("/runs/base%2Fline/attempts")["run"] == "one"
+        write(live.store, Put("runs", {"run": "two", "display_name": "base/line"}))
+        problem = live.problem(404, "/steps", run="base/line")
+        assert problem["wrong"] == "2 runs are shown as 'base/line'"
+        assert problem["expected"] == "the name of one: one, two"
+        assert problem["advice"].startswith("give this name instead")
+
+    def test_headings_have_the_name_that_people_see(self, live: Service) -> None:
+        train(live, range(1, 3))
+        assert "display_name" not in live.get("/runs/r/diagnosis")
+        write(live.store, Put("runs", {"run": "r", "display_name": "Qwen3 no KL"}))
+        for path in (
+            "/runs/r/diagnosis",
+            "/steps",
+            "/steps/1/stages",
+            "/exact",
+            "/runs/r/attempts",
+        ):
+            answer = live.get(path)
+            assert (answer["run"], answer["display_name"]) == ("r", "Qwen3 no KL"), path
+        said = {
+            ("doctor", "r"): " of run Qwen3 no KL",
+            ("steps",): "steps, run Qwen3 no KL",
+            ("exact",): "exact: run Qwen3 no KL",
+        }
+        for command, text in said.items():
+            done = invoke(*command, env=live.environment())
+            assert text in done.stdout.splitlines()[0], command
+
+    def test_a_run_that_does_not_exist_is_told_the_nearest_of_all(self, live: Service) -> None:
+        names = [f"other-{number}" for number in range(210)]
+        rows = [Put("runs", {"run": name, "created_wall": 9.0}) for name in names]
+        seven = Put("runs", {"run": "qwen-7b-grpo", "display_name": "seven", "created_wall": 1.0})
+        write(live.store, seven, *rows)
+        for text in ("qwen-7b-gpro", "sevn"):
+            problem = live.problem(404, "/steps", run=text)
+            assert problem["expected"] == "one of qwen-7b-grpo (the nearest of 211 runs)"
+            assert problem["advice"] == "see /runs"
+        problem = live.problem(404, "/steps", run="zzz")
+        assert problem["expected"].startswith("one of other-0, other-1, other-10, ")
+        assert problem["expected"].endswith(" (the newest of 211 runs)")
 
 
 class TestAttempts:
@@ -216,8 +316,6 @@ IMPOSSIBLE: list[tuple[str, dict[str, object]]] = [
     ("/steps", {"attempt": 0}),
     ("/steps", {"attempt": "x"}),
     ("/steps", {"attempt": 2**40}),
-    ("/steps", {"run": "a/../b"}),
-    ("/steps", {"run": ""}),
     ("/steps", {"limit": 0}),
     ("/steps", {"limit": 100_000}),
     ("/steps", {"cursor": "nonsense"}),
@@ -266,7 +364,20 @@ class TestErrors:
     def test_values_that_cannot_be(self, live: Service) -> None:
         train(live, range(1, 2))
         for path, params in IMPOSSIBLE:
-            assert live.problem(422, path, **params)["code"] == "invalid_input", (path, params)
+            problem = live.problem(422, path, **params)
+            assert problem["code"] == "invalid_input", (path, params)
+            assert problem["expected"], (path, params)
+            assert "Input should" not in problem["detail"], (path, params)
+        problem = live.problem(422, "/steps", attempt="x", limit=0)
+        assert problem["wrong"] == "limit is '0'; attempt is 'x'"
+        assert problem["expected"] == "limit: at least 1; attempt: an integer"
+
+    def test_any_text_may_be_the_name_of_a_run_that_does_not_exist(self, live: Service) -> None:
+        train(live, range(1, 2))
+        for run in ("", "a/../b", "..", "a\0b", "x" * 300, "' OR 1=1 --"):
+            problem = live.problem(404, "/steps", run=run)
+            assert problem["wrong"] == f"there is no run {run!r:.200}"
+            assert problem["expected"] == "one of r"
 
     def test_unknown_parameters_name_the_known(self, live: Service) -> None:
         train(live, range(1, 2))
@@ -339,7 +450,8 @@ class TestLossesAndFindings:
         assert len(live.get("/findings", kind="refused_record")["rows"]) == 1
         assert live.get("/findings", severity="error")["rows"] == []
         problem = live.problem(422, "/findings", severity="eror")
-        assert "'error', 'warning' or 'info'" in problem["wrong"]
+        assert problem["wrong"] == "severity is 'eror'"
+        assert "'error', 'warning' or 'info'" in problem["expected"]
         problem = live.problem(404, "/findings", kind="refused_recrd")
         assert problem["expected"] == "one of refused_record"
         assert live.get("/findings", kind="streams_shifted")["rows"] == []  # none of it, so far
@@ -391,3 +503,31 @@ def test_an_error_inside_says_nothing_of_its_cause(
     assert problem["advice"] == "the service's log has the traceback"
     # The server writes it after it has answered.
     eventually(lambda: "SELECT secret" in caplog.text)
+
+
+def test_the_worst_step_and_token_are_of_the_current_steps(live: Service) -> None:
+    """A step that a later attempt repeats, and one without numbers, count for nothing."""
+    first = Rank(live, world_size=1, key="first")
+    for step, noise in ((1, 0.01), (2, 0.05), (3, 2.0)):
+        first.stage(LOG_PROB, step, payload(seed=step, noise=noise))
+    again = Rank(live, world_size=1, key="second", start=2_000.0, resumed_from_step=2)
+    spike = payload(seed=7, noise=0.02)
+    p = spike["tensors"]["old_log_probs"][2]
+    p[3, 8] -= 0.75
+    again.stage(LOG_PROB, 3, spike)
+    again.stage(LOG_PROB, 4, payload(seed=4, noise=0.04))
+    again.stage("actor_update", 5)
+    again.begin("actor_update", 6)
+    found = live.get("/runs/r/worst")
+    mean, largest = (
+        live.get(f"/steps/{step}/metrics")["metrics"][f"logprob_abs_diff/{name}"]
+        for step, name in ((2, "mean"), (3, "max"))
+    )
+    assert found["step"] == {"step": 2, "attempt": 1, "abs_diff": pytest.approx(mean)}
+    assert found["token"] == {
+        "step": 3, "attempt": 2, "abs_diff": pytest.approx(largest), "sample_uid": "sample-3",
+        "role": "actor", "rank": 0, "row": 3, "position": 8,
+    }  # fmt: skip
+    Rank(live, run="empty", world_size=1).begin("actor_update", 1)
+    found = live.get("/runs/empty/worst")
+    assert (found["step"], found["token"]) == (None, None)

@@ -24,8 +24,10 @@ def record(
     rank.say("weights", policy_version=version, step=step, **event)
 
 
-def train(running: Service, run: str, *, odd: int | None = None, ranks: int = 3) -> None:
-    """Two versions: in the second the rollout lacks one sync, and a rank `odd` is a bit off."""
+def train(
+    running: Service, run: str, *, odd: int | None = None, ranks: int = 3, versions: int = 2
+) -> None:
+    """In the second version the rollout lacks one sync, and a rank `odd` is a bit off."""
     actors = [
         Rank(
             running, run=run, rank=rank, world_size=ranks,
@@ -35,7 +37,7 @@ def train(running: Service, run: str, *, odd: int | None = None, ranks: int = 3)
         for rank in range(ranks)
     ]  # fmt: skip
     engine = Rank(running, run=run, role="rollout", world_size=1)
-    for version, step in ((4, 5), (5, 6)):
+    for version, step in ((4, 5), (5, 6), (6, 7))[:versions]:
         values = {name: 10 * version + at for at, name in enumerate(NAMES)}
         for rank, actor in enumerate(actors):
             wrong = {NAMES[0]: 7} if (rank, version) == (odd, 5) else {}
@@ -51,6 +53,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         train(made, "bad-card", odd=2)
         train(made, "two-cards", odd=1, ranks=2)
         train(made, "bad-again", odd=2)
+        train(made, "mended", versions=3)
         yield made
 
 
@@ -63,6 +66,16 @@ def test_the_versions_of_a_run(running: Service) -> None:
     assert five["complete"] is True
     assert five["names"]["differs"] == [NAMES[1]]
     assert five["names"]["replicas differ"] == [NAMES[0]]
+
+
+def test_the_first_version_that_agrees_ends_the_symptom(running: Service) -> None:
+    def found(run: str) -> tuple[int | None, int | None]:
+        rows = running.get(f"/runs/{run}/diagnosis")["rows"]
+        [row] = [row for row in rows if row["rule"] == "weights_differ"]
+        return row["since_step"], row["last_step"]
+
+    assert found("bad-card") == (6, None)
+    assert found("mended") == (6, 6)
 
 
 def test_the_weights_of_a_step_the_worst_first(running: Service) -> None:

@@ -37,7 +37,7 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import WriteRows
 from stagescope_service.store.tables import TriggerRulesRow
 from stagescope_wire.errors import InvalidPlan, NotFound, StagescopeError
-from stagescope_wire.names import closest_by_words
+from stagescope_wire.names import closest_by_words, is_experiment
 from stagescope_wire.nonfinite import Json
 
 logger = logging.getLogger(__name__)
@@ -181,6 +181,10 @@ class TriggerWatch:
             )
         return await self._acting.test_webhook(rules[name])
 
+    def forget(self, run: str) -> None:
+        """Let go of a run that is deleted: another may begin under its name."""
+        self._followed.pop(run, None)
+
     # --- steps ----------------------------------------------------------------------------
     async def warn_non_finite(self, found: NonFiniteScalars) -> None:
         """Write the finding of a scalar that is not finite for the first time in its attempt.
@@ -280,7 +284,7 @@ class TriggerWatch:
         self, rules: Rules, attempt_id: int, steps: Sequence[int]
     ) -> tuple[list[DueFiring], list[Put | Delete]]:
         attempt = self._catalogue.attempt(attempt_id)
-        if attempt is None or not rules.rules:
+        if attempt is None or not rules.rules or is_experiment(attempt["run"]):
             return [], []
         run = attempt["run"]
         acts: list[DueFiring] = []

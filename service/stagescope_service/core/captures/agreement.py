@@ -15,6 +15,7 @@ from typing import Annotated, Final, NamedTuple
 
 from typing_extensions import NotRequired
 
+from stagescope_service.core.catalogue_rows import one_line
 from stagescope_service.fields import (
     Described,
     Rank,
@@ -338,7 +339,7 @@ def refusal(request: CaptureSpec, estimates: Iterable[Estimate]) -> str | None:
     estimates = [*estimates]
     for each in estimates:
         if error := each.get("error"):
-            return f"{each['role']} rank {each['rank']} cannot carry it out: {error}"
+            return f"{each['role']} rank {each['rank']} cannot carry it out: {one_line(error)}"
     if request["force"]:
         return None
     limit = count_of(request["steps"]) or 1

@@ -419,10 +419,17 @@ def read_index(directory: Path) -> dict[str, Location]:
         text = path.read_bytes()
     import pydantic  # a third of a second that only exports need
 
+    from stagescope_service.refusals import expected_of, name_of
+
     try:
         found = pydantic.TypeAdapter(_Index).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
-        raise InvalidTensor(f"{path} cannot be read: {error.errors()[0]['msg']:.200}") from error
+        wrong = error.errors()[0]
+        raise InvalidTensor(
+            f"{path} cannot be read: {name_of(wrong) or 'it'} has another form",
+            expected=expected_of(wrong),
+            advice="write it again with `stagescope export`",
+        ) from error
     return {
         name: Location(place.step, place.stage, place.role, place.rank, Part(*place.part))
         for name, place in found.files.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickletools
 import stat
@@ -29,14 +30,13 @@ def peek(path: Path, most: int = 64) -> list[str | int]:
     Nothing is loaded, so it identifies the format of a file cheaply; [] for any other file.
     """
     found: list[str | int] = []
-    try:
+    # What is no pickle may raise anything. It is of no format; whoever reads it reports the error.
+    with contextlib.suppress(Exception):
         for opcode, argument, _ in _opcodes(path):
             if opcode.name in _VALUES and isinstance(argument, str | int):
                 found.append(argument)
             if len(found) >= most:
                 break
-    except Exception:  # what is no pickle, or a damaged one, may raise anything
-        pass  # whoever reads the file reports that; here it is of no format
     return found
 
 
@@ -106,7 +106,8 @@ def globals_of(path: Path) -> list[str]:
     """
     found: dict[str, None] = {}
     texts: list[str] = []
-    try:
+    # A damaged pickle may raise anything. Its reading reports that; names before it are known.
+    with contextlib.suppress(Exception):
         for opcode, argument, _ in itertools.islice(_opcodes(path), _MAX_OPCODES):
             if opcode.name in ("GLOBAL", "INST"):
                 found[str(argument).replace(" ", ".")] = None
@@ -116,8 +117,6 @@ def globals_of(path: Path) -> list[str]:
                 found[f"pickle protocol {argument}"] = None
             elif isinstance(argument, str):
                 texts = [*texts[-1:], argument]
-    except Exception:  # a damaged pickle may raise anything
-        pass  # its reading reports that; the names before the damage are known
     return [*found]
 
 

@@ -8,14 +8,14 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request
 
 from stagescope_service.http.auth import caller_of
-from stagescope_service.http.parameters import Deps
+from stagescope_service.http.parameters import Deps, RunPath
 from stagescope_service.http.problems import check_ready
-from stagescope_service.http.requests import Answer, PageOf, pattern, read_json
+from stagescope_service.http.requests import Answer, PageOf, read_json
 from stagescope_service.views.captures import listing as view
+from stagescope_service.views.captures.costs import costs
 from stagescope_service.views.captures.listing import already_over, default_run, states_of
 from stagescope_service.views.models import captures as models
 from stagescope_service.views.models.bodies import MAX_WAIT, CaptureRequest
-from stagescope_service.views.reading.dependencies import RUN_PATTERN
 from stagescope_service.views.reading.target import LiveRun
 from stagescope_wire.errors import NotFound
 
@@ -44,13 +44,22 @@ def captures(
     page: PageOf,
     run: Annotated[
         str | None,
-        Query(
-            description="Only those requested for this run.", json_schema_extra=pattern(RUN_PATTERN)
-        ),
+        Query(description="Only those requested for this run."),
     ] = None,
 ) -> Answer:
     """List all captures that were ever requested, newest first, withdrawn ones too."""
     return Answer(view.captures(deps, page, run))
+
+
+@router.get("/runs/{run:path}/capture-costs", response_model=models.CaptureCosts)
+def capture_costs(deps: Deps, run: RunPath) -> Answer:
+    """Tell what a capture will cost, about: what earlier dumps of the run cost.
+
+    Each row is the largest cost of one rank in one step, of a role, stage, task and level. Before
+    a capture begins, the ranks themselves estimate it: `agreement.estimates` in
+    `GET /captures/{capture_id}`.
+    """
+    return Answer(costs(deps, run))
 
 
 @router.get("/captures/{capture_id}", response_model=models.Capture)

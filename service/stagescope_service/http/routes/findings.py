@@ -7,11 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query
 
 from stagescope_service.http.parameters import AttemptQueryOf, Deps
-from stagescope_service.http.requests import Answer, PageOf, pattern
+from stagescope_service.http.requests import Answer, PageOf
 from stagescope_service.views.findings import listing as view
 from stagescope_service.views.findings.listing import EventQuery, Severity
 from stagescope_service.views.models import runs as models
-from stagescope_service.views.reading.dependencies import RUN_PATTERN
 from stagescope_wire.schema import STEP_BOUND
 
 router = APIRouter(tags=["runs"])
@@ -89,9 +88,7 @@ def firing_groups(
     page: PageOf,
     run: Annotated[
         str | None,
-        Query(
-            description="Only this run; default: all runs.", json_schema_extra=pattern(RUN_PATTERN)
-        ),
+        Query(description="Only this run; default: all runs."),
     ] = None,
     only: Only = None,
 ) -> Answer:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query
 
 from stagescope_service.http.parameters import (
+    AttemptNumber,
     AttemptQueryOf,
     Deps,
     Rank,
@@ -24,9 +25,28 @@ from stagescope_service.views.models.runs import Series
 from stagescope_service.views.reading.step_summaries import Slice
 from stagescope_service.views.series import MAX_SERIES_STEPS, By, SeriesQuery
 from stagescope_service.views.steps import numbers as view
+from stagescope_service.views.steps import one as one_view
 from stagescope_service.views.steps.numbers import SliceBy, metrics_of
 
 router = APIRouter(tags=["steps"])
+
+
+@router.get("/steps/{step}", response_model=models.OneStep)
+def step(
+    deps: Deps,
+    target: StepTarget,
+    ranks: RankQueryOf,
+    attempt: AttemptNumber = None,
+    round: Round = None,
+) -> Answer:
+    """Return a step: the steps before and after it, and its numbers or why it has none.
+
+    A step without numbers is no error here: `numbers` is null, and `unmeasured` says why. With
+    `rank`, `role`, `stage` or `round` the numbers are of that slice. With `attempt` the attempt's
+    own steps are the neighbours, and beyond them the current steps.
+    """
+    part = Slice(**ranks)
+    return Answer(one_view.one(deps, target, part, round, is_own=attempt is not None))
 
 
 @router.get("/steps/{step}/metrics", response_model=models.Metrics)

@@ -30,7 +30,7 @@ _MEDIA_TYPES: dict[Format, str] = {
 
 
 @router.get(
-    "/runs/{run}/report",
+    "/runs/{run:path}/report",
     response_model=Report,
     responses={200: {"content": {
         "text/html": {"schema": {"type": "string", "description": "One self-contained page."}},
@@ -108,7 +108,7 @@ async def bundle_query(
 
 
 @router.get(
-    "/runs/{run}/bundle",
+    "/runs/{run:path}/bundle",
     response_class=StreamingResponse,
     responses={200: {"content": {MEDIA_TYPE: {"schema": _FILE}}}},
 )

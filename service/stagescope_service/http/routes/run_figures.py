@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from fastapi.routing import APIRoute
 
-from stagescope_service.figures import heatmaps, offenders, overview
+from stagescope_service.figures import canary, compared_runs, heatmaps, offenders, overview
 from stagescope_service.figures.run_curves import CurveRequest
-from stagescope_service.http.parameters import AttemptQueryOf, Deps, Metrics, WindowOf
+from stagescope_service.http.parameters import AttemptQueryOf, ChosenRuns, Deps, Metrics, WindowOf
 from stagescope_service.http.requests import Answer, is_repeatable, query_fields
 from stagescope_service.http.routes import compared_figures, figures
 from stagescope_service.http.routes.figures import FigureAnswer
@@ -51,6 +51,30 @@ def overview_figure(
     return FigureAnswer("overview", overview.figure(found), found)
 
 
+@router.get("/figures/runs", response_model=models.Figure)
+def compared_runs_figure(
+    deps: Deps,
+    run: ChosenRuns,
+    metric: Metrics = None,
+    smooth: Annotated[
+        float | None,
+        Query(
+            ge=1,
+            le=10_000,
+            allow_inf_nan=False,
+            description="Draw an exponential moving average over so many steps instead.",
+        ),
+    ] = None,
+) -> FigureAnswer:
+    """Draw numbers of several runs over each other, aligned by step, a colour for each run.
+
+    Without `metric` mean |d| and the reward of each run. Steps that a later attempt did again are
+    left out. `run` of the answer is the first of them.
+    """
+    found = compared_runs.info(deps, run, metric or (), smooth)
+    return FigureAnswer("runs", compared_runs.figure(found), found)
+
+
 @router.get("/figures/rank-steps", response_model=models.Figure)
 def rank_steps_figure(
     deps: Deps,
@@ -75,6 +99,16 @@ async def offenders_figure(deps: Deps, chosen: AttemptQueryOf, window: WindowOf)
     check_window(window)
     found = await deps.computations.run(offenders.info, deps, *chosen, window)
     return FigureAnswer("offenders", offenders.figure(found), found)
+
+
+@router.get("/figures/canary", response_model=models.Figure)
+def canary_figure(deps: Deps, chosen: AttemptQueryOf) -> FigureAnswer:
+    """Draw the canary over the newest versions of an attempt: mean |d| of each pair of arms.
+
+    Each version shows its worst engine instance. A cross marks a pair that is not as it should be.
+    """
+    found = canary.info(deps, *chosen)
+    return FigureAnswer("canary", canary.figure(found), found)
 
 
 @router.get("/figures", response_model=models.Figures)

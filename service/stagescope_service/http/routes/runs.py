@@ -3,32 +3,114 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 
-from stagescope_service.http.parameters import AttemptNumber, Deps, Run, RunPath
-from stagescope_service.http.requests import Answer, PageOf
+from stagescope_service.coordinator.deletion import Deleted
+from stagescope_service.http.auth import caller_of
+from stagescope_service.http.parameters import AttemptNumber, ChosenRuns, Deps, Run, RunPath
+from stagescope_service.http.problems import check_ready
+from stagescope_service.http.requests import Answer, PageOf, read_json
+from stagescope_service.store.queries.overview import RunRow
+from stagescope_service.views import run_list
 from stagescope_service.views import runs as view
 from stagescope_service.views.diagnosis import diagnosis_of
 from stagescope_service.views.models import runs as models
+from stagescope_service.views.models.bodies import MAX_WAIT, RunChange
 from stagescope_service.views.models.diagnosis import Diagnosis
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.rows import run_row
+from stagescope_service.views.steps.worst import worst as worst_of
+from stagescope_wire.errors import InvalidInput, NotFound
+from stagescope_wire.names import BISECT, EXPERIMENT
 from stagescope_wire.schema import STEP_BOUND
 
 router = APIRouter(tags=["runs"])
 
 
 @router.get("/runs", response_model=models.Runs)
-def runs(deps: Deps, page: PageOf) -> Answer:
-    """List the runs, the one that was active last first, each with its newest attempt."""
-    rows = deps.catalogue.runs(limit=page.limit + 1, offset=page.offset)
+def runs(
+    deps: Deps,
+    page: PageOf,
+    hidden: Annotated[bool, Query(description="Also those that are hidden.")] = False,
+) -> Answer:
+    """List the runs, the one that was active last first, each with its newest attempt.
+
+    Runs that are experiments (`bisect-...`) come after all others.
+    """
+    rows = deps.catalogue.runs(limit=page.limit + 1, offset=page.offset, hidden=hidden)
     return Answer(page.first_of([run_row(row) for row in rows]))
 
 
-@router.get("/runs/{run}/attempts", response_model=models.Attempts)
+@router.get("/runs/overview", response_model=models.RunsOverview)
+def overview(
+    deps: Deps,
+    page: PageOf,
+    hidden: Annotated[bool, Query(description="Also those that are hidden.")] = False,
+) -> Answer:
+    """List the runs with what a reader chooses by: verdict, findings, curves in small.
+
+    The verdict is the doctor's. It is made in the background; `judgement` is null until it is
+    there. Of a run that goes on it is at most a minute old.
+    """
+    return Answer(run_list.overview(deps, page, hidden=hidden))
+
+
+@router.get("/runs/settings", response_model=models.RunSettings)
+def settings(deps: Deps, run: ChosenRuns) -> Answer:
+    """List the settings in which runs differ, from the newest attempt of each.
+
+    They are what its processes reported: configuration, git, packages, environment.
+    """
+    return Answer(run_list.settings(deps, run))
+
+
+@router.patch("/runs/{run:path}", response_model=RunRow, openapi_extra=RunChange.document())
+async def change_run(request: Request, deps: Deps, run: RunPath) -> Answer:
+    """Hide a run from lists, show it again, or name it for people; needs the operate token.
+
+    Its name for questions and trainings stays. Who changed it is kept in the audit.
+    """
+    body = RunChange.parse(await read_json(request, deps.settings))
+    changes = body.model_dump(include=body.model_fields_set)
+    if not changes:
+        raise InvalidInput("nothing is to be changed", expected="display_name or hidden")
+    name = await asyncio.to_thread(deps.finder.run, run)
+    by = str(caller_of(request))
+    check_ready(await deps.commands.change_run(run=name, changes=changes, by=by))
+    row = await asyncio.to_thread(deps.catalogue.run, name)
+    if row is None:
+        raise NotFound(f"run {name} was deleted meanwhile")
+    return Answer(run_row(row))
+
+
+@router.delete("/runs/{run:path}", response_model=Deleted)
+async def delete_run(
+    request: Request,
+    deps: Deps,
+    run: RunPath,
+    dry_run: Annotated[bool, Query(description="Delete nothing; say what would be.")] = False,
+    wait: Annotated[
+        float, Query(ge=0, le=MAX_WAIT, description="Seconds to wait until it is gone.")
+    ] = 5.0,
+) -> Answer:
+    """Delete a run: its rows, its files on every node, its captures; needs the operate token.
+
+    A run that is live is refused (409). A run that is not gone after `wait` has `deleted` false:
+    the same call may be made again until it is true. After a crash of the service the deletion
+    continues by itself. Until it is over, processes that report under the run's name wait. Their
+    reports then start the run from the beginning. Who deleted it is kept in the audit.
+
+    Dumps that were imported stay on the disk, and so do engines that were registered for the run.
+    """
+    name = await asyncio.to_thread(deps.finder.run, run)
+    by = str(caller_of(request))
+    reply = await deps.commands.delete_run(run=name, dry_run=dry_run, by=by, wait=wait)
+    return Answer(check_ready(reply))
+
+
+@router.get("/runs/{run:path}/attempts", response_model=models.Attempts)
 def attempts(deps: Deps, page: PageOf, run: RunPath) -> Answer:
     """List a run's attempts, newest first: fingerprint, where it resumed, which steps it repeats.
 
@@ -38,10 +120,19 @@ def attempts(deps: Deps, page: PageOf, run: RunPath) -> Answer:
     return Answer(view.attempts(deps, page, run))
 
 
-@router.get("/runs/{run}/metrics", response_model=models.NumberNames)
+@router.get("/runs/{run:path}/metrics", response_model=models.NumberNames)
 def numbers(deps: Deps, page: PageOf, run: RunPath) -> Answer:
     """List the names that `/series` and `/figures/overview` take: metrics and logged scalars."""
     return Answer(view.numbers(deps, page, run))
+
+
+@router.get("/runs/{run:path}/worst", response_model=models.Worst)
+def worst(deps: Deps, run: RunPath) -> Answer:
+    """Name the step with the largest mean |d| of a run, and its token with the largest |d|.
+
+    Steps that a later attempt repeats do not count.
+    """
+    return Answer(worst_of(deps, run))
 
 
 @router.get("/exact", response_model=models.Exact)
@@ -65,7 +156,7 @@ _MAX_AGE: Final = 60.0
 """Seconds for which a diagnosis of unchanged steps answers: late scalars do not change a step."""
 
 
-@router.get("/runs/{run}/diagnosis", response_model=Diagnosis)
+@router.get("/runs/{run:path}/diagnosis", response_model=Diagnosis)
 async def diagnosis(
     deps: Deps,
     page: PageOf,
@@ -85,7 +176,7 @@ async def diagnosis(
     Those that another found one explains come after them (`explained_by`), and those that ended
     last (`last_step`). Findings that no rule judged are counted in `unexplained`. Remarks that are
     no symptom, but matter to a comparison of two runs, are in `notes`. The newest measured step's
-    mismatch is taken apart in `mismatch`. While the run's steps, findings and losses stay, the
+    parts of the mismatch are in `mismatch`. While the run's steps, findings and losses stay, the
     answer is computed once a minute.
     """
     key = await asyncio.to_thread(_change_key, deps, run, attempt, step)
@@ -103,5 +194,7 @@ def _change_key(
     attempts = deps.catalogue.attempts(target.run)
     mark = deps.catalogue.change_mark([row["attempt_id"] for row in attempts])
     states = [(row["number"], row["ended_wall"], row["resumed_from_step"]) for row in attempts]
-    period = int(time.monotonic() / _MAX_AGE)
-    return ("diagnosis", target.run, repr((attempt, step, period, states)), mark)
+    bisected = len(deps.catalogue.settings_of_runs(f"{EXPERIMENT}{target.run}-", BISECT))
+    period = int(deps.clock() / _MAX_AGE)
+    asked = (target.display_name, attempt, step, period, states, bisected)
+    return ("diagnosis", target.run, repr(asked), mark)

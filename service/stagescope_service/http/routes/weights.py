@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Query
 
-from stagescope_service.http.parameters import AttemptTarget, Deps, Run, StepTarget
+from stagescope_service.http.parameters import AttemptTarget, Deps, Run, StepTarget, Version
 from stagescope_service.http.requests import Answer, PageOf
 from stagescope_service.views import weights as view
 from stagescope_service.views.models import service as models
@@ -19,8 +19,6 @@ VerdictFilter = Annotated[
     | None,
     Query(description="Only weights of this verdict."),
 ]
-
-Version = Annotated[int, Path(gt=-(10**18), lt=10**18, description="A policy version.")]
 
 
 @router.get("/weights", response_model=models.WeightVersions)

@@ -33,6 +33,12 @@ export function choose(changes) {
   location.hash = address(parts, { ...query, ...changes });
 }
 
+const shown = new Map(); // stored names of runs -> the names that people gave them
+/** Remember how runs of GET /runs are shown. */
+export const noteNames = (rows) => rows.forEach((row) => shown.set(row.run, row.display_name || row.run));
+/** The name of a run for people; its stored name is in addresses and commands. */
+export const nameOf = (run) => shown.get(run) ?? run;
+
 export const ofRun = (run, ...rest) => address(["runs", run, ...rest]);
 export const ofStep = (run, step, attempt, ...rest) =>
   address(["runs", run, "steps", step, ...rest], { attempt });

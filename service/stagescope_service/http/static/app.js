@@ -1,21 +1,24 @@
 // The frame of the page: which view an address shows, the login, the stream.
 
-import { address, AGAIN, ofRun, ofStep, parse } from "./address.js";
+import { address, AGAIN, nameOf, noteNames, ofRun, ofStep, parse } from "./address.js";
 import { View } from "./blocks.js";
+import { canary, canaryVersion } from "./canary.js";
 import * as captures from "./captures.js";
 import * as comparisons from "./comparisons.js";
 import { doctor } from "./doctor.js";
-import { h, nodes, patch, problem, refreshTimes } from "./dom.js";
+import { button, h, made, patch, problem, refreshTimes } from "./dom.js";
 import { plotly } from "./figure.js";
 import { finding, findings } from "./findings.js";
 import { hangs } from "./hangs.js";
 import { login } from "./login.js";
 import { operators } from "./operators.js";
-import { run, runs, steps } from "./runs.js";
+import { runs } from "./run_list.js";
+import { run, steps } from "./runs.js";
 import { sample } from "./sample.js";
-import { audit, engines, losses } from "./service_views.js";
+import { audit, engines, lost } from "./service_views.js";
 import { all, forget, get, part, send, Stream, url, whenLoggedOut } from "./service.js";
-import { rank, round, samples, step } from "./step.js";
+import { rank, round, samples } from "./slices.js";
+import { step } from "./step.js";
 import { triggers } from "./triggers.js";
 import { devices, version, weights } from "./weights.js";
 
@@ -36,7 +39,11 @@ const ROUTES = [
   ["runs/:run/hangs", hangs],
   ["runs/:run/weights", weights],
   ["runs/:run/weights/:version", version],
-  ["runs/:run/losses", losses],
+  ["runs/:run/canary", canary],
+  ["runs/:run/canary/:version", canaryVersion],
+  ["runs/:run/lost", lost],
+  ["runs/:run/losses", (_, { run: name, ...query }) =>
+    location.replace(address(["runs", name, "lost"], query))], // its earlier address
   ["runs/:run/comparisons", comparisons.choose],
   ["runs/:run/doctor", doctor],
   ["runs/:run/steps/:step", step],
@@ -50,7 +57,7 @@ const ROUTES = [
 const TABS = [
   ["Overview"], ["Steps", "steps"], ["Findings", "findings"], ["Doctor", "doctor"],
   ["Captures", "captures"], ["Triggers", "triggers"], ["Hangs", "hangs"], ["Weights", "weights"],
-  ["Losses", "losses"], ["Comparisons", "comparisons"],
+  ["Canary", "canary"], ["Lost data", "lost"], ["Comparisons", "comparisons"],
 ];
 
 const PATIENCE_MS = 1500;
@@ -81,7 +88,7 @@ function show() {
   state.hash = location.hash;
   const old = state.view;
   const main = place("main");
-  const root = h("div.view");
+  const root = document.createElement("div");
   const view = new View(root);
   state.view = view;
   drawWhere(parts, query);
@@ -121,17 +128,28 @@ const isKnown = (params) => params.run === undefined
   || (there.has(params.run) && (params.step === undefined || params.step === "latest"
     || there.has(keyOf(params))));
 
+/** Show the same view at the address with the run's stored name; nothing else is to be drawn. */
+function goTo(run) {
+  const { parts: [, , ...rest], query } = parse(location.hash);
+  location.replace(address(["runs", run, ...rest], query));
+  return new Promise(() => {});
+}
+
 /**
  * What to say of a run, attempt or step that is not there; null where it is. It asks for lists
  * alone, which are there in any case: a browser reports every answer that is an error.
  */
 async function lackingOf(params, since = 0) {
   const { run, attempt, step } = params;
-  const runs_ = await all(url("/runs", { limit: 200 }), since);
+  const runs_ = await all(url("/runs", { limit: 1000, hidden: true }), since);
   if (!runs_.rows.some((row) => row.run === run)) {
+    const named = runs_.rows.find((row) => row.display_name === run);
+    if (named) return goTo(named.run);
     return { isRun: true, sentence: `There is no run ${run} in this service.`, links: [
       ["All runs", "#/"], ...runs_.rows.slice(0, MOST_NAMED).map((row) => [row.run, ofRun(row.run)])] };
   }
+  noteNames(runs_.rows);
+  drawWhere(...Object.values(parse(location.hash)));
   there.add(run);
   if (isKnown(params)) return null;
   const { rows: attempts } = await get(`/runs/${part(run)}/attempts`, since);
@@ -164,7 +182,7 @@ function sayWhatIsThere(view, params, { sentence, links }) {
   view.add(h("h1", {}, sentence.replace(/\.$/, "")), h("p.row", {}, "There is:",
     links.map(([text, href]) => h("a", { href }, text))));
   view.place({
-    element: h("div"), concerns: begins,
+    element: document.createElement("div"), concerns: begins,
     load: async (since, events) => {
       if (events.length && await lackingOf(params, since) === null) dispatchEvent(new Event(AGAIN));
     },
@@ -175,7 +193,7 @@ function sayWhatIsThere(view, params, { sentence, links }) {
 function drawWhere(parts, query) {
   const trail = [["stagescope", "#/"]];
   const [, name, area, id, kind, ...rest] = parts;
-  if (parts[0] === "runs" && name) trail.push([name, ofRun(name)]);
+  if (parts[0] === "runs" && name) trail.push([nameOf(name), ofRun(name)]);
   else if (parts[0] && parts[0] !== "runs") trail.push([parts[0], address([parts[0]])]);
   if (area === "steps" && id) {
     const attempt = query.attempt ? ` (attempt ${query.attempt})` : "";
@@ -187,17 +205,17 @@ function drawWhere(parts, query) {
       if (rest[0]) trail.push([rest[0] === "-" ? `row ${query.row}` : rest[0], location.hash]);
     } else if (kind) trail.push([kind, location.hash]);
   } else if (area) {
-    trail.push([area, ofRun(name, area)]);
+    trail.push([TABS.find(([, tab]) => tab === area)?.[0].toLowerCase() ?? area, ofRun(name, area)]);
     if (id) trail.push([id, location.hash]);
   }
-  patch(place("where"), nodes(h("ol", {}, trail.map(([text, href], at) =>
-    h("li", {}, h("a", { href, "aria-current": at === trail.length - 1 ? "page" : null }, text))))));
+  patch(place("where"), h("ol", {}, trail.map(([text, href], at) =>
+    h("li", {}, h("a", { href, "aria-current": at === trail.length - 1 ? "page" : null }, text)))));
   const tabs = place("tabs");
   tabs.hidden = parts[0] !== "runs" || !name;
-  patch(tabs, tabs.hidden ? [] : nodes(TABS.map(([text, tab]) => h("a", {
+  patch(tabs, !tabs.hidden && TABS.map(([text, tab]) => h("a", {
     href: tab ? ofRun(name, tab) : ofRun(name),
     "aria-current": tab === area ? "true" : null,
-  }, text))));
+  }, text)));
 }
 
 // --- session ----------------------------------------------------------------------------------
@@ -205,25 +223,29 @@ function drawSession() {
   const isLive = state.stream === "live";
   const { archive } = state; // what is shown in place of a service
   document.body.classList.toggle("archive", Boolean(archive));
-  patch(place("session"), nodes(
+  patch(place("session"),
     archive ? h("span.stream.quiet", { title: "nothing changes in it, and no training can be reached from it" },
       h("a", { href: state.user?.opens ?? "#/" }, `read-only archive: ${archive}`))
     : h("span.stream", { class: isLive ? "good" : "quiet", title: "whether the page follows the service" },
       h("span", { "aria-hidden": "true" }, isLive ? "● " : "○ "), state.stream),
     !archive && h("a", { href: "#/engines" }, "engines"),
     state.user?.role === "admin" && !archive && h("a", { href: "#/audit" }, "audit"),
+    h("a", { href: "guide/" }, "Guide"),
     h("a", { href: "docs" }, "API"),
     state.user && !archive && h("span.quiet", {},
       [state.user.person ?? state.user.token, `may ${state.user.grade}`].filter(Boolean).join(", ")),
     // Whom the proxy names logs out there.
-    state.user && !state.user.person && h("button", { type: "button", onclick: leave }, "Log out")));
+    state.user && !state.user.person && button("Log out", leave));
 }
+
+/** Let the page hold this and no view. */
+const showAlone = (node) => place("main").replaceChildren(made(h("div", {}, node)));
 
 async function enter() {
   try {
     state.user = await get("/whoami", performance.now());
   } catch (error) {
-    patch(place("main"), nodes(problem(error)));
+    showAlone(problem(error));
     setTimeout(enter, 2000);
     return;
   }
@@ -237,8 +259,8 @@ async function enter() {
   show();
   drawSession();
   if (!state.archive) stream.open(); // nothing changes in an archive
-  // It is needed by most views, and takes a second to read.
-  (window.requestIdleCallback ?? setTimeout)(() => plotly().catch(() => {}));
+  // Most views need it, and it takes long to read: figures ask for it at once, others can wait.
+  state.view.ready.then(() => (window.requestIdleCallback ?? setTimeout)(() => plotly().catch(() => {})));
 }
 
 async function leave() {
@@ -253,11 +275,11 @@ function askForLogin() {
   state.view?.close();
   state.view = null;
   place("tabs").hidden = true;
-  patch(place("where"), nodes(h("ol", {}, h("li", {}, h("a", { href: "#/" }, "stagescope")))));
+  patch(place("where"), h("ol", {}, h("li", {}, h("a", { href: "#/" }, "stagescope"))));
   state.stream = "not logged in";
   drawSession();
   document.title = "Log in · stagescope";
-  place("main").replaceChildren(login(enter, state.archive));
+  showAlone(login(enter, state.archive));
   place("main").querySelector("input").focus();
 }
 

@@ -1,7 +1,7 @@
 // A view is made of blocks. Each asks the service for what it shows, draws it, and asks again when
 // an event of the stream concerns it; what has not changed is neither sent nor drawn again.
 
-import { h, nodes, patch, problem } from "./dom.js";
+import { h, made, patch, problem } from "./dom.js";
 import { get, known } from "./service.js";
 
 const COALESCE_MS = 200;
@@ -40,9 +40,9 @@ export class View {
     this.isOpen = true;
   }
 
-  /** Add elements that never change. */
+  /** Add what changes by itself, if at all. */
   add(...children) {
-    this.root.append(...nodes(children));
+    this.root.append(made(h("div", {}, children)));
   }
 
   /** Add a block; see `Block`. */
@@ -53,9 +53,9 @@ export class View {
   }
 
   /** Add something with `element`, `load(since, events)`, `concerns(event)` and perhaps `close()`. */
-  place(block) {
+  place(block, parent = this.root) {
     this.blocks.push(block);
-    this.root.append(block.element);
+    parent.append(block.element);
     block.view = this;
     block.events = [];
     block.since = 0;
@@ -121,14 +121,19 @@ export class View {
     }
   }
 
-  /** Release what the blocks hold. */
+  /** Release a block and what it holds. */
+  remove(block) {
+    this.blocks = this.blocks.filter((each) => each !== block);
+    clearTimeout(block.timer);
+    sight.unobserve(block.element);
+    block.close?.();
+    block.element.remove();
+  }
+
+  /** Release all blocks. */
   close() {
     this.isOpen = false;
-    for (const block of this.blocks) {
-      clearTimeout(block.timer);
-      sight.unobserve(block.element);
-      block.close?.();
-    }
+    for (const block of this.blocks) this.remove(block);
   }
 }
 
@@ -137,7 +142,7 @@ export class View {
  *
  * @param title the heading, or null.
  * @param path what to ask for; a list of paths, whose answers `draw` gets as arguments; or a
- *     function (since) -> promise of the data, see `get`.
+ *     function (since) -> promise of an answer, or of a list of them, see `get`.
  * @param draw (data, ...) -> children for the section.
  * @param concerns (event) -> whether an event of the stream makes the answer old.
  * @param lazy whether it is asked for when it is nearly in sight.
@@ -146,13 +151,12 @@ export class View {
 export class Block {
   constructor({ title = null, path, draw, concerns = () => false, lazy = false, leads = false, id = null, level = 2 }) {
     const label = `block-${++unique}`;
-    this.note = h("div");
-    this.body = h("div.body", { "aria-busy": "true", class: lazy ? "awaited" : "" },
-      h("p.quiet", {}, "loading…"));
-    this.element = h(title ? "section" : "div", { class: "block", "aria-labelledby": title && label, id },
-      title && h(`h${level}`, { id: label }, title), this.note, this.body);
+    this.element = made(h(title ? "section" : "div", { class: "block", "aria-labelledby": title && label, id },
+      title && h(`h${level}`, { id: label }, title), h("div"),
+      h("div.body", { "aria-busy": "true", class: lazy ? "awaited" : "" }, h("p.quiet", {}, "loading…"))));
+    [this.note, this.body] = [...this.element.children].slice(-2);
     this.paths = typeof path === "function" ? null : [path].flat();
-    this.ask = typeof path === "function" ? async (since) => [await path(since)]
+    this.ask = typeof path === "function" ? async (since) => [await path(since)].flat()
       : (since) => Promise.all(this.paths.map((each) => get(each, since)));
     this.draw = draw;
     this.concerns = concerns;
@@ -168,13 +172,13 @@ export class Block {
     try {
       this.#show(await this.ask(since));
       this.hasFailed = this.element.hidden = false;
-      patch(this.note, []);
+      patch(this.note);
     } catch (error) {
       if (error.status === 401) return;
       this.hasFailed = true;
       this.element.hidden = !this.shown && this.view.isSaid(this, error);
-      patch(this.note, this.element.hidden ? [] : nodes(problem(error)));
-      if (!this.shown) patch(this.body, []);
+      patch(this.note, !this.element.hidden && problem(error));
+      if (!this.shown) patch(this.body);
       this.#settle();
       if (!error.problem) throw error;
     }
@@ -182,12 +186,12 @@ export class Block {
 
   /** Say that what is drawn is older than what is asked for, until that is there. */
   age() {
-    if (this.shown) patch(this.note, nodes(h("p.quiet", {}, "Something is newer than this: loading…")));
+    if (this.shown) patch(this.note, h("p.quiet", {}, "Something is newer than this: loading…"));
   }
 
   #show(data) {
     if (this.shown && data.every((each, at) => each === this.shown[at])) return;
-    patch(this.body, nodes(this.draw(...data)));
+    patch(this.body, this.draw(...data));
     this.shown = data;
     this.#settle();
   }

@@ -2,9 +2,11 @@
 
 import { address, ofRun } from "./address.js";
 import { once } from "./blocks.js";
-import { badge, facts, gap, h, nodes, patch, problem, quantity, table, when } from "./dom.js";
+import { badge, facts, form, gap, h, holding, made, options, patch, quantity, when } from "./dom.js";
 import { bytes, count, partOf, plural, ranges, seconds } from "./format.js";
+import { toCapture } from "./links.js";
 import { get, part, send, url } from "./service.js";
+import { BADGE, HEAD, RIGHT, SIZE, WHEN, WIDE, table } from "./table.js";
 
 const TASKS = ["statistics", "tensor", "structure", "nan_check"];
 const LEVELS = ["L0", "L1", "mix"];
@@ -14,27 +16,25 @@ const NAME = "stagescope user"; // localStorage: the name that the audit has, no
 /** Every capture of a run. */
 export function list(view, { run }, user) {
   view.add(h("h1", {}, `Captures of ${run}`));
-  view.add(h("p.operates", {}, h("a", { href: ofRun(run, "captures", "new") }, "Arm a capture"),
+  view.add(h("p.operates", {}, toCapture(run),
     user?.grade === "read" && h("span.quiet", {}, " (needs the operate token)")));
   view.block({
     path: url("/captures", { run, limit: 100 }),
     concerns: (event) => event.event === "capture" && event.run === run,
     draw: ({ rows }) => table("Captures", [
-      ["capture", (row) => h("a", { href: ofRun(run, "captures", row.capture_id) }, row.capture_id),
-        { head: true }],
-      ["state", (row) => badge(row.state)],
-      ["stages", (row) => listed(row.spec.stages)],
+      ["capture", (row) => h("a", { href: ofRun(run, "captures", row.capture_id) }, row.capture_id), HEAD],
+      ["state", "state", BADGE],
+      ["stages", (row) => joined(row.spec.stages)],
       ["ranks", (row) => wanted(row.spec.ranks)],
       ["steps", (row) => wanted(row.spec.steps)],
       ["task", (row) => row.spec.config?.task ?? (row.spec.keep.length ? "tensors" : "")],
-      ["requested by", (row) => row.by],
-      ["when", (row) => when(row.created_wall)],
+      ["requested by", "by"], ["when", "created_wall", WHEN],
       ["removed", (row) => (row.removed_wall === null ? "no" : when(row.removed_wall))],
-    ], rows, { key: (row) => row.capture_id, empty: "None was requested." }),
+    ], rows, { stacks: true, key: (row) => row.capture_id, empty: "None was requested." }),
   });
 }
 
-const listed = (value) => [value].flat().join(", ");
+const joined = (value) => [value].flat().join(", ");
 
 /** Ranks or steps of a request as text. */
 function wanted(value) {
@@ -62,7 +62,6 @@ function begins({ order, agreement }) {
 /** The progress of a capture. */
 export function one(view, { run, capture: id }, user) {
   view.add(h("h1", {}, `Capture ${id}`));
-  const failed = h("div", { role: "alert" });
   const path = `/captures/${part(id)}`;
   const block = view.block({
     path,
@@ -74,7 +73,7 @@ export function one(view, { run, capture: id }, user) {
         found.reason && `: ${found.reason}`),
       (remarks.get(id) ?? []).map((note) => h("p.quiet", {}, note)),
       facts([
-        ["stages", listed(found.order.stages)], ["ranks", wanted(found.order.ranks)],
+        ["stages", joined(found.order.stages)], ["ranks", wanted(found.order.ranks)],
         ["steps", wanted(found.order.steps)],
         ["begins at", begins(found)],
         ["task", found.order.config?.task], ["level", found.order.config?.level],
@@ -83,20 +82,16 @@ export function one(view, { run, capture: id }, user) {
         ["removed", found.removed_wall === null ? null : [when(found.removed_wall), ` by ${found.removed_by}`]],
         ["late ranks", LATE[found.order.late]],
       ]),
-      found.removed_wall === null && !OVER.has(found.state) && user?.grade === "operate" && h("p", {},
-        h("button", { type: "button", onclick: async () => {
-          try {
-            await send("DELETE", path, null, localStorage.getItem(NAME));
-            block.load(performance.now());
-          } catch (error) {
-            patch(failed, nodes(problem(error)));
-          }
-        } }, "Withdraw")),
+      found.removed_wall === null && !OVER.has(found.state) && user?.grade === "operate" && form({}, async () => {
+        await send("DELETE", path, null, localStorage.getItem(NAME));
+        block.load(performance.now());
+      }, h("button", {}, "Withdraw")),
+      found.dumps.slice(0, 1).map(({ step, attempt }) => h("p", {}, h("a", { href: operatorsOf(run, { step, attempt }) },
+        `The operators of step ${step}`), `, from ${plural(found.dumps.length, "dump")}`)),
       h("h2", {}, "Who acknowledged"), acknowledged(found),
       h("h2", {}, "What arrived"), arrived(run, found),
     ],
   });
-  view.add(failed);
 }
 
 const STATES = {
@@ -128,11 +123,11 @@ function acknowledged({ ranks, unmatched_ranks: unmatched, order }) {
       "aria-label": "ranks that acknowledged" }), ` ${known.length} of ${plural(ranks.length, "rank")}`,
     unmatched.length > 0 && `; no role has ${plural(unmatched.length, "requested rank")} ${ranges(unmatched)}`),
     late.length > 0 && table("Ranks that have not acknowledged", [
-      ["rank", (row) => `${row.role} ${row.rank}`, { head: true }],
+      ["rank", (row) => `${row.role} ${row.rank}`, HEAD],
       ["", (row) => (row.there ? "its process lives" : badge("missing", "its process is gone"))],
-      ["last heard", (row) => when(row.last_wall)],
+      ["last heard", "last_wall", WHEN],
       ["host", (row) => row.host ?? row.node ?? gap("")],
-      ["pid", (row) => row.pid ?? gap(""), { right: true }],
+      ["pid", (row) => row.pid ?? gap(""), RIGHT],
     ], late, { key: (row) => `${row.role}/${row.rank}` }),
   ];
 }
@@ -142,52 +137,55 @@ function arrived(run, { steps, dumps, agreement, order }) {
   return [
     table("Captured steps", [
       ["step", (row) => h("a", { href: address(["runs", run, "steps", row.step, ...(alone ? [] : ["operators"])],
-        { attempt: row.attempt }) }, row.step), { head: true, right: true }],
-      ["attempt", (row) => count(row.attempt) ?? "–", { right: true }],
+        { attempt: row.attempt }) }, row.step), { ...HEAD, ...RIGHT }],
+      ["attempt", (row) => count(row.attempt) ?? "–", RIGHT],
       ["", (row) => badge(row.state === "waiting" ? "open" : row.state, row.state)],
-      [alone ? "kept of" : "collected", (row) => plural(row.collected, "rank"), { right: true }],
+      [alone ? "kept of" : "collected", (row) => plural(row.collected, "rank"), RIGHT],
       ["may still", (row) => byRole(row.waiting)],
       ["did not", (row) => [
         ...row.gaps.map((each) => `${each.role} ${each.rank}: ${each.state}`),
         ...(row.unrecorded.length > 0 ? [`nobody recorded ${row.unrecorded.join(", ")}`] : []),
         ...(row.gap ? [row.gap] : []),
-      ].join("; "), { wide: true }],
+      ].join("; "), WIDE],
     ], steps, { key: (row) => `${row.attempt}/${row.step}`, empty: "No step of it has begun." }),
     dumps.length > 0 && table("Dumps", [
-      ["dump of", (row) => `${row.role} ${row.rank}`, { head: true }],
-      ["step", (row) => row.step, { right: true }],
-      ["stage", (row) => row.stage],
+      ["dump of", (row) => h("a", { title: "its operators", href: operatorsOf(run, row) }, `${row.role} ${row.rank}`),
+        HEAD],
+      ["step", "step", RIGHT], ["stage"],
       ["part", partOf(dumps)],
       ["", (row) => badge(row.state ?? "unknown")],
-      ["size", (row) => quantity(row.bytes, "", "unknown", bytes), { right: true }],
-      ["took", (row) => quantity(row.seconds, "", "unknown", seconds), { right: true }],
-      ["where", (row) => (row.path ? h("code", {}, row.path) : gap("")), { wide: true }],
-      ["error", (row) => row.error ?? "", { wide: true }],
+      ["size", "bytes", SIZE],
+      ["took", (row) => quantity(row.seconds, "", "unknown", seconds), RIGHT],
+      ["where", (row) => (row.path ? h("code", {}, row.path) : gap("")), WIDE],
+      ["error", "error", WIDE],
     ], dumps, { stacks: true, key: (row) => `${row.attempt}/${row.step}/${row.stage}/${row.role}/${row.rank}/${row.part}` }),
     estimates(agreement.estimates),
   ];
 }
 
+/** The address of the operators of a dump. */
+const operatorsOf = (run, { step, attempt, role, rank, stage }) =>
+  address(["runs", run, "steps", step, "operators"], { attempt, role, rank, stage });
+
 function byRole(ranks) {
-  const roles = [...new Set(ranks.map((each) => each.role))];
-  return roles.map((role) => `${role} ${ranges(ranks.filter((each) => each.role === role)
-    .map((each) => each.rank))}`).join("; ");
+  return Object.entries(Object.groupBy(ranks, ({ role }) => role)).map(([role, own]) =>
+    `${role} ${ranges(own.map(({ rank }) => rank))}`).join("; ");
 }
 
 const estimates = (rows) => rows.length > 0 && h("details", {},
   h("summary", {}, "What the ranks expect it to cost"),
   table("Estimates", [
-    ["rank", (row) => `${row.role} ${row.rank}`, { head: true }],
-    ["stage", (row) => row.stage ?? ""],
-    ["a step", (row) => quantity(row.bytes ?? null, "", row.error ?? "unknown", bytes), { right: true }],
-    ["takes longer by", (row) => quantity(row.seconds ?? null, "", row.error ?? "unknown", seconds), { right: true }],
-    ["by", (row) => row.basis ?? ""],
-    ["free on its disk", (row) => quantity(row.free_bytes ?? null, "", "unknown", bytes), { right: true }],
+    ["rank", (row) => `${row.role} ${row.rank}`, HEAD],
+    ["stage"],
+    ["a step", (row) => quantity(row.bytes ?? null, "", row.error ?? "unknown", bytes), RIGHT],
+    ["takes longer by", (row) => quantity(row.seconds ?? null, "", row.error ?? "unknown", seconds), RIGHT],
+    ["by", "basis"],
+    ["free on its disk", "free_bytes", SIZE],
   ], rows, { key: (row) => `${row.role}/${row.rank}/${row.stage}` }));
 
 // --- arming -----------------------------------------------------------------------------------
 /** The form of a new capture; its fields may come with the address. */
-export function arm(view, { run, stages = "", ranks = "all", roles = "", steps = "next", task = "statistics" }, user) {
+export function arm(view, { run, stages = "", keep = "", ...given }, user) {
   view.add(h("h1", {}, user?.bundle ? `No capture of ${run} can be armed here` : `Arm a capture of ${run}`));
   if (user?.grade !== "operate") {
     view.add(h("div.problem", { role: "note" }, !user?.bundle
@@ -196,62 +194,111 @@ export function arm(view, { run, stages = "", ranks = "all", roles = "", steps =
       : h("p", {}, `This is ${user.bundle}, a read-only archive: no training can be reached from it.`)));
     return;
   }
-  const given = new Set(stages.split(",").filter(Boolean));
+  const chosen = new Set(stages.split(",").filter(Boolean));
   view.block({
-    path: once(() => stagesOf(run)), // what somebody fills in is not drawn anew
-    draw: (found) => form(run, { known: [...new Set([...found, ...given])].sort(), given, ranks, roles, steps, task }),
+    path: `/runs/${part(run)}/attempts?limit=1`,
+    concerns: (event) => event.run === run && event.event === "attempt",
+    draw: ({ rows: [attempt] }) => h("p", {}, badge(attempt?.state ?? "ended"), ...whoTakesIt(attempt)),
+  });
+  view.block({
+    path: once(() => known(run)), // what somebody fills in is not drawn anew
+    draw: (found) => armForm(run, found, { stages: chosen, keep, ranks: "all", roles: "", steps: "next", task: "statistics",
+      level: "L1", ...given }),
   });
 }
 
-/** The stages of a run, as its last steps had them. */
-async function stagesOf(run) {
-  const { rows } = await get(url("/steps", { run, limit: 3 }));
-  const found = await Promise.all(rows.map(({ step, attempt }) =>
-    get(url(`/steps/${step}/stages`, { run, attempt, limit: 1 }))));
-  return found.flatMap(({ expected }) => Object.values(expected).flatMap(Object.keys));
+/** Whether ranks will take a capture. */
+function whoTakesIt(attempt) {
+  if (!attempt) return [" The run has not reported yet: a capture waits for it."];
+  if (attempt.state === "live") return [` Attempt ${attempt.attempt} lives: its ranks will take the capture.`];
+  return [` Attempt ${attempt.attempt} is ${attempt.state}, last heard `, when(attempt.last_wall),
+    ": no rank takes a capture now. It waits for the next attempt."];
 }
 
-function form(run, { known, given, ranks, roles, steps, task }) {
-  const failed = h("div", { role: "alert" });
+/** What is known before a capture: { expected: role -> stage -> ranks, costs } of the last steps. */
+async function known(run) {
+  const [{ rows }, { rows: costs }] = await Promise.all([
+    get(url("/steps", { run, limit: 3 })), get(`/runs/${part(run)}/capture-costs`)]);
+  const found = await Promise.all(rows.map(({ step, attempt }) =>
+    get(url(`/steps/${step}/stages`, { run, attempt, limit: 1 }))));
+  const expected = {};
+  for (const each of found.reverse()) {
+    for (const [role, stages] of Object.entries(each.expected)) expected[role] = { ...expected[role], ...stages };
+  }
+  return { expected, costs };
+}
+
+function armForm(run, found, { stages: given, keep, ranks, roles, steps, task, level }) {
+  const known = [...new Set([...Object.values(found.expected).flatMap(Object.keys), ...given])].sort();
+  const price = made(h("div.price", { role: "status" }));
+  const tell = (filled) => patch(price, costOf(request(run, filled), found));
   const field = (id, label, control, help) => h("div.field", {},
     h("label", { for: id }, label), control, help && h("p.quiet", { id: `${id}-help` }, help));
   const text = (id, value, more = {}) =>
     h("input", { id, name: id, value, "aria-describedby": `${id}-help`, ...more });
-  const options = (entries, chosen) => entries.map(([value, label]) =>
-    h("option", { value, selected: value === chosen }, label ?? value));
-  const submit = async (event) => {
-    event.preventDefault();
-    const fields = event.target.elements;
-    localStorage.setItem(NAME, fields.user.value);
-    try {
-      const made = await send("POST", "/captures?wait=0", request(run, event.target), fields.user.value);
-      // Who has not acknowledged changes: the table of ranks has it.
-      remarks.set(made.capture_id, made.notes.filter((note) => !note.startsWith("waiting for ")));
-      location.hash = ofRun(run, "captures", made.capture_id);
-    } catch (error) {
-      patch(failed, nodes(problem(error)));
-      failed.scrollIntoView({ block: "nearest" });
-    }
+  const select = (id, entries, chosen) => h("select", { id, name: id }, options(entries, chosen));
+  const submit = async ({ user }) => {
+    localStorage.setItem(NAME, user.value);
+    const armed = await send("POST", "/captures?wait=0", request(run, user.form), user.value);
+    // Who has not acknowledged changes: the table of ranks has it.
+    remarks.set(armed.capture_id, armed.notes.filter((note) => !note.startsWith("waiting for ")));
+    location.hash = ofRun(run, "captures", armed.capture_id);
   };
-  return h("form.form", { onsubmit: submit },
+  const attributes = {
+    class: "form", oninput: ({ currentTarget }) => tell(currentTarget), ref: (drawn) => drawn && tell(drawn),
+  };
+  return form(attributes, submit,
     h("fieldset", { onchange: allOrSome }, h("legend", {}, "Stages"),
       known.map((stage) => h("label.choice", {},
-        h("input", { type: "checkbox", name: "stage", value: stage, checked: given.has(stage) }), ` ${stage}`)),
-      h("label.choice", {}, h("input", { type: "checkbox", name: "every", checked: !given.size }), " all stages")),
+        h("input", { type: "checkbox", name: "stage", value: stage, defaultChecked: given.has(stage) }), ` ${stage}`)),
+      h("label.choice", {}, h("input", { type: "checkbox", name: "every", defaultChecked: !given.size }), " all stages")),
     field("ranks", "Ranks", text("ranks", ranks), "all, 0,4-7, or worst(4): those with the largest mismatch of the last step"),
     field("roles", "Roles", text("roles", roles, { placeholder: "every role" }), "names, separated by commas"),
     field("steps", "Steps", text("steps", steps), "next, all, or numbers: 41,50-52"),
-    field("task", "msprobe's task", h("select", { id: "task", name: "task" },
-      options([...TASKS.map((each) => [each]), ["", "none: keep tensors only"]], task))),
-    field("level", "Level", h("select", { id: "level", name: "level" }, options(LEVELS.map((each) => [each]), "L1"))),
-    field("keep", "Tensors to keep", text("keep", "", { placeholder: "old_log_probs, rollout_log_probs" }),
+    field("task", "msprobe's task", select("task", [...TASKS, ["", "none: keep tensors only"]], task)),
+    field("level", "Level", select("level", LEVELS, level)),
+    field("keep", "Tensors to keep", text("keep", keep, { placeholder: "old_log_probs, rollout_log_probs" }),
       "names of what ranks hand over, separated by commas"),
-    field("late", "Ranks that do not acknowledge", h("select", { id: "late", name: "late" },
-      options(Object.entries(LATE), "wait"))),
+    field("late", "Ranks that do not acknowledge", select("late", Object.entries(LATE), "wait")),
     field("user", "Your name", text("user", localStorage.getItem(NAME) ?? "", { maxlength: 100, autocomplete: "name" }),
       "who armed it stands in the audit"),
-    failed,
-    h("button.main", { type: "submit" }, "Arm the capture"));
+    holding(price), h("button.main", {}, "Arm the capture"));
+}
+
+/** What a request will cost, as far as earlier dumps of the run tell. */
+function costOf({ stages, roles, ranks, task, level, keep }, { expected, costs }) {
+  if (!task) {
+    return h("p", {}, keep ? "It costs the ranks nothing: the service keeps what they record anyway."
+      : "It collects nothing: choose a task, or tensors to keep.");
+  }
+  const parts = Object.entries(expected).filter(([role]) => !roles || roles.includes(role))
+    .flatMap(([role, own]) => Object.entries(own).map(([stage, all]) => ({ role, stage, ranks: sizeOf(ranks, all) })))
+    .filter(({ stage, ranks: size }) => (stages === "all" || stages.includes(stage)) && size > 0)
+    .map((each) => ({ ...each, cost: costs.find((row) => row.role === each.role && row.stage === each.stage
+      && row.task === task && row.level === level) }));
+  const told = parts.filter(({ cost }) => cost);
+  const untold = [...new Set(parts.filter(({ cost }) => !cost).map(({ stage }) => stage))];
+  const newest = told.map(({ cost }) => cost).sort((a, b) => b.attempt - a.attempt || b.step - a.step)[0];
+  const longer = Object.values(Object.groupBy(told, ({ role }) => role)).map((own) =>
+    own.reduce((sum, { cost }) => (cost.seconds === null ? null : sum + cost.seconds), 0));
+  return [
+    told.length > 0 && h("p", {}, "About ", h("strong", {}, bytes(told.reduce((sum, each) => sum + each.cost.bytes * each.ranks, 0))),
+      ` a step on ${plural(Math.max(...told.map((each) => each.ranks)), "rank")}`, longer.includes(null) ? ""
+        : [", and each step takes ", h("strong", {}, seconds(Math.max(...longer))), " longer"],
+      `: the largest cost of earlier dumps of the run, up to step ${newest.step} of attempt ${newest.attempt}.`),
+    untold.length > 0 && h("p", {}, `Cost of ${untold.join(", ")} not known: no dump of this run yet with task ${task}, level ${level}.`),
+    !parts.length && h("p", {}, "Cost not known: no rank of the last steps has such a stage."),
+    h("p.quiet", {}, "Each rank estimates the cost before it begins. What does not fit on its disk is refused."),
+  ];
+}
+
+/** How many of `all` ranks a request asks. */
+function sizeOf(asked, all) {
+  const worst = /^worst\((\d+)\)$/.exec(asked);
+  if (worst) return Math.min(Number(worst[1]), all.length);
+  if (asked === "all") return all.length;
+  const spans = asked.split(",").map((each) => each.split("-").map(Number));
+  return all.filter((rank) => spans.some(([from, to = from]) => from <= rank && rank <= to)).length;
 }
 
 /** "all stages" and the stages exclude each other. */
@@ -263,19 +310,19 @@ function allOrSome({ target }) {
 }
 
 /** The body of `POST /captures` from the form. */
-function request(run, form_) {
-  const fields = form_.elements;
-  const names = (text) => text.split(",").map((each) => each.trim()).filter(Boolean);
-  const stages = [...form_.querySelectorAll("input[name=stage]:checked")].map((each) => each.value);
-  const keep = names(fields.keep.value);
+function request(run, filled) {
+  const fields = new FormData(filled);
+  const stages = fields.getAll("stage");
+  const [keep, roles] = ["keep", "roles"].map((name) =>
+    fields.get(name).split(",").map((each) => each.trim()).filter(Boolean));
   return {
     run,
     stages: stages.length ? stages : "all",
-    ranks: fields.ranks.value.trim() || "all",
-    steps: fields.steps.value.trim() || "next",
-    late: fields.late.value,
-    ...(fields.roles.value.trim() ? { roles: names(fields.roles.value) } : {}),
-    ...(fields.task.value ? { task: fields.task.value, level: fields.level.value } : {}),
+    ranks: fields.get("ranks").trim() || "all",
+    steps: fields.get("steps").trim() || "next",
+    late: fields.get("late"),
+    ...(roles.length ? { roles } : {}),
+    ...(fields.get("task") ? { task: fields.get("task"), level: fields.get("level") } : {}),
     ...(keep.length ? { keep } : {}),
   };
 }

@@ -1,24 +1,21 @@
 // Two attempts, runs or steps held against each other.
 
 import { choose as go, note } from "./address.js";
-import { badge, h, nodes, patch, problem, quantity, table } from "./dom.js";
+import { badge, form, h } from "./dom.js";
 import { Figure } from "./figure.js";
 import { count, plural } from "./format.js";
 import { part, send, url } from "./service.js";
+import { HEAD, PLAIN, RIGHT, WIDE, table } from "./table.js";
 
 const AGAIN_MS = 2000;
 
 /** The choice of two sides, and what differs between them. */
 export function choose(view, { run, a = "", b = "" }) {
   view.add(h("h1", {}, `Comparisons of ${run}`));
-  const submit = (event) => {
-    event.preventDefault();
-    go({ a: event.target.a.value.trim(), b: event.target.b.value.trim() });
-  };
   const side = (name, value, example) => [h("label", { for: name }, name.toUpperCase()),
     h("input", { id: name, name, value, required: true, placeholder: example, size: 28 })];
-  view.add(h("form.row", { onsubmit: submit }, side("a", a, `${run}@1`), side("b", b, `${run}@2:40`),
-    h("button", {}, "Compare")),
+  view.add(form({}, (sides) => go({ a: sides.a.value.trim(), b: sides.b.value.trim() }), side("a", a, `${run}@1`), 
+    side("b", b, `${run}@2:40`), h("button", {}, "Compare")),
   h("p.quiet", {}, "A side is RUN, RUN@ATTEMPT or RUN@ATTEMPT:STEP."));
   if (!a || !b) return;
   const attempts = [a, b].map((each) => each.replace(/:\d+$/, ""));
@@ -28,9 +25,9 @@ export function choose(view, { run, a = "", b = "" }) {
       h("p", {}, Object.entries(counts).map(([weight, size]) => `${count(size)} that may change ${weight}`).join(", ")
         || "Nothing that is known differs.", unknown.length > 0 && ` ${unknown.join(" and ").toUpperCase()} recorded no fingerprint.`),
       rows.length > 0 && table("Differences", [
-        ["what", (row) => `${row.area}: ${row.name}`, { head: true, wide: true }],
+        ["what", (row) => `${row.area}: ${row.name}`, { ...HEAD, ...WIDE }],
         ["may change", (row) => badge(row.weight === "numbers" ? "partial" : "info", row.weight)],
-        ["A", (row) => shown(row.a), { wide: true }], ["B", (row) => shown(row.b), { wide: true }],
+        ["A", (row) => shown(row.a), WIDE], ["B", (row) => shown(row.b), WIDE],
       ], rows, { key: (row) => `${row.area}/${row.name}` }),
       next && h("p.quiet", {}, "The first 200; /diff lists all."),
       unseen && h("p.quiet", {}, `Not compared: ${unseen}.`),
@@ -39,23 +36,20 @@ export function choose(view, { run, a = "", b = "" }) {
   view.place(new Figure({
     name: "comparison", title: "The two over their steps", lazy: false, params: { run, a, b },
   }));
-  const result = h("div", { "aria-live": "polite" });
-  const compare = async (event) => {
-    event?.preventDefault();
+  const compare = async (_, say) => {
     note({ tensors: "1" });
-    patch(result, nodes(h("p.quiet", {}, "comparing…")));
-    try {
-      patch(result, nodes(drawn(await send("POST", "/comparisons", { a, b }), a, b)));
-    } catch (error) {
-      if (error.status === 503 && view.isOpen) {
-        patch(result, nodes(h("p.quiet", {}, `${error.problem.wrong}…`)));
-        setTimeout(compare, AGAIN_MS);
-      } else {
-        patch(result, nodes(problem(error)));
+    say(h("p.quiet", {}, "comparing…"));
+    for (;;) {
+      try {
+        return drawn(await send("POST", "/comparisons", { a, b }), a, b);
+      } catch (error) {
+        if (error.status !== 503 || !view.isOpen) throw error;
+        say(h("p.quiet", {}, `${error.problem.wrong}…`));
+        await new Promise((done) => setTimeout(done, AGAIN_MS));
       }
     }
   };
-  view.add(h("h2", {}, "Kept tensors"), h("form", { onsubmit: compare }, h("button", {}, "Compare what is kept")), result);
+  view.add(h("h2", {}, "Kept tensors"), form({}, compare, h("button", {}, "Compare what is kept")));
 }
 
 const shown = (value) =>
@@ -73,13 +67,13 @@ function drawn({ verdict, reason, pairs }, a, b) {
           h("li", {}, check))))))],
       pair.findings.length > 0 && h("ul", {}, pair.findings.map((found) => h("li", {}, found.message))),
       table("Tensors", [
-        ["tensor", ([section, row]) => `${section}/${row.name}`, { head: true }],
+        ["tensor", ([section, row]) => `${section}/${row.name}`, HEAD],
         ["", ([, row]) => badge(["same", "within noise"].includes(row.verdict) ? "ok" : "differs", row.verdict)],
-        ["values", ([, row]) => count(row.statistics.pairs), { right: true }],
-        ["differ", ([, row]) => count(row.statistics.unequal), { right: true }],
-        ["largest |d|", ([, row]) => quantity(row.statistics.max_abs), { right: true }],
-        ["mean |d|", ([, row]) => quantity(row.statistics.mean_abs), { right: true }],
-        ["why", ([, row]) => row.reason, { wide: true }],
+        ["values", ([, row]) => count(row.statistics.pairs), RIGHT],
+        ["differ", ([, row]) => count(row.statistics.unequal), RIGHT],
+        ["largest |d|", ([, row]) => row.statistics.max_abs, PLAIN],
+        ["mean |d|", ([, row]) => row.statistics.mean_abs, PLAIN],
+        ["why", ([, row]) => row.reason, WIDE],
       ], pair.sections.flatMap(({ section, tensors }) => tensors.map((row) => [section, row])),
       { key: ([section, row]) => `${section}/${row.name}/${row.step}`, empty: "Neither side keeps a tensor." }),
     ]),

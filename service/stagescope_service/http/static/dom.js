@@ -1,99 +1,110 @@
-// Makes elements, and changes what stands in the page into what should stand there.
+// Makes what stands in the page, and changes it into what should stand there: with Preact, whose
+// one file is beside this one.
 
+import { Component, h as vnode, render } from "./preact.mjs";
+import { choose } from "./address.js";
 import { ago, clockTime, number } from "./format.js";
+import { explained } from "./words.js";
+
+const parsed = new Map(); // selector -> its tag, id and classes
+
+function parse(selector) {
+  const [, tag, id, classes] = /^([\w-]*)(?:#([\w-]+))?((?:\.[\w-]+)*)$/.exec(selector);
+  parsed.set(selector, { tag: tag || "div", id, classes: classes.slice(1).replaceAll(".", " ") });
+  return parsed.get(selector);
+}
 
 /**
- * An element: h("a.quiet", { href }, "text", [more, ...]). Functions become event handlers; null,
- * undefined and false attributes and children are left out.
+ * A Preact node: h("a.quiet", { href }, "text", [more, ...]), or of a component. Functions become
+ * event handlers; null, undefined and false attributes and children are left out. Siblings with
+ * data-key are moved with their content. What is inside an element without children is its owner's.
+ * The value of an input is what it begins with: what somebody types stays.
  */
 export function h(selector, attributes = {}, ...children) {
-  const [, tag, rest] = /^([a-z0-9-]*)(.*)$/.exec(selector);
-  const element = document.createElement(tag || "div");
-  for (const part of rest.match(/[.#][^.#]+/g) ?? []) {
-    if (part[0] === "#") element.id = part.slice(1);
-    else element.classList.add(part.slice(1));
+  if (typeof selector !== "string") return vnode(selector, attributes, ...children);
+  const { tag, id, classes } = parsed.get(selector) ?? parse(selector);
+  const given = {};
+  for (const name in attributes) { // without a list of pairs: there are many cells
+    const value = attributes[name];
+    if (value !== null && value !== undefined && (value !== false || name === "checked")) given[name] = value;
   }
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value === null || value === undefined || value === false) continue;
-    if (typeof value === "function") element[name] = value;
-    else if (name === "class") element.classList.add(...value.split(" ").filter(Boolean));
-    else if (name === "value" || name === "checked" || name === "selected") element[name] = value;
-    else element.setAttribute(name, value === true ? "" : value);
+  if (tag === "input" && "value" in given) {
+    given.defaultValue = given.value;
+    delete given.value;
   }
-  append(element, children);
-  return element;
+  if (id) given.id = id;
+  if (classes) given.class = given.class ? `${classes} ${given.class}` : classes;
+  if (given["data-key"] !== undefined) given.key = given["data-key"];
+  return vnode(tag, given, ...children);
 }
 
-function append(element, children) {
-  for (const child of children) {
-    if (child === null || child === undefined || child === false) continue;
-    if (Array.isArray(child)) append(element, child);
-    else element.append(child);
-  }
-}
-
-/** Nodes of what `h` takes as children. */
-export function nodes(...children) {
-  const holder = document.createElement("div");
-  append(holder, children);
-  return [...holder.childNodes];
-}
+const patched = new WeakSet();
 
 /**
- * Let an element hold `fresh` nodes with as few changes as possible, so that focus, scrolling and
- * opened details stay. Children with data-key are moved with their content; what is inside an
- * element with data-own is its owner's. Elements that stay get the handlers of the fresh ones, which
- * must not refer to other fresh elements.
+ * Let an element hold `children` with as few changes as possible, so that focus, scrolling and
+ * opened details stay. What it held before the first time goes.
  */
-export function patch(element, fresh) {
-  const keyed = new Map();
-  for (const child of element.children) {
-    if (child.dataset.key !== undefined) keyed.set(child.dataset.key, child);
-  }
-  let at = element.firstChild;
-  for (const wanted of fresh) {
-    const key = wanted.dataset?.key;
-    const match = key === undefined ? (at && isAlike(at, wanted) ? at : null) : keyed.get(key);
-    if (match && isAlike(match, wanted)) {
-      if (match === at) at = at.nextSibling;
-      else element.insertBefore(match, at);
-      change(match, wanted);
-    } else {
-      element.insertBefore(wanted, at);
+export function patch(element, ...children) {
+  if (!patched.has(element)) element.replaceChildren();
+  patched.add(element);
+  render(children, element);
+}
+
+/** The element of a node that is drawn once; what is inside is changed by `patch`. */
+export function made(node) {
+  const holder = document.createElement("div");
+  render(node, holder);
+  return holder.firstChild;
+}
+
+/** A node that holds an element which somebody else made. */
+export const holding = (element) => h("div", { ref: (place) => {
+  if (place && place.firstChild !== element) place.replaceChildren(element);
+} });
+
+/**
+ * A form. `act(elements, say)` does what it is for, and returns what to show below it, if anything;
+ * `say` shows something meanwhile. What is wrong is shown inside.
+ */
+class Form extends Component {
+  submit = async (event) => {
+    event.preventDefault();
+    if (this.isBusy) return;
+    this.isBusy = true;
+    const say = (said) => this.setState({ said, wrong: null });
+    try {
+      say(await this.props.act(event.currentTarget.elements, say));
+    } catch (error) {
+      this.setState({ said: null, wrong: problem(error) });
+      if (!error.problem) throw error;
+    } finally {
+      this.isBusy = false;
     }
-  }
-  while (at) {
-    const next = at.nextSibling;
-    at.remove();
-    at = next;
+  };
+
+  render({ attributes, children }, { said, wrong }) {
+    return [h("form", { class: "row", ...attributes, onsubmit: this.submit }, children,
+      h("div.wrong", { role: "alert" }, wrong)), h("div", { "aria-live": "polite" }, said)];
   }
 }
 
-const HANDLERS = ["onclick", "onchange", "oninput", "onsubmit", "onkeydown", "ontoggle"];
+export const form = (attributes, act, ...children) => h(Form, { attributes, act }, children);
 
-function isAlike(a, b) {
-  if (a.nodeType !== b.nodeType) return false;
-  return a.nodeType !== Node.ELEMENT_NODE
-    || (a.tagName === b.tagName && a.dataset.key === b.dataset.key);
-}
+export const button = (text, onclick) => h("button", { type: "button", onclick }, text);
 
-function change(old, wanted) {
-  if (old.nodeType !== Node.ELEMENT_NODE) {
-    if (old.data !== wanted.data) old.data = wanted.data;
-    return;
-  }
-  for (const { name } of [...old.attributes]) {
-    // The reader opened it: what is drawn anew does not close it.
-    if (!wanted.hasAttribute(name) && name !== "open") old.removeAttribute(name);
-  }
-  for (const { name, value } of wanted.attributes) {
-    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
-  }
-  for (const name of HANDLERS) {
-    if (old[name] !== wanted[name]) old[name] = wanted[name];
-  }
-  if (old.dataset.own === undefined) patch(old, [...wanted.childNodes]);
-}
+/** The options of a select, from values or [value, text]. */
+export const options = (values, chosen) => values.map((each) => {
+  const [value, text = value] = [each].flat();
+  return h("option", { value, selected: value === chosen }, text);
+});
+
+/** A labelled choice among `values`, which the address keeps under the name `id`. */
+export const picker = (id, label, values, chosen) => [h("label", { for: id }, label),
+  h("select", { id, onchange: ({ target }) => choose({ [id]: target.value || null, cursor: null }) },
+    options(values, chosen))];
+
+/** Parts with commas between them. */
+export const listed = (parts, between = ", ") => parts.map((each, at) => [at > 0 && between, each]);
 
 // --- parts of pages ---------------------------------------------------------------------------
 /** What stands where a number is not known: a dash and the reason. */
@@ -126,6 +137,10 @@ export function badge(word, text = word) {
   return h("span.badge", { class: kind }, mark && h("span", { "aria-hidden": "true" }, `${mark} `), text);
 }
 
+/** Sentences that are shown to who asks for them. */
+export const folded = (title, texts) => texts.length > 0
+  && h("details", {}, h("summary", {}, title), h("ul", {}, texts.map((each) => h("li", {}, each))));
+
 /** A time: how long ago, with the date and clock on hover. */
 export function when(wall) {
   if (wall === null || wall === undefined) return gap("");
@@ -137,39 +152,14 @@ export function when(wall) {
 export function refreshTimes() {
   for (const time of document.querySelectorAll("time[data-wall]")) {
     const text = ago(Number(time.dataset.wall));
-    if (time.textContent !== text) time.textContent = text;
+    if (time.firstChild.data !== text) time.firstChild.data = text; // Preact goes on using the node
   }
-}
-
-/**
- * A table that scrolls on its own. Columns are [heading, cell(row) -> node or text, options] with
- * options `right` (numbers), `head` (the cell names its row) and `wide` (wraps). A column whose
- * cells are all "" is left out. With `stacks` the rows of a narrow page are blocks, each cell with
- * its heading, so that nothing has to be scrolled into sight.
- */
-export function table(caption, columns, rows, { key, empty = "none", rowClass, stacks = false } = {}) {
-  if (!rows.length) return h("p.quiet", {}, empty);
-  const shown = columns.map(([heading, cell, options = {}]) => [heading, rows.map(cell), options])
-    .filter(([, cells]) => cells.some((cell) => cell !== ""));
-  const cells = (at) => shown.map(([heading, own, options]) =>
-    h(options.head ? "th" : "td", {
-      scope: options.head ? "row" : null,
-      "data-heading": stacks && !options.head && heading && own[at] !== "" ? heading : null,
-      class: [options.right ? "right" : "", options.wide ? "wrap" : ""].join(" "),
-    }, own[at]));
-  return h("div.scroll", { tabindex: 0, role: "region", "aria-label": caption },
-    h("table", { class: stacks ? "stacks" : "" },
-      h("caption.hidden", {}, caption),
-      h("thead", {}, h("tr", {}, shown.map(([heading, , options]) =>
-        h("th", { scope: "col", class: options.right ? "right" : "" }, heading)))),
-      h("tbody", {}, rows.map((row, at) =>
-        h("tr", { "data-key": key ? key(row) : at, class: rowClass ? rowClass(row) : "" }, cells(at))))));
 }
 
 /** Names and values: [name, node or text]; those without a value are left out. */
 export const facts = (pairs) =>
-  h("dl.facts", {}, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
-    .map(([name, value]) => h("div", { "data-key": name }, h("dt", {}, name), h("dd", {}, value))));
+  h("dl.facts", {}, pairs.filter(([, value]) => ![null, undefined, "", false].includes(value))
+    .map(([name, value]) => h("div", { "data-key": name }, h("dt", {}, explained(name)), h("dd", {}, value))));
 
 /** An error of the service as sentences. */
 export function problem(error) {

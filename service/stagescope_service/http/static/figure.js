@@ -2,14 +2,16 @@
 // table for those who cannot see it.
 
 import { once } from "./blocks.js";
-import { h, nodes, patch, problem } from "./dom.js";
+import { h, made, patch, problem } from "./dom.js";
 import { number } from "./format.js";
 import { get, known, url } from "./service.js";
+import { HEAD, table } from "./table.js";
+import { explained } from "./words.js";
 
 const MAX_ROWS = 500;
 const CONFIG = {
-  responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset",
-  showTips: false, scrollZoom: false,
+  responsive: true, displaylogo: false, displayModeBar: true, doubleClick: "reset",
+  showTips: false, scrollZoom: false, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
 };
 let loading = null;
 const drawn = new Set();
@@ -17,10 +19,11 @@ const drawn = new Set();
 /** Load Plotly, once; it is as large as all else together. */
 export function plotly() {
   loading ??= new Promise((done, fail) => {
-    const script = h("script", { src: new URL("plotly.min.js", import.meta.url).href });
-    script.onload = () => done(window.Plotly);
-    script.onerror = () => { loading = null; fail(new Error("plotly.min.js could not be loaded")); };
-    document.head.append(script);
+    document.head.append(made(h("script", {
+      src: new URL("plotly.min.js", import.meta.url).href,
+      onload: () => done(window.Plotly),
+      onerror: () => { loading = null; fail(new Error("plotly.min.js could not be loaded")); },
+    })));
   });
   return loading;
 }
@@ -48,6 +51,7 @@ function themed(layout) {
     width: undefined,
     uirevision: "same", // what somebody zoomed to stays when steps are added
     font: { ...layout.font, color: ink },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--quiet"), activecolor: style("--link") },
     hoverlabel: {
       ...layout.hoverlabel, bgcolor: style("--raised"), bordercolor: style("--line"),
       font: { ...layout.hoverlabel?.font, color: ink },
@@ -95,25 +99,24 @@ export class Figure {
     this.isLazy = lazy;
     this.grows = grows;
     this.opens = opens;
-    this.caption = h("figcaption", {}, h("strong", {}, title));
-    this.note = h("div");
-    this.plot = h("div.plot", { role: "img", "aria-label": title });
-    if (height) this.plot.style.minHeight = `${height}px`;
-    this.numbers = h("details", { ontoggle: () => this.#list() }, h("summary", {}, "as numbers"));
-    this.numbers.hidden = true;
-    this.element = h("figure", {}, this.caption, this.note, this.plot, this.numbers);
+    this.element = made(h("figure", {}, h("figcaption", {}, h("strong", {}, explained(title))), h("div"),
+      h("div.plot", { role: "group", "aria-label": title, style: height ? { minHeight: `${height}px` } : null }),
+      h("details", { hidden: true, ontoggle: () => this.#list() }, h("summary", {}, "as numbers"), h("div"))));
+    [this.caption, this.note, this.plot, this.numbers] = this.element.children;
     this.shown = null;
+    this.plots = []; // that are drawn
     const before = known(this.path);
     if (before) this.#show(before);
   }
 
   /** Ask, and draw what is new. */
   async load(since = 0, events = []) {
+    plotly().catch(() => {}); // while the answer is awaited
     const steps = events.map((each) => (each.event === "step" ? each.step : -Infinity));
     const first = Math.min(...steps);
     try {
       if (!await isDrawn(this.name)) {
-        patch(this.note, nodes(h("p.quiet", {}, "This service does not draw this figure.")));
+        patch(this.note, h("p.quiet", {}, "This service does not draw this figure."));
         this.plot.classList.add("empty");
         return;
       }
@@ -124,8 +127,8 @@ export class Figure {
     } catch (error) {
       if (error.status === 401) return;
       this.hasFailed = true;
-      this.element.hidden = !this.shown && this.view.isSaid(this, error);
-      patch(this.note, this.element.hidden ? [] : nodes(problem(error)));
+      this.element.hidden = !this.shown && this.view?.isSaid(this, error);
+      patch(this.note, !this.element.hidden && problem(error));
       this.plot.classList.add("empty");
       if (!error.problem) throw error;
     }
@@ -140,41 +143,56 @@ export class Figure {
   }
 
   async #show(answer) {
-    // An empty figure says it itself.
     const isDrawn_ = answer.figure.data.length > 0;
-    patch(this.note, nodes(answer.note && isDrawn_ && h("p.quiet", {}, answer.note),
+    this.plot.hidden = !isDrawn_; // empty axes are a picture of nothing: the note says why
+    const note = answer.note ?? (isDrawn_ ? null : "Nothing to draw yet.");
+    patch(this.note, (!this.isGroup || !isDrawn_) && [note && h("p.quiet", {}, note),
       this.opens && isDrawn_ && h("p.quiet", {}, "A click on a point opens its step; so do the steps in "
-        + "“as numbers”.")));
+        + "“as numbers”.")]);
     if (answer === this.shown) return;
     this.shown = answer;
-    patch(this.caption, nodes(h("strong", {}, answer.title)));
+    patch(this.caption, h("strong", {}, explained(answer.title)));
     this.plot.setAttribute("aria-label", answer.note ? `${answer.title}: ${answer.note}` : answer.title);
     this.plot.style.minHeight = `${answer.figure.layout.height ?? 320}px`;
-    this.numbers.hidden = false;
+    this.numbers.hidden = !isDrawn_;
     drawn.add(this);
-    await this.redraw();
+    if (isDrawn_) await this.redraw();
     this.#list();
+  }
+
+  /** The plots of a figure: an element and what it shows, for each. */
+  plotsOf(figure) {
+    return [[this.plot, innerWidth < NARROW ? narrowed(figure) : figure]];
   }
 
   /** Draw in the colours of now. */
   async redraw() {
     const Plotly = await plotly();
     if (!this.shown || !drawn.has(this)) return;
-    const { figure } = this.shown;
-    const { data, layout } = innerWidth < NARROW ? narrowed(figure) : figure;
-    await Plotly.react(this.plot, data, themed(layout), CONFIG);
-    if (this.opens && !this.isFollowed) this.#follow();
+    const plots = this.plotsOf(this.shown.figure);
+    for (const gone of this.plots.splice(0)) {
+      if (!plots.some(([plot]) => plot === gone)) Plotly.purge(gone);
+    }
+    for (const [plot, { data, layout }] of plots) {
+      const isNew = !plot.data;
+      this.plots.push(plot);
+      await Plotly.react(plot, data, themed(layout), CONFIG);
+      if (isNew) this.follow(plot);
+    }
   }
 
   /** Let a click on a point lead to where it is from; the table of numbers has links. */
-  #follow() {
-    this.isFollowed = true;
-    this.plot.on("plotly_click", ({ points: [point] }) => {
+  follow(plot) {
+    if (!this.opens) return;
+    plot.on("plotly_click", ({ points, event }) => {
+      const above = event.clientY - plot.getBoundingClientRect().top;
+      const away = ({ y, yaxis }) => Math.abs(yaxis._offset + yaxis.d2p(y) - above);
+      const [point] = [...points].sort((a, b) => away(a) - away(b)); // of several at one step
       const to = point && this.#addressOf(point.x, point.data);
       if (to) location.hash = to;
     });
-    this.plot.on("plotly_hover", () => this.plot.classList.add("opens"));
-    this.plot.on("plotly_unhover", () => this.plot.classList.remove("opens"));
+    plot.on("plotly_hover", () => plot.classList.add("opens"));
+    plot.on("plotly_unhover", () => plot.classList.remove("opens"));
   }
 
   #addressOf(x, trace) {
@@ -183,20 +201,18 @@ export class Figure {
 
   /** Take the room that there is: a view may have been drawn before it stood in the page. */
   fit() {
-    if (this.plot.data) window.Plotly.Plots.resize(this.plot);
+    for (const plot of this.plots) window.Plotly.Plots.resize(plot);
   }
 
   #list() {
     if (!this.numbers.open || !this.shown) return;
-    const [summary] = this.numbers.children;
-    const lists = this.shown.figure.data.map((trace, at) =>
-      listed(trace, at, (x) => this.#addressOf(x, trace)));
-    this.numbers.replaceChildren(summary, ...lists);
+    patch(this.numbers.lastChild, this.shown.figure.data.map((trace, at) =>
+      asTable(trace, at, (x) => this.#addressOf(x, trace))));
   }
 
   close() {
     drawn.delete(this);
-    if (window.Plotly && this.plot.data) window.Plotly.purge(this.plot);
+    for (const plot of this.plots) window.Plotly.purge(plot);
   }
 }
 
@@ -265,32 +281,22 @@ function grownTrace(trace, more, step) {
  * A trace as a table.
  * @param link (x) -> the address of what x names, or null.
  */
-function listed(trace, at, link) {
+function asTable(trace, at, link) {
   const name = trace.name || `series ${at + 1}`;
+  const linked = (value) => (link(value) ? h("a", { href: link(value) }, cell(value)) : cell(value));
+  if (isColumn(trace.z)) {
+    const [across, down, matrix] = [trace.x, trace.y, trace.z].map(values);
+    return table(name, [["", ([head]) => cell(head), HEAD],
+      ...across.slice(0, values(matrix[0]).length).map((each, of) => [linked(each), ([, row]) => cell(row[of])])],
+    matrix.slice(0, MAX_ROWS).map((row, of) => [down[of] ?? of, values(row)]), { isNamed: true });
+  }
   const columns = ["x", "y", "text", "hovertext"].filter((each) => isColumn(trace[each]));
   const read = columns.map((each) => values(trace[each]));
-  if (isColumn(trace.z)) return listedMatrix(name, trace, link);
-  const shown = (column, value) => (column === "x" && link(value)
-    ? h("a", { href: link(value) }, cell(value)) : cell(value));
   const length = Math.max(0, ...read.map((each) => each.length));
-  const rows = Array.from({ length: Math.min(length, MAX_ROWS) }, (_, row) => row);
-  return h("div.scroll", { tabindex: 0, role: "region", "aria-label": name },
-    h("table", {},
-      h("caption", {}, length > MAX_ROWS ? `${name}: the last ${MAX_ROWS} of ${length}` : name),
-      h("thead", {}, h("tr", {}, columns.map((each) => h("th", { scope: "col" }, each)))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, read.map((each, of) =>
-        h("td", {}, shown(columns[of], each[row + Math.max(0, length - MAX_ROWS)]))))))));
-}
-
-function listedMatrix(name, { x, y, z }, link) {
-  const [across, down, matrix] = [values(x), values(y), values(z)];
-  return h("div.scroll", { tabindex: 0, role: "region", "aria-label": name },
-    h("table", {}, h("caption", {}, name),
-      h("thead", {}, h("tr", {}, h("td"), across.map((each) => h("th", { scope: "col" },
-        link(each) ? h("a", { href: link(each) }, cell(each)) : cell(each))))),
-      h("tbody", {}, matrix.slice(0, MAX_ROWS).map((row, at) =>
-        h("tr", {}, h("th", { scope: "row" }, cell(down[at] ?? at)),
-          values(row).map((each) => h("td", {}, cell(each))))))));
+  const rows = Array.from({ length: Math.min(length, MAX_ROWS) }, (_, row) => row + Math.max(0, length - MAX_ROWS));
+  return table(length > MAX_ROWS ? `${name}: the last ${MAX_ROWS} of ${length}` : name,
+    columns.map((each, of) => [each, (row) => (each === "x" ? linked : cell)(read[of][row])]), rows,
+    { isNamed: true, empty: `${name}: none` });
 }
 
 const cell = (value) =>

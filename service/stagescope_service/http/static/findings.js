@@ -1,27 +1,26 @@
 // What the service found: causes with the steps and ranks that they concern, and one finding.
 
-import { choose, ofRank, ofRun, ofStep } from "./address.js";
-import { badge, facts, h, table, when } from "./dom.js";
+import { ofRun } from "./address.js";
+import { badge, facts, h, picker, when } from "./dom.js";
 import { count, number, plural } from "./format.js";
+import { toCapture, toRank, toStep } from "./links.js";
 import { part, url } from "./service.js";
+import { COUNT, HEAD, RIGHT, WHEN, WIDE, table } from "./table.js";
 
 const ONLY = ["error", "warning", "info"];
 
 /** Findings of a run, grouped by cause. */
 export function findings(view, { run, only = "", attempt = "", cursor }) {
   view.add(h("h1", {}, `Findings of ${run}`), h("p.row", {},
-    h("label", { for: "only" }, "Show"),
-    h("select#only", { onchange: ({ target }) => choose({ only: target.value, cursor: null }) },
-      ["", ...ONLY].map((each) =>
-        h("option", { value: each, selected: each === only }, each ? `${each}s` : "all")))));
+    picker("only", "Show", [...new Set(["", ...ONLY, only])].map((each) =>
+      [each, ONLY.includes(each) ? `${each}s` : each || "all"]), only)));
   view.block({
     path: url("/findings/groups", { run, attempt, only, cursor, limit: 100 }),
     concerns: (event) => event.run === run && event.event === "finding",
     draw: ({ rows, groups, grouped, truncated, next }) => [
       h("p.quiet", {}, `${plural(groups, "cause")} of ${plural(grouped, "finding")}`,
         truncated && ", the newest; more are left out", "."),
-      findingsTable(run, rows),
-      next && h("button", { type: "button", onclick: () => choose({ cursor: next }) }, "More"),
+      findingsTable(run, rows, next),
     ],
   });
 }
@@ -33,16 +32,16 @@ const placeOf = ({ where, step, role, rank, stage }) => [
 ];
 
 /** A table of findings, or of groups of them. */
-export const findingsTable = (run, rows) => table("Findings", [
+export const findingsTable = (run, rows, next) => table("Findings", [
   ["", (row) => badge(row.severity ?? "info")],
   ["finding", (row) => h("a", { href: ofRun(run, "findings", row.finding_id) }, row.message ?? row.kind),
-    { head: true, wide: true }],
+    { ...HEAD, ...WIDE }],
   ["where", (row) => placeOf(row)],
-  ["attempt", (row) => count(row.attempt) ?? "", { right: true }],
-  ["times", (row) => count(row.count ?? row.findings ?? 1), { right: true }],
-  ["last seen", (row) => when(row.last_wall)],
+  ["attempt", "attempt", COUNT],
+  ["times", (row) => count(row.count ?? row.findings ?? 1), RIGHT],
+  ["last seen", "last_wall", WHEN],
   ["", (row) => (row.over_wall === null ? "" : ["over since ", when(row.over_wall)])],
-], rows, { key: (row) => row.finding_id, empty: "Nothing was found." });
+], rows, { stacks: true, key: (row) => row.finding_id, empty: "Nothing was found.", next });
 
 /** One finding with its evidence. */
 export function finding(view, { run, finding: id }) {
@@ -56,32 +55,20 @@ export function finding(view, { run, finding: id }) {
       facts([
         ["kind", row.kind],
         ["where", row.group.where || "the run"],
-        ["step", row.step !== null && row.attempt !== null
-          && h("a", { href: ofStep(run, row.step, row.attempt) }, `step ${row.step}`)],
-        ["rank", row.step !== null && row.rank !== null && row.role !== null
-          && h("a", { href: ofRank(run, row.step, row.attempt, row.role, row.rank) },
-            `${row.role} ${row.rank}`)],
+        ["step", row.attempt !== null && toStep(run, row)],
+        ["rank", row.step !== null && row.rank !== null && row.role !== null && toRank(run, row)],
         ["stage", row.stage],
         ["attempt", count(row.attempt)],
         ["seen", [count(row.count ?? 1), " times, first ", when(row.first_wall), ", last ",
           when(row.last_wall)]],
         ["over", row.over_wall === null ? "no" : when(row.over_wall)],
         ["findings of this cause", count(row.group.findings)],
-      ].map(([name, value]) => [name, value === false ? null : value])),
+      ]),
       row.evidence && [h("h2", {}, "Evidence"), tree(row.evidence)],
-      row.step !== null && h("p.operates", {}, h("a", {
-        href: ofRun(run, "captures", "new") + captureQuery(row),
-      }, "Arm a capture of this stage and rank")),
+      row.step !== null && h("p", {}, toCapture(run, { stages: row.stage, ranks: row.rank, roles: row.role },
+        "Arm a capture of this stage and rank")),
     ],
   });
-}
-
-function captureQuery({ stage, rank, role }) {
-  const query = new URLSearchParams();
-  if (stage) query.set("stages", stage);
-  if (rank !== null) query.set("ranks", rank);
-  if (role) query.set("roles", role);
-  return query.size ? `?${query}` : "";
 }
 
 /** Nested facts as lists. */

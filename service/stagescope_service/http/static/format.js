@@ -4,6 +4,8 @@
 const SPELLED = { nan: "NaN", inf: "∞", "-inf": "−∞" };
 const DIGITS = 4;
 const LEAST_PERCENT = 1e-6;
+const LEAST_FIXED = 1e-4; // in a column: 0.000123 beside 0.01234 reads better than powers of ten
+const LEAST_LARGE = 1e6;
 
 /** Whether an answer's number is there and finite. */
 export const isFinite = (value) => typeof value === "number" && Number.isFinite(value);
@@ -15,8 +17,15 @@ export function number(value) {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "−∞";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size < 1e-3 || size >= 1e6) return minus(exponential(value));
-  return minus(size >= 10 ** (DIGITS - 1) ? grouped(Math.round(value)) : value.toPrecision(DIGITS));
+  return minus(size < 1e-3 || size >= LEAST_LARGE ? exponential(value) : fixed(value));
+}
+
+/** One format for the numbers of a column: four significant digits, all fixed or all scientific. */
+export function columnFormat(values) {
+  const sizes = values.filter(isFinite).map(Math.abs).filter((size) => size > 0);
+  const isFixed = sizes.every((size) => size >= LEAST_FIXED && size < LEAST_LARGE);
+  return (value) => !isFinite(value) || value === 0 ? number(value)
+    : minus(isFixed ? fixed(value) : exponential(value));
 }
 
 /** A count: all digits, in groups of three. */
@@ -60,12 +69,8 @@ export function bytes(value) {
   return `${at === 0 ? value : Number(value.toPrecision(3))} ${units[at]}`;
 }
 
-/** Unix seconds as local date and time. */
-export function clockTime(wall) {
-  const time = new Date(wall * 1000);
-  const date = [time.getFullYear(), pad(time.getMonth() + 1), pad(time.getDate())].join("-");
-  return `${date} ${pad(time.getHours())}:${pad(time.getMinutes())}:${pad(time.getSeconds())}`;
-}
+/** Unix seconds as local date and time: 2026-11-29 08:30:00, as Swedes write it. */
+export const clockTime = (wall) => new Date(wall * 1000).toLocaleString("sv-SE");
 
 /** How long ago Unix seconds were. */
 export function ago(wall, now = Date.now() / 1000) {
@@ -106,11 +111,11 @@ export const plural = (size, noun) => `${count(size)} ${noun}${size === 1 ? "" :
 const pad = (value) => String(value).padStart(2, "0");
 const minus = (text) => text.replace(/^-/, "−");
 
-function grouped(value) {
-  const [whole, part] = String(value).split(".");
-  const spaced = whole.length > 4 ? whole.replace(/\B(?=(\d{3})+$)/g, "\u202f") : whole;
-  return part === undefined ? spaced : `${spaced}.${part}`;
-}
+const GROUPS = new Intl.NumberFormat("en", { useGrouping: "min2", maximumFractionDigits: 20 });
+const grouped = (value) => GROUPS.format(value).replaceAll(",", "\u202f");
+
+const fixed = (value) =>
+  Math.abs(value) >= 10 ** (DIGITS - 1) ? grouped(Math.round(value)) : value.toPrecision(DIGITS);
 
 function exponential(value) {
   const [mantissa, power] = value.toExponential(DIGITS - 1).split("e");

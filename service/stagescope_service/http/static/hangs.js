@@ -1,45 +1,47 @@
 // Who holds up the others, and what every process is doing.
 
-import { choose, ofRank, ofStep } from "./address.js";
-import { badge, gap, h, nodes, patch, problem, quantity, table, when } from "./dom.js";
+import { choose } from "./address.js";
+import { badge, button, form, gap, h, quantity, when } from "./dom.js";
 import { count, plural, seconds } from "./format.js";
-import { send, url } from "./service.js";
+import { toRank, toStep } from "./links.js";
+import { get, send, url } from "./service.js";
+import { HEAD, RIGHT, table } from "./table.js";
+
+const NOTHING = {}; // of a run without a step
 
 /** Stuck ranks and stacks of a run. */
 export function hangs(view, { run, role, rank }, user) {
   view.add(h("h1", {}, `Hangs of ${run}`));
   view.block({
-    title: "Who holds up the others", path: url("/steps/latest/stuck", { run, limit: 500 }),
+    title: "Who holds up the others", path: async (since) => (await get(url("/steps", { run, limit: 1 }), since)).rows.length
+      ? get(url("/steps/latest/stuck", { run, limit: 500 }), since) : NOTHING,
     concerns: (event) => event.run === run && ["step", "finding"].includes(event.event),
-    draw: (found) => [
+    draw: (found) => found === NOTHING ? h("p.quiet", {}, "No step has begun.") : [
       h("p.lead", {}, found.rows.length
         ? [badge("error", `${plural(found.rows.length, "rank")} stuck`), ` in step ${found.step}`]
         : [badge("ok", "nobody is stuck"), ` in step ${found.step}`, found.note && `: ${found.note}`]),
       found.rows.length > 0 && table("Stuck ranks", [
-        ["rank", (row) => h("a", { href: ofRank(run, row.step, found.attempt, row.role, row.rank) },
-          `${row.role} ${row.rank}`), { head: true }],
-        ["step", (row) => h("a", { href: ofStep(run, row.step, found.attempt) }, row.step), { right: true }],
+        ["rank", (row) => toRank(run, { ...row, attempt: found.attempt }), HEAD],
+        ["step", ({ step }) => toStep(run, { step, attempt: found.attempt }), RIGHT],
         ["stage", (row) => row.stage || "between stages"],
-        ["", (row) => row.status],
-        ["quiet for", (row) => quantity(row.seconds, "", "", seconds), { right: true }],
-        ["usual", (row) => quantity(row.usual_seconds, "", "not known", seconds), { right: true }],
+        ["", "status"],
+        ["quiet for", (row) => quantity(row.seconds, "", "", seconds), RIGHT],
+        ["usual", (row) => quantity(row.usual_seconds, "", "not known", seconds), RIGHT],
         ["others", (row) => `${row.ranks_ended} of ${row.ranks} ended, ${row.ranks_begun} begun`],
         ["process", (row) => badge(row.process === "live" ? "live" : "missing", row.process)],
         ["host", (row) => [row.host ?? gap(""), row.pid && ` pid ${row.pid}`]],
-      ], found.rows, { key: (row) => `${row.step}/${row.stage}/${row.role}/${row.rank}/${row.part}` }),
+      ], found.rows, { stacks: true, key: (row) => `${row.step}/${row.stage}/${row.role}/${row.rank}/${row.part}` }),
       found.findings.length > 0 && h("p.quiet", {}, "Before: ", found.findings.map((each) => each.message).join("; ")),
     ],
   });
-  const failed = h("div", { role: "alert" });
   const stacks = view.block({
     title: rank ? `Stacks of ${role} ${rank}` : "Stacks",
     path: url("/stacks", { run, role, rank, limit: 100 }),
     concerns: (event) => event.run === run && event.event === "finding",
     draw: ({ rows, next }) => [
-      rank && h("p", {}, h("button", { type: "button", onclick: () => choose({ role: null, rank: null }) },
-        "Stacks of every rank")),
-      user?.grade === "operate" ? h("p", {}, h("button", { type: "button", onclick: take }, "Take stacks now"),
-        h("span.quiet", {}, " of every thread; a rank that is blocked answers too"))
+      rank && h("p", {}, button("Stacks of every rank", () => choose({ role: null, rank: null }))),
+      user?.grade === "operate" ? form({}, take, h("button", {}, "Take stacks now"),
+        h("span.quiet", {}, "of every thread; a rank that is blocked answers too"))
         : h("p.quiet.operates", {}, "The operate token may take stacks."),
       rows.length === 0 && h("p.quiet", {}, "None were taken."),
       rows.map((row) => h("details", { "data-key": `${row.request_id}/${row.incarnation}` },
@@ -52,19 +54,14 @@ export function hangs(view, { run, role, rank }, user) {
       next && h("p.quiet", {}, `The ${count(rows.length)} newest; /stacks lists all.`),
     ],
   });
-  async function take() {
-    patch(failed, nodes(h("p.quiet", {}, "asking every process…")));
-    try {
-      const found = await send("POST", "/stacks", {
-        run, ...(role ? { role } : {}), ...(rank ? { ranks: [Number(rank)] } : {}),
-      });
-      patch(failed, nodes(h("p", {}, `${plural(found.rows.length, "rank")} answered`,
-        found.not_answered.length > 0 && `; not ${found.not_answered.map((each) =>
-          `${each.role ?? "rank"} ${each.rank} (${each.reason})`).join(", ")}`)));
-      stacks.load(performance.now());
-    } catch (error) {
-      patch(failed, nodes(problem(error)));
-    }
+  async function take(_, say) {
+    say(h("p.quiet", {}, "asking every process…"));
+    const found = await send("POST", "/stacks", {
+      run, ...(role ? { role } : {}), ...(rank ? { ranks: [Number(rank)] } : {}),
+    });
+    stacks.load(performance.now());
+    return h("p", {}, `${plural(found.rows.length, "rank")} answered`,
+      found.not_answered.length > 0 && `; not ${found.not_answered.map((each) =>
+        `${each.role ?? "rank"} ${each.rank} (${each.reason})`).join(", ")}`);
   }
-  view.add(failed);
 }

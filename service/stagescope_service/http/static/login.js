@@ -1,6 +1,6 @@
 // The login: a token is traded for a cookie that scripts cannot read.
 
-import { h, nodes, patch, problem } from "./dom.js";
+import { form, h } from "./dom.js";
 import { send } from "./service.js";
 
 /**
@@ -8,30 +8,21 @@ import { send } from "./service.js";
  * @param bundle what is shown in place of a service: `the bundle x.tar.gz`; null: it is a service.
  */
 export function login(done, bundle) {
-  const input = h("input#token", {
-    type: "password", name: "token", autocomplete: "off", required: true, size: 48,
-    "aria-describedby": "token-where",
-  });
-  const failed = h("div", { role: "alert" });
-  const enter = async (event) => {
-    event.preventDefault();
-    try {
-      await send("POST", "/login", { token: input.value.trim() });
-    } catch (error) {
-      patch(failed, nodes(problem(error)));
-      input.select();
-      return;
-    }
-    input.value = "";
+  const enter = async ({ token }) => {
+    token.select();
+    await send("POST", "/login", { token: token.value.trim() });
+    token.value = "";
     done();
   };
-  return h("form#login", { onsubmit: enter },
-    h("h1", {}, "Log in"),
+  return h("div#login", {}, h("h1", {}, "Log in"),
     h("p", {}, bundle ? `This is ${bundle}, a read-only archive, shown to those who hold its token.`
       : "The numbers of trainings are shown to those who hold a token of this service."),
     h("label", { for: "token" }, "Token"),
-    h("div.row", {}, input, h("button.main", { type: "submit" }, "Log in")),
-    failed,
+    form({}, enter,
+      h("input#token", {
+        type: "password", name: "token", autocomplete: "off", required: true, size: 48,
+        "aria-describedby": "token-where",
+      }), h("button.main", {}, "Log in")),
     h("div#token-where", {}, bundle
       ? h("p", {}, "Its token stands in the terminal where ", h("code", {}, "stagescope attach"),
         " opened it, in the line that begins with ", h("code", {}, "token"),

@@ -1,10 +1,12 @@
 // The operators of a step's dumps: where a rank first went wrong, and every call in its order.
 
-import { choose, ofRun } from "./address.js";
-import { badge, h, quantity, table } from "./dom.js";
+import { choose } from "./address.js";
+import { badge, form, h, quantity } from "./dom.js";
 import { Figure } from "./figure.js";
 import { bytes, count, partOf, plural, ranges } from "./format.js";
+import { toCapture } from "./links.js";
 import { get, part, url } from "./service.js";
+import { CODE, COUNT, HEAD, PLAIN, RIGHT, WIDE, table } from "./table.js";
 
 /** The last two parts of a path: "/a/b/model/block.py:23 in forward" is "model/block.py:23 in forward". */
 const shortPath = (source) => source.replace(/^\S*\/(?=[^/\s]+\/[^/\s]+)/, "");
@@ -13,12 +15,8 @@ const isFine = (row) => !row.name && !row.reason && row.state !== "announced";
 
 /** "27 dumps: no non-finite value (actor 0-1 in actor_update)". */
 function allFine(rows) {
-  const places = new Map();
-  for (const { role, stage, rank } of rows) {
-    const key = `in ${stage} of ${role}`;
-    places.set(key, [...(places.get(key) ?? []), rank]);
-  }
-  const named = [...places].map(([key, found]) => `${key} ${ranges(found)}`).join("; ");
+  const places = Map.groupBy(rows, ({ role, stage }) => `in ${stage} of ${role}`);
+  const named = [...places].map(([key, found]) => `${key} ${ranges(found.map(({ rank }) => rank))}`).join("; ");
   return [badge("ok", plural(rows.length, "dump")), `: no non-finite value (${named}).`];
 }
 
@@ -43,33 +41,27 @@ export function operators(view, params) {
         ` on ${plural(earliest.together.length, "rank")}`, earliest.source && [", at ", h("code", {}, earliest.source)])
         : rows.length > 0 && h("p.lead", {}, badge("not found"), " All results that were read are finite, or masks."),
       rows.length > 0 && table("By rank", [
-        ["rank", (row) => `${row.role} ${row.rank}`, { head: true }],
-        ["stage", (row) => row.stage],
+        ["rank", (row) => `${row.role} ${row.rank}`, HEAD],
+        ["stage"],
         ["part", partOf(rows)],
         ["first operator", (row) => (row.name ? h("code", {}, row.name)
-          : row.reason ?? (row.state === "announced" ? "being read" : "none")), { wide: true }],
-        ["holds", (row) => row.non_finite ?? ""],
+          : row.reason ?? (row.state === "announced" ? "being read" : "none")), WIDE],
+        ["holds", "non_finite"],
         ["inputs before it", (row) => (row.bad_inputs ?? []).map((each) =>
-          `${each.section} ${each.index ?? ""}: ${each.non_finite}`).join("; ") || "finite", { wide: true }],
+          `${each.section} ${each.index ?? ""}: ${each.non_finite}`).join("; ") || "finite", WIDE],
       ], rows.filter((row) => !isFine(row)), {
         key: (row) => `${row.stage}/${row.role}/${row.rank}/${row.part}/${row.capture_id}`, empty: "" }),
       rows.some(isFine) && h("p", {}, allFine(rows.filter(isFine))),
-      !rows.length && h("p.quiet", {}, "Nothing was captured at this step."),
-      !rows.length && h("p.operates", {},
-        h("a", { href: ofRun(run, "captures", "new") }, "Arm a capture")),
+      !rows.length && [h("p.quiet", {}, "Nothing was captured at this step."), h("p", {}, toCapture(run))],
     ],
   });
   view.place(new Figure({
     name: "operators", title: "Values in execution order", params: { ...asked, step, rank }, concerns,
   }));
-  const search = (event) => {
-    event.preventDefault();
-    const { name: text, nonfinite: box } = event.target;
-    choose({ name: text.value, nonfinite: box.checked ? "1" : null, cursor: null });
-  };
-  view.add(h("form.row", { onsubmit: search },
+  view.add(form({}, ({ name: text, nonfinite: box }) =>
+    choose({ name: text.value, nonfinite: box.checked ? "1" : null, cursor: null }),
     h("label", { for: "name" }, "Name contains"), h("input#name", { name: "name", value: name ?? "" }),
-    h("label", {}, h("input", { type: "checkbox", name: "nonfinite", checked: Boolean(nonfinite) }),
+    h("label", {}, h("input", { type: "checkbox", name: "nonfinite", defaultChecked: Boolean(nonfinite) }),
       " only what is not finite"), h("button", {}, "Show")));
   view.block({
     title: "Calls", concerns,
@@ -77,30 +69,25 @@ export function operators(view, params) {
       ? get(path("", { rank, name, non_finite: nonfinite ? true : null, limit: 100, cursor }), since) : NOTHING,
     draw: ({ tables, rows, next }) => [
       table("Dumps", [
-        ["dump", (row) => `${row.role} ${row.rank}, ${row.stage}`, { head: true }],
+        ["dump", (row) => `${row.role} ${row.rank}, ${row.stage}`, HEAD],
         ["part", partOf(tables)],
         ["", (row) => [row.state, row.truncated ? ", cut off" : ""]],
-        ["calls", (row) => count(row.calls) ?? "–", { right: true }],
-        ["not finite", (row) => count(row.non_finite_rows) ?? "–", { right: true }],
-        ["size", (row) => quantity(row.bytes, "", "not read", bytes), { right: true }],
-        ["", (row) => row.reason ?? "", { wide: true }],
+        ["calls", (row) => count(row.calls) ?? "–", RIGHT],
+        ["not finite", (row) => count(row.non_finite_rows) ?? "–", RIGHT],
+        ["size", (row) => quantity(row.bytes, "", "not read", bytes), RIGHT],
+        ["", "reason", WIDE],
       ], tables, { key: (row) => `${row.stage}/${row.role}/${row.rank}/${row.part}/${row.capture_id}`,
         empty: "There is no dump of it." }),
       tables.length > 0 && table("Operator calls in execution order", [
-        ["order", (row) => count(row.order), { right: true }],
-        ["call", (row) => h("code", {}, row.name), { head: true }],
+        ["order", "order", COUNT], ["call", "name", { ...HEAD, ...CODE }],
         ["what", (row) => [row.section, row.index && ` ${row.index}`]],
         ["dtype", (row) => row.dtype ?? row.type ?? ""],
         ["shape", (row) => (row.shape ? row.shape.join(" × ") : "")],
-        ["min", (row) => quantity(row.min, "", "-"), { right: true }],
-        ["max", (row) => quantity(row.max, "", "-"), { right: true }],
-        ["mean", (row) => quantity(row.mean, "", "-"), { right: true }],
-        ["norm", (row) => quantity(row.norm, "", "-"), { right: true }],
+        ["min", "min", PLAIN], ["max", "max", PLAIN], ["mean", "mean", PLAIN], ["norm", "norm", PLAIN],
         ["", (row) => (row.non_finite ? h("span.bad", {}, row.non_finite) : "")],
-        ["at", (row) => (row.source ? h("span", { title: row.source }, shortPath(row.source)) : "")],
+        ["at", (row) => (row.source ? h("span", { title: row.source }, shortPath(row.source)) : ""), WIDE],
       ], rows, { key: (row) => `${row.role}/${row.rank}/${row.order}/${row.section}/${row.index}/${row.name}`,
-        empty: "No call is like that." }),
-      next && h("button", { type: "button", onclick: () => choose({ cursor: next }) }, "Further calls"),
+        empty: "No call is like that.", next, more: "Further calls" }),
     ],
   });
 }

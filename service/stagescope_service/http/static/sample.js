@@ -1,12 +1,14 @@
 // One sample token by token: its mismatch, and what the loss did with each token.
 
-import { address, note, ofRank, ofRun } from "./address.js";
+import { address, note } from "./address.js";
 import { once } from "./blocks.js";
-import { facts, gap, h, nodes, patch, quantity } from "./dom.js";
+import { button, facts, folded, gap, h, holding, listed, made, patch, quantity } from "./dom.js";
 import { count, isFinite, plural, share } from "./format.js";
+import { toCapture, toRank } from "./links.js";
 import { get, part, url } from "./service.js";
-import { verdict } from "./step.js";
+import { verdict } from "./step_numbers.js";
 import { FATES, segments, SHADES, TokenText } from "./token_text.js";
+import { explained } from "./words.js";
 
 /** A sample, by its uid or by the rank and row that hold it. */
 export function sample(view, params) {
@@ -20,26 +22,27 @@ export function sample(view, params) {
     path: once(() => get(uid === "-" ? path("row", { role, rank, row }) : path(`samples/${part(uid)}`))),
     draw: (found) => {
       text?.close();
-      const panel = h("div.panel", { "data-own": true });
+      const panel = made(h("div.panel"));
       text = new TokenText(found, (index, isChosen) => {
-        patch(panel, nodes(describe(found, index, params)));
+        patch(panel, describe(found, index, params));
         if (isChosen) note({ at: found.positions[index] });
       });
       const named = at === undefined ? -1 : found.positions.indexOf(Number(at));
       const start = named >= 0 ? named : worst(found);
       text.choose(start, { isQuiet: at === undefined });
-      patch(panel, nodes(describe(found, start, params)));
+      patch(panel, describe(found, start, params));
       return [
         summary(found),
+        prompt(found),
         legend(found),
         h("p.row", {},
-          h("button", { type: "button", onclick: () => text.next(-1) }, "◂ Previous"),
-          h("button", { type: "button", onclick: () => text.next(1) }, "Next ▸"),
+          button("◂ Previous", () => text.next(-1)),
+          button("Next ▸", () => text.next(1)),
           h("span", {}, text.marked.length
             ? `of ${plural(text.marked.length, "token")} with |d| over 0.1 nat or not finite`
             : "no token with |d| over 0.1 nat"),
           h("span.quiet", {}, "With the tokens focused: arrows, Page keys, n and p.")),
-        h("div.tokens-and-panel", { "data-own": true }, text.element, panel),
+        h("div.tokens-and-panel", {}, holding(text.element), holding(panel)),
       ];
     },
   });
@@ -65,13 +68,17 @@ function summary(found) {
       ["tokens", [count(found.positions.length), environment ? `, ${count(environment)} of the environment` : ""]],
       ["rounds", count(inRounds.length)],
       ["group", found.group_id],
+      ["prompt", found.prompt_ids ? null : "not recorded: record prompts beside responses"],
       ["text", found.texts ? null : `${found.token_ids ? "ids" : "none"}: ${found.texts_reason}`],
     ]),
-    missing.length > 0 && h("details", {}, h("summary", {}, "What is not recorded of it"),
-      h("ul", {}, missing.map((each) => h("li", {}, each)))),
-    found.notes.length > 0 && h("details", {}, h("summary", {}, "How this was read"),
-      h("ul", {}, found.notes.map((each) => h("li", {}, each)))),
+    folded("What is not recorded of it", missing), folded("How this was read", found.notes),
   ];
+}
+
+/** The prompt as text, or its ids where no tokenizer is known. */
+function prompt({ prompt_ids: ids, prompt_text: text }) {
+  return ids && h("details.prompt", { open: true }, h("summary", {}, `Prompt, ${plural(ids.length, "token")}`),
+    h("pre", { tabindex: 0, role: "region", "aria-label": "Prompt" }, text ?? ids.join(" ")));
 }
 
 /** The passes of the update that clip a token: "in 1 of 2 passes, on the high side". */
@@ -84,12 +91,12 @@ function clippedIn(passes, at) {
 }
 
 /** The ratio that the policy loss clips, of each pass over the token. */
-const ownRatios = (ratios, at) => ratios.map((each, pass) => [pass > 0 && ", then ", quantity(each[at])]);
+const ownRatios = (ratios, at) => listed(ratios.map((each) => quantity(each[at])), ", then ");
 
 function legend(found) {
   const fates = new Set(found.fate);
   const marks = Object.entries(FATES).filter(([fate]) => fates.has(fate));
-  return h("p.legend", {}, "|d| in nat: ",
+  return h("p.legend", {}, explained("|d| in nat: "),
     SHADES.map(([at, text]) => [h("span.t", { class: `s${at}` }, text), " "]),
     h("span.t", { class: "environment" }, "environment"), " ",
     marks.map(([text, kind]) => [h("span.t", { class: kind }, fateText(text, found)), " "]));
@@ -135,8 +142,6 @@ function describe(found, at, { run, step, attempt, role, rank }) {
     rank !== undefined && h("p.row", {},
       h("a", { href: address(["runs", run, "steps", step, "operators"], { attempt, ...own }) },
         "Operators of its rank"),
-      h("a", { href: ofRank(run, step, attempt, own.role, own.rank) }, `${own.role} ${own.rank}`),
-      h("a.operates", { href: `${ofRun(run, "captures", "new")}?${new URLSearchParams({ ranks: own.rank, roles: own.role })}` },
-        "Arm a capture there")),
+      toRank(run, { step, attempt, ...own }), toCapture(run, { ranks: rank, roles: role }, "Arm a capture there")),
   ];
 }

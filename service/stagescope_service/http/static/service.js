@@ -35,6 +35,9 @@ export function url(path, params = {}) {
   return text ? `${path}?${text}` : path;
 }
 
+/** The address of an answer for links, relative to the page: a proxy may serve it below a path. */
+export const toFile = (path) => `.${path}`;
+
 /** The part of a path that stands for one name. */
 export const part = (name) => encodeURIComponent(name);
 
@@ -109,8 +112,7 @@ export async function send(method, path, body, user) {
 
 async function reach(path, options) {
   try {
-    // Relative to the page: a proxy may serve it below a path.
-    return await fetch(`.${path}`, { credentials: "same-origin", ...options });
+    return await fetch(toFile(path), { credentials: "same-origin", ...options });
   } catch {
     throw new ServiceError({
       status: 0, wrong: "the service does not answer",

@@ -1,7 +1,7 @@
 // The text of a sample, a token at a time. Only the lines in sight are elements, so that a sample
 // of any length scrolls; lines break as in text, at each change between rounds and environment.
 
-import { h } from "./dom.js";
+import { h, made, patch } from "./dom.js";
 
 const LINE = 26; // pixels, as in style.css
 const GUTTER = 92;
@@ -44,6 +44,8 @@ export function segments(sample) {
   return found;
 }
 
+const Drawn = ({ draw }) => draw();
+
 /**
  * @param sample columns of `/steps/{step}/samples/{uid}`.
  * @param onPoint (index, isChosen) is called with the token under the pointer or chosen by the
@@ -57,17 +59,15 @@ export class TokenText {
     this.shades = Int8Array.from(sample.d, (d, at) => (sample.mask[at] ? shade(d) : -1));
     this.chosen = -1;
     this.lines = new Map();
-    this.layer = h("div.lines");
-    this.text = h("div.tokens", {
-      role: "listbox", tabindex: 0, "aria-label": `${this.size} tokens, by position`,
-      onkeydown: (event) => this.#key(event),
-    }, this.layer);
-    this.map = h("canvas.map", { "aria-hidden": "true", width: 14 });
-    this.element = h("div.reader", { "data-own": true }, this.text, this.map);
-    this.text.addEventListener("scroll", () => this.#ask(), { passive: true });
-    this.text.addEventListener("pointermove", (event) => this.#point(event, false));
-    this.text.addEventListener("click", (event) => this.#point(event, true));
-    this.map.addEventListener("click", (event) => this.#jump(event));
+    this.element = made(h("div.reader", {},
+      h("div.tokens", {
+        role: "listbox", tabindex: 0, "aria-label": `${this.size} tokens, by position`,
+        onkeydown: (event) => this.#key(event), onscroll: () => this.#ask(),
+        onpointermove: (event) => this.#point(event, false), onclick: (event) => this.#point(event, true),
+      }, h("div.lines")),
+      h("canvas.map", { "aria-hidden": "true", width: 14, onclick: (event) => this.#jump(event) })));
+    [this.text, this.map] = this.element.children;
+    this.layer = this.text.firstChild;
     this.width = 0;
     this.watch = new ResizeObserver(() => this.#layout());
     this.watch.observe(this.text);
@@ -118,7 +118,6 @@ export class TokenText {
       }
     }
     this.layer.style.height = `${this.starts.length * LINE}px`;
-    this.lines.forEach((line) => line.remove());
     this.lines.clear();
     if (first !== null) this.text.scrollTop = this.#lineOf(first) * LINE;
     this.#draw();
@@ -149,50 +148,33 @@ export class TokenText {
     const top = Math.floor(this.text.scrollTop / LINE);
     const first = Math.max(0, top - OVERSCAN);
     const last = Math.min(this.starts.length, top + Math.ceil(this.text.clientHeight / LINE) + OVERSCAN);
-    for (const [at, line] of this.lines) {
-      if (at < first || at >= last) {
-        line.remove();
-        this.lines.delete(at);
-      }
-    }
-    const fresh = document.createDocumentFragment();
-    for (let at = first; at < last; at++) {
-      if (this.lines.has(at)) continue;
-      const line = this.#line(at);
-      this.lines.set(at, line);
-      fresh.append(line);
-    }
-    this.layer.append(fresh);
+    const lines = Array.from({ length: last - first }, (_, at) => this.#line(first + at));
+    patch(this.layer, lines);
+    this.lines = new Map(lines.map((line) => [line.key, line]));
   }
 
+  /** A line; one that is drawn already is the same node, which Preact does not look at again. */
   #line(index) {
-    const line = document.createElement("div");
-    line.className = "token-line";
-    line.style.top = `${index * LINE}px`;
-    line.setAttribute("role", "presentation");
+    return this.lines.get(index) ?? h(Drawn, { key: index, draw: () => this.#drawLine(index) });
+  }
+
+  #drawLine(index) {
+    const [from, to = this.size] = this.starts.slice(index, index + 2);
     const label = this.labels[index];
-    const gutter = document.createElement("span");
-    gutter.className = label ? "gutter label" : "gutter";
-    gutter.setAttribute("aria-hidden", "true");
-    gutter.textContent = label ? (label.round === null ? "environment" : `round ${label.round}`)
-      : this.sample.positions[this.starts[index]];
-    line.append(gutter);
-    const to = this.starts[index + 1] ?? this.size;
-    for (let at = this.starts[index]; at < to; at++) line.append(this.#token(at));
-    return line;
+    return h("div.token-line", { role: "presentation", style: { top: `${index * LINE}px` } },
+      h("span.gutter", { class: label ? "label" : "", "aria-hidden": "true" },
+        !label ? this.sample.positions[from] : label.round === null ? "environment" : `round ${label.round}`),
+      Array.from({ length: to - from }, (_, at) => this.#token(from + at)));
   }
 
   #token(at) {
-    const token = document.createElement("span");
+    const isChosen = at === this.chosen;
     const kind = this.sample.mask[at] ? `s${this.shades[at]}` : "environment";
-    token.className = ["t", kind, FATES[this.sample.fate[at]] ?? "", at === this.chosen ? "chosen" : "",
-      this.sample.texts ? "" : "id"].join(" ");
-    token.dataset.at = at;
-    token.id = `token-${at}`;
-    token.setAttribute("role", "option");
-    token.setAttribute("aria-selected", String(at === this.chosen));
-    token.textContent = this.#shown(at);
-    return token;
+    return h("span.t", {
+      id: `token-${at}`, "data-at": at, role: "option", "aria-selected": String(isChosen),
+      "aria-label": isChosen ? this.described(at) : null,
+      class: [kind, FATES[this.sample.fate[at]] ?? "", isChosen ? "chosen" : "", this.sample.texts ? "" : "id"].join(" "),
+    }, this.#shown(at));
   }
 
   /** One row of pixels a few tokens: the largest mismatch among them. */
@@ -224,15 +206,15 @@ export class TokenText {
       return;
     }
     this.waiting = undefined;
-    this.#mark(this.chosen, false);
+    this.lines.delete(this.#lineOf(this.chosen));
     this.chosen = Math.max(0, Math.min(this.size - 1, at));
+    this.lines.delete(this.#lineOf(this.chosen));
     const top = this.#lineOf(this.chosen) * LINE;
     const { scrollTop, clientHeight } = this.text;
     if (top < scrollTop || top + LINE > scrollTop + clientHeight) {
       this.text.scrollTop = Math.max(0, top - clientHeight / 3);
     }
     this.#draw();
-    this.#mark(this.chosen, true);
     this.text.setAttribute("aria-activedescendant", `token-${this.chosen}`);
     if (!isQuiet) this.onPoint(this.chosen, true);
   }
@@ -243,13 +225,6 @@ export class TokenText {
     const ordered = direction > 0 ? this.marked : [...this.marked].reverse();
     const further = ordered.find((at) => direction * (at - this.chosen) > 0);
     this.choose(further ?? ordered[0]);
-  }
-
-  #mark(at, isChosen) {
-    const token = this.layer.querySelector(`#token-${at}`);
-    token?.classList.toggle("chosen", isChosen);
-    token?.setAttribute("aria-selected", String(isChosen));
-    if (isChosen) token?.setAttribute("aria-label", this.described(at));
   }
 
   /** A token and its mismatch as a sentence, for those who hear it. */

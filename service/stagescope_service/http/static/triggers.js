@@ -1,9 +1,11 @@
-// The rules in force, what fired, and what triggers may spend.
+// The active rules, what fired, and what triggers may spend.
 
-import { ofRun, ofStep } from "./address.js";
-import { badge, h, nodes, patch, problem, quantity, table, when } from "./dom.js";
-import { bytes, count, number, seconds, share } from "./format.js";
+import { ofRun } from "./address.js";
+import { badge, form, h, listed, quantity } from "./dom.js";
+import { bytes, count, seconds, share } from "./format.js";
+import { toStep } from "./links.js";
 import { send, url } from "./service.js";
+import { CODE, COUNT, HEAD, RIGHT, WHEN, WIDE, table } from "./table.js";
 
 /** Triggers of a run. */
 export function triggers(view, { run }) {
@@ -12,15 +14,15 @@ export function triggers(view, { run }) {
     title: "Budgets", path: url("/triggers", { run }),
     concerns: (event) => event.run === run && ["capture", "finding"].includes(event.event),
     draw: ({ budgets }) => table("Budgets of captures", [
-      ["run", (row) => row.run, { head: true }],
-      ["captures", (row) => `${count(row.spent.captures)} of ${count(row.budget.captures)}`, { right: true }],
+      ["run", "run", HEAD],
+      ["captures", (row) => `${count(row.spent.captures)} of ${count(row.budget.captures)}`, RIGHT],
       ["bytes", (row) => `${bytes(row.spent.bytes)} of ${row.budget.bytes == null ? "any" : bytes(row.budget.bytes)}`,
-        { right: true }],
+        RIGHT],
       ["time", (row) => `${seconds(row.spent.seconds)}, ${share(row.spent.share)} of ${
-        row.budget.share == null ? "any" : share(row.budget.share)}`, { right: true }],
-      ["under way", (row) => row.under_way.map((id, at) => [at > 0 && ", ",
-        h("a", { href: ofRun(row.run, "captures", id) }, id)])],
-      ["", (row) => (row.refusal ? badge("refused", row.refusal) : "there is room"), { wide: true }],
+        row.budget.share == null ? "any" : share(row.budget.share)}`, RIGHT],
+      ["under way", (row) => listed(row.under_way.map((id) =>
+        h("a", { href: ofRun(row.run, "captures", id) }, id)))],
+      ["", (row) => (row.refusal ? badge("refused", row.refusal) : "there is room"), WIDE],
     ], budgets, { key: (row) => row.run, empty: ["No run may be captured by triggers: rules make "
       + "findings and pin steps. ", h("code", {}, "runs"), " in the rules, or the training's settings, ",
       "give a budget."] }),
@@ -29,53 +31,41 @@ export function triggers(view, { run }) {
     title: "What fired", path: url("/triggers/firings/groups", { run, limit: 50 }),
     concerns: (event) => event.run === run && event.event === "finding",
     draw: ({ rows }) => table("Firings", [
-      ["rule", (row) => row.rule, { head: true }],
-      ["first", (row) => h("a", { href: ofStep(run, row.step, row.attempt) }, `step ${row.step}`)],
-      ["where", (row) => row.where],
-      ["times", (row) => count(row.firings), { right: true }],
-      ["what", (row) => row.message, { wide: true }],
-      ["then", (row) => row.outcomes.join("; "), { wide: true }],
-      ["last", (row) => when(row.last_wall)],
-    ], rows, { key: (row) => `${row.rule}/${row.stage}/${row.role}/${row.step}`, empty: "No rule fired." }),
+      ["rule", "rule", HEAD],
+      ["first", (row) => toStep(run, row, `step ${row.step}`)],
+      ["where"], ["times", "firings", COUNT], ["what", "message", WIDE],
+      ["then", (row) => row.outcomes.join("; "), WIDE],
+      ["last", "last_wall", WHEN],
+    ], rows, { stacks: true, key: (row) => `${row.rule}/${row.stage}/${row.role}/${row.step}`, empty: "No rule fired." }),
   });
-  const result = h("div", { "aria-live": "polite" });
-  const tryRules = async (event) => {
-    event.preventDefault();
-    try {
-      const found = await send("POST", "/triggers/test", { run });
-      patch(result, nodes(h("p", {}, `Of ${count(found.steps)} stored steps:`), table("Would have fired", [
-        ["step", (row) => h("a", { href: ofStep(run, row.step, row.attempt) }, row.step), { head: true, right: true }],
-        ["rule", (row) => row.rule],
-        ["value", (row) => quantity(row.value), { right: true }],
-        ["what", (row) => row.message, { wide: true }],
-        ["", (row) => (row.fired_live ? "fired live" : "")],
-      ], found.rows, { key: (row) => `${row.attempt}/${row.step}/${row.rule}`, empty: "nothing would have fired." })));
-    } catch (error) {
-      patch(result, nodes(problem(error)));
-    }
+  const tryRules = async () => {
+    const { steps, rows } = await send("POST", "/triggers/test", { run });
+    return [h("p", {}, `Of ${count(steps)} stored steps:`), table("Would have fired", [
+      ["step", (row) => toStep(run, row), { ...HEAD, ...RIGHT }],
+      ["rule"],
+      ["value", (row) => quantity(row.value), RIGHT],
+      ["what", "message", WIDE],
+      ["", (row) => (row.fired_live ? "fired live" : "")],
+    ], rows, { key: (row) => `${row.attempt}/${row.step}/${row.rule}`, empty: "nothing would have fired." })];
   };
   view.block({
-    title: "Rules in force", path: url("/triggers", { run }),
+    title: "Active rules", path: url("/triggers", { run }),
     concerns: (event) => event.run === run && event.event === "finding",
     draw: ({ rules, revision, by, source, pinned }) => [
       h("p.quiet", {}, `Revision ${count(revision)}, from ${source}${by ? `, by ${by}` : ""}.`),
       table("Rules", [
-        ["rule", (row) => row.name, { head: true }],
-        ["metric", (row) => h("code", {}, row.metric)],
-        ["by", (row) => row.by],
-        ["when", (row) => conditions(row.when), { wide: true }],
+        ["rule", "name", HEAD], ["metric", "metric", CODE], ["by"],
+        ["when", (row) => conditions(row.when), WIDE],
         ["for", (row) => (row.for === 1 ? "" : `${row.for} steps`)],
         ["then", (row) => Object.keys(row.actions).join(", ")],
-        ["fired", (row) => count(row.fired), { right: true }],
-        ["last", (row) => (row.last_fired ? h("a", {
-          href: ofStep(row.last_fired.run, row.last_fired.step, row.last_fired.attempt),
-        }, `step ${row.last_fired.step}`) : "")],
-      ], rules, { key: (row) => row.name }),
-      pinned.length > 0 && h("p", {}, "Pinned: ", pinned.map((each, at) => [at > 0 && ", ",
-        h("a", { href: ofStep(each.run, each.step, each.attempt) }, `step ${each.step}`)])),
+        ["fired", "fired", COUNT],
+        ["last", ({ last_fired: last }) => (last ? toStep(last.run, last, `step ${last.step}`) : "")],
+      ], rules, { stacks: true, key: (row) => row.name }),
+      pinned.length > 0 && h("p", {}, "Pinned: ", 
+        listed(pinned.map((each) => toStep(each.run, each, `step ${each.step}`)))),
     ],
   });
-  view.add(h("form.operates", { onsubmit: tryRules }, h("button", {}, "Try the rules on the stored steps")), result,
+  view.add(form({ class: "row operates" }, tryRules, h("button", {}, "Try the rules on the stored steps")),
     h("p.quiet.operates", {}, "Rules are set by ", h("code", {}, "stagescope triggers set"), "; the service's API has them at ",
       h("a", { href: "docs" }, "PUT /triggers"), "."));
 }
@@ -83,10 +73,10 @@ export function triggers(view, { run }) {
 function conditions(when_) {
   return Object.entries(when_).map(([name, value]) =>
     name === "non_finite" ? "not finite"
-    : name === "z_score" ? `over ${number(value.over)} σ of ${value.steps} steps`
-    : name === "median_ratio" ? `over ${number(value)} × the median`
-    : name === "noise_ratio" ? `over ${number(value)} × the noise floor`
-    : name === "standard_errors" ? `by ${number(value)} standard errors`
-    : `${name} ${number(value)}`).join(" and ");
+    : name === "z_score" ? `over ${String(value.over)} σ of ${value.steps} steps`
+    : name === "median_ratio" ? `over ${String(value)} × the median`
+    : name === "noise_ratio" ? `over ${String(value)} × the noise floor`
+    : name === "standard_errors" ? `by ${String(value)} standard errors`
+    : `${name} ${String(value)}`).join(" and ");
 }
 

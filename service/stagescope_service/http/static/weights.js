@@ -1,10 +1,12 @@
 // Weights: whether the rollout received what the trainer sent, tensor by tensor, and devices that
 // hold something else than their replicas.
 
-import { choose, ofRun, ofStep } from "./address.js";
-import { badge, h, nodes, quantity, table, when } from "./dom.js";
+import { ofRun } from "./address.js";
+import { badge, h, listed, picker, quantity } from "./dom.js";
 import { count, ranges } from "./format.js";
+import { toStep } from "./links.js";
 import { part, url } from "./service.js";
+import { BADGE, CODE, COUNT, HEAD, RIGHT, WHEN, WIDE, table } from "./table.js";
 
 const VERDICTS = ["differs", "missing", "replicas differ", "not comparable", "not compared", "agrees"];
 
@@ -15,29 +17,24 @@ export function weights(view, { run, attempt, cursor }) {
   view.block({
     path: url("/weights", { run, attempt, cursor, limit: 100 }),
     concerns: (event) => event.run === run && ["step", "finding"].includes(event.event),
-    draw: ({ rows, next }) => [
-      table("Versions of the weights", [
-        ["version", (row) => h("a", { href: ofRun(run, "weights", row.version) }, row.version),
-          { head: true, right: true }],
-        ["verdict", (row) => (row.differ || row.missing ? badge("differs")
-          : row.replicas_differ ? badge("partial", "replicas differ")
-          : row.not_comparable || !row.agree ? badge("unknown", "not all compared") : badge("agrees"))],
-        ["step", (row) => (row.step === null ? "" : h("a", { href: ofStep(run, row.step, attempt) }, row.step)),
-          { right: true }],
-        ["agree", (row) => count(row.agree), { right: true }],
-        ["differ", (row) => bad(row.differ), { right: true }],
-        ["missing", (row) => bad(row.missing), { right: true }],
-        ["not comparable", (row) => count(row.not_comparable), { right: true }],
-        ["replicas differ", (row) => bad(row.replicas_differ), { right: true }],
-        ["first of them", (row) => Object.entries(row.names).filter(([, names]) => names.length).map(([kind, names]) =>
-          `${kind}: ${names.slice(0, 2).join(", ")}${names.length > 2 ? ", …" : ""}`).join("; "), { wide: true }],
-        ["recorded by", (row) => recorders(row.ranks), { wide: true }],
-        ["", (row) => (row.complete ? "" : "ranks are missing")],
-        ["when", (row) => when(row.wall)],
-      ], rows, { key: (row) => row.version, empty: "No weights were recorded: probe.record_weights(...) "
-        + "on both sides of a weight sync." }),
-      next && h("button", { type: "button", onclick: () => choose({ cursor: next }) }, "Earlier versions"),
-    ],
+    draw: ({ rows, next }) => table("Versions of the weights", [
+      ["version", (row) => h("a", { href: ofRun(run, "weights", row.version) }, row.version), { ...HEAD, ...RIGHT }],
+      ["verdict", (row) => (row.differ || row.missing ? badge("differs")
+        : row.replicas_differ ? badge("partial", "replicas differ")
+        : row.not_comparable || !row.agree ? badge("unknown", "not all compared") : badge("agrees"))],
+      ["step", ({ step }) => toStep(run, { step, attempt }), RIGHT],
+      ["agree", "agree", COUNT],
+      ["differ", (row) => bad(row.differ), RIGHT],
+      ["missing", (row) => bad(row.missing), RIGHT],
+      ["not comparable", "not_comparable", COUNT],
+      ["replicas differ", (row) => bad(row.replicas_differ), RIGHT],
+      ["first of them", (row) => Object.entries(row.names).filter(([, names]) => names.length).map(([kind, names]) =>
+        `${kind}: ${names.slice(0, 2).join(", ")}${names.length > 2 ? ", …" : ""}`).join("; "), WIDE],
+      ["recorded by", (row) => recorders(row.ranks), WIDE],
+      ["", (row) => (row.complete ? "" : "ranks are missing")],
+      ["when", "wall", WHEN],
+    ], rows, { stacks: true, key: (row) => row.version, next, more: "Earlier versions", empty: "No weights were recorded: "
+      + "probe.record_weights(...) on both sides of a weight sync." }),
   });
 }
 
@@ -49,27 +46,22 @@ const recorders = (sides) => Object.entries(sides).map(([side, roles]) =>
 /** One version: every weight, the worst first. */
 export function version(view, { run, attempt, version: own, verdict = "", cursor }) {
   view.add(h("h1", {}, `Weights of ${run}, version ${own}`), h("p.row", {},
-    h("label", { for: "verdict" }, "Show"),
-    h("select#verdict", { onchange: ({ target }) => choose({ verdict: target.value, cursor: null }) },
-      ["", ...VERDICTS].map((each) => h("option", { value: each, selected: each === verdict }, each || "all")))));
+    picker("verdict", "Show", [["", "all"], ...VERDICTS], verdict)));
   view.block({
     path: url(`/weights/${part(own)}`, { run, attempt, verdict, cursor, limit: 200 }),
     draw: ({ rows, next, counts, complete }) => [
-      h("p.lead", {}, VERDICTS.filter((each) => counts[each]).map((each, at) =>
-        [at > 0 && " ", badge(each === "replicas differ" ? "partial" : each, `${count(counts[each])} ${each}`)]),
+      h("p.lead", {}, listed(VERDICTS.filter((each) => counts[each]).map((each) =>
+        badge(each === "replicas differ" ? "partial" : each, `${count(counts[each])} ${each}`)), " "),
       !complete && " (ranks are missing)"),
       table("Weights", [
-        ["weight", (row) => h("code", {}, row.name), { head: true }],
-        ["", (row) => badge(row.verdict)],
-        ["dtype", (row) => row.dtype ?? ""],
+        ["weight", "name", { ...HEAD, ...CODE }], ["", "verdict", BADGE], ["dtype"],
         ["shape", (row) => (row.shape ?? []).join(" × ")],
         ["rollout ranks that differ", (row) => ranges(row.ranks)],
         ["unlike their replicas", (row) => row.odd_ranks.map((each) => `${each.role} ${each.rank}`).join(", ")],
         ["sent", (row) => h("code", {}, row.trainer ?? "–")],
         ["received", (row) => h("code", {}, row.rollout ?? "–")],
-        ["why", (row) => row.reason ?? "", { wide: true }],
-      ], rows, { key: (row) => `${row.name}/${row.kind}`, empty: "No weight is like that." }),
-      next && h("button", { type: "button", onclick: () => choose({ cursor: next }) }, "Further weights"),
+        ["why", "reason", WIDE],
+      ], rows, { key: (row) => `${row.name}/${row.kind}`, empty: "No weight is like that.", next, more: "Further weights" }),
     ],
   });
 }
@@ -80,14 +72,13 @@ export function devices(view) {
   view.block({
     path: url("/devices", { limit: 200 }),
     draw: ({ rows }) => table("Devices", [
-      ["device", (row) => h("code", {}, row.device), { head: true }],
-      ["outvoted", (row) => bad(row.odd), { right: true }],
-      ["suspected", (row) => count(row.suspected), { right: true }],
-      ["runs", (row) => nodes(row.runs.map((each, at) => [at > 0 && ", ", h("a", { href: ofRun(each) }, each)]))],
+      ["device", "device", { ...HEAD, ...CODE }],
+      ["outvoted", (row) => bad(row.odd), RIGHT],
+      ["suspected", "suspected", COUNT],
+      ["runs", (row) => listed(row.runs.map((each) => h("a", { href: ofRun(each) }, each)))],
       ["last", (row) => `${row.last_run}, ${row.last_role} ${row.last_rank}, version ${row.last_version}`],
-      ["tensors", (row) => quantity(row.tensors, "", "", count), { right: true }],
-      ["host", (row) => row.host ?? ""],
-      ["when", (row) => when(row.last_wall)],
+      ["tensors", (row) => quantity(row.tensors, "", "", count), RIGHT],
+      ["host"], ["when", "last_wall", WHEN],
     ], rows, { key: (row) => row.device, empty: "None was seen." }),
   });
 }

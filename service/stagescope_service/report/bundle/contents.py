@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import stagescope_wire
-from stagescope_service.report.redaction import SECRET_NAME, Redactor
+from stagescope_service.redaction import SECRET_NAME, Redactor
 from stagescope_service.store.artifacts import confine, file_checksum
 from stagescope_service.store.copying import PlacedFile, copy_run, place_files
 from stagescope_service.store.tensorfile import disk_errors

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from stagescope_service.core.entities import CRASHED, SILENT
+from stagescope_service.core.entities import CRASHED
 from stagescope_service.core.findings import ATTEMPT_BUNDLED, describe
 from stagescope_service.report.bundle.making import make_bundle
 from stagescope_service.store.queries.runs import DiedAttempt
+from stagescope_service.store.tables.training import SILENT
 from stagescope_service.store.tensorfile import disk_errors
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_wire.errors import NotFound, StagescopeError

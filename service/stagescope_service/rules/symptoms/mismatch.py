@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,14 +12,16 @@ import numpy as np
 
 from stagescope_service.rules.evidence import (
     ABS_DIFF,
+    Count,
     Evidence,
     not_found,
     not_measured,
-    of_rate,
     short,
     spearman,
 )
-from stagescope_service.rules.history import NEWEST, READ, CurrentStep, RunHistory
+from stagescope_service.rules.history import NEWEST, READ, RunHistory
+from stagescope_service.rules.steps import CurrentStep
+from stagescope_service.rules.symptoms.ages import is_of_old
 from stagescope_service.statistics.cell import Field, Float64
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey
 from stagescope_wire.render import counted
@@ -41,8 +44,9 @@ class _Mean(NamedTuple):
 _Slices: TypeAlias = "list[tuple[CurrentStep, dict[SliceKey, _Mean]]]"
 
 
-def _means(history: RunHistory, by: Dimension) -> _Slices:
-    """Return mean |d| of the slices of the newest steps."""
+def _means(history: RunHistory, by: Dimension, few: float = 0.0) -> _Slices:
+    """Return mean |d| of the slices of the newest steps; `few` is the share of the tokens of a
+    slice that are few, too."""
     names = ("counts/tokens", "logprob_abs_diff/max", "tail/abs_diff_over_0.5_count")
     others = [dict(history.slices(by, name)) for name in names]
     found: _Slices = []
@@ -51,7 +55,7 @@ def _means(history: RunHistory, by: Dimension) -> _Slices:
         for key, mean in means.items():
             tokens, largest, far = (each.get(step, {}).get(key, math.nan) for each in others)
             count, least = max(far, 1.0), mean
-            if count < _FEW and tokens > count and math.isfinite(largest):
+            if count < max(_FEW, few * tokens) and tokens > count and math.isfinite(largest):
                 least = max(0.0, mean * tokens - count * largest) / (tokens - count)
             own[key] = _Mean(mean, tokens, least)
         found.append((step, own))
@@ -61,7 +65,8 @@ def _means(history: RunHistory, by: Dimension) -> _Slices:
 def rank_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
     """Return the rank whose mean |d| is `factor` times the others' median, step after step.
 
-    With two ranks, the one with the higher value must be the same in at least half of the steps.
+    In `_STEADY_STEPS` of the newest steps, `_STEADY` times the median is enough. With two ranks,
+    the one with the higher value must be the same in at least half of the steps.
     """
     slices = [each for each in _means(history, "rank") if len(each[1]) >= 2]
     if len(slices) < least:
@@ -69,28 +74,41 @@ def rank_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
             f"{len(slices)} of the newest steps have two or more ranks with {ABS_DIFF}"
         )
     apart: dict[SliceKey, list[int]] = {}
+    steady: dict[SliceKey, list[int]] = {}
     of_few: Counter[SliceKey] = Counter()
     examined = 0
     for step, values in slices:
         known = {key: each.value for key, each in values.items() if not math.isnan(each.value)}
+        if "bitwise_equal" in step.suspects:  # copies on one rank put no other apart
+            known = {key: value for key, value in known.items() if value}
         if len(known) < 2:
             continue
         examined += 1
-        key = max(known, key=lambda name: known[name])  # no other can be 1.5 times all others
-        value = known.pop(key)
-        bound = max(factor * float(np.median([*known.values()])), 1.5 * max(known.values()))
-        if value > bound and not values[key].least > bound:
-            of_few[key] += 1
-        elif value > bound:
+        while len(known) >= 2:
+            key = max(known, key=lambda name: known[name])
+            value = known.pop(key)
+            usual, largest = float(np.median([*known.values()])), 1.5 * max(known.values())
+            bound = max(factor * usual, largest)
+            if values[key].least > max(_STEADY * usual, largest):
+                steady.setdefault(key, []).append(step.step)
+            if not value > bound:
+                break
+            if not values[key].least > bound:
+                of_few[key] += 1
+                break
             apart.setdefault(key, []).append(step.step)
     if examined < least:
         return not_measured(f"{examined} of the newest steps have numbers of two or more ranks")
+    apart |= {key: steps for key, steps in steady.items() if len(steps) >= _STEADY_STEPS}
     if not apart:
         text = f"no rank is {factor:g} times the others in {examined} steps"
         for (role, rank), count in of_few.most_common(1):
             text += f"; in {count}, {role} {rank} is so only because of a few tokens"
         return not_found(text)
-    worst = max(apart, key=lambda key: len(apart[key]))
+    # If several ranks differ, one whose streams have no cause of their own says more.
+    caused = history.pooled.ranks_with_any if history.pooled is not None else ()
+    enough = {key for key, own in apart.items() if len(own) >= least}
+    worst = max(apart, key=lambda key: (key in enough and key not in caused, len(apart[key])))
     (role, rank), count, last = worst, len(apart[worst]), apart[worst][-1]
     step, values = slices[-1]
     rest = [each.value for key, each in values.items() if key != worst]
@@ -102,8 +120,12 @@ def rank_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
     )
     if count < least or (len(values) == 2 and 2 * count < len(slices)):
         return not_found(text)
-    share = count / len(slices)
-    evidence = Evidence("found", share, apart[worst][0], f"{role} rank {rank}", (text,))
+    is_old = history.newest is not None and is_of_old(newest, history.newest.summary.summary)
+    evidence = Evidence(
+        "found", count / len(slices), apart[worst][0], f"{role} rank {rank}", (text,),
+        count=Count(count, len(slices)), ranks=frozenset({(str(role), rank)}),
+        likelier=_VERSIONS if is_old else None,
+    )  # fmt: skip
     return evidence.ended_after([each.step for each, _ in slices], last)
 
 
@@ -113,10 +135,18 @@ def _median(values: Sequence[float]) -> float:
     return float(np.median(known)) if known else math.nan
 
 
+_VERSIONS: Final = "versions"
+"""The check of which policy versions sampled a step's tokens."""
+_STEADY: Final = 2.0
+_STEADY_STEPS: Final = 8
+"""Ratio to the median of the others, and steps that must show it on one rank."""
 _ROUND_TOKENS: Final = 64
 """Minimum tokens of a round that is compared with others."""
+_FEW_OF_ROUND: Final = 0.05
+"""Share of the tokens of a round that say nothing about its others."""
 _ENGINE_TOKENS: Final = 256
 """Minimum tokens of an engine instance that is compared with others."""
+_MOVED: Final = "tail/ratio_outside_0.9_1.1_share"
 
 
 def rounds_rise(history: RunHistory, *, factor: float) -> Evidence:
@@ -158,15 +188,64 @@ def rounds_rise(history: RunHistory, *, factor: float) -> Evidence:
         text += f"; in {explained} more, as their tokens grow less sure"
     if rises < 0.7 * examined:
         return not_found(text)
-    return Evidence("found", rises / examined, since, "the later rounds", (text,))
+    count = Count(rises, examined)
+    return Evidence("found", rises / examined, since, "the later rounds", (text,), count=count)
 
 
 def _rises(numbers: Float64, factor: float) -> bool:
     return spearman(numbers) >= 0.8 and bool(numbers[-1] >= factor * numbers[0])
 
 
+def round_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
+    """Return the round whose mean |d| is `factor` times the others', step after step.
+
+    The ratio to the mean of -q is `factor` times the others', too. `least` of the newest steps, and
+    half of those with two rounds of enough tokens, must show one round so.
+    """
+    apart: dict[int, list[int]] = {}
+    texts: dict[int, str] = {}
+    examined = []
+    rollout = "rollout" if history.newest is None else history.newest.summary.summary.pair[1]
+    sampled = dict(history.slices("round", f"logprob/{rollout}_mean"))
+    for step, values in _means(history, "round", _FEW_OF_ROUND):
+        sizes = {key: each for key, each in values.items() if each.tokens >= _ROUND_TOKENS}
+        if len(sizes) < 2 or not all(math.isfinite(each.value) for each in sizes.values()):
+            continue
+        examined.append(step.step)
+        worst = max(sizes, key=lambda key: sizes[key].value)
+        of_others = _weighted([each for key, each in sizes.items() if key != worst])
+        unsure = {key: -sampled.get(step, {}).get(key, math.nan) for key in sizes}
+        others = [each._replace(value=unsure[key]) for key, each in sizes.items() if key != worst]
+        surer = _weighted(others) / unsure[worst] if unsure[worst] > 0.0 else math.nan
+        bound = factor * of_others
+        if sizes[worst].least > bound and not sizes[worst].value * surer <= bound:
+            apart.setdefault(worst[1], []).append(step.step)
+            texts[worst[1]] = (
+                f"step {step.step}: {ABS_DIFF} is {short(sizes[worst].value)} in round {worst[1]}, "
+                f"{short(of_others)} in the others"
+            )
+    if len(examined) < least:
+        return not_measured(
+            f"{len(examined)} of the newest steps have two rounds of {_ROUND_TOKENS} tokens"
+        )
+    number = max(apart, key=lambda key: len(apart[key]), default=-1)
+    count = len(apart.get(number, ()))
+    if count < least or 2 * count < len(examined):
+        return not_found(f"no round is {factor:g} times the others in {least} steps")
+    text = f"round {number} differs in {count} of {len(examined)} steps; {texts[number]}"
+    evidence = Evidence(
+        "found", count / len(examined), apart[number][0], f"round {number}", (text,)
+    )
+    return evidence.ended_after(examined, apart[number][-1])
+
+
+def _weighted(values: Sequence[_Mean]) -> float:
+    """Return the mean over the tokens of several slices."""
+    return sum(each.value * each.tokens for each in values) / sum(each.tokens for each in values)
+
+
 def noise_floor(history: RunHistory, *, factor: float) -> Evidence:
-    """Return whether the mismatch is no larger than the trainer's against itself."""
+    """Note that the mismatch is no larger than the trainer's against itself: that is no fault."""
     newest = history.newest
     floor = None if newest is None else newest.published_noise
     if newest is None or floor is None:
@@ -180,8 +259,7 @@ def noise_floor(history: RunHistory, *, factor: float) -> Evidence:
         return not_measured(f"{text}: no token counts on one side")
     if not mismatch <= factor * noise:
         return not_found(text)
-    sure = min(1.0, noise / mismatch) if mismatch else 1.0
-    return Evidence("found", sure, newest.step, "", (text,))
+    return dataclasses.replace(not_found(text), note=text)
 
 
 def engine_apart(history: RunHistory, *, factor: float) -> Evidence:
@@ -191,6 +269,7 @@ def engine_apart(history: RunHistory, *, factor: float) -> Evidence:
     instance. More than a few tokens must carry it.
     """
     apart: list[tuple[int, str, float, float]] = []
+    is_old = True
     examined = 0
     for step, summary in history.summaries:
         sums = {name: row for name, row in summary.engines.items() if row[0] >= _ENGINE_TOKENS}
@@ -204,6 +283,7 @@ def engine_apart(history: RunHistory, *, factor: float) -> Evidence:
         usual = float(sum(row[3] for row in others) / sum(row[0] for row in others))
         if means[worst] > factor * usual and not carrying < _FEW:
             apart.append((step.step, worst, means[worst], usual))
+            is_old = is_old and is_of_old(means[worst], summary)
     if examined < READ:
         return not_measured(
             f"{examined} of the newest steps have {_ENGINE_TOKENS} tokens of each of two engine "
@@ -216,41 +296,39 @@ def engine_apart(history: RunHistory, *, factor: float) -> Evidence:
         f"step {step_number}: mean |d| is {short(mean)} over the tokens that {name} sampled, "
         f"{short(usual)} over the others'"
     )
-    return Evidence("found", 1.0, apart[-1][0], name, (text,))
-
-
-def hidden_tails(history: RunHistory, *, mean: float, tail: float) -> Evidence:
-    """Return whether means look healthy while single tokens are far off.
-
-    `training/rollout_probs_diff_mean` is below `mean` and `logprob_abs_diff/max` over `tail` nats:
-    improbable tokens hardly move probabilities.
-    """
-    means, largest, share = (
-        history.metric(name)
-        for name in (
-            "training/rollout_probs_diff_mean", "logprob_abs_diff/max",
-            "tail/abs_diff_over_1_share",
-        )
+    count = Count(len(apart), examined)
+    return Evidence(
+        "found", 1.0, apart[-1][0], name, (text,), count=count,
+        likelier=_VERSIONS if is_old else None,
     )  # fmt: skip
-    if not len(means) == len(largest) == len(share) > 0:
-        return not_measured("no step has both streams")
-    has_tokens = ~np.isnan(means.values) & ~np.isnan(largest.values)
-    if not has_tokens.any():
-        return not_measured("no step has a token that counts")
-    means, largest, share = (each.where(has_tokens) for each in (means, largest, share))
-    marks = (means.values < mean) & (largest.values > tail)
-    text = (
-        f"|d| is up to {short(float(largest.newest(NEWEST).values.max()))} nat while the "
-        f"mean of |e^p - e^q| is {short(float(np.median(means.newest(NEWEST).values)))}; "
-        f"{short(_median(share.newest(NEWEST).values.tolist()))} of the tokens are over 1 nat"
-    )
-    return of_rate(means.steps, marks, None, 0.5, NEWEST, text)
 
 
-def stale(history: RunHistory, *, checks: Sequence[str], factor: float) -> Evidence:
+def mean_of_others(history: RunHistory, apart: Evidence) -> float:
+    """Return the newest mean |d| without the ranks, or the engine, that differ; NaN if unknown."""
+    newest = history.newest
+    if newest is None:
+        return math.nan
+    if apart.ranks:
+        rows = [
+            (float(row.cell.tokens), float(row.cell[Field.D_ABS_SUM]))
+            for row in newest.summary.ranks
+            if (row.role, row.rank) not in apart.ranks
+        ]
+    else:
+        engines = newest.summary.summary.engines
+        rows = [
+            (float(row[0]), float(row[3])) for name, row in engines.items() if name != apart.where
+        ]
+    tokens = sum(count for count, _ in rows)
+    return sum(size for _, size in rows) / tokens if tokens else math.nan
+
+
+def stale(history: RunHistory, *, checks: Sequence[str], factor: float, share: float) -> Evidence:
     """Return whether tokens of older policy versions have a larger mismatch than fresh ones.
 
     If no step has fresh tokens, the youngest ones of the newest steps are compared with the older.
+    Asynchronous training expects small drift, so that is a note. Drift is large if it moves the
+    ratio of at least `share` of the older tokens by more than 10 %. PPO clips twice as much.
     """
     slices = _means(history, "staleness")
     if not any(len(values) for _, values in slices):
@@ -262,19 +340,24 @@ def stale(history: RunHistory, *, checks: Sequence[str], factor: float) -> Evide
             else "policy versions of the tokens, or of the stage that scores them, are not "
             "recorded, or are texts that do not differ in one number"
         )
+    moved = dict(history.slices("staleness", _MOVED))
     steps = [
-        _Ages(step.step, {age: each for (_, age), each in values.items()})
+        _Ages(
+            step.step,
+            {age: each for (_, age), each in values.items()},
+            {age: each for (_, age), each in moved.get(step, {}).items()},
+        )
         for step, values in slices
         if not all(math.isnan(each.value) for each in values.values())
     ]
     old = [each for each in steps if max(each.by_age) > 0]
     if not old:
         return not_found("all tokens were sampled by the trainer's own version")
-    share = float(np.median([each.share_of_old for each in old]))
-    text = f"{share:.0%} of the tokens are of an older version; "
+    of_older = float(np.median([each.share_of_old for each in old]))
+    text = f"{of_older:.0%} of the tokens are of an older version; "
     fresh = [each for each in old if not math.isnan(_pooled([each], 0, 0).value)]
     if not fresh:
-        return _by_age(old, factor, text)
+        return _by_age(old, factor, share, text)
     pooled = [(_pooled([each], 1), _pooled([each], 0, 0)) for each in fresh]
     of_old, of_fresh = pooled[-1]
     text += (
@@ -285,8 +368,22 @@ def stale(history: RunHistory, *, checks: Sequence[str], factor: float) -> Evide
     if 2 * sum(is_larger) < len(fresh):
         is_of_few = _is_larger(of_old.value, of_fresh.value, factor) and not is_larger[-1]
         return not_found(text + (_CARRIED if is_of_few else ""))
-    since = fresh[is_larger.index(True)].step
-    return Evidence("found", sum(is_larger) / len(fresh), since, "", (text,))
+    larger = [each for each, is_one in zip(fresh, is_larger, strict=True) if is_one]
+    return _drifted(larger, len(fresh), 0, share, text)
+
+
+def _drifted(
+    larger: Sequence[_Ages], examined: int, youngest: int, share: float, text: str
+) -> Evidence:
+    """Return the drift of the tokens older than `youngest`, with a note if it is small."""
+    moved = [each.share_moved(youngest) for each in larger]
+    text += f"; drift moves the ratio of {moved[-1]:.1%} of them by more than 10 %"
+    is_small = 2 * sum(each >= share for each in moved) < len(moved)
+    count = Count(len(larger), examined)
+    return Evidence(
+        "found", len(larger) / examined, larger[0].step, "", (text,), count=count,
+        note=text if is_small else "",
+    )  # fmt: skip
 
 
 def versions_ahead(history: RunHistory) -> Evidence:
@@ -309,7 +406,9 @@ def versions_ahead(history: RunHistory) -> Evidence:
         f"{-int(ages.keys[0])} ahead of the trainer's, in {len(ahead)} of the newest {len(looked)} "
         "steps"
     )
-    return Evidence("found", len(ahead) / len(looked), ahead[-1][0].step, "", (text,))
+    count = Count(len(ahead), len(looked))
+    share = len(ahead) / len(looked)
+    return Evidence("found", share, ahead[-1][0].step, "", (text,), count=count)
 
 
 def _is_larger(mean: float, than: float, factor: float) -> bool:
@@ -322,6 +421,18 @@ class _Ages(NamedTuple):
 
     step: int
     by_age: Mapping[int, _Mean]
+    moved: Mapping[int, float]
+    """Age -> share of the tokens whose ratio of policy and rollout leaves 0.9 to 1.1."""
+
+    def share_moved(self, youngest: int) -> float:
+        """Return the share of the tokens older than `youngest` that drift moved; NaN if unknown.
+
+        As many are moved by something else as of the tokens of that age.
+        """
+        old = {age: each.tokens for age, each in self.by_age.items() if age > youngest}
+        count = sum(self.moved.get(age, math.nan) * tokens for age, tokens in old.items() if tokens)
+        share = count / sum(old.values()) - self.moved.get(youngest, math.nan)
+        return max(0.0, share) if math.isfinite(share) else math.nan
 
     @property
     def share_of_old(self) -> float:
@@ -347,7 +458,7 @@ def _pooled(steps: Sequence[_Ages], first: int, last: int | None = None) -> _Mea
     return _Mean(value, total, sum(each.tokens * each.least for each in found) / total)
 
 
-def _by_age(steps: Sequence[_Ages], factor: float, text: str) -> Evidence:
+def _by_age(steps: Sequence[_Ages], factor: float, share: float, text: str) -> Evidence:
     """Compare the youngest tokens with the older ones, if none are fresh."""
     ages = [(age, mean.tokens) for each in steps for age, mean in each.by_age.items()]
     youngest = min(age for age, tokens in ages if age > 0 and tokens)
@@ -356,7 +467,8 @@ def _by_age(steps: Sequence[_Ages], factor: float, text: str) -> Evidence:
     if math.isnan(older) or math.isnan(young):
         return not_measured(
             f"{text}none is fresh, and all are {counted(youngest, 'version')} old: how much of "
-            "their mismatch is drift is unknown"
+            "their mismatch is drift is unknown",
+            waits=True,
         )
     text += (
         f"none is fresh: mean |d| is {short(young)} over those that are "
@@ -367,4 +479,4 @@ def _by_age(steps: Sequence[_Ages], factor: float, text: str) -> Evidence:
     ]
     if not (_is_larger(older, young, factor) and larger):
         return not_found(text)
-    return Evidence("found", len(larger) / len(steps), larger[0].step, "", (text,))
+    return _drifted(larger, len(steps), youngest, share, text)

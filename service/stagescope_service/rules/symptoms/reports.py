@@ -1,4 +1,4 @@
-"""Evidence from reports: samples, findings, losses, times, settings."""
+"""Evidence from reports: findings, losses, times, settings."""
 
 from __future__ import annotations
 
@@ -8,114 +8,89 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
-from stagescope_service.rules.document import DEFAULT_COOLDOWN
 from stagescope_service.rules.evidence import (
-    ENDED_AFTER,
+    Count,
     Evidence,
-    beyond,
     listed,
     not_found,
     not_measured,
     of_rate,
-    short,
 )
-from stagescope_service.rules.history import NEWEST, MissingRank, RunHistory
-from stagescope_service.statistics.cell import Float64
-from stagescope_service.store.queries.rollouts import RewardGroupsRow
+from stagescope_service.rules.history import NEWEST, RunHistory
+from stagescope_service.rules.steps import MissingRank
+from stagescope_service.rules.symptoms.canary import of_canary
+from stagescope_service.rules.symptoms.rows import (
+    detail_of,
+    first_of,
+    found_in,
+    messages,
+    of_earlier,
+)
+from stagescope_service.rules.symptoms.silence import fell_silent
 from stagescope_service.store.tables import FindingRow, LossRow
-from stagescope_wire.render import counted
-
-TRIGGER: Final = "trigger_"
-"""Prefix of the kinds of findings that triggers' rules make."""
+from stagescope_wire.render import counted, ranks_text
 
 
-def groups(
-    history: RunHistory, *, kind: Literal["equal", "low", "high", "single"], share: float
+def finding(
+    history: RunHistory,
+    *,
+    kinds: Sequence[str],
+    causes: Sequence[str] = (),
+    looked: Literal["every step", "weights", "captures", "canary"] = "every step",
+    pairs: Sequence[str] = (),
 ) -> Evidence:
-    """Return whether many groups of samples teach nothing.
+    """Return the findings of some kinds (patterns with `*`).
 
     Args:
         history: of the run.
-        kind: 'equal': all rewards of a group are equal, so its advantages are 0. 'low' or 'high':
-            they equal the lowest or highest reward of the steps up to there. 'single': a group has
-            one sample.
-        share: share of the groups above which they are many.
+        kinds: the kinds.
+        causes: codes in the evidence's field `cause`; empty: any, or none.
+        looked: when the service looks for them: in every step, where weights were recorded, in
+            captures, or in a canary's versions. Steps in which it did not look say nothing about
+            whether they ended. Weights and versions that agree afterwards end them at once. Where
+            it never looked, the findings are not measured.
+        pairs: of a canary's arms, one of which must be compared; empty: any canary will do.
     """
-    every = history.groups
-    if not every:
-        return not_measured("samples have no group_id")
-    single = kind == "single"
-    rows = every if single else [row for row in every if row["rewarded"]]
+    known = {row["kind"] for row in history.findings}
+    chosen = {kind for kind in known if any(fnmatch.fnmatchcase(kind, each) for each in kinds)}
+    every = [row for row in history.findings if row["kind"] in chosen]
+    rows = [row for row in every if not causes or detail_of(row, "cause") in causes]
+    lacking = "" if every else _never_looked(history, looked, pairs)
+    if lacking:
+        return not_measured(lacking)
     if not rows:
-        return not_measured("samples have no rewards, or groups of one sample")
-    marked = np.array([row[kind] for row in rows], np.float64)
-    of = np.array([row["groups" if single else "rewarded"] for row in rows], np.float64)
-    edge = ""
-    if kind in ("low", "high"):
-        lows, highs = _reward_edges(rows)
-        if lows[-1] == highs[-1]:
-            return not_measured(
-                f"every reward is {short(lows[-1])}: whether it is the lowest or the highest is "
-                "unknown"
-            )
-        edges = lows if kind == "low" else highs
-        own = [row["lowest"] if kind == "low" else row["highest"] for row in rows]
-        is_edge = np.array(own, np.float64) == edges
-        marked = np.where(is_edge & (lows < highs), marked, 0.0)
-        edge = f" ({short(edges[-1])})"
-    what = {"equal": "have equal rewards", "low": "have the lowest reward alone",
-            "high": "have the highest reward alone", "single": "have one sample"}[kind]  # fmt: skip
-    count, total = int(marked[-NEWEST:].sum()), int(of[-NEWEST:].sum())
-    text = f"{count} of {total} groups {what}"
-    steps = np.array([row["step"] for row in rows], np.int64)
-    return of_rate(steps, marked, of, share, NEWEST, text + edge)
+        named = f" of {' or '.join(causes)}" if causes else ""
+        return not_found(f"no finding {' or '.join(kinds)}{named}")
+    if looked == "canary":
+        return of_canary(history, rows)
+    found = found_in(history, rows, messages(history, rows))
+    if looked == "every step":
+        return found
+    last = max((row["step"] for row in rows if row["step"] is not None), default=None)
+    after = history.compared_weights(last + 1) if looked == "weights" and last is not None else ()
+    right = (row for row in after if not (row["differ"] or row["missing"]))
+    agreed = next((row for row in right if row["agree"]), None)
+    if agreed is None:
+        return dataclasses.replace(found, last_step=None, against=())
+    text = f"last seen in step {last}; the weights of version {agreed['version']} agree"
+    return dataclasses.replace(found, last_step=last, against=(text,))
 
 
-def _reward_edges(rows: Sequence[RewardGroupsRow]) -> tuple[Float64, Float64]:
-    """Return the lowest and highest reward of the `NEWEST` steps up to each step. If those have
-    only one reward, all steps up to it count."""
-    low = np.array([row["lowest"] for row in rows], np.float64)
-    high = np.array([row["highest"] for row in rows], np.float64)
-    begins = [max(0, at + 1 - NEWEST) for at in range(len(rows))]
-    lows = np.array([np.fmin.reduce(low[begin : at + 1]) for at, begin in enumerate(begins)])
-    highs = np.array([np.fmax.reduce(high[begin : at + 1]) for at, begin in enumerate(begins)])
-    alone = lows == highs
-    lows = np.where(alone, np.fmin.accumulate(low), lows)
-    return lows, np.where(alone, np.fmax.accumulate(high), highs)
-
-
-def truncated(history: RunHistory, *, names: Sequence[str], bound: float, share: float) -> Evidence:
-    """Return whether many responses have the maximum length. The trainer's own scalar decides, else
-    the share of samples that have exactly the largest number of tokens."""
-    logged = history.scalars(names)
-    if logged:
-        return beyond(logged[0], bound, NEWEST, 0.5)
-    lengths = [int(row["tokens"]) for row in history.samples if row["tokens"]]
-    if len(lengths) < 32:
-        return not_measured("neither such a scalar nor 32 samples with their token counts")
-    longest = max(lengths)
-    cut = sum(length == longest for length in lengths) / len(lengths)
-    text = f"{cut:.0%} of {len(lengths)} samples have exactly {longest} tokens, the most"
-    if cut < share:
-        return not_found(text)
-    return Evidence("found", cut, None, "", (text,))
-
-
-def finding(history: RunHistory, *, kinds: Sequence[str], besides: Sequence[str] = ()) -> Evidence:
-    """Return the findings of some kinds (patterns with `*`), without the kinds `besides`."""
-    rows = [
-        row
-        for row in history.findings
-        if any(fnmatch.fnmatchcase(row["kind"], kind) for kind in kinds)
-        and row["kind"] not in besides
-    ]
-    if not rows:
-        return not_found(f"no finding {' or '.join(kinds)}")
-    return _found(history, rows, _messages(history, rows))
+def _never_looked(history: RunHistory, looked: str, pairs: Sequence[str]) -> str:
+    """Return what the service lacked to look for findings; "" if it looked."""
+    if looked == "weights" and not history.has_compared_weights():
+        return "no weights were recorded on both sides of a sync"
+    if looked == "captures" and not history.has_operators():
+        return "no operators of a step were captured"
+    if looked == "canary" and not history.canaries:
+        return "no canary was recorded"
+    if pairs and not any(row.compared & {*pairs} for row in history.canaries):
+        return f"no canary compared {' or '.join(pairs)}"
+    return ""
 
 
 def stream_changes(history: RunHistory, *, kind: str) -> Evidence:
@@ -124,7 +99,7 @@ def stream_changes(history: RunHistory, *, kind: str) -> Evidence:
     if not rows:
         return not_found("no step says of its streams anything else than the step before")
     rows.sort(key=lambda row: (row["attempt_id"] or 0, row["step"] or 0, row["message"]))
-    listed = "; ".join(f"{_of_earlier(history, row)}{row['message']}" for row in rows)
+    listed = "; ".join(f"{of_earlier(history, row)}{row['message']}" for row in rows)
     return dataclasses.replace(not_found(listed), note=listed)
 
 
@@ -140,78 +115,13 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
         if row["over_wall"] is None and row["attempt_id"] == history.newest_attempt_id
     ]
     if held:
-        return _found(history, held, _messages(history, held))
+        return found_in(history, held, messages(history, held))
     if not rows:
         return not_found("no rank was silent for too long")
     last = max(rows, key=lambda row: row["first_wall"])
     return not_found(
         f"{counted(len(rows), 'rank')} held up others earlier, the last: {last['message']}"
     )
-
-
-def _messages(history: RunHistory, rows: list[FindingRow]) -> list[str]:
-    """Sort findings by step; return what the first ones say."""
-    rows.sort(key=lambda row: (row["step"] is None, row["step"] or 0, row["first_wall"]))
-    return _first([f"{_of_earlier(history, row)}{row['message']}" for row in rows], 3, "findings")
-
-
-def _first(lines: Sequence[str], most: int, noun: str) -> list[str]:
-    more = [f"and {len(lines) - most} more {noun}"] if len(lines) > most else []
-    return [*lines[:most], *more]
-
-
-def _found(
-    history: RunHistory,
-    rows: Sequence[Mapping[str, Any]],
-    lines: Sequence[str],
-    of: Sequence[Mapping[str, Any]] | None = None,
-) -> Evidence:
-    """Return the evidence of reported rows, ended where enough steps closed since the last one.
-
-    A row without a step counts in the last step of its attempt. A trigger's rule is silent during
-    its cooldown, whether its condition holds or not.
-
-    Args:
-        history: of the run.
-        rows: the reported rows.
-        lines: the texts of the rows.
-        of: the rows whose ranks are named; None: all.
-    """
-    named = rows if of is None else of
-    ranks = sorted({f"{row['role']} {row['rank']}" for row in named if row["rank"] is not None})
-    since = min((row["step"] for row in rows if row["step"] is not None), default=None)
-    evidence = Evidence("found", 1.0, since, listed(ranks), tuple(lines))
-    steps = [_step_of(history, row) for row in rows]
-    known = [step for step in steps if step is not None]
-    if not known or len(known) < len(steps):
-        return evidence
-    silent = max(ENDED_AFTER, min(map(_silent_after, rows)))
-    return evidence.ended_after([each.step for each in history.steps], max(known), silent)
-
-
-def _silent_after(row: Mapping[str, Any]) -> int:
-    if not str(row.get("kind")).startswith(TRIGGER):
-        return 0
-    steps = (row["evidence"] or {}).get("cooldown", DEFAULT_COOLDOWN)
-    return steps if isinstance(steps, int) else DEFAULT_COOLDOWN
-
-
-def _step_of(history: RunHistory, row: Mapping[str, Any]) -> int | None:
-    """Return the step of a row; None: it belongs to none, and its attempt goes on."""
-    if row["step"] is not None:
-        return int(row["step"])
-    number = history.number_of(row["attempt_id"])
-    own = [step.step for step in history.steps if step.attempt <= number]
-    goes_on = row["attempt_id"] == history.newest_attempt_id
-    return None if goes_on or not own else own[-1]
-
-
-def _of_earlier(history: RunHistory, row: FindingRow | LossRow) -> str:
-    """Return the attempt of a row as a prefix; "" for the newest."""
-    attempt_id = row["attempt_id"]
-    if attempt_id is None or attempt_id == history.newest_attempt_id:
-        return ""
-    return f"attempt {history.number_of(attempt_id)}: "
 
 
 def scalars_not_finite(history: RunHistory) -> Evidence:
@@ -230,7 +140,7 @@ def scalars_not_finite(history: RunHistory) -> Evidence:
         f"{name} is not finite in {len(steps)} steps, first in {min(steps)}"
         for name, steps in sorted(by_name.items(), key=lambda item: min(item[1]))
     ]
-    return _found(history, rows, lines[:6], [row for row in rows if row["step"] == first])
+    return found_in(history, rows, lines[:6], [row for row in rows if row["step"] == first])
 
 
 _UNENDED: Final = "stage"
@@ -246,12 +156,13 @@ def lost(history: RunHistory) -> Evidence:
     for row in rows:
         kinds[row["kind"]] += int(row["count"] or 1)
     text = ", ".join(f"{count} of kind {kind}" for kind, count in kinds.most_common())
-    newest = f"the newest: {_of_earlier(history, rows[0])}{rows[0]['reason']}"
-    return _found(history, rows, [text, newest], of=())
+    newest = f"the newest: {of_earlier(history, rows[0])}{rows[0]['reason']}"
+    return found_in(history, rows, [text, newest], of=())
 
 
 def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
-    """Return the findings of some kinds, else the stages whose process was gone at their end."""
+    """Return the findings of some kinds, else the stages whose process was gone at their end, else
+    the attempts that ended between stages without a word."""
     reported = finding(history, kinds=kinds)
     unended = _unended(history, history.losses)
     if reported.verdict == "found":
@@ -259,15 +170,30 @@ def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
         supports = (*reported.supports, *_after(history, own))
         return dataclasses.replace(reported, supports=supports)
     if not unended:
-        return reported
+        return _ended_silently(history) or reported
     unended.sort(key=lambda row: (row["step"] is None, row["step"] or 0))
     lines = Counter(
-        f"{_of_earlier(history, row)}{row['stage']} of step {row['step']}: {row['reason']}"
+        f"{of_earlier(history, row)}{row['stage']} of step {row['step']}: {row['reason']}"
         for row in unended
     )
     texts = [f"{text} ({counted(n, 'rank')})" for text, n in lines.most_common(3)]
     texts += _after(history, unended)
-    return _found(history, unended, texts)
+    return found_in(history, unended, texts)
+
+
+def _ended_silently(history: RunHistory) -> Evidence | None:
+    silent = fell_silent(history)
+    rows = [{**row, "step": None, "role": None, "rank": None} for row in silent]
+    lines = [
+        f"attempt {row['number']}: its processes stopped reporting after step "
+        f"{row['last_closed_step']} closed, and said nothing of an end"
+        for row in silent
+    ]
+    if not rows:
+        return None
+    found = found_in(history, rows, first_of(lines, 3, "attempts"))
+    headline = "Processes stopped reporting between stages, and said nothing of an end"
+    return dataclasses.replace(found, headline=headline)
 
 
 def _unended(history: RunHistory, losses: Sequence[LossRow]) -> list[LossRow]:
@@ -315,9 +241,11 @@ def partial(history: RunHistory, *, share: float) -> Evidence:
         if evidence.since_step is None or missing.steps[-1] >= evidence.since_step
     ]
     silent.sort(key=lambda each: (-each[2].steps[-1], -len(each[2].steps), each[:2]))
-    lines = _first([_missing_text(*each) for each in silent], _NAMED, "ranks")
+    lines = first_of([_missing_text(*each) for each in silent], _NAMED, "ranks")
     where = listed([f"{role} {rank}" for role, rank, _ in silent])
-    return dataclasses.replace(evidence, where=where, supports=(*evidence.supports, *lines))
+    supports = (*evidence.supports, *lines)
+    ranks = frozenset((role, rank) for role, rank, _ in silent)
+    return dataclasses.replace(evidence, where=where, ranks=ranks, supports=supports)
 
 
 _NAMED: Final = 5
@@ -354,44 +282,59 @@ def unreported(history: RunHistory) -> Evidence:
             text += f"attempt {before.attempt}"
         texts.append(text)
     since = gaps[0][0].step + 1
-    evidence = Evidence("found", 1.0, since, "", tuple(_first(texts, 6, "gaps")))
+    evidence = Evidence("found", 1.0, since, "", tuple(first_of(texts, 6, "gaps")))
     return evidence.ended_after([each.step for each in steps], gaps[-1][1].step - 1)
 
 
-_SLOWER: Final = 0.05
-"""Seconds by which a rank must be slower than the others."""
+_SLOWER: Final = 0.1
+_OF_STEP: Final = 0.05
+"""Seconds, and share of the seconds of its stages in the step, by which a rank must be slower than
+the others."""
+_STEP_AFTER_STEP: Final = 0.6
+"""Minimum share of the steps: chance makes one of four ranks slow in half of ten short ones."""
 
 
 def straggler(history: RunHistory, *, factor: float) -> Evidence:
-    """Return the rank that takes `factor` times the others' median in a stage, step after step."""
+    """Return the ranks that take `factor` times the others' median in a stage, step after step."""
     worst: Evidence | None = None
     examined = 0
-    for (stage, role), by_step in history.stage_seconds().items():
-        several = {step: ranks for step, ranks in by_step.items() if len(ranks) >= 3}
+    stages = history.stage_seconds()
+    whole: dict[tuple[str, int, int], float] = defaultdict(float)
+    for (_, role), by_step in stages.items():
+        for step, ranks in by_step.items():
+            for rank, seconds in ranks.items():
+                whole[role, step, rank] += seconds
+    for (stage, role), by_step in stages.items():
+        several = {step: ranks for step, ranks in sorted(by_step.items()) if len(ranks) >= 3}
         if len(several) < 3:
             continue
         examined += 1
-        slow: Counter[int] = Counter()
-        since: dict[int, int] = {}
-        ratios: dict[int, list[float]] = defaultdict(list)
-        for step, ranks in sorted(several.items()):
-            slowest = max(ranks, key=lambda rank: ranks[rank])
-            others = [value for rank, value in ranks.items() if rank != slowest]
-            usual = float(np.median(others))
-            if ranks[slowest] > max(factor * usual, usual + _SLOWER):
-                slow[slowest] += 1
-                since.setdefault(slowest, step)
-                ratios[slowest].append(ranks[slowest] / usual if usual else math.inf)
+        ratios: dict[int, dict[int, float]] = defaultdict(dict)
+        for step, ranks in several.items():
+            for rank, seconds in ranks.items():
+                usual = float(np.median([each for own, each in ranks.items() if own != rank]))
+                least = max(_SLOWER, _OF_STEP * whole[role, step, rank])
+                if seconds > max(factor * usual, usual + least):
+                    ratios[rank][step] = seconds / usual if usual else math.inf
+        slow = sorted(
+            rank for rank, own in ratios.items() if len(own) >= _STEP_AFTER_STEP * len(several)
+        )
         if not slow:
             continue
-        rank, count = slow.most_common(1)[0]
+        count = max(len(ratios[rank]) for rank in slow)
         sure = count / len(several)
-        if sure >= 0.5 and (worst is None or sure > worst.sure):
-            text = (
-                f"{role} {rank} takes {np.median(ratios[rank]):.1f} times the others' median in "
-                f"{stage}, in {count} of {len(several)} steps"
+        if worst is None or sure > worst.sure:
+            texts = tuple(
+                f"{role} {rank} takes {np.median([*ratios[rank].values()]):.1f} times the others' "
+                f"median in {stage}, in {len(ratios[rank])} of {len(several)} steps"
+                for rank in slow[:_NAMED]
             )
-            worst = Evidence("found", sure, since[rank], f"{role} rank {rank}, {stage}", (text,))
+            keys = [(role, rank) for rank in slow]
+            worst = Evidence(
+                "found", sure, min(min(ratios[rank]) for rank in slow),
+                f"{ranks_text(keys)}, {stage}", texts, count=Count(count, len(several)),
+                ranks=frozenset(keys),
+            )  # fmt: skip
     if not examined:
         return not_measured("no stage has three ranks in three steps")
     return worst or not_found(f"no rank is slow step after step in {examined} stages")

@@ -1,29 +1,28 @@
-"""Evidence of numbers over the steps: jumps, growth, bounds, and what does not rise."""
+"""Evidence of the mismatch over the steps: jumps, growth, and what is over."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from stagescope_service.rules.evidence import (
     ABS_DIFF,
+    ENDED_AFTER,
+    Count,
     Evidence,
     Series,
-    beyond,
-    event_period,
     kendall,
     not_found,
     not_measured,
-    of_rate,
     short,
     spread,
     times,
 )
 from stagescope_service.rules.history import NEWEST, RunHistory
+from stagescope_service.rules.symptoms.ages import drift
 from stagescope_service.statistics.cell import Float64
 from stagescope_service.statistics.step_metrics import staleness_name
 
@@ -40,6 +39,8 @@ def jump(history: RunHistory, *, at: str, factor: float, least: float) -> Eviden
             the weights that the engine loaded, and the next ones.
         factor: minimum ratio of the medians after and before.
         least: minimum median after.
+
+    Policy drift must not explain the rise, see `drift`.
     """
     series = history.metric(ABS_DIFF).finite
     if at == "first sync":
@@ -74,11 +75,18 @@ def jump(history: RunHistory, *, at: str, factor: float, least: float) -> Eviden
             of_last = before.of_attempt(int(before.attempts[-1])).values
             at_once = at_once and float(np.median(of_last)) < between
         if at_once and high > max(least, factor * low, low + 4 * spread(before.values)):
-            beyond = float((head.values > before.values.max()).mean())
+            is_beyond = head.values > before.values.max()
             supports = (f"{text} ({times(high, low)})",)
-            evidence = Evidence("found", beyond, first, f"attempt {number}", supports)
-            since = series.where(series.steps >= first)
-            found.append(_while_above(evidence, since, between))
+            evidence = Evidence(
+                "found", float(is_beyond.mean()), first, f"attempt {number}", supports,
+                count=Count(int(is_beyond.sum()), len(head)),
+            )  # fmt: skip
+            evidence = _unless_drift(history, series, evidence, factor)
+            if evidence.verdict == "found":
+                since = series.where(series.steps >= first)
+                found.append(_while_above(evidence, since, between))
+            else:
+                against += evidence.against
         else:
             against.append(text)
     if not found and against[-1].endswith(_TOO_FEW):
@@ -107,7 +115,9 @@ _TOO_FEW: Final = "too few steps on one side of its begin"
 def _jump_at_first_sync(
     history: RunHistory, series: Series, factor: float, least: float
 ) -> Evidence:
-    found, against, unknown = None, [], []
+    found: Evidence | None = None
+    against: list[str] = []
+    unknown: list[str] = []
     for number in sorted({int(number) for number in series.attempts}):
         own = series.of_attempt(number)
         if len(own) < 3:
@@ -119,9 +129,17 @@ def _jump_at_first_sync(
         high, step = float(np.median(later)), int(own.steps[1])
         text = f"attempt {number}: {short(first)} in its first step, {short(high)} after it"
         if high > max(least, factor * first) and float(later.min()) > math.sqrt(first * high):
-            sure = float((later > factor * first).mean())
-            found = Evidence("found", sure, step, f"attempt {number}", (text,))
-            found = _while_above(found, series.where(series.steps >= step), math.sqrt(first * high))
+            is_over = later > factor * first
+            evidence = Evidence(
+                "found", float(is_over.mean()), step, f"attempt {number}", (text,),
+                count=Count(int(is_over.sum()), len(later)),
+            )  # fmt: skip
+            evidence = _unless_drift(history, own, evidence, factor)
+            if evidence.verdict == "found":
+                since = series.where(series.steps >= step)
+                found = _while_above(evidence, since, math.sqrt(first * high))
+            else:
+                against += evidence.against
         else:
             against.append(text)
     if found is not None:
@@ -131,6 +149,20 @@ def _jump_at_first_sync(
     return not_measured(unknown[-1] if unknown else "no attempt has three steps")
 
 
+def _unless_drift(
+    history: RunHistory, series: Series, evidence: Evidence, factor: float
+) -> Evidence:
+    """Return the evidence of a rise; not found if policy drift explains it, see `drift`."""
+    if evidence.since_step is None:
+        return evidence
+    before = series.where(series.steps < evidence.since_step).newest(NEWEST)
+    after = series.where(series.steps >= evidence.since_step)
+    after = after.where(np.arange(len(after)) < NEWEST)
+    rise = float(np.median(after.values)) - float(np.median(before.values))
+    text = drift(history, before.steps.tolist(), after.steps.tolist(), factor, rise)
+    return evidence if text is None else not_found(*evidence.supports, text)
+
+
 def step_change(history: RunHistory, *, factor: float) -> Evidence:
     """Return whether mean |d| rises at once inside an attempt, and stays there until now.
 
@@ -138,9 +170,10 @@ def step_change(history: RunHistory, *, factor: float) -> Evidence:
     logarithms, with at least 3 steps on each side (`_ENOUGH` in all). The split then moves before
     every value that lies above the geometric mean of the two without a break. The later median is
     `factor` times the earlier one. At least 80 % of the rise lies between the 3 steps (or 2, at the
-    begin) on either side. Every later value, also of later attempts, lies above the geometric mean.
+    begin) on either side. Nearly every later value (`_STAYS`), also of later attempts, lies above
+    the geometric mean.
     The newest attempt that shows it is named. A rise of over `_CLEAR` noise widths needs `_FEWEST`
-    steps.
+    steps. Policy drift must not explain the rise, see `drift`.
     """
     series = history.metric(ABS_DIFF).finite
     if not len(series):
@@ -151,13 +184,83 @@ def step_change(history: RunHistory, *, factor: float) -> Evidence:
         after = series.values[series.attempts > attempt]
         # A first value alone that is low is of the weights that the engine loaded: of `jump`.
         first = 2 if history.has_syncs(attempt) else 1
-        found.append(_change_in(own, first, after, factor, is_short=len(own) < _ENOUGH))
+        change = _change_in(own, first, after, factor, is_short=len(own) < _ENOUGH)
+        found.append(_unless_drift(history, own, change, factor))
         if found[-1].verdict == "found":
             return found[-1]
         if len(own) < _ENOUGH:
             text = f"attempt {attempt} has {len(own)} steps, {_ENOUGH} are needed"
             found[-1] = not_measured(text, waits=True)
-    return found[0]
+    ended = (_raised_at_once(history, series, stretch, factor) for stretch in raised(history))
+    return next((each for each in ended if each is not None), found[0])
+
+
+class Stretch(NamedTuple):
+    """Steps in a row."""
+
+    first: int
+    last: int
+
+
+def raised(history: RunHistory) -> list[Stretch]:
+    """Return the steps in a row in which mean |d| was higher than in the newest steps, and that are
+    over; the newest stretch first.
+
+    They are candidates for what ended: the bound is low, and only drift of the policy also exceeds
+    it.
+    """
+    series = history.metric(ABS_DIFF).finite
+    now = series.newest(NEWEST).values
+    if len(series) < NEWEST:
+        return []
+    low = float(np.median(now))
+    bound = low + _CANDIDATE * max(spread(now), _LEAST_NOISE * low)
+    over = np.flatnonzero(series.values > bound)
+    parts = np.split(over, np.flatnonzero(np.diff(over) > 2) + 1)
+    newest = len(series) - 1 - ENDED_AFTER
+    found = [
+        Stretch(int(series.steps[part[0]]), int(series.steps[part[-1]]))
+        for part in parts
+        if len(part) >= _SHORTEST and part[-1] < newest
+    ]
+    return found[: -_STRETCHES - 1 : -1]
+
+
+_CANDIDATE: Final = 4.0
+_LEAST_NOISE: Final = 0.03
+"""Noise widths by which mean |d| was higher, and minimum width relative to the median."""
+_SHORTEST: Final = 3
+"""Minimum steps of what ended."""
+_STRETCHES: Final = 3
+"""Maximum number of stretches that are looked at."""
+
+
+def _raised_at_once(
+    history: RunHistory, series: Series, stretch: Stretch, factor: float
+) -> Evidence | None:
+    """Return that mean |d| rose at once to `factor` times and fell back, in one attempt."""
+    inside = (series.steps >= stretch.first) & (series.steps <= stretch.last)
+    own = series.where(inside)
+    attempt = int(own.attempts[0])
+    before = series.where((series.steps < stretch.first) & (series.attempts == attempt))
+    before, after = before.newest(NEWEST), series.where(series.steps > stretch.last)
+    if len(own) <= _SHORTEST or len(before) < _SHORTEST or attempt != int(own.attempts[-1]):
+        return None
+    low = float(np.median(np.concatenate([before.values, after.values[:NEWEST]])))
+    high = float(np.median(own.values))
+    between = math.sqrt(max(low * high, 0.0))
+    is_high = high > factor * low > 0.0 and float(own.values[[0, -1]].min()) > between
+    if not is_high or float(before.values[-1]) > between:
+        return None
+    text = (
+        f"{series.name} was {short(high)} in steps {stretch.first} to {stretch.last}, and "
+        f"{short(low)} before and after them"
+    )
+    evidence = Evidence("found", 1.0, stretch.first, f"attempt {attempt}", (text,))
+    until = series.where((series.steps <= stretch.last) & (series.attempts == attempt))
+    if _unless_drift(history, until, evidence, factor).verdict != "found":
+        return None
+    return evidence.ended_after([each.step for each in history.steps], stretch.last)
 
 
 _CLEAR: Final = 100.0
@@ -172,6 +275,8 @@ _ENOUGH: Final = 10
 """Steps of an attempt in which any rise is looked for."""
 _FEWEST: Final = 4
 """Steps of such a rise, two on either side."""
+_STAYS: Final = 0.9
+"""Minimum share of the later values that are high: a step of few or short samples may lie lower."""
 _AT_ONCE: Final = 0.8
 """Minimum share of a rise that lies between two steps, if it comes at once."""
 
@@ -204,7 +309,8 @@ def _change_in(
         is_lasting = high > 0.0 and _is_clear(before, lowest)
         rise = own.values[at] - low
     else:
-        is_lasting = high > max(factor * low, 0.0) and lowest > math.sqrt(low * high)
+        stays = np.concatenate([later, after]) > math.sqrt(max(low * high, 0.0))
+        is_lasting = high > max(factor * low, 0.0) and float(stays.mean()) >= _STAYS
         rise = float(np.median(later[:3])) - float(np.median(before[-3:]))
     step = int(own.steps[at])
     text = (
@@ -213,8 +319,10 @@ def _change_in(
     )
     if not is_lasting or rise < _AT_ONCE * (high - low):
         return not_found(text)
-    beyond = float((later > before.max()).mean())
-    return Evidence("found", beyond, step, f"attempt {own.attempts[-1]}", (text,))
+    is_beyond = later > before.max()
+    count = Count(int(is_beyond.sum()), len(later))
+    where = f"attempt {own.attempts[-1]}"
+    return Evidence("found", float(is_beyond.mean()), step, where, (text,), count=count)
 
 
 _MAX_SPLIT: Final = 400
@@ -288,6 +396,20 @@ def growth(history: RunHistory, *, factor: float, least: float, steps: int) -> E
     return dataclasses.replace(evidence, supports=(*evidence.supports, *earlier))
 
 
+def has_grown(history: RunHistory, mean: float) -> bool:
+    """Return whether a mean |d| lies over the newest attempt's first steps, as after a growth."""
+    series = history.metric(ABS_DIFF).finite
+    return bool(len(series)) and mean > _over_first(series.of_attempt(int(series.attempts[-1])))
+
+
+def _over_first(own: Series) -> float:
+    """Return what lies 4 noise widths over the median of the first steps.
+
+    Only the first steps decide the level: one of later steps would move the begin with each step.
+    """
+    return (1.0 + 4.0 * _NOISE) * float(np.median(own.values[:_FIRST]))
+
+
 _OLDER: Final = 0.5
 """Rise of the mean staleness, in versions, that means that tokens grow older."""
 
@@ -313,133 +435,10 @@ def _growth_of(own: Series, factor: float, least: float) -> Evidence:
     )
     if not (tau >= 0.5 and last >= max(factor * first, least)):
         return not_found(text.replace("grows", "goes"))
-    below = np.flatnonzero(own.values < factor * first)
+    below = np.flatnonzero(own.values <= _over_first(own))
     since = int(own.steps[below[-1] + 1 if len(below) and below[-1] + 1 < len(own) else 0])
-    return Evidence("found", tau, since, "", (text,))
+    return Evidence("found", tau, since, "", (text,), is_about=True)
 
 
-def scalar_above(history: RunHistory, *, names: Sequence[str], bound: float) -> Evidence:
-    """Return whether the first scalar whose name matches a pattern is over a bound in at least half
-    of the newest steps."""
-    found = _logged(history, names)
-    return found if isinstance(found, Evidence) else beyond(found, bound, NEWEST, 0.5)
-
-
-def scalar_falls(
-    history: RunHistory, *, names: Sequence[str], share: float, steps: int
-) -> Evidence:
-    """Return whether a scalar fell below a share of its first steps' median, and stays there."""
-    series = _logged(history, names, steps)
-    if isinstance(series, Evidence):
-        return series
-    first = float(np.median(series.values[:steps]))
-    last = float(np.median(series.values[-steps:]))
-    text = f"{series.name} goes from {short(first)} to {short(last)} over {len(series)} steps"
-    if not first > 0:
-        return not_found(text)
-    return of_rate(series.steps, series.values < share * first, None, 0.5, steps, text)
-
-
-def scalar_flat(history: RunHistory, *, names: Sequence[str], steps: int) -> Evidence:
-    """Return whether a scalar does not rise: a training's reward.
-
-    It rises if its median over the last quarter of the steps exceeds the first quarter's enough: by
-    half of the spread (1.48 MAD) of the steps around their local median.
-    """
-    series = _logged(history, names, steps)
-    if isinstance(series, Evidence):
-        return series
-    quarter = len(series) // 4
-    first, last = (
-        float(np.median(part)) for part in (series.values[:quarter], series.values[-quarter:])
-    )
-    noise = spread(np.diff(series.values)) / math.sqrt(2)
-    tau = kendall(series.values)
-    text = (
-        f"{series.name} goes from {short(first)} to {short(last)} over {len(series)} steps; one "
-        f"step differs from the next by about {short(noise)} (Kendall's tau {tau:.2f})"
-    )
-    if not math.isfinite(last - first + noise):
-        return not_measured(f"{text}: too large for a difference")
-    if last - first > 0.5 * noise and tau > 0.1:
-        return not_found(text)
-    return Evidence("found", min(1.0, max(0.0, 0.5 * (1.0 - tau))), None, "", (text,))
-
-
-_SPIKE_STEPS: Final = 50
-
-
-def scalar_spike(history: RunHistory, *, names: Sequence[str], factor: float) -> Evidence:
-    """Return whether a scalar exceeded `factor` times the median of the `_SPIKE_STEPS` steps up to
-    there, in one of as many newest steps.
-
-    If several roles log it, the evidence names the first one that shows it.
-    """
-    logged = _logged(history, names)
-    if isinstance(logged, Evidence):
-        return logged
-    looked = [_spike(series, factor, _SPIKE_STEPS) for series in history.scalars(names)]
-    return next((each for each in looked if each.verdict == "found"), looked[0])
-
-
-_FEW: Final = 5
-"""Minimum number of finite values for a median."""
-
-
-def _spike(series: Series, factor: float, window: int) -> Evidence:
-    is_finite = np.isfinite(series.values)
-    if is_finite.sum() < _FEW and is_finite.all():
-        return not_measured(f"{series.name} has {len(series)} steps, {_FEW} are needed", waits=True)
-    sizes = np.where(is_finite, np.abs(series.values), np.nan)
-    medians = _medians_up_to(sizes, window)
-    over = sizes > factor * medians
-    period = event_period(over | ~is_finite, window)
-    if period is None:
-        return not_found(
-            f"{series.name} stays below {factor:g} times its median {short(float(medians[-1]))} in "
-            f"the newest {min(window, len(series))} steps"
-        )
-    lines = []
-    own = np.arange(len(series)) >= period.first
-    bad, spikes = series.steps[own & ~is_finite], np.flatnonzero(own & over)
-    if len(bad):
-        lines.append(f"{series.name} is not finite in {len(bad)} steps, from {bad[0]}")
-    if len(spikes):
-        largest = spikes[sizes[spikes].argmax()]
-        listed = ", ".join(f"step {step}" for step in series.steps[spikes[:5]])
-        lines.append(
-            f"{series.name} is up to {short(float(sizes[largest]))}, "
-            f"{times(float(sizes[largest]), float(medians[largest]))} its median before "
-            f"({listed}{', ...' if len(spikes) > 5 else ''})"
-        )
-    last = int(np.flatnonzero(over | ~is_finite)[-1])
-    sure = min(1.0, (len(bad) + len(spikes)) / 3)
-    evidence = Evidence("found", sure, int(series.steps[period.first]), "", tuple(lines))
-    return evidence.ended_after(series.steps.tolist(), int(series.steps[last]))
-
-
-def _medians_up_to(values: Float64, window: int) -> Float64:
-    """Return for each value the median of the newest `window` values up to it. Values with fewer
-    than `_FEW` finite ones get NaN, which is no value."""
-    found = np.full(len(values), np.nan)
-    for at in range(len(values)):
-        own = values[max(0, at + 1 - window) : at + 1]
-        own = own[~np.isnan(own)]
-        found[at] = np.median(own) if len(own) >= _FEW else np.nan
-    return found
-
-
-def _logged(history: RunHistory, names: Sequence[str], steps: int = 0) -> Series | Evidence:
-    """Return the first scalar whose name matches a pattern, or why it is not measured.
-
-    With `steps`, only its finite values count, and that many are needed.
-    """
-    found = history.scalars(names)
-    if not found:
-        return not_measured(f"no scalar {' or '.join(names[:4])} is logged")
-    series = found[0].finite
-    if len(series) < steps:
-        return not_measured(
-            f"{series.name} has {len(series)} finite steps, {steps} are needed", waits=True
-        )
-    return series if steps else found[0]
+_FIRST: Final = 3
+"""First steps of an attempt whose median a growth begins above, by 4 noise widths."""

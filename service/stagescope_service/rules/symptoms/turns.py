@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagescope_service.rules.evidence import Evidence, not_found, not_measured, short
+from stagescope_service.rules.evidence import Evidence, Example, not_found, not_measured, short
 from stagescope_service.rules.history import NEWEST, READ, RunHistory
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_wire.batch import Batch
-from stagescope_wire.batch.converters import keys_of, prompts_of, response_spans
-from stagescope_wire.tensorfile import Array
+from stagescope_wire.batch.converters import (
+    keys_of,
+    response_spans,
+    run_length,
+    unpadded_prompts,
+)
 
 _TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "turn_ids"))
 """The tensors with the tokens of a turn and of its prompt, in either layout."""
@@ -28,14 +33,14 @@ def retokenised(history: RunHistory, *, share: float) -> Evidence:
     """
     if history.kept is None:
         return not_measured("tensors cannot be read here")
-    pairs, read = 0, 0
+    pairs, read, earliest = 0, 0, 0
     breaks: list[tuple[int, int, int, _Turn, _Turn]] = []
     for step in reversed(history.steps[-NEWEST:]):
         batches = (history.kept.batch(step, names) for names in _TURNS)
         batch = next((each for each in batches if each is not None), None)
         if batch is None:
             continue
-        read += 1
+        read, earliest = read + 1, step.step
         for before, after in _following(batch):
             pairs += 1
             at = _first_difference(before, after)
@@ -61,9 +66,21 @@ def retokenised(history: RunHistory, *, share: float) -> Evidence:
         f"{after.run}): token {_id_at(after.given, at)} where turn {before.turn} has "
         f"{_id_at(before.left[0], at)}"
     )
-    since = min(each[2] for each in breaks)
+    around = (
+        f"ids around it: {_ids_from(after.given, at)} in the prompt of turn {turn}, "
+        f"{_ids_from(before.left[0], at)} in turn {before.turn}"
+    )
+    since = _since(history, min(each[2] for each in breaks), earliest)
     where = f"turn {turn}, position {at}"
-    return Evidence("found", len(breaks) / pairs, since, where, (text, first))
+    example = Example(step_number, after.sample) if after.sample else None
+    return Evidence(
+        "found", len(breaks) / pairs, since, where, (text, first, around), example=example
+    )
+
+
+def _since(history: RunHistory, first: int, earliest: int) -> int | None:
+    """Return the first step with a break; None: steps before it were not read, and may have one."""
+    return None if first == earliest > history.steps[0].step else first
 
 
 def turn_stops(history: RunHistory, *, factor: float) -> Evidence:
@@ -138,14 +155,21 @@ def _begin_of_loss(own: Float64, total: Float64, factor: float) -> int | None:
         first = max(at - _BEFORE, 0)
         usual = float(np.nanmedian(sizes[first:at])) if np.isfinite(sizes[first:at]).any() else 0.0
         is_large = np.median(own[first:at]) >= max(_TOKENS, _SHARE * np.median(total[first:at]))
-        is_usual = sizes[at - 1] > 0.8 * usual
-        spread = float(np.nanstd(sizes[max(at - _VARIED, 0) : at])) if usual > 0.0 else 0.0
-        is_low = np.nanmax(sizes[at:], initial=0.0) <= min(factor * usual, usual - 2.0 * spread)
-        if usual > 0.0 and is_large and is_usual and is_low:
+        varied = sizes[max(at - _VARIED, 0) : at]
+        spread = float(np.nanstd(varied)) if usual > 0.0 else 0.0
+        largest = float(np.nanmax(sizes[at:], initial=0.0))
+        orders = math.comb(len(varied) + len(sizes) - at, len(varied))
+        is_beyond = largest < np.nanmin(varied, initial=np.inf) and orders > _BY_CHANCE
+        is_beyond = is_beyond and largest <= factor * sizes[at - 1]
+        is_at_once = sizes[at - 1] > 0.8 * usual and largest <= usual - 2.0 * spread
+        is_low = largest <= factor * usual and (is_at_once or is_beyond)
+        if usual > 0.0 and is_large and is_low:
             return at
     return None
 
 
+_BY_CHANCE: Final = 100_000
+"""Orders of the sizes before and after, of which only one has all later ones below all earlier."""
 _Bools: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]"
 
 
@@ -210,6 +234,8 @@ class _Turn(NamedTuple):
 
     group: str
     run: str
+    sample: str
+    """Its id; "": it has none."""
     turn: int
     given: Int64
     """The begin of the turn: its prompt, or all tokens of the row."""
@@ -236,47 +262,27 @@ def _turns(batch: Batch) -> Iterator[_Turn]:
     ids = batch["turn_ids"].reshape(batch.rows, -1).astype(np.int64)
     last = ids.max(axis=1, initial=-1)
     is_single = ((ids == last[:, None]) | (ids < 0)).all(axis=1) & (last >= 0)
-    prompts = prompts_of(batch)
+    prompts = unpadded_prompts(batch)
     if prompts is None:
         on = batch["loss_mask"] != 0
         ends = np.where(on.any(axis=1), on.shape[1] - on[:, ::-1].argmax(axis=1), 0)
         begins = np.zeros_like(ends)
     else:
-        prompts = _without_left_padding(prompts) if "prompts" not in batch.lengths else prompts
         begins, ends = response_spans(batch)
+    samples = batch.sample_ids or ("",) * batch.rows
     for row, (group, run) in enumerate(keys_of(batch)):
         if not (group and is_single[row]):
             continue
         if prompts is None:
             whole = batch["tokens"][row].astype(np.int64)
-            yield _Turn(group, run, int(last[row]), whole, (whole[: ends[row]],))
+            yield _Turn(group, run, samples[row], int(last[row]), whole, (whole[: ends[row]],))
             continue
         prompt = prompts[row].astype(np.int64)
         written = batch["responses"][row, begins[row] : ends[row]].astype(np.int64)
-        without = prompt[: len(prompt) - _run_length(prompt[::-1])]
+        without = prompt[: len(prompt) - run_length(prompt[::-1])]
         ways = (prompt,) if "prompts" in batch.lengths else (prompt, without)
         left = tuple(np.concatenate([way, written]) for way in ways)
-        yield _Turn(group, run, int(last[row]), prompt, left)
-
-
-def _without_left_padding(prompts: Sequence[Array]) -> list[Array]:
-    """Strip the padding on the left of equally long rows: the id that makes up the longest run of
-    equal ids at a row's begin. If it is no padding, all rows lose the same begin."""
-    runs = [_run_length(prompt) for prompt in prompts]
-    longest = int(np.argmax(runs)) if runs else 0
-    if not runs or runs[longest] < 2:
-        return list(prompts)
-    fill = prompts[longest][0]
-    return [
-        prompt[run:] if run and prompt[0] == fill else prompt
-        for prompt, run in zip(prompts, runs, strict=True)
-    ]
-
-
-def _run_length(ids: Array) -> int:
-    """Return the number of equal ids at the begin."""
-    others = np.flatnonzero(ids != ids[0]) if len(ids) else ids
-    return int(others[0]) if len(others) else len(ids)
+        yield _Turn(group, run, samples[row], int(last[row]), prompt, left)
 
 
 def _first_difference(before: _Turn, after: _Turn) -> int | None:
@@ -289,6 +295,11 @@ def _first_difference(before: _Turn, after: _Turn) -> int | None:
             return None
         found.append(int(differ[0]) if len(differ) else shared)
     return max(found)
+
+
+def _ids_from(ids: Int64, position: int) -> str:
+    ids = ids[max(position - 2, 0) : position + 4]
+    return f"[{', '.join(map(str, ids.tolist()))}]"
 
 
 def _id_at(ids: Int64, position: int) -> str:

@@ -8,12 +8,24 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagescope_service.rules.evidence import Evidence, listed, not_found, not_measured, short
-from stagescope_service.rules.history import READ, CurrentStep, RunHistory
+from stagescope_service.rules.evidence import (
+    ABS_DIFF,
+    Count,
+    Evidence,
+    Example,
+    listed,
+    not_found,
+    not_measured,
+    short,
+)
+from stagescope_service.rules.history import READ, RunHistory
 from stagescope_service.rules.passes import FirstPass
+from stagescope_service.rules.steps import CurrentStep
 from stagescope_wire.render import counted
 from stagescope_wire.schema import Part
 
+_NOISE: Final = 0.01
+"""Nats by which the median sample of two passes in bfloat16 may differ."""
 _FEW: Final = 16
 """Minimum tokens of a sample for a comparison with samples that differ, too."""
 _ROUNDED: Final = 2.0
@@ -38,14 +50,18 @@ def current_differs(history: RunHistory, *, factor: float, least: float, bound: 
         history: of the run.
         factor: multiple of the noise above which a sample's mean |current - old| is off.
         least: the same limit in nats.
-        bound: a median in nats that no noise has. Samples of a rank or piece above it are off if
-            they exceed it themselves.
+        bound: a median in nats that no noise has. Twice the mismatch of the two sides is used if
+            that is less, because rounding does not make a trainer differ more from itself than from
+            the engine. Samples of a rank or piece above it are off if they exceed it themselves.
     """
+    series = history.metric(ABS_DIFF).finite
+    sizes = dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
     looked: list[_Step] = []
     for step in reversed(history.steps[-_SEARCHED:]):
         passes = history.facts(step).first_passes
         if passes and "bitwise_equal" not in step.suspects:
-            looked.append(_judge(step, passes, factor, least, bound))
+            no_noise = min(bound, max(_NOISE, 2.0 * sizes.get(step.step, math.inf)))
+            looked.append(_judge(step, passes, factor, least, no_noise))
         if len(looked) == READ:
             break
     if not looked:
@@ -56,8 +72,17 @@ def current_differs(history: RunHistory, *, factor: float, least: float, bound: 
     ranks = sorted({(each.role, each.rank) for each in newest.off})
     lines = [_rank_text(role, rank, newest) for role, rank in ranks[:_NAMED]]
     where = listed([f"{role} {rank}" for role, rank in ranks])
-    share = len(newest.off) / len(newest.passes)
-    return Evidence("found", share, looked[-1].step.step, where, (newest.text, *lines), _ONE_PART)
+    count = Count(len(newest.off), len(newest.passes), "sample")
+    return Evidence(
+        "found", count.shown / count.examined, looked[-1].step.step, where,
+        (newest.text, *lines), _ONE_PART, count=count,
+        ranks=frozenset(ranks) if len(newest.of_ranks) > len(ranks) else frozenset(),
+        example=Example(newest.step.step, max(newest.off, key=_distance).sample),
+    )  # fmt: skip
+
+
+def _distance(each: FirstPass) -> float:
+    return each.mean if math.isfinite(each.mean) else math.inf
 
 
 _SEARCHED: Final = 10
@@ -76,6 +101,11 @@ class _Step(NamedTuple):
     off: Sequence[FirstPass]
     text: str
 
+    @property
+    def of_ranks(self) -> set[tuple[str, int]]:
+        """Return (role, rank) of all passes."""
+        return {(each.role, each.rank) for each in self.passes}
+
 
 def _judge(
     step: CurrentStep, passes: Sequence[FirstPass], factor: float, least: float, bound: float
@@ -87,7 +117,8 @@ def _judge(
     for each in passes:
         is_far = any(medians.get(group, 0.0) > bound for group in _groups_of(each))
         least_off = 0.0 if math.isnan(each.rounding) else _ROUNDED * each.rounding
-        limit = bound if is_far else max(factor * noise, least, least_off)
+        limit = max(factor * noise, least, least_off)
+        limit = min(limit, bound) if is_far else limit
         is_off = each.mean > limit and (noise == 0.0 or each.tokens >= _FEW)
         if each.non_finite or (is_judged and is_off):
             off.append(each)

@@ -12,6 +12,7 @@ from stagescope_service.store.snapshot import Query, rows
 from stagescope_service.store.tables import (
     TABLES,
     attempts,
+    canary_verdicts,
     dumps,
     findings,
     losses,
@@ -69,13 +70,13 @@ class ChangeQueries(Reader):
             return Recent(running, found, seen[:_MAX_FINDINGS], requested)
 
     def change_mark(self, attempt_ids: Sequence[int]) -> str:
-        """Return a text that changes when closed steps, findings or losses of attempts do.
+        """Return a text that changes when closed steps, findings, losses or canaries do.
 
         Late scalars and samples of closed steps, and files that are dropped, leave it as it is.
         """
         ids = [*attempt_ids]
         step, summary = steps.c, step_metrics.c
-        finding, loss = findings.c, losses.c
+        finding, loss, canary = findings.c, losses.c, canary_verdicts.c
         count, newest = sa.func.count, sa.func.max
         partial = sa.func.sum(sa.case((step.completeness == "partial", 1)))
         queries = [
@@ -87,6 +88,9 @@ class ChangeQueries(Reader):
                 finding.attempt_id.in_(ids)
             ),
             sa.select(count(), count(loss.step)).where(loss.attempt_id.in_(ids)),
+            sa.select(newest(canary.wall), sa.func.sum(canary.records)).where(
+                canary.attempt_id.in_(ids)
+            ),
         ]
         with self._reading() as connection:
             return repr([tuple(connection.execute(query).one()) for query in queries])

@@ -25,6 +25,7 @@ from stagescope_service.store.tables import (
     stages,
 )
 from stagescope_service.store.tables.compact import training_begins
+from stagescope_wire.names import EXPERIMENT
 from stagescope_wire.nonfinite import Json
 
 
@@ -32,6 +33,8 @@ class RunRow(Row):
     """A run, with its newest attempt."""
 
     run: Run
+    display_name: str
+    """The run's name for people: as the training gave it. `run` is made of it, if it is another."""
     live: bool
     """Whether one of its attempts has a live process."""
     attempt: Attempt | None
@@ -48,6 +51,10 @@ class RunRow(Row):
     """Unix seconds: when one of its processes last reported."""
     settings: dict[str, Json] | None
     """The run's settings, as its processes reported them."""
+    hidden: bool | None
+    """Whether lists leave it out; null: no."""
+    deleting_wall: float | None
+    """Unix seconds: since when it is being deleted; null: it is not."""
 
 
 class ListedRun(RunRow):
@@ -55,6 +62,8 @@ class ListedRun(RunRow):
 
     attempt_id: int | None
     """Id of the newest attempt; null: the run has none."""
+    first_step: int | None
+    """The lowest step of the newest attempt; null: none."""
 
 
 class ListedAttempt(AttemptColumns):
@@ -115,15 +124,24 @@ _ATTEMPT: Final = [column for column in tables.attempts.columns if column.name !
 """A fingerprint is up to 100 kB of JSON."""
 
 
+_OF_RUN: Final = "of_run"
+"""The parameter with the run's name."""
+
+
 @functools.cache
-def _activity() -> sa.Subquery:
+def _activity(*, of_run: bool = False) -> sa.Subquery:
     """Select per attempt the time of its last contact and its number of processes and live ones.
+
+    With `of_run` only the processes of one run are read, not those of all runs.
 
     `last_wall` is on the service's clock if the sender's clock offset is known, `heard_wall` is
     restricted to processes whose offset is known.
     """
     on_ours = processes.c.last_wall + sa.func.coalesce(processes.c.clock_offset, 0.0)
     is_ours = processes.c.clock_offset.is_not(None) | (processes.c.raw == sa.true())
+    own = sa.select(tables.attempts.c.attempt_id).where(
+        tables.attempts.c.run == sa.bindparam(_OF_RUN)
+    )
     return (
         sa.select(
             processes.c.attempt_id,
@@ -132,6 +150,7 @@ def _activity() -> sa.Subquery:
             sa.func.count().label("processes"),
             sa.func.sum(sa.case((_ALIVE, 1), else_=0)).label("alive"),
         )
+        .where(*([processes.c.attempt_id.in_(own)] if of_run else []))
         .group_by(processes.c.attempt_id)
         .subquery()
     )
@@ -150,12 +169,13 @@ def attempts(
     if step is not None:
         having = sa.select(tables.steps.c.attempt_id).where(tables.steps.c.step == step)
         where.append(tables.attempts.c.attempt_id.in_(having))
-    return _attempts(with_fingerprint=with_fingerprint).where(*where)
+    query = _attempts(with_fingerprint=with_fingerprint, of_run=run is not None).where(*where)
+    return query if run is None else query.params({_OF_RUN: run})
 
 
 @functools.cache
-def _attempts(*, with_fingerprint: bool) -> Query:
-    activity = _activity()
+def _attempts(*, with_fingerprint: bool, of_run: bool) -> Query:
+    activity = _activity(of_run=of_run)
     return (
         sa.select(
             *(tables.attempts.columns if with_fingerprint else _ATTEMPT),
@@ -199,7 +219,7 @@ def newest_summary(run: str | None) -> Query:
 
 
 def runs(run: str | None = None) -> Query:
-    """Select runs, the most recently active first: the columns of `ListedRun`."""
+    """Select runs, the most recently active first, then experiments: the columns of `ListedRun`."""
     query = _runs()
     return query if run is None else query.where(tables.runs.c.run == run)
 
@@ -234,17 +254,23 @@ def _runs() -> Query:
     active = sa.func.coalesce(ranked.c.run_heard_wall, _last_begun(ranked.c.attempt_id), last)
     return (
         sa.select(
-            tables.runs,
+            *(column for column in tables.runs.columns if column.name != "display_name"),
+            sa.func.coalesce(tables.runs.c.display_name, tables.runs.c.run).label("display_name"),
             sa.func.coalesce(ranked.c.attempts, 0).label("attempts"),
             ranked.c.attempt_id,
             ranked.c.number.label("attempt"),
             ranked.c.key.label("attempt_key"),
+            ranked.c.first_step,
             ranked.c.last_closed_step,
             last.label("last_wall"),
             (sa.func.coalesce(ranked.c.run_live, 0) == 1).label("live"),
         )
         .outerjoin(ranked, sa.and_(ranked.c.run == tables.runs.c.run, ranked.c.place == 1))
-        .order_by(sa.func.coalesce(active, 0.0).desc(), tables.runs.c.run)
+        .order_by(
+            sa.case((tables.runs.c.run.startswith(EXPERIMENT, autoescape=True), 1), else_=0),
+            sa.func.coalesce(active, 0.0).desc(),
+            tables.runs.c.run,
+        )
     )
 
 
@@ -291,27 +317,28 @@ def pinned_steps(run: str | None) -> Query:
     return query if run is None else query.where(attempts.c.run == run)
 
 
-def steps(attempt_id: int | None, run: str | None, before: int | None) -> Query:
-    """Select steps, newest first: the columns of `ListedStep`."""
+def steps(
+    attempt_id: int | None, run: str | None, before: int | None, after: int | None = None
+) -> Query:
+    """Select steps, newest first: the columns of `ListedStep`; those after a step, oldest first."""
     lost = (
         sa.select(sa.func.count())
         .where(losses.c.attempt_id == tables.steps.c.attempt_id)
         .where(losses.c.step == tables.steps.c.step)
         .scalar_subquery()
     )
-    query = (
-        sa.select(
-            *(column for column in tables.steps.columns if column.name != "step_summary"),
-            tables.steps.c.step_summary.is_not(None).label("has_summary"),
-            lost.label("losses"),
-            tables.attempts.c.run,
-            tables.attempts.c.number.label("attempt"),
-        )
-        .outerjoin(tables.attempts, tables.attempts.c.attempt_id == tables.steps.c.attempt_id)
-        .order_by(tables.steps.c.step.desc(), tables.steps.c.attempt_id.desc())
-    )
+    query = sa.select(
+        *(column for column in tables.steps.columns if column.name != "step_summary"),
+        tables.steps.c.step_summary.is_not(None).label("has_summary"),
+        lost.label("losses"),
+        tables.attempts.c.run,
+        tables.attempts.c.number.label("attempt"),
+    ).outerjoin(tables.attempts, tables.attempts.c.attempt_id == tables.steps.c.attempt_id)
+    step, attempt = tables.steps.c.step, tables.steps.c.attempt_id
+    query = query.order_by(step.desc() if after is None else step, attempt.desc())
     where = conditions("steps", attempt_id=attempt_id) + conditions("attempts", run=run)
-    where += [tables.steps.c.step < before] if before is not None else []
+    where += [step < before] if before is not None else []
+    where += [step > after] if after is not None else []
     return query.where(*where)
 
 

@@ -37,6 +37,7 @@ from stagescope_service.store.tables import (
     step_rows,
 )
 from stagescope_service.store.tables.training import REMOVABLE
+from stagescope_wire.names import display_name as as_display_name
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.schema import PART_FIELDS, PartColumns
 
@@ -76,13 +77,48 @@ class DiedAttempt(TypedDict):
 class RunQueries(Reader):
     """Queries for runs, attempts, steps, stages and processes."""
 
-    def runs(self, *, limit: int = LIMIT, offset: int = 0) -> list[ListedRun]:
-        """Return the runs, the most recently active first."""
-        return self._rows(ListedRun, overview.runs().limit(limit).offset(offset))
+    def runs(self, *, limit: int = LIMIT, offset: int = 0, hidden: bool = True) -> list[ListedRun]:
+        """Return the runs, the most recently active first, and experiments after them.
+
+        Without `hidden` those that are hidden are left out.
+        """
+        query = overview.runs()
+        if not hidden:
+            query = query.where(sa.func.coalesce(TABLES["runs"].c.hidden, sa.false()) == sa.false())
+        return self._rows(ListedRun, query.limit(limit).offset(offset))
 
     def has_run(self, run: str) -> bool:
         """Return whether there is a run of this name."""
         return self._one(RunRow, "runs", run=run) is not None
+
+    def is_being_deleted(self, run: str) -> bool:
+        """Return whether there is a run of this name that is being deleted."""
+        row = self._one(RunRow, "runs", run=run)
+        return row is not None and row["deleting_wall"] is not None
+
+    def runs_shown_as(self, display_name: str) -> list[str]:
+        """Return the names of the runs with this display name."""
+        table = TABLES["runs"].c
+        shown = as_display_name(display_name) or ""
+        return self._values(
+            sa.select(table.run).where(table.display_name == shown).order_by(table.run)
+        )
+
+    def run_names(self) -> list[tuple[str, str | None]]:
+        """Return the name and the display name of every run, the newest first."""
+        table = TABLES["runs"].c
+        newest = sa.func.coalesce(table.created_wall, 0.0).desc()
+        return [
+            (run, shown)
+            for run, shown in self._tuples(
+                sa.select(table.run, table.display_name).order_by(newest, table.run)
+            )
+        ]
+
+    def display_name(self, run: str) -> str:
+        """Return the text that people see for a run: its display name, else its name."""
+        row = self._one(RunRow, "runs", run=run)
+        return run if row is None else row["display_name"] or run
 
     def run(self, run: str) -> ListedRun | None:
         """Return one run, or None."""
@@ -148,17 +184,19 @@ class RunQueries(Reader):
         *,
         run: str | None = None,
         before: int | None = None,
+        after: int | None = None,
         limit: int = LIMIT,
     ) -> list[ListedStep]:
-        """Return steps, newest first.
+        """Return steps, newest first; with `after` the oldest first.
 
         Args:
             attempt_id: the attempt; None for all attempts of `run`.
             run: the run; None for all.
             before: only steps below this one: the last step of the previous page.
+            after: only steps above this one.
             limit: maximum number of steps.
         """
-        return self._rows(ListedStep, overview.steps(attempt_id, run, before).limit(limit))
+        return self._rows(ListedStep, overview.steps(attempt_id, run, before, after).limit(limit))
 
     def removable_steps(self, run: str, keep: int, *, limit: int = LIMIT) -> list[RemovableStep]:
         """Return the steps of a run whose rows may be removed, of each attempt the oldest first.
@@ -295,6 +333,21 @@ class RunQueries(Reader):
         mentioned = sa.type_coerce(settings, sa.Text).contains(f'"{name}"', autoescape=True)
         found = self._values(sa.select(settings).where(*where, mentioned))
         return [each for each in found if name in each]
+
+    def settings_of_runs(self, prefix: str, name: str) -> list[JsonObject]:
+        """Return the settings that processes of runs with a prefix reported under a name, the
+        newest process first."""
+        processes, attempts = TABLES["processes"].c, TABLES["attempts"].c
+        mentioned = sa.type_coerce(processes.settings, sa.Text).contains(
+            f'"{name}"', autoescape=True
+        )
+        query = (
+            sa.select(processes.settings)
+            .join(TABLES["attempts"], attempts.attempt_id == processes.attempt_id)
+            .where(attempts.run.startswith(prefix, autoescape=True), mentioned)
+            .order_by(sa.desc(processes.first_wall))
+        )
+        return [each[name] for each in self._values(query) if isinstance(each.get(name), dict)]
 
     def timings(self, attempt_id: int, steps: Sequence[int]) -> list[PartTiming]:
         """Return the begin times and durations of each part of steps, without superseded stages."""

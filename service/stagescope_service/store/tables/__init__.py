@@ -12,6 +12,13 @@ from typing import Final
 
 import sqlalchemy as sa
 
+from stagescope_service.store.tables.canary import (
+    CanaryRow,
+    CanarySequence,
+    CanaryVerdictRow,
+    canaries,
+    canary_verdicts,
+)
 from stagescope_service.store.tables.compact import COMPACT
 from stagescope_service.store.tables.declare import metadata, views
 from stagescope_service.store.tables.findings import (
@@ -86,15 +93,16 @@ from stagescope_service.store.tables.training import (
 
 __all__ = [
     "STEP_ROWS", "TABLES", "ArtifactRow", "AttemptColumns", "AttemptRow", "AuditEntry",
-    "CaptureRow", "DumpRow", "FindingRow", "FiringRow", "LossRow", "MetaRow", "OddReplicaRow",
-    "OperatorTableRow", "PayloadRow", "ProcessColumns", "ProcessRow", "RegisteredEngine",
-    "RunRow", "SampleRow", "ScalarRow", "StackRow", "StageRow", "StepColumns", "StepMarks",
-    "StepMetricsRow", "StepRow", "StepState", "StreamRow", "SummaryRow", "Thread",
-    "TriggerRulesRow", "UnfinishedRank", "WeightManifestRow", "WeightVerdictRow", "WeightsRow",
-    "artifacts", "attempts", "audit", "captures", "dumps", "engines", "findings", "firings",
-    "losses", "meta", "metadata", "odd_replicas", "operators", "payloads", "processes", "runs",
-    "samples", "scalars", "stacks", "stages", "step_metrics", "step_rows", "steps", "streams",
-    "summaries", "trigger_rules", "weight_manifests", "weight_verdicts", "weights",
+    "CanaryRow", "CanarySequence", "CanaryVerdictRow", "CaptureRow", "DumpRow", "FindingRow",
+    "FiringRow", "LossRow", "MetaRow", "OddReplicaRow", "OperatorTableRow", "PayloadRow",
+    "ProcessColumns", "ProcessRow", "RegisteredEngine", "RunRow", "SampleRow", "ScalarRow",
+    "StackRow", "StageRow", "StepColumns", "StepMarks", "StepMetricsRow", "StepRow", "StepState",
+    "StreamRow", "SummaryRow", "Thread", "TriggerRulesRow", "UnfinishedRank", "WeightManifestRow",
+    "WeightVerdictRow", "WeightsRow", "artifacts", "attempts", "audit", "canaries",
+    "canary_verdicts", "captures", "dumps", "engines", "findings", "firings", "losses", "meta",
+    "metadata", "odd_replicas", "operators", "payloads", "processes", "runs", "samples", "scalars",
+    "stacks", "stages", "step_metrics", "step_rows", "steps", "streams", "summaries",
+    "trigger_rules", "weight_manifests", "weight_verdicts", "weights",
 ]  # fmt: skip
 
 TABLES: Final = {
@@ -105,7 +113,8 @@ TABLES: Final = {
 """The tables that are written and read by their names; `compact` tables are behind views."""
 
 STEP_ROWS: Final = (
-    "stages", "scalars", "payloads", "summaries", "samples", "weights", "artifacts",
+    "stages", "scalars", "payloads", "summaries", "samples", "weights", "canaries",
+    "artifacts",
 )  # fmt: skip
 """The tables whose rows of old steps are removed; `artifacts` only once the file is gone."""
 

@@ -16,11 +16,21 @@ class RunRow(TypedDict):
     """A row of `runs`."""
 
     run: str
+    display_name: str | None
+    """The text that people see for the run; null: its name."""
     created_wall: float | None
     settings: dict[str, Json] | None
+    hidden: bool | None
+    """Lists leave it out."""
+    deleting_wall: float | None
+    """Since when it is being deleted; null: it is not."""
 
 
 runs = table("runs", RunRow, "run")
+
+
+SILENT: Final = "its processes fell silent"
+"""Why an attempt ended: not all of its processes said that they had finished."""
 
 
 class AttemptColumns(TypedDict):

@@ -13,13 +13,15 @@ from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.target import LiveRun
 from stagescope_wire.errors import NotFound
 from stagescope_wire.links import Link
+from stagescope_wire.names import normal_run_name
 
 
 def captures(deps: Dependencies, page: Page, run: str | None = None) -> JsonObject:
     """List all captures that were ever requested, newest first, withdrawn ones too."""
-    every = deps.catalogue.captures(run=run)
+    name = None if run is None else normal_run_name(run)
+    every = deps.catalogue.captures(run=name)
     if run is not None and not every:  # a capture may wait for a run that has not reported yet
-        deps.finder.check_run(run)
+        every = deps.catalogue.captures(run=deps.finder.run(run))
     rows = [
         {**row, "state": progress(deps.catalogue, row).state}
         if row["state"] in (AGREED, DONE)

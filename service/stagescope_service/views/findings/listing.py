@@ -257,7 +257,8 @@ def firing_groups(
     deps: Dependencies, page: Page, run: str | None = None, only: str | None = None
 ) -> JsonObject:
     """List what fired, a row for each rule, stage and role, without withdrawn firings."""
-    scope: ScopeFilter = {} if run is None else {"run": deps.finder.attempt(run).run}
+    run = None if run is None else deps.finder.attempt(run).run
+    scope: ScopeFilter = {} if run is None else {"run": run}
     any_of = only_filter(deps, "firings", scope, only)
     outlines = deps.catalogue.firing_outlines(**scope, any_of=any_of, limit=MAX_GROUPED)
     outlines = [row for row in outlines if row["withdrawn_wall"] is None]

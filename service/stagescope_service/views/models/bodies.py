@@ -14,11 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from pydantic_core import ErrorDetails
 
 from stagescope_service.compare.operators.divergence import MAX_VERDICTS
+from stagescope_service.refusals import expected_of
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.models.common import ABSENT
 from stagescope_wire.captures import CAPTURE_FIELDS, SHORTHANDS
 from stagescope_wire.engines.registry import ENGINE_FIELDS
 from stagescope_wire.errors import InvalidInput
+from stagescope_wire.names import MAX_DISPLAY_NAME
 from stagescope_wire.schema import STEP_BOUND
 
 Schema = dict[str, Any]
@@ -34,26 +36,11 @@ REPLAYED_STEPS: Final = 1000
 
 SENDER: Final = (
     "The process: [schema, incarnation, run, attempt_key, role, rank, node_id, clock_offset, "
-    "clock_error, started, plan_revision]. The clock's numbers are in seconds, `started` is in "
-    "Unix seconds, unknown ones are null."
+    "clock_error, started, plan_revision, display_name]. The clock's numbers are in seconds, "
+    "`started` is in Unix seconds, unknown ones are null. `display_name` is the run's name as it "
+    "was given."
 )
 DEFAULT_RUN: Final = "A run's name; default: the run whose training stage began last."
-
-_EXPECTED: Final = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "string_type": "a string",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "missing": "a value",
-    "greater_than_equal": "at least {ge:g}",
-    "greater_than": "more than {gt:g}",
-    "less_than_equal": "at most {le:g}",
-    "less_than": "less than {lt:g}",
-}
-"""Error type of pydantic -> what is expected; else pydantic's message."""
 
 
 def _field(description: str, *, also: Schema | None = None, **bounds: Any) -> Any:
@@ -129,7 +116,7 @@ class RequestBody(BaseModel):
         label = cls._label(location)
         value = fields.get(top) if label == cls._label([top]) else error["input"]
         verb = "are" if label.endswith("s") else "is"
-        expected = _EXPECTED.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+        expected = expected_of(error)
         if label == cls._label([top]):
             expected = cls.expected.get(top, expected)
         return InvalidInput(f"{label} {verb} {value!r:.100}", expected=expected)
@@ -230,6 +217,22 @@ def _capture_field(name: str, *examples: object) -> Any:  # as pydantic.Field
 _Names = list[str]
 _Numbers = list[int]
 """Beside the model's own field `list`."""
+
+
+class RunChange(RequestBody):
+    """What lists show of a run; a field that is not given stays as it is."""
+
+    documents_null: ClassVar[bool] = True
+
+    display_name: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            max_length=MAX_DISPLAY_NAME,
+            description="What people see as its name; null: the name that is stored.",
+        ),
+    ] = None
+    hidden: Annotated[bool, Field(description="Whether lists leave it out.")] = False
 
 
 class CaptureRequest(RequestBody):

@@ -8,9 +8,10 @@ from pydantic import Field
 
 from stagescope_service.core.captures.agreement import Agreement
 from stagescope_service.fields import Attempt, RoleRank, Row, Run, Step, one_of
+from stagescope_service.store.catalogue import DumpCost
 from stagescope_service.store.tables.service import CaptureColumns, CaptureState
 from stagescope_service.views.encoding import JsonObject
-from stagescope_service.views.models.common import DumpRow, Model, Page
+from stagescope_service.views.models.common import AttemptHeading, DumpRow, Model, Page
 from stagescope_wire.captures import CAPTURE_FIELDS
 
 
@@ -88,6 +89,16 @@ class CaptureRow(CaptureColumns):
 
 class Captures(Model, Page[CaptureRow]):
     """Captures, newest first."""
+
+
+class CaptureCost(DumpCost):
+    """The largest cost of one rank in one step, over the newest complete dumps of this kind."""
+
+    attempt: Attempt
+
+
+class CaptureCosts(AttemptHeading, Page[CaptureCost]):
+    """What earlier dumps of a run cost; no rows: it has none."""
 
 
 class AskedRank(RoleRank):

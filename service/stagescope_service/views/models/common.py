@@ -105,6 +105,8 @@ class RunHeading(Model):
     """Which run an answer is about."""
 
     run: Run
+    display_name: str | None = None
+    """The text that people see for the run; absent: its name."""
     also_live: list[LiveRun]
     """The other runs that are live."""
 

@@ -21,15 +21,32 @@ class Symptom(Model):
     family: Literal["service", "precision", "mismatch", "reward", "time", "settings"]
     """Area that the rule examines."""
     title: str
-    """The symptom, as a sentence."""
+    """The symptom, as the rule names it."""
+    sentence: Annotated[
+        str,
+        Field(examples=["On actor 1 the rollout log-probs are 1 token late, since step 6"]),
+    ]
+    """The symptom with its place, its steps, and how many of them show it."""
     verdict: Literal["found", "not found", "not measured"]
     """`not measured`: the run does not record what the rule needs; `record` says what."""
     sure: Number
-    """Share of the examined steps, ranks or samples that show the symptom, 0 to 1."""
+    """Share of the examined steps, ranks or samples that show the symptom, 0 to 1; for trends its
+    strength."""
+    shown: int | None
+    """Number of examined items that show it, since it began; null: it is no share."""
+    examined: int | None
+    """Number of examined items."""
+    unit: Annotated[str | None, Field(examples=["step"])]
+    """What was examined: `step`, `sample` or `group`."""
     since_step: int | None
     """The first step that shows it; null: not found, or not a matter of steps."""
     last_step: int | None
     """The last step that shows it, where it ended; null: it lasts, or is not a matter of steps."""
+    cause: Annotated[str | None, Field(examples=["streams_shifted"])]
+    """The found rule that explains it and that nothing explains; null: it is a cause itself, or
+    was not found."""
+    explains: Annotated[list[str], Field(examples=[["mismatch_jump", "rank_apart"]])]
+    """The found rules whose cause it is."""
     explained_by: Annotated[list[str], Field(examples=[["streams_shifted"]])]
     """The found rules that explain it: look at those first."""
     where: str | None
@@ -40,7 +57,7 @@ class Symptom(Model):
     meaning: str
     """The meaning of the symptom."""
     next: list[str]
-    """What to do, the first thing first; commands begin with `stagescope`."""
+    """What to do. The first is the experiment that proves it; commands begin with `stagescope`."""
     figure: str | None
     """Path of a figure that shows it; null: there is none."""
     record: str | None
@@ -61,7 +78,7 @@ class Note(Model):
 
 
 class Diagnosis(RunHeading, Page[Symptom]):
-    """The symptoms of a run, the surest first."""
+    """The symptoms of a run: causes first, the likeliest one first."""
 
     attempt: int | None
     """The requested attempt; null: the current attempts."""
@@ -75,12 +92,16 @@ class Diagnosis(RunHeading, Page[Symptom]):
     """Number of these that have numbers."""
     measured_step: Step | None
     """Number of the newest step with numbers, which `mismatch` is of; null: none."""
+    healthy: bool
+    """Whether a closed step was looked at, no symptom lasts, and no warning or error stands that no
+    rule explains."""
     text: str
-    """How many symptoms were found, as a sentence, and which findings no rule explains. Other
+    """How many causes were found in which run and attempt, as a sentence, why the asked step was
+    not looked at, if it was not, and which findings no rule explains. Other
     symptoms follow that earlier attempts ended with, or showed in steps that are now replaced."""
     unexplained: Annotated[dict[str, int], Field(examples=[{"webhook_failed": 2}])]
     """Kind of finding -> number of warnings and errors that stand and that no rule judged."""
     notes: list[Note]
     """Remarks that are no symptom, but matter to a comparison of two runs."""
     mismatch: list[MismatchPart]
-    """The mismatch taken apart; empty: no step has both streams, or they are equal."""
+    """The mismatch by its parts; empty: no step has both streams, or they are equal."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from typing_extensions import NotRequired
 
-from stagescope_service.fields import Number, Rank, Role, Row, Stage
+from stagescope_service.fields import Attempt, Number, Rank, Role, Row, Stage, Step
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.models.common import (
     ABSENT,
@@ -212,6 +212,37 @@ class Metrics(Numbers):
     differing: list[list[str]]
     """Pairs of keys of payloads that should hold the same rows and give other numbers; the second
     of each counts."""
+
+
+class Neighbour(Model):
+    """A step beside another one in its run."""
+
+    step: Step
+    attempt: Attempt
+
+
+class Unmeasured(Model):
+    """Why a step, or a slice of it, has no numbers: the problem of `/steps/{step}/metrics`."""
+
+    wrong: str
+    """What is missing."""
+    expected: str
+    """What the numbers need; empty where it is not known."""
+    advice: str
+    """The advice, with the paths to look at; empty where there is none."""
+
+
+class OneStep(StepHeading):
+    """A step: its neighbours, and its numbers or why it has none."""
+
+    earlier: Neighbour | None
+    """The step before it that was reported, with or without numbers; null: there is none."""
+    later: Neighbour | None
+    """The step after it that was reported, with or without numbers; null: there is none."""
+    numbers: Metrics | None
+    """The answer of `/steps/{step}/metrics`; null: it has no numbers (yet)."""
+    unmeasured: Unmeasured | None
+    """Why it has no numbers; null: it has some."""
 
 
 class CellRow(Model):

@@ -22,10 +22,83 @@ from stagescope_service.views.models.common import (
     RunHeading,
     ScopeHeading,
 )
+from stagescope_wire.nonfinite import Json
 
 
 class Runs(Model, Page[RunRow]):
     """Runs, the one that was active last first."""
+
+
+class Judgement(Row):
+    """What the doctor says of a run, in short."""
+
+    healthy: bool | None
+    """Whether nothing is wrong; null: the doctor could not say, or no step is measured."""
+    title: str | None
+    """The first cause, as its rule names it; null: none was found."""
+    sentence: str | None
+    """The first cause with its place and its steps; null: none was found."""
+    since_step: Step | None
+    """The first step that shows it; null: it is no matter of steps."""
+    where: str | None
+    """Its rank, round, stage or operator; null: the whole step."""
+
+
+class OpenFindings(Row):
+    """The number of kinds of findings that are not over."""
+
+    error: int
+    """Number of kinds whose severity is error."""
+    warning: int
+    """Number of kinds whose severity is warning."""
+
+
+class Sparkline(Row):
+    """Two numbers in some steps of a run's newest attempt, evenly over all of its steps."""
+
+    steps: list[int]
+    """The steps, at most 32."""
+    abs_diff: list[Number | None]
+    """Mean \\|d\\| of each, in nats; null: it has none."""
+    reward: list[Number | None]
+    """The reward in each, the mean over the ranks; null: none was logged."""
+    reward_name: str | None
+    """The scalar that is taken for the reward; null: none is."""
+
+
+class ListedOverview(RunRow):
+    """A run, and what a reader chooses by."""
+
+    findings: OpenFindings
+    """The open findings, by severity."""
+    judgement: Judgement | None
+    """What the doctor says, as of a minute ago at most; null: it is being asked, ask again."""
+    spark: Sparkline | None
+    """Null: no step is closed."""
+
+
+class RunsOverview(Model, Page[ListedOverview]):
+    """Runs, the one that was active last first."""
+
+
+class SettingRow(Row):
+    """A setting in which some runs differ."""
+
+    area: Annotated[str, Field(examples=["config", "git", "packages", "settings"])]
+    """Where it was reported: an area of the fingerprint, or the run's `settings`."""
+    name: Annotated[str, Field(examples=["actor.optim.lr"])]
+    """The setting's name, with those of the groups around it."""
+    values: list[Json]
+    """Its value in each run; null: the run lacks it."""
+
+
+class RunSettings(Model, Page[SettingRow]):
+    """The settings in which runs differ."""
+
+    runs: list[Run]
+    """The runs, in the order of the values."""
+    same: int
+    """Number of settings that are the same in all of them."""
 
 
 class Superseded(Row):
@@ -239,6 +312,37 @@ class Exact(ScopeHeading, Page[ExactRange]):
     """All of it in one sentence."""
     first: FirstDifference | None
     """Null: no step differs."""
+
+
+class WorstStep(Row):
+    """The step of a run with the largest mean |d|."""
+
+    abs_diff: Annotated[float, Field(description="Its mean |d| in nats.")]
+    step: Step
+    attempt: Attempt
+
+
+class WorstToken(WorstStep):
+    """The token of a run with the largest |d|."""
+
+    abs_diff: Annotated[float, Field(description="|p - q| in nats.")]
+    sample_uid: str | None
+    """Its sample; null: the payload names no samples."""
+    role: Role | None
+    """Role of the rank that sent it; null: its process is not known."""
+    rank: Rank | None
+    """The rank that sent it, from 0; null: its process is not known."""
+    row: Annotated[int | None, Field(description="Index of its row in the payload, from 0.")]
+    position: Annotated[int | None, Field(description="Index among the row's tokens, from 0.")]
+
+
+class Worst(RunHeading):
+    """Where a run is worst, in the steps that no later attempt repeats."""
+
+    step: WorstStep | None
+    """Null: no step is measured."""
+    token: WorstToken | None
+    """Null: no step is measured."""
 
 
 # --- findings and losses ------------------------------------------------------------------

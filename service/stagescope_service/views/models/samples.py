@@ -76,6 +76,11 @@ class Sample(StepHeading, Streams):
     """The sample's id; null: the row has none."""
     group_id: str | None
     """The group that it belongs to; null: not reported."""
+    prompt_ids: list[int] | None
+    """Token ids of the prompt; null: no `prompts` were recorded."""
+    prompt_text: str | None
+    """The prompt as text, with its special tokens; null: none was recorded, or see
+    `texts_reason`."""
     positions: list[int]
     """Each token's position in its sample, from 0."""
     mask: list[int]

@@ -13,7 +13,9 @@ from typing import Any, Final, NamedTuple, ParamSpec, Protocol, TypedDict, TypeV
 
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.views.models.runs import Sparkline
 from stagescope_service.views.reading.engine_health import EngineHealth
+from stagescope_service.views.reading.judgements import Judgements
 from stagescope_service.views.reading.operator_files import OperatorFiles
 from stagescope_service.views.reading.prometheus import Counts
 from stagescope_service.views.reading.step_summaries import StepSummaries
@@ -90,6 +92,14 @@ class Commands(Protocol):
 
     async def unpin(self, *, attempt_id: int, step: int, by: str) -> Reply:
         """Let the rings drop the payloads of a step: `{"attempt_id", "step", "unpinned"}`."""
+        ...
+
+    async def change_run(self, *, run: str, changes: Mapping[str, object], by: str) -> Reply:
+        """Set `hidden` or `display_name` of a run: `{"run"}`."""
+        ...
+
+    async def delete_run(self, *, run: str, dry_run: bool, by: str, wait: float) -> Reply:
+        """Delete a run with its files, once it is over: a `coordinator...Deleted`."""
         ...
 
     async def add_engine(self, *, engine: Mapping[str, object], by: str) -> Reply:
@@ -223,6 +233,9 @@ class Dependencies:
     computations: Computations
     long_computations: Computations
     """Those that may take minutes: one at a time."""
+    judgements: Judgements
+    sparklines: dict[int, tuple[int, Sparkline]]
+    """attempt_id -> its last closed step, and the sparkline up to it."""
     engine_health: EngineHealth
     counts: Counts
 
@@ -246,12 +259,12 @@ class Dependencies:
             operator_files=OperatorFiles(commands, settings.data_path / "copies"),
             computations=Computations(),
             long_computations=Computations(1),
+            judgements=Judgements(),
+            sparklines={},
             engine_health=EngineHealth(clock),
             counts=Counts(catalogue),
         )
 
-
-RUN_PATTERN: Final = r"^(?!\.{1,2}$)[A-Za-z0-9._-]{1,100}$"
 
 STEP_PATTERN: Final = "^(latest|[0-9]{1,18})$"
 

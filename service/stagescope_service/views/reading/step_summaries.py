@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from cachetools import LRUCache
 
 from stagescope_service.core.stream_attributes import stream_attributes
-from stagescope_service.statistics.comparability import Comparability, examine
+from stagescope_service.statistics.comparability import Comparability, examine, examine_ranks
 from stagescope_service.statistics.mismatch import publish
 from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.step_summary import (
@@ -82,6 +82,11 @@ class MeasuredSummary:
     def comparability(self) -> Comparability:
         """Whether the streams can be compared."""
         return examine(self.summary.summary, self.summary.ranks)
+
+    @cached_property
+    def rank_comparability(self) -> list[Comparability]:
+        """Whether the streams of each of the ranks can be compared, in their order."""
+        return examine_ranks(self.summary.summary, self.summary.ranks)
 
 
 class StepSummaries:

@@ -15,7 +15,7 @@ from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.reading.rows import Lineage
 from stagescope_wire.errors import NotFound
 from stagescope_wire.links import Link
-from stagescope_wire.schema import check_run_name
+from stagescope_wire.names import normal_run_name
 
 _LIVE_SECONDS: Final = 0.5
 """Greatest age of `also_live`: its query counts over every process of every run."""
@@ -36,6 +36,8 @@ class Target:
 
     attempt: ListedAttempt
     also_live: list[LiveRun]
+    display_name: str
+    """The text that people see for the run."""
     step: ListedStep | None = None
     superseded_by: int | None = None
     """Number of the newest attempt that repeats the step."""
@@ -68,11 +70,20 @@ class Target:
 
     def heading(self) -> JsonObject:
         """Return the fields that every answer begins with."""
-        fields: JsonObject = {"run": self.run, "attempt": self.number}
+        fields: JsonObject = {**self.run_heading(), "attempt": self.number}
         if self.step is not None:
             fields["step"] = self.step_number
             fields["superseded_by"] = self.superseded_by
-        return {**fields, "also_live": self.also_live}
+        return fields
+
+    def run_heading(self) -> JsonObject:
+        """Return those of an answer about all attempts."""
+        fields: JsonObject = {"run": self.run, "also_live": self.also_live}
+        return (
+            fields
+            if self.display_name == self.run
+            else fields | {"display_name": self.display_name}
+        )
 
 
 class Finder:
@@ -93,7 +104,7 @@ class Finder:
         found = self._catalogue.find_attempt(name, number)
         if found is None:
             raise self._no_attempt(name, number)
-        return Target(found, self._also_live(name))
+        return Target(found, self._also_live(name), self._catalogue.display_name(name))
 
     def step(
         self, run: str | None, number: int | None, step: int | None, *, key: str | None = None
@@ -112,23 +123,38 @@ class Finder:
         name = self._run(run)
         attempt, row = self._attempt_with(name, number, step, key)
         lineage = Lineage(self._catalogue.attempts(name))
-        return Target(attempt, self._also_live(name), row, lineage.superseded_by(row))
+        shown = self._catalogue.display_name(name)
+        return Target(attempt, self._also_live(name), shown, row, lineage.superseded_by(row))
 
-    def check_run(self, run: str) -> None:
-        """Check that a run exists.
+    def run(self, text: str) -> str:
+        """Return the name of the run that a text names: its name, or as it was given or is shown.
+
+        The run of this name comes before one that is shown so.
 
         Raises:
-            NotFound: no such run; names those that exist.
-            InvalidInput: no name of a run.
+            NotFound: no such run, or several are shown so; names those that exist.
         """
-        check_run_name(run)
-        if not self._catalogue.has_run(run):
-            raise self._no_run(run)
+        name = normal_run_name(text)
+        if self._catalogue.has_run(name):
+            return name
+        shown = self._catalogue.runs_shown_as(text)
+        if len(shown) > 1:
+            more = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
+            raise NotFound(
+                f"{len(shown)} runs are shown as {text!r:.200}",
+                expected=f"the name of one: {', '.join(shown[:_NAMED])}{more}",
+                advice="give this name instead; `stagescope runs --rename` shows one otherwise",
+            )
+        if not shown:
+            raise self._no_run(text)
+        return shown[0]
 
     def _run(self, run: str | None) -> str:
         if run is not None:
-            self.check_run(run)
-            return run
+            name = self.run(run)
+            if self._catalogue.is_being_deleted(name):
+                raise NotFound(f"run {name} is being deleted", see=(Link("runs"),))
+            return name
         training = self._catalogue.training_attempt()
         if training is not None:
             return training["run"]
@@ -195,10 +221,21 @@ class Finder:
         return [each for each in cached[1] if each["run"] != run]
 
     def _no_run(self, run: str) -> NotFound:
-        names = [row["run"] for row in self._catalogue.runs(limit=200)]
-        close = difflib.get_close_matches(run, names, n=_NAMED) or names[:_NAMED]
-        expected = f"one of {', '.join(close)}" if close else ""
-        return NotFound(f"there is no run {run!r}", expected=expected, see=(Link("runs"),))
+        names = self._catalogue.run_names()
+        known = {text: name for name, shown in reversed(names) for text in (shown or name, name)}
+        close = difflib.get_close_matches(run, [*known], n=2 * _NAMED)
+        near = [*dict.fromkeys(known[text] for text in close)][:_NAMED]
+        listed = near or [name for name, _ in names[:_NAMED]]
+        if not listed:
+            return NotFound(f"there is no run {run!r:.200}", see=(Link("runs"),))
+        expected = f"one of {', '.join(listed)}"
+        if len(names) > len(listed):
+            expected += f" ({'the nearest' if near else 'the newest'} of {len(names)} runs)"
+        return NotFound(
+            f"there is no run {run!r:.200}",
+            expected=expected,
+            see=(Link("runs"),),
+        )
 
     def _no_attempt(self, run: str, number: int | None) -> NotFound:
         numbers = sorted(row["number"] for row in self._catalogue.attempts(run))

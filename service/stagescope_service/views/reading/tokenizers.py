@@ -76,6 +76,19 @@ class Tokenizers:
         by_id = {int(token): self._text(int(token)) for token in np.unique(np.asarray(ids))}
         return [by_id[int(token)] for token in ids]
 
+    def text(self, ids: Int64) -> str | None:
+        """Return ids as one text, special tokens included; None without a tokenizer.
+
+        An id that the tokenizer does not know is shown as `<id>`, and is not left out.
+        """
+        texts = self.texts(ids)
+        if self._tokenizer is None or texts is None:
+            return None
+        size = self._tokenizer.get_vocab_size()
+        if all(0 <= token < size for token in ids):
+            return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+        return "".join(texts)
+
     def _text(self, token: int) -> str:
         assert self._tokenizer is not None
         name = self._tokenizer.id_to_token(token) if 0 <= token < 1 << 32 else None

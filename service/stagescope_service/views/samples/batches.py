@@ -138,7 +138,9 @@ def batch_of(
                 advice=KEEP_ADVICE,
             )
         dump = open_payloads(files, f"{target.run}@{target.number}:{step}")
-        heading = {n: v for n, v in target.heading().items() if n != "also_live"}
+        heading = {
+            n: v for n, v in target.heading().items() if n not in ("also_live", "display_name")
+        }
         return join(
             dump,
             step,

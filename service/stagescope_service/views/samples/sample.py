@@ -30,6 +30,7 @@ from stagescope_service.views.samples.tokens import (
 )
 from stagescope_service.views.steps.numbers import comparability_fields
 from stagescope_wire.batch import Batch
+from stagescope_wire.batch.converters import unpadded_prompts
 from stagescope_wire.errors import NotFound
 from stagescope_wire.links import Link
 
@@ -124,6 +125,8 @@ def _columns(deps: Dependencies, target: Target, batch: Batch, row: int, *notes:
     ids = one.column("responses", shown)
     mask = one.loss.mask[0, shown]
     tokenizer = Tokenizers.from_settings(deps.settings, batch.meta)
+    prompts = unpadded_prompts(batch)
+    prompt = None if prompts is None else prompts[row]
     clipped = None if one.loss.clipped is None else _sides(one.loss.clipped[0, shown])
     ratios = update_ratios(batch, rows, one, list(passes))
     comparability = None
@@ -134,6 +137,8 @@ def _columns(deps: Dependencies, target: Target, batch: Batch, row: int, *notes:
         **comparability_fields(comparability),
         "sample_uid": (batch.sample_ids or [None])[row] if batch.sample_ids else None,
         "group_id": next(iter(batch.strings.get("group_ids", ())[row : row + 1]), None) or None,
+        "prompt_ids": prompt,
+        "prompt_text": None if prompt is None else tokenizer.text(prompt),
         "positions": one.positions(shown),
         "mask": mask.astype(np.int64),
         "token_ids": ids,

@@ -9,7 +9,7 @@ from typing import Final, Literal, TypedDict
 
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import calibration
-from stagescope_service.statistics.comparability import Comparability, examine_cell, examine_ranks
+from stagescope_service.statistics.comparability import Comparability, examine_cell
 from stagescope_service.statistics.mismatch import non_finite, publish_cell
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.statistics.summary import UNKNOWN, Slices, Summary, Tokens
@@ -358,9 +358,7 @@ def rank_rows(
             **cell_row(rank.cell, summary.summary, step, own),
             **layout_of(newest.get((rank.role, rank.rank))),
         }
-        for rank, own in zip(
-            summary.ranks, examine_ranks(summary.summary, summary.ranks), strict=True
-        )
+        for rank, own in zip(summary.ranks, measured.rank_comparability, strict=True)
     ]
 
 

@@ -69,6 +69,19 @@ def test_the_defaults_are_in_force_where_nothing_was_given(bench: RuleBench) -> 
     assert {row["step"] for row in bench.catalogue.pinned_steps("r")} == {5, 6, 7}
 
 
+def test_no_rule_fires_in_an_experiment(bench: RuleBench) -> None:
+    async def work() -> None:
+        await bench.triggers.put(rules_of(rule()), by="me")
+        bench.run = "bisect-r-5"
+        await bench.step(1, noise=1.0)
+        assert bench.fired() == []
+        bench.run = "r"
+        await bench.step(1, noise=1.0, key="a2")
+
+    run(work)
+    assert [(step, name) for _, step, name in bench.fired()] == [(1, "mean")]
+
+
 @pytest.mark.parametrize("stage", ["actor_compute_log_prob", "actor_update"])
 def test_the_numbers_of_an_update_hold_its_own_steps(
     bench: RuleBench, stage: str, monkeypatch: pytest.MonkeyPatch

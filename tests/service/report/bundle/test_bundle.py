@@ -32,9 +32,9 @@ from tokenizers import Tokenizer, models
 
 import stagescope
 from stagescope_service.http.opened_bundle import OpenedBundle, open_unpacked
+from stagescope_service.redaction import Redactor
 from stagescope_service.report.bundle import contents
 from stagescope_service.report.bundle.archive import unpack
-from stagescope_service.report.redaction import Redactor
 from stagescope_service.store import copying
 from stagescope_service.store.contract import Put
 from stagescope_service.store.tables import metadata

@@ -32,6 +32,8 @@ D: Final = np.array(
     np.float32,
 )
 IDS: Final = np.array([[0, 1, 2, 0, 1], [2, 1, 0, 0, 0]] * 2, np.int64)
+PROMPTS: Final = np.array([[2, 2, 0, 1], [2, 0, 3, 1]] * 2, np.int64)
+"""The first of each rank is padded on the left; 3 is no token of the tokenizer."""
 SAMPLES: Final = ("g0/0", "g0/1", "g1/0", "g1/1")
 ADVANTAGES: Final = np.array([[1.0] * 5, [0.0] * 5, [-1.0] * 5, [2.0] * 5], np.float32)
 REJECTED: Final = (2, 1)
@@ -77,8 +79,9 @@ def running(tmp_path: Path) -> Iterator[Service]:
         for number, rank in enumerate(ranks):
             rows = slice(2 * number, 2 * number + 2)
             streams = tensors(
-                rows, rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS, responses=IDS
-            )
+                rows, rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS, responses=IDS,
+                prompts=PROMPTS,
+            )  # fmt: skip
             rank.hand(STAGE, 5, streams)
             loss = tensors(rows, response_mask=update_mask, advantages=ADVANTAGES)
             rank.hand("compute_advantage", 5, loss)
@@ -139,6 +142,19 @@ def test_the_tokens_of_a_sample_say_what_the_loss_did(step: stagescope.Step) -> 
     assert found.about["unrecorded"] == []
     text = "a token counts as clipped where every one of 2 passes clips it"
     assert text in found.about["notes"]
+
+
+def test_the_prompt_is_shown_as_text_and_ids(running: Service, step: stagescope.Step) -> None:
+    prompts = {uid: step.sample(uid).about for uid in ("g0/0", "g0/1")}
+    assert [each["prompt_ids"] for each in prompts.values()] == [[2, 0, 1], [2, 0, 3, 1]]
+    texts = [each["prompt_text"] for each in prompts.values()]
+    assert texts == ["\ufffda b", "\ufffda<3> b"]
+    rank = Rank(running, rank=0, key="a2", world_size=1, start=5000.0)
+    streams = tensors(slice(2), rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS)
+    rank.hand(STAGE, 9, streams)
+    rank.stage(STAGE, 10)
+    found = running.get("/steps/9/samples/g0/0")
+    assert (found["prompt_ids"], found["prompt_text"]) == (None, None)
 
 
 def test_the_ratio_that_is_clipped_is_the_updates_own_of_each_pass(

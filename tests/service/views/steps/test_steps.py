@@ -502,3 +502,40 @@ def test_a_step_that_was_never_aggregated_does_not_lack_streams(
     [row] = [each for each in catalogue.steps(run="r") if each["step"] == 5]
     before = {**row, "has_summary": False, "parts_mark": mark, "summary_mark": mark}
     assert gaps(catalogue, [cast("Any", before)]) == {(row["attempt_id"], 5): text}
+
+
+def test_a_step_has_its_neighbours_and_its_numbers_or_why_it_has_none(live: Service) -> None:
+    measured(live)
+    found = live.get("/steps/5")
+    assert found["numbers"] == live.get("/steps/5/metrics")
+    assert found["unmeasured"] is None
+    assert (found["earlier"], found["later"]) == (None, {"step": 6, "attempt": 1})
+    after = live.get("/steps/6")
+    problem = live.problem(404, "/steps/6/metrics")
+    assert after["numbers"] is None
+    assert after["unmeasured"] == {key: problem[key] for key in ("wrong", "expected", "advice")}
+    assert after["earlier"] == {"step": 5, "attempt": 1}
+    # A slice without numbers is no error either.
+    assert "7" in live.get("/steps/5", role="actor", rank=7)["unmeasured"]["wrong"]
+    assert live.get("/steps/5", round=0)["numbers"]["round"] == 0
+
+
+def test_the_neighbours_of_a_step_are_current_or_of_the_requested_attempt(live: Service) -> None:
+    def train(key: str, steps: range, **resumed: Any) -> None:
+        rank = Rank(live, key=key, world_size=1, **resumed)
+        for step in steps:
+            rank.stage("actor_update", step)
+
+    train("a1", range(1, 5))
+    train("a2", range(3, 7), resumed_from_step=2)
+
+    def beside(step: int, **asked: int) -> list[tuple[int, int] | None]:
+        found = live.get(f"/steps/{step}", **asked)
+        return [each and (each["step"], each["attempt"])
+                for each in (found["earlier"], found["later"])]  # fmt: skip
+
+    assert beside(2) == [(1, 1), (3, 2)]
+    assert beside(3) == [(2, 1), (4, 2)]
+    assert beside(3, attempt=1) == [(2, 1), (4, 1)]
+    assert beside(4, attempt=1) == [(3, 1), (5, 2)]
+    assert beside(6) == [(5, 2), None]

@@ -1,4 +1,4 @@
-"""Removes secrets from texts, JSON and files, before they leave the cluster."""
+"""Removes secrets from texts, JSON and files, before they are shown or leave the cluster."""
 
 from __future__ import annotations
 
@@ -116,3 +116,13 @@ class Redactor:
         if secret in self._marks.values():
             return secret
         return self._marks.setdefault(secret, f"[redacted {len(self._marks) + 1}]")
+
+
+def without_secrets(text: str) -> str:
+    """Return a text of a training with each secret as `[redacted]`."""
+    return _MARK.sub("[redacted]", Redactor().text(text[:_LONGEST]))
+
+
+_MARK: Final = re.compile(r"\[redacted \d+\]")
+_LONGEST: Final = 20_000
+"""Most characters of a text that are searched and returned."""

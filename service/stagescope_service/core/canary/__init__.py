@@ -1,0 +1,1 @@
+"""Canary: log-probs of fixed sequences by version, and what they say about the engines."""

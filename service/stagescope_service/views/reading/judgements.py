@@ -1,0 +1,76 @@
+"""What the doctor last said of each run, made again in the background where it may have changed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+from stagescope_service.views.models.runs import Judgement
+
+logger = logging.getLogger(__name__)
+
+_MAX_AGE: Final = 60.0
+"""Seconds for which a judgement holds although its run goes on."""
+_MOST: Final = 10_000
+
+
+class _Known(NamedTuple):
+    key: object
+    made: float
+    """Monotonic seconds."""
+    judgement: Judgement
+
+
+class Judgements:
+    """The judgements of runs; thread-safe. One is made at a time, behind all that is asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._due: set[str] = set()
+        self._lock = threading.Lock()
+        self._pause = 0.3
+        """Seconds before the next one."""
+        self._thread = ThreadPoolExecutor(1, "api-judgements")
+
+    def of(self, run: str, key: object, judge: Callable[[], Judgement]) -> Judgement | None:
+        """Return the last judgement of a run, and let another be made if it may be outdated.
+
+        Args:
+            run: the run.
+            key: of the state that it is in: another key makes the judgement old.
+            judge: makes it; called in the background.
+
+        Returns:
+            None: the first is being made.
+        """
+        with self._lock:
+            known = self._known.get(run)
+            is_new = known is not None and (
+                known.key == key or time.monotonic() - known.made < _MAX_AGE
+            )
+            if not is_new and run not in self._due:
+                self._due.add(run)
+                self._thread.submit(self._make, run, key, judge)
+        return None if known is None else known.judgement
+
+    def _make(self, run: str, key: object, judge: Callable[[], Judgement]) -> None:
+        # Readers come first: it begins after a while, and takes half of a core at most.
+        time.sleep(self._pause)
+        began = time.monotonic()
+        try:
+            judgement = judge()
+        except Exception:
+            logger.exception("the doctor could not judge run %s", run)
+            judgement = Judgement(
+                healthy=None, title=None, sentence=None, since_step=None, where=None
+            )
+        self._pause = time.monotonic() - began
+        with self._lock:
+            self._due.discard(run)
+            self._known[run] = _Known(key, time.monotonic(), judgement)
+            while len(self._known) > _MOST:
+                del self._known[next(iter(self._known))]

@@ -1,0 +1,66 @@
+"""One step: the steps beside it in its run, and its numbers or why it has none."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from stagescope_service.store.queries.overview import ListedStep
+from stagescope_service.views.encoding import JsonObject
+from stagescope_service.views.reading.dependencies import Dependencies
+from stagescope_service.views.reading.rows import Lineage
+from stagescope_service.views.reading.step_summaries import Slice
+from stagescope_service.views.reading.target import Target
+from stagescope_service.views.steps.numbers import metrics_of
+from stagescope_wire.errors import NotFound
+from stagescope_wire.links import with_links
+
+_SEARCHED: Final = 64
+"""Rows in which a current step is searched: the ones before it are of superseded attempts."""
+
+
+def one(
+    deps: Dependencies, target: Target, part: Slice, round: int | None, *, is_own: bool
+) -> JsonObject:
+    """Return a step's neighbours, and the numbers of a part of it or why there are none.
+
+    Args:
+        deps: of the service.
+        target: the step.
+        part: which of its tokens.
+        round: only this round; None: all.
+        is_own: whether the request names the attempt. Then the attempt's own steps are its
+            neighbours, and only beyond them the current ones.
+    """
+    lineage = Lineage(deps.catalogue.attempts(target.run))
+    numbers, unmeasured = None, None
+    try:
+        numbers = metrics_of(deps, target, part, round)
+    except NotFound as error:
+        advice = with_links(error.advice, error.see)
+        unmeasured = {"wrong": error.wrong, "expected": error.expected, "advice": advice}
+    return {
+        **target.heading(),
+        "earlier": _neighbour(deps, target, lineage, is_own=is_own, before=target.step_number),
+        "later": _neighbour(deps, target, lineage, is_own=is_own, after=target.step_number),
+        "numbers": numbers,
+        "unmeasured": unmeasured,
+    }
+
+
+def _neighbour(
+    deps: Dependencies,
+    target: Target,
+    lineage: Lineage,
+    *,
+    is_own: bool,
+    before: int | None = None,
+    after: int | None = None,
+) -> JsonObject | None:
+    """Return the nearest step on one side; None: there is none."""
+    rows: list[ListedStep] = []
+    if is_own:
+        rows = deps.catalogue.steps(target.attempt_id, before=before, after=after, limit=1)
+    if not rows:
+        every = deps.catalogue.steps(run=target.run, before=before, after=after, limit=_SEARCHED)
+        rows = [row for row in every if lineage.superseded_by(row) is None]
+    return {"step": rows[0]["step"], "attempt": rows[0]["attempt"]} if rows else None

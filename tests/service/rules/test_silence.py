@@ -1,0 +1,124 @@
+"""What stopped: the log-probs of all ranks, the ranks of a role, or the whole training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.service.rules.planted import (
+    STAGE,
+    Batch,
+    diagnosed,
+    found_in,
+    make_batch,
+    rows_of,
+    shown_by,
+    wire,
+)
+from tests.support.api import Rank, Service
+
+STOPS: int = 12
+"""The first step without what stopped."""
+
+
+def unrecorded(batch: Batch) -> None:
+    if batch.step >= STOPS:
+        batch.has_streams = False
+
+
+def test_all_ranks_that_record_nothing_any_more_are_named(live: Service) -> None:
+    row = diagnosed(live, "none-records", unrecorded)["streams_stopped"]
+    assert (row["verdict"], row["since_step"]) == ("found", STOPS)
+    assert row["sentence"] == (
+        "No rank records log-probs any more, since step 12, in 13 of 13 steps"
+    )
+    assert row["for"][0].endswith("; 4 of these 4 ranks still run stages")
+    command = row["next"][0].partition(" #")[0].split()[1:]
+    proof = shown_by(live, *command)
+    assert "no value at steps 12-24: no rank handed over both streams" in proof
+    # Two steps without them may be a pause, and so may as many as there were before.
+    assert rows_of(live, "none-records", step=13)["streams_stopped"]["verdict"] == "not found"
+
+
+def test_log_probs_of_every_tenth_step_have_not_stopped(live: Service) -> None:
+    def every_tenth(batch: Batch) -> None:
+        batch.has_streams = batch.step % 10 == 1
+
+    for last in (25, 30):
+        run = f"every-tenth-{last}"
+        rows = diagnosed(live, run, every_tenth, steps=range(1, last + 1))
+        assert rows["streams_stopped"]["verdict"] != "found"
+
+
+def roles_until(live: Service, run: str, lapse_at: int | None = None) -> list[Rank]:
+    """Four actors record up to step 11; two rollout ranks go on. Actors may lapse, or live."""
+    actors = [Rank(live, run=run, rank=rank, world_size=4) for rank in range(4)]
+    rollout = [Rank(live, run=run, rank=rank, role="rollout", world_size=2) for rank in range(2)]
+    for step in range(1, 25):
+        reports = [each.draft_stage("rollout_generate", step) for each in rollout]
+        if step < STOPS:
+            reports += [
+                each.draft_stage(STAGE, step, wire(make_batch(step, at, 0), run))
+                for at, each in enumerate(actors)
+            ]
+        live.engine.take_together(reports)
+        for each in actors if step == lapse_at else ():
+            live.engine.fall_silent(each)
+    return [*actors, *rollout]
+
+
+def test_a_role_that_is_gone_while_others_go_on_is_named(live: Service) -> None:
+    roles_until(live, "role-gone", lapse_at=14)
+    row = rows_of(live, "role-gone")["streams_stopped"]
+    assert (row["verdict"], row["since_step"], row["where"]) == ("found", STOPS, "actor ranks 0-3")
+    assert row["sentence"].startswith("Actor ranks 0-3 stopped reporting, and other ranks go on")
+
+
+def later(live: Service, run: str, ranks: list[Rank], seconds: float) -> dict[str, Any]:
+    """Return the rows of a question that is asked so many seconds after the last event."""
+    live.now = max(each.clock for each in ranks) + seconds
+    try:
+        return rows_of(live, run)
+    finally:
+        live.now = None
+
+
+def test_a_role_that_holds_up_all_steps_is_named(live: Service) -> None:
+    ranks = roles_until(live, "role-waits")
+    assert found_in(later(live, "role-waits", ranks, 100.0)) == set()
+    row = later(live, "role-waits", ranks, 3_700.0)["training_quiet"]
+    assert (row["verdict"], row["where"]) == ("found", "actor ranks 0-3")
+    assert row["for"] == [
+        "step 10 closed 62 min ago; the longest wait for a step before was 1 s, and the processes "
+        "still answer",
+        "actor ranks 0-3 reached step 11, and others step 24",
+    ]
+
+
+@pytest.mark.parametrize("lapses", [False, True])
+def test_a_training_of_which_no_rank_reports_is_named(lapses: bool, live: Service) -> None:
+    run = f"quiet-{lapses}"
+    ranks = [Rank(live, run=run, rank=rank, world_size=4) for rank in range(4)]
+    for step in range(1, STOPS):
+        live.engine.take_together([
+            each.draft_stage(STAGE, step, wire(make_batch(step, at, 0), run))
+            for at, each in enumerate(ranks)
+        ])  # fmt: skip
+    for each in ranks if lapses else ():
+        live.engine.fall_silent(each)
+    rows = later(live, run, ranks, 3_600.0)
+    assert found_in(rows) == {"processes_failed" if lapses else "training_quiet"}
+    if lapses:
+        row = rows["processes_failed"]
+        assert row["sentence"].startswith("Processes stopped reporting between stages")
+        assert row["for"][0].startswith("attempt 1: its processes stopped reporting after step 11")
+    assert found_in(rows_of(live, run, step=8)) <= {"processes_failed"}
+
+
+def test_a_training_that_finished_is_not_quiet(live: Service) -> None:
+    ranks = [Rank(live, run="done", rank=rank, world_size=2) for rank in range(2)]
+    for step in range(1, STOPS):
+        live.engine.take_together([each.draft_stage(STAGE, step) for each in ranks])
+    for each in ranks:
+        each.say("finish")
+    assert found_in(later(live, "done", ranks, 3_600.0)) == set()
