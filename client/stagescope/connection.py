@@ -44,7 +44,7 @@ _POLL_INTERVAL: Final = 0.5
 
 
 ORDERS: Final[Mapping[str, Sequence[str]]] = {
-    "runs": ("run", "live", "attempt", "last_closed_step", "last_wall"),
+    "runs": ("run", "display_name", "live", "attempt", "last_closed_step", "last_wall"),
     "attempts": ("attempt", "state", "first_step", "last_closed_step", "resumed_from_step"),
     "steps": ("step", "attempt", "complete", "measured", "gap", "begun_again", "losses",
               "superseded_by", "missing"),
@@ -52,6 +52,9 @@ ORDERS: Final[Mapping[str, Sequence[str]]] = {
     "versions": ("version", "step", "differ", "missing", "replicas_differ", "not_comparable",
                  "agree", "complete"),
     "weights": ("name", "verdict", "ranks", "odd_ranks", "dtype", "shape", "reason"),
+    "canary": ("version", "step", "source", "verdict", "causes", "pairs", "problem", "seconds"),
+    "canary_scores": ("pair", "source", "sequence", "verdict", "mean", "max", "tokens",
+                      "position", "token_id", "first", "second"),
     "devices": ("device", "odd", "suspected", "runs", "last_run", "last_step", "last_rank"),
     "diagnosis": ("verdict", "sure", "rule", "since_step", "where", "title", "family"),
     "diff": ("weight", "area", "name", "a", "b"),
@@ -76,6 +79,9 @@ ORDERS: Final[Mapping[str, Sequence[str]]] = {
               "usual_seconds", "ranks_ended", "role", "process", "host", "pid", "limit_seconds"),
 }  # fmt: skip
 """Table -> the columns that are shown first: in 80 columns a table leaves out the last ones."""
+
+_TITLES: Final = {"losses": "lost data", "loss": "gradient"}
+"""Table -> its title, where it is not the table's name."""
 
 
 class Connection:
@@ -196,7 +202,7 @@ class Connection:
             rows[:limit],
             order=order or ORDERS.get(noun, ()),
             columns={**columns, **COLUMNS.get(noun, {})},
-            title=noun if title is None else title,
+            title=_TITLES.get(noun, noun) if title is None else title,
             about=about,
             truncated=following is not None or len(rows) > limit,
         )
@@ -207,8 +213,8 @@ class Connection:
         """Return the rows of `path` together with those of its `/groups`."""
         rows = self.table(path, params, noun=title, order=order, limit=limit)
         groups = self.table(
-            f"{path}/groups", params, noun=f"{title}/groups", title=title, order=GROUP_ORDER,
-            limit=limit,
+            f"{path}/groups", params, noun=f"{title}/groups", title=_TITLES.get(title, title),
+            order=GROUP_ORDER, limit=limit,
         )  # fmt: skip
         return FindingRows.of_answers(rows, groups, link_text=self._link_text)
 

@@ -213,20 +213,24 @@ _COLOURS: Final = {"error": "#d13438", "warning": "#b8860b"}
 _OF_VERDICT: Final = {"found": "#b3372b", "not measured": "#6e7278", "not found": "#2a8048"}
 _LOG: Final = re.compile(r"log it: stage\.log\((\w+)=\.\.\.\)$")
 _LOGGED: Final = "log it"
+_SHOWN_SHARE: Final = 0.01
+"""Minimum share of a part of the mismatch that is displayed without `all()`."""
 
 
 class Diagnosis(Table):
-    """Symptoms, one row each: those that were found come first, the most certain first.
+    """Symptoms, one row each: causes come first, the likeliest first.
 
-    A symptom that another one explains comes after it. Symptoms that ended come last.
+    The symptoms that a cause explains come after the causes, and symptoms that ended come last.
 
-    Text and HTML display the found symptoms as paragraphs, then the unmeasured and the absent ones
-    in short. Text counts the unmeasured symptoms by what would record them.
+    Text and HTML display each cause as a paragraph with the symptoms that it explains. The
+    unmeasured and the absent ones follow in short. Text counts the unmeasured symptoms by what
+    would record them.
 
     Usage:
         >>> diagnosis = session.doctor()
-        >>> diagnosis.where(verdict="found")["title"]
-        >>> diagnosis.about["mismatch"]        # the mismatch taken apart
+        >>> diagnosis.causes[0]["sentence"]    # what is wrong, where, since when
+        >>> diagnosis.causes[0]["next"][0]     # the experiment that proves it
+        >>> diagnosis.about["mismatch"]        # the parts of the mismatch
         >>> diagnosis.all()                    # what was not measured, and why
     """
 
@@ -237,21 +241,35 @@ class Diagnosis(Table):
         return _FullDiagnosis.from_table(self)
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return the diagnosis as lines of at most `width` columns; found symptoms are not cut."""
-        lines = wrapped("", str(self.about.get("text") or ""), width)
-        for row in self.found:
-            lines += ["", *_paragraph(row, width)]
-        lines += ["", *_parts(self.about.get("mismatch") or (), width)]
+        """Return the diagnosis as lines of at most `width` columns.
+
+        The first line is the likeliest cause, the second one the experiment that proves it. Both
+        are whole, to be read and pasted. If nothing is wrong, the first line says so.
+        """
+        summary = wrapped("", str(self.about.get("text") or ""), width)
+        lasting = [row for row in self.causes if row["last_step"] is None]
+        lines = [] if lasting else summary
+        for row in lasting:
+            lines += ["", *_paragraph(row, self._explained_by(row), width)]
+        if lasting:
+            lines = [*lines[1:], "", *summary]
+        for row in self.causes:
+            lines += ["", *_ended(row, width)] if row["last_step"] is not None else []
+        lines += ["", *self._parts(width)]
         if notes := self.about.get("notes"):
             lines += ["", "notes for a comparison of two runs, no symptoms"]
             for note in notes:
                 lines += wrapped("  ", f"{note['rule']}: {note['text']}", width)
         if unknown := self._of("not measured"):
             lines += ["", *self._not_measured(unknown, width)]
-        if healthy := self._of("not found"):
-            names = ", ".join(str(row["rule"]) for row in healthy)
-            lines += ["", *wrapped("", f"not found: {names}", width)]
         return [line for at, line in enumerate(lines) if line or (at and lines[at - 1])]
+
+    def _parts(self, width: int) -> list[str]:
+        """Return the parts that have a share of a mismatch that is wrong."""
+        if self.about.get("healthy"):
+            return []
+        parts = self.about.get("mismatch") or ()
+        return _parts([part for part in parts if (part["share"] or 0.0) >= _SHOWN_SHARE], width)
 
     def _not_measured(self, rows: Sequence[Row], width: int) -> list[str]:
         """Return how many rows there are, and how many each thing to record would add."""
@@ -274,20 +292,38 @@ class Diagnosis(Table):
         """The symptoms that were found."""
         return self._of("found")
 
+    @property
+    def causes(self) -> list[Row]:
+        """The found symptoms that no other one explains; ended ones are the last."""
+        return [row for row in self.found if row["cause"] is None]
+
+    def _body(self, cause: Row) -> list[str]:
+        if cause["last_step"] is not None:
+            return _ended(cause, 100)[1:]
+        return _paragraph(cause, self._explained_by(cause), 100)[1:]
+
+    def _explained_by(self, cause: Row) -> list[Row]:
+        return [row for row in self.found if row["cause"] == cause["rule"]]
+
     def _of(self, verdict: str) -> list[Row]:
         return [row for row in self if row["verdict"] == verdict]
 
+    @property
+    def heading(self) -> str:
+        """Empty: the lines begin with the first cause."""
+        return ""
+
     def __repr__(self) -> str:
-        return "\n".join([render.clip(self.heading, 80), *self.lines()])
+        return "\n".join(self.lines())
 
     def _repr_html_(self) -> str:
         body = [f"<p>{html.escape(str(self.about.get('text') or ''))}</p>"]
         body += [
             f'<details open><summary style="color:{_OF_VERDICT["found"]}"><b>'
-            f"{html.escape(_symptom(row))}</b></summary>"
-            + render.html_text("\n".join(_paragraph(row, 100)[1:]))
+            f"{html.escape(str(row['sentence']))}</b></summary>"
+            + render.html_text("\n".join(self._body(row)))
             + "</details>"
-            for row in self.found
+            for row in self.causes
         ]
         for verdict in ("not measured", "not found"):
             rows = self._of(verdict)
@@ -303,11 +339,19 @@ class Diagnosis(Table):
                 f'<details><summary style="color:{_OF_VERDICT[verdict]}">{len(rows)} {verdict}'
                 f"</summary><ul>{items}</ul></details>"
             )
-        return render.html_block(self.heading, "".join(body))
+        return render.html_block(super().heading, "".join(body))
 
 
 class _FullDiagnosis(Diagnosis):
     __slots__ = ()
+
+    def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
+        lines = super().lines(width=width, rows=rows)
+        names = ", ".join(str(row["rule"]) for row in self._of("not found"))
+        return [*lines, "", *wrapped("", f"not found: {names}", width)] if names else lines
+
+    def _parts(self, width: int) -> list[str]:
+        return _parts(self.about.get("mismatch") or (), width)
 
     def _not_measured(self, rows: Sequence[Row], width: int) -> list[str]:
         lines = ["not measured"]
@@ -318,35 +362,40 @@ class _FullDiagnosis(Diagnosis):
         return lines
 
 
-def _symptom(row: Row) -> str:
-    since = "" if row["since_step"] is None else f", since step {row['since_step']}"
-    if row["last_step"] is not None:
-        since += f", last seen in step {row['last_step']}"
-    where = f", {row['where']}" if row["where"] else ""
-    return f"{row['title']}{since}{where} ({row['sure']:.0%} sure)"
+def _ended(cause: Row, width: int) -> list[str]:
+    """Return a cause that ended, and why it is known to have ended."""
+    texts = (line for text in cause["against"] for line in wrapped("  - ", text, width))
+    return [printable(f"Ended: {cause['sentence']}"), *texts]
 
 
-def _paragraph(row: Row, width: int) -> list[str]:
-    first, *more = wrapped("", _symptom(row), max(width - 4, 40))
-    lines = [first, *(f"    {line}" for line in more)]
-    for mark, texts in (("+ ", row["for"]), ("- ", row["against"])):
+def _paragraph(cause: Row, explained: Sequence[Row], width: int) -> list[str]:
+    """Return a cause, the experiment that proves it, its evidence, and what it explains."""
+    lines = [printable(str(cause["sentence"]))]
+    proof, *rest = cause["next"] or [""]
+    is_command = str(proof).startswith("stagescope ")
+    lines += [printable(f"  prove it: {proof}")] if is_command else []  # on one line, to be pasted
+    for mark, texts in (("+ ", cause["for"]), ("- ", cause["against"])):
         for text in texts:
             lines += wrapped(f"  {mark}", str(text), width)
-    lines += wrapped("  ", str(row["meaning"]), width)
-    for step in row["next"]:
+    lines += wrapped("  ", str(cause["meaning"]), width)
+    for step in rest if is_command else cause["next"]:
         command, mark, comment = str(step).partition("  # ")
-        if command.startswith("stagescope "):  # on one line, to be pasted
+        if command.startswith("stagescope "):
             lines.append(printable(f"  -> {command}"))
             lines += wrapped("     # ", comment, width) if mark else []
         else:
             lines += wrapped("  -> ", str(step), width)
+    if explained:
+        lines.append(f"  it explains {render.counted(len(explained), 'symptom')}:")
+        for row in explained:
+            lines += wrapped("  * ", str(row["sentence"]), width)
     return lines
 
 
 def _parts(parts: Sequence[Row], width: int) -> list[str]:
     if not parts:
         return []
-    lines = ["the mismatch of the newest measured step, taken apart"]
+    lines = ["the mismatch of the newest measured step by its parts"]
     for part in parts:
         share = "   -" if part["share"] is None else f"{part['share']:4.0%}"
         mark = "" if part["counted"] or part["name"] == "unexplained" else " (overlaps the others)"

@@ -7,12 +7,15 @@ from typing import Final
 
 from stagescope_wire.links import STEP_NOUNS, Link
 
+RENAMED: Final = {"losses": "lost", "loss": "gradient"}
+"""Noun of the API's paths -> the command's and the method's name, which was once the noun."""
+
 
 def command(link: Link, commands: Container[str]) -> str:
     """Return the command that gives the answer of a link.
 
     Usage:
-        >>> command(Link("stages", step=5), {"stages", "losses"})
+        >>> command(Link("stages", step=5), {"stages", "lost"})
         '`stagescope stages 5`'
 
     Args:
@@ -21,19 +24,22 @@ def command(link: Link, commands: Container[str]) -> str:
     """
     if link.name is not None and link.noun in _OF_ONE:
         return f"`stagescope {_OF_ONE[link.noun]} {link.name}`"
-    if link.noun not in commands:
+    name = RENAMED.get(link.noun, link.noun)
+    if name not in commands or (link.name is not None and link.run is None):
         return link.path
+    if link.name is not None:
+        return f"`stagescope {name} {link.run} {link.name}`"
     target = "" if link.step is None else f" {link.step}"
-    options = [f" --{name.replace('_', '-')} {text}" for name, text in link.arguments().items()]
-    return f"`stagescope {link.noun}{target}{''.join(options)}`"
+    options = [f" --{key.replace('_', '-')} {text}" for key, text in link.arguments().items()]
+    return f"`stagescope {name}{target}{''.join(options)}`"
 
 
 _OF_ONE: Final = {"captures": "progress", "findings": "finding"}
 """Noun -> the command, and the method of a session, for one of them by its id."""
 _OF_SESSION: Final = frozenset(
     {
-        "captures", "devices", "engines", "exact", "findings", "losses", "plan", "runs", "stacks",
-        "status", "steps", "triggers", "weights",
+        "canary", "captures", "devices", "engines", "exact", "findings", "losses", "plan", "runs",
+        "stacks", "status", "steps", "triggers", "weights",
     }
 )  # fmt: skip
 
@@ -54,12 +60,13 @@ def session_call(link: Link) -> str:
         return f'session.attempts("{link.run}")'
     if link.noun == "divergence":
         return "session.divergence(a, b)"
-    query = [f'{name}="{text}"' for name, text in link.query.items()]
+    named = [f"version={link.name}"] if link.noun == "canary" and link.name is not None else []
+    query = named + [f'{name}="{text}"' for name, text in link.query.items()]
     run = [] if link.run is None else [f'run="{link.run}"']
     target = run + ([] if link.attempt is None else [f"attempt={link.attempt}"])
     if link.step is not None and link.noun in STEP_NOUNS:
         step = str(link.step) if isinstance(link.step, int) else f'"{link.step}"'
         return f"session.step({', '.join([step, *target])}).{link.noun}({', '.join(query)})"
     if link.step is None and link.noun in _OF_SESSION:
-        return f"session.{link.noun}({', '.join(query + target)})"
+        return f"session.{RENAMED.get(link.noun, link.noun)}({', '.join(query + target)})"
     return link.path

@@ -193,9 +193,7 @@ class Exact(Record):
     __slots__ = ()
 
     def __init__(self, answer: JsonObject) -> None:
-        attempt = answer.get("attempt")
-        suffix = "" if attempt is None else f", attempt {attempt}"
-        super().__init__(answer, title=f"exact: run {answer.get('run')}{suffix}")
+        super().__init__(answer, title=f"exact: {render.context(answer)}")
 
     @property
     def text(self) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from stagescope.answers import Record, Status
+from stagescope.canary import CanaryVersions
 from stagescope.capture_requests import CaptureRequests
 from stagescope.comparison_requests import ComparisonRequests
 from stagescope.connection import LIMIT, OptInt, OptStr, segment, step_segment
@@ -25,6 +26,7 @@ from stagescope.figures import FigureRequests
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Diagnosis, Finding, FindingRows
 from stagescope.forwarding import forwarder
 from stagescope.link_text import session_call
+from stagescope.run_requests import RunRequests
 from stagescope.saving import FileRequests, is_bundle, open_bundle
 from stagescope.series import Exact, Series
 from stagescope.step import Step
@@ -97,7 +99,7 @@ def attach(
     return session
 
 
-class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests):
+class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests, RunRequests):
     """The data of the service, one method per noun; safe to use from several threads.
 
     Each answer names its run and attempt. The default of `run` is the run whose training stage
@@ -120,10 +122,6 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         """Return the service's state: ready or the reason why not, versions, counts."""
         return Status(self.get("/status"), title=f"stagescope at {self.url}")
 
-    def runs(self, *, limit: int = LIMIT) -> Table:
-        """Return the runs, the most recently active first."""
-        return self.table("/runs", noun="runs", limit=limit)
-
     def attempts(self, run: OptStr = None, *, limit: int = LIMIT) -> Table:
         """Return a run's attempts with their fingerprints."""
         return self.table(f"{self._run_path(run)}/attempts", noun="attempts", limit=limit)
@@ -136,10 +134,10 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
     def step(
         self, step: StepName = "latest", *, run: OptStr = None, attempt: OptInt = None
     ) -> Step:
-        """Return one step, bound to the run and attempt that answer now.
+        """Return one step of the run and attempt that are current now.
 
-        `"latest"` is the step that began last, which may have no numbers yet. `"measured"` is the
-        newest closed step with numbers (the latest if it has numbers and none is closed).
+        `"latest"` is the step that began last. It may have no numbers yet. `"measured"` is the
+        newest closed step with numbers. If no closed step has any, it is the latest with numbers.
         `"captured"` is the newest step with captured operators.
 
         Raises:
@@ -218,6 +216,24 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         path = f"/weights/{version}"
         return Weights.from_table(self.table(path, params, noun="weights", title="", limit=limit))
 
+    def canary(
+        self, run: OptStr = None, version: OptInt = None, *, attempt: OptInt = None,
+        limit: int = LIMIT,
+    ) -> Table:  # fmt: skip
+        """Return the versions that a canary scored, by engine, the newest first.
+
+        With `version`, return the sequences of that version in each pair of arms, the worst first.
+
+        Raises:
+            NotFound: no canary of that version was scored.
+        """
+        params = {"run": run, "attempt": attempt}
+        if version is None:
+            table = self.table("/canary", params, noun="canary", limit=limit)
+            return CanaryVersions.from_table(table)
+        path, title = f"/canary/{version}", f"canary of version {version}"
+        return self.table(path, params, noun="canary_scores", title=title, limit=limit)
+
     def devices(self, run: OptStr = None, *, limit: int = LIMIT) -> Table:
         """Return the devices whose weights differed from their replicas', by default of all runs.
 
@@ -240,12 +256,15 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         """
         return Exact(self.get("/exact", run=run, attempt=attempt))
 
-    def losses(
+    def lost(
         self, run: OptStr = None, attempt: OptInt = None, *, only: OptStr = None, limit: int = LIMIT
     ) -> FindingRows:
         """Return what was announced and never arrived, with the reasons, as `findings` does."""
         params = {"run": run, "attempt": attempt, "only": only}
         return self._findings_table("/losses", params, "losses", LOSS_ORDER, limit)
+
+    losses = lost
+    """The earlier name of `lost`."""
 
     def doctor(
         self, run: OptStr = None, attempt: OptInt = None, *, step: OptInt = None
@@ -260,7 +279,8 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             attempt: only this attempt; default: the current attempts.
             step: use only the steps up to this one.
         """
-        name = run or self.step("latest").run
+        # A run whose canary alone reports has findings, and no step.
+        name = run or self.get("/steps", limit=1)["run"]
         path = f"/runs/{segment(name, 'run')}/diagnosis"
         params = {"attempt": attempt, "step": step}
         return Diagnosis.from_table(self.table(path, params, noun="diagnosis"))
@@ -468,6 +488,8 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         """Return the path of a run; None: the most recently active one."""
         if run is None:
             runs = self.runs(limit=1)
+            if not len(runs):
+                runs = self.runs(hidden=True, limit=1)
             if not len(runs):
                 raise NotFound("the service has no run yet", advice="start a training that reports")
             run = str(runs[0]["run"])

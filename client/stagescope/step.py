@@ -234,11 +234,11 @@ class Step:
         path = self._path(f"samples/{segment(stored, 'sample_uid')}")
         return SampleTokens.of_answer(self._session.get(path, **self._params()))
 
-    def loss(self, *, limit: int = LIMIT) -> BarTable:
+    def gradient(self, *, limit: int = LIMIT) -> BarTable:
         """Return how much of the mismatch sits in tokens that the loss trains on, or leaves out.
 
         Usage:
-            >>> session.step(5).loss().about["note"]
+            >>> session.step(5).gradient().about["note"]
 
         `about["note"]` is the sentence; `about["unrecorded"]` names what is not known.
 
@@ -248,6 +248,9 @@ class Step:
         return BarTable.with_bars(
             self._table("loss", limit), label="fate", column="share_of_mismatch"
         )
+
+    loss = gradient
+    """The earlier name of `gradient`."""
 
     def stages(
         self, *, stage: OptStr = None, role: OptStr = None, rank: OptInt = None, limit: int = LIMIT

@@ -371,7 +371,7 @@ _GAP_TEXTS: Final = {
 def coverage_notes(coverage: JsonObject) -> list[str]:
     """Return data that was announced but is not in the numbers, and limits of the numbers."""
     gaps = [f"{coverage[name]} {text}" for name, text in _GAP_TEXTS.items() if coverage.get(name)]
-    notes = [f"not in these numbers: {', '.join(gaps)}; see losses and findings"] if gaps else []
+    notes = [f"not in these numbers: {', '.join(gaps)}; see lost data and findings"] if gaps else []
     if pieces := coverage.get("fragmented_sequences"):
         notes.append(
             f"{pieces} pieces of samples have no round_ids: rounds and sequences are counted "

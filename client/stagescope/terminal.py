@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 import click
@@ -49,7 +49,7 @@ class Displayable(Protocol):
 
     @property
     def heading(self) -> str:
-        """A title, on one line."""
+        """A title, on one line; "" if the lines begin with it."""
         ...
 
     def lines(self, *, width: int = 80) -> list[str]:
@@ -98,7 +98,7 @@ _WIDE: Final = 1_000_000
 def show(answer: Displayable, *, wide: bool = False) -> None:
     """Print an answer for a reader; with `wide` all columns of a table, without shortening."""
     columns = width()
-    for line in render.wrapped("", answer.heading, columns):
+    for line in render.wrapped("", answer.heading, columns) if answer.heading else ():
         click.echo(style(line, bold=True))
     for line in answer.lines(width=_WIDE if wide else columns):
         click.echo(line)
@@ -189,6 +189,36 @@ def interruption() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+INTERRUPTED: Final = 130
+"""Exit code of a process that Ctrl-C ended."""
+
+
+@contextlib.contextmanager
+def ending_at_once(said: Callable[[], str]) -> Iterator[None]:
+    """End the process at the first Ctrl-C in the block, without waiting for its threads.
+
+    Use it for a command whose files are whole at any time: no `finally` runs.
+
+    Args:
+        said: returns the line that is printed on stderr.
+    """
+
+    def end(number: int, frame: object) -> None:
+        del number, frame
+        with contextlib.suppress(OSError):  # `sys.stderr` may be in the middle of a write
+            os.write(2, f"{said()}\n".encode())
+        os._exit(INTERRUPTED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def needs_extra(error: ImportError, extra: str) -> MissingExtra:

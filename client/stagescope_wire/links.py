@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode
 from stagescope_wire.nonfinite import JsonObject
 
 _OF_RUN: Final = frozenset(
-    {"devices", "exact", "findings", "losses", "series", "stacks", "steps", "weights"}
+    {"canary", "devices", "exact", "findings", "losses", "series", "stacks", "steps", "weights"}
 )
 """Nouns whose answers are about one run, besides those about a step."""
 
@@ -30,6 +30,11 @@ STEP_NOUNS: Final = frozenset(
     }
 )  # fmt: skip
 """Nouns whose answers are of one step."""
+
+
+def page_of_run(page: str, run: str) -> str:
+    """Return the address of a run's page; `page` is the address under which the page opens."""
+    return f"{page.rstrip('/')}/#/runs/{quote(run, safe='')}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -189,18 +189,22 @@ def safe_name(name: str) -> str:
 
 _NOT_IN_RUN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_RUN_NAME: Final = 100
+_CHECKSUM: Final = 8
+MAX_DISPLAY_NAME: Final = 300
+"""Characters of a display name; a longer one is cut."""
+_JOINERS: Final = "\u200c\u200d"
+"""Characters that are not printable, and part of words and emoji."""
 _warned_runs: set[str] = set()
 
 
-def normal_run_name(given: object, *, fallback: str = "run") -> str:
-    """Return a text as a valid name of a run: `qwen3/grpo` is `qwen3-grpo`.
+def normal_run_name(given: object) -> str:
+    """Return a text as a valid name of a run.
 
-    A valid name stays as it is. A name that is too long or not ASCII gets a checksum, so that two
-    such names differ.
+    A valid name stays as it is. In any other text `-` replaces what is not valid, and a checksum of
+    the text follows: two texts never share a name. `qwen3/grpo` is `qwen3-grpo-9bf7109e`.
 
     Args:
         given: the text.
-        fallback: the name if nothing of the text is left.
 
     Raises:
         InvalidInput: it is no text.
@@ -210,20 +214,31 @@ def normal_run_name(given: object, *, fallback: str = "run") -> str:
     except InvalidInput:
         if not isinstance(given, str):
             raise
-    valid = _NOT_IN_RUN_NAMES.sub("-", given).strip(".-") or fallback
-    if given.isascii() and len(valid) <= _MAX_RUN_NAME:
-        return valid
-    checksum = hashlib.sha256(given.encode(errors="backslashreplace")).hexdigest()[:8]
-    return f"{valid[: _MAX_RUN_NAME - 9]}-{checksum}"
+    valid = _NOT_IN_RUN_NAMES.sub("-", given).strip(".-") or "run"
+    checksum = hashlib.sha256(given.encode(errors="surrogatepass")).hexdigest()[:_CHECKSUM]
+    return f"{valid[: _MAX_RUN_NAME - _CHECKSUM - 1]}-{checksum}"
 
 
-def run_name(given: object, *, fallback: str = "run") -> str:
+def display_name(given: str) -> str | None:
+    """Return a run's name as it was given, for people to read; None if that is blank.
+
+    It has one line of at most `MAX_DISPLAY_NAME` characters, without control characters.
+    """
+    shown = "".join(
+        char if char.isprintable() or char in _JOINERS else " "
+        for char in given[: 2 * MAX_DISPLAY_NAME]
+    )
+    return " ".join(shown.split())[:MAX_DISPLAY_NAME] or None
+
+
+def run_name(given: object) -> str:
     """Return `normal_run_name` of a text; a process logs once for each name that it changes."""
-    name = normal_run_name(given, fallback=fallback)
+    name = normal_run_name(given)
     if name != given and name not in _warned_runs:
         _warned_runs.add(name)
         _log.warning(
-            "the run %.200r is reported as %s: a run's name is 1 to 100 of A-Z a-z 0-9 . _ -",
+            "the name of the run is %.200r: people see it so, and it is stored as %s, because a "
+            "stored name is 1 to 100 of A-Z a-z 0-9 . _ -. Questions accept both",
             given,
             name,
         )
@@ -318,3 +333,18 @@ def unit_of_metric(name: str) -> str:
     if name.startswith(_NATS) or "log_ppl" in name or name.endswith("_abs_diff_mean"):
         return "nat"
     return "nat" if name == "train_rollout_logprob_abs_diff" else ""
+
+
+BISECT: Final = "bisect"
+"""The settings in which a bisection reports its result: run, attempt (or None) and step of the
+tokens, kind of the cause ("none", "healthy": it named none), text, advice, and the ranks of the
+tokens as [role, rank], none where they are of all. The name of its run begins with
+`bisect-RUN-`."""
+EXPERIMENT: Final = f"{BISECT}-"
+"""Begin of the name of a run that is an experiment: an arm of a bisection is a step of it. It is no
+training, so it fires no triggers, and trainings are listed before it."""
+
+
+def is_experiment(run: str) -> bool:
+    """Return whether a run is an experiment, by its name."""
+    return run.startswith(EXPERIMENT)

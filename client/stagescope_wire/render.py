@@ -201,6 +201,10 @@ def ranks_text(ranks: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{role} {ranges_text('rank', sorted({*own}))}" for role, own in by_role)
 
 
+_MARKS: Final = ("-> ", "=> ", "+ ", "- ", "* ", "# ")
+"""What lines of answers begin with: a text inside one begins no line with it."""
+
+
 def wrapped(indent: str, text: str, width: int) -> list[str]:
     """Return `text` wrapped to `width` columns, its first line after `indent`.
 
@@ -213,6 +217,8 @@ def wrapped(indent: str, text: str, width: int) -> list[str]:
     while len(text) > room:
         cut = text.rfind(" ", room // 2, room + 1)
         cut = text.rfind(" ", 0, room // 2) if cut <= 0 else cut
+        while cut > 0 and text.startswith(_MARKS, cut + 1):
+            cut = text.rfind(" ", 0, cut)
         # The text may itself begin with spaces as its indent: do not break there.
         cut = cut if text[: max(cut, 0)].strip() else text.find(" ", room)
         if cut < 0:
@@ -485,10 +491,11 @@ def _json(value: Json, indent: int | None = None) -> str:
 
 
 def context(about: JsonObject) -> str:
-    """Return run, attempt and step as text."""
+    """Return run, attempt and step as text; a run by the name that people see."""
+    shown = {**about, "run": about.get("display_name") or about.get("run")}
     parts = [
-        f"{name} {about[name]}"
+        f"{name} {shown[name]}"
         for name in ("run", "attempt", "step")
-        if about.get(name) is not None
+        if shown.get(name) is not None
     ]
     return ", ".join(map(printable, parts))

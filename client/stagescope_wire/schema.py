@@ -76,8 +76,11 @@ it could not be computed. The shard is None, 'copy' (all ranks of the side hold 
 'tp copy' (all tensor-parallel ranks do). For a DTensor it is (global shape, offsets or None,
 placement, names of the mesh's dimensions), and `shape` is the local one."""
 
+CANARY: Final = "canary"
+"""work fields (policy_version: the scored version), fields of `stagescope_wire.canary.Canary`."""
+
 KINDS: Final = frozenset(
-    {HELLO, BEGIN, END, LOG, END_STEP, FINISH, DROPPED, REFUSED, DUMP, STACKS, WEIGHTS}
+    {HELLO, BEGIN, END, LOG, END_STEP, FINISH, DROPPED, REFUSED, DUMP, STACKS, WEIGHTS, CANARY}
 )
 
 PART_FIELDS: Final = ("occurrence", "epoch", "minibatch", "microbatch")
@@ -127,7 +130,7 @@ CURRENT_ALONE: Final = ("current", "current")
 
 PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "response_mask": "1 = model token, 0 = environment or padding; required with two streams",
-    "responses": "token ids, as wide as the mask",
+    "responses": "token ids, as wide as the mask, or lists of rows beside a padded one",
     "positions": "position of each token in its sample (context-parallel parts, zigzag)",
     "round_ids": "round of each token, where the mask alone cannot tell it (split samples)",
     "turn_ids": "true turn of each token",
@@ -166,11 +169,11 @@ INTEGER_TENSORS: Final = frozenset({
 })  # fmt: skip
 """Tensors of integers; an empty list under one of these names is also one of integers."""
 RECENT_TENSORS: Final = frozenset({
-    *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
+    *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "prompts", "responses", "positions",
     "round_ids", "turn_ids", "versions", "token_offset", "round_offset", "rewards", "advantages",
     "rollout_is_weights", "clipped", "cu_seqlens",
 })  # fmt: skip
-"""The tensors that statistics read; the ring keeps them for the last steps without a request."""
+"""What statistics read, and the prompts, to score again: the ring keeps it without a request."""
 PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
     "sample_ids": "sample_uid of each row: unique in a step",
     "group_ids": "group_id of each row",
@@ -191,10 +194,8 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 
 _INT64: Final = 1 << 63
 _SEQUENCE: Final = (tuple, list)
-STEP_BOUND: Final = 10**18
-"""Steps are below this: at most 18 digits, in the API's paths too."""
-MAX_SCALAR_NAME: Final = 200
-"""Characters of the name of a scalar."""
+STEP_BOUND: Final = 10**18  # steps have at most 18 digits, in the API's paths, too
+MAX_SCALAR_NAME: Final = 200  # characters
 _MAX_ROLE, _MAX_KEY = 100, 500
 _RUN_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}\Z")
 
@@ -242,6 +243,8 @@ class Sender:
     one wins."""
     plan_revision: int | None = None
     """Revision of the sender's plan; the reply to a batch has the plan if the service's differs."""
+    display_name: str | None = None
+    """The run's name as the training gave it, if `run` is another text (`names.display_name`)."""
 
     def wire(self) -> WireTuple:
         """Return the sender as it is sent."""
@@ -294,6 +297,14 @@ def _parse_sender(*given: Json) -> Sender:
     if value is not None and not _is_int(value, 0, _INT64):
         raise InvalidEvent(
             f"sender with plan_revision {value!r:.200}", expected="an int from 0, or None"
+        )
+    display_name = values.get("display_name")
+    if display_name is not None and not (
+        isinstance(display_name, str) and len(display_name) <= _MAX_KEY
+    ):
+        raise InvalidEvent(
+            f"sender with display_name {display_name!r:.200}",
+            expected="a text of at most 500 characters, or None",
         )
     return Sender(**{**values, "run": run})
 
@@ -468,11 +479,14 @@ def _is_name(value: object, most: int) -> bool:
     return isinstance(value, str) and 0 < len(value) <= most and value.isprintable()
 
 
-_TARGET: Final = re.compile(r"(?P<run>[^@:]+)(?:@(?P<attempt>\d{1,9}))?(?::(?P<step>\d{1,18}))?")
+_TARGET: Final = re.compile(r"(?s)(?P<run>.+?)(?:@(?P<attempt>\d{1,9}))?(?::(?P<step>\d{1,18}))?")
 
 
 class Target(NamedTuple):
-    """A run, an attempt of it (None: the newest) and a step (None: not specified)."""
+    """A run, an attempt of it (None: the newest) and a step (None: not specified).
+
+    The run is any text that a question accepts: its stored name, or as it was given.
+    """
 
     run: str
     attempt: int | None = None
@@ -487,7 +501,7 @@ def read_target(text: object) -> Target:
     """Parse `qwen3-8b`, `qwen3-8b@2`, `qwen3-8b:5` or `qwen3-8b@2:5`.
 
     Raises:
-        InvalidInput: another form, or an invalid name of a run.
+        InvalidInput: no text, or an empty one.
     """
     match = _TARGET.fullmatch(text) if isinstance(text, str) else None
     if match is None:
@@ -496,4 +510,4 @@ def read_target(text: object) -> Target:
         )
     numbers = match.group("attempt", "step")
     attempt, step = (None if number is None else int(number) for number in numbers)
-    return Target(check_run_name(match["run"]), attempt, step)
+    return Target(match["run"], attempt, step)

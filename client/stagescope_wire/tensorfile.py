@@ -252,8 +252,11 @@ def _check_entry(name: str, entry: object, where: object) -> TensorEntry:
 def _sizes(values: object) -> tuple[int, ...] | None:
     if not isinstance(values, list):
         return None
-    # `type(...) is int` excludes bool, which is a subclass of int.
-    return tuple(values) if all(type(v) is int and 0 <= v < 1 << 62 for v in values) else None
+    for value in values:
+        # `type(...) is int` excludes bool, which is a subclass of int.
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            return None
+    return tuple(values)
 
 
 def read_metadata(header: JsonObject, where: object) -> dict[str, str]:
@@ -273,8 +276,9 @@ def _view(data: Bytes, entry: TensorEntry) -> Array:
     if entry.tag == "bool" and piece.size and piece.max() > 1:
         raise InvalidTensor(f"tensor {entry.name!r} of bool holds other bytes than 0 and 1")
     try:
-        # Copies only if another writer did not align the tensor to its item size.
-        return np.require(piece.view(entry.dtype).reshape(entry.shape), requirements="A")
+        values = piece.view(entry.dtype).reshape(entry.shape)
+        # Another writer may not have aligned the tensor to its item size.
+        return values if values.flags.aligned else values.copy()
     except ValueError as error:
         raise InvalidTensor(f"tensor {entry.name!r} of shape {entry.shape}: {error}") from error
 

@@ -43,6 +43,8 @@ SUPPORTED: Final = (
 ALL: Final = tuple(supported.package for supported in SUPPORTED)
 SERVICE: Final = ("python", "ray")
 """The packages that the service itself needs."""
+_CLONE: Final = "/path/to/clone"
+"""Stands for a source that is not known; the documentation uses it, too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,20 +103,41 @@ class Remark:
 def install_command(*extras: str) -> str:
     """Return the command that installs extras of stagescope.
 
-    It names the source, because on package indexes the name is free or another project's.
+    It names what stagescope was installed from (a clone, a wheel, a URL), because on package
+    indexes the name is free or another project's.
     """
-    return f"pip install '{_source()}[{','.join(extras)}]'"
-
-
-def _source() -> str:
-    """Return the directory that stagescope was installed from, else a placeholder."""
+    written = None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
-        text = importlib.metadata.distribution("stagescope").read_text("direct_url.json")
-        url = urlsplit(str(json.loads(text or "{}").get("url", "")))
-        path = unquote(url.path)
-        if url.scheme == "file" and Path(path, "pyproject.toml").is_file():
-            return path.rstrip("/")
-    return "/path/to/clone"
+        written = importlib.metadata.distribution("stagescope").read_text("direct_url.json")
+    names = f"[{','.join(extras)}]"
+    return f"pip install '{_requirement(written or '', names)}'"
+
+
+def _requirement(direct_url: str, extras: str) -> str:
+    """Return what pip installs extras from.
+
+    Args:
+        direct_url: the text of direct_url.json (PEP 610); "" or unreadable: it is not known.
+        extras: the names, in brackets.
+    """
+    try:
+        fields = json.loads(direct_url)
+        url = urlsplit(str(fields["url"]))
+        control = fields.get("vcs_info", {})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"{_CLONE}{extras}"
+    path = Path(unquote(url.path))
+    if url.scheme == "file" and not control:
+        is_there = path.is_file() or (path / "pyproject.toml").is_file()
+        return f"{path if is_there else _CLONE}{extras}"
+    address = url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()  # without a password
+    if url.scheme not in ("http", "https", "ssh", "file") or not isinstance(control, dict):
+        return f"{_CLONE}{extras}"
+    if control:
+        address = f"{control.get('vcs', 'git')}+{address}"
+        commit = control.get("commit_id")
+        address += f"@{commit}" if commit else ""
+    return f"stagescope{extras} @ {address}"
 
 
 def remarks(packages: Iterable[str] = ALL) -> list[Remark]:

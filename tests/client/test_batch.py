@@ -132,7 +132,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         step_batch()["entropy"]
     with pytest.raises(UnknownName, match="'old_logprob'; did you mean old_log_probs"):
         step_batch()["old_logprob"]
-    with pytest.raises(NotFound, match="no response_mask; keep trajectories"):
+    with pytest.raises(NotFound, match="no response_mask; record prompts and responses"):
         next(trajectories(dataclasses.replace(step_batch(), tensors={})))
 
 

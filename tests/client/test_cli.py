@@ -14,6 +14,7 @@ from tests.support.command_line import invoke
 
 from stagescope import terminal
 from stagescope.cli import common
+from stagescope.link_text import RENAMED
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.versions import install_command
 
@@ -170,6 +171,16 @@ def test_help_lists_the_exit_codes_and_every_command() -> None:
     text = result.stdout
     assert text.index("What went wrong:") < text.index("findings") < text.index("Compare and keep:")
     assert "More:" not in text, "a command of no task: name one in common.TASKS"
+
+
+def test_a_command_by_its_earlier_name(service: Answering) -> None:
+    for earlier, name in RENAMED.items():
+        assert f"\n  {earlier} " not in invoke("--help").stdout
+        assert (
+            invoke(earlier, "--help").stdout.split("\n", 1)[1]
+            == (invoke(name, "--help").stdout.split("\n", 1)[1])
+        )
+    assert ask(service, "losses", "--json").stdout == ask(service, "lost", "--json").stdout
 
 
 def test_help_says_what_else_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:

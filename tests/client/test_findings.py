@@ -124,11 +124,13 @@ def test_one_finding_by_the_displayed_id(session: stagescope.Session) -> None:
 
 
 def test_losses_that_differ_in_a_number_are_one(session: stagescope.Session) -> None:
-    lost = session.losses()
+    lost = session.lost()
     assert len(lost) == 2
     (group,) = lost.groups
     assert (group["count"], group["bytes"], group["where"]) == (4, 60, "steps 4-5, ranks 0-1")
-    assert "303 MB wait" in printed("losses")
+    text = printed("lost")
+    assert "303 MB wait" in text
+    assert text.startswith("lost data, run ")
 
 
 def test_json_holds_every_row_and_the_groups(session: stagescope.Session) -> None:

@@ -184,7 +184,7 @@ def test_metrics_describe_their_provenance() -> None:
             },
         }
     )  # fmt: skip
-    assert "not in these numbers: 3 refused payloads; see losses" in repr(metrics)
+    assert "not in these numbers: 3 refused payloads; see lost data" in repr(metrics)
     assert "lost payloads" not in repr(metrics)
     # What the refused payloads hold, nobody knows: these are not all that were sent.
     assert "tokens: 9 of 9 that were read count" in repr(metrics)

@@ -36,6 +36,13 @@ SERVICE = Path(__file__).parents[2] / "service" / "stagescope_service"
             Link("attempts", run="a-1"), "/runs/a-1/attempts", "stagescope attempts --run a-1",
             'session.attempts("a-1")',
         ),
+        (
+            Link("losses", run="a"), "/losses?run=a", "stagescope lost --run a",
+            'session.lost(run="a")',
+        ),
+        (
+            Link("loss", 5), "/steps/5/loss", "stagescope gradient 5", "/steps/5/loss",
+        ),
         (Link("captures"), "/captures", "stagescope captures", "session.captures()"),
         (
             Link("captures", name="3f0c"), "/captures/3f0c", "stagescope progress 3f0c",
@@ -86,7 +93,7 @@ def test_a_link_is_a_path_a_command_and_a_call(
 
 
 def test_a_link_without_a_command_or_a_method_is_its_path() -> None:
-    assert command(Link("stages", 5), ["losses"]) == "/steps/5/stages"
+    assert command(Link("stages", 5), ["lost"]) == "/steps/5/stages"
     assert session_call(Link("example_firing", run="a")) == "/example_firing?run=a"
 
 
@@ -158,8 +165,9 @@ def _links_of_the_service() -> Iterator[Link]:
                 continue
             assert isinstance(noun.value, str)
             is_of_step = called == "Link.to_step" or len(node.args) > 1
-            is_one = any(each.arg == "name" for each in node.keywords)
-            yield Link(noun.value, 5 if is_of_step else None, "id" if is_one else None)
+            given = {each.arg for each in node.keywords}
+            one, run = ("r" if name in given else None for name in ("name", "run"))
+            yield Link(noun.value, 5 if is_of_step else None, one, run)
 
 
 def test_no_text_of_the_service_advises_a_path() -> None:

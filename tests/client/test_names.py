@@ -12,13 +12,15 @@ from stagescope_wire.names import (
     closest,
     closest_by_words,
     closest_stage,
+    display_name,
     misspelt,
     misspelt_beside,
     misspelt_streams,
+    normal_run_name,
     storable_id,
     storable_text,
 )
-from stagescope_wire.schema import STAGES
+from stagescope_wire.schema import STAGES, check_run_name
 
 
 @pytest.mark.parametrize(
@@ -128,3 +130,30 @@ def test_long_ids_that_begin_alike_stay_apart() -> None:
 def test_a_text_is_stored_with_lone_surrogates_as_escapes() -> None:
     assert storable_text("a\ud800b\0é") == "a\\ud800b?é"
     assert storable_text("\ud800" * 10, 12) == "\\ud800\\ud800"
+
+
+@given(st.lists(st.text(), max_size=20, unique=True))
+def test_other_texts_are_other_names_of_runs(texts: list[str]) -> None:
+    names = [normal_run_name(text) for text in texts]
+    assert len({*names}) == len(texts)
+    assert [check_run_name(name) for name in names] == names
+    assert [normal_run_name(name) for name in names] == names  # a stored name stays
+
+
+def test_texts_that_look_alike_once_normalised_are_other_runs() -> None:
+    names = [normal_run_name(text) for text in ("a/b", "a b", "a-b", " a-b", "a//b", "a\ud800b")]
+    assert len({*names}) == 6
+    assert names[:3] == ["a-b-c14cddc0", "a-b-c8687a08", "a-b"]
+    assert normal_run_name("") == "run-e3b0c442"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("qwen3/grpo", "qwen3/grpo"), ("  my\n run\x1b[31m ", "my run [31m"),
+        ("训练 👩‍🔬", "训练 👩‍🔬"), ("a\0\ud800b", "a b"), ("\u202eab", "ab"),
+        (" \n", None), ("", None), ("x" * 1000, "x" * 300),
+    ],
+)  # fmt: skip
+def test_a_display_name_is_one_line(given: str, shown: str | None) -> None:
+    assert display_name(given) == shown

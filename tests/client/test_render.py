@@ -28,6 +28,14 @@ def test_a_wall_clock_beyond_the_calendar_is_a_number(wall: float) -> None:
     assert render.format_value(wall, "unix") == f"{wall:.6g}"
 
 
+@pytest.mark.parametrize("width", range(24, 60))
+def test_no_line_of_a_wrapped_text_begins_as_advice_does(width: int) -> None:
+    text = "it said 'no room left -> stagescope doctor - or * this' and ended"
+    first, *more = render.wrapped("  + ", text, width)
+    assert not any(line.strip().startswith(("->", "- ", "*")) for line in more)
+    assert " ".join([first[4:], *map(str.strip, more)]) == text
+
+
 def test_a_table_fits_and_names_what_it_left_out() -> None:
     columns = {f"column_{n:02}": [n * 1.5, "x" * 60, None] for n in range(12)}
     for width in (40, 80, 120):

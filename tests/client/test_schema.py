@@ -46,7 +46,7 @@ def test_a_sender_travels() -> None:
         {"incarnation": ""}, {"incarnation": None}, {"incarnation": 7}, {"attempt_key": []},
         {"attempt_key": ""}, {"attempt_key": "\ud800"}, {"attempt_key": "x" * 600},
         {"node_id": 1}, {"clock_offset": "1"}, {"clock_error": math.nan},
-        {"started": math.inf}, {"started": True},
+        {"started": math.inf}, {"started": True}, {"display_name": 7}, {"display_name": "x" * 501},
     ],
     ids=str,
 )  # fmt: skip

@@ -46,7 +46,7 @@ def test_links_of_an_error_are_calls_of_the_session(service: Answering, client: 
     with pytest.raises(errors.NotFound) as caught:
         client.get("/runs")
     assert (caught.value.advice, len(caught.value.see)) == ("wait", 2)
-    calls = "see session.step(5).stages() for who has arrived, session.losses()"
+    calls = "see session.step(5).stages() for who has arrived, session.lost()"
     assert str(caught.value) == f"w; wait; {calls}"
     with pytest.raises(errors.NotFound, match=r"w; look at /steps/5/stages, /losses$"):
         client.get("/runs")

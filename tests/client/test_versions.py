@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
 import re
 from pathlib import Path
@@ -50,8 +51,13 @@ def test_a_line_says_what_was_found_what_is_expected_and_what_to_do(
     ("written", "source"),
     [
         ('{{"dir_info": {{"editable": true}}, "url": "file://{}"}}', "{}"),
-        ('{{"url": "file://{}/stagescope-0.1.0-py3-none-any.whl"}}', "/path/to/clone"),
-        ('{{"url": "https://git.example.com{}", "vcs_info": {{}}}}', "/path/to/clone"),
+        (
+            '{{"url": "file://{}/stagescope-0.1.0-py3-none-any.whl"}}',
+            "{}/stagescope-0.1.0-py3-none-any.whl",
+        ),
+        ('{{"url": "file://{}/gone/stagescope-0.1.0-py3-none-any.whl"}}', "/path/to/clone"),
+        ('{{"url": "file://{}/gone", "dir_info": {{}}}}', "/path/to/clone"),
+        ("[]", "/path/to/clone"),
         ("no JSON", "/path/to/clone"),
         (None, "/path/to/clone"),
     ],
@@ -62,6 +68,7 @@ def test_extras_are_installed_from_the_source_and_from_no_index(
     clone = tmp_path / "a clone"
     clone.mkdir()
     (clone / "pyproject.toml").touch()
+    (clone / "stagescope-0.1.0-py3-none-any.whl").touch()
     text = None if written is None else written.format(quote(str(clone)))
 
     class Installed:
@@ -71,6 +78,31 @@ def test_extras_are_installed_from_the_source_and_from_no_index(
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
     expected = f"pip install '{source.format(clone)}[service,notebook]'"
     assert versions.install_command("service", "notebook") == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "requirement"),
+    [
+        (
+            {"url": "https://me:secret@git.example.com/s.git",
+             "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            "stagescope[service] @ git+https://git.example.com/s.git@abc",
+        ),
+        (
+            {"url": "https://example.com/stagescope-0.1.0-py3-none-any.whl", "archive_info": {}},
+            "stagescope[service] @ https://example.com/stagescope-0.1.0-py3-none-any.whl",
+        ),
+    ],
+)  # fmt: skip
+def test_extras_are_installed_from_the_address_of_the_installation(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, object], requirement: str
+) -> None:
+    class Installed:
+        def read_text(self, name: str) -> str:
+            return json.dumps(fields)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
+    assert versions.install_command("service") == f"pip install '{requirement}'"
 
 
 def test_no_message_installs_stagescope_from_an_index() -> None:

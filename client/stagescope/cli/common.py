@@ -14,6 +14,7 @@ import click
 from stagescope import __version__, terminal
 from stagescope.answers import Metrics, Record
 from stagescope.findings import FindingRows
+from stagescope.link_text import RENAMED
 from stagescope.session import Session, StepName, attach
 from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
@@ -28,17 +29,18 @@ SERVICE_COMMANDS: Final = ("serve", "stop")
 
 TASKS: Final[Mapping[str, tuple[str, ...]]] = {
     "Start and stop": ("serve", "stop", "status", "token", "run", "migrate-catalogue"),
-    "What went wrong": ("doctor", "findings", "finding", "losses", "stuck", "stacks", "triggers"),
+    "What went wrong": ("doctor", "findings", "finding", "lost", "stuck", "stacks", "triggers"),
     "What has reported": ("top", "runs", "attempts", "steps", "stages", "scalars"),
     "Rollout against training": ("metrics", "series", "rounds", "anatomy", "ranks", "tokens",
-                                 "samples", "sample", "loss", "weights", "devices", "exact"),
+                                 "samples", "sample", "gradient", "weights", "canary",
+                                 "devices", "exact"),
     "Capture operators": ("capture", "captures", "progress", "plan", "remove-capture"),
     "Read what was captured": ("dumps", "operators", "non-finite", "stack", "divergence",
                                "tensors"),
     "Compare and keep": ("compare", "compare-dumps", "diff", "kept", "batch", "pin", "unpin",
                          "import", "export", "convert"),
     "Send what is known": ("report", "bundle", "attach", "forward"),
-    "Engines": ("engines", "consistency"),
+    "Engines": ("engines", "consistency", "bisect"),
 }  # fmt: skip
 """Section of the help -> its commands."""
 
@@ -61,8 +63,11 @@ class CommandGroup(click.Group):
         return sorted({*super().list_commands(ctx), *_entry_points(), *SERVICE_COMMANDS})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; those of other packages are loaded by their entry point."""
-        if (own := super().get_command(ctx, cmd_name)) is not None:
+        """Return a command by its name or its earlier name, which the help does not list.
+
+        The commands of other packages are loaded by their entry point.
+        """
+        if (own := super().get_command(ctx, RENAMED.get(cmd_name, cmd_name))) is not None:
             return own
         point = _entry_points().get(cmd_name)
         if point is None and cmd_name not in SERVICE_COMMANDS:

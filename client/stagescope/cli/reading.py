@@ -61,20 +61,23 @@ def _only(what: str) -> Option:
 
 _A_STEP: Final = click.argument("step", type=int)
 
-session_command(Session.runs, "The runs that have reported.", LIMIT)
 session_command(
     Session.attempts, "A run's attempts; with --json their fingerprints.", NAMED_RUN, RUN, LIMIT
 )
 session_command(
-    Session.steps, "The steps, and how complete each is.", NAMED_RUN, RUN, ATTEMPT, LIMIT
-)
+    Session.steps,
+    "The steps, and how complete each is.\n\nThe column `gap` says what a step's numbers lack, "
+    "such as payloads that were lost with their process.",
+    NAMED_RUN, RUN, ATTEMPT, LIMIT,
+)  # fmt: skip
 session_command(
     Session.exact,
-    "In which steps trainer and rollout are equal in every token, and where they first are not.",
+    "In which steps trainer and rollout are equal in every token, and where they first are not."
+    "\n\nCovers all active attempts, or one --attempt. A repeated step counts in the later one.",
     NAMED_RUN, RUN, ATTEMPT,
 )  # fmt: skip
 session_command(
-    Session.losses, "Lost data: announced, but never arrived, with the reasons.",
+    Session.lost, "Lost data: announced, but never arrived, with the reasons.",
     RUN, ATTEMPT, _only("kinds: 'payload*'"), LIMIT,
 )  # fmt: skip
 session_command(
@@ -134,7 +137,7 @@ step_command(
     a_step(), click.argument("sample_uid", metavar="SAMPLE"),
 )  # fmt: skip
 step_command(
-    Step.loss, "How much of a step's mismatch sits in tokens that no gradient sees, and why.",
+    Step.gradient, "How much of a step's mismatch sits in tokens that no gradient sees, and why.",
     MEASURED, LIMIT,
 )  # fmt: skip
 step_command(
@@ -234,7 +237,8 @@ def metrics(
 def series(session: Session, metric: str | None, table: bool, **options: OptionValue) -> Table:
     """A metric or a scalar over the steps of a run, in total or by rank or round.
 
-    Without METRIC: the names that a run has.
+    Without METRIC: the names that a run has. Gaps are shown with their reasons, and steps that
+    were repeated within their attempt are marked.
     """
     if metric is None:
         return session.metric_names(options["run"])
@@ -394,3 +398,10 @@ def weights(
     if chosen is None:
         return session.weights(version, run=run, attempt=attempt, verdict=verdict, limit=limit)
     return chosen.weights(verdict=verdict, limit=limit)
+
+
+session_command(
+    Session.canary,
+    "How engines and trainer score the same tokens, by version; with VERSION by sequence.",
+    NAMED_RUN, click.argument("version", required=False, type=int), RUN, ATTEMPT, LIMIT,
+)  # fmt: skip

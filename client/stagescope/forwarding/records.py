@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Final
-from urllib.parse import quote
 
 from stagescope import link_text
 from stagescope.answers import Metrics
@@ -16,7 +15,7 @@ from stagescope.table import Row
 from stagescope.transport import Params
 from stagescope_wire import nonfinite
 from stagescope_wire.errors import NotFound
-from stagescope_wire.links import STEP_NOUNS, Link, links_from_json, reworded
+from stagescope_wire.links import STEP_NOUNS, Link, links_from_json, page_of_run, reworded
 from stagescope_wire.nonfinite import Json
 
 ALL_STEPS: Final = 1_000_000
@@ -33,7 +32,7 @@ _STAGE_FIELDS: Final = (
     "stage", "role", "rank", "part", "status", "begin_wall", "end_wall", "device_seconds",
     "clock_error", "policy_version", "error_type", "error_message", "incarnation", "revision",
 )  # fmt: skip
-_COMMANDS: Final = STEP_NOUNS | {"exact", "findings", "losses", "steps"}
+_COMMANDS: Final = STEP_NOUNS | {"exact", "findings", "lost", "steps"}
 """Nouns that advice names as a command of `stagescope`; it names others as a path of the API."""
 _PENDING: Final = ("being aggregated", "not read yet")
 """Parts of a gap's text that mean that the numbers will arrive later."""
@@ -116,7 +115,7 @@ class RunRecords:
     def __init__(self, connection: Connection, run: str, page_url: str) -> None:
         self._connection = connection
         self.run = run
-        self.page = f"{page_url.rstrip('/')}/#/runs/{quote(run, safe='')}"
+        self.page = page_of_run(page_url, run)
 
     def steps(self, limit: int = ALL_STEPS) -> list[ClosedStep]:
         """Return the closed steps of all attempts, of the newest `limit` ones, the oldest first."""

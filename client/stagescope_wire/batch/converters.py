@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
     from verl import DataProto  # pyright: ignore[reportMissingImports]
 
-KEEP: Final = "keep trajectories: stagescope capture --keep trajectories, or init(keep=...)"
+KEEP: Final = (
+    "record prompts and responses (token ids) with the log-probs; for older steps keep them: "
+    "stagescope capture --keep trajectories, or init(keep=...)"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -154,6 +157,33 @@ def prompts_of(batch: BatchData) -> list[Array] | None:
         is_response = batch["attention_mask"][:, :width] != 0
         return [prompts[row, is_response[row]] for row in range(rows)]
     return [prompts[row] for row in range(rows)]
+
+
+def unpadded_prompts(batch: BatchData) -> list[Array] | None:
+    """Return what `prompts_of` returns, also without padding that no length or mask tells.
+
+    The padding is the id that makes up the longest run of equal ids at a row's begin. Each row
+    keeps as many of them as the row with the fewest has, so a begin that all rows have stays.
+    """
+    prompts = prompts_of(batch)
+    if prompts is None or "prompts" in batch.lengths or "attention_mask" in batch:
+        return prompts
+    runs = [run_length(prompt) for prompt in prompts]
+    longest = int(np.argmax(runs)) if runs else 0
+    if not runs or not runs[longest]:
+        return prompts
+    fill = prompts[longest][0]
+    padded = [
+        run if run and prompt[0] == fill else 0 for prompt, run in zip(prompts, runs, strict=True)
+    ]
+    least = min(padded)
+    return [prompt[max(run - least, 0) :] for prompt, run in zip(prompts, padded, strict=True)]
+
+
+def run_length(ids: Array) -> int:
+    """Return the number of equal ids at the begin."""
+    others = np.flatnonzero(ids != ids[0]) if len(ids) else ids
+    return int(others[0]) if len(others) else len(ids)
 
 
 def trajectories(batch: BatchData) -> Iterator[Trajectory]:

@@ -8,6 +8,7 @@
     [answer] = engine.generate(["2 + 2 ="], Sampling(max_tokens=8, temperature=1.0, seed=1))
     answer.token_ids, answer.log_probs
     engine.score([[1, 450, 4996]])                 # log-prob of each given token
+    engine.using(adapter="policy", concurrency=1)  # a LoRA adapter, one request at a time
 
 `stagescope.engine(name)` connects to one that is registered with the service.
 """
@@ -20,6 +21,7 @@ from stagescope_wire.engines.base import (
     Generation,
     Prompt,
     Sampling,
+    is_processed,
     multimodal_warning,
     vision_part,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "SGLangEngine",
     "Sampling",
     "connect",
+    "is_processed",
     "multimodal_warning",
     "vision_part",
 ]

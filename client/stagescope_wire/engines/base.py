@@ -28,6 +28,9 @@ class Sampling:
         top_k: sample from this number of most likely tokens; 0 keeps all.
         seed: seed of the sampling, if the engine supports one; None: the engine's own.
         stop: texts at which to stop.
+        salt: prompts share a prefix cache only with prompts of the same salt. With a new salt the
+            engine computes the whole prompt. None: the cache that all requests share.
+        likeliest: number of likeliest tokens whose log-probs are also returned, at most 20.
     """
 
     max_tokens: int = 64
@@ -36,6 +39,8 @@ class Sampling:
     top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    salt: str | None = None
+    likeliest: int = 0
 
     def __post_init__(self) -> None:
         finite = math.isfinite(self.temperature) and self.temperature >= 0
@@ -74,8 +79,11 @@ class Generation:
         token_ids: their ids; None if the server returns none.
         log_probs: natural logarithm of each token's probability; NaN if the server returned none.
         prompt_tokens: number of tokens of the prompt; None if unknown.
+        prompt_ids: ids of the prompt as the engine processed it; None if the server returns none.
         finish_reason: "stop", "length" or the server's own value.
         weight_version: version of the weights that answered, if the server returns it.
+        likeliest: the log-probs of the likeliest tokens in the place of each token, the largest
+            first; () if they were not requested or the server returned none.
         problem: why log-probs and tokens cannot be used; "" if they can.
     """
 
@@ -84,8 +92,10 @@ class Generation:
     token_ids: tuple[int, ...] | None = None
     log_probs: tuple[float, ...] = ()
     prompt_tokens: int | None = None
+    prompt_ids: tuple[int, ...] | None = None
     finish_reason: str | None = None
     weight_version: str | None = None
+    likeliest: tuple[tuple[float, ...], ...] = ()
     problem: str = ""
 
 
@@ -101,10 +111,11 @@ class EngineInfo:
         model_path: origin of its weights, as the server reports it.
         version: version of the engine.
         dtype, quantisation: of its weights.
-        processed: whether log-probs are after temperature, top_p and top_k.
+        processed: whether log-probs are after temperature, top_p and top_k; see `is_processed`.
         multimodal: whether it accepts images.
         scores: whether it returns log-probs of given tokens.
         max_length: most tokens of prompt and answer.
+        adapters: names of the LoRA adapters that it serves beside the model.
         architectures: of the model, as the server reports them.
         weight_version: version of its weights.
         settings: other relevant settings that it reports, plain JSON values.
@@ -121,6 +132,7 @@ class EngineInfo:
     multimodal: bool | None = None
     scores: bool | None = None
     max_length: int | None = None
+    adapters: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
     weight_version: str | None = None
     settings: JsonObject = dataclasses.field(default_factory=dict)
@@ -145,7 +157,8 @@ class Engine(Protocol):
     def score(self, rows: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Return, for each row of token ids, log p(token t | tokens before t); NaN for the first.
 
-        At temperature 1, over the whole vocabulary.
+        At temperature 1, over the whole vocabulary, in one forward pass (prefill). vLLM and SGLang
+        read nothing from their prefix cache for it.
 
         Raises:
             EngineError: as `generate`, or it returns no log-probs of given tokens.
@@ -155,6 +168,47 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release connections or memory."""
         ...
+
+
+_COLD: Final = 0.05
+"""A temperature at which a processed log-prob of the likeliest token is nearly 0."""
+
+
+def is_processed(engine: Engine) -> bool | None:
+    """Measure whether the engine's log-probs are after temperature; None if that is unclear.
+
+    Two short answers: at temperature 0 and, with nearly the same tokens, at a temperature of 0.05.
+    A raw log-prob is the same in both. A processed one is nearly 0 in the second.
+
+    Raises:
+        EngineError: as `Engine.generate`.
+    """
+    asked = [Sampling(max_tokens=8, temperature=each, seed=0) for each in (0.0, _COLD)]
+    greedy, cold = (engine.generate([_PROBED], each)[0] for each in asked)
+    pairs = []
+    for token, other, raw, seen in zip(
+        greedy.token_ids or greedy.tokens,
+        cold.token_ids or cold.tokens,
+        greedy.log_probs,
+        cold.log_probs,
+        strict=False,
+    ):
+        if token != other:
+            break
+        pairs.append((raw, seen))
+    size = sum(abs(raw) for raw, _ in pairs)
+    difference = sum(abs(raw - seen) for raw, seen in pairs)
+    if not math.isfinite(size + difference) or size < _CLEAR * len(pairs) or not pairs:
+        return None
+    if difference > _MOST * size:
+        return True
+    return False if difference < (1 - _MOST) * size else None
+
+
+_PROBED: Final = tuple(range(2, 10))
+_CLEAR: Final = 0.01
+"""Nats a token: a model that is surer of its tokens shows no temperature."""
+_MOST: Final = 0.5
 
 
 def check_prompt(prompt: Prompt) -> str | list[int]:

@@ -177,5 +177,8 @@ class EngineHttp:
         """Return `request(item)` for each item, in order; up to `parallel` run concurrently."""
         if len(items) < 2:
             return [request(item) for item in items]
-        with ThreadPoolExecutor(min(parallel, len(items)), "engine") as pool:
+        pool = ThreadPoolExecutor(min(parallel, len(items)), "engine")
+        try:
             return list(pool.map(request, items))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C waits for no answer

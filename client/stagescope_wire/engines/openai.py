@@ -10,9 +10,10 @@ infinity, which JSON lacks; it is read as -inf.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, TypeGuard, TypeVar
 
 from stagescope_wire.engines.base import (
     GREEDY,
@@ -23,10 +24,15 @@ from stagescope_wire.engines.base import (
     check_ids,
     check_prompt,
 )
-from stagescope_wire.engines.http import EngineHttp
+from stagescope_wire.engines.http import PARALLEL, EngineHttp
 from stagescope_wire.errors import EngineError
 from stagescope_wire.nonfinite import Json, JsonObject
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer")
 _FLOOR: Final = -9999.0
 _ID: Final = "token_id:"
 
@@ -34,9 +40,18 @@ _ID: Final = "token_id:"
 class OpenAIEngine:
     """An engine with OpenAI's API; `info.kind` selects the options that it understands."""
 
-    def __init__(self, http: EngineHttp, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        http: EngineHttp,
+        info: EngineInfo,
+        *,
+        adapter: str | None = None,
+        concurrency: int = PARALLEL,
+    ) -> None:
         self._http = http
         self.info = info
+        self._adapter = adapter
+        self._concurrency = concurrency
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.info.kind} at {self._http.url}>"
@@ -45,10 +60,28 @@ class OpenAIEngine:
         """Close the connections."""
         self._http.close()
 
+    def using(self, *, adapter: str | None = None, concurrency: int | None = None) -> Self:
+        """Return a client of the same server, over the same connections, with other options.
+
+        Args:
+            adapter: name of a LoRA adapter that the server has loaded; None: as this client.
+            concurrency: most requests that are sent at once. With 1, the engine computes each
+                request alone. None: as this client.
+        """
+        return type(self)(
+            self._http,
+            self.info,
+            adapter=self._adapter if adapter is None else adapter,
+            concurrency=self._concurrency if concurrency is None else concurrency,
+        )
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling = GREEDY) -> list[Generation]:
         """Continue each prompt; see `Engine.generate`."""
         bodies = [self._body(check_prompt(prompt), sampling) for prompt in prompts]
-        return self._http.each(self._complete, bodies)
+        return self._each(self._complete, bodies)
+
+    def _each(self, request: Callable[[_Item], _Answer], items: Sequence[_Item]) -> list[_Answer]:
+        return self._http.each(request, items, self._concurrency)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Return the log-prob of each given token; see `Engine.score`."""
@@ -59,7 +92,7 @@ class OpenAIEngine:
                 advice="let this engine generate, and another one (--against) score",
             )
         score = self._by_prompt_log_probs if self.info.kind == "vllm" else self._by_echo
-        return self._http.each(lambda row: score(check_ids(row)), rows)
+        return self._each(lambda row: score(check_ids(row)), rows)
 
     def chat(
         self, conversations: Sequence[Sequence[JsonObject]], sampling: Sampling = GREEDY
@@ -72,7 +105,7 @@ class OpenAIEngine:
             {**self._sampling(sampling), "messages": list(messages), "logprobs": True}
             for messages in conversations
         ]
-        return self._http.each(self._answer, bodies)
+        return self._each(self._answer, bodies)
 
     # --- requests --------------------------------------------------------------------------
 
@@ -85,14 +118,27 @@ class OpenAIEngine:
             **({"return_token_ids": True} if self.info.kind == "vllm" else {}),
             **settings.optional(),
         }
-        if self.info.model is not None:
-            body["model"] = self.info.model
+        if (model := self._adapter or self.info.model) is not None:
+            body["model"] = model
         if settings.top_k:
             body["top_k"] = settings.top_k
+        if self.info.kind == "vllm":  # else the model's generation_config.json decides
+            body |= {"top_k": settings.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        if settings.salt is not None:
+            if self.info.kind not in ("vllm", "sglang"):
+                raise EngineError(
+                    f"{self.info.kind} at {self._http.url} has no salt for its prefix cache",
+                    expected="vLLM or SGLang, or a request without a salt",
+                )
+            body["cache_salt"] = settings.salt
         return body
 
     def _body(self, prompt: Prompt, settings: Sampling) -> dict[str, Json]:
-        return {**self._sampling(settings), "prompt": prompt, "logprobs": 1}
+        body = {**self._sampling(settings), "prompt": prompt, "logprobs": 1}
+        if settings.likeliest:
+            # As ids: texts of two tokens may be equal, and the answer has a mapping of them.
+            body |= {"logprobs": settings.likeliest, "return_tokens_as_token_ids": True}
+        return body
 
     def _complete(self, body: JsonObject) -> Generation:
         return self._read(*self._choice("/v1/completions", body))
@@ -148,6 +194,46 @@ class OpenAIEngine:
             advice="the server tokenised the prompt again, or it returns no log-probs of a prompt",
         )
 
+    def score_next(self, rows: Sequence[Sequence[int]], sampling: Sampling) -> list[float]:
+        """Return, for each row, the log-prob of its last token when it is decoded after the others.
+
+        Unlike `score`, this reads the engine's prefix cache.
+
+        Args:
+            rows: two or more token ids each.
+            sampling: temperature, top_p and top_k, which matter if log-probs are processed, and
+                the salt of the prefix cache.
+
+        Raises:
+            EngineError: as `generate`, or the engine is not vLLM.
+        """
+        if self.info.kind != "vllm":
+            raise EngineError(
+                f"{self.info.kind} does not return the log-prob of a given next token",
+                expected="vLLM, with logprob_token_ids",
+            )
+        settings = dataclasses.replace(sampling, max_tokens=1)
+
+        def decode(row: list[int]) -> float:
+            body = {
+                **self._body(row[:-1], settings),
+                "logprob_token_ids": [row[-1]],
+                "return_tokens_as_token_ids": True,
+            }
+            choice, _ = self._choice("/v1/completions", body)
+            given = choice.get("logprobs")
+            entries = given.get("top_logprobs") if isinstance(given, Mapping) else None
+            first = entries[0] if isinstance(entries, list) and entries else None
+            found = first.get(f"{_ID}{row[-1]}") if isinstance(first, Mapping) else None
+            if found is None:
+                raise EngineError(
+                    f"{self._http.url} returned no log-prob of the given next token {row[-1]}",
+                    expected="a vLLM that knows logprob_token_ids",
+                )
+            return _number(found)
+
+        return self._each(decode, [check_ids(row) for row in rows])
+
     # --- answers ---------------------------------------------------------------------------
 
     def _read(self, choice: JsonObject, usage: JsonObject) -> Generation:
@@ -160,10 +246,9 @@ class OpenAIEngine:
             problem = f"{len(values)} log-probs for {len(ids)} tokens"
         elif isinstance(count, int) and count != len(values):
             problem = f"{len(values)} log-probs for {count} tokens"
-        prompt_ids = choice.get("prompt_token_ids")
-        prompt_tokens = (
-            len(prompt_ids) if isinstance(prompt_ids, list) else usage.get("prompt_tokens")
-        )
+        given = choice.get("prompt_token_ids")
+        prompt_ids = tuple(given) if _are_ids(given) else None
+        prompt_tokens = usage.get("prompt_tokens") if prompt_ids is None else len(prompt_ids)
         reason = choice.get("finish_reason")
         return Generation(
             text=str(choice.get("text") or ""),
@@ -171,9 +256,19 @@ class OpenAIEngine:
             token_ids=ids,
             log_probs=values,
             prompt_tokens=prompt_tokens if isinstance(prompt_tokens, int) else None,
+            prompt_ids=prompt_ids,
             finish_reason=reason if isinstance(reason, str) else None,
+            likeliest=_likeliest(choice),
             problem=problem,
         )
+
+
+def _likeliest(choice: JsonObject) -> tuple[tuple[float, ...], ...]:
+    given = choice.get("logprobs")
+    found = given.get("top_logprobs") if isinstance(given, Mapping) else None
+    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
+        return ()
+    return tuple(tuple(sorted(map(_number, each.values()), reverse=True)) for each in found)
 
 
 def _log_probs(
@@ -200,7 +295,7 @@ def _log_probs(
     return tokens, tuple(ids) if _are_ids(ids) else None, values
 
 
-def _are_ids(value: object) -> bool:
+def _are_ids(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
@@ -229,9 +324,14 @@ class LlamaCppEngine(OpenAIEngine):
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling = GREEDY) -> list[Generation]:
         """Continue each prompt; see `Engine.generate`."""
+        if self._adapter is not None:
+            raise EngineError(
+                f"llama.cpp at {self._http.url} selects no adapter by name",
+                expected="an engine that serves adapters: vLLM or SGLang",
+            )
         params = _llama_params(sampling)
         bodies = [{**params, "prompt": check_prompt(prompt)} for prompt in prompts]
-        return self._http.each(self._generate, bodies)
+        return self._each(self._generate, bodies)
 
     def _generate(self, body: JsonObject) -> Generation:
         answer = self._http.post("/completion", body)
@@ -274,6 +374,7 @@ def _llama_params(settings: Sampling) -> dict[str, Json]:
         "n_probs": 1,
         "return_tokens": True,
         "stream": False,
+        **({} if settings.salt is None else {"cache_prompt": False}),
         **settings.optional(),
     }
 
@@ -290,16 +391,18 @@ class SGLangEngine(OpenAIEngine):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling = GREEDY) -> list[Generation]:
         """Continue each prompt; see `Engine.generate`."""
         params = _sglang_params(sampling)
-        fields = {"sampling_params": params, "return_logprob": True}
+        fields: dict[str, Json] = {"sampling_params": params, "return_logprob": True}
+        if sampling.salt is not None:
+            fields["extra_key"] = sampling.salt
         bodies = [
             {"text" if isinstance(prompt, str) else "input_ids": check_prompt(prompt), **fields}
             for prompt in prompts
         ]
-        return self._http.each(self._generate, bodies)
+        return self._each(self._generate, bodies)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Return the log-prob of each given token; see `Engine.score`."""
-        return self._http.each(lambda row: self._score(check_ids(row)), rows)
+        return self._each(lambda row: self._score(check_ids(row)), rows)
 
     def _generate(self, body: JsonObject) -> Generation:
         answer, meta = self._post(body)
@@ -340,6 +443,8 @@ class SGLangEngine(OpenAIEngine):
         return (math.nan, *(value for value, _ in entries[1:]))
 
     def _post(self, body: JsonObject) -> tuple[JsonObject, JsonObject]:
+        if self._adapter is not None:
+            body = {**body, "lora_path": self._adapter}
         answer = self._http.post("/generate", body)
         meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
         if not isinstance(meta, Mapping):
@@ -359,6 +464,9 @@ def _sglang_params(settings: Sampling) -> dict[str, Json]:
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         "top_k": settings.top_k or -1,
+        # Else the model's generation_config.json decides.
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
         **settings.optional("sampling_seed"),
     }
 

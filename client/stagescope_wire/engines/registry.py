@@ -86,15 +86,16 @@ def detect(http: EngineHttp) -> EngineInfo:
     seconds = min(_DETECTION_TIMEOUT, http.timeout)
     listed = http.get("/v1/models", timeout=seconds)
     models = listed.get("data") if isinstance(listed, Mapping) else None
-    first = models[0] if isinstance(models, list) and models else {}
-    model: JsonObject = first if isinstance(first, Mapping) else {}
+    each = [one for one in models if isinstance(one, Mapping)] if isinstance(models, list) else []
+    model: JsonObject = each[0] if each else {}
     kind = _OWNERS.get(str(model.get("owned_by"))) or _other_kind(http, seconds, bool(model))
     if kind is None:
         raise EngineError(
             f"the server at {http.url} is not a known inference engine",
             expected="/v1/models (OpenAI's shape: vLLM, llama.cpp) or /model_info (SGLang)",
         )
-    return _DESCRIBE[kind](http, model, seconds)
+    adapters = _texts([one.get("id") for one in each if one.get("parent")])
+    return dataclasses.replace(_DESCRIBE[kind](http, model, seconds), adapters=adapters)
 
 
 def _other_kind(http: EngineHttp, seconds: float, has_models: bool) -> str | None:
@@ -148,15 +149,17 @@ def _describe_sglang(http: EngineHttp, model: JsonObject, seconds: float) -> Eng
 
 def _describe_vllm(http: EngineHttp, model: JsonObject, seconds: float) -> EngineInfo:
     fields = _first_object(http, seconds, "/version") or {}
+    weights = _first_object(http, seconds, "/weight_info") or {}
     return EngineInfo(
         kind="vllm",
         place=http.url,
         model=_text(model.get("id")),
         model_path=_text(model.get("root")),
         version=_text(fields.get("version")),
-        processed=False,  # raw_logprobs, its default; --logprobs-mode is not exposed
+        processed=None,  # --logprobs-mode is not exposed; `is_processed` measures it
         scores=True,
         max_length=_int(model.get("max_model_len")),
+        weight_version=_text(weights.get("weight_version")),
     )
 
 
@@ -263,12 +266,17 @@ def engine_name(url: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:100]
 
 
+_OTHER_FIELDS: Final = frozenset(
+    {"kind", "place", "model", "version", "settings", "adapters", "architectures"}
+)
+
+
 def registration(info: EngineInfo) -> dict[str, Json]:
     """Return the fields of a registration from an engine's description."""
     fields = {
         field.name: getattr(info, field.name)
         for field in dataclasses.fields(info)
-        if field.name not in {"kind", "place", "model", "version", "settings", "architectures"}
+        if field.name not in _OTHER_FIELDS
     }
     known = {name: value for name, value in fields.items() if value is not None}
     return {
@@ -276,7 +284,12 @@ def registration(info: EngineInfo) -> dict[str, Json]:
         "kind": info.kind,
         "model": info.model,
         "version": info.version,
-        "settings": {**known, **info.settings, "architectures": list(info.architectures)},
+        "settings": {
+            **known,
+            **info.settings,
+            "adapters": list(info.adapters),
+            "architectures": list(info.architectures),
+        },
     }
 
 

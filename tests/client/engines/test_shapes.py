@@ -10,7 +10,7 @@ import pytest
 from tests.support.answering import serving
 from tests.support.engines.servers import EngineServer, is_close, scores
 
-from stagescope_wire.engines import HttpEngine, Sampling, connect
+from stagescope_wire.engines import HttpEngine, OpenAIEngine, Sampling, connect, is_processed
 from stagescope_wire.errors import EngineError, InvalidInput
 from stagescope_wire.nonfinite import Json
 
@@ -54,7 +54,7 @@ def test_the_request_to_vllm() -> None:
     with engine_of("vllm") as (engine, server):
         assert engine.info.kind == "vllm"
         assert (engine.info.model, engine.info.version) == ("m", "0.33.0")
-        assert (engine.info.max_length, engine.info.processed) == (128, False)
+        assert (engine.info.max_length, engine.info.processed) == (128, None)
         drawn = Sampling(max_tokens=3, temperature=0.7, top_p=0.9, top_k=5, seed=11, stop=("\n",))
         [made] = engine.generate(["ab"], drawn)
         assert made.token_ids is not None
@@ -64,10 +64,19 @@ def test_the_request_to_vllm() -> None:
         assert body == {
             "model": "m", "prompt": "ab", "max_tokens": 3, "temperature": 0.7, "top_p": 0.9,
             "top_k": 5, "seed": 11, "stop": ["\n"], "stream": False, "logprobs": 1,
-            "return_token_ids": True,
+            "return_token_ids": True, "min_p": 0.0, "repetition_penalty": 1.0,
         }  # fmt: skip
+        assert made.prompt_ids is not None
+        assert len(made.prompt_ids) == 3  # with its BOS
         engine.score([PROMPT])
         assert server.asked[-1][1]["prompt_logprobs"] == 0
+        engine.using(adapter="policy").generate(["ab"], Sampling(salt="new"))
+        asked = server.asked[-1][1]
+        assert (asked["model"], asked["cache_salt"]) == ("policy", "new")
+        assert asked["top_k"] == -1  # nothing is cut, whatever generation_config.json says
+        engine.generate([PROMPT], Sampling(likeliest=20))
+        asked = server.asked[-1][1]
+        assert (asked["logprobs"], asked["return_tokens_as_token_ids"]) == (20, True)
 
 
 def test_the_request_to_sglang() -> None:
@@ -85,13 +94,51 @@ def test_the_request_to_sglang() -> None:
             "input_ids": PROMPT,
             "sampling_params": {
                 "max_new_tokens": 3, "temperature": 0.7, "top_p": 1.0, "top_k": -1,
-                "sampling_seed": 11,
+                "sampling_seed": 11, "min_p": 0.0, "repetition_penalty": 1.0,
             },
             "return_logprob": True,
         }  # fmt: skip
+        engine.using(adapter="policy").generate([PROMPT], Sampling(salt="new"))
+        asked = server.asked[-1][1]
+        assert (asked["lora_path"], asked["extra_key"]) == ("policy", "new")
         engine.score([PROMPT])
         assert server.asked[-1][1]["logprob_start_len"] == 0
         assert server.asked[-1][1]["sampling_params"]["max_new_tokens"] == 0
+
+
+def test_a_salt_is_not_ignored() -> None:
+    with (
+        engine_of("openai") as (engine, _),
+        pytest.raises(EngineError, match="has no salt for its prefix cache"),
+    ):
+        engine.generate([PROMPT], Sampling(salt="new"))
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("processed", [True, False])
+def test_whether_log_probs_are_processed_is_measured(kind: str, processed: bool) -> None:
+    with engine_of(kind, processed=processed) as (engine, _):
+        assert is_processed(engine) is processed
+
+
+def test_a_given_next_token_is_scored_by_decoding() -> None:
+    rows = [[*PROMPT, 7], [*PROMPT, 7, 11]]
+    with engine_of("vllm") as (engine, server):
+        assert isinstance(engine, OpenAIEngine)
+        found = engine.score_next(rows, Sampling(temperature=0.7, salt="own"))
+        assert is_close(found, [scores(row)[-1] for row in rows])
+        bodies = sorted((body for _, body in server.asked), key=lambda body: len(body["prompt"]))
+        assert [body["prompt"] for body in bodies] == [row[:-1] for row in rows]
+        assert [body["logprob_token_ids"] for body in bodies] == [[7], [11]]
+        first = bodies[0]
+        assert (first["max_tokens"], first["logprobs"], first["cache_salt"]) == (1, 1, "own")
+        server.broken = {"choices": [{"text": "x", "logprobs": {"top_logprobs": [{}]}}]}
+        with pytest.raises(EngineError, match="no log-prob of the given next token 7"):
+            engine.score_next(rows[:1], Sampling())
+    with engine_of("openai") as (engine, _):
+        assert isinstance(engine, OpenAIEngine)
+        with pytest.raises(EngineError, match="openai does not return the log-prob of a given"):
+            engine.score_next(rows, Sampling())
 
 
 def test_a_text_is_tokenised_by_the_server() -> None:
