@@ -222,7 +222,7 @@ ROWS: dict[str, list[Json]] = {
               "Dumps of captures: armed, complete, truncated, failed, missed, skipped.",
               (f"sum by (state) ({of_run('dumps')})", "{{state}}"), stacked=True),
         lines("Lost by kind",
-              "Lost data: announced and never arrived, or dropped. `stagescope losses` says why.",
+              "Lost data: announced and never arrived, or dropped. `stagescope lost` says why.",
               (f"sum by (run, kind) ({of_run('lost')})", "{{run}} {{kind}}")),
     ],
     "The service": [
