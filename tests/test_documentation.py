@@ -27,18 +27,27 @@ ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 NOT_RUN: Final = {
     r"^(pip install|make) ": "its extras and targets are looked up instead",
-    r"^stagescope serve": "starts a Ray cluster: tests/integration/test_clusters.py",
+    r"^stagescope (serve|stop)": "starts a Ray cluster: tests/integration/test_clusters.py",
     r"ssh ": "is of two machines",
+    r"https://HOST/": "needs a proxy: tests/service/http/test_behind_a_proxy.py",
+    r"^python train\.py$": "is the reader's training",
     r"verl|^(source|ray) |stages 1 ": "trains with verl: tests/verl",
     r"steps/1/metrics": "is of that training",
     r"^stagescope consistency ": "needs a model and an engine: tests/workers/consistency",
+    r"^canary = probe\.canary\(": "needs an engine: tests/vllm/test_canary.py",
+    r"^stagescope canary qwen-canary": "is of that engine: tests/vllm/test_canary.py",
+    r"stagescope\.engine\(": "needs an engine: tests/client/engines/test_commands.py",
+    r"^stagescope bisect |bisect-qwen3-8b-6": "needs a model and an engine: tests/workers/bisect",
     r"^stagescope tensors ": "msprobe compares in a task of Ray: test_operators_over_ray.py",
     r"^stagescope weights 3": "is of the example: tests/service/views/test_weights.py",
     r"^stagescope triggers test rank-off": "calls a webhook: tests/client/test_triggers.py",
+    r"^stagescope runs --(hide|delete) ": "changes the list: service/coordinator/test_deletion.py",
     r"^stagescope token ": "changes the service's home: tests/service/test_commands.py",
     r"^stagescope attach ": "serves until it is interrupted: tests/service/report/bundle",
     r"stagescope run ": "runs a trainer: tests/workers/integrations",
     r"^python -m stagescope_workers\.integrations": "is of those that are installed: likewise",
+    r"examples\.attach\.": "trains: tests/examples/attach",
+    r"tests/own_tests/": "trains with a checkout of a trainer",
     r"(?i)nexrl|TRAIN_CONFIG|STAGESCOPE_TOKEN_FILE=/shared": "needs NexRL: test_nexrl.py",
     r"^stagescope (import|compare) (logs|outputs)/": "needs a trainer's files: tests/service/dumps",
     r"^stagescope forward .*(mlflow|trackio|swanlab|otlp):": "needs one: tests/client/forwarding",
@@ -72,6 +81,8 @@ def commands() -> list[tuple[str, str]]:
     """Pages with the commands after their prompts, without comments."""
     found = []
     for block in blocks("console"):
+        if block.page == "tutorial.md":  # tests/examples/test_tutorial.py walks it
+            continue
         prompts = re.findall(r"^\w*\$ (.*)", block.source, re.M)
         found += [(block.page, re.split(r"\s+# ", prompt)[0].strip()) for prompt in prompts]
     return found
@@ -211,6 +222,16 @@ def test_links_and_pictures_exist_and_the_readme_is_short() -> None:
     for picture in (ROOT / "docs/pictures").iterdir():
         assert picture.stat().st_size < 200_000, picture.name
     assert len(PAGES[0].read_text("utf-8").splitlines()) < 150
+
+
+def test_the_words_that_the_page_explains_are_in_the_glossary() -> None:
+    script = (ROOT / "service/stagescope_service/http/static/words.js").read_text("utf-8")
+    words = re.findall(r'^  "?([^\s":]+)"?: "[A-Z]', script, re.M)
+    assert len(words) >= 7
+    names = ("glossary.md", "service-words.md", "field-words.md")
+    pages = [(ROOT / "docs" / name).read_text("utf-8") for name in names]
+    heads = ", ".join(re.findall(r"^### (.*)$", "\n".join(pages), re.M)).casefold().split(", ")
+    assert {*words} <= {*heads}
 
 
 def test_every_picture_is_shown_and_described() -> None:

@@ -70,7 +70,7 @@ def test_pyproject_asks_for_the_floor(supported: Supported) -> None:
 
 @packages
 def test_the_documentation_has_the_same_ranges(supported: Supported) -> None:
-    page = (ROOT / "docs/operations.md").read_text()
+    page = (ROOT / "docs/versions.md").read_text()
     newest = supported.tried or "none, for want of a device"
     assert f"\n| {supported.package} | {supported.floor} | {newest} |" in page
 
@@ -97,11 +97,12 @@ def test_the_trainers_of_the_tests_are_versions_that_count_as_tried() -> None:
 
 
 def test_the_documentation_has_the_range_of_each_trainer() -> None:
-    page = (ROOT / "docs/trainers.md").read_text()
-    table = page.partition("### Versions that were tried")[2]
+    table = (ROOT / "docs/trainers.md").read_text().lower()
     for each in INTEGRATIONS:
         if each.tried is not None:
-            assert f"\n| {each.name} | {each.tried} |" in table
+            assert f"\n| [{each.name}]({each.name}.md) | {each.tried} |" in table
+            page = (ROOT / f"docs/{each.name}.md").read_text()
+            assert f"{each.tried} " in page.partition("\n## Versions\n")[2]
 
 
 def test_the_lowest_environment_has_the_floors_of_all_that_it_installs() -> None:

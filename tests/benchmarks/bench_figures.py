@@ -135,7 +135,7 @@ def measure(live: Service) -> None:
     """Print a line for each figure of the two runs."""
     deps, catalogue = live.app.state.deps, live.catalogue
     everything: Window = {"first": None, "last": None}
-    names = list(overview.DEFAULT)
+    names = list(overview.MISMATCH)
     long = int(catalogue.attempts(LONG)[0]["attempt_id"])
     wide = int(catalogue.attempts(WIDE)[0]["attempt_id"])
     report(

@@ -1,4 +1,4 @@
-"""The README's backup of a catalogue in use, and its restoration, as they are written there."""
+"""docs/backup.md: its backup of a catalogue in use, and its restoration, as it has them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.support.measure import payload
 
 from stagescope_service.store.catalogue import Catalogue
 
-README: Final = Path(__file__).parents[2] / "deploy/README.md"
+PAGE: Final = Path(__file__).parents[2] / "docs/backup.md"
 
 
 def script(marker: str) -> str:
-    """The block of the README that holds `marker`, without the commands of a running service."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", README.read_text("utf-8"), re.M | re.S)
+    """The block of the page that holds `marker`, without the commands of a running service."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
     (block,) = (found for found in blocks if marker in found)
     kept = [line for line in block.splitlines() if not line.startswith("stagescope ")]
     return "\n".join(["set -e", *kept])

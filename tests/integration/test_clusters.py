@@ -53,6 +53,17 @@ with stagescope_service.clusters.joined(sys.argv[1]):
 """
 
 
+TRAINING = """
+import sys
+import ray
+from stagescope_workers import finish, init
+
+init(run="a/b")
+ray.init(sys.argv[1])
+print("finished", finish(timeout=60))
+"""
+
+
 class Machine:
     """Commands of a user of this machine, with a place for what `ray start` writes down."""
 
@@ -274,6 +285,18 @@ def test_serve_without_a_cluster_starts_one_and_stop_ends_it_and_no_other(
         assert (again["cluster"], again["already_running"]) == ("embedded", True)
         assert (again["url"], again["address"]) == (started["url"], started["address"])
         assert machine.json("own", "status")["ready"]
+        # As `serve` prints it: the address in the script, and the variable.
+        done = subprocess.run(
+            [sys.executable, "-c", TRAINING, started["address"]],
+            env={**os.environ, "RAY_AUTH_MODE": "token", "STAGESCOPE_HOME": "/nonexistent"},
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert "finished True" in done.stdout, done.stderr
+        said = [line for line in done.stderr.splitlines() if "connected to the Ray" in line]
+        run = "a-b-c14cddc0"
+        assert [line.rpartition("its page: ")[2] for line in said] == [
+            f"{started['url']}/#/runs/{run}"
+        ]
     finally:
         stopped = machine.json("own", "stop")
     assert stopped == {"stopped": True}

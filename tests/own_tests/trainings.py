@@ -3,10 +3,10 @@
     python tests/own_tests/trainings.py AReaL --checkout DIRECTORY --python ENVIRONMENT/bin/python
 
 ENVIRONMENT has the trainer's dependencies, vLLM's CPU build and stagescope's extra `workers`: see
-docs/areal.md and docs/other-trainers.md for the versions that ran. The checkout is copied; what
-names CUDA in the copies of OpenRLHF and SkyRL is the CPU. A service of its own takes the training
-in. Printed is each step with the trainer's own numbers and the service's. Exits with 1 where they
-differ, where a step is not complete, or where something was lost.
+docs/whole-trainings.md for the versions that ran. The checkout is copied; what names CUDA in the
+copies of OpenRLHF and SkyRL is the CPU. A service of its own takes the training in. Printed is each
+step with the trainer's own numbers and the service's. Exits with 1 where they differ, where a step
+is not complete, or where something was lost.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ def is_same(training: Training, printed: str, session: stagescope.Session) -> bo
         same = same and equal and bool(theirs) and ours.complete == "complete"
         stages |= {str(row["stage"]) for row in session.step(step).stages()}
         steps += 1
-    lost = len(session.losses())
+    lost = len(session.lost())
     click.echo(f"{steps} steps, {lost} losses, stages {', '.join(sorted(stages))}")
     return same and steps > 0 and not lost
 

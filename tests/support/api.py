@@ -300,6 +300,13 @@ class Report(NamedTuple):
     """Unix seconds of the last event."""
 
 
+def _specs(payload: Mapping[str, Any]) -> dict[str, object]:
+    """Return the tensors of a payload as a probe announces them; {} for a raw caller's."""
+    return {
+        name: [tag, [*shape], None] for name, (tag, shape, *_) in payload.get("tensors", {}).items()
+    }
+
+
 class Rank:
     """One process of a training, as its probe would speak; without a service it only drafts."""
 
@@ -315,6 +322,7 @@ class Rank:
         start: float = 1_000.0,
         incarnation: str | None = None,
         greets: bool = True,
+        display_name: str | None = None,
         **hello: object,
     ) -> None:
         """Send its hello, or, unless it greets, leave `hello` to be sent with those of others."""
@@ -322,7 +330,9 @@ class Rank:
         self.clock = start
         self.seq = 0
         name = incarnation or f"{run}-{key}-{role}-{rank}"
-        self.sender = schema.Sender(name, run, key, role, rank, started=start)
+        self.sender = schema.Sender(
+            name, run, key, role, rank, started=start, display_name=display_name
+        )
         if world_size:
             hello["world_size"] = world_size
         self.hello = self.draft(schema.HELLO, **hello)
@@ -390,10 +400,7 @@ class Rank:
         **part: object,
     ) -> int:
         """Begin a stage, and end it with a payload whose tensors are announced by name."""
-        specs = {
-            name: [tag, [*shape], None] for name, (tag, shape, *_) in payload["tensors"].items()
-        }
-        announced = {"tensors": specs, "bytes": 1, "meta": payload["meta"]}
+        announced = {"tensors": _specs(payload), "bytes": 1, "meta": payload["meta"]}
         self.begin(stage, step, **part)
         end = {"stage": stage, "step": step, "payload": announced, **part}
         return self.say(schema.END, payload, **end, **({"scalars": scalars} if scalars else {}))
@@ -421,6 +428,8 @@ class Rank:
         **fields: object,
     ) -> Report:
         if payload is not None:
-            announced = {"tensors": {}, "bytes": 1, "meta": payload.get("meta") or {}}
+            announced = {
+                "tensors": _specs(payload), "bytes": 1, "meta": payload.get("meta") or {},
+            }  # fmt: skip
             fields["payload"] = announced
         return self.draft(schema.END, payload, stage=stage, step=step, **fields)

@@ -43,6 +43,7 @@ class FakeCoordinator:
         self.revisions: list[int] = []
         self.settle_at_once = False
         self.attempt_key: str | None = None
+        self.page: str | None = None
         self.holds_polls = False
         self.hanging: list[Future[Reply]] = []
         self.calls = 0
@@ -150,6 +151,7 @@ class FakeCoordinator:
         key: dict[str, object] = (
             {} if self.attempt_key is None else {"attempt_key": self.attempt_key}
         )
+        key |= {} if self.page is None else {"page": self.page}
         return key | {
             "coordinator": self.name, "wall": now, "revision": revision, "receipts": receipts,
             "poll_seconds": 20.0,
@@ -191,6 +193,7 @@ class FakeLink:
     """A link to whatever coordinator the test has put in place."""
 
     _address = address = "the test"
+    page = None
 
     def __init__(self, location: FakeService) -> None:
         self._place = location

@@ -106,6 +106,7 @@ class RuleBench:
     def __init__(
         self, store: SqlStore, catalogue: Catalogue, data_dir: Path, ring_bytes: int = 1 << 24
     ) -> None:
+        self.run = "r"
         self.store, self.catalogue = store, catalogue
         self.local = LocalCoordinator(store, data_dir, ring_bytes)
         self.orders = Orderer(store)
@@ -228,7 +229,7 @@ class RuleBench:
         self.local.queue.aggregated = []
 
     def _sender(self, key: str, rank: int) -> Sender:
-        return Sender(f"{key}-{rank}", "r", key, "actor", rank, started=1000.0)
+        return Sender(f"{key}-{rank}", self.run, key, "actor", rank, started=1000.0)
 
     def _say(
         self,
@@ -248,13 +249,13 @@ class RuleBench:
         """(attempt, step, rule) of the firings that stand."""
         return sorted(
             (row["attempt_id"], row["step"], row["rule"])
-            for row in self.catalogue.firings(run="r")
+            for row in self.catalogue.firings(run=self.run)
             if row["withdrawn_wall"] is None
         )
 
     def firing(self, step: int, name: str = "mean") -> FiringRow:
         """The one firing of a rule at a step."""
-        (row,) = self.catalogue.firings(run="r", step=step, rule=name)
+        (row,) = self.catalogue.firings(run=self.run, step=step, rule=name)
         return row
 
     def actions(self, step: int, name: str = "mean") -> FiredActions:
@@ -270,7 +271,7 @@ class RuleBench:
 
     def findings(self, kind: str) -> list[FindingRow]:
         """Findings of a kind, by step."""
-        found = self.catalogue.findings(run="r", kind=kind)
+        found = self.catalogue.findings(run=self.run, kind=kind)
         return sorted(found, key=lambda row: row["step"] or 0)
 
 

@@ -267,7 +267,7 @@ def check(session: Session, run: str, ranks: Sequence[Sequence[Line]], first: in
         if found.get(step) != "complete"
     ]
     wrong += [f"{run}: lost {row['kind']} of step {row['step']}: {row['reason']}"
-              for row in session.losses(run)]  # fmt: skip
+              for row in session.lost(run)]  # fmt: skip
     dropped = sum(lines[-1].dropped for lines in ranks)
     return [*wrong, f"{run}: its probes dropped {dropped}"] if dropped else wrong
 

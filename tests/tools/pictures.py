@@ -49,7 +49,7 @@ STEP: Final = f"{OF_RUN}/steps/{STEPS}"
 WIDTH: Final = 1280
 VIEWS: Final = {
     "page-run": (OF_RUN, 900),
-    "page-step": (STEP, 1100),
+    "page-step": (f"{STEP}?part=rounds", 780),
     "page-sample": (f"{STEP}/samples/g{STEPS}-{HOT_RANK}-0%2F1?at=247", 760),
     "page-doctor": (f"{OF_RUN}/doctor", 700),
     "page-operators": (f"{OF_RUN}/steps/{BROKEN}/operators?role=actor&rank={NAN_RANK}", 900),
@@ -61,7 +61,7 @@ SCENES: Final = {
     "page-weights": (f"#/runs/{SYNCED}/weights/{NEWEST_VERSION}", 420),
 }
 """The same of the runs in a service of their own."""
-EVIDENCE: Final = ("page-doctor-evidence", "One rank's mismatch stands apart")
+EVIDENCE: Final = ("page-doctor-evidence", "One rank's mismatch differs")
 """Name, and the symptom whose picture is drawn."""
 COMMANDS: Final = {"terminal": ("doctor", 32), "terminal-rounds": (f"rounds {STEPS}", 14)}
 """Name -> the command, and how many of its lines are shown."""
@@ -159,7 +159,7 @@ def pictured_evidence(visit: Visit, pictures: Pictures) -> None:
     height = visit.page.evaluate(
         """article => {
             const figure = document.querySelector("main .plot").closest("section, figure");
-            const view = document.querySelector("main .view");
+            const view = document.querySelector("main > div");
             view.replaceChildren(article, figure);
             window.scrollTo(0, 0);
             return view.getBoundingClientRect().bottom;

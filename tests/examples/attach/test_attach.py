@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 SCRIPTS: Final = ROOT / "workers/examples/attach"
-PAGE: Final = ROOT / "docs/attach.md"
+PAGE: Final = ROOT / "docs/frameworks.md"
 MARK: Final = "  # stagescope"
 
 

@@ -40,14 +40,21 @@ class EngineServer:
         kind: "vllm", "sglang", "openai" (legacy completions with echo), or "old sglang".
         key: the bearer key that it wants.
         says: overrides of what it says of itself (SGLang).
+        processed: whether the log-probs of what it generates are after temperature.
     """
 
     def __init__(
-        self, kind: str, *, key: str = "", says: Mapping[str, object] | None = None
+        self,
+        kind: str,
+        *,
+        key: str = "",
+        says: Mapping[str, object] | None = None,
+        processed: bool = False,
     ) -> None:
         self.kind = kind
         self.key = key
         self.says = dict(says or {})
+        self.processed = processed
         self.asked: list[tuple[str, Any]] = []
         self.authorization: list[str | None] = []
         self.health = 200
@@ -94,7 +101,7 @@ class EngineServer:
         prompt = _ids(body["prompt"])
         sampled = _sample(prompt, body["max_tokens"])
         row = [*prompt, *sampled]
-        values: list[float | None] = [None, *scores(row)]
+        values = self._values(row, body.get("temperature"))
         listed = row if body.get("echo") else sampled
         values = values[-len(listed) :]
         choice: dict[str, object] = {
@@ -112,6 +119,10 @@ class EngineServer:
             choice["prompt_logprobs"] = None
             if body.get("return_token_ids"):
                 choice |= {"token_ids": sampled, "prompt_token_ids": prompt}
+            if body.get("logprob_token_ids") is not None:
+                [given] = body["logprob_token_ids"]
+                value = log_prob_of(prompt, given)
+                choice["logprobs"]["top_logprobs"] = [{f"token_id:{given}": value}]  # type: ignore[index]
             if body.get("prompt_logprobs") is not None:
                 choice["prompt_logprobs"] = [None] + [
                     {str(token): {"logprob": value, "rank": 1, "decoded_token": _text([token])}}
@@ -137,6 +148,10 @@ class EngineServer:
         usage = {"prompt_tokens": len(text) + 1, "completion_tokens": len(answer)}
         return {"choices": [choice], "usage": usage}
 
+    def _values(self, row: Sequence[int], temperature: float | None) -> list[float | None]:
+        factor = temperature if self.processed and temperature else 1.0  # of the likeliest token
+        return [None, *(factor * value for value in scores(row))]
+
     # --- SGLang's own -----------------------------------------------------------------------
 
     def _sglang(self, path: str, body: Any) -> object:
@@ -155,7 +170,7 @@ class EngineServer:
         params = body["sampling_params"]
         sampled = _sample(prompt, params["max_new_tokens"])
         row = [*prompt, *sampled]
-        values: list[float | None] = [None, *scores(row)]
+        values = self._values(row, params["temperature"])
         triples = [[value, token, None] for value, token in zip(values, row, strict=True)]
         start = body.get("logprob_start_len", -1)
         meta = {
