@@ -121,6 +121,8 @@ _POLL_INTERVAL: Final = 0.5
 """Seconds between two requests for the progress of a capture."""
 UNKNOWN_SECONDS: Final = 60.0
 """How long `wait_for` waits for ranks that never reported: the run's name may be misspelt."""
+_READING_SECONDS: Final = 30.0
+"""How long `wait_for` waits for the service to read the dumps of a capture that has ended."""
 _PLAN_ORDER: Final = (
     "capture_id", "state", "start", "run", "steps", "stages", "ranks", "roles", "by", "created",
 )  # fmt: skip
@@ -225,9 +227,10 @@ class CaptureRequests(Connection):
         self, capture_id: str, *, timeout: float | None = None,
         told: Callable[[CaptureProgress], None] = lambda progress: None,
     ) -> CaptureProgress:  # fmt: skip
-        """Wait until a capture has ended; return its progress.
+        """Wait until a capture has ended and its operators can be read; return its progress.
 
-        It also returns once no requested rank is alive any more. Without `timeout` it also returns
+        The service reads the dumps after the end; this method waits for it for half a minute. It
+        also returns once no requested rank is alive any more. Without `timeout` it also returns
         once none of them has reported for a minute, because the run may not exist.
 
         Args:
@@ -241,15 +244,20 @@ class CaptureRequests(Connection):
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         unknown_until = time.monotonic() + UNKNOWN_SECONDS if deadline is None else deadline
+        read_until = None
         last_lines: list[str] | None = None
         while True:
             progress = self.progress(capture_id)
             if (lines := progress.lines()) != last_lines:
                 last_lines = lines
                 told(progress)
-            is_over = progress.ended or progress.is_abandoned
             until = unknown_until if progress.is_unknown else deadline
-            if is_over or (until is not None and time.monotonic() >= until):
+            if progress.ended or progress.is_abandoned:
+                if not progress.is_unread:
+                    return progress
+                read_until = read_until or time.monotonic() + _READING_SECONDS
+                until = min(each for each in (deadline, read_until) if each is not None)
+            if until is not None and time.monotonic() >= until:
                 return progress
             time.sleep(_POLL_INTERVAL)
 

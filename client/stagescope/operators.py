@@ -20,6 +20,8 @@ from stagescope_wire.render import wrapped
 SIDE_FIELDS: Final = ("run", "attempt", "step", "stage", "role", "rank", "part", "capture_id")
 """The fields that identify one side of a comparison."""
 
+_UNREAD: Final = "announced"
+"""State of a dump that the service has yet to read."""
 _INTEGERS: Final = ("attempt", "step", "rank")
 _NUMBERS: Final = ("min", "max", "mean", "norm")
 _ARGUMENT: Final = 15
@@ -98,11 +100,12 @@ class NonFiniteOperators(Table):
             measured = any(row["state"] == "digested" and row.get("measured") != 0 for row in self)
             unknown = sum(row.get("unmeasured") or 0 for row in self)
             known = f", as far as is known: {_of_unknown(unknown)}" if unknown else ""
-            text = (
-                f"no operator gave a NaN or an infinity (but for masks){known}"
-                if measured or not len(self)
-                else "nothing is known of NaN and infinities: no Min and Max were recorded"
-            )
+            if measured or not len(self):
+                text = f"no operator gave a NaN or an infinity (but for masks){known}"
+            elif all(row["state"] == _UNREAD for row in self):
+                text = "nothing is known yet of NaN and infinities"
+            else:
+                text = "nothing is known of NaN and infinities: no Min and Max were recorded"
             lines += wrapped("", text, width)
         else:
             together = [rank for rank in earliest["together"] if rank != earliest["rank"]]
@@ -111,7 +114,7 @@ class NonFiniteOperators(Table):
             lines += wrapped("", f"the earliest: {_dump_name(earliest)}{also}{left_out}", width)
             lines += _first(earliest, width)
         for row in self:
-            if row["name"] is None and row.get("calls") != 0:
+            if row["name"] is None and row.get("calls") != 0 and row["state"] != _UNREAD:
                 masks = f", {row['masks']} masks" if row["masks"] else ""
                 state = _finite(row) if row["state"] == "digested" else row["state"]
                 lines += wrapped("", f"{_dump_name(row)}: {state}{masks}{_not_read(row)}", width)
@@ -353,6 +356,8 @@ def _difference(row: Row, width: int) -> list[str]:
 
 
 def _notes_of(table: Row) -> list[str]:
+    if table["state"] == _UNREAD:
+        return [f"{_dump_name(table)}: the service still reads this dump; ask again in a moment"]
     if table["state"] != "digested":
         reason = f": {table['reason']}" if table.get("reason") else ""
         return [f"{_dump_name(table)} is {table['state']}{reason}"]

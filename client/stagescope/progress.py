@@ -79,6 +79,11 @@ class CaptureProgress(Record):
         """Whether no requested rank has ever reported: its run, role or number may not exist."""
         return not self["ranks"]
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether the service still reads operators of its dumps."""
+        return bool(self.get("unread_dumps"))  # an older service does not say it
+
     def ranks(self) -> Table:
         """Return the requested ranks, and which of them have acknowledged."""
         return self._table("ranks", _RANKS)
@@ -126,6 +131,9 @@ class CaptureProgress(Record):
         lines += _replaced_filters(self["dumps"])
         lines += _error_lines(self["dumps"])
         lines += [dump["path"] for dump in self["dumps"] if dump["path"]]
+        if self.is_unread:
+            dumps = counted(self["unread_dumps"], "dump")
+            lines.append(f"the service still reads the operators of {dumps}")
         return lines
 
     def _table(self, name: str, order: Sequence[str]) -> Table:

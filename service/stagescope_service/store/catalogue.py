@@ -92,6 +92,15 @@ class CaptureQueries(Reader):
             limit,
         )
 
+    def count_unread_dumps(self, capture_id: str) -> int:
+        """Return the number of a capture's dumps whose operators are not read yet."""
+        table = TABLES["operators"].c
+        unread = sa.func.coalesce(table.digested_mark, -1) != table.mark
+        [count] = self._values(
+            sa.select(sa.func.count()).where(table.capture_id == capture_id, unread)
+        )
+        return count
+
     def dumps(
         self,
         attempt_id: Filter = None,

@@ -61,6 +61,8 @@ class Progress:
     unmatched_ranks: Sequence[int]
     steps: Sequence[CapturedStep]
     dumps: Sequence[JsonObject]
+    unread_dumps: int
+    """Number of dumps whose operators are not read yet."""
 
     def answer(self) -> JsonObject:
         """Return the answer of `/captures/{capture_id}`."""
@@ -80,6 +82,7 @@ class Progress:
             "unmatched_ranks": self.unmatched_ranks,
             "steps": self.steps,
             "dumps": self.dumps,
+            "unread_dumps": self.unread_dumps,
         }
 
 
@@ -116,6 +119,7 @@ def _progress(catalogue: Catalogue, row: CaptureRow) -> Progress:
         unmatched_ranks=_unmatched_ranks(catalogue, spec, attempt, ranks),
         steps=steps,
         dumps=listed,
+        unread_dumps=catalogue.count_unread_dumps(row["capture_id"]),
     )
 
 

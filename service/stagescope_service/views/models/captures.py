@@ -190,3 +190,5 @@ class Capture(Model):
     """The result of each step, by attempt and step."""
     dumps: list[CaptureDump]
     """Every dump that it made."""
+    unread_dumps: int
+    """Number of dumps whose operators are not read yet; wait for 0 before you ask for them."""
