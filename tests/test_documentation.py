@@ -43,6 +43,7 @@ NOT_RUN: Final = {
     r"^stagescope triggers test rank-off": "calls a webhook: tests/client/test_triggers.py",
     r"^stagescope runs --(hide|delete) ": "changes the list: service/coordinator/test_deletion.py",
     r"^stagescope token ": "changes the service's home: tests/service/test_commands.py",
+    r"stagescope mcp ": "serves until its agent ends: tests/client/agents",
     r"^stagescope attach ": "serves until it is interrupted: tests/service/report/bundle",
     r"stagescope run ": "runs a trainer: tests/workers/integrations",
     r"^python -m stagescope_workers\.integrations": "is of those that are installed: likewise",

@@ -15,9 +15,9 @@ from mcp.server.lowlevel import Server
 from mcp.shared.exceptions import MCPError
 
 from stagescope import __version__
-from stagescope.agents import replies
-from stagescope.agents.prompts import INSTRUCTIONS, PROMPTS, prompt_text
-from stagescope.agents.tools import CHANGES, Tool, all_tools
+from stagescope.cli.agents import replies
+from stagescope.cli.agents.prompts import INSTRUCTIONS, PROMPTS, prompt_text
+from stagescope.cli.agents.tools import CHANGES, Tool, all_tools
 from stagescope.session import Session
 from stagescope_wire.errors import StagescopeError
 from stagescope_wire.links import Link

@@ -37,8 +37,8 @@ def mcp(
     stagescope mcp --http 8710              http://HOST:8710/mcp, with the service's access tokens
     """
     try:
-        from stagescope.agents import http, stdio
-        from stagescope.agents.server import tool_call
+        from stagescope.cli.agents.serving import http, stdio
+        from stagescope.cli.agents.serving.server import tool_call
     except ImportError as error:
         raise terminal.needs_extra(error, "mcp") from error
 

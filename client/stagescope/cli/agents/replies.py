@@ -67,7 +67,7 @@ def refusal(error: StagescopeError, link_text: LinkText) -> str:
 
 def document(text: str) -> str:
     """Return a document about a run, such as its report, for an agent."""
-    return _marked(text.splitlines())
+    return _marked(text.split("\n"))
 
 
 def page_of(tool: str, about: JsonObject, page: str) -> str:

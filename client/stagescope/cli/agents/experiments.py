@@ -30,7 +30,7 @@ class _Output(Record):
 
     def lines(self, *, width: int = 80) -> list[str]:
         """Return the lines that were printed."""
-        return self._printed.splitlines()
+        return self._printed.split("\n")
 
 
 def _compare(session: Session, *, a: str, b: str, c: str | None) -> ComparisonReport:

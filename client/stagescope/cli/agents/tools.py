@@ -8,7 +8,7 @@ from typing import Final
 
 import click
 
-from stagescope.agents.experiments import BISECT, COMPARE
+from stagescope.cli.agents.experiments import BISECT, COMPARE
 from stagescope.cli.common import CONNECTION_OPTIONS, QUESTIONS, Question
 from stagescope.session import Session
 from stagescope.terminal import Displayable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 from mcp.server.stdio import stdio_server
 
-from stagescope.agents.server import make_server
+from stagescope.cli.agents.serving.server import make_server
 from stagescope.session import Session
 
 

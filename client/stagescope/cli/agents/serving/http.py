@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stagescope.agents.server import make_server
+from stagescope.cli.agents.serving.server import make_server
 from stagescope.session import Session
 from stagescope_wire.errors import StagescopeError, Unauthorized
 
