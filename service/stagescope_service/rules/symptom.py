@@ -16,6 +16,7 @@ from stagescope_service.rules import fields
 from stagescope_service.rules.evidence import Evidence
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.rules.symptoms import (
+    drift,
     experiments,
     firings,
     mismatch,
@@ -42,7 +43,7 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
         scalars.scalar_below,
         scalars.scalar_falls, scalars.scalar_rises, scalars.scalar_flat, scalars.scalar_spike,
         mismatch.rank_apart, mismatch.rounds_rise, mismatch.round_apart, mismatch.noise_floor,
-        mismatch.engine_apart, mismatch.stale, mismatch.versions_ahead,
+        mismatch.engine_apart, drift.stale, drift.versions_ahead,
         positions.position_rises, tails.hidden_tails, tails.tokens_apart,
         streams.suspect, silence.stopped, silence.quiet, slopes.sampling, slopes.behind,
         streams.rounded, streams.edge_token, streams.lattice,

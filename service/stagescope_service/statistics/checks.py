@@ -182,13 +182,14 @@ def constant(cell: Cell, p: str, q: str) -> Check:
     if cell.tokens < ENOUGH:
         return Check("constant", "unknown", _needs_more(cell, ENOUGH), values)
     flat = [
-        f"{stream} is {values[side]:g} in every token"
-        for side, stream in (("p", p), ("q", q))
-        if cell[Field[f"{side.upper()}_MIN"]] == cell[Field[f"{side.upper()}_MAX"]]
+        index
+        for index, side in enumerate("PQ")
+        if cell[Field[f"{side}_MIN"]] == cell[Field[f"{side}_MAX"]]
     ]
     if flat:
-        text = f"{' and '.join(flat)}: probably nothing fills it in"
-        return Check("constant", "suspect", text, values)
+        listed = [f"{(p, q)[index]} is {values['pq'[index]]:g} in every token" for index in flat]
+        text = f"{' and '.join(listed)}: probably nothing fills it in"
+        return Check("constant", "suspect", text, {**values, "flat": float(flat[0])})
     return Check("constant", "ok", "both streams vary", values)
 
 

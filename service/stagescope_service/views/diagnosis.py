@@ -352,7 +352,8 @@ def _sentence(found: Diagnosis, history: RunHistory) -> str:
     if not found.is_found:
         return parts[0]
     is_named = evidence.where.casefold() in parts[0].casefold()
-    if evidence.where and not is_named and not (evidence.headline and evidence.ranks):
+    says_where = bool(evidence.headline and evidence.ranks) or evidence.proof is not None
+    if evidence.where and not is_named and not says_where:
         parts.append(evidence.where)
     if evidence.since_step is not None:
         about = "about " if evidence.is_about else ""

@@ -174,10 +174,15 @@ def _named_by(
 
 
 def _headline(named: Sequence[Check], ranks: Sequence[RankKey], summary: Summary) -> str:
-    """Return a shift, a clamp, or a mask beside the rounds, as a sentence; "" if no check names
-    one."""
+    """Return a constant, a shift, a clamp, or a mask beside the rounds, as a sentence; "" if no
+    check names one."""
     place = f"on {ranks_text(sorted({*ranks}))} " if ranks else ""
     for each in named:
+        if "flat" in each.values:
+            at = int(each.values["flat"])
+            value = short(each.values["pq"[at]])
+            text = f"{place}the {summary.pair[at]} log-probs are {value} in every token"
+            return text[0].upper() + text[1:]
         if "cut_off" in each.values:
             stream = summary.pair[int(each.values["cut_off"])]
             text = f"{place}the {stream} log-probs are cut off at {short(each.values['filled'])}"
