@@ -1,6 +1,6 @@
 """Names of tensors, stages, runs, fields and settings: misspelt and normalised ones.
 
-Any tensor name may be recorded and is kept. But statistics read only the names of the schema:
+Any tensor name may be recorded and is kept. But statistics read only the names in `tensors`:
 `rollout_logprobs` would silently leave a step without numbers.
 """
 
@@ -16,7 +16,8 @@ from typing import Final
 
 from stagescope_wire.errors import InvalidInput, UnknownName
 from stagescope_wire.nonfinite import valid_text
-from stagescope_wire.schema import PAYLOAD_STRINGS, PAYLOAD_TENSORS, STREAM_TENSORS, check_run_name
+from stagescope_wire.schema import check_run_name
+from stagescope_wire.tensors import PAYLOAD_STRINGS, PAYLOAD_TENSORS, STREAM_TENSORS
 
 _log = logging.getLogger("stagescope.names")
 

@@ -33,16 +33,8 @@ from stagescope_service.store.queries.measurements import SettledPayloads
 from stagescope_wire.errors import InvalidEvent, InvalidInput, NotFound
 from stagescope_wire.names import closest, display_name, run_name, storable_id
 from stagescope_wire.nonfinite import Json, JsonObject
-from stagescope_wire.schema import (
-    BEGIN,
-    END,
-    FINISH,
-    HELLO,
-    PAYLOAD_STRINGS,
-    Event,
-    Sender,
-    Work,
-)
+from stagescope_wire.schema import BEGIN, END, FINISH, HELLO, Event, Sender, Work
+from stagescope_wire.tensors import PAYLOAD_STRINGS
 
 
 class RawCalls:

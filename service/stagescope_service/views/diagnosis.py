@@ -26,7 +26,7 @@ from stagescope_service.views.samples.listing import loss_of
 from stagescope_wire.batch import Batch
 from stagescope_wire.errors import NotFound
 from stagescope_wire.render import counted
-from stagescope_wire.schema import RECENT_TENSORS
+from stagescope_wire.tensors import RECENT_TENSORS
 
 OF_AN_ATTEMPT: Final = frozenset({
     "anatomy", "batch", "canary", "exact", "findings", "gradient", "loss", "losses", "lost",

@@ -27,7 +27,7 @@ from stagescope_service.store.tensorfile import (
     write_tensors,
 )
 from stagescope_wire.errors import InvalidTensor, NotFound, StagescopeError, StoreError
-from stagescope_wire.schema import DTYPE_BYTES
+from stagescope_wire.tensors import DTYPE_BYTES
 
 _deserialize: Callable[[bytes], Any] = safetensors.deserialize
 
