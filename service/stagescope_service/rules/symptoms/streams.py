@@ -23,12 +23,8 @@ from stagescope_service.rules.facts import StepFacts
 from stagescope_service.rules.history import READ, RunHistory
 from stagescope_service.rules.pooled import PooledSteps
 from stagescope_service.statistics.cell import Field
-from stagescope_service.statistics.checks import (
-    ROUNDED_SHARE,
-    Check,
-    few_carry,
-    held_by_bfloat16,
-)
+from stagescope_service.statistics.checks import ROUNDED_SHARE, Check, held_by_bfloat16
+from stagescope_service.statistics.noise_checks import few_carry
 from stagescope_service.statistics.profiles import (
     COARSEST,
     FINER,
