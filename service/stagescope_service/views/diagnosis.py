@@ -272,7 +272,7 @@ def _row(
         lacking["stagescope bisect "] = _RECORD_TOKENS
     if newest is not None and all(newest.summary.summary.sequences.samples):
         lacking[_GIVE_IDS] = ""
-    scalar = history.scalar_name(rule.evidence.parameters.get("names") or ())
+    scalar = history.logged.first_name(rule.evidence.parameters.get("names") or ())
     example = evidence.example
     absent = [
         word

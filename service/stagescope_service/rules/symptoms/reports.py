@@ -126,11 +126,11 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
 
 def scalars_not_finite(history: RunHistory) -> Evidence:
     """Return the logged numbers that are NaN or infinite, their ranks, and the first place."""
-    rows = history.non_finite_scalars
-    if not history.scalar_names:
+    rows = history.logged.non_finite
+    if not history.logged.names:
         return not_measured("no scalar is logged")
     if not rows:
-        text = f"{len(history.scalar_names)} scalars are finite in every step"
+        text = f"{len(history.logged.names)} scalars are finite in every step"
         return not_found(text)
     first = rows[0]["step"]
     by_name: dict[str, set[int]] = defaultdict(set)

@@ -79,7 +79,7 @@ def _reward_edges(rows: Sequence[RewardGroupsRow]) -> tuple[Float64, Float64]:
 def truncated(history: RunHistory, *, names: Sequence[str], bound: float, share: float) -> Evidence:
     """Return whether many responses have the maximum length. The trainer's own scalar decides, else
     the share of samples that have exactly the largest number of tokens."""
-    logged = history.scalars(names)
+    logged = history.logged.series(names)
     if logged:
         return beyond(logged[0], bound, NEWEST, 0.5)
     lengths = [int(row["tokens"]) for row in history.samples if row["tokens"]]

@@ -117,7 +117,7 @@ def scalar_spike(history: RunHistory, *, names: Sequence[str], factor: float) ->
     logged = _logged(history, names)
     if isinstance(logged, Evidence):
         return logged
-    looked = [_spike(series, factor, _SPIKE_STEPS) for series in history.scalars(names)]
+    looked = [_spike(series, factor, _SPIKE_STEPS) for series in history.logged.series(names)]
     return next((each for each in looked if each.verdict == "found"), looked[0])
 
 
@@ -173,7 +173,7 @@ def _logged(history: RunHistory, names: Sequence[str], steps: int = 0) -> Series
 
     With `steps`, only its finite values count, and that many are needed.
     """
-    found = history.scalars(names)
+    found = history.logged.series(names)
     if not found:
         return not_measured(f"no scalar {' or '.join(names[:4])} is logged")
     series = found[0].finite
