@@ -28,9 +28,9 @@ from stagescope_workers.probe.options import ProbeOptions, index, step_index
 from stagescope_workers.probe.rank_plan import read_plan
 from stagescope_workers.probe.stage import Stage, error_fields, log_scalars
 from stagescope_workers.probe.weight_reports import WeightReporter
-from stagescope_workers.transport.calls import ServiceLink
+from stagescope_workers.transport.calls import SenderHooks, ServiceLink
 from stagescope_workers.transport.outbox import Outbox
-from stagescope_workers.transport.sender import EventSender, SenderHooks
+from stagescope_workers.transport.sender import EventSender
 
 _log = logging.getLogger("stagescope.workers")
 
