@@ -337,10 +337,11 @@ def unit_of_metric(name: str) -> str:
 
 
 BISECT: Final = "bisect"
-"""The settings in which a bisection reports its result: run, attempt (or None) and step of the
-tokens, kind of the cause ("none", "healthy": it named none), text, advice, and the ranks of the
-tokens as [role, rank], none where they are of all. The name of its run begins with
-`bisect-RUN-`."""
+"""The settings in which a bisection reports its result.
+
+They hold run, attempt (or None) and step of the tokens, the kind of the cause, text and advice.
+The kinds "none" and "healthy" name no cause. `ranks` are those of the tokens as [role, rank], none
+if the tokens are of all ranks. The name of the bisection's run begins with `bisect-RUN-`."""
 EXPERIMENT: Final = f"{BISECT}-"
 """Begin of the name of a run that is an experiment: an arm of a bisection is a step of it. It is no
 training, so it fires no triggers, and trainings are listed before it."""

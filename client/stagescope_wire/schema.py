@@ -36,17 +36,21 @@ SCHEMA: Final = 1
 # --- kinds of events, with the fields of each -----------------------------------------------
 HELLO: Final = "hello"
 """world_size, data_rank, layout {LAYOUT_COLUMNS: value}, fingerprint {...}, settings {...},
-resumed_from_step, pid, watchdog (path of the file that `stagescope_wire.stacks` describes), launch
-(a text that differs in each start of its launcher), single (True: the process knows of no other
-rank of its role). Unknown fields are absent."""
+resumed_from_step, pid, watchdog, launch, single.
+
+`watchdog` is the path of the file that `stagescope_wire.stacks` describes. `launch` is a text that
+differs in each start of its launcher. If `single` is True, the process knows of no other rank of
+its role. Unknown fields are absent."""
 BEGIN: Final = "begin"
 """work fields (WORK_FIELDS), device_time."""
 END: Final = "end"
-"""work fields, begin_seq (the seq of the matching BEGIN, since a part may be repeated), begin_wall,
-begin_mono, status 'ok' | 'failed', error_type, error_message, interrupted (True if the exception
-means that a person stopped the training), scalars {name: float}, payload
-(PAYLOAD_FIELDS) or None, payload_dropped {reason, bytes, tensors} if the process had to drop the
-payload, device_seconds."""
+"""work fields, begin_seq, begin_wall, begin_mono, status 'ok' | 'failed', error_type,
+error_message, interrupted, scalars {name: float}, payload (PAYLOAD_FIELDS) or None,
+payload_dropped {reason, bytes, tensors}, device_seconds.
+
+`begin_seq` is the seq of the matching BEGIN, since a part may be repeated. `interrupted` is True if
+the exception means that a person stopped the training. `payload_dropped` is present if the process
+had to drop the payload."""
 LOG: Final = "log"
 """work fields (stage may be None: a scalar of the step), scalars {name: float}."""
 END_STEP: Final = "end_step"
@@ -68,12 +72,13 @@ identifies the answer), source 'probe' | 'watchdog', threads [{name, ident, is_t
 truncated."""
 
 WEIGHTS: Final = "weights"
-"""work fields (policy_version: the version of these weights), side (WEIGHT_SIDES), kind
-(WEIGHT_KINDS), tensors [(name, checksum, dtype, shape, shard), ...], device {device_kind,
-device_index, device_serial} that holds them. The checksum is an int from 0 below 2**64, or None if
-it could not be computed. The shard is None, 'copy' (all ranks of the side hold the same) or
-'tp copy' (all tensor-parallel ranks do). For a DTensor it is (global shape, offsets or None,
-placement, names of the mesh's dimensions), and `shape` is the local one."""
+"""work fields, side (WEIGHT_SIDES), kind (WEIGHT_KINDS), tensors [(name, checksum, dtype, shape,
+shard), ...], device {device_kind, device_index, device_serial}.
+
+`policy_version` is that of these weights; `device` holds them. The checksum is an int from 0 below
+2**64, or None if it could not be computed. The shard is None, 'copy' (all ranks of the side hold
+the same) or 'tp copy' (all tensor-parallel ranks do). For a DTensor it is (global shape, offsets or
+None, placement, names of the mesh's dimensions), and `shape` is the local one."""
 
 CANARY: Final = "canary"
 """work fields (policy_version: the scored version), fields of `stagescope_wire.canary.Canary`."""

@@ -296,8 +296,9 @@ class Probe(WeightReporter):
     def close(self, timeout: float = 5.0, *, crash: BaseException | None = None) -> bool:
         """End the probe: wait, `timeout` seconds at most, until everything is acknowledged.
 
-        The only method that waits. It does not wait if no service is known, if the known one has
-        not answered in the first seconds of this probe, or if it refuses the access token.
+        The only method that waits. It does not wait if no service is known, or if the known one
+        refuses the access token. It does not wait for a service that has not answered in the first
+        seconds of this probe.
 
         Args:
             timeout: seconds.

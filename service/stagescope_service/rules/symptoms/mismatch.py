@@ -199,8 +199,9 @@ def _rises(numbers: Float64, factor: float) -> bool:
 def round_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
     """Return the round whose mean |d| is `factor` times the others', step after step.
 
-    The ratio to the mean of -q is `factor` times the others', too. `least` of the newest steps, and
-    half of those with two rounds of enough tokens, must show one round so.
+    Its ratio to the mean of -q must be `factor` times the others', too. At least `least` of the
+    newest steps must show the same round. So must half of the steps that have two rounds of enough
+    tokens.
     """
     apart: dict[int, list[int]] = {}
     texts: dict[int, str] = {}

@@ -287,9 +287,9 @@ def unreported(history: RunHistory) -> Evidence:
 
 
 _SLOWER: Final = 0.1
+"""Minimum seconds by which a straggler is slower than the other ranks."""
 _OF_STEP: Final = 0.05
-"""Seconds, and share of the seconds of its stages in the step, by which a rank must be slower than
-the others."""
+"""The same as a share of the seconds of its stages in the step."""
 _STEP_AFTER_STEP: Final = 0.6
 """Minimum share of the steps: chance makes one of four ranks slow in half of ten short ones."""
 

@@ -28,9 +28,9 @@ def groups(
 
     Args:
         history: of the run.
-        kind: 'equal': all rewards of a group are equal, so its advantages are 0. 'low' or 'high':
-            they equal the lowest or highest reward of the steps up to there. 'single': a group has
-            one sample.
+        kind: of these groups. In 'equal' ones all rewards are equal, so their advantages are 0.
+            In 'low' or 'high' ones they also equal the lowest or highest reward of the steps up to
+            there. A 'single' one has one sample.
         share: share of the groups above which they are many.
     """
     every = history.groups

@@ -76,8 +76,8 @@ def _moved(
 def scalar_flat(history: RunHistory, *, names: Sequence[str], steps: int) -> Evidence:
     """Return whether a scalar does not rise: a training's reward.
 
-    It rises if its median over the last quarter of the steps exceeds the first quarter's enough: by
-    half of the spread (1.48 MAD) of the steps around their local median.
+    It rises if its median over the last quarter of the steps is clearly above the first quarter's.
+    The bound is half of the spread (1.48 MAD) of the steps around their local median.
     """
     series = _logged(history, names, steps)
     if isinstance(series, Evidence):

@@ -59,8 +59,9 @@ def hidden_tails(history: RunHistory, *, mean: float, tail: float) -> Evidence:
 def tokens_apart(history: RunHistory, *, share: float, factor: float) -> Evidence:
     """Return whether single tokens are far off and carry the mean, while the others agree.
 
-    In half of the newest steps, at least `share` of the tokens have |d| over 1 nat, and mean |d| is
-    over `factor` times the step's 90th percentile of |d|: over all tokens, or over one rank's.
+    It looks at all tokens, and at those of each rank. In half of the newest steps, at least `share`
+    of the tokens must have |d| over 1 nat. Mean |d| must be over `factor` times the 90th percentile
+    of |d| of all tokens of the step.
     """
     numbers = [history.metric(name) for name in (_SHARE, ABS_DIFF, _USUAL)]
     if len({len(each) for each in numbers}) > 1 or not len(numbers[0]):

@@ -90,7 +90,7 @@ def turn_stops(history: RunHistory, *, factor: float) -> Evidence:
     not matter. It falls below `factor` times its median of up to `_BEFORE` steps before, further
     than it varied, and stays there until now. Turns of few tokens vary too much, so a turn needs
     `_TOKENS` tokens and a `_SHARE` of the step's. If the newest step's tensors are kept, as many of
-    its samples must have the turn and no token of it under the mask: else its responses became
+    its samples must have the turn and no token of it under the mask. Else its responses became
     shorter. If they are not kept, `_BEFORE` steps before and `_AFTER` steps from it on must show
     it.
     """
