@@ -26,10 +26,10 @@ from stagescope_service.coordinator.plan_changes import PlanChanges
 from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.coordinator.starts import PAUSE_SECONDS, Starts, hellos
 from stagescope_service.core import reports
+from stagescope_service.core.arrival import Arrival
 from stagescope_service.core.entities import REFUSED
 from stagescope_service.core.findings import REFUSED_EVENT, describe, finding
 from stagescope_service.core.instructions import Instruction, PayloadKey, Put, Settled
-from stagescope_service.core.state import Arrival
 from stagescope_service.ingest.relay import Batch, RelayAnswer, RelayedPoll
 from stagescope_service.store.contract import RefusedWrite
 from stagescope_service.store.queries.measurements import SettledPayloads
