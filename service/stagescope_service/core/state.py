@@ -48,13 +48,7 @@ from stagescope_service.core.registry import Registry
 from stagescope_service.core.spans import ReceivedEvent
 from stagescope_service.core.weights import records as weight_records
 from stagescope_wire.errors import NotReady
-from stagescope_wire.schema import (
-    CANARY,
-    WEIGHTS,
-    Event,
-    Sender,
-    Work,
-)
+from stagescope_wire.schema import CANARY, WEIGHTS, Event, Sender, Work
 
 FINDINGS_REMEMBERED: Final = 10_000
 

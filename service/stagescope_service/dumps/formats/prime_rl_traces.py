@@ -44,13 +44,7 @@ from stagescope_service.dumps.formats.sequences import (
     token_mask,
     token_values,
 )
-from stagescope_service.dumps.records import (
-    DumpContents,
-    DumpEntry,
-    DumpProblem,
-    Location,
-    mapping,
-)
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location, mapping
 from stagescope_service.store.tensorfile import disk_errors
 from stagescope_wire.errors import InvalidTensor, NotFound, StagescopeError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -19,6 +19,11 @@ from stagescope_service.rules.evidence import (
 from stagescope_service.rules.history import NEWEST, RunHistory
 from stagescope_service.statistics.cell import Float64
 from stagescope_service.store.queries.rollouts import RewardGroupsRow
+
+_SAMPLES: Final = 32
+"""Minimum samples to say how many have the maximum length."""
+_HALF: Final = 0.5
+"""Share of the newest steps in which the trainer's own number must say so."""
 
 
 def groups(
@@ -81,10 +86,10 @@ def truncated(history: RunHistory, *, names: Sequence[str], bound: float, share:
     the share of samples that have exactly the largest number of tokens."""
     logged = history.logged.series(names)
     if logged:
-        return beyond(logged[0], bound, NEWEST, 0.5)
+        return beyond(logged[0], bound, NEWEST, _HALF)
     lengths = [int(row["tokens"]) for row in history.samples if row["tokens"]]
-    if len(lengths) < 32:
-        return not_measured("neither such a scalar nor 32 samples with their token counts")
+    if len(lengths) < _SAMPLES:
+        return not_measured(f"neither such a scalar nor {_SAMPLES} samples with their token counts")
     longest = max(lengths)
     cut = sum(length == longest for length in lengths) / len(lengths)
     text = f"{cut:.0%} of {len(lengths)} samples have exactly {longest} tokens, the most"

@@ -13,12 +13,7 @@ from stagescope_service.rules.evidence import Evidence, Example, not_found, not_
 from stagescope_service.rules.history import NEWEST, READ, RunHistory
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_wire.batch import Batch
-from stagescope_wire.batch.converters import (
-    keys_of,
-    response_spans,
-    run_length,
-    unpadded_prompts,
-)
+from stagescope_wire.batch.converters import keys_of, response_spans, run_length, unpadded_prompts
 
 _TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "turn_ids"))
 """The tensors with the tokens of a turn and of its prompt, in either layout."""
