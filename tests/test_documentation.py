@@ -248,6 +248,23 @@ def test_every_exception_is_needed() -> None:
         assert any(re.search(part, text) for text in texts), part
 
 
+def test_code_in_a_docstring_is_no_sentence() -> None:
+    text = """Hide a run from lists.
+
+    \b
+    tool --hide RUN and the rest
+
+    Usage::
+
+        tool --show RUN and the rest
+
+    Show it again in lists. `show` does that too.
+    """
+    assert [found for _, found in prose.sentences(text)] == [
+        "Hide a run from lists.", "Show it again in lists.", "code does that too.",
+    ]  # fmt: skip
+
+
 def test_pages_and_docstrings_are_easy_to_read() -> None:
     totals, rows = prose.examine(prose.files([str(ROOT / name) for name in prose.PATHS]))
     for kind, (most_rows, most_long) in prose.LIMITS.items():

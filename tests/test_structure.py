@@ -276,6 +276,12 @@ def test_lanes_name_what_exists_and_clusters_stay_apart() -> None:
     assert in_test == {"tests/integration/test_story.py"}
 
 
+def test_no_file_is_longer_than_500_lines() -> None:
+    """A longer one holds a second idea: give that a file of its own."""
+    lines = {name(path): path.read_text(encoding="utf-8").count("\n") for path in SOURCES}
+    assert not [f"{path}: {count}" for path, count in lines.items() if count > 500]
+
+
 def test_a_newline_alone_ends_a_line() -> None:
     r"""`str.splitlines` also cuts at U+0085, U+2028 and others, which may stand in any text."""
     found = [

@@ -1,6 +1,6 @@
 """Evidence for and against a symptom, and the statistics that it rests on.
 
-Functions of `trends`, `mismatch` and `reports` return it. Each is pure in a run's history, and its
+The functions of `symptoms` that rules name return it. Each is pure in a run's history, and its
 keyword parameters are what a rule's `evidence` may give.
 """
 
@@ -343,6 +343,12 @@ def _mean_ranks(values: Float64) -> Float64:
 def spread(values: Float64) -> float:
     """Return a robust standard deviation: 1.4826 times the median absolute deviation."""
     return 1.4826 * float(np.median(np.abs(values - np.median(values)))) if len(values) else 0.0
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median of the values that are not NaN; NaN where there is none."""
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.median(known)) if known else math.nan
 
 
 def short(value: float) -> str:

@@ -14,7 +14,6 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.browser import chromium
 from tests.support.measure import Handed
 from tests.support.page import Visit, visiting
 from tests.support.runs.investigated import STEPS, investigated
@@ -74,12 +73,6 @@ VIEWS: Final = {
     "engines": "#/engines",
     "devices": "#/devices",
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Evidence of the mismatch: by rank, round, engine and staleness."""
+"""Evidence of the mismatch: by rank, round and engine, and against the trainer itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -14,51 +14,24 @@ from stagescope_service.rules.evidence import (
     ABS_DIFF,
     Count,
     Evidence,
+    median,
     not_found,
     not_measured,
     short,
     spearman,
 )
 from stagescope_service.rules.history import READ, RunHistory
-from stagescope_service.rules.steps import CurrentStep
 from stagescope_service.rules.symptoms.ages import is_of_old
+from stagescope_service.rules.symptoms.slices import CARRIED, FEW, Mean, Slices, means_by
 from stagescope_service.statistics.cell import Field, Float64
-from stagescope_service.statistics.step_metrics import Dimension, SliceKey
+from stagescope_service.statistics.profiles import add_bins
+from stagescope_service.statistics.step_metrics import SliceKey
 
-_FEW: Final = 8
-"""Number of tokens that are few: if they carry a mean, it says nothing about the others."""
-CARRIED: Final = ": a few tokens carry it, and it says nothing about the others"
-
-
-class Mean(NamedTuple):
-    """Mean |d| of a slice of a step."""
-
-    value: float
-    tokens: float
-    least: float
-    """Mean |d| without the tokens that are far off, if these are few. Each of the few counts as the
-    largest one, so this is a lower bound."""
-
-
-_Slices: TypeAlias = "list[tuple[CurrentStep, dict[SliceKey, Mean]]]"
-
-
-def slice_means(history: RunHistory, by: Dimension, few: float = 0.0) -> _Slices:
-    """Return mean |d| of the slices of the newest steps; `few` is the share of the tokens of a
-    slice that are few, too."""
-    names = ("counts/tokens", "logprob_abs_diff/max", "tail/abs_diff_over_0.5_count")
-    others = [dict(history.slices(by, name)) for name in names]
-    found: _Slices = []
-    for step, means in history.slices(by, ABS_DIFF):
-        own: dict[SliceKey, Mean] = {}
-        for key, mean in means.items():
-            tokens, largest, far = (each.get(step, {}).get(key, math.nan) for each in others)
-            count, least = max(far, 1.0), mean
-            if count < max(_FEW, few * tokens) and tokens > count and math.isfinite(largest):
-                least = max(0.0, mean * tokens - count * largest) / (tokens - count)
-            own[key] = Mean(mean, tokens, least)
-        found.append((step, own))
-    return found
+_OVER_NEXT: Final = 1.5
+"""Minimum ratio to the next lower rank: where the ranks only spread, none is apart."""
+_STEADY: Final = 2.0
+"""Ratio to the median of the others that is enough in `_STEADY_STEPS` steps of one rank."""
+_STEADY_STEPS: Final = 8
 
 
 def rank_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
@@ -67,11 +40,59 @@ def rank_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
     In `_STEADY_STEPS` of the newest steps, `_STEADY` times the median is enough. With two ranks,
     the one with the higher value must be the same in at least half of the steps.
     """
-    slices = [each for each in slice_means(history, "rank") if len(each[1]) >= 2]
+    slices = [each for each in means_by(history, "rank") if len(each[1]) >= 2]
     if len(slices) < least:
         return not_measured(
             f"{len(slices)} of the newest steps have two or more ranks with {ABS_DIFF}"
         )
+    found = _ranks_apart(slices, factor)
+    if found.examined < least:
+        return not_measured(
+            f"{found.examined} of the newest steps have numbers of two or more ranks"
+        )
+    apart = found.steps
+    if not apart:
+        text = f"no rank is {factor:g} times the others in {found.examined} steps"
+        for (role, rank), count in found.of_few.most_common(1):
+            text += f"; in {count}, {role} {rank} is so only because of a few tokens"
+        return not_found(text)
+    # If several ranks differ, one whose streams have no cause of their own says more.
+    caused = history.pooled.ranks_with_any if history.pooled is not None else ()
+    enough = {key for key, own in apart.items() if len(own) >= least}
+    worst = max(apart, key=lambda key: (key in enough and key not in caused, len(apart[key])))
+    (role, rank), count, last = worst, len(apart[worst]), apart[worst][-1]
+    step, values = slices[-1]
+    rest = [each.value for key, each in values.items() if key != worst]
+    newest = values[worst].value if worst in values else math.nan
+    text = (
+        f"{role} {rank} differs in {count} of {len(slices)} steps: {ABS_DIFF} is "
+        f"{short(newest)} in step {step.step}, {short(median(rest))} at the "
+        f"other{'' if len(rest) == 1 else 's'}"
+    )
+    if count < least or (len(values) == 2 and 2 * count < len(slices)):
+        return not_found(text)
+    is_old = history.newest is not None and is_of_old(newest, history.newest.summary.summary)
+    evidence = Evidence(
+        "found", count / len(slices), apart[worst][0], f"{role} rank {rank}", (text,),
+        count=Count(count, len(slices)), ranks=frozenset({(str(role), rank)}),
+        likelier=_VERSIONS if is_old else None,
+    )  # fmt: skip
+    return evidence.ended_after([each.step for each, _ in slices], last)
+
+
+class _RanksApart(NamedTuple):
+    """The ranks that differ from the others."""
+
+    steps: dict[SliceKey, list[int]]
+    """Rank -> the steps in which it differs, ascending."""
+    of_few: Counter[SliceKey]
+    """Rank -> number of steps in which it differs only because of a few tokens."""
+    examined: int
+    """Number of steps with two ranks or more."""
+
+
+def _ranks_apart(slices: Slices, factor: float) -> _RanksApart:
+    """Return the ranks that differ in each step, the largest first, until one does not."""
     apart: dict[SliceKey, list[int]] = {}
     steady: dict[SliceKey, list[int]] = {}
     of_few: Counter[SliceKey] = Counter()
@@ -86,9 +107,9 @@ def rank_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
         while len(known) >= 2:
             key = max(known, key=lambda name: known[name])
             value = known.pop(key)
-            usual, largest = float(np.median([*known.values()])), 1.5 * max(known.values())
-            bound = max(factor * usual, largest)
-            if values[key].least > max(_STEADY * usual, largest):
+            usual, next_lower = float(np.median([*known.values()])), max(known.values())
+            bound = max(factor * usual, _OVER_NEXT * next_lower)
+            if values[key].least > max(_STEADY * usual, _OVER_NEXT * next_lower):
                 steady.setdefault(key, []).append(step.step)
             if not value > bound:
                 break
@@ -96,72 +117,41 @@ def rank_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
                 of_few[key] += 1
                 break
             apart.setdefault(key, []).append(step.step)
-    if examined < least:
-        return not_measured(f"{examined} of the newest steps have numbers of two or more ranks")
     apart |= {key: steps for key, steps in steady.items() if len(steps) >= _STEADY_STEPS}
-    if not apart:
-        text = f"no rank is {factor:g} times the others in {examined} steps"
-        for (role, rank), count in of_few.most_common(1):
-            text += f"; in {count}, {role} {rank} is so only because of a few tokens"
-        return not_found(text)
-    # If several ranks differ, one whose streams have no cause of their own says more.
-    caused = history.pooled.ranks_with_any if history.pooled is not None else ()
-    enough = {key for key, own in apart.items() if len(own) >= least}
-    worst = max(apart, key=lambda key: (key in enough and key not in caused, len(apart[key])))
-    (role, rank), count, last = worst, len(apart[worst]), apart[worst][-1]
-    step, values = slices[-1]
-    rest = [each.value for key, each in values.items() if key != worst]
-    newest = values[worst].value if worst in values else math.nan
-    text = (
-        f"{role} {rank} differs in {count} of {len(slices)} steps: {ABS_DIFF} is "
-        f"{short(newest)} in step {step.step}, {short(_median(rest))} at the "
-        f"other{'' if len(rest) == 1 else 's'}"
-    )
-    if count < least or (len(values) == 2 and 2 * count < len(slices)):
-        return not_found(text)
-    is_old = history.newest is not None and is_of_old(newest, history.newest.summary.summary)
-    evidence = Evidence(
-        "found", count / len(slices), apart[worst][0], f"{role} rank {rank}", (text,),
-        count=Count(count, len(slices)), ranks=frozenset({(str(role), rank)}),
-        likelier=_VERSIONS if is_old else None,
-    )  # fmt: skip
-    return evidence.ended_after([each.step for each, _ in slices], last)
-
-
-def _median(values: Sequence[float]) -> float:
-    """Return the median of the values that are not NaN; NaN where there is none."""
-    known = [value for value in values if not math.isnan(value)]
-    return float(np.median(known)) if known else math.nan
+    return _RanksApart(apart, of_few, examined)
 
 
 _VERSIONS: Final = "versions"
 """The check of which policy versions sampled a step's tokens."""
-_STEADY: Final = 2.0
-_STEADY_STEPS: Final = 8
-"""Ratio to the median of the others, and steps that must show it on one rank."""
 _ROUND_TOKENS: Final = 64
 """Minimum tokens of a round that is compared with others."""
 _FEW_OF_ROUND: Final = 0.05
 """Share of the tokens of a round that say nothing about its others."""
 _ENGINE_TOKENS: Final = 256
 """Minimum tokens of an engine instance that is compared with others."""
+_ROUNDS: Final = 3
+"""Minimum rounds of a step for a rise over the rounds."""
+_RISING: Final = 0.8
+"""Minimum rank correlation of a rise over the rounds."""
+_RISING_STEPS: Final = 0.7
+"""Minimum share of the newest steps that must show a rise over the rounds."""
 
 
 def rounds_rise(history: RunHistory, *, factor: float) -> Evidence:
     """Return whether mean |d| rises with the round, and more than its tokens grow less sure.
 
-    In 70 % of the newest steps Spearman's rank correlation with the round is at least 0.8, and
-    the last round has `factor` times the first one's. The ratio to the mean of -q does, too.
-    The same noise of the logits makes |d| larger where a token is less sure (arXiv 2512.23087), and
-    later rounds of a healthy run often are.
+    In `_RISING_STEPS` of the newest steps Spearman's rank correlation with the round is at least
+    `_RISING`, and the last round has `factor` times the first one's. The ratio to the mean of -q
+    does, too. The same noise of the logits makes |d| larger where a token is less sure (arXiv
+    2512.23087), and later rounds of a healthy run often are.
     """
     rises, explained, examined, since, newest = 0, 0, 0, None, ""
     rollout = "rollout" if history.newest is None else history.newest.summary.summary.pair[1]
     sampled = dict(history.slices("round", f"logprob/{rollout}_mean"))
-    for step, values in slice_means(history, "round"):
+    for step, values in means_by(history, "round"):
         rounds = [key for key in sorted(values) if values[key].tokens >= _ROUND_TOKENS]
         numbers = np.array([values[key].value for key in rounds])
-        if len(rounds) < 3 or not np.isfinite(numbers).all():
+        if len(rounds) < _ROUNDS or not np.isfinite(numbers).all():
             continue
         examined += 1
         newest = (
@@ -184,28 +174,29 @@ def rounds_rise(history: RunHistory, *, factor: float) -> Evidence:
     text = f"{ABS_DIFF} rises with the round in {rises} of {examined} steps; {newest}"
     if explained:
         text += f"; in {explained} more, as their tokens grow less sure"
-    if rises < 0.7 * examined:
+    if rises < _RISING_STEPS * examined:
         return not_found(text)
     count = Count(rises, examined)
     return Evidence("found", rises / examined, since, "the later rounds", (text,), count=count)
 
 
 def _rises(numbers: Float64, factor: float) -> bool:
-    return spearman(numbers) >= 0.8 and bool(numbers[-1] >= factor * numbers[0])
+    return spearman(numbers) >= _RISING and bool(numbers[-1] >= factor * numbers[0])
 
 
 def round_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
     """Return the round whose mean |d| is `factor` times the others', step after step.
 
-    The ratio to the mean of -q is `factor` times the others', too. `least` of the newest steps, and
-    half of those with two rounds of enough tokens, must show one round so.
+    Its ratio to the mean of -q must be `factor` times the others', too. At least `least` of the
+    newest steps must show the same round. So must half of the steps that have two rounds of enough
+    tokens.
     """
     apart: dict[int, list[int]] = {}
     texts: dict[int, str] = {}
     examined = []
     rollout = "rollout" if history.newest is None else history.newest.summary.summary.pair[1]
     sampled = dict(history.slices("round", f"logprob/{rollout}_mean"))
-    for step, values in slice_means(history, "round", _FEW_OF_ROUND):
+    for step, values in means_by(history, "round", _FEW_OF_ROUND):
         sizes = {key: each for key, each in values.items() if each.tokens >= _ROUND_TOKENS}
         if len(sizes) < 2 or not all(math.isfinite(each.value) for each in sizes.values()):
             continue
@@ -270,16 +261,19 @@ def engine_apart(history: RunHistory, *, factor: float) -> Evidence:
     is_old = True
     examined = 0
     for step, summary in history.summaries:
-        sums = {name: row for name, row in summary.engines.items() if row[0] >= _ENGINE_TOKENS}
-        if len(sums) < 2:
+        engines = {
+            name: each
+            for name, each in summary.of_engines().items()
+            if each.tokens >= _ENGINE_TOKENS
+        }
+        if len(engines) < 2:
             continue
         examined += 1
-        means = {name: float(row[3] / row[0]) for name, row in sums.items()}
+        means = {name: each.d_abs_sum / each.tokens for name, each in engines.items()}
         worst = max(means, key=lambda name: means[name])
-        carrying = float(sums[worst][3] ** 2 / sums[worst][4]) if sums[worst][4] else 0.0
-        others = [row for name, row in sums.items() if name != worst]
-        usual = float(sum(row[3] for row in others) / sum(row[0] for row in others))
-        if means[worst] > factor * usual and not carrying < _FEW:
+        others = add_bins([each for name, each in engines.items() if name != worst])
+        usual = others.d_abs_sum / others.tokens
+        if means[worst] > factor * usual and not engines[worst].carrying < FEW:
             apart.append((step.step, worst, means[worst], usual))
             is_old = is_old and is_of_old(means[worst], summary)
     if examined < READ:
@@ -313,9 +307,11 @@ def mean_of_others(history: RunHistory, apart: Evidence) -> float:
             if (row.role, row.rank) not in apart.ranks
         ]
     else:
-        engines = newest.summary.summary.engines
+        engines = newest.summary.summary.of_engines()
         rows = [
-            (float(row[0]), float(row[3])) for name, row in engines.items() if name != apart.where
+            (float(each.tokens), each.d_abs_sum)
+            for name, each in engines.items()
+            if name != apart.where
         ]
     tokens = sum(count for count, _ in rows)
     return sum(size for _, size in rows) / tokens if tokens else math.nan

@@ -1,4 +1,4 @@
-"""Evidence of policy drift: the mismatch of tokens that older policy versions sampled."""
+"""Evidence of staleness: tokens of older policy versions, and of versions ahead of the trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from stagescope_service.rules.evidence import Count, Evidence, not_found, not_measured, short
 from stagescope_service.rules.history import NEWEST, RunHistory
-from stagescope_service.rules.symptoms.mismatch import CARRIED, Mean, slice_means
+from stagescope_service.rules.symptoms.slices import CARRIED, Mean, means_by
 from stagescope_service.statistics.cell import Field
 from stagescope_wire.render import counted
 
@@ -25,7 +25,7 @@ def stale(history: RunHistory, *, checks: Sequence[str], factor: float, share: f
     Asynchronous training expects small drift, so that is a note. Drift is large if it moves the
     ratio of at least `share` of the older tokens by more than 10 %. PPO clips twice as much.
     """
-    slices = slice_means(history, "staleness")
+    slices = means_by(history, "staleness")
     if not any(len(values) for _, values in slices):
         is_named = any({*checks} & {*step.suspects} for step in history.measured[-NEWEST:])
         return not_measured(
