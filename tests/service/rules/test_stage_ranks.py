@@ -23,6 +23,30 @@ def test_a_stage_of_rank_0_alone_lacks_nobody(live: Service) -> None:
     rows = rows_of(live, "alone")
     assert rows["ranks_missing"]["verdict"] == "not found"
     assert live.get("/runs/alone/diagnosis")["text"].startswith("Nothing is wrong in 20 ")
+    # Every answer about a step agrees with the doctor.
+    steps = live.get("/steps", run="alone")["rows"]
+    assert {row["complete"] for row in steps[1:]} == {"complete"}
+    assert {len(row["missing"]) for row in steps[1:]} == {0}
+    closed = live.get("/steps/20/stages", run="alone")
+    assert (closed["complete"], closed["missing"]) == ("complete", [])
+    assert closed["expected"]["actor"]["rollout_generate"] == [0]
+    Rank(live, run="alone", world_size=3).begin("rollout_generate", 21)
+    open_ = live.get("/steps/21/stages", run="alone")
+    assert [(each["rank"], each["stage"]) for each in open_["missing"]] == [
+        (0, STAGE), (1, STAGE), (2, STAGE), (0, "rollout_generate"),
+    ]  # fmt: skip
+
+
+def test_in_a_stage_that_one_step_has_nobody_knows_who_runs_it(live: Service) -> None:
+    ranks = [Rank(live, run="killed", rank=rank, world_size=3) for rank in range(3)]
+    for rank in ranks:
+        rank.stage("rollout_generate", 1)
+    ranks[0].stage(STAGE, 1)
+    for rank in ranks:
+        live.engine.fall_silent(rank)
+    [step] = live.get("/steps", run="killed")["rows"]
+    assert step["complete"] == "partial"
+    assert [each["rank"] for each in step["missing"]] == [1, 2]
 
 
 def test_a_rank_that_stops_a_stage_is_missing_from_it_alone(live: Service) -> None:
