@@ -6,7 +6,7 @@ import { canary, canaryVersion } from "./canary.js";
 import * as captures from "./captures.js";
 import * as comparisons from "./comparisons.js";
 import { doctor } from "./doctor.js";
-import { button, h, made, patch, problem, refreshTimes } from "./dom.js";
+import { button, h, made, patch, problem, refreshTimes, showCurrent } from "./dom.js";
 import { plotly } from "./figure.js";
 import { finding, findings } from "./findings.js";
 import { hangs } from "./hangs.js";
@@ -216,6 +216,7 @@ function drawWhere(parts, query) {
     href: tab ? ofRun(name, tab) : ofRun(name),
     "aria-current": tab === area ? "true" : null,
   }, text)));
+  showCurrent(tabs);
 }
 
 // --- session ----------------------------------------------------------------------------------

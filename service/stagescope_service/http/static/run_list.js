@@ -184,7 +184,7 @@ class RunList extends Component {
         : h("a", { href: ofStep(row.run, row.last_closed_step) }, count(row.last_closed_step)), RIGHT],
       ["heard", "last_wall", WHEN],
       ["", (row) => this.mayChange && row.deleting_wall === null ? this.#menu(row) : ""],
-    ], found, { key: (row) => row.run, stacks: true, rowClass: (row) => row.hidden ? "old" : "",
+    ], found, { key: (row) => row.run, rowClass: (row) => row.hidden ? "old" : "",
       empty: this.rows.length ? "No run is like that." : NO_RUNS });
   }
 
