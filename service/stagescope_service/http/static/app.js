@@ -98,6 +98,7 @@ function show() {
     if (state.view !== view) return;
     main.replaceChildren(root);
     view.fit();
+    root.querySelectorAll("nav").forEach(showCurrent);
     main.dataset.address = location.hash;
     const heading = root.querySelector("h1");
     document.title = [heading?.textContent, "stagescope"].filter(Boolean).join(" · ");

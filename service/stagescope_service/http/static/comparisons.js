@@ -29,6 +29,7 @@ export function choose(view, { run, a = "", b = "" }) {
     });
     return;
   }
+  const attempts = [a, b].map((each) => each.replace(/:\d+$/, ""));
   view.block({
     title: "What differs between the attempts", path: url("/diff", { a: attempts[0], b: attempts[1], limit: 200 }),
     draw: ({ rows, counts, unknown, note: unseen, next }) => [

@@ -319,7 +319,7 @@ function verdict(row) {
 
 function findings({ run, findings: { error, warning } }) {
   if (!error && !warning) return "";
-  return h("a", { href: ofRun(run, "findings"), title: "kinds of findings that are not over" },
+  return h("a.bare", { href: ofRun(run, "findings"), title: "kinds of findings that are not over" },
     error > 0 && badge("error", plural(error, "error")), error > 0 && warning > 0 && " ",
     warning > 0 && badge("warning", plural(warning, "warning")));
 }

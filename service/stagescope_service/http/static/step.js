@@ -1,7 +1,7 @@
 // One step: its parts under their tabs, the steps before and after it, and what is kept of it.
 
 import { address, AGAIN, ofRun, ofStep, parse } from "./address.js";
-import { badge, form, h, made, picker, showCurrent } from "./dom.js";
+import { badge, form, h, made, picker } from "./dom.js";
 import { Figure } from "./figure.js";
 import { findingsTable } from "./findings.js";
 import { partOf } from "./format.js";
@@ -145,8 +145,7 @@ function partLinks({ run, step: at, attempt, part: shown = "summary" }) {
     "aria-current": part === shown ? "true" : null,
   }, title));
   links.splice(-1, 0, h("a", { href: ofStep(run, at, attempt, "operators") }, "Operators"));
-  return h("nav.parts", { "aria-label": "Parts of the step",
-    ref: (tabs) => requestAnimationFrame(() => showCurrent(tabs)) }, links);
+  return h("nav.parts", { "aria-label": "Parts of the step" }, links);
 }
 
 function neighbourLinks({ run, step: own, attempt, isLatest }, { earlier, later }) {
