@@ -18,6 +18,7 @@ from stagescope_service.views.reading.completeness import (
     aggregation_errors,
     begun_again,
     is_behind,
+    verdicts,
 )
 from stagescope_service.views.reading.dependencies import (
     AttemptQuery,
@@ -305,10 +306,6 @@ def _columns(points: Sequence[Point], lineage: Lineage, by: By | None, kind: str
         "steps": [row["step"] for row in rows],
         "attempts": [lineage.numbers[row["attempt_id"]] for row in rows],
         "superseded_by": [lineage.superseded_by(row) for row in rows],
-        "complete": [
-            "open" if row["closed_wall"] is None else row["completeness"] or "unknown"
-            for row in rows
-        ],
         "comparable": [row["verdict"] for row in rows],
         "suspects": [row["suspects"] or [] for row in rows],
         "reasons": [point.reason for point in points],
@@ -498,6 +495,9 @@ def series(
         "kind": result.kind,
         "by": query["by"],
         **_columns(result.points[::-1], lineage, query["by"], result.kind),
+        "complete": verdicts(
+            deps.catalogue, target.run, [point.row for point in result.points[::-1]]
+        ),
         "begun_again": _begun_again(deps, result.points[::-1]),
         "earlier_to": result.earlier_to,
         "note": _superseded_note(result.superseded),

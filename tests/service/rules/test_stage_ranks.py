@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from tests.service.rules.planted import STAGE, rows_of
 from tests.support.api import Rank, Service
+
+LOSS: Final = {"loss": 0.1}
 
 
 def train(live: Service, run: str, stages: dict[str, set[int]], stops: int = 99) -> None:
@@ -13,7 +17,7 @@ def train(live: Service, run: str, stages: dict[str, set[int]], stops: int = 99)
         for stage, of in stages.items():
             for rank in sorted(of):
                 if rank != 1 or step < stops or stage == "weight_sync":
-                    live.engine.take_together([ranks[rank].draft_stage(stage, step)])
+                    live.engine.take_together([ranks[rank].draft_stage(stage, step, scalars=LOSS)])
     for each in ranks:
         each.begin(STAGE, 21)
 
@@ -27,6 +31,8 @@ def test_a_stage_of_rank_0_alone_lacks_nobody(live: Service) -> None:
     steps = live.get("/steps", run="alone")["rows"]
     assert {row["complete"] for row in steps[1:]} == {"complete"}
     assert {len(row["missing"]) for row in steps[1:]} == {0}
+    series = live.get("/series", run="alone", metric="loss")
+    assert series["complete"] == ["complete"] * 20 + ["open"]
     closed = live.get("/steps/20/stages", run="alone")
     assert (closed["complete"], closed["missing"]) == ("complete", [])
     assert closed["expected"]["actor"]["rollout_generate"] == [0]

@@ -19,7 +19,7 @@ from stagescope_service.core.completeness import (
 )
 from stagescope_service.core.entities import Participants
 from stagescope_service.core.findings import BEGUN_AGAIN, NOT_AGGREGATED
-from stagescope_service.rules.missing import StageRanks, stage_ranks_before
+from stagescope_service.rules.missing import StageRanks, missing_ranks, stage_ranks_before
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.measurements import PayloadStates
 from stagescope_service.store.queries.overview import ListedAttempt, ListedStep, StepOverview
@@ -84,6 +84,27 @@ def attempts_of(catalogue: Catalogue, run: str) -> list[ListedAttempt]:
 def without_gaps(verdict: str, missing: Sequence[object]) -> str:
     """Return the verdict on a closed step, given the ranks that it lacks."""
     return COMPLETE if verdict == PARTIAL and not missing else verdict
+
+
+_PARTIAL_READ: Final = 200
+"""Newest partial steps whose missing ranks `verdicts` reads; older ones count as the oldest."""
+
+
+def verdicts(catalogue: Catalogue, run: str, steps: Sequence[StepState]) -> list[str]:
+    """Return how complete each of a run's steps is, as `StepProgress.complete`; ascending."""
+    found = [
+        OPEN if row["closed_wall"] is None else row["completeness"] or "unknown" for row in steps
+    ]
+    partial = [at for at, verdict in enumerate(found) if verdict == PARTIAL]
+    if not partial:
+        return found
+    keys = {at: (steps[at]["attempt_id"], steps[at]["step"]) for at in partial[-_PARTIAL_READ:]}
+    missing = missing_ranks(catalogue, attempts_of(catalogue, run), keys.values())
+    oldest = next(iter(keys.values()))
+    for at in partial:
+        if (lacks := missing.get(keys.get(at, oldest))) is not None:
+            found[at] = without_gaps(PARTIAL, lacks)
+    return found
 
 
 def _without_others(
