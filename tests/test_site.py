@@ -239,6 +239,12 @@ QUESTIONS: Final = {
     "how do I see the text of a sample": "samples",
     "how do I see the numbers in wandb": "trackers",
     "does it work offline": "page",
+    "does it work with Megatron": "trainers",
+    "does it work with FSDP": "trainers",
+    "which token is worst": "mismatch-places samples",
+    "my run does not show up": "troubleshooting",
+    "how do I see which rank is slow": "hangs",
+    "how do I get an alert": "webhooks",
 }
 """What a newcomer types -> the pages that answer it."""
 

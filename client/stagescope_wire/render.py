@@ -173,6 +173,11 @@ def ranges_text(noun: str, numbers: Sequence[int]) -> str:
     """Return ascending numbers as ranges, such as `steps 10-12, 15 and 4 more`; "" for none."""
     if not numbers:
         return ""
+    return f"{noun if len(numbers) == 1 else f'{noun}s'} {numbers_text(numbers)}"
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as ranges, such as `10-12, 15 and 4 more`."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -181,8 +186,7 @@ def ranges_text(noun: str, numbers: Sequence[int]) -> str:
             ranges.append([number, number])
     texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:_MAX_RANGES]]
     rest = sum(b - a + 1 for a, b in ranges[_MAX_RANGES:])
-    more = f" and {rest} more" if rest else ""
-    return f"{noun if len(numbers) == 1 else f'{noun}s'} {', '.join(texts)}{more}"
+    return ", ".join(texts) + (f" and {rest} more" if rest else "")
 
 
 def ranks_text(ranks: Iterable[tuple[str, int]]) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from stagescope_service.statistics.cell import Bool, Float64, Int64
-from stagescope_wire.render import counted
+from stagescope_wire.render import counted, grouped, numbers_text
 from stagescope_wire.schema import RankKey
 
 ENDED_AFTER: Final = 3
@@ -149,9 +149,11 @@ def not_found(*against: str) -> Evidence:
     return Evidence("not found", against=against)
 
 
-def listed(ranks: Sequence[str]) -> str:
-    """Return the first ranks as text, and how many more there are."""
-    return ", ".join(ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
+def listed(ranks: Iterable[RankKey]) -> str:
+    """Return ranks as text, such as `actor 0-3, 7, critic 0`."""
+    return ", ".join(
+        f"{role} {numbers_text(sorted({*own}))}" for role, own in grouped(ranks).items()
+    )
 
 
 _SURE: Final = 2.0

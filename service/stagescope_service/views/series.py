@@ -11,7 +11,7 @@ from typing import Final, Literal
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.models.common import BegunAgain
-from stagescope_service.views.reading.completeness import begun_again
+from stagescope_service.views.reading.completeness import begun_again, verdicts
 from stagescope_service.views.reading.dependencies import (
     AttemptQuery,
     Dependencies,
@@ -104,10 +104,6 @@ def _columns(points: Sequence[Point], lineage: Lineage, by: By | None, kind: str
         "steps": [row["step"] for row in rows],
         "attempts": [lineage.numbers[row["attempt_id"]] for row in rows],
         "superseded_by": [lineage.superseded_by(row) for row in rows],
-        "complete": [
-            "open" if row["closed_wall"] is None else row["completeness"] or "unknown"
-            for row in rows
-        ],
         "comparable": [row["verdict"] for row in rows],
         "suspects": [row["suspects"] or [] for row in rows],
         "reasons": [point.reason for point in points],
@@ -297,6 +293,9 @@ def series(
         "kind": result.kind,
         "by": query["by"],
         **_columns(result.points[::-1], lineage, query["by"], result.kind),
+        "complete": verdicts(
+            deps.catalogue, target.run, [point.row for point in result.points[::-1]]
+        ),
         "begun_again": _begun_again(deps, result.points[::-1]),
         "earlier_to": result.earlier_to,
         "note": _superseded_note(result.superseded),

@@ -345,7 +345,8 @@ def test_what_is_not_measured_is_a_gap(entered: Visit) -> None:
     assert len(old) == RESTART - 20  # the steps that the second attempt repeats
     assert "repeated by 2" in old[0].inner_text()
     entered.go(f"{OF_RUN}/steps/{RESTART}?attempt=1")
-    entered.page.wait_for_selector("text=No numbers yet.")
+    assert text(entered, "main").count("no rank has handed over both streams") == 1
+    assert "Mismatch" not in text(entered, "main")
 
 
 def test_the_steps_of_an_attempt_lead_on_over_the_restart(
@@ -475,6 +476,44 @@ def test_the_reasons_of_the_doctor_fit_a_narrow_page(entered: Visit) -> None:
     assert entered.page.evaluate(OUT_OF_SIGHT) == []
 
 
+@pytest.mark.parametrize("entered", ["narrow dark"], indirect=True)
+@pytest.mark.parametrize("name", ["step, ranks", "step, time", "samples", "comparisons"])
+def test_the_tab_that_is_shown_and_the_tables_are_in_sight_on_a_narrow_page(
+    entered: Visit, name: str
+) -> None:
+    entered.go(VIEWS[name])
+    entered.wait_until(
+        "[...document.querySelectorAll('nav > [aria-current]')].every(e => {"
+        "const { left, right } = e.getBoundingClientRect();"
+        "return left >= 0 && right <= innerWidth })"
+    )
+    entered.wait_until("document.querySelector('table.stacks td')")
+    assert entered.page.evaluate(OUT_OF_SIGHT) == []
+
+
+def test_a_rank_and_a_round_tell_their_own_tokens_from_those_of_the_step(entered: Visit) -> None:
+    entered.go(VIEWS["round"])
+    facts = text(entered, ".verdict").split("\n")
+    assert "payloads of the step" in facts
+    assert facts[facts.index("tokens") + 1] == "640 of 2688 of the step"
+    assert "sequences" not in facts
+    entered.go(VIEWS["rank"])
+    facts = text(entered, ".verdict").split("\n")
+    assert "ranks of the step" in facts
+    assert facts[facts.index("tokens") + 1] == "336 of 336 sent"
+
+
+def test_comparisons_offer_the_likely_pairs(entered: Visit) -> None:
+    entered.go(f"{OF_RUN}/comparisons")
+    entered.page.wait_for_selector("text=before and after a restart")
+    offered = links(entered)
+    assert offered[f"{RUN}@1 with {RUN}@2"] == f"{OF_RUN}/comparisons?a={RUN}@1&b={RUN}@2"
+    steps = f"{RUN}@2:{STEPS - 1} with {RUN}@2:{STEPS}"
+    assert steps in offered
+    entered.page.click(f"text={steps}")
+    entered.wait_until("document.querySelector('#b')?.value.endsWith(':36')")
+
+
 COMMANDS: Final = {
     "tokens 22 --run r --attempt 2  # the worst": "#/runs/r/steps/22?attempt=2&part=tokens",
     "anatomy 3 --by end --run r": "#/runs/r/steps/3?part=rounds&by=end",
@@ -515,6 +554,9 @@ def test_a_command_leads_to_the_view_that_shows_the_same(entered: Visit, shared:
     assert proof.startswith(entered.page.evaluate("navigator.clipboard.readText()"))
 
 
+DUMPS: Final = "table.stacks:has-text('/data/dumps') tbody"
+
+
 def test_the_dumps_of_a_capture_fit_a_narrow_page(
     browser: Browser, live: Service, training: ShownRun
 ) -> None:
@@ -526,13 +568,13 @@ def test_the_dumps_of_a_capture_fit_a_narrow_page(
     training.dump(capture_id, start, 0)
     with logged_in(browser, live, width=400) as visit:
         visit.go(f"{OF_RUN}/captures/{capture_id}")
-        row = visit.page.wait_for_selector("table.stacks tbody tr")
+        row = visit.page.wait_for_selector(f"{DUMPS} tr")
         assert row is not None
         box = row.bounding_box()
         assert box is not None
         assert box["height"] < 110.0
         assert f"/data/dumps/step_{start}/" in row.inner_text()
-        link = visit.page.get_attribute("table.stacks tbody tr a", "href")
+        link = visit.page.get_attribute(f"{DUMPS} tr a", "href")
         assert link is not None
         assert link.startswith(f"{OF_RUN}/steps/{start}/operators?")
         assert "role=actor&rank=0&stage=actor_update" in link
@@ -847,13 +889,13 @@ def test_a_capture_is_armed_acknowledged_and_arrives(
         assert not visit.page.is_checked("input[name=every]")  # the one stage, and no other
         visit.page.fill("#ranks", "0-99999999999999")
         visit.page.fill("#user", "ada")
-        visit.page.click("text=Arm the capture")
+        visit.page.click("text=Request the capture")
         visit.page.wait_for_selector(".form .problem")
         assert "ranks" in text(visit, ".form .problem")
         del visit.messages[:]
         visit.page.fill("#ranks", "0,2-3")
         visit.page.fill("#keep", "old_log_prob")
-        visit.page.click("text=Arm the capture")
+        visit.page.click("text=Request the capture")
         visit.page.wait_for_selector("progress")
         (capture,) = live.get("/captures")["rows"]
         assert capture["by"] == "ada (operate token, 127.0.0.1)"

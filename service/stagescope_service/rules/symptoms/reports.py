@@ -242,7 +242,7 @@ def partial(history: RunHistory, *, share: float) -> Evidence:
     ]
     silent.sort(key=lambda each: (-each[2].steps[-1], -len(each[2].steps), each[:2]))
     lines = first_of([_missing_text(*each) for each in silent], _NAMED, "ranks")
-    where = listed([f"{role} {rank}" for role, rank, _ in silent])
+    where = listed((role, rank) for role, rank, _ in silent)
     supports = (*evidence.supports, *lines)
     ranks = frozenset((role, rank) for role, rank, _ in silent)
     return dataclasses.replace(evidence, where=where, ranks=ranks, supports=supports)
