@@ -1,8 +1,9 @@
 """The ranks that steps lack: a rank is missing only in a stage that it runs in other steps.
 
 The verdict that is stored counts all ranks of a role in each of its stages, because a lost report
-must not make a step complete. In a stage that some ranks alone run (rank 0 generates or scores), no
-other rank is gone: every answer about a step leaves these out.
+must not make a step complete. In a stage that few ranks run (rank 0 generates or scores), no other
+rank is gone: every answer about a step leaves these out. Where most ranks run a stage, a rank that
+never does is missing.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ class StageRanks(NamedTuple):
     def lacks(self, role: str, rank: int, stage: str, *, is_open: bool = False) -> bool:
         """Return whether a rank that did not begin a stage of a step is missing there.
 
-        It is if it runs the stage in another step, or runs no stage, or if no other step has the
-        stage, so that nobody knows.
+        It is if it runs the stage in another step, if most ranks of its role run it, if it runs no
+        stage, or if no other step has the stage, so that nobody knows.
         """
         key = (role, stage)
         is_known = self.times.get(key, 0) > (0 if is_open else 1)
-        return not is_known or rank in self.began[key] or (role, rank) not in self.working
+        if not is_known or rank in self.began[key] or (role, rank) not in self.working:
+            return True
+        return 2 * len(self.began[key]) > sum(own == role for own, _ in self.working)
 
 
 def ranks_of_stages(

@@ -23,7 +23,7 @@ def train(live: Service, run: str, stages: dict[str, set[int]], stops: int = 99)
 
 
 def test_a_stage_of_rank_0_alone_lacks_nobody(live: Service) -> None:
-    train(live, "alone", {STAGE: {0, 1, 2}, "rollout_generate": {0}, "reward": {0, 2}})
+    train(live, "alone", {STAGE: {0, 1, 2}, "rollout_generate": {0}, "reward": {2}})
     rows = rows_of(live, "alone")
     assert rows["ranks_missing"]["verdict"] == "not found"
     assert live.get("/runs/alone/diagnosis")["text"].startswith("Nothing is wrong in 20 ")
@@ -41,6 +41,13 @@ def test_a_stage_of_rank_0_alone_lacks_nobody(live: Service) -> None:
     assert [(each["rank"], each["stage"]) for each in open_["missing"]] == [
         (0, STAGE), (1, STAGE), (2, STAGE), (0, "rollout_generate"),
     ]  # fmt: skip
+
+
+def test_in_a_stage_that_most_ranks_run_the_others_are_missing(live: Service) -> None:
+    train(live, "most", {STAGE: {0, 2}, "weight_sync": {0, 1, 2}})
+    row = rows_of(live, "most")["ranks_missing"]
+    assert (row["verdict"], row["where"]) == ("found", "actor 1")
+    assert live.get("/steps", run="most")["rows"][1]["complete"] == "partial"
 
 
 def test_in_a_stage_that_one_step_has_nobody_knows_who_runs_it(live: Service) -> None:

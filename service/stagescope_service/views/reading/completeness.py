@@ -86,24 +86,20 @@ def without_gaps(verdict: str, missing: Sequence[object]) -> str:
     return COMPLETE if verdict == PARTIAL and not missing else verdict
 
 
-_PARTIAL_READ: Final = 200
-"""Newest partial steps whose missing ranks `verdicts` reads; older ones count as the oldest."""
-
-
 def verdicts(catalogue: Catalogue, run: str, steps: Sequence[StepState]) -> list[str]:
     """Return how complete each of a run's steps is, as `StepProgress.complete`; ascending."""
     found = [
         OPEN if row["closed_wall"] is None else row["completeness"] or "unknown" for row in steps
     ]
-    partial = [at for at, verdict in enumerate(found) if verdict == PARTIAL]
-    if not partial:
-        return found
-    keys = {at: (steps[at]["attempt_id"], steps[at]["step"]) for at in partial[-_PARTIAL_READ:]}
-    missing = missing_ranks(catalogue, attempts_of(catalogue, run), keys.values())
-    oldest = next(iter(keys.values()))
-    for at in partial:
-        if (lacks := missing.get(keys.get(at, oldest))) is not None:
-            found[at] = without_gaps(PARTIAL, lacks)
+    partial = {
+        at: (steps[at]["attempt_id"], steps[at]["step"])
+        for at, verdict in enumerate(found)
+        if verdict == PARTIAL
+    }
+    if partial:
+        missing = missing_ranks(catalogue, attempts_of(catalogue, run), partial.values())
+        for at, key in partial.items():
+            found[at] = without_gaps(PARTIAL, missing[key])
     return found
 
 
