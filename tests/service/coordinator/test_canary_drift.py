@@ -80,9 +80,20 @@ def test_one_tensor_that_stays_old_is_found_from_its_second_version_on() -> None
     findings = found(*recorded("one_old_tensor"))
     assert versions_of(findings) == [5, 6, 7, 8]
     assert {each[2] for each in findings} == {"engine_weights"}
-    assert findings[-1][4] == (
-        "Engine vllm-0 does not have the trainer's weights, and is further off with each version"
-    )
+    # 0.044, 0.078, 0.066, 0.074, 0.08 nat: it came at once, and does not grow.
+    assert findings[-1][4] == "Engine vllm-0 does not have the trainer's weights"
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_only_a_difference_that_grows_is_said_to_grow(grows: bool) -> None:
+    chance = np.random.default_rng(3)
+    exact = moving(chance)
+    wrong = exact.copy()
+    for at in range(SICK, VERSIONS):
+        wrong[at] += (at - SICK + 1 if grows else 1) * chance.normal(0.0, 0.1, exact.shape[1])
+    findings = found(rounded(chance, exact), rounded(chance, wrong))
+    assert versions_of(findings) == list(range(SICK, VERSIONS))
+    assert findings[-1][4].endswith(", and is further off with each version") is grows
 
 
 @pytest.mark.parametrize("name", ["healthy_moe", "healthy_dense"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 from stagescope_service.core.canary.measures import Measure, Repeated, distance, measure, repeated
@@ -60,6 +61,8 @@ _TREND: Final = 5
 """Number of versions whose differences tell whether they grow."""
 _RISING: Final = 0.8
 """Least share of pairs of them of which the later one is larger."""
+_AT_ONCE: Final = 0.75
+"""Maximum share of a rise that one version may make, unless the difference rises after it."""
 _RISE: Final = 1.2
 """How many times the first of them the last one is."""
 _IS_ZERO: Final = "adapter_is_zero"
@@ -176,7 +179,7 @@ class History:
 
     def is_rising(self, source: str, mean: float) -> bool:
         """Return whether an engine's difference from the trainer, `mean` nats in this version, has
-        grown in nearly each of the last versions, whatever their verdicts."""
+        grown in nearly each of the last versions, whatever their verdicts, and not at once."""
         means = [
             row["mean"]
             for of_version in self._recent.values()
@@ -186,6 +189,11 @@ class History:
         last = [*means[1 - _TREND :], mean]
         pairs = [later > one for at, one in enumerate(last) for later in last[at + 1 :]]
         is_long = len(last) > _MAJORITY and last[-1] > _RISE * last[0]
+        largest, after = max(
+            ((later - one, later) for one, later in pairwise(last)), default=(0, 0)
+        )
+        if largest > _AT_ONCE * (last[-1] - last[0]) and last[-1] <= _RISE * after:
+            return False
         return is_long and sum(pairs) >= _RISING * len(pairs)
 
     def healthy(
