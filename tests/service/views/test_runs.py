@@ -142,6 +142,22 @@ class TestRuns:
                 differ.append(path)
         assert differ == []
 
+    def test_are_listed_by_their_own_name_or_the_one_they_are_shown_with(
+        self, live: Service
+    ) -> None:
+        write(
+            live.store,
+            *(Put("runs", {"run": run, "display_name": shown})
+              for run, shown in (("a", None), ("b", "a"), ("c", "base/line"))),
+        )  # fmt: skip
+
+        def named(name: str) -> set[str]:
+            return {row["run"] for row in live.get("/runs", name=name)["rows"]}
+
+        assert named("a") == {"a", "b"}
+        assert named("base/line") == {"c"}
+        assert named("none") == set()
+
     def test_are_found_by_a_display_name_that_one_of_them_has(self, live: Service) -> None:
         for run in ("one", "two"):
             train(live, range(1, 2), run=run)
