@@ -150,7 +150,7 @@ $(VENV)/installed-docs: $(NEEDS) | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/installed-dev: $(NEEDS) | $(VENV)/bin/python
-	$(INSTALL) -e '.[service,workers,msprobe,example,notebook,trl,lightning,trackers,wandb,docs,dev]'
+	$(INSTALL) -e '.[service,workers,msprobe,example,notebook,trl,lightning,trackers,wandb,mcp,docs,dev]'
 	@touch $@
 
 $(VERL)/bin/python:

@@ -90,6 +90,7 @@ LOWEST_RAY: Final = (
 )
 """Of the lane `ray`, what calls much of its interface: the others differ in what they ask."""
 NOT_LOWEST: Final = (
+    "tests/client/agents",
     "tests/deploy",
     "tests/examples/countdown/test_false_alarms.py",
     "tests/service/figures/test_in_browser.py",

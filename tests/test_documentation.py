@@ -43,6 +43,7 @@ NOT_RUN: Final = {
     r"^stagescope triggers test rank-off": "calls a webhook: tests/client/test_triggers.py",
     r"^stagescope runs --(hide|delete) ": "changes the list: service/coordinator/test_deletion.py",
     r"^stagescope token ": "changes the service's home: tests/service/test_commands.py",
+    r"stagescope mcp ": "serves until its agent ends: tests/client/agents",
     r"^stagescope attach ": "serves until it is interrupted: tests/service/report/bundle",
     r"stagescope run ": "runs a trainer: tests/workers/integrations",
     r"^python -m stagescope_workers\.integrations": "is of those that are installed: likewise",
@@ -245,6 +246,23 @@ def test_every_exception_is_needed() -> None:
     texts = [command for _, command in commands()] + [block.source for block in blocks("python")]
     for part in NOT_RUN:
         assert any(re.search(part, text) for text in texts), part
+
+
+def test_code_in_a_docstring_is_no_sentence() -> None:
+    text = """Hide a run from lists.
+
+    \b
+    tool --hide RUN and the rest
+
+    Usage::
+
+        tool --show RUN and the rest
+
+    Show it again in lists. `show` does that too.
+    """
+    assert [found for _, found in prose.sentences(text)] == [
+        "Hide a run from lists.", "Show it again in lists.", "code does that too.",
+    ]  # fmt: skip
 
 
 def test_pages_and_docstrings_are_easy_to_read() -> None:

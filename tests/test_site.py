@@ -64,6 +64,13 @@ def test_it_has_every_page_and_a_search(site: Path) -> None:
         assert f"{page.stem}.html" in found, page.name
 
 
+def test_agents_find_every_page_in_llms_txt(site: Path) -> None:
+    text = (site / "llms.txt").read_text()
+    assert text.startswith("# stagescope\n\n> ")
+    for page in PAGES:
+        assert f"]({page.stem}.html)" in text, page.name
+
+
 def test_a_bar_in_the_code_of_a_table_is_a_bar(site: Path) -> None:
     assert "<code>Path | None</code>" in (site / "reference-settings.html").read_text()
 
@@ -232,6 +239,12 @@ QUESTIONS: Final = {
     "how do I see the text of a sample": "samples",
     "how do I see the numbers in wandb": "trackers",
     "does it work offline": "page",
+    "does it work with Megatron": "trainers",
+    "does it work with FSDP": "trainers",
+    "which token is worst": "mismatch-places samples",
+    "my run does not show up": "troubleshooting",
+    "how do I see which rank is slow": "hangs",
+    "how do I get an alert": "webhooks",
 }
 """What a newcomer types -> the pages that answer it."""
 

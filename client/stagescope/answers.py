@@ -21,6 +21,7 @@ from stagescope_wire import nonfinite, render
 from stagescope_wire.names import unit_of_metric, unknown_name
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.render import context
+from stagescope_wire.render_html import escaped, html_bars, html_block, html_table, html_text
 
 if TYPE_CHECKING:
     import pandas
@@ -240,14 +241,14 @@ class Metrics(Mapping[str, float]):
     def _repr_html_(self) -> str:
         first = self.head()
         rest = Metrics({n: v for n, v in self._values.items() if n not in first}, self._about)
-        notes = "".join(f"<div>{render.escaped(note)}</div>" for note in self.notes())
+        notes = "".join(f"<div>{escaped(note)}</div>" for note in self.notes())
         shown = self._picture()
-        shown += render.html_table(first._with_units(), units={}, caption=self.heading)
+        shown += html_table(first._with_units(), units={}, caption=self.heading)
         if not len(rest):
-            return render.html_block("", f"{shown}{notes}")
-        table = render.html_table(rest._with_units(), units={}, caption="")
+            return html_block("", f"{shown}{notes}")
+        table = html_table(rest._with_units(), units={}, caption="")
         folded = f"<details><summary>{len(rest)} more metrics</summary>{table}</details>"
-        return render.html_block("", f"{shown}{notes}{folded}")
+        return html_block("", f"{shown}{notes}{folded}")
 
     def _picture(self) -> str:
         """Return the mean mismatch of each round as a small picture; "" for fewer than two."""
@@ -255,7 +256,7 @@ class Metrics(Mapping[str, float]):
         names.sort(key=lambda name: int(name.split("_")[2]))
         labels = [f"round {name.split('_')[2]}" for name in names]
         values = [self._values[name] for name in names]
-        return render.html_bars(labels, values, "mean |d| by round") if len(names) > 1 else ""
+        return html_bars(labels, values, "mean |d| by round") if len(names) > 1 else ""
 
     def _with_units(self) -> _Columns:
         return {**self._columns(), "unit": tuple(map(unit_of_metric, self._values))}
@@ -301,12 +302,12 @@ class Record(Mapping[str, Json]):
         """Return the text with all fields folded below it; a table if the text has all fields."""
         columns = self._cells()
         if type(self).lines is Record.lines:
-            return render.html_table(columns, units={}, caption=self._title)
+            return html_table(columns, units={}, caption=self._title)
         text = "\n".join(map(render.printable, self.lines(width=_HTML_WIDTH)))
-        table = render.html_table(columns, units={}, caption="")
-        return render.html_block(
+        table = html_table(columns, units={}, caption="")
+        return html_block(
             self.heading,
-            f"{render.html_text(text)}"
+            f"{html_text(text)}"
             f"<details><summary>all {len(columns['field'])} fields</summary>{table}</details>",
         )
 

@@ -101,6 +101,14 @@ class Connection:
         """The service's URL."""
         return self._location.url
 
+    def environment(self) -> dict[str, str]:
+        """Return the variables with which another process connects as this session does."""
+        token = self._location.operate_token or self._location.read_token
+        return {
+            "STAGESCOPE_URL": self.url,
+            **({} if token is None else {"STAGESCOPE_TOKEN": token}),
+        }
+
     def close(self) -> None:
         """Close the connections; the session cannot be used afterwards."""
         self._transport.close()

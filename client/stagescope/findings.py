@@ -19,6 +19,7 @@ from stagescope_wire import render
 from stagescope_wire.links import Link, LinkText, links_from_json, reworded
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.render import printable, wrapped
+from stagescope_wire.render_html import escaped, html_block, html_text
 
 FINDING_ORDER: Final = ("kind", "step", "rank", "message", "stage", "severity", "role", "count")
 FIRING_ORDER: Final = (
@@ -118,20 +119,20 @@ class FindingRows(Table):
     def _repr_html_(self) -> str:
         body = "".join(self._html_group(group) for group in self._groups[:_SHOWN])
         lines = self._notes(None) if len(self._groups) else []
-        notes = "".join(f"<div>{render.escaped(note)}</div>" for note in lines)
+        notes = "".join(f"<div>{escaped(note)}</div>" for note in lines)
         empty = "" if len(self._groups) else "<div>(none)</div>"
-        return render.html_block(self.heading, f"{body}{empty}{notes}")
+        return html_block(self.heading, f"{body}{empty}{notes}")
 
     def _html_group(self, group: Row) -> str:
         colour = _COLOURS.get(str(group.get("severity")), "inherit")
         lines = [str(group.get("message") or group.get("reason") or "")]
         lines += [str(outcome) for outcome in group.get("outcomes") or ()]
-        text = "".join(f"<div>{render.escaped(line)}</div>" for line in lines)
+        text = "".join(f"<div>{escaped(line)}</div>" for line in lines)
         advice = _advice(group, self._link_text) if group.get("advice") else ""
-        text += f"<div><i>{render.escaped(advice)}</i></div>" if advice else ""
+        text += f"<div><i>{escaped(advice)}</i></div>" if advice else ""
         return (
             f'<div style="border-left:3px solid {colour};padding-left:.6em;margin:.4em 0">'
-            f"<b>{render.escaped(self._titled(group))}</b>{text}</div>"
+            f"<b>{escaped(self._titled(group))}</b>{text}</div>"
         )
 
 
@@ -321,7 +322,7 @@ class Diagnosis(Table):
         body += [
             f'<details open><summary style="color:{_OF_VERDICT["found"]}"><b>'
             f"{html.escape(str(row['sentence']))}</b></summary>"
-            + render.html_text("\n".join(self._body(row)))
+            + html_text("\n".join(self._body(row)))
             + "</details>"
             for row in self.causes
         ]
@@ -339,7 +340,7 @@ class Diagnosis(Table):
                 f'<details><summary style="color:{_OF_VERDICT[verdict]}">{len(rows)} {verdict}'
                 f"</summary><ul>{items}</ul></details>"
             )
-        return render.html_block(super().heading, "".join(body))
+        return html_block(super().heading, "".join(body))
 
 
 class _FullDiagnosis(Diagnosis):

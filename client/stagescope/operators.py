@@ -16,6 +16,7 @@ from stagescope_wire import nonfinite, render
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.render import wrapped
+from stagescope_wire.render_html import html_block, html_text
 
 SIDE_FIELDS: Final = ("run", "attempt", "step", "stage", "role", "rank", "part", "capture_id")
 """The fields that identify one side of a comparison."""
@@ -86,8 +87,8 @@ class NonFiniteOperators(Table):
 
     def _repr_html_(self) -> str:
         """Return the text, with the rows folded below it."""
-        text = render.html_text("\n".join(map(render.printable, self.lines(width=100))))
-        return render.html_block(
+        text = html_text("\n".join(map(render.printable, self.lines(width=100))))
+        return html_block(
             self.heading,
             f"{text}<details><summary>as a table</summary>{super()._repr_html_()}</details>",
         )

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from stagescope.table import Table
-from stagescope_wire import render
 from stagescope_wire.errors import InvalidInput, MissingExtra
 from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render_html import html_bars
 from stagescope_wire.versions import install_command
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class BarTable(Table):
         table = super()._repr_html_()
         if self._label not in self.names or self._column not in self.names or len(self) < 2:
             return table
-        picture = render.html_bars(
+        picture = html_bars(
             [str(name) for name in self[self._label]], self[self._column], self._column
         )
         return f"{picture}{table}"

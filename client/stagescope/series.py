@@ -13,6 +13,7 @@ from stagescope.table import Row, Table, begun_again_steps
 from stagescope_wire import nonfinite, render
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.render import ranges_text
+from stagescope_wire.render_html import escaped, html_block, html_line
 from stagescope_wire.sparkline import Value, sparkline, step_ranges
 
 _AGAIN_MARK: Final = "^"
@@ -154,15 +155,15 @@ class Series(Table):
         for name in self.series[:_SHOWN] if len(self) else ():
             facts = _summary(self["step"], self[name])
             what = f"{self.heading}, {name}: {facts}"
-            line = render.html_line(self[name], what=what, rules=rules, marks=marks)
-            label = "" if name == "value" else render.escaped(name)
+            line = html_line(self[name], what=what, rules=rules, marks=marks)
+            label = "" if name == "value" else escaped(name)
             rows.append(f"<tr><td>{label}</td><td>{line}</td><td>{html.escape(facts)}</td></tr>")
         hidden = len(self.series) - _SHOWN
         notes = [f"... {hidden} more series"] if hidden > 0 else []
         notes += ["a dashed line: another attempt"] if rows and rules else []
         notes += self.notes() if len(self) else self._empty_notes()
-        foot = "".join(f"<div>{render.escaped(note)}</div>" for note in notes)
-        return render.html_block(self.heading, f"<table>{''.join(rows)}</table>{foot}")
+        foot = "".join(f"<div>{escaped(note)}</div>" for note in notes)
+        return html_block(self.heading, f"<table>{''.join(rows)}</table>{foot}")
 
 
 def _series_fields(one: JsonObject) -> Row:

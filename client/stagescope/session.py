@@ -33,12 +33,13 @@ from stagescope.step import Step
 from stagescope.step_answers import Stacks, Steps, Weights
 from stagescope.table import Table
 from stagescope.transport import given
-from stagescope_wire import discovery, render
+from stagescope_wire import discovery
 from stagescope_wire.engines.http import engine_url
 from stagescope_wire.errors import NotFound, StagescopeError
 from stagescope_wire.framing import MEDIA_TYPE, SendResult, WirePayload, pack_batch
 from stagescope_wire.links import LinkText
 from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.render_html import html_block, html_text
 
 if TYPE_CHECKING:
     from stagescope_wire.engines import HttpEngine
@@ -115,8 +116,8 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests,
         try:
             found = self.runs(limit=20)._repr_html_()
         except StagescopeError as error:
-            found = render.html_text(str(error))
-        return render.html_block(f"stagescope at {self.url}", found)
+            found = html_text(str(error))
+        return html_block(f"stagescope at {self.url}", found)
 
     def status(self) -> Status:
         """Return the service's state: ready or the reason why not, versions, counts."""

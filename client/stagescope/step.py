@@ -15,11 +15,11 @@ from stagescope.plotting import BarTable, PlottedTable
 from stagescope.step_answers import SampleTokens, Stacks, Stuck, Weights
 from stagescope.table import Table
 from stagescope.transport import QueryValue
-from stagescope_wire import render
 from stagescope_wire.batch import Batch
 from stagescope_wire.batch.file import DownloadBuffer, atomic_file, load, parse
 from stagescope_wire.errors import InvalidInput, StagescopeError
 from stagescope_wire.names import storable_id
+from stagescope_wire.render_html import html_block, html_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -62,7 +62,7 @@ class Step:
         try:
             return self.metrics()._repr_html_()
         except StagescopeError as error:
-            return render.html_block(repr(self), render.html_text(str(error)))
+            return html_block(repr(self), html_text(str(error)))
 
     def metrics(
         self, *, stage: OptStr = None, role: OptStr = None, rank: OptInt = None,

@@ -15,6 +15,7 @@ from stagescope_wire import nonfinite, render
 from stagescope_wire.errors import StagescopeError
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.render import context
+from stagescope_wire.render_html import html_block
 
 _LACKS: Final = {"gap": "", "missing": "missing "}
 """Column of data that a step lacks -> prefix of its value in text."""
@@ -210,7 +211,7 @@ class SampleTokens(Table):
         shown = range(min(len(self), _SHOWN_TOKENS))
         tokens = "".join(map(self._token, shown))
         more = f" ... {len(self) - len(shown)} more tokens" if len(self) > len(shown) else ""
-        return render.html_block(
+        return html_block(
             self.heading,
             '<div style="white-space:pre-wrap;line-height:1.7;max-height:20em;overflow-y:auto">'
             f"{tokens}{more}</div><div><small>{html.escape(_LEGEND)}</small></div>"

@@ -17,6 +17,7 @@ from stagescope_wire.errors import InvalidInput
 from stagescope_wire.names import unknown_name
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.render import context
+from stagescope_wire.render_html import html_table
 
 if TYPE_CHECKING:
     import pandas
@@ -224,7 +225,7 @@ class Table:
         columns, foot = self._displayed_columns(rows), self._foot(rows)
         if not columns or not self._length:
             columns, foot = {}, ["(no rows)", *foot]
-        return render.html_table(columns, units=self._units, caption=self.heading, foot=foot)
+        return html_table(columns, units=self._units, caption=self.heading, foot=foot)
 
     def _displayed_columns(self, rows: int | None) -> dict[str, tuple[Json, ...]]:
         # A value that is the same in every row and in the heading needs no column.

@@ -1,6 +1,6 @@
 """Names of tensors, stages, runs, fields and settings: misspelt and normalised ones.
 
-Any tensor name may be recorded and is kept. But statistics read only the names of the schema:
+Any tensor name may be recorded and is kept. But statistics read only the names in `tensors`:
 `rollout_logprobs` would silently leave a step without numbers.
 """
 
@@ -16,7 +16,8 @@ from typing import Final
 
 from stagescope_wire.errors import InvalidInput, UnknownName
 from stagescope_wire.nonfinite import valid_text
-from stagescope_wire.schema import PAYLOAD_STRINGS, PAYLOAD_TENSORS, STREAM_TENSORS, check_run_name
+from stagescope_wire.schema import check_run_name
+from stagescope_wire.tensors import PAYLOAD_STRINGS, PAYLOAD_TENSORS, STREAM_TENSORS
 
 _log = logging.getLogger("stagescope.names")
 
@@ -336,10 +337,11 @@ def unit_of_metric(name: str) -> str:
 
 
 BISECT: Final = "bisect"
-"""The settings in which a bisection reports its result: run, attempt (or None) and step of the
-tokens, kind of the cause ("none", "healthy": it named none), text, advice, and the ranks of the
-tokens as [role, rank], none where they are of all. The name of its run begins with
-`bisect-RUN-`."""
+"""The settings in which a bisection reports its result.
+
+They hold run, attempt (or None) and step of the tokens, the kind of the cause, text and advice.
+The kinds "none" and "healthy" name no cause. `ranks` are those of the tokens as [role, rank], none
+if the tokens are of all ranks. The name of the bisection's run begins with `bisect-RUN-`."""
 EXPERIMENT: Final = f"{BISECT}-"
 """Begin of the name of a run that is an experiment: an arm of a bisection is a step of it. It is no
 training, so it fires no triggers, and trainings are listed before it."""

@@ -15,7 +15,7 @@ A batch is `record_events(sender=Sender(...).wire(), events=[event, ...], payloa
 * tensor: `(dtype tag, shape, flat or shaped numpy buffer, offsets or None)`; bfloat16 travels as
   uint16, offsets (int64 [rows + 1]) make a packed tensor of rows (cu_seqlens, jagged, lists)
 
-The fields of each kind are listed at the constants below.
+The fields of each kind are listed at the constants below, the names of tensors in `tensors`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from stagescope_wire.errors import InvalidEvent, InvalidInput
@@ -37,17 +36,21 @@ SCHEMA: Final = 1
 # --- kinds of events, with the fields of each -----------------------------------------------
 HELLO: Final = "hello"
 """world_size, data_rank, layout {LAYOUT_COLUMNS: value}, fingerprint {...}, settings {...},
-resumed_from_step, pid, watchdog (path of the file that `stagescope_wire.stacks` describes), launch
-(a text that differs in each start of its launcher), single (True: the process knows of no other
-rank of its role). Unknown fields are absent."""
+resumed_from_step, pid, watchdog, launch, single.
+
+`watchdog` is the path of the file that `stagescope_wire.stacks` describes. `launch` is a text that
+differs in each start of its launcher. If `single` is True, the process knows of no other rank of
+its role. Unknown fields are absent."""
 BEGIN: Final = "begin"
 """work fields (WORK_FIELDS), device_time."""
 END: Final = "end"
-"""work fields, begin_seq (the seq of the matching BEGIN, since a part may be repeated), begin_wall,
-begin_mono, status 'ok' | 'failed', error_type, error_message, interrupted (True if the exception
-means that a person stopped the training), scalars {name: float}, payload
-(PAYLOAD_FIELDS) or None, payload_dropped {reason, bytes, tensors} if the process had to drop the
-payload, device_seconds."""
+"""work fields, begin_seq, begin_wall, begin_mono, status 'ok' | 'failed', error_type,
+error_message, interrupted, scalars {name: float}, payload (PAYLOAD_FIELDS) or None,
+payload_dropped {reason, bytes, tensors}, device_seconds.
+
+`begin_seq` is the seq of the matching BEGIN, since a part may be repeated. `interrupted` is True if
+the exception means that a person stopped the training. `payload_dropped` is present if the process
+had to drop the payload."""
 LOG: Final = "log"
 """work fields (stage may be None: a scalar of the step), scalars {name: float}."""
 END_STEP: Final = "end_step"
@@ -69,12 +72,13 @@ identifies the answer), source 'probe' | 'watchdog', threads [{name, ident, is_t
 truncated."""
 
 WEIGHTS: Final = "weights"
-"""work fields (policy_version: the version of these weights), side (WEIGHT_SIDES), kind
-(WEIGHT_KINDS), tensors [(name, checksum, dtype, shape, shard), ...], device {device_kind,
-device_index, device_serial} that holds them. The checksum is an int from 0 below 2**64, or None if
-it could not be computed. The shard is None, 'copy' (all ranks of the side hold the same) or
-'tp copy' (all tensor-parallel ranks do). For a DTensor it is (global shape, offsets or None,
-placement, names of the mesh's dimensions), and `shape` is the local one."""
+"""work fields, side (WEIGHT_SIDES), kind (WEIGHT_KINDS), tensors [(name, checksum, dtype, shape,
+shard), ...], device {device_kind, device_index, device_serial}.
+
+`policy_version` is that of these weights; `device` holds them. The checksum is an int from 0 below
+2**64, or None if it could not be computed. The shard is None, 'copy' (all ranks of the side hold
+the same) or 'tp copy' (all tensor-parallel ranks do). For a DTensor it is (global shape, offsets or
+None, placement, names of the mesh's dimensions), and `shape` is the local one."""
 
 CANARY: Final = "canary"
 """work fields (policy_version: the scored version), fields of `stagescope_wire.canary.Canary`."""
@@ -112,85 +116,6 @@ LAYOUT_COLUMNS: Final = (
     "engine", "engine_version", "framework", "framework_version",
 )  # fmt: skip
 
-STREAM_TENSORS: Final[Mapping[str, str]] = {
-    "rollout": "rollout_log_probs", "old": "old_log_probs", "current": "log_probs",
-    "ref": "ref_log_probs", "recomputed": "recomputed_log_probs",
-}  # fmt: skip
-"""Stream -> the name of its tensor in a payload (`ref_log_prob` is read as `ref_log_probs`)."""
-
-PAIRS: Final = (("old", "rollout"), ("current", "rollout"), ("old", "recomputed"))
-"""(p, q) streams of the statistics of a payload, in order of preference: the mismatch comes from
-the first available pair, the noise floor from ('old', 'recomputed')."""
-
-UPDATE_PAIR: Final = ("current", "old")
-"""(p, q) streams of an update's first mini-batch, where no update separates them."""
-
-CURRENT_ALONE: Final = ("current", "current")
-"""The same if only the current stream is recorded: sums by sample remain."""
-
-PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
-    "response_mask": "1 = model token, 0 = environment or padding; required with two streams",
-    "responses": "token ids, as wide as the mask, or lists of rows beside a padded one",
-    "positions": "position of each token in its sample (context-parallel parts, zigzag)",
-    "round_ids": "round of each token, where the mask alone cannot tell it (split samples)",
-    "turn_ids": "true turn of each token",
-    "versions": "policy version of each token ([rows, tokens]) or sample ([rows]); texts are sent "
-    "as `policy_versions` says",
-    "token_offset": "[rows] position of a row's first token in its sample",
-    "round_offset": "[rows] round of a row's first run in its sample",
-    "rewards": "[rows] or as wide as the mask",
-    "advantages": "as wide as the mask",
-    "rollout_is_weights": "the importance weights that the loss applies, as wide as the mask",
-    "clipped": "-1, 1 = the policy loss cuts this token's ratio at its lower, upper bound, so that "
-    "it has no gradient; 0 = it does not; as wide as the mask",
-    "cu_seqlens": "[rows + 1] makes every other tensor of the payload packed [tokens]",
-    "tokens": "token ids of whole trajectories, prompt included",
-    "prompts": "token ids of the prompts",
-    "loss_mask": "as wide as `tokens`: 1 = model token",
-    "entropy": "of the distribution at each token, as wide as the mask",
-    "values": "the critic's, as wide as the mask",
-    "returns": "as wide as the mask",
-    "prob_ratio": "exp(log_probs - old_log_probs) as the importance-sampling loss has it",
-    "elementwise_loss": "that loss at each token, before it is summed or averaged",
-    "effective_valid": "1 = this token counts in that loss",
-    "input_ids": "what the model was given, [rows, tokens] or packed",
-    "attention_mask": "as `input_ids`",
-    "position_ids": "as `input_ids`",
-}
-"""The known tensor names; other tensors may also be recorded, and kept by their names."""
-PER_TOKEN: Final = (
-    *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
-    "round_ids", "turn_ids", "advantages", "rollout_is_weights", "clipped",
-)  # fmt: skip
-"""Tensors with one value per token: in one payload they have the same rows and tokens."""
-INTEGER_TENSORS: Final = frozenset({
-    "responses", "positions", "round_ids", "turn_ids", "versions", "token_offset", "round_offset",
-    "cu_seqlens", "tokens", "prompts", "input_ids", "attention_mask", "position_ids", "clipped",
-})  # fmt: skip
-"""Tensors of integers; an empty list under one of these names is also one of integers."""
-RECENT_TENSORS: Final = frozenset({
-    *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "prompts", "responses", "positions",
-    "round_ids", "turn_ids", "versions", "token_offset", "round_offset", "rewards", "advantages",
-    "rollout_is_weights", "clipped", "cu_seqlens",
-})  # fmt: skip
-"""What statistics read, and the prompts, to score again: the ring keeps it without a request."""
-PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
-    "sample_ids": "sample_uid of each row: unique in a step",
-    "group_ids": "group_id of each row",
-    "engine_ids": "the engine instance (server, replica) that sampled each row",
-    "prompt_hashes": "a hash or dataset index of each row's prompt, the same in every step",
-    "run_ids": "which of its group's samples each row is (sample_index; NexRL's run_id). Rows of "
-    "one group and run are the turns of one trajectory. Each has one number in turn_ids",
-}
-"""Lists with one id per row; other lists of texts (answers, prompts) may also be recorded."""
-
-WRITTEN_AFTER_HAND_OVER: Final = "written_after_hand_over"
-"""Metadata field of a payload: tensors that are missing because their owner overwrote them."""
-
-DTYPE_BYTES: Final[Mapping[str, int]] = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
 
 _INT64: Final = 1 << 63
 _SEQUENCE: Final = (tuple, list)

@@ -314,3 +314,4 @@ class ApiActor:
         self._stopping.set()
         if self._server is not None:
             self._server.stop()
+            self._server.app.state.deps.judgements.close()

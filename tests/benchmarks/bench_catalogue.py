@@ -25,8 +25,9 @@ from typing import Final
 import numpy as np
 from tests.support.batches import batch_of, random_streams
 
+from stagescope_service.core.arrival import Arrival
 from stagescope_service.core.instructions import Delete, Ingest, Put
-from stagescope_service.core.state import Arrival, State
+from stagescope_service.core.state import State
 from stagescope_service.ingest.kept_files import artifact_row
 from stagescope_service.ingest.reader import summary_rows
 from stagescope_service.statistics import summarise

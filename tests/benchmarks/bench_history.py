@@ -45,6 +45,8 @@ OLD: Final = 10
 ROUNDS: Final = 30
 RESTARTS: Final = 3
 STREAM: Final = "a reading of /stream"
+BATCHES: Final = 250
+"""Batches whose waits are shown while nothing else is done."""
 """Of the catalogue alone: once a second, for all listeners."""
 K3: Final = "rollout_corr/k3_kl"
 MOST: Final = 1.2
@@ -270,11 +272,18 @@ class Training:
         """Report a batch every 20 ms until something is done; return how many seconds each took."""
         done, waits = asyncio.ensure_future(until), list[float]()
         while True:
-            waits.append(await taken_in(coordinator, self.report()))
-            await asyncio.sleep(0.02)
+            waits += await self.go_through(coordinator, 1)
             if done.done():
                 await done
                 return waits
+
+    async def go_through(self, coordinator: Coordinator, batches: int) -> list[float]:
+        """Report some batches, one every 20 ms; return how many seconds each took."""
+        waits = []
+        for _ in range(batches):
+            waits.append(await taken_in(coordinator, self.report()))
+            await asyncio.sleep(0.02)
+        return waits
 
 
 async def remove_old(settings: Settings, run: LongRun, steps: int) -> None:
@@ -285,9 +294,13 @@ async def remove_old(settings: Settings, run: LongRun, steps: int) -> None:
     async with coordinator_on(settings.model_copy(update=limits)) as coordinator:
         parts = coordinator.parts
 
-        async def show(name: str, until: Awaitable[object]) -> None:
+        async def show(name: str, until: Awaitable[object] | None) -> None:
             began = time.perf_counter()
-            waits = await training.go_on(coordinator, until)
+            waits = await (
+                training.go_through(coordinator, BATCHES)
+                if until is None
+                else training.go_on(coordinator, until)
+            )
             took, found = time.perf_counter() - began, sizes(path)
             say(
                 f"{name:44}{took:7.1f} s{percentiles(waits)}{1e3 * max(waits):9.1f}"
@@ -295,7 +308,7 @@ async def remove_old(settings: Settings, run: LongRun, steps: int) -> None:
             )
 
         await show(f"statistics of parts: {over} steps are kept", parts.runner.settled())
-        await show("nothing is removed", asyncio.sleep(5.0))
+        await show("nothing is removed", None)
         await show(f"rows: the oldest {over} steps go", parts.retention.remove_rows())
         for _ in range(2):
             more = range(training.step + 1, training.step + 1 + over)

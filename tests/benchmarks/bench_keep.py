@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 from tests.benchmarks.bench_probe import start_service, timed
+from tests.support.coordinators import wait_for
 
 from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.probe import Probe
@@ -68,9 +69,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def settle(probe: Probe) -> None:
     """Wait until what was handed over has left."""
-    deadline = time.monotonic() + 30
-    while probe.status()["waiting_events"] and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_for(lambda: not probe.status()["waiting_events"])
 
 
 def measure(
@@ -106,8 +105,7 @@ def main() -> None:
                 max_pending_bytes=8 * nbytes,
                 keep={"every_n_steps": 2, "what": ["is_loss"]},
             )
-            while not probe.status()["connected"]:
-                time.sleep(0.01)
+            wait_for(lambda probe=probe: probe.status()["connected"])  # type: ignore[misc]
             with tempfile.TemporaryDirectory() as folder:
                 kept, plain, saved = measure(probe, Path(folder), given.steps, tensors, how)
             cost = (kept - plain) / saved

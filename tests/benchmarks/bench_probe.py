@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tests.support.coordinators import wait_for
 
 from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.probe import Probe
@@ -145,9 +146,7 @@ def main() -> None:
             handle, pid = start_service()
         probe = lifecycle.init("bench", attempt_key=mode, max_pending_bytes=8 * nbytes)
         if mode != "absent":
-            deadline = time.monotonic() + 30
-            while not probe.status()["connected"] and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_for(lambda probe=probe: probe.status()["connected"])  # type: ignore[misc]
         if mode == "hung":
             os.kill(pid, signal.SIGSTOP)
         elif mode == "killed":

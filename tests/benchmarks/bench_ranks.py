@@ -40,10 +40,27 @@ from stagescope_wire import schema
 STAGES = schema.STAGES[:6]
 POLL_SECONDS = 20.0
 LEASE_SECONDS = 45.0
+PATIENCE = 600.0
+"""Seconds after which a wait has failed: on two cores 16 000 ranks take minutes to connect."""
 RANKS_A_NODE = 64
 HOSTS = 2
 """Processes that hold the simulated nodes."""
 RUN = "simulated"
+
+
+def wait_for(condition: Callable[[], Any], pause: float = 0.2, seconds: float = PATIENCE) -> Any:
+    """Return the first true value of a condition.
+
+    Args:
+        condition: is asked again and again.
+        pause: seconds between two questions, which cost the service time.
+        seconds: the deadline; after it the benchmark fails.
+    """
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"still not so after {seconds} s: {condition}"
+        time.sleep(pause)
+    return found
 
 
 class Calls(Protocol):
@@ -241,8 +258,7 @@ class Asker:
         """Request a capture; return its id and the plan's revision."""
         made: Any = self.session.capture(stages=[STAGES[0]], run=RUN, steps="next")
         # A coordinator that is short of time does not answer every question for its status.
-        while (revision := self.session.status()["coordinator"].get("revision")) is None:
-            time.sleep(0.5)
+        revision = wait_for(lambda: self.session.status()["coordinator"].get("revision"), 0.5)
         return made["capture_id"], revision
 
     def phase(self, capture_id: str) -> str:
@@ -286,8 +302,7 @@ class Simulation:
     def wait(self, done: Callable[[Counts], bool]) -> float:
         """Return the seconds until the counts are so."""
         began = time.monotonic()
-        while not done(self.counts()):
-            time.sleep(0.2)
+        wait_for(lambda: done(self.counts()))
         return time.monotonic() - began
 
     def delays(self) -> list[float]:
@@ -301,8 +316,7 @@ class Simulation:
         self.wait(lambda counts: sum(counts.revisions[each] for each in counts.revisions
                                      if each >= revision) == self.ranks)  # fmt: skip
         known = time.monotonic() - began
-        while ray.get(self.asker.phase.remote(capture_id)) == "asked":
-            time.sleep(0.2)
+        wait_for(lambda: ray.get(self.asker.phase.remote(capture_id)) != "asked")
         agreed = time.monotonic() - began
         ray.get(self.asker.withdraw.remote(capture_id))
         return known, agreed
@@ -351,9 +365,7 @@ def simulate(service: Service, ranks: int, seconds: float, steps: int, direct: b
         waits = [answers[name] for answers in asked]
         said(f"{name:8}{np.median(waits):8.3f} s, p99 {np.quantile(waits, 0.99):.3f} s")
     ray.get([host.fall_silent.remote() for host in made.hosts])
-    silent = time.monotonic() + 2 * LEASE_SECONDS
-    while service.status()["live_processes"] and time.monotonic() < silent:
-        time.sleep(1.0)
+    wait_for(lambda: not service.status()["live_processes"], 1.0, 3 * LEASE_SECONDS)
     said(f"once all ranks are silent: findings {ray.get(made.asker.findings.remote())}")
 
 

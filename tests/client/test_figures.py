@@ -21,8 +21,8 @@ from tests.support.stores import eventually
 
 from stagescope import Session, figures
 from stagescope_service.figure_style import traces
-from stagescope_wire import render
 from stagescope_wire.errors import InvalidInput, MissingExtra, NotFound
+from stagescope_wire.render_html import html_bars
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_small_picture_stands_above_the_rows(session: Session) -> None:
 
 
 def test_bars_are_as_high_as_their_values() -> None:
-    picture = render.html_bars(["a", "<b>", "c", "d"], [2.0, 1.0, math.nan, None], "x")
+    picture = html_bars(["a", "<b>", "c", "d"], [2.0, 1.0, math.nan, None], "x")
     heights = [float(part.split('"')[0]) for part in picture.split('height="')[2:]]
     assert heights == [48.0, 24.0, 0.0, 0.0]
     assert "&lt;b&gt;: 1" in picture

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from stagescope_wire.batch.data import FLOW, flow_index
-from stagescope_wire.schema import STREAM_TENSORS
+from stagescope_wire.tensors import STREAM_TENSORS
 
 
 def test_names_are_in_the_order_of_the_data_flow() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.support.pseudo_terminal import CHUNK, rest_of
 
 from stagescope import terminal
 from stagescope.cli import common
@@ -44,17 +45,12 @@ class Run:
 
     def wait_for(self, text: str) -> None:
         while text not in self.seen:
-            self.seen += os.read(self._controller, 4096).decode()
+            self.seen += os.read(self._controller, CHUNK).decode()
 
     def end(self) -> str:
         """Let it go on; return its stdout."""
         output, _ = self.process.communicate("\n", 60)
-        try:
-            while more := os.read(self._controller, 4096):
-                self.seen += more.decode()
-        except OSError:  # the other side is closed
-            pass
-        os.close(self._controller)
+        self.seen += rest_of(self._controller)
         return output
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from stagescope_wire import render
+from stagescope_wire.render_html import html_table
 
 
 @pytest.mark.parametrize(
@@ -78,14 +79,14 @@ def test_a_clipped_cell_ends_in_dots() -> None:
 def test_html_escapes_everything() -> None:
     bad = "<script>alert(1)</script>"
     columns = {bad: [bad, {"k": bad, "b": 1, "c": 2, "d": 3}]}
-    text = render.html_table(columns, units={}, caption=bad, foot=[bad])
+    text = html_table(columns, units={}, caption=bad, foot=[bad])
     assert "<script" not in text
     assert text.count("&lt;script&gt;") == 5
     assert "<details>" in text
 
 
 def test_html_has_no_colour_of_its_own() -> None:
-    text = render.html_table({"a": [1]}, units={}, caption="c")
+    text = html_table({"a": [1]}, units={}, caption="c")
     assert "color:inherit" in text
     assert "background:transparent" in text
     assert "#" not in text.replace("&#", "")

@@ -173,12 +173,13 @@ def free_store() -> float:
 
 
 def owner_is_dead(ref: object) -> bool:
+    """Return whether Ray knows that the owner of an object died: until then a `get` waits."""
     try:
         ray.get(ref, timeout=1.0)
+    except ray.exceptions.GetTimeoutError:
+        return False
     except ray.exceptions.OwnerDiedError:
         return True
-    except ray.exceptions.GetTimeoutError:
-        pass
     return False
 
 

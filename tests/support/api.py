@@ -273,8 +273,8 @@ class Service:
         for client in self._clients:
             client.close()
         self.server.stop()
+        self.app.state.deps.close()
         self.engine.close()
-        self.catalogue.close()
         self.store.close()
         documented.check(self.answers)
 

@@ -245,7 +245,7 @@ class World:
             self.wall += 5.0
             for process in self.live:
                 await process.poll()
-            await self.local.coordinator.parts.intake.expire()
+            await self.local.coordinator.parts.leases.expire()
 
     async def kill(self) -> None:
         """Kill some at once, and start them again."""
@@ -290,7 +290,7 @@ class World:
         await self.local.work()
         for _ in range(12):
             self.wall += 10.0  # a coordinator that was held up for longer gives everybody time
-            await self.local.coordinator.parts.intake.expire()
+            await self.local.coordinator.parts.leases.expire()
         await self.local.work()
 
     # --- the verdict ----------------------------------------------------------------------

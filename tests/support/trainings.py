@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stagescope_service.coordinator.restore import restore
+from stagescope_service.core.arrival import Arrival
 from stagescope_service.core.entities import Attempt, Span, Step
 from stagescope_service.core.instructions import (
     Aggregate,
@@ -19,7 +20,7 @@ from stagescope_service.core.instructions import (
     Put,
     Settled,
 )
-from stagescope_service.core.state import Arrival, State
+from stagescope_service.core.state import State
 from stagescope_service.store.contract import Snapshot
 from stagescope_service.store.tables import TABLES
 from stagescope_wire.schema import (

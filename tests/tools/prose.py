@@ -74,11 +74,23 @@ class Total:
 
 
 def sentences(text: str, first_line: int = 1) -> Iterator[tuple[int, str]]:
-    """Yield (line, sentence) of a text; code blocks and headings are left out."""
+    """Yield (line, sentence) of a text; code blocks and headings are left out.
+
+    Code is between fences, indented below a line that ends in `::`, or the paragraph below a `\\b`,
+    which click shows as it is.
+    """
     block: list[str] = []
     start, in_code = first_line, False
+    below: int | None = None  # lines with more indent are code
     for number, line in enumerate(text.splitlines(), first_line):
         stripped = line.strip()
+        indent = len(line) - len(line.lstrip())
+        if below is not None and (indent > below if below >= 0 else stripped):
+            continue
+        if stripped:
+            below = -1 if stripped == "\b" else indent if stripped.endswith("::") else None
+        elif below == -1:
+            below = None
         if stripped.startswith("```"):
             in_code, stripped = not in_code, ""
         if in_code or not stripped or _NO_PROSE.match(stripped):
@@ -104,7 +116,7 @@ def sentences(text: str, first_line: int = 1) -> Iterator[tuple[int, str]]:
 def _split(text: str, line: int) -> Iterator[tuple[int, str]]:
     text = re.sub(r"`[^`]*`", "code", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("**", "")
-    for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z(])", text):
+    for sentence in re.split(r"(?<=[.!?])\s+(?=[*'\"]?[A-Z(]|code\b)", text):
         if len(_WORD.findall(sentence)) >= 4:
             yield line, sentence.strip()
 

@@ -21,6 +21,14 @@ from stagescope.cli import main
 from stagescope.cli.common import TASKS
 from stagescope_service.settings import Settings
 from stagescope_wire import schema
+from stagescope_wire.tensors import (
+    DTYPE_BYTES,
+    INTEGER_TENSORS,
+    PAIRS,
+    PAYLOAD_STRINGS,
+    PAYLOAD_TENSORS,
+    STREAM_TENSORS,
+)
 
 ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
@@ -258,8 +266,8 @@ def probe_page() -> str:
 def names_page() -> str:
     """Return the page of the names of stages, roles, tensors and lists."""
     streams = {tensor: f"log-probs of the stream `{stream}`, natural logarithm"
-               for stream, tensor in schema.STREAM_TENSORS.items()}  # fmt: skip
-    tensors = {**streams, **schema.PAYLOAD_TENSORS}
+               for stream, tensor in STREAM_TENSORS.items()}  # fmt: skip
+    tensors = {**streams, **PAYLOAD_TENSORS}
     return _page(
         "Stage and record names",
         "A stage may have any name, and `record` accepts any name. The names below have a meaning: "
@@ -272,7 +280,7 @@ def names_page() -> str:
         ", ".join(_code(each) for each in schema.ROLES) + ". A role of your own is allowed.",
         "## Tensors",
         "The mismatch compares the first of these pairs that was recorded: "
-        + ", ".join(f"`{p}` with `{q}`" for p, q in schema.PAIRS[:2])
+        + ", ".join(f"`{p}` with `{q}`" for p, q in PAIRS[:2])
         + ". The noise floor comes from `old` with `recomputed`.",
         _table(("name", "shape", "dtype", "meaning"),
                [(_code(name), SHAPES.get(name, "[rows, tokens]"), _values(name),
@@ -280,11 +288,11 @@ def names_page() -> str:
                 for name, meaning in tensors.items()]),
         "`[rows, tokens]` may be padded on either side, packed with `cu_seqlens`, `torch.nested` "
         "or a list of rows. Accepted dtypes: "
-        + ", ".join(_code(each) for each in schema.DTYPE_BYTES) + ".",
+        + ", ".join(_code(each) for each in DTYPE_BYTES) + ".",
         "## Lists of strings",
         "Each has one string per row.",
         _table(("name", "meaning"),
-               [(_code(name), _cell(each)) for name, each in schema.PAYLOAD_STRINGS.items()]),
+               [(_code(name), _cell(each)) for name, each in PAYLOAD_STRINGS.items()]),
         "## Layout",
         "Keys of `init(layout=...)`: " + ", ".join(map(_code, schema.LAYOUT_COLUMNS)) + ".",
         following="[init, probe and stage](reference-probe.md), [metrics](metrics.md)",
@@ -294,7 +302,7 @@ def names_page() -> str:
 def _values(name: str) -> str:
     if name in ZERO_ONE:
         return "0 or 1"
-    return "integer" if name in schema.INTEGER_TENSORS else "float"
+    return "integer" if name in INTEGER_TENSORS else "float"
 
 
 def settings_page() -> str:

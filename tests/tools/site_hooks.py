@@ -21,6 +21,10 @@ _WEIGHTS: Final = {
 _CELL: Final = re.compile(r"<td[^>]*>.*?</td>")
 
 
+_FIRST: Final = re.compile(r"(?m)^(?![#!|`>\[<\s-]).+")
+"""The first line of a page that is a sentence."""
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add deploy/README.md as a page of the site: it stands beside the files that it describes."""
     text = (ROOT / "deploy/README.md").read_text("utf-8").replace("](../docs/", "](")
@@ -57,3 +61,21 @@ def on_post_build(config: Any, **_: Any) -> None:
         path.unlink()
     for path in folder.glob("sitemap.xml*"):  # they need the site's address
         path.unlink()
+    (folder / "llms.txt").write_text(_for_agents(config["docs_dir"]), "utf-8")
+
+
+def _for_agents(docs: str) -> str:
+    """Return llms.txt: what the project is, and every page with its first sentence."""
+    lines = [
+        "# stagescope", "",
+        "> A debugging service for RL post-training of LLMs on Ray: what is wrong, since which "
+        "step, on which rank, in which operator, and why.", "",
+        "Coding agents ask it through `stagescope mcp`: see agents.html.", "", "## Pages", "",
+    ]  # fmt: skip
+    for path in sorted(Path(docs).glob("*.md")):
+        text = path.read_text("utf-8")
+        title = text.partition("\n")[0].lstrip("# ")
+        sentence = _FIRST.search(text.partition("\n")[2])
+        about = f": {sentence[0].partition('. ')[0].rstrip('.:')}." if sentence else ""
+        lines.append(f"- [{title}]({path.stem}.html){about}")
+    return "\n".join([*lines, ""])

@@ -153,6 +153,24 @@ def typed(live: Service, command: str) -> Any:
     return invoke(*shlex.split(command, comments=True), env=environment)
 
 
+def proved(live: Service, run: str, url: str, trainer: Path) -> tuple[Any, str, str]:
+    """Type `doctor` and the command that proves the symptom; `url`, `trainer`: what it asks for.
+
+    Returns:
+        The result of the command, and the first two lines of the doctor after it.
+    """
+    wait_for(lambda: live.get(f"/runs/{run}/diagnosis")["measured"] == len(STEPS))
+    symptom, proof, *_ = typed(live, f"doctor {run}").stdout.splitlines()
+    assert f"since step {SICK}" in symptom
+    assert proof.startswith(f"  prove it: stagescope bisect {run}:{STEPS[-1]} ")
+    command = proof.partition("prove it: stagescope ")[2]
+    done = typed(live, command.replace("URL", url).replace("DIR", str(trainer)))
+    wait_for(lambda: live.get(f"/runs/{run}/diagnosis")["rows"][0]["rule"] == "bisected")
+    first, proof, *_ = typed(live, f"doctor {run}").stdout.splitlines()
+    assert f"since step {SICK}" in first
+    return done, first, proof
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_bisect_proves_what_the_doctor_names(
     name: str, dense32: VllmServer, dense_folders: Folders, live: Service,
@@ -175,18 +193,9 @@ def test_bisect_proves_what_the_doctor_names(
                 stage.log(**{"response_length/clip_ratio": 0.0})  # no fault of this training
         with probe.stage(STAGE, step=STEPS.stop):
             pass
-        wait_for(lambda: live.get(f"/runs/{name}/diagnosis")["measured"] == len(STEPS))
-        symptom, proof, *_ = typed(live, f"doctor {name}").stdout.splitlines()
-        assert f"since step {SICK}" in symptom
-        assert proof.startswith(f"  prove it: stagescope bisect {name}:{STEPS[-1]} ")
-        command = proof.partition("prove it: stagescope ")[2]
-        command = command.replace("URL", dense32.url).replace("DIR", str(training.trainer))
-        done = typed(live, command)
+        done, first, proof = proved(live, name, dense32.url, training.trainer)
         assert (done.exit_code, cause in " ".join(done.stdout.split())) == (0, True), done.output
-        wait_for(lambda: live.get(f"/runs/{name}/diagnosis")["rows"][0]["rule"] == "bisected")
-        first, proof, *_ = typed(live, f"doctor {name}").stdout.splitlines()
         assert cause in first
-        assert f"since step {SICK}" in first
         assert proof.startswith(f"  prove it: stagescope steps --run bisect-{name}-{STEPS[-1]}")
 
 
@@ -249,18 +258,9 @@ def test_bisect_proves_a_fault_of_one_rank_of_two(
         for probe in probes:
             with probe.stage(STAGE, step=STEPS.stop):
                 pass
-    wait_for(lambda: live.get(f"/runs/{run}/diagnosis")["measured"] == len(STEPS))
-    symptom, proof, *_ = typed(live, f"doctor {run}").stdout.splitlines()
-    assert f"since step {SICK}" in symptom
-    assert proof.startswith(f"  prove it: stagescope bisect {run}:{STEPS[-1]} ")
-    command = proof.partition("prove it: stagescope ")[2]
-    command = command.replace("URL", dense32.url).replace("DIR", str(dense_folders.base))
-    done = typed(live, command)
+    done, first, _ = proved(live, run, dense32.url, dense_folders.base)
     assert " ".join(done.stdout.split()).startswith(f"On actor rank 1, {cause}"), done.output
-    wait_for(lambda: live.get(f"/runs/{run}/diagnosis")["rows"][0]["rule"] == "bisected")
-    first, *_ = typed(live, f"doctor {run}").stdout.splitlines()
     assert first.startswith(f"On actor rank 1, {cause}")
-    assert f"since step {SICK}" in first
     rows = live.get(f"/runs/{run}/diagnosis")["rows"]
     lasting = [row for row in rows if row["verdict"] == "found" and row["last_step"] is None]
     assert [row["rule"] for row in lasting if row["cause"] is None] == ["bisected"]

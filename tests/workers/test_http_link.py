@@ -29,7 +29,8 @@ from stagescope_wire import discovery, framing
 from stagescope_wire.errors import InvalidEvent, StagescopeError, Unauthorized, Unreachable
 from stagescope_wire.framing import WirePayload
 from stagescope_wire.names import storable_id
-from stagescope_wire.schema import DTYPE_BYTES, Event
+from stagescope_wire.schema import Event
+from stagescope_wire.tensors import DTYPE_BYTES
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.payload import owned_tensor
 from stagescope_workers.probe import lifecycle

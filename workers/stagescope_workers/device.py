@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from stagescope_wire.errors import InvalidTensor
-from stagescope_wire.schema import DTYPE_BYTES
+from stagescope_wire.tensors import DTYPE_BYTES
 from stagescope_workers.payload import (
     Array,
     IntArray,

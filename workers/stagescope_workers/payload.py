@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_wire.errors import InvalidTensor
-from stagescope_wire.schema import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN
 from stagescope_wire.tensorfile import WireTensor as WireTensor
+from stagescope_wire.tensors import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import click
 
@@ -41,6 +41,7 @@ TASKS: Final[Mapping[str, tuple[str, ...]]] = {
                          "import", "export", "convert"),
     "Send what is known": ("report", "bundle", "attach", "forward"),
     "Engines": ("engines", "consistency", "bisect"),
+    "Agents": ("mcp",),
 }  # fmt: skip
 """Section of the help -> its commands."""
 
@@ -51,6 +52,7 @@ EXTRAS: Final[Mapping[str, tuple[str, str]]] = {
     "notebook": ("polars", "figures, and answers as pandas, polars and Arrow"),
     "msprobe": ("msprobe", "in trainings: captures of operators"),
     "trackers": ("mlflow", "`forward` into TensorBoard, MLflow and OpenTelemetry"),
+    "mcp": ("mcp", "`mcp`: the questions as tools of a coding agent"),
 }  # fmt: skip
 """Extra -> a module that shows that the extra is installed, and what the extra is for."""
 
@@ -267,6 +269,42 @@ def _print(answer: Answer, as_json: bool, columns: list[str] | None, wide: bool)
         terminal.show_json(dict(answer))
 
 
+class Question(NamedTuple):
+    """A question to the service: a command, and what answers it without printing."""
+
+    name: str
+    command: click.Command
+    query: Callable[..., Answer]
+
+    def ask(self, session: Session, words: Sequence[str]) -> Answer:
+        """Return the answer to the command with these words behind it.
+
+        Raises:
+            click.UsageError: the words do not fit the command.
+            StagescopeError: there is no answer.
+        """
+        with self.command.make_context(self.name, [*words]) as context:
+            own = {n: v for n, v in context.params.items() if n not in CONNECTION_OPTIONS}
+            return self.query(session, **_with_named_run(own))
+
+
+QUESTIONS: Final[dict[str, Question]] = {}
+"""Name of a command -> its question, for those who ask without a terminal."""
+CONNECTION_OPTIONS: Final = frozenset(
+    {"url", "token_file", "timeout", "as_json", "columns", "wide"}
+)
+"""Parameters of every question that locate the service or format its answer."""
+
+
+def _with_named_run(own: dict[str, OptionValue]) -> dict[str, OptionValue]:
+    """Return parameters in which the argument RUN stands as the option --run."""
+    if (named := own.pop("named_run", None)) is None:
+        return own
+    if own["run"] not in (None, named):
+        raise InvalidInput(f"two runs are named: {named} and {own['run']}", expected="one of them")
+    return {**own, "run": named}
+
+
 def question(*options: Option) -> Callable[[Callable[..., Answer]], click.Command]:
     """Make a command of a function of (session, **options); its docstring is the help."""
     return lambda query: _add(query.__name__, query.__doc__ or "", query, options)
@@ -297,12 +335,7 @@ def _add(
     ) -> None:  # fmt: skip
         context = click.get_current_context()
         context.meta[terminal.IS_JSON] = as_json
-        if (named := own.pop("named_run", None)) is not None:
-            if own["run"] not in (None, named):
-                raise InvalidInput(
-                    f"two runs are named: {named} and {own['run']}", expected="one of them"
-                )
-            own["run"] = named
+        own = _with_named_run(own)
         token = None if token_file is None else discovery.read_token(token_file)
         with attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session:
             _print(query(session, **own), as_json, columns, wide)
@@ -311,7 +344,9 @@ def _add(
     body = _connection(run)
     for option in reversed(options):
         body = option(body)
-    return main.command(name.replace("_", "-"), help=text)(body)
+    command = main.command(name.replace("_", "-"), help=text)(body)
+    QUESTIONS[name] = Question(name, command, query)
+    return command
 
 
 def set_exit_code(code: int) -> None:

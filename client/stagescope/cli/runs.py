@@ -28,10 +28,10 @@ def runs(
     """List the runs that have reported. Changes need the operate token.
 
     \b
-    stagescope runs --delete RUN             says what it takes, asks twice, and deletes it
-    stagescope runs --delete RUN --yes       deletes it at once
-    stagescope runs --rename RUN "No KL"     questions still use RUN
-    stagescope runs --hide RUN               `--hidden` lists it, `--show RUN` undoes it
+    stagescope runs --delete RUN             delete it, after two questions
+    stagescope runs --delete RUN --yes       delete it at once
+    stagescope runs --rename RUN "No KL"     show another name; commands still use RUN
+    stagescope runs --hide RUN               hide it from lists; `--show RUN` undoes it
     """
     chosen = [each for each in (delete, rename, hide, show) if each is not None]
     if len(chosen) > 1:

@@ -32,8 +32,8 @@ from stagescope_wire.nonfinite import Json
 from stagescope_wire.render import printable, ranges_text
 
 PREFIX: Final = "stagescope/service/"
-"""Integrations also write under `stagescope/` in a trainer's log, but never these names:
-TensorBoard merges two series of one name, and W&B has one axis for a name."""
+"""Integrations also write under `stagescope/` in a trainer's log, but never these names.
+TensorBoard would merge two series of one name, and W&B has one axis for a name."""
 TRACKERS: Final[Mapping[str, type[Tracker]]] = {
     "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": Wandb, "swanlab": SwanLab,
     "trackio": Trackio, "otlp": Otlp,

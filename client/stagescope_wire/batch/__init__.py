@@ -32,6 +32,7 @@ from stagescope_wire.batch.data import (
 )
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.render import context
+from stagescope_wire.render_html import html_table
 from stagescope_wire.tensorfile import Array
 
 if TYPE_CHECKING:
@@ -108,9 +109,7 @@ class Batch(BatchData):
         return "\n".join([render.clip(self.heading, 80), *self.lines()])
 
     def _repr_html_(self) -> str:
-        return render.html_table(
-            self._columns(), units={}, caption=self.heading, foot=self._notes()
-        )
+        return html_table(self._columns(), units={}, caption=self.heading, foot=self._notes())
 
     def _ipython_key_completions_(self) -> list[str]:
         return [*self]

@@ -85,7 +85,7 @@ class BatchData:
 
     Attributes:
         rows: number of rows.
-        tensors: by name, see `schema.PAYLOAD_TENSORS`.
+        tensors: by name, see `stagescope_wire.tensors.PAYLOAD_TENSORS`.
         strings: texts of each row by name: `sample_ids`, `group_ids`, `run_ids`, ...
         lengths: row lengths of tensors that were recorded ragged, int64 [rows].
         padding: of tensors whose parts had different widths.

@@ -118,8 +118,8 @@ def compare(
 ) -> None:
     """Whether two or three dumps are the same, and where they differ first.
 
-    A side is RUN[@ATTEMPT][:STEP] of a running service, or a directory or file in a known format
-    (kept files, a batch, NexRL, slime, AReaL, NeMo-RL, prime-rl, verl). The command compares every
+    A side is RUN[@ATTEMPT][:STEP] of a running service, or a directory or file. Known formats are
+    kept files, a batch, NexRL, slime, AReaL, NeMo-RL, prime-rl and verl. The command compares every
     rank, microbatch and trajectory that a side has. Rows pair by sample.
 
     Exit status: 0 same or within noise, 1 different, 2 could not be compared.

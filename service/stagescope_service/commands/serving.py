@@ -315,7 +315,7 @@ def attach(bundle: Path, port: int, as_json: bool, until_eof: bool) -> None:
             ended.wait()
         finally:
             server.stop()
-            opened.catalogue.close()
+            app.state.deps.close()
 
 
 def _set_at_eof(ended: threading.Event) -> None:

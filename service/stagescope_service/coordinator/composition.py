@@ -14,6 +14,7 @@ from stagescope_service.coordinator.deletion import RunChanges
 from stagescope_service.coordinator.draining import Draining
 from stagescope_service.coordinator.hangs.watch import HangWatch
 from stagescope_service.coordinator.intake import Intake
+from stagescope_service.coordinator.leases import Leases
 from stagescope_service.coordinator.load import Load
 from stagescope_service.coordinator.node_jobs import NodeJobs
 from stagescope_service.coordinator.node_watch import NodeWatch
@@ -98,9 +99,12 @@ class Parts:
         self.plan_changes = PlanChanges(runner, commits, self.requests, clock)
         page = functools.partial(page_address, settings)
         self.intake = Intake(
-            runner, commits, self.payloads, self.plan_changes, self.load, self.draining, self.hangs,
-            NodeWatch(state), ingestors.lost_nodes, clock,
+            runner, commits, self.payloads, self.plan_changes, self.load, self.draining, clock,
             coordinator=name, poll_seconds=settings.poll_seconds, page=page,
+        )  # fmt: skip
+        self.leases = Leases(
+            runner, commits, self.plan_changes, self.load, self.hangs, NodeWatch(state),
+            ingestors.lost_nodes, clock,
         )  # fmt: skip
         self.raw_calls = RawCalls(
             runner, commits, self.payloads, clock, poll_seconds=settings.poll_seconds
@@ -165,4 +169,4 @@ class Parts:
         self.runner.run(self.canary.catch_up())
         self.runs.resume(self._deleting)
         self.payloads.adopt_files(self.ingestors.home)
-        self.intake.begin()
+        self.leases.begin()

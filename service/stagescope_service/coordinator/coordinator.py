@@ -119,7 +119,7 @@ class Coordinator:
 
     async def check(self) -> None:
         """Expire leases, check requests and files; call it several times a lease."""
-        await self._intake.expire()
+        await self.parts.leases.expire()
         self._runner.run(self._retention.check())
         await self.parts.steps.rejudge()
         self.parts.ingestors.start_relays(self.parts.load.relay_nodes)

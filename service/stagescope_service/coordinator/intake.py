@@ -1,4 +1,4 @@
-"""Receives batches of events and polls, and expires leases. No Ray in here.
+"""Receives batches of events and polls. No Ray in here.
 
 One event loop owns the state. A call changes it, has the rows committed, and answers after the
 commit; `Runner` starts the work that depends on the rows.
@@ -20,23 +20,16 @@ from stagescope_service.coordinator.answers import (
 from stagescope_service.coordinator.arguments import check_batch
 from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.draining import Draining
-from stagescope_service.coordinator.hangs.watch import HangWatch
 from stagescope_service.coordinator.load import Load
-from stagescope_service.coordinator.node_watch import NodeWatch
 from stagescope_service.coordinator.payload_reading import PayloadReading
 from stagescope_service.coordinator.plan_changes import PlanChanges
 from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.coordinator.starts import PAUSE_SECONDS, Starts, hellos
 from stagescope_service.core import reports
+from stagescope_service.core.arrival import Arrival
 from stagescope_service.core.entities import REFUSED
 from stagescope_service.core.findings import REFUSED_EVENT, describe, finding
-from stagescope_service.core.instructions import (
-    Instruction,
-    PayloadKey,
-    Put,
-    Settled,
-)
-from stagescope_service.core.state import Arrival
+from stagescope_service.core.instructions import Instruction, PayloadKey, Put, Settled
 from stagescope_service.ingest.relay import Batch, RelayAnswer, RelayedPoll
 from stagescope_service.store.contract import RefusedWrite
 from stagescope_service.store.queries.measurements import SettledPayloads
@@ -92,9 +85,6 @@ class Intake:
         plan_changes: commits changes of the plan.
         load: limits how much is accepted at a time.
         draining: requests processes to leave.
-        hangs: finds stuck ranks.
-        nodes: finds lost nodes.
-        lost_nodes: returns the nodes that the cluster lost, and why each.
         clock: the service's clock.
         coordinator: its name.
         poll_seconds: seconds until a poll without news ends.
@@ -109,9 +99,6 @@ class Intake:
         plan_changes: PlanChanges,
         load: Load,
         draining: Draining,
-        hangs: HangWatch,
-        nodes: NodeWatch,
-        lost_nodes: Callable[[], Mapping[str, str]],
         clock: Clock,
         *,
         coordinator: str,
@@ -131,17 +118,8 @@ class Intake:
         self._plan = plan_changes.plan
         self._load = load
         self._draining = draining
-        self._hangs = hangs
-        self._nodes = nodes
-        self._lost_nodes = lost_nodes
         self._wall, self._mono = clock
         self._starts = Starts(self._state)
-        self._last_expiry = self._mono()
-
-    def begin(self) -> None:
-        """Begin every lease now that calls can arrive: no poll could be received before."""
-        self._last_expiry = self._mono()
-        self._renew_all(self._last_expiry)
 
     # --- batches ----------------------------------------------------------------------------
     async def record(
@@ -463,33 +441,6 @@ class Intake:
         process.plan_revision = revision
         self._plan_changes.check_soon()
         return [Put("processes", {"incarnation": incarnation, "plan_revision": revision})]
-
-    # --- leases -----------------------------------------------------------------------------
-    async def expire(self) -> None:
-        """Expire the leases of processes that do not poll; call it several times a lease.
-
-        No poll can be received while the catalogue cannot be written, events arrive late, or this
-        process is held up itself. Then every lease begins again, and no rank is stuck.
-        """
-        now, wall = self._mono(), self._wall()
-        held_up = now - self._last_expiry > self._state.lease_seconds / 2
-        self._last_expiry = now
-        if not self._commits.store.health().healthy:
-            self._renew_all(now)
-            return
-        await self._runner.carry_out(self._load.check(now, wall))
-        if held_up or self._load.is_late(now):
-            self._renew_all(now)
-        else:
-            lost = self._lost_nodes()
-            await self._plan_changes.carry_out(self._state.expire(now, wall, lost))
-            await self._plan_changes.carry_out(self._nodes.check(lost, wall))
-            await self._plan_changes.carry_out(self._hangs.check(now, wall))
-        await self._plan_changes.check()
-
-    def _renew_all(self, now: float) -> None:
-        self._state.renew_all(now)
-        self._state.registry.restarts.listening_since = self._wall()
 
 
 def _announced_seqs(events: Iterable[object]) -> Iterator[int]:

@@ -21,28 +21,20 @@ from stagescope_service.coordinator.raw_fields import (
 )
 from stagescope_service.coordinator.runner import Clock, Runner
 from stagescope_service.core import reports, spans, steps
+from stagescope_service.core.arrival import Arrival, work_of
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import FAILED, OK
 from stagescope_service.core.findings import REFUSED_CALL, finding
 from stagescope_service.core.instructions import Instruction, PayloadKey
 from stagescope_service.core.registry import UNKEYED, Registry
 from stagescope_service.core.spans import RAW_SEQ
-from stagescope_service.core.state import Arrival
 from stagescope_service.statistics.payload import are_texts
 from stagescope_service.store.queries.measurements import SettledPayloads
 from stagescope_wire.errors import InvalidEvent, InvalidInput, NotFound
 from stagescope_wire.names import closest, display_name, run_name, storable_id
 from stagescope_wire.nonfinite import Json, JsonObject
-from stagescope_wire.schema import (
-    BEGIN,
-    END,
-    FINISH,
-    HELLO,
-    PAYLOAD_STRINGS,
-    Event,
-    Sender,
-    Work,
-)
+from stagescope_wire.schema import BEGIN, END, FINISH, HELLO, Event, Sender, Work
+from stagescope_wire.tensors import PAYLOAD_STRINGS
 
 
 class RawCalls:
@@ -108,7 +100,7 @@ class RawCalls:
             check_plain(kind, fields)
             unknown = unknown_fields(kind, fields)
             sender = self._sender(run, fields)
-            self._state.check(event)
+            work_of(event)
             _check_values(kind, fields, payload)
         except InvalidEvent as error:
             await self._runner.carry_out([self._refusal(run, kind, fields, error)])

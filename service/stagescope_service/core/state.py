@@ -8,7 +8,7 @@ Only `handle`, `settle`, `expire` and `restore` change the state, in one thread.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from stagescope_service.core import (
     departures,
@@ -19,6 +19,7 @@ from stagescope_service.core import (
     steps,
     verdicts,
 )
+from stagescope_service.core.arrival import PLAIN, Arrival, work_of
 from stagescope_service.core.canary import records as canary_records
 from stagescope_service.core.catalogue_rows import span_row
 from stagescope_service.core.entities import (
@@ -34,7 +35,7 @@ from stagescope_service.core.entities import (
     Step,
 )
 from stagescope_service.core.findings import Refusals
-from stagescope_service.core.hangs.stack_requests import StackRequests, request_of
+from stagescope_service.core.hangs.stack_requests import StackRequests
 from stagescope_service.core.instructions import (
     CompareWeights,
     Instruction,
@@ -46,40 +47,10 @@ from stagescope_service.core.instructions import (
 from stagescope_service.core.registry import Registry
 from stagescope_service.core.spans import ReceivedEvent
 from stagescope_service.core.weights import records as weight_records
-from stagescope_wire.errors import InvalidEvent, NotReady
-from stagescope_wire.schema import (
-    BEGIN,
-    CANARY,
-    DUMP,
-    END,
-    END_STEP,
-    LOG,
-    STACKS,
-    WEIGHTS,
-    Event,
-    Sender,
-    Work,
-)
+from stagescope_wire.errors import NotReady
+from stagescope_wire.schema import CANARY, WEIGHTS, Event, Sender, Work
 
 FINDINGS_REMEMBERED: Final = 10_000
-
-
-class Arrival(NamedTuple):
-    """How an event reached the service."""
-
-    has_payload: bool = False
-    """The payload's refs came with this END."""
-    raw: bool = False
-    """The sender is a raw caller, known by name and not by an incarnation."""
-    late: bool = False
-    """It is of an attempt that has finished; a new process is created as gone."""
-    wall: float | None = None
-    """When it arrived, by the service's clock; used if the sender's clock offset is unknown."""
-    stored: str | None = None
-    """The final state of the END's payload in the catalogue, if it is not in memory."""
-
-
-PLAIN: Final = Arrival()
 
 
 class State:
@@ -119,53 +90,28 @@ class State:
         Raises:
             InvalidEvent: this event cannot be applied; nothing has changed.
         """
-        has_payload, raw, late, arrived, stored = arrival
-        work = self.check(event)
+        work = work_of(event)
         reported = weight_records.read(event, work) if event.kind == WEIGHTS else None
         scored = canary_records.read(event, work) if event.kind == CANARY else None
-        lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
-        # The service's own times are on its own clock: the clocks of its senders differ.
-        ours = spans.on_our_clock(sender, event.wall, arrived)
-        process, out = self.registry.process_for(sender, event, ours, lease, raw=raw, late=late)
-        attempt = self.registry.attempt_of(process)
-        at = spans.service_clock(sender, event.wall, arrived)
-        received = ReceivedEvent(sender, event, work, arrived, ours, at)
-        contact = at if arrived is None else arrived
-        if contact > process.last_contact:
-            process.last_contact = contact
-        if process.lapsed:
-            out += departures.wake(self.registry, process, event.wall)
-        if attempt.over:
-            out += steps.resume(attempt, process)
-        if attempt.silent_roles or attempt.absent_ranks:
-            out += steps.end_silence(attempt, ours)
+        process, received, out = self._receive(sender, event, work, now, arrival)
+        attempt, ours = self.registry.attempt_of(process), received.ours
         match event.kind:
             case "begin":
-                if process.finished and departures.goes_on(process, event.seq):
-                    out += departures.wake(self.registry, process, event.wall)
-                if event.seq > process.begun_seq:
-                    process.begun_seq = event.seq
                 out += self._begin(process, received)
             case "end":
-                if "payload" in event.fields:
-                    payloads.recall(process, event.seq, stored)
-                out += self._end(process, received, has_payload=has_payload)
+                out += self._end(process, received, arrival)
             case "hello":
-                resized, rows = self.registry.adopt_handshake(process, event.fields, event.wall)
-                out += rows
-                if not self.registry.may_leave(process):
-                    out += handshake_findings.handshake_fields(attempt, process)
-                out += verdicts.rejudge_all(attempt) if resized else []
+                out += self._adopt_handshake(attempt, process, event)
             case "log":
                 out += steps.open_step(attempt, work.step, ours)[1]
                 out += self._of_start(process, reports.scalars(attempt, process, event, work))
                 out += steps.close_due(attempt, ours)
             case "end_step" if work.step is not None:
                 out += steps.end_step(attempt, work.step, ours)
-            case "finish" if raw or event.seq > process.begun_seq:
+            case "finish" if arrival.raw or event.seq > process.begun_seq:
                 out += self._of_start(process, reports.crash(attempt, process, event))
                 out += departures.leave(self.registry, process, ours, finished=True, own=event.wall)
-                process.finish_seq = None if raw else event.seq
+                process.finish_seq = None if arrival.raw else event.seq
             case "dropped":
                 out += self._of_start(process, reports.dropped(attempt, process, event, work))
             case "refused":
@@ -182,29 +128,40 @@ class State:
                 scored_row = canary_records.put(process, event, work, scored)
                 out += [*reached, scored_row, JudgeCanary(attempt.run)]
             case "stacks":
-                out += self.stack_requests.answered(attempt, process, event.fields, work, at)
+                out += self.stack_requests.answered(
+                    attempt, process, event.fields, work, received.at
+                )
         return self._noted(out)
 
-    @staticmethod
-    def check(event: Event) -> Work:
-        """Return the work of an event after checking its required fields.
+    def _receive(
+        self, sender: Sender, event: Event, work: Work, now: float, arrival: Arrival
+    ) -> tuple[Process, ReceivedEvent, list[Instruction]]:
+        """Return the process of an event, which lives again if it was thought gone."""
+        _, raw, late, arrived, _ = arrival
+        lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
+        # The service's own times are on its own clock: the clocks of its senders differ.
+        ours = spans.on_our_clock(sender, event.wall, arrived)
+        process, out = self.registry.process_for(sender, event, ours, lease, raw=raw, late=late)
+        attempt = self.registry.attempt_of(process)
+        at = spans.service_clock(sender, event.wall, arrived)
+        contact = at if arrived is None else arrived
+        if contact > process.last_contact:
+            process.last_contact = contact
+        if process.lapsed:
+            out += departures.wake(self.registry, process, event.wall)
+        if attempt.over:
+            out += steps.resume(attempt, process)
+        if attempt.silent_roles or attempt.absent_ranks:
+            out += steps.end_silence(attempt, ours)
+        return process, ReceivedEvent(sender, event, work, arrived, ours, at), out
 
-        Raises:
-            InvalidEvent: as `handle`.
-        """
-        work = Work.parse(event.fields)
-        if work.stage is None and event.kind in (BEGIN, END, DUMP):
-            raise InvalidEvent(f"{event.kind} event {event.seq} has no stage", expected="a name")
-        if work.step is None and event.kind == END_STEP:
-            raise InvalidEvent(f"end_step event {event.seq} has no step", expected="an int")
-        if event.kind == LOG and not isinstance(event.fields.get("scalars"), Mapping):
-            raise InvalidEvent(
-                f"log event {event.seq} has no scalars",
-                expected="scalars: a dict of names to numbers, such as scalars={'loss': 0.5}",
-            )
-        if event.kind == STACKS:
-            request_of(event.fields)
-        return work
+    def _adopt_handshake(
+        self, attempt: Attempt, process: Process, event: Event
+    ) -> list[Instruction]:
+        resized, out = self.registry.adopt_handshake(process, event.fields, event.wall)
+        if not self.registry.may_leave(process):
+            out += handshake_findings.handshake_fields(attempt, process)
+        return out + (verdicts.rejudge_all(attempt) if resized else [])
 
     def watchdog(
         self, process: Process, fields: Mapping[str, object], work: Work, wall: float
@@ -273,7 +230,12 @@ class State:
 
     def _begin(self, process: Process, received: ReceivedEvent) -> list[Instruction]:
         event, work, ours = received.event, received.work, received.ours
-        out = self._bind(process, work.step, ours)
+        out: list[Instruction] = []
+        if process.finished and departures.goes_on(process, event.seq):
+            out += departures.wake(self.registry, process, event.wall)
+        if event.seq > process.begun_seq:
+            process.begun_seq = event.seq
+        out += self._bind(process, work.step, ours)
         attempt = self.registry.attempt_of(process)
         step, opened = steps.open_step(attempt, work.step, ours)
         out += opened
@@ -327,9 +289,11 @@ class State:
         return out
 
     def _end(
-        self, process: Process, received: ReceivedEvent, *, has_payload: bool
+        self, process: Process, received: ReceivedEvent, arrival: Arrival
     ) -> list[Instruction]:
         event, work, ours = received.event, received.work, received.ours
+        if "payload" in event.fields:
+            payloads.recall(process, event.seq, arrival.stored)
         out = self._bind(process, work.step, ours)
         attempt = self.registry.attempt_of(process)
         step, opened = steps.open_step(attempt, work.step, ours)
@@ -349,7 +313,7 @@ class State:
         announced = event.fields.get("payload")
         dropped = event.fields.get("payload_dropped")
         if announced is not None and isinstance(announced, Mapping):
-            out += payloads.announce(attempt, process, event, work, announced, has_payload)
+            out += payloads.announce(attempt, process, event, work, announced, arrival.has_payload)
         elif dropped is not None and isinstance(dropped, Mapping):
             out += payloads.announce_dropped(attempt, process, event, work, dropped)
         out += self._stand(attempt, process, step, span, ours, repeated=len(ended) > 1)

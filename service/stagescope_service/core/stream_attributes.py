@@ -10,7 +10,7 @@ from stagescope_service.statistics.token_batch import producer_of
 from stagescope_service.store.tables import PayloadRow
 from stagescope_wire.names import MAX_ID
 from stagescope_wire.nonfinite import Json
-from stagescope_wire.schema import STREAM_TENSORS
+from stagescope_wire.tensors import STREAM_TENSORS
 
 StreamValues: TypeAlias = "dict[tuple[str, str], dict[str, list[Json]]]"
 """(stage, stream) -> attribute -> its distinct values, in a fixed order."""

@@ -35,6 +35,7 @@ from stagescope_service.store.tensorfile import WireTensor, disk_errors
 from stagescope_wire import schema
 from stagescope_wire.errors import InvalidInput, StagescopeError
 from stagescope_wire.framing import WirePayload
+from stagescope_wire.tensors import PAYLOAD_TENSORS, PER_TOKEN
 
 STAGE_OF_SECTION: Final[Mapping[str, str]] = {
     "trajectories": "rollout_generate",
@@ -154,7 +155,7 @@ class TrainedSamples:
 
 
 def _has_rows(payload: WirePayload) -> bool:
-    of_rows = {*schema.PAYLOAD_TENSORS, *schema.PER_TOKEN}
+    of_rows = {*PAYLOAD_TENSORS, *PER_TOKEN}
     return any(
         name in of_rows or offsets is not None
         for name, (_, _, _, offsets) in payload["tensors"].items()

@@ -4,12 +4,10 @@ A `Dump` lists its entries without reading their tensors. `Dump.read` reads one 
 bounded by one file. A file may hold several sections, and each is one entry. One section of a file
 has one place.
 
-Tensors have common names, whatever the file calls them: `tokens` (a whole trajectory, prompt
-included), `prompts`, `responses`, `loss_mask` (as wide as `tokens`), `response_mask` (as wide as
-`responses`), `rollout_log_probs`, `old_log_probs`, `log_probs`, `ref_log_probs`, `entropy`,
-`rewards`, `values`, `advantages`, `returns`, `prob_ratio`, `elementwise_loss`, `effective_valid`,
-`loss`, `pg_loss`, `entropy_loss`. Any other tensor keeps its own name. Conversions of a dtype or a
-layout are in `DumpContents.about`.
+Tensors have the names of `stagescope_wire.tensors`, whatever the file calls them, and the losses
+are `loss`, `pg_loss` and `entropy_loss`. `tokens` is a whole trajectory, prompt included, and
+`loss_mask` is as wide. `response_mask` is as wide as `responses`. Any other tensor keeps its own
+name. Conversions of a dtype or a layout are in `DumpContents.about`.
 
 A sample_uid is `{group_id}_{index}`: the index counts the trajectories of a group (NexRL's
 `run_id`). `DumpEntry.key` distinguishes the entries of one file.

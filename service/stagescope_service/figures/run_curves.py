@@ -19,7 +19,7 @@ from stagescope_service.store.queries.curves import MarkedStep, StoredNumbers
 from stagescope_service.views.reading.completeness import aggregation_errors
 from stagescope_service.views.reading.dependencies import Dependencies, Window
 from stagescope_service.views.reading.rows import Lineage
-from stagescope_service.views.series import (
+from stagescope_service.views.series_points import (
     ABSENT,
     NOT_LOGGED,
     NOT_STORED,

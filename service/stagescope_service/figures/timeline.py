@@ -16,12 +16,13 @@ import numpy as np
 import plotly.graph_objects as go
 
 from stagescope_service import figure_style as style
+from stagescope_service.core.completeness import NOT_BEGUN
 from stagescope_service.store.tables import StageRow
 from stagescope_service.views.models.common import Missing
 from stagescope_service.views.reading.completeness import ROWS_REMOVED, began
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.target import Target
-from stagescope_service.views.steps.listing import NOT_BEGUN, progress_of
+from stagescope_service.views.steps.listing import progress_of
 from stagescope_wire.render import counted
 from stagescope_wire.schema import STAGES, Part, RankKey
 

@@ -31,8 +31,9 @@ from stagescope_service.views.encoding import decode, parse_nonfinite
 from stagescope_wire.errors import InvalidInput, InvalidTensor, TooLarge
 from stagescope_wire.framing import WirePayload
 from stagescope_wire.nonfinite import MAX_DEPTH, Json, spell
-from stagescope_wire.schema import DTYPE_BYTES, SCHEMA, Sender
+from stagescope_wire.schema import SCHEMA, Sender
 from stagescope_wire.tensorfile import Array, WireTensor
+from stagescope_wire.tensors import DTYPE_BYTES
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
 _LENGTH: Final = struct.Struct("<Q")

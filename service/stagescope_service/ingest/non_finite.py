@@ -32,17 +32,12 @@ from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
 from stagescope_service.statistics.step_summary import REPEATED
 from stagescope_service.statistics.summary import Summary
-from stagescope_service.statistics.token_batch import (
-    FLOATS,
-    INTEGERS,
-    flat_values,
-    mask_bits,
-)
+from stagescope_service.statistics.token_batch import FLOATS, INTEGERS, flat_values, mask_bits
 from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import part_key
 from stagescope_wire.links import Link
-from stagescope_wire.schema import STREAM_TENSORS
 from stagescope_wire.tensorfile import WireTensor
+from stagescope_wire.tensors import STREAM_TENSORS
 
 _VALUES: Final = (
     "rewards", "advantages", "returns", "values", "entropy", "rollout_is_weights", "prob_ratio",

@@ -50,7 +50,7 @@ from stagescope_wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope_wire.names import MAX_ID
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.render import counted
-from stagescope_wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
+from stagescope_wire.tensors import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
 
 """(row, first position, last) of tokens, half open."""
 

@@ -42,7 +42,7 @@ from stagescope_service.store.ring import Pinned, RingKey
 from stagescope_wire.errors import InvalidTensor, StagescopeError
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.policy_versions import VERSION_NAMES
-from stagescope_wire.schema import STREAM_TENSORS
+from stagescope_wire.tensors import STREAM_TENSORS
 
 _LEFT_OUT: Final = "left_out_rows"
 _JOINED: Final = "joined_tensors"

@@ -2,7 +2,7 @@
 
 Context-parallel ranks hold every sample in fragments (with zigzag two each), and a long sample may
 be split. `positions` gives the position of each token in its sample, `token_offset` the position of
-each row's first token; see `schema.PAYLOAD_TENSORS`.
+each row's first token; see `stagescope_wire.tensors.PAYLOAD_TENSORS`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Evidence for and against a symptom, and the statistics that it rests on.
 
-Functions of `trends`, `mismatch` and `reports` return it. Each is pure in a run's history, and its
+The functions of `symptoms` that rules name return it. Each is pure in a run's history, and its
 keyword parameters are what a rule's `evidence` may give.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from stagescope_service.statistics.cell import Bool, Float64, Int64
-from stagescope_wire.render import counted
+from stagescope_wire.render import counted, grouped, numbers_text
 from stagescope_wire.schema import RankKey
 
 ENDED_AFTER: Final = 3
@@ -149,9 +149,11 @@ def not_found(*against: str) -> Evidence:
     return Evidence("not found", against=against)
 
 
-def listed(ranks: Sequence[str]) -> str:
-    """Return the first ranks as text, and how many more there are."""
-    return ", ".join(ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
+def listed(ranks: Iterable[RankKey]) -> str:
+    """Return ranks as text, such as `actor 0-3, 7, critic 0`."""
+    return ", ".join(
+        f"{role} {numbers_text(sorted({*own}))}" for role, own in grouped(ranks).items()
+    )
 
 
 _SURE: Final = 2.0
@@ -343,6 +345,12 @@ def _mean_ranks(values: Float64) -> Float64:
 def spread(values: Float64) -> float:
     """Return a robust standard deviation: 1.4826 times the median absolute deviation."""
     return 1.4826 * float(np.median(np.abs(values - np.median(values)))) if len(values) else 0.0
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median of the values that are not NaN; NaN where there is none."""
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.median(known)) if known else math.nan
 
 
 def short(value: float) -> str:

@@ -23,7 +23,7 @@ from stagescope_service.store.parts import pair_name, part_records
 from stagescope_service.store.tables import ScalarRow, StepRow, UnfinishedRank
 from stagescope_service.store.tables.declare import NON_FINITE_NAMES
 from stagescope_wire.errors import InvalidInput
-from stagescope_wire.schema import CURRENT_ALONE, UPDATE_PAIR
+from stagescope_wire.tensors import CURRENT_ALONE, UPDATE_PAIR
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing_extensions import Self
 
 from stagescope_service.rules.evidence import Series
 from stagescope_service.rules.facts import StepFacts
+from stagescope_service.rules.logged import LoggedScalars
 from stagescope_service.rules.missing import StepKey, missing_ranks
 from stagescope_service.rules.pooled import STEPS as POOLED
 from stagescope_service.rules.pooled import PooledSteps, pool
@@ -31,10 +31,8 @@ from stagescope_service.store.tables import (
     UnfinishedRank,
     WeightVerdictRow,
 )
-from stagescope_service.store.tables.declare import NON_FINITE_NAMES
 from stagescope_wire.names import BISECT, EXPERIMENT
 from stagescope_wire.nonfinite import JsonObject, number
-from stagescope_wire.schema import ROLES
 
 STEPS: Final = 2000
 """Newest steps that a diagnosis looks at."""
@@ -49,7 +47,6 @@ SYNC: Final = "weight_sync"
 _ROWS: Final = 20_000
 _CACHED: Final = 16
 """Measured steps that a history and those of its earlier steps keep together."""
-_ORDER: Final = {role: at for at, role in enumerate(ROLES)}
 
 
 def _key(row: JsonObject) -> StepKey:
@@ -92,7 +89,6 @@ class RunHistory:
         )
         self._ids = [int(row["attempt_id"]) for row in self.attempts]
         self._number = {int(row["attempt_id"]): int(row["number"]) for row in self.attempts}
-        self._series = lru_cache(maxsize=None)(self._read_series)
         self.has_weights = lru_cache(maxsize=None)(self._has_weights)
         """Return whether weights were recorded in an attempt, by its number."""
         self.facts = lru_cache(maxsize=_CACHED)(self._facts_of)
@@ -119,7 +115,6 @@ class RunHistory:
         self.kept = None
         self._rows = other._rows
         self._every_finding, self._every_loss = other._every_finding, other._every_loss
-        self._series = lru_cache(maxsize=None)(self._read_series)
 
     # --- steps ----------------------------------------------------------------------------------
     @cached_property
@@ -291,53 +286,9 @@ class RunHistory:
         return found[::-1]
 
     @cached_property
-    def scalar_names(self) -> list[str]:
-        """The names of all scalars that were logged."""
-        return sorted(self._catalogue.scalar_names(self._ids)) if self._ids else []
-
-    def scalars(self, patterns: Sequence[str]) -> list[Series]:
-        """Return the series of every scalar whose name matches a pattern, the first one first.
-
-        Each role has its own, the actor's first. A value is the mean over the ranks and parts of
-        the role that logged it; NaN where one of them is.
-        """
-        found = [series for name in self._matching(patterns) for series in self._series(name)]
-        return [series for series in found if len(series)]
-
-    def scalar_name(self, patterns: Sequence[str]) -> str | None:
-        """Return the first name of a scalar that `scalars` returns series of."""
-        return next((name for name in self._matching(patterns) if any(self._series(name))), None)
-
-    def _matching(self, patterns: Sequence[str]) -> list[str]:
-        names = [
-            name
-            for pattern in patterns
-            for name in self.scalar_names
-            if fnmatch.fnmatchcase(name, pattern)
-        ]
-        return [*dict.fromkeys(names)]
-
-    def _read_series(self, name: str) -> list[Series]:
-        current = {(step.attempt_id, step.step) for step in self.steps}
-        by_role: dict[str, dict[tuple[int, int], list[tuple[float, int]]]] = {}
-        first = self.steps[0].step if self.steps else None
-        for row in self._catalogue.scalar_values(
-            self._ids, name, by_rank=False, first=first, last=self._last
-        ):
-            key = (row["attempt_id"], -1 if row["step"] is None else row["step"])
-            if key in current:
-                bad = row["nan"] or row["posinf"] or row["neginf"]
-                mean = math.nan if bad or row["mean"] is None else float(row["mean"])
-                sums = by_role.setdefault(str(row["role"]), defaultdict(list))
-                sums[key].append((mean, int(row["count"])))
-        found = []
-        for role in sorted(by_role, key=lambda role: (_ORDER.get(role, len(ROLES)), role)):
-            sums = by_role[role]
-            rows = [row for row in self._rows if (row["attempt_id"], row["step"]) in sums]
-            values = [_weighted_mean(sums[row["attempt_id"], row["step"]]) for row in rows]
-            label = f"{name} of {role}" if len(by_role) > 1 else name
-            found.append(self._as_series(label, rows, values))
-        return found
+    def logged(self) -> LoggedScalars:
+        """The numbers that the training logged."""
+        return LoggedScalars(self._catalogue, self._ids, self._rows, self._as_series)
 
     def _as_series(self, name: str, rows: Sequence[JsonObject], values: Sequence[float]) -> Series:
         return Series(
@@ -459,15 +410,6 @@ class RunHistory:
         return [row for row in known if self._is_current(row)]
 
     @cached_property
-    def non_finite_scalars(self) -> list[JsonObject]:
-        """The logged numbers that are NaN or infinite, by step, up to the last one."""
-        if not self._ids:
-            return []
-        current = {(step.attempt_id, step.step) for step in self.steps}
-        rows = self._catalogue.scalars(self._ids, nonfinite=NON_FINITE_NAMES, limit=_ROWS)
-        return [row for row in rows if (row["attempt_id"], row["step"]) in current]
-
-    @cached_property
     def _every_finding(self) -> list[FindingRow]:
         return self._catalogue.findings(attempt_id=self._ids, limit=_ROWS) if self._ids else []
 
@@ -519,7 +461,3 @@ class RunHistory:
             for (stage, role, rank), seconds in self._facts_of(step).seconds.items():
                 found.setdefault((stage, role), {}).setdefault(step.step, {})[rank] = seconds
         return found
-
-
-def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:
-    return sum(mean * count for mean, count in values) / sum(count for _, count in values)

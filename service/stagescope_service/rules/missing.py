@@ -1,15 +1,17 @@
-"""The ranks that partial steps lack: a rank is missing only in a stage that it runs in other steps.
+"""The ranks that steps lack: a rank is missing only in a stage that it runs in other steps.
 
-A step counts all ranks of a role in each of its stages, because a lost report must not make it
-complete. In a stage that some ranks alone run (rank 0 generates or scores), no other rank is gone.
+The verdict that is stored counts all ranks of a role in each of its stages, because a lost report
+must not make a step complete. In a stage that few ranks run (rank 0 generates or scores), no other
+rank is gone: every answer about a step leaves these out. Where most ranks run a stage, a rank that
+never does is missing.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import ListedAttempt, ListedStep
@@ -24,6 +26,56 @@ _ATTEMPTS: Final = 3
 """Newest attempts whose first steps show it."""
 StepKey = tuple[int, int]
 """(attempt_id, step)."""
+
+
+class StageRanks(NamedTuple):
+    """Which ranks run which stages, as some steps show."""
+
+    began: Mapping[tuple[str, str], set[int]]
+    """(role, stage) -> ranks that began it in one of the steps."""
+    times: Mapping[tuple[str, str], int]
+    """(role, stage) -> how many of the steps have it."""
+    working: set[tuple[str, int]]
+    """(role, rank) of those that began any stage."""
+
+    def lacks(self, role: str, rank: int, stage: str, *, is_open: bool = False) -> bool:
+        """Return whether a rank that did not begin a stage of a step is missing there.
+
+        It is if it runs the stage in another step, if most ranks of its role run it, if it runs no
+        stage, or if no other step has the stage, so that nobody knows.
+        """
+        key = (role, stage)
+        is_known = self.times.get(key, 0) > (0 if is_open else 1)
+        if not is_known or rank in self.began[key] or (role, rank) not in self.working:
+            return True
+        return 2 * len(self.began[key]) > sum(own == role for own, _ in self.working)
+
+
+def ranks_of_stages(
+    catalogue: Catalogue, attempts: Sequence[ListedAttempt], read: Iterable[ListedStep]
+) -> StageRanks:
+    """Return which ranks run which stages.
+
+    Args:
+        catalogue: the reading side of the store.
+        attempts: of the run, ascending.
+        read: steps that show it beside the first ones of the newest attempts.
+    """
+    firsts: list[ListedStep] = []
+    for attempt in attempts[-_ATTEMPTS:]:
+        if attempt["first_step"] is not None:
+            before = attempt["first_step"] + _FIRST
+            firsts += catalogue.steps(attempt["attempt_id"], before=before, limit=_FIRST)
+    rows = {(row["attempt_id"], row["step"]): row for row in chain(read, firsts)}.values()
+    began = _began(rows)
+    times = Counter(
+        (role, stage)
+        for row in rows
+        for role, by_stage in (row["expected"] or {}).items()
+        for stage in by_stage
+    )
+    working = {(role, rank) for (role, _), ranks in began.items() for rank in ranks}
+    return StageRanks(began, times, working)
 
 
 def missing_ranks(
@@ -45,23 +97,24 @@ def missing_ranks(
     for attempt_id, steps in by_attempt.items():
         span = max(steps) - min(steps) + 1 + _FIRST
         read += catalogue.steps(attempt_id, before=max(steps) + 1, limit=span)
-    firsts: list[ListedStep] = []
-    for attempt in attempts[-_ATTEMPTS:]:
-        if attempt["first_step"] is not None:
-            before = attempt["first_step"] + _FIRST
-            firsts += catalogue.steps(attempt["attempt_id"], before=before, limit=_FIRST)
-    began = _began(chain(read, firsts))
-    working = {(role, rank) for (role, _), ranks in began.items() for rank in ranks}
+    ranks = ranks_of_stages(catalogue, attempts, read)
     return {
         (row["attempt_id"], row["step"]): [
             each
             for each in row["missing"] or ()
-            if each["rank"] in began[each["role"], each["stage"]]
-            or (each["role"], each["rank"]) not in working
+            if ranks.lacks(each["role"], each["rank"], each["stage"])
         ]
         for row in read
         if row["step"] in by_attempt.get(row["attempt_id"], ())
     }
+
+
+def stage_ranks_before(
+    catalogue: Catalogue, attempts: Sequence[ListedAttempt], attempt_id: int, step: int
+) -> StageRanks:
+    """Return which ranks run which stages, as the steps up to one show."""
+    read = catalogue.steps(attempt_id, before=step + 1, limit=_FIRST + 1)
+    return ranks_of_stages(catalogue, attempts, read)
 
 
 def _began(rows: Iterable[ListedStep]) -> Mapping[tuple[str, str], set[int]]:

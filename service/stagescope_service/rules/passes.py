@@ -11,7 +11,8 @@ from stagescope_service.statistics.mismatch import rounding_floor
 from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.step_summary import assemble
 from stagescope_wire.errors import InvalidInput
-from stagescope_wire.schema import CURRENT_ALONE, UPDATE_PAIR, Part
+from stagescope_wire.schema import Part
+from stagescope_wire.tensors import CURRENT_ALONE, UPDATE_PAIR
 
 _TOKENS, _NON_FINITE, _D_ABS_SUM, _P_SUM = (
     ROW.index(name) for name in ("tokens", "non_finite", "d_abs_sum", "p_sum")

@@ -62,8 +62,9 @@ class PooledSteps:
         return {(row.role, row.rank): one for row, one in zip(self.ranks, found, strict=True)}
 
     def begin(self, ranks: Sequence[RankKey]) -> int:
-        """Return the first step from which on, without a break, the mismatch of some ranks is at
-        least half of what it is in the steps after it.
+        """Return the step in which the mismatch of some ranks began.
+
+        From this step on, without a break, it is at least half of what it is in the steps after it.
 
         Args:
             ranks: the ranks; (): all.

@@ -18,8 +18,8 @@ from stagescope_service.rules.facts import StepFacts
 from stagescope_service.rules.history import READ, RunHistory
 from stagescope_service.rules.pooled import STEPS as POOLED
 from stagescope_service.rules.steps import CurrentStep
-from stagescope_service.statistics.cell import Float64
 from stagescope_service.statistics.part import PartRecord
+from stagescope_service.statistics.profiles import Bin, add_bins
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey, SliceMetrics
 from stagescope_service.statistics.step_summary import StepSummary, assemble
 from stagescope_service.store.catalogue import Catalogue
@@ -166,29 +166,27 @@ class OtherEngines(RunHistory):
         return [(step, self._numbers(step, name) if by == "rank" else {}) for step in chosen]
 
     def _numbers(self, step: CurrentStep, name: str) -> dict[SliceKey, float]:
-        sums: dict[SliceKey, Float64] = {}
+        bins: dict[SliceKey, list[Bin]] = {}
         facts = self.read(step)
         counted = () if facts is None else facts.summary.counted
         for part in () if facts is None else facts.parts():
             if part.key in counted:
-                for engine, row in part.summary.engines.items():
-                    if engine != self._left_out and row[0]:
-                        key = (part.role, part.rank)
-                        sums[key] = sums.get(key, np.zeros_like(row)) + row
-        return {key: _number(name, row) for key, row in sums.items()}
+                for engine, own in part.summary.of_engines().items():
+                    if engine != self._left_out and own.tokens:
+                        bins.setdefault((part.role, part.rank), []).append(own)
+        return {key: _number(name, add_bins(own)) for key, own in bins.items()}
 
 
-def _number(name: str, row: Float64) -> float:
-    """Return a published number of `profiles.COLUMNS`, or a bound of it; NaN if it is unknown.
+def _number(name: str, sums: Bin) -> float:
+    """Return a published number of some sums, or a bound of it; NaN if it is unknown.
 
     The square root of the sum of squares is no smaller than the largest |d|. The tokens that are
     far off are as many as carry the mean.
     """
-    tokens, _, _, size, squares = map(float, row)
     numbers = {
-        ABS_DIFF: size / tokens,
-        _TOKENS: tokens,
-        _LARGEST: math.sqrt(squares),
-        _FAR: size * size / squares if squares else 0.0,
+        ABS_DIFF: sums.d_abs_sum / sums.tokens,
+        _TOKENS: float(sums.tokens),
+        _LARGEST: math.sqrt(sums.d_square_sum),
+        _FAR: sums.carrying,
     }
     return numbers.get(name, math.nan)

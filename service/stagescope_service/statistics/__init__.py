@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 from stagescope_service.statistics.cell import Cell, Field
-from stagescope_service.statistics.checks import Calibration, Check, calibration
+from stagescope_service.statistics.checks import Check
 from stagescope_service.statistics.comparability import Comparability, examine, examine_cell
 from stagescope_service.statistics.mismatch import publish, publish_cell
+from stagescope_service.statistics.noise_checks import Calibration, calibration
 from stagescope_service.statistics.part import PartRecord, RankRow, Recompute
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.step_summary import NOISE_PAIR, StepSummary, assemble, skip_of

@@ -23,20 +23,18 @@ from stagescope_service.statistics.checks import (
     MANY,
     Check,
     Scope,
-    biased,
     constant,
-    edge_token,
     fits,
     lag_means,
     probabilities,
     rounded,
-    scaled,
     shifted,
     unrelated,
 )
 from stagescope_service.statistics.coverage import coverage, missing_values, padding
 from stagescope_service.statistics.exact import are_equal, bitwise_equal
 from stagescope_service.statistics.fill_values import FillValues
+from stagescope_service.statistics.noise_checks import biased, edge_token, scaled
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.profiles import Edge
 from stagescope_service.statistics.sample_checks import check_samples

@@ -20,8 +20,9 @@ from stagescope_service.statistics.cell import (
     Field,
     Float64,
 )
-from stagescope_service.statistics.checks import ROUNDED_SHARE, calibration, held_by_bfloat16
+from stagescope_service.statistics.checks import ROUNDED_SHARE, held_by_bfloat16
 from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.noise_checks import calibration
 from stagescope_service.statistics.settings import StatisticsSettings, clamped_exp
 from stagescope_service.statistics.summary import Summary
 

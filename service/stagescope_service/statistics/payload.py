@@ -18,14 +18,9 @@ from stagescope_wire.errors import InvalidEvent, InvalidTensor
 from stagescope_wire.names import storable_id
 from stagescope_wire.nonfinite import Json, valid_text
 from stagescope_wire.policy_versions import VERSION_NAMES, text_versions
-from stagescope_wire.schema import (
-    DTYPE_BYTES,
-    INTEGER_TENSORS,
-    PAYLOAD_STRINGS,
-    PER_TOKEN,
-    SCHEMA,
-)
+from stagescope_wire.schema import SCHEMA
 from stagescope_wire.tensorfile import WireTensor
+from stagescope_wire.tensors import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN
 
 _MAX_DIMENSIONS: Final = 8
 

@@ -67,6 +67,12 @@ class Bin(NamedTuple):
     d_abs_sum: float
     d_square_sum: float
 
+    @classmethod
+    def of(cls, key: int, values: Float64) -> Bin:
+        """Return a bin of `COLUMNS`."""
+        tokens, nonfinite, *sums = values.tolist()
+        return cls(key, int(tokens), int(nonfinite), *sums)
+
     @property
     def carrying(self) -> float:
         """(sum |d|)^2 / sum d^2: the number of tokens of one size with these sums."""
@@ -101,8 +107,8 @@ class Profiles:
         base = DIMENSIONS.index(dimension) * BINS
         own = (self.keys >= base) & (self.keys < base + BINS)
         return tuple(
-            Bin(key - base, int(row[0]), int(row[1]), *row[2:])
-            for key, row in zip(self.keys[own].tolist(), self.values[own].tolist(), strict=True)
+            Bin.of(key - base, row)
+            for key, row in zip(self.keys[own].tolist(), self.values[own], strict=True)
         )
 
     def edge_tokens(self, edge: Edge) -> tuple[Bin, Bin] | None:

@@ -15,8 +15,8 @@ _MASK = "response_mask"
 def with_padded_responses(tensors: Mapping[str, WireTensor]) -> dict[str, WireTensor]:
     """Return the tensors with `responses` padded by 0 as the mask [rows, tokens] is.
 
-    The model's tokens must lie inside the responses if these begin at the first column, or inside
-    them if they end at the last one, and not in both cases. Otherwise nothing changes.
+    The responses may begin at the first column, or end at the last one. In exactly one of the two
+    cases the model's tokens must lie inside the responses. Otherwise nothing changes.
     """
     found = dict(tensors)
     mask, ids = tensors.get(_MASK), tensors.get(_IDS)

@@ -13,7 +13,8 @@ import math
 from typing import Final, Literal
 
 from stagescope_service.statistics.cell import Cell, Field
-from stagescope_service.statistics.checks import DRIFTED_SLOPE, MANY, SCALED_Z, Check, slope_text
+from stagescope_service.statistics.checks import MANY, Check
+from stagescope_service.statistics.noise_checks import DRIFTED_SLOPE, SCALED_Z, slope_text
 from stagescope_service.statistics.summary import Summary
 
 _ALIKE: Final = 0.5

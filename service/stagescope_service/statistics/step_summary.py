@@ -41,7 +41,8 @@ from stagescope_service.statistics.part import (
 from stagescope_service.statistics.summary import Summary, merge_produced
 from stagescope_service.statistics.token_batch import TokenBatch
 from stagescope_wire.errors import InvalidInput
-from stagescope_wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES
+from stagescope_wire.schema import ROLES, STEP_SUMMARY_STAGES
+from stagescope_wire.tensors import PAIRS
 
 MISMATCH_PAIRS: Final = tuple(pair for pair in PAIRS if "recomputed" not in pair)
 NOISE_PAIR: Final = ("old", "recomputed")

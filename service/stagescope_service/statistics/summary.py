@@ -26,7 +26,7 @@ from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Bool, Cell, Field, Float32, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW
-from stagescope_service.statistics.profiles import Profiles
+from stagescope_service.statistics.profiles import Bin, Profiles
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.policy_versions import differ_in_number, is_numbered, merge_names
@@ -209,7 +209,8 @@ class Summary:
     profiles: Profiles = dataclasses.field(default_factory=lambda: Profiles.merge([]))
     """Sums of d by place, probability and lattice."""
     engines: Mapping[str, Float64] = dataclasses.field(default_factory=dict)
-    """Engine instance -> `profiles.COLUMNS` of its tokens, where rows say theirs."""
+    """Engine instance -> `profiles.COLUMNS` of its tokens, where rows say theirs; see
+    `of_engines`."""
     version_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Texts of those versions that are texts, in the order of their appearance."""
     token_digest: str = ""
@@ -220,6 +221,10 @@ class Summary:
     def total(self) -> Cell:
         """The cell of all tokens."""
         return Cell(cells.merge(self.rounds.cells))
+
+    def of_engines(self) -> dict[str, Bin]:
+        """Return the sums over the tokens of each engine instance, as bins of key 0."""
+        return {name: Bin.of(0, values) for name, values in self.engines.items()}
 
     @property
     def fresh(self) -> Cell:

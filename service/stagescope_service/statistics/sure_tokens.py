@@ -14,13 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from stagescope_service.statistics.checks import (
-    CUT_ONE_SIDED,
-    SCALED_ONE_SIDED,
-    SCALED_SIZE,
-    Check,
-    slope_text,
-)
+from stagescope_service.statistics.checks import Check
+from stagescope_service.statistics.noise_checks import CUT_ONE_SIDED, SCALED_SIZE, slope_text
 from stagescope_service.statistics.profiles import CHANCES, Bin
 from stagescope_service.statistics.summary import Summary
 
@@ -29,6 +24,9 @@ FEW: Final = 8
 ENOUGH: Final = 32
 """Minimum sure tokens to show a temperature if no other check fails: noise moves as many in one
 direction with a probability of 2^-31."""
+SLOPE_ONE_SIDED: Final = 0.85
+"""Minimum |corr(d, q)| of a temperature if all d have one sign: log-probs that were scaled without
+renormalising them. A cut reaches 0.72."""
 SPREAD: Final = 0.045
 """Maximum distance, in nats, of sure tokens from the move of a temperature. An engine of int8 makes
 up to 0.04. Another model, with logits that are 0.3 nats off, makes 0.055 and more."""
@@ -177,7 +175,7 @@ def is_temperature(scaling: Check, ratio: Check, sure: SureTokens | None) -> boo
     if ratio.status != "suspect":
         return True
     if ratio.values["one_sided"] >= CUT_ONE_SIDED:
-        return abs(correlation) > SCALED_ONE_SIDED
+        return abs(correlation) > SLOPE_ONE_SIDED
     if sure is not None and (ratio.name == "calibration" or sure.crosses):
         return sure.fit_a_temperature
     return (ratio.values["mean"] < 1.0) == (correlation < 0.0)

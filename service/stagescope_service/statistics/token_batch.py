@@ -17,8 +17,8 @@ from stagescope_service.statistics.cell import Array, Bool, Int64, Mask
 from stagescope_wire.errors import InvalidTensor
 from stagescope_wire.names import misspelt
 from stagescope_wire.policy_versions import names_of
-from stagescope_wire.schema import CURRENT_ALONE, PAIRS, STREAM_TENSORS, UPDATE_PAIR
 from stagescope_wire.tensorfile import WireTensor
+from stagescope_wire.tensors import CURRENT_ALONE, PAIRS, STREAM_TENSORS, UPDATE_PAIR
 
 FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
 INTEGERS: Final = ("int64", "int32", "int16", "int8", "uint8", "bool")
@@ -156,7 +156,7 @@ class TokenBatch:
 
 
 def available_pairs(names: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of `schema.PAIRS` for which a payload has the tensors of both streams."""
+    """Return the pairs of `PAIRS` for which a payload has the tensors of both streams."""
     present = _streams_in(names)
     return tuple(pair for pair in PAIRS if present.issuperset(pair))
 
@@ -165,7 +165,7 @@ def update_pair(
     names: Mapping[str, object], strings: Mapping[str, object]
 ) -> tuple[str, str] | None:
     """Return the pair of streams that compares a first mini-batch's payload with the old log-probs.
-    It is `schema.UPDATE_PAIR`, or `CURRENT_ALONE` if the sample ids pair its sums with the sums of
+    It is `UPDATE_PAIR`, or `CURRENT_ALONE` if the sample ids pair its sums with the sums of
     another stage; None: there is no such pair."""
     present = _streams_in(names)
     if "response_mask" not in names or "current" not in present:

@@ -69,7 +69,7 @@ def write_tensors(
 
     Args:
         path: the file; its directory is created. An existing file is replaced.
-        tensors: by name, each of any dtype of `schema.DTYPE_BYTES`, any shape.
+        tensors: by name, each of any dtype of `stagescope_wire.tensors.DTYPE_BYTES`, any shape.
         metadata: any JSON value, read back by `read_tensors`.
         durable: False neither waits for the disk nor computes the checksum.
 

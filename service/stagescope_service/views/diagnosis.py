@@ -26,7 +26,7 @@ from stagescope_service.views.samples.listing import loss_of
 from stagescope_wire.batch import Batch
 from stagescope_wire.errors import NotFound
 from stagescope_wire.render import counted
-from stagescope_wire.schema import RECENT_TENSORS
+from stagescope_wire.tensors import RECENT_TENSORS
 
 OF_AN_ATTEMPT: Final = frozenset({
     "anatomy", "batch", "canary", "exact", "findings", "gradient", "loss", "losses", "lost",
@@ -272,7 +272,7 @@ def _row(
         lacking["stagescope bisect "] = _RECORD_TOKENS
     if newest is not None and all(newest.summary.summary.sequences.samples):
         lacking[_GIVE_IDS] = ""
-    scalar = history.scalar_name(rule.evidence.parameters.get("names") or ())
+    scalar = history.logged.first_name(rule.evidence.parameters.get("names") or ())
     example = evidence.example
     absent = [
         word
@@ -352,7 +352,8 @@ def _sentence(found: Diagnosis, history: RunHistory) -> str:
     if not found.is_found:
         return parts[0]
     is_named = evidence.where.casefold() in parts[0].casefold()
-    if evidence.where and not is_named and not (evidence.headline and evidence.ranks):
+    says_where = bool(evidence.headline and evidence.ranks) or evidence.proof is not None
+    if evidence.where and not is_named and not says_where:
         parts.append(evidence.where)
     if evidence.since_step is not None:
         about = "about " if evidence.is_about else ""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from tests.support.browser import Scheme, chromium, opened
+from tests.support.browser import Scheme, opened
 from tests.support.memory_dumps import MemoryDump, Sample, batch, record, single, split
 
 from stagescope_service.compare.comparison import compare
@@ -72,12 +72,6 @@ REPORTS: dict[str, Callable[[], Sides]] = {
     "hostile": hostile,
     "three": lambda: (dump(batch(40)), dump(batch(40)), dump(moved(batch(40)))),
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -16,6 +15,7 @@ import numba
 import pytest
 from tests.support.command_line import invoke
 from tests.support.dump_files import nexrl_directory
+from tests.support.pseudo_terminal import rest_of
 
 from stagescope_service.statistics import jit, pairwise
 
@@ -35,23 +35,17 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def on_a_terminal(*words: str) -> tuple[int, str, str]:
     """Run `stagescope WORDS` with a terminal as stderr; return its status and both texts."""
     terminal, stderr = pty.openpty()
-    try:
-        program = "from stagescope.cli import main; main()"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"}
-        with subprocess.Popen(
-            [sys.executable, "-c", program, *words],
-            stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
-        ) as process:  # fmt: skip
-            os.close(stderr)
-            seen = b""
-            with contextlib.suppress(OSError):  # the other end is closed
-                while more := os.read(terminal, 4096):
-                    seen += more
-            assert process.stdout is not None
-            output = process.stdout.read()
-        return process.returncode, output, seen.decode()
-    finally:
-        os.close(terminal)
+    program = "from stagescope.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
+    ) as process:  # fmt: skip
+        os.close(stderr)
+        seen = rest_of(terminal)
+        assert process.stdout is not None
+        output = process.stdout.read()
+    return process.returncode, output, seen
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -26,11 +26,7 @@ from stagescope_service.coordinator.raw_fields import FIELDS, OWN_FIELDS, PAGE, 
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.coordinator.runner import Clock
 from stagescope_service.core.hangs.stack_requests import RankRequest
-from stagescope_service.core.instructions import (
-    Aggregate,
-    Ingest,
-    PayloadKey,
-)
+from stagescope_service.core.instructions import Aggregate, Ingest, PayloadKey
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Store, Submitted
 from stagescope_service.store.sql import SqlStore
@@ -71,7 +67,7 @@ class Clocked:
         until = self.now + seconds
         while self.now < until:
             self.now += every
-            self.run(self.coordinator.parts.intake.expire())
+            self.run(self.coordinator.parts.leases.expire())
 
     def statuses(self) -> list[tuple[int, str]]:
         return sorted((row["occurrence"], row["status"]) for row in rows_of(self.store, "stages"))

@@ -133,7 +133,7 @@ def test_a_rank_comes_again_until_the_ranks_before_show_whether_they_go_on(
     wall, mono = 1009.0, 0.0
     coordinator = coordinator_of(store, tmp_path, wall=lambda: wall, mono=lambda: mono)
     intake = coordinator.parts.intake
-    intake.begin()
+    coordinator.parts.leases.begin()
 
     async def poll(rank: Rank) -> None:
         await intake.poll(rank.sender.wire(), 0, [], 0.0)
@@ -159,7 +159,7 @@ def test_a_rank_comes_again_until_the_ranks_before_show_whether_they_go_on(
             for _ in range(4):  # at the first time it finds that it was held up itself
                 wall, mono = wall + 20.0, mono + 20.0
                 await poll(new[0])
-                await intake.expire()
+                await coordinator.parts.leases.expire()
         return await sent
 
     asked = asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -9,10 +9,10 @@ import pytest
 from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
 from stagescope_service.core import restarts
+from stagescope_service.core.arrival import Arrival
 from stagescope_service.core.entities import Attempt
 from stagescope_service.core.instructions import Aggregate, Ingest
 from stagescope_service.core.restarts import Restarts
-from stagescope_service.core.state import Arrival
 from stagescope_wire.errors import InvalidEvent
 from stagescope_wire.schema import Event
 

@@ -13,9 +13,10 @@ import pytest
 from tests.service.core.test_any_order import crash
 from tests.support.trainings import Bench, Delivery, Rank, Rows, check_memory
 
+from stagescope_service.core.arrival import Arrival
 from stagescope_service.core.findings import MAX_REASONS, Refusals, finding
 from stagescope_service.core.spans import RAW_SEQ
-from stagescope_service.core.state import Arrival, State
+from stagescope_service.core.state import State
 from stagescope_service.store.contract import Put
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from tests.support.trainings import Bench, Rank, check_memory
 
+from stagescope_service.core.arrival import Arrival
 from stagescope_service.core.departures import LONG_GONE_SECONDS
 from stagescope_service.core.entities import OPEN_STEPS, RECENT_STEPS, SETTLED_REMEMBERED
 from stagescope_service.core.instructions import Put
-from stagescope_service.core.state import Arrival, State
+from stagescope_service.core.state import State
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.trainings import check_memory
 
+from stagescope_service.core.arrival import Arrival
 from stagescope_service.core.catalogue_rows import plain
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.core.spans import RAW_SEQ
-from stagescope_service.core.state import Arrival, State
+from stagescope_service.core.state import State
 from stagescope_service.store.statements import check
 from stagescope_service.store.tables import TABLES
 from stagescope_service.store.tables.declare import Flag, StrictJson

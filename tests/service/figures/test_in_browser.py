@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.api import Service
-from tests.support.browser import Scheme, chromium, opened
+from tests.support.browser import Scheme, opened
 from tests.support.runs.drawn import UNMEASURED, page_of
 
 if TYPE_CHECKING:
@@ -28,12 +27,6 @@ FIGURES: dict[str, tuple[str, dict[str, object]]] = {
     "comparison": ("comparison", {"run": "r"}),
     "empty": ("rounds", {"run": "r", "step": UNMEASURED}),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 import httpx
 import pytest
 from tests.support.api import Service, service
-from tests.support.browser import chromium
 from tests.support.command_line import ask
 from tests.support.nginx import PATH, Front, Style, front, nginx
 from tests.support.page import Visit, visiting
@@ -33,12 +32,6 @@ STEP: Final = f"{OF_RUN}/steps/2"
 LOG_PROB: Final = "actor_compute_log_prob"
 REMOVES: Final = pytest.mark.parametrize("served", ["removes"], indirect=True)
 """For what takes long and asks nothing that differs if the proxy keeps the path."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as running:
-        yield running
 
 
 class Served:

@@ -17,6 +17,7 @@ from safetensors.numpy import save
 from stagescope_service.http import framing
 from stagescope_wire import schema
 from stagescope_wire.errors import InvalidEvent, InvalidInput, TooLarge
+from stagescope_wire.tensors import DTYPE_BYTES
 
 SENDER = list(schema.Sender("inc", "r", "a", "actor", 0).wire())
 END = [1, "end", 7, 1.0, 1.0, {"step": 5, "stage": "actor_update"}]
@@ -70,7 +71,7 @@ def test_a_batch_with_tensors() -> None:
 
 
 def test_offsets_and_every_dtype() -> None:
-    for dtype in schema.DTYPE_BYTES:
+    for dtype in DTYPE_BYTES:
         kind = {"bfloat16": "uint16"}.get(dtype, dtype)
         values = np.array([0, 1, 1, 0, 1], kind)
         about = {"dtype": dtype, "shape": [5], "offsets": True}

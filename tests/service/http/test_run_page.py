@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.browser import chromium
 from tests.support.dumps import capture
 from tests.support.measure import payload
 from tests.support.page import Visit, visiting
@@ -32,12 +31,6 @@ VIEWS: Final = (
     *(f"/steps/2?part={part}" for part in (
         "rounds", "ranks", "tokens", "gradient", "time", "numbers", "files")),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,22 @@ def test_one_step_off_is_healthy(begin: int, syncs: bool, rule: str, live: Servi
     assert rows["staleness"]["record"] is None
 
 
+def test_an_engine_that_gets_no_weights_any_more_is_named(live: Service) -> None:
+    def stuck(batch: Batch) -> None:
+        age = max(0, batch.step - 8)
+        batch.versions = np.full(batch.q.shape, batch.step - age)
+        batch.add(0.06 * age, bool(age))
+
+    row = diagnosed(live, "stuck", stuck, steps=range(1, 17))["staleness"]
+    assert (row["verdict"], row["since_step"], row["cause"]) == ("found", 9, None)
+    text = "All tokens are of one policy version, which is 8 versions old in step 16, since step 9"
+    assert row["sentence"].startswith(text)
+    [evidence] = row["for"]
+    assert "no step has fresh ones beside them" in evidence
+    assert "nan" not in evidence
+    assert "8" in [line.split()[0] for line in proved_by(live, row).splitlines() if line]
+
+
 def test_mixed_ages_are_drift_alone(live: Service) -> None:
     rows = diagnosed(live, "mixed", mixed, syncs=True)
     assert found_in(rows) == {"staleness"}

@@ -116,6 +116,7 @@ def test_a_proven_cause_stands_once_with_the_symptoms_begin(name: str, live: Ser
     first, *others = causes(live, run)
     assert (first["rule"], first["since_step"], others) == ("bisected", 8, [])
     assert symptom in first["explains"]
+    assert f"bisect-{run}" not in first["sentence"]  # the proof names it
     assert (first["shown"], first["examined"]) == (17, 17)
 
 

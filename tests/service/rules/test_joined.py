@@ -27,6 +27,17 @@ def test_a_clamp_is_named_with_its_bound(live: Service) -> None:
     )
 
 
+def test_a_stream_that_nothing_fills_in_is_named_with_its_rank(live: Service) -> None:
+    def unfilled(batch: Batch) -> None:
+        if batch.rank == 1:
+            batch.p = np.zeros_like(batch.p)
+
+    rows = diagnosed(live, "unfilled", since(8, unfilled), steps=range(1, 15))
+    row = rows["streams_lack_values"]
+    text = "On actor rank 1 the old log-probs are 0 in every token, since step 8, in 7 of 7 steps"
+    assert (row["cause"], row["sentence"]) == (None, text)
+
+
 def test_a_nan_is_one_cause_and_its_operator_may_be_captured_later(live: Service) -> None:
     def not_finite(batch: Batch) -> None:
         if batch.rank == 1:

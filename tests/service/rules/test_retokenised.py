@@ -23,7 +23,7 @@ from tests.support.api import Service
 
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.rules.steps import CurrentStep
-from stagescope_service.rules.symptoms.turns import retokenised
+from stagescope_service.rules.symptoms.prompts import retokenised
 from stagescope_wire.batch import Batch as StepBatch
 from stagescope_wire.batch import Tensor
 

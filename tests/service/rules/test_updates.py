@@ -134,7 +134,7 @@ def test_each_rank_is_judged_by_its_own_samples(by: float, live: Service) -> Non
 def test_each_micro_batch_is_judged_by_its_own_samples(live: Service) -> None:
     second = [*range(ROWS // 2, ROWS)]
     row = update(live, "update-micro", {0: second, 1: second}, pieces=2)
-    assert (row["verdict"], row["where"], row["sure"]) == ("found", "actor 0, actor 1", 0.5)
+    assert (row["verdict"], row["where"], row["sure"]) == ("found", "actor 0-1", 0.5)
 
 
 @pytest.mark.parametrize("rollout", [True, False])
@@ -187,7 +187,7 @@ def test_values_of_a_narrow_dtype_that_round_otherwise_are_no_difference(live: S
 
 def test_old_log_probs_of_another_policy_differ_everywhere(live: Service) -> None:
     row = update(live, "update-all", {}, noise=0.1)
-    assert (row["verdict"], row["where"], row["sure"]) == ("found", "actor 0, actor 1", 1.0)
+    assert (row["verdict"], row["where"], row["sure"]) == ("found", "actor 0-1", 1.0)
 
 
 def test_numbers_of_the_step_are_those_without_the_current_ones(live: Service) -> None:

@@ -37,10 +37,10 @@ from stagescope_service.statistics import (
     publish,
     summarise,
 )
-from stagescope_service.statistics.checks import scaled
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
 from stagescope_service.statistics.comparability import causes_of_ranks, examine_ranks
 from stagescope_service.statistics.exact import first_difference, unequal_tokens
+from stagescope_service.statistics.noise_checks import scaled
 from stagescope_service.statistics.sample_checks import check_samples
 from stagescope_service.views.steps.numbers import cell_row
 from stagescope_wire.policy_versions import encode_versions

@@ -9,23 +9,11 @@ import numpy as np
 import pytest
 from tests.service.statistics.test_causes import CASES, SHAPES, judged
 from tests.service.statistics.test_comparability import assembled
-from tests.support.sampler import (
-    NOISE,
-    SHARPNESS,
-    Batch,
-    draw,
-    other_model,
-    temperature,
-    top_p,
-)
+from tests.support.sampler import NOISE, SHARPNESS, Batch, draw, other_model, temperature, top_p
 
-from stagescope_service.statistics import (
-    Comparability,
-    examine,
-    examine_cell,
-)
-from stagescope_service.statistics.checks import DRIFTED_SLOPE
+from stagescope_service.statistics import Comparability, examine, examine_cell
 from stagescope_service.statistics.comparability import examine_ranks
+from stagescope_service.statistics.noise_checks import DRIFTED_SLOPE
 
 
 def aged(batch: Batch, *versions: int, trainer: int = 5) -> Comparability:

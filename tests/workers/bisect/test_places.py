@@ -100,6 +100,27 @@ def test_the_rank_whose_rows_were_received_is_named() -> None:
     assert any(each.text.endswith("of another row of actor rank 3") for each in tried)
 
 
+def test_rows_in_another_order_are_named_where_tools_wrote_some_of_their_tokens() -> None:
+    def has_tool(row: int, place: int) -> bool:
+        return row % 2 == 1 and 3 <= place < 8
+
+    def next_row_without_tools(own: Logs, row: int) -> list[float]:
+        other = row - row % 6 + (row + 1) % 6
+        values = [
+            0.0 if has_tool(other, place) else value for place, value in enumerate(own[other])
+        ]
+        return list(map(float, np.resize([*values, *([0.0] * 80)], len(own[row]))))
+
+    batch = step(next_row_without_tools, on_rank_1)
+    mask = batch["response_mask"].copy()
+    mask[1::2, 3:8] = 0
+    batch = dataclasses.replace(
+        batch, tensors={**batch.tensors, "response_mask": Tensor("int8", mask)}
+    )
+    [found] = [each for each in on_kept_numbers(part(batch)) if each.kind == "reordered"]
+    assert found.now == pytest.approx(ROUNDING * 0.8, rel=0.2)  # the mean of the noise
+
+
 @pytest.mark.parametrize(
     ("is_sick", "text"),
     [

@@ -69,18 +69,18 @@ def _reordered(kept: Kept) -> Iterator[Tried]:
         tried = [
             (float(gaps.mean()), gaps, other)
             for other in kept.step_rows[:_MOST_ROWS]
-            if len(gaps := _gaps_to(row, places, other)) >= min(len(places), _MIN_TOKENS)
+            if len(gaps := _gaps_to(row, places, other)) >= _MIN_ROW
         ]
         if not tried:
             continue
         _, gaps, best = min(tried, key=lambda each: each[0])
         matched.append(gaps)
-        own.append(np.abs(row.q - row.p)[places[: len(gaps)]])
+        own.append(np.abs(row.q - row.p)[places])
         if best.name != row.name:
             count += 1
             others.add(best.rank)
     was, now = np.concatenate(own), np.concatenate(matched)
-    if not count or len(was) < _MIN_TOKENS:
+    if not count or len(now) < _MIN_TOKENS:
         return
     rank = next(iter(others))
     of_one = len(others) == 1 and rank is not None and rank not in {row.rank for row in kept.rows}
@@ -89,12 +89,14 @@ def _reordered(kept: Kept) -> Iterator[Tried]:
         f"The rows of the two sides are in another order: the rollout's log-probs of a row are the "
         f"trainer's of another row{where}"
     )
-    yield Tried("reordered", "rollout", text, float(was.mean()), float(now.mean()), len(was))
+    yield Tried("reordered", "rollout", text, float(was.mean()), float(now.mean()), len(now))
 
 
 def _gaps_to(row: Row, places: Int64, other: Row) -> Float64:
-    """Return |rollout - trainer of another row| at the row's places that the other row has, too."""
+    """Return |rollout - trainer of another row| at the row's places that count in the other row,
+    too: beside them, the rollout has no log-probs of it."""
     inside = places[: int(np.searchsorted(places, len(other.p)))]
+    inside = inside[other.counted[inside]]
     gaps = np.abs(row.q[inside] - other.p[inside])
     return gaps if np.isfinite(gaps).all() else np.empty(0)
 

@@ -122,8 +122,8 @@ def choose(
 ) -> Sequences:
     """Return sequences of a vocabulary, by its size alone.
 
-    Three are short, two share a prefix, one has tokens spread over the vocabulary (a MoE switches
-    its experts often in it), and the last is as long as `max_length` and `budget` allow.
+    Three are short, and two share a prefix. One has tokens from all of the vocabulary, so that a
+    MoE often switches its experts. The last is as long as `max_length` and `budget` allow.
 
     Args:
         vocabulary: number of token ids.

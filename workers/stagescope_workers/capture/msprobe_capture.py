@@ -306,8 +306,8 @@ def begin_capture(
     Args:
         capture: the request. The caller has checked that it matches this stage, step and rank
             (`stagescope_wire.captures.matches`). With `force` it is armed even where the estimate
-            does not fit. Of its `limits`, `reserve_bytes` stay free on the disk (256 MB by
-            default), and `tokens` is the number of tokens of the stage, for the estimate.
+            does not fit. Its limit `reserve_bytes` stays free on the disk (256 MB by default). Its
+            limit `tokens` is the number of tokens of the stage, for the estimate.
         model: the module (or list of modules) that runs in the stage. Levels L0 and mix need
             one, and the estimate is made from it.
         data_root: where dumps go when the capture names no `data_dir`.
@@ -317,8 +317,8 @@ def begin_capture(
 
     Returns:
         The capture, also when it is skipped or failed (`finish` returns the reason). None
-        where msprobe has nothing to do: the capture only keeps tensors, or it requests all
-        stages and this one is rollout_generate, which runs in an inference engine.
+        where msprobe has nothing to do. Either the capture only keeps tensors, or it requests all
+        stages and this one is rollout_generate: that runs in an inference engine.
 
     Raises:
         InvalidPlan, CaptureError: strict, and it cannot be carried out.

@@ -1,7 +1,7 @@
 """A canary of SkyRL: its driver asks the vLLM servers over HTTP, and the policy's workers score.
 
-The workers score by the dispatch's `forward`, the call by which each step computes its log-probs
-on all of them, immediately before the sync. Colocated servers still sleep then. SkyRL's pass
+The workers score immediately before the sync. They use the dispatch's `forward`, with which each
+step computes its log-probs on all of them. Colocated servers still sleep then. SkyRL's pass
 divides by the rollout's temperature, so it scores only where that is 1.
 
 Read in SkyRL 0.3.0 and 0.4.0.

@@ -4,12 +4,12 @@ One flag attaches every rank, with `stagescope run` in front of the command or w
 
     --custom-megatron-init-path stagescope_workers.integrations.slime.init
 
-Steps are slime's `rollout_id`. Stages are its timers. Both streams are read where slime is done
-with a batch, `save_debug_train_data`, which it calls whether it saves anything or not. In its
-default GRPO configuration slime makes no pass before the update, and a batch has no `log_probs`.
-slime's own capture then reads them from the update's pass, first occurrence of each sample. It is
-switched on here unless it is on already. Streams of context-parallel ranks stay in
-their parts, with the positions of their tokens: nothing is gathered.
+Steps are slime's `rollout_id`. Stages are its timers. Both streams are read in
+`save_debug_train_data`, which slime calls when it is done with a batch, also if it saves nothing.
+In its default GRPO configuration slime makes no pass before the update, and a batch has no
+`log_probs`. Then a capture of slime's own reads them from the update's pass, at the first
+occurrence of each sample. It is switched on here unless it is on already. Streams of
+context-parallel ranks stay in their parts, with the positions of their tokens: nothing is gathered.
 
 Read in slime of 2026-08-21, after its modules moved to `slime.observability` (#2298). Where they
 are still in `slime.utils`, they are patched there. The same functions report miles, a fork of

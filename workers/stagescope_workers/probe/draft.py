@@ -13,12 +13,12 @@ from stagescope_wire.framing import WirePayload
 from stagescope_wire.names import misspelt, misspelt_beside, misspelt_streams
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.policy_versions import VERSION_NAMES, text_versions
-from stagescope_wire.schema import (
+from stagescope_wire.schema import SCHEMA
+from stagescope_wire.tensors import (
     DTYPE_BYTES,
     PAYLOAD_STRINGS,
     PAYLOAD_TENSORS,
     PER_TOKEN,
-    SCHEMA,
     STREAM_TENSORS,
     WRITTEN_AFTER_HAND_OVER,
 )

@@ -28,9 +28,9 @@ from stagescope_workers.probe.options import ProbeOptions, index, step_index
 from stagescope_workers.probe.rank_plan import read_plan
 from stagescope_workers.probe.stage import Stage, error_fields, log_scalars
 from stagescope_workers.probe.weight_reports import WeightReporter
-from stagescope_workers.transport.calls import ServiceLink
+from stagescope_workers.transport.calls import SenderHooks, ServiceLink
 from stagescope_workers.transport.outbox import Outbox
-from stagescope_workers.transport.sender import EventSender, SenderHooks
+from stagescope_workers.transport.sender import EventSender
 
 _log = logging.getLogger("stagescope.workers")
 
@@ -296,8 +296,9 @@ class Probe(WeightReporter):
     def close(self, timeout: float = 5.0, *, crash: BaseException | None = None) -> bool:
         """End the probe: wait, `timeout` seconds at most, until everything is acknowledged.
 
-        The only method that waits. It does not wait if no service is known, if the known one has
-        not answered in the first seconds of this probe, or if it refuses the access token.
+        The only method that waits. It does not wait if no service is known, or if the known one
+        refuses the access token. It does not wait for a service that has not answered in the first
+        seconds of this probe.
 
         Args:
             timeout: seconds.

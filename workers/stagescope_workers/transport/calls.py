@@ -6,7 +6,7 @@ import collections
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypedDict
 
@@ -143,6 +143,25 @@ class PlanHolder(Protocol):
     def apply(self, plan: SentPlan) -> None:
         """Activate a plan."""
         ...
+
+
+class SenderHooks(NamedTuple):
+    """The functions that an EventSender calls, all of them in its thread."""
+
+    connect: Callable[[], ServiceLink | None]
+    """Searches for the service once; None while there is none."""
+    sender: Callable[[Clock, int], Wire]
+    """Returns the sender's tuple, given the plan's revision; called before each batch and poll."""
+    prepare: Callable[[], None]
+    """Called once, before anything else."""
+    on_requests: Callable[[Sequence[Mapping[str, object]]], None]
+    """Called with the service's requests in a poll's answer."""
+    feed_watchdog: Callable[[], float]
+    """Called regularly once a service was reached; returns the seconds until the next call."""
+    on_connected: Callable[[str, str | None], None]
+    """Called once, at the first answer to a poll: the link's address, and the page's."""
+    on_unconnected: Callable[[str], None]
+    """Called once, with the last error, where no service answered in time."""
 
 
 def requested_pause(answer: ServiceAnswer) -> float:

@@ -1,8 +1,8 @@
 """Links to the service: Ray actor calls, HTTP where the process's Ray has no service, or a spool.
 
 Every call returns at once with a `concurrent.futures.Future`; only `drain` waits for the service.
-ray is used only where the process imported it itself, and called only once it is
-initialised: `ray.get_actor` in a process without Ray would start a cluster.
+Ray is used only if the process imported it itself. It is called only once it is initialised:
+`ray.get_actor` in a process without Ray would start a cluster.
 """
 
 from __future__ import annotations

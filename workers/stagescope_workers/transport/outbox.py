@@ -2,9 +2,9 @@
 
 The policy when a bound is reached is `oldest bodies first`:
 
-1. Payload bytes (of drafts, and of refs that pin the object store until the receipt) over
-   `max_bytes`: the oldest bodies that are not offered to the service are dropped. If that is not
-   enough, the new one is dropped. An offered body stays: the service may be reading it, and
+1. Payload bytes over `max_bytes`: they are those of drafts, and of refs that pin the object store
+   until the receipt. The oldest bodies that are not offered to the service are dropped. If that is
+   not enough, the new one is dropped. An offered body stays: the service may be reading it, and
    releasing our ref would free nothing. The END event stays, marked `payload_dropped`.
 2. Events over `max_events`: the oldest LOG events (scalars) first; without any, a new LOG; else
    the oldest event. HELLO, FINISH, DROPPED are few and are never dropped.

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, cast
+from collections.abc import Callable
+from typing import Final, cast
 
 from stagescope_wire.errors import Unauthorized, Unreachable
 from stagescope_workers.device import PinnedPool
@@ -23,9 +23,9 @@ from stagescope_workers.transport.calls import (
     Call,
     Clock,
     PlanHolder,
+    SenderHooks,
     ServiceAnswer,
     ServiceLink,
-    Wire,
     is_refusal,
     requested_pause,
 )
@@ -47,25 +47,6 @@ _MIN_POLL_INTERVAL: Final = 0.05
 _MAX_REFUSALS: Final = 5
 _DEVICE_SECONDS: Final = 0.005
 _MAX_SLEEP: Final = 1.0
-
-
-class SenderHooks(NamedTuple):
-    """The functions that an EventSender calls, all of them in its thread."""
-
-    connect: Callable[[], ServiceLink | None]
-    """Searches for the service once; None while there is none."""
-    sender: Callable[[Clock, int], Wire]
-    """Returns the sender's tuple, given the plan's revision; called before each batch and poll."""
-    prepare: Callable[[], None]
-    """Called once, before anything else."""
-    on_requests: Callable[[Sequence[Mapping[str, object]]], None]
-    """Called with the service's requests in a poll's answer."""
-    feed_watchdog: Callable[[], float]
-    """Called regularly once a service was reached; returns the seconds until the next call."""
-    on_connected: Callable[[str, str | None], None]
-    """Called once, at the first answer to a poll: the link's address, and the page's."""
-    on_unconnected: Callable[[str], None]
-    """Called once, with the last error, where no service answered for `UNCONNECTED_SECONDS`."""
 
 
 class EventSender:

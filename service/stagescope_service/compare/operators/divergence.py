@@ -175,8 +175,8 @@ class OperatorDivergence(Described):
     zero_gradients: int
     """Number of rows that differ in gradients that are zero except for rounding: no difference."""
     identifiers: int
-    """Number of rows that differ in values that identify a process or a call, such as a process
-    group, a peer, or whether the call was recomputed: no difference."""
+    """Number of rows that differ in values that identify a process or a call: no difference. Such
+    values are a process group, a peer, or whether the call was recomputed."""
     near_counts: int
     """Number of rows that differ in counts (`histc`, `bincount`) by what rounding moves: no
     difference, but with `exact`."""

@@ -15,9 +15,9 @@ FSDP's calls that gather and free its shards (innermost frame in torch/distribut
 evidence: parameters and gradients are recorded where the model reads and computes them. Calls of
 the probe, which copies the values that it records, are no evidence either.
 
-Some values measure nothing and only identify (`identifies`): the process group of a collective,
-its peers and tags, generators, streams, addresses of objects, and whether a call was recomputed or
-is awaited. Two healthy ranks differ in them.
+Some values measure nothing and only identify (`identifies`): process groups, peers and tags of
+collectives, generators, streams, addresses of objects. So does whether a call was recomputed or is
+awaited. Two healthy ranks differ in them.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ status:
 
 * `culprit`: NaN, +inf or both infinities, anywhere; -inf from an operator that is not known to
   pass masks on (`log` of 0, a product with a weight, a sum).
-* `mask`: infinities that `masked_fill`, `where`, `full` and similar operators wrote. In a forward
-  pass also -inf alone, from an operator with -inf in its inputs that neither multiplies matrices
-  nor sums up, or from a module with a mask inside. A parameter is no mask.
+* `mask`: infinities that `masked_fill`, `where`, `full` and similar operators wrote. In a
+  forward pass also -inf alone from a module with a mask inside. So is -inf alone from an operator
+  with -inf in its inputs that neither multiplies matrices nor sums up. A parameter is no mask.
 * `perhaps_mask`: a module's forward output with -inf alone from finite inputs, if no operator
   inside it was recorded (level L0 records none).
 * `not_read`: memory that no call has read (see `evidence`): the result of `empty`, a view of it,

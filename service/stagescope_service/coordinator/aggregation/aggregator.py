@@ -36,7 +36,7 @@ from stagescope_service.store.queries.rollouts import TRAINER_STAGES, side_by_si
 from stagescope_service.store.tables import PayloadRow, ProcessColumns, SampleRow
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.render import ranks_text
-from stagescope_wire.schema import STREAM_TENSORS
+from stagescope_wire.tensors import STREAM_TENSORS
 
 NOT_KEPT: Final = "a payload that the ring no longer holds"
 

@@ -293,9 +293,10 @@ def missing_parts(
 ) -> Iterator[tuple[str, tuple[int, Part]]]:
     """Yield the (kind, (rank, part)) that are missing from an otherwise complete grid.
 
-    Ranks may have different numbers of microbatches in each mini-batch (dynamic batches). A part is
-    therefore expected of a rank that has the part in another kind, a later part of the mini-batch,
-    or a later mini-batch and nothing of this one. Every rank needs a part that most ranks have.
+    Ranks may have different numbers of microbatches in each mini-batch (dynamic batches). A rank is
+    therefore expected to have a part that it has in another kind, and every part before one of the
+    same mini-batch. If it has a later mini-batch and nothing of this one, it lacks all parts of
+    this one. Every rank needs a part that most ranks have.
 
     Args:
         kinds: kind -> its (rank, part) that exist. Every rank of any kind is expected in all kinds.

@@ -9,8 +9,8 @@ files; full files are compressed (`stream/00000.jsonl.zst`).
 
 A branch that the trainer annotated is a row of the step. Both of its values are null outside the
 loss's mask. A log-prob alone is null if it is not finite, and read as NaN. The first form has
-values of every token, but those of tokens that the engine did not sample are not used.
-prime-rl rounds per-token values to four decimals (`monitors.file.float_decimals`).
+values of every token, but those of tokens that the engine did not sample are not used. Values of
+tokens are rounded to four decimals (`monitors.file.float_decimals`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,7 @@ from stagescope_service.dumps.formats.sequences import (
     token_mask,
     token_values,
 )
-from stagescope_service.dumps.records import (
-    DumpContents,
-    DumpEntry,
-    DumpProblem,
-    Location,
-    mapping,
-)
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location, mapping
 from stagescope_service.store.tensorfile import disk_errors
 from stagescope_wire.errors import InvalidTensor, NotFound, StagescopeError
 

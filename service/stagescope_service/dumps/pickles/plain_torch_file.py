@@ -25,8 +25,8 @@ from stagescope_service.dumps.pickles.torch_stand_ins import (
     PickledDtype,
     PickledTensorDict,
 )
-from stagescope_wire.schema import DTYPE_BYTES
 from stagescope_wire.tensorfile import Array
+from stagescope_wire.tensors import DTYPE_BYTES
 
 _STORAGES: Final[Mapping[str, str]] = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",

@@ -32,8 +32,8 @@ from stagescope_service.dumps.pickles.torch_stand_ins import (
 )
 from stagescope_service.store.tensorfile import MAX_BYTES
 from stagescope_wire.errors import Forbidden, InvalidTensor, MissingExtra
-from stagescope_wire.schema import DTYPE_BYTES
 from stagescope_wire.tensorfile import Array
+from stagescope_wire.tensors import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from stagescope_service.http.parameters import AttemptQueryOf, Deps
 from stagescope_service.http.requests import Answer, PageOf
 from stagescope_service.views.findings import listing as view
 from stagescope_service.views.findings.listing import EventQuery, Severity
-from stagescope_service.views.models import runs as models
+from stagescope_service.views.models import findings as models
 from stagescope_wire.schema import STEP_BOUND
 
 router = APIRouter(tags=["runs"])

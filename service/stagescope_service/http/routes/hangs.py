@@ -9,7 +9,15 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from stagescope_service.core.hangs.stack_requests import ANSWERED, ASKED
 from stagescope_service.http.auth import caller_of
-from stagescope_service.http.parameters import AttemptQueryOf, Deps, Rank, Role, Stage, StepTarget
+from stagescope_service.http.parameters import (
+    AttemptQueryOf,
+    Deps,
+    Rank,
+    RankQueryOf,
+    Role,
+    Stage,
+    StepTarget,
+)
 from stagescope_service.http.problems import check_ready
 from stagescope_service.http.requests import Answer, PageOf, read_body
 from stagescope_service.store.tables import StackRow
@@ -24,14 +32,7 @@ router = APIRouter(tags=["hangs"])
 
 
 @router.get("/steps/{step}/stuck", response_model=models.Stuck)
-def stuck(
-    deps: Deps,
-    target: StepTarget,
-    page: PageOf,
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
-) -> Answer:
+def stuck(deps: Deps, target: StepTarget, page: PageOf, ranks: RankQueryOf) -> Answer:
     """List the ranks that hold up the others of their role, and since when.
 
     A stuck rank has been quiet for longer than `limit_seconds`. Others of its role began or ended a
@@ -41,7 +42,7 @@ def stuck(
     earlier steps closed without it, is listed once the others are late. Open steps before this one
     are checked too. Earlier findings of this step are in `findings`, also those that are over.
     """
-    return Answer(stuck_view.stuck(deps, target, page, stage, role, rank))
+    return Answer(stuck_view.stuck(deps, target, page, **ranks))
 
 
 _POLL_SECONDS: Final = 0.1

@@ -23,7 +23,8 @@ from stagescope_service.views import series as series_view
 from stagescope_service.views.models import numbers as models
 from stagescope_service.views.models.runs import Series
 from stagescope_service.views.reading.step_summaries import Slice
-from stagescope_service.views.series import MAX_SERIES_STEPS, By, SeriesQuery
+from stagescope_service.views.series import MAX_SERIES_STEPS, SeriesQuery
+from stagescope_service.views.series_points import By
 from stagescope_service.views.steps import numbers as view
 from stagescope_service.views.steps import one as one_view
 from stagescope_service.views.steps.numbers import SliceBy, metrics_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from fastapi.routing import APIRoute
@@ -21,6 +21,11 @@ from stagescope_service.views.reading.dependencies import check_window
 router = APIRouter(tags=["figures"])
 
 
+def _average(description: str) -> Any:
+    """Return the parameter of a moving average: over how many steps."""
+    return Query(ge=1, le=10_000, allow_inf_nan=False, description=description)
+
+
 @router.get("/figures/overview", response_model=models.Figure)
 def overview_figure(
     deps: Deps,
@@ -31,13 +36,7 @@ def overview_figure(
         bool, Query(description="Also steps that a later attempt did again, faded.")
     ] = True,
     smooth: Annotated[
-        float | None,
-        Query(
-            ge=1,
-            le=10_000,
-            allow_inf_nan=False,
-            description="Also draw an exponential moving average over so many steps.",
-        ),
+        float | None, _average("Also draw an exponential moving average over so many steps.")
     ] = None,
 ) -> FigureAnswer:
     """Draw metrics over the steps of a run, with its attempts and what happened when.
@@ -57,13 +56,7 @@ def compared_runs_figure(
     run: ChosenRuns,
     metric: Metrics = None,
     smooth: Annotated[
-        float | None,
-        Query(
-            ge=1,
-            le=10_000,
-            allow_inf_nan=False,
-            description="Draw an exponential moving average over so many steps instead.",
-        ),
+        float | None, _average("Draw an exponential moving average over so many steps instead.")
     ] = None,
 ) -> FigureAnswer:
     """Draw numbers of several runs over each other, aligned by step, a colour for each run.

@@ -6,7 +6,7 @@ import { canary, canaryVersion } from "./canary.js";
 import * as captures from "./captures.js";
 import * as comparisons from "./comparisons.js";
 import { doctor } from "./doctor.js";
-import { button, h, made, patch, problem, refreshTimes } from "./dom.js";
+import { button, h, made, patch, problem, refreshTimes, showCurrent } from "./dom.js";
 import { finding, findings } from "./findings.js";
 import { hangs } from "./hangs.js";
 import { login } from "./login.js";
@@ -99,6 +99,7 @@ function show() {
     if (state.view !== view) return;
     main.replaceChildren(root);
     view.fit();
+    root.querySelectorAll("nav").forEach(showCurrent);
     main.dataset.address = location.hash;
     const heading = root.querySelector("h1");
     document.title = [heading?.textContent, "stagescope"].filter(Boolean).join(" · ");
@@ -219,6 +220,7 @@ function drawWhere(parts, query) {
     href: tab ? ofRun(name, tab) : ofRun(name),
     "aria-current": tab === area ? "true" : null,
   }, text)));
+  showCurrent(tabs);
 }
 
 // --- session ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// Captures: arm one, see who acknowledged it, watch it arrive.
+// Captures: request one, see who acknowledged it, watch it arrive.
 
 import { address, ofRun } from "./address.js";
 import { once } from "./blocks.js";
@@ -30,7 +30,7 @@ export function list(view, { run }, user) {
       ["task", (row) => row.spec.config?.task ?? (row.spec.keep.length ? "tensors" : "")],
       ["requested by", "by"], ["when", "created_wall", WHEN],
       ["removed", (row) => (row.removed_wall === null ? "no" : when(row.removed_wall))],
-    ], rows, { stacks: true, key: (row) => row.capture_id, empty: "None was requested." }),
+    ], rows, { key: (row) => row.capture_id, empty: "None was requested." }),
   });
 }
 
@@ -158,7 +158,7 @@ function arrived(run, { steps, dumps, agreement, order }) {
       ["took", (row) => quantity(row.seconds, "", "unknown", seconds), RIGHT],
       ["where", (row) => (row.path ? h("code", {}, row.path) : gap("")), WIDE],
       ["error", "error", WIDE],
-    ], dumps, { stacks: true, key: (row) => `${row.attempt}/${row.step}/${row.stage}/${row.role}/${row.rank}/${row.part}` }),
+    ], dumps, { key: (row) => `${row.attempt}/${row.step}/${row.stage}/${row.role}/${row.rank}/${row.part}` }),
     estimates(agreement.estimates),
   ];
 }
@@ -186,7 +186,7 @@ const estimates = (rows) => rows.length > 0 && h("details", {},
 // --- arming -----------------------------------------------------------------------------------
 /** The form of a new capture; its fields may come with the address. */
 export function arm(view, { run, stages = "", keep = "", ...given }, user) {
-  view.add(h("h1", {}, user?.bundle ? `No capture of ${run} can be armed here` : `Arm a capture of ${run}`));
+  view.add(h("h1", {}, user?.bundle ? `No capture of ${run} can be requested here` : `Request a capture of ${run}`));
   if (user?.grade !== "operate") {
     view.add(h("div.problem", { role: "note" }, !user?.bundle
       ? [h("p", {}, "The read token looks and arms nothing."),
@@ -261,8 +261,8 @@ function armForm(run, found, { stages: given, keep, ranks, roles, steps, task, l
       "names of what ranks hand over, separated by commas"),
     field("late", "Ranks that do not acknowledge", select("late", Object.entries(LATE), "wait")),
     field("user", "Your name", text("user", localStorage.getItem(NAME) ?? "", { maxlength: 100, autocomplete: "name" }),
-      "who armed it stands in the audit"),
-    holding(price), h("button.main", {}, "Arm the capture"));
+      "who requested it stands in the audit"),
+    holding(price), h("button.main", {}, "Request the capture"));
 }
 
 /** What a request will cost, as far as earlier dumps of the run tell. */

@@ -1,23 +1,34 @@
 // Two attempts, runs or steps held against each other.
 
-import { choose as go, note } from "./address.js";
+import { address, choose as go, note } from "./address.js";
 import { badge, form, h } from "./dom.js";
 import { Figure } from "./figure.js";
 import { count, plural } from "./format.js";
-import { part, send, url } from "./service.js";
+import { get, part, send, url } from "./service.js";
 import { HEAD, PLAIN, RIGHT, WIDE, table } from "./table.js";
 
 const AGAIN_MS = 2000;
+const MOST = 20; // rows to look for likely pairs in
 
 /** The choice of two sides, and what differs between them. */
 export function choose(view, { run, a = "", b = "" }) {
   view.add(h("h1", {}, `Comparisons of ${run}`));
-  const side = (name, value, example) => [h("label", { for: name }, name.toUpperCase()),
-    h("input", { id: name, name, value, required: true, placeholder: example, size: 28 })];
-  view.add(form({}, (sides) => go({ a: sides.a.value.trim(), b: sides.b.value.trim() }), side("a", a, `${run}@1`), 
+  const side = (name, value, example) => h("span", {}, h("label", { for: name }, name.toUpperCase()), " ",
+    h("input", { id: name, name, value, required: true, placeholder: example, size: 28 }));
+  if (!a || !b) view.add(h("p", {}, "What changed between two starts, two runs or two steps: "
+    + "settings, curves, and the tensors that are kept. Choose a pair, or name two sides."));
+  view.add(form({}, (sides) => go({ a: sides.a.value.trim(), b: sides.b.value.trim() }), side("a", a, `${run}@1`),
     side("b", b, `${run}@2:40`), h("button", {}, "Compare")),
   h("p.quiet", {}, "A side is RUN, RUN@ATTEMPT or RUN@ATTEMPT:STEP."));
-  if (!a || !b) return;
+  if (!a || !b) {
+    view.block({
+      title: "Likely pairs",
+      path: (since) => Promise.all([`/runs/${part(run)}/attempts`, url("/runs", { limit: MOST }),
+        url("/steps", { run, limit: MOST })].map((path) => get(path, since))),
+      draw: (attempts, runs, steps) => pairs(run, attempts.rows, runs.rows, steps.rows),
+    });
+    return;
+  }
   const attempts = [a, b].map((each) => each.replace(/:\d+$/, ""));
   view.block({
     title: "What differs between the attempts", path: url("/diff", { a: attempts[0], b: attempts[1], limit: 200 }),
@@ -50,6 +61,22 @@ export function choose(view, { run, a = "", b = "" }) {
     }
   };
   view.add(h("h2", {}, "Kept tensors"), form({}, compare, h("button", {}, "Compare what is kept")));
+}
+
+/** Links to what people compare: an attempt with the one before, the run with others, two steps. */
+function pairs(run, attempts, runs, steps) {
+  const link = (a, b, why) => h("li", {}, h("a", { href: address(["runs", run, "comparisons"], { a, b }) },
+    `${a} with ${b}`), h("span.quiet", {}, ` ${why}`));
+  const measured = steps.filter((row) => row.measured && row.superseded_by === null);
+  const [last, before] = measured.map((row) => `${run}@${row.attempt}:${row.step}`);
+  const links = [
+    attempts.slice(0, -1).map(({ attempt }, at) =>
+      link(`${run}@${attempts[at + 1].attempt}`, `${run}@${attempt}`, "before and after a restart")),
+    before && link(before, last, "the newest two measured steps"),
+    runs.filter((row) => row.run !== run).slice(0, 4).map((row) => link(row.run, run, "another run")),
+  ].flat().filter(Boolean);
+  return links.length > 0 ? h("ul", {}, links)
+    : h("p.quiet", {}, "There is one start of one run so far, and no two measured steps.");
 }
 
 const shown = (value) =>

@@ -43,7 +43,7 @@ export function doctor(view, { run, step = "", attempt }) {
           ["part", "name", HEAD],
           ["share", (row) => quantity(row.share, "", "not measured", share), RIGHT],
           ["because", "text", WIDE],
-        ], mismatch, { stacks: true, key: (row) => row.name })),
+        ], mismatch, { key: (row) => row.name })),
         notes.map((each) => h("p.quiet", { "data-key": `note ${each.rule}` },
           `No symptom, but for a comparison of two runs: ${each.text}. ${each.meaning}`)),
         h("details", {}, h("summary", {}, `${plural(rest.length, "rule")} more: nothing found, or not measured`),
@@ -52,7 +52,7 @@ export function doctor(view, { run, step = "", attempt }) {
             ["because", (row) => [...row.against, ...(row.verdict === "not measured" ? row.for : [])].join("; "),
               WIDE],
             ["to record it", (row) => (row.record ? h("code", {}, row.record) : ""), WIDE],
-          ], rest, { stacks: true, key: (row) => row.rule })),
+          ], rest, { key: (row) => row.rule })),
       ];
     },
   });

@@ -106,6 +106,12 @@ export const picker = (id, label, values, chosen) => [h("label", { for: id }, la
 /** Parts with commas between them. */
 export const listed = (parts, between = ", ") => parts.map((each, at) => [at > 0 && between, each]);
 
+/** Scroll a row of tabs, where it is wider than the page, to the one that is shown. */
+export function showCurrent(tabs) {
+  const current = tabs?.querySelector("[aria-current]");
+  if (current) tabs.scrollLeft = current.offsetLeft - (tabs.clientWidth - current.offsetWidth) / 2;
+}
+
 // --- parts of pages ---------------------------------------------------------------------------
 /** What stands where a number is not known: a dash and the reason. */
 export const gap = (reason) =>

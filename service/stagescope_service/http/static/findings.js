@@ -41,7 +41,7 @@ export const findingsTable = (run, rows, next) => table("Findings", [
   ["times", (row) => count(row.count ?? row.findings ?? 1), RIGHT],
   ["last seen", "last_wall", WHEN],
   ["", (row) => (row.over_wall === null ? "" : ["over since ", when(row.over_wall)])],
-], rows, { stacks: true, key: (row) => row.finding_id, empty: "Nothing was found.", next });
+], rows, { key: (row) => row.finding_id, empty: "Nothing was found.", next });
 
 /** One finding with its evidence. */
 export function finding(view, { run, finding: id }) {
@@ -66,7 +66,7 @@ export function finding(view, { run, finding: id }) {
       ]),
       row.evidence && [h("h2", {}, "Evidence"), tree(row.evidence)],
       row.step !== null && h("p", {}, toCapture(run, { stages: row.stage, ranks: row.rank, roles: row.role },
-        "Arm a capture of this stage and rank")),
+        "Request a capture of this stage and rank")),
     ],
   });
 }

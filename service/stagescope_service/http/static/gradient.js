@@ -9,7 +9,7 @@ import { HEAD, NAT, RIGHT, table } from "./table.js";
 /** Where no tensor of a step is kept. */
 export const GONE = {
   rows: [], unrecorded: [], notes: [],
-  note: "No tensors of this step are kept: pin a step, or arm a capture, to look at its tokens.",
+  note: "No tensors of this step are kept: pin a step, or request a capture, to look at its tokens.",
 };
 
 /** The mismatch by what the loss did. */

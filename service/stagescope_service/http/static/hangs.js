@@ -30,7 +30,7 @@ export function hangs(view, { run, role, rank }, user) {
         ["others", (row) => `${row.ranks_ended} of ${row.ranks} ended, ${row.ranks_begun} begun`],
         ["process", (row) => badge(row.process === "live" ? "live" : "missing", row.process)],
         ["host", (row) => [row.host ?? gap(""), row.pid && ` pid ${row.pid}`]],
-      ], found.rows, { stacks: true, key: (row) => `${row.step}/${row.stage}/${row.role}/${row.rank}/${row.part}` }),
+      ], found.rows, { key: (row) => `${row.step}/${row.stage}/${row.role}/${row.rank}/${row.part}` }),
       found.findings.length > 0 && h("p.quiet", {}, "Before: ", found.findings.map((each) => each.message).join("; ")),
     ],
   });

@@ -12,5 +12,5 @@ export const toRank = (run, { step, attempt, role, rank }) => (rank === null ? g
   : h("a", { href: ofRank(run, step, attempt, role, rank) }, `${role} ${rank}`));
 
 /** To the form of a capture, whose fields may be given. */
-export const toCapture = (run, fields = {}, text = "Arm a capture") =>
+export const toCapture = (run, fields = {}, text = "Request a capture") =>
   h("a.operates", { href: address(["runs", run, "captures", "new"], fields) }, text);

@@ -28,7 +28,7 @@ export function login(done, bundle) {
         " opened it, in the line that begins with ", h("code", {}, "token"),
         "; it holds until that command ends.")
       : [h("p", {}, "Paste the content of ", h("code", {}, "read.token"), " to look, or of ",
-        h("code", {}, "operate.token"), " to arm captures too. Both files are in the service's home, "
+        h("code", {}, "operate.token"), " to request captures too. Both files are in the service's home, "
         + "on the machine where it was started; without another STAGESCOPE_HOME that is:"),
       h("pre", {}, "cat ~/.stagescope/read.token")],
       h("p.quiet", {}, "The token becomes a cookie of this service alone, which no script can read, "

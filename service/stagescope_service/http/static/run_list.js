@@ -184,7 +184,7 @@ class RunList extends Component {
         : h("a", { href: ofStep(row.run, row.last_closed_step) }, count(row.last_closed_step)), RIGHT],
       ["heard", "last_wall", WHEN],
       ["", (row) => this.mayChange && row.deleting_wall === null ? this.#menu(row) : ""],
-    ], found, { key: (row) => row.run, stacks: true, rowClass: (row) => row.hidden ? "old" : "",
+    ], found, { key: (row) => row.run, rowClass: (row) => row.hidden ? "old" : "",
       empty: this.rows.length ? "No run is like that." : NO_RUNS });
   }
 
@@ -319,7 +319,7 @@ function verdict(row) {
 
 function findings({ run, findings: { error, warning } }) {
   if (!error && !warning) return "";
-  return h("a", { href: ofRun(run, "findings"), title: "kinds of findings that are not over" },
+  return h("a.bare", { href: ofRun(run, "findings"), title: "kinds of findings that are not over" },
     error > 0 && badge("error", plural(error, "error")), error > 0 && warning > 0 && " ",
     warning > 0 && badge("warning", plural(warning, "warning")));
 }

@@ -71,7 +71,7 @@ export function run(view, { run: name, metrics, smooth, groups }, user) {
     ],
   });
   view.block({
-    title: "Newest steps", later: true,
+    title: "Newest steps",
     path: (since) => pageOfSteps(name, { limit: RECENT }, since),
     concerns: (event) => own(event) && ["step", "attempt"].includes(event.event),
     draw: (...page) => [
@@ -103,7 +103,7 @@ export function run(view, { run: name, metrics, smooth, groups }, user) {
         ["state", "state", BADGE],
         ["stages", (row) => [row.spec.stages].flat().join(", ")],
         ["requested by", "by"], ["when", "created_wall", WHEN],
-      ], rows, { stacks: true, key: (row) => row.capture_id, empty: "None was requested." }),
+      ], rows, { key: (row) => row.capture_id, empty: "None was requested." }),
       h("p", {}, toCapture(name)),
     ],
   });
@@ -151,7 +151,7 @@ function attemptsTable(name, rows, user) {
         { a: `${name}@${before.get(row.attempt)}`, b: `${name}@${row.attempt}` }),
           title: `since attempt ${before.get(row.attempt)}`,
     }, "what changed")],
-  ], rows, { stacks: true, key: (row) => row.attempt, empty: "None." });
+  ], rows, { key: (row) => row.attempt, empty: "None." });
 }
 
 /** All steps, a page at a time. */
@@ -209,11 +209,11 @@ function stepsTable(rows) {
     ["mean |d|", (row) => row.mean?.value ?? null, NAT],
     ["k3 KL", (row) => row.k3?.value ?? null, NAT],
     ["ranks", (row) => [badge(row.complete), row.missing.length > 0 && h("span.quiet", {},
-      ` without ${missingText(row.missing)}`)], WIDE],
+      ` ${row.closed_wall === null ? "waits for" : "without"} ${missingText(row.missing)}`)], WIDE],
     ["remarks", (row) => remarks(row), WIDE],
     ["closed", (row) => row.closed_wall === null ? "open" : when(row.closed_wall)],
   ], rows, {
-    key: (row) => `${row.attempt}/${row.step}`, stacks: true, empty: "No step has begun.",
+    key: (row) => `${row.attempt}/${row.step}`, empty: "No step has begun.",
     rowClass: (row) => (row.superseded_by === null ? "" : "old"),
   });
 }

@@ -142,6 +142,6 @@ function describe(found, at, { run, step, attempt, role, rank }) {
     rank !== undefined && h("p.row", {},
       h("a", { href: address(["runs", run, "steps", step, "operators"], { attempt, ...own }) },
         "Operators of its rank"),
-      toRank(run, { step, attempt, ...own }), toCapture(run, { ranks: rank, roles: role }, "Arm a capture there")),
+      toRank(run, { step, attempt, ...own }), toCapture(run, { ranks: rank, roles: role }, "Request a capture there")),
   ];
 }

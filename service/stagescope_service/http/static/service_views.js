@@ -23,7 +23,7 @@ export function lost(view, { run, attempt, cursor }) {
       ["first", (row) => [toStep(run, row, `step ${row.step}`), " ",
         row.step !== null && row.rank !== null && row.role && toRank(run, row)]],
       ["attempt", "attempt", COUNT], ["last", "last_wall", WHEN],
-    ], rows, { stacks: true, key: (row) => row.loss_id, empty: "Nothing was lost.", next }),
+    ], rows, { key: (row) => row.loss_id, empty: "Nothing was lost.", next }),
   });
 }
 

@@ -48,7 +48,7 @@ export function rank(view, params) {
   view.add(h("p.row", {},
     h("a", { href: address(["runs", run, "steps", at, "operators"], { attempt, ...slice }) },
       "Operators of this rank"),
-    toCapture(run, { ranks: own, roles: role }, "Arm a capture of this rank"),
+    toCapture(run, { ranks: own, roles: role }, "Request a capture of this rank"),
     h("a", { href: address(["runs", run, "hangs"], slice) }, "Stacks of this rank")));
 }
 

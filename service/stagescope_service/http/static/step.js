@@ -1,7 +1,7 @@
 // One step: its parts under their tabs, the steps before and after it, and what is kept of it.
 
 import { address, AGAIN, ofRun, ofStep, parse } from "./address.js";
-import { badge, form, h, picker } from "./dom.js";
+import { badge, form, h, made, picker } from "./dom.js";
 import { Figure } from "./figure.js";
 import { findingsTable } from "./findings.js";
 import { partOf } from "./format.js";
@@ -51,9 +51,9 @@ async function newestStep({ run, attempt }, since) {
 function showStep(view, params, user) {
   const { run, step: number_ } = params;
   const { asked, path, concerns } = scope(params);
-  const figure = (name, title, more = {}) => view.place(new Figure({
+  const figure = (name, title, more = {}, parent = view.root) => view.place(new Figure({
     name, title, concerns, params: { ...asked, step: number_, ...more },
-  }));
+  }), parent);
   view.add(params.isLatest ? h("p.lead", {}, `Step ${number_}`) : h("h1", {}, `Step ${number_} of ${run}`));
   let isNewest = true; // until a later step is known
   view.block({
@@ -81,8 +81,8 @@ const PARTS = {
         h("h2", {}, "Found at this step"), findingsTable(run, rows)],
     });
     view.block({
-      title: "Mismatch", path: measured(path, "metrics"), concerns,
-      draw: orNothing((found) => tiles(found)),
+      path: measured(path, "metrics"), concerns,
+      draw: (found) => !found.none && [h("h2", {}, "Mismatch"), tiles(found)],
     });
     view.add(filesToSend(run, { step: at, attempt }));
   } },
@@ -110,8 +110,10 @@ const PARTS = {
       title: "Worst tokens", path: measured(path, "tokens", { limit: 128 }), concerns,
       draw: orNothing((found) => tokensTable(found, params.tokens === "all")),
     });
-    figure("distribution", "Distribution of |d|", { of: params.of });
-    figure("density", "p against q");
+    const pair = made(h("div.halves"));
+    view.root.append(pair);
+    figure("distribution", "Distribution of |d|", { of: params.of }, pair);
+    figure("density", "p against q", {}, pair);
   } },
   gradient: { title: "Gradient", show: ({ view, path, concerns }) => lossTable(view, path, concerns) },
   time: { title: "Time", show: ({ view, params: { run, step: at }, path, concerns, figure }) => {

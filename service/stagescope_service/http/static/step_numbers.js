@@ -6,7 +6,7 @@ import { badge, facts, h, quantity } from "./dom.js";
 import { count, isFinite, number, plural, share } from "./format.js";
 import { missingText } from "./runs.js";
 import { all, get, part, url } from "./service.js";
-import { HEAD, RIGHT, table } from "./table.js";
+import { HEAD, RIGHT, WIDE, table } from "./table.js";
 import { explained } from "./words.js";
 
 /** What the views of a step have in common. */
@@ -44,7 +44,7 @@ export const measured = (path, name, params = {}, slice = {}) => async (since) =
   return name === "ranks" ? all(asked, since) : get(asked, since);
 };
 
-/** Draw what is measured; of what is not, its verdict says why. */
+/** Draw what is measured; of what is not, the verdict in the summary says why. */
 export const orNothing = (draw) => (found) => (found.none ? h("p.quiet", {}, "No numbers yet.") : draw(found));
 
 /**
@@ -53,6 +53,8 @@ export const orNothing = (draw) => (found) => (found.none ? h("p.quiet", {}, "No
  * @param isShort whether what the numbers rest on is left out.
  */
 export function verdict(view, path, concerns, { slice = {}, isShort = false } = {}) {
+  const isRound = slice.round !== undefined;
+  const ofWhole = isRound || slice.rank !== undefined ? " of the step" : "";
   view.block({
     path: measured(path, "metrics", {}, slice),
     concerns,
@@ -73,12 +75,13 @@ export function verdict(view, path, concerns, { slice = {}, isShort = false } = 
           .filter((check) => !isShort || check.verdict === "suspect").map((check) =>
             h("li", {}, h("strong", {}, check.code.replace(/_/g, " ")), `: ${check.text}`))),
         !isShort && facts([
-          ["ranks", [badge(found.complete), found.missing.length > 0
+          [`ranks${ofWhole}`, [badge(found.complete), found.missing.length > 0
             && ` without ${missingText(found.missing)}`]],
-          ["tokens", [count(coverage.tokens), coverage.tokens_sent !== null
+          ["tokens", isRound ? `${count(found.metrics["counts/tokens"])} of ${count(coverage.tokens)} of the step`
+            : [count(coverage.tokens), coverage.tokens_sent !== null
             && ` of ${count(coverage.tokens_sent)} ${unread.length > 0 ? "that were read" : "sent"}`, left.length > 0 && ` (${left.join(", ")})`]],
-          ["sequences", count(coverage.sequences)],
-          ["payloads", [`${count(coverage.payloads_ingested)} of ${count(coverage.payloads_announced)} read`,
+          ["sequences", !isRound && count(coverage.sequences)],
+          [`payloads${ofWhole}`, [`${count(coverage.payloads_ingested)} of ${count(coverage.payloads_announced)} read`,
             ...unread.map((state) => `, ${count(coverage[`payloads_${state}`])} ${state}`)]],
           ["gap", found.gap],
           ["attempt", [count(found.attempt), found.superseded_by !== null
@@ -145,10 +148,10 @@ export function everyNumber({ metrics, units, noise_floor: floor, streams, rollo
   const names = Object.keys(metrics).sort();
   return h("details", { open }, h("summary", {}, `All ${names.length} published numbers, and the streams`),
     h("div.halves", {}, halves(names).map((some) => h("div", {}, table("Published numbers", [
-      ["name", (name) => h("code", {}, name), HEAD],
+      ["name", (name) => h("code", {}, name), { ...HEAD, ...WIDE }],
       ["value", (name) => quantity(metrics[name], units[name] ?? "", "", whole), RIGHT],
       ["noise floor", (name) => (floor ? quantity(floor[name] ?? null, units[name] ?? "", "", whole) : ""), RIGHT],
-    ], some, { key: (name) => name })))),
+    ], some, { key: (name) => name, stacks: false })))),
     h("p.quiet", {}, `Importance weights: ${weights.text}.`),
     Object.entries(streams).map(([name, stream]) =>
       h("div", {}, h("h3", {}, `Stream ${name}`), facts(Object.entries(stream)

@@ -91,7 +91,7 @@ export function tokensTable(found, isAll) {
       ["round", "round", COUNT], ["|d|", "abs_diff", { unit: "nat", why: () => "not finite" }],
       ["p (trainer)", "p", NAT], ["q (rollout)", "q", NAT],
       ["rank", (row) => toRank(run, { ...row, step: at, attempt })],
-    ], shown, { stacks: true, key: (row) => `${row.kind}/${row.sample_uid}/${row.rank}/${row.row}/${row.position}` }),
+    ], shown, { key: (row) => `${row.kind}/${row.sample_uid}/${row.rank}/${row.row}/${row.position}` }),
   ];
 }
 
@@ -121,7 +121,7 @@ export function stagesTable({ run, step: at, attempt, rows, next }) {
         }, `rank ${worst.rank}`)];
       }, RIGHT],
       ["error", ([, found]) => found.find((row) => row.error_type)?.error_message ?? "", WIDE],
-    ], [...groups], { stacks: true, key: ([key]) => key, empty: "No stage has begun." }),
+    ], [...groups], { key: ([key]) => key, empty: "No stage has begun." }),
   ];
 }
 

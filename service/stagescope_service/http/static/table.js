@@ -15,7 +15,7 @@ import { explained } from "./words.js";
  * the caption to all. `next` is the cursor of further rows, to which a button named `more` leads.
  */
 export function table(caption, columns, rows, {
-  key, empty = "none", rowClass, stacks = false, isNamed = false, next = null, more = "More",
+  key, empty = "none", rowClass, stacks = true, isNamed = false, next = null, more = "More",
 } = {}) {
   if (!rows.length) return h("p.quiet", {}, empty);
   const shown = columns.map((column) => drawn(column, rows))

@@ -36,7 +36,7 @@ export function triggers(view, { run }) {
       ["where"], ["times", "firings", COUNT], ["what", "message", WIDE],
       ["then", (row) => row.outcomes.join("; "), WIDE],
       ["last", "last_wall", WHEN],
-    ], rows, { stacks: true, key: (row) => `${row.rule}/${row.stage}/${row.role}/${row.step}`, empty: "No rule fired." }),
+    ], rows, { key: (row) => `${row.rule}/${row.stage}/${row.role}/${row.step}`, empty: "No rule fired." }),
   });
   const tryRules = async () => {
     const { steps, rows } = await send("POST", "/triggers/test", { run });
@@ -60,7 +60,7 @@ export function triggers(view, { run }) {
         ["then", (row) => Object.keys(row.actions).join(", ")],
         ["fired", "fired", COUNT],
         ["last", ({ last_fired: last }) => (last ? toStep(last.run, last, `step ${last.step}`) : "")],
-      ], rules, { stacks: true, key: (row) => row.name }),
+      ], rules, { key: (row) => row.name }),
       pinned.length > 0 && h("p", {}, "Pinned: ", 
         listed(pinned.map((each) => toStep(each.run, each, `step ${each.step}`)))),
     ],

@@ -33,7 +33,7 @@ export function weights(view, { run, attempt, cursor }) {
       ["recorded by", (row) => recorders(row.ranks), WIDE],
       ["", (row) => (row.complete ? "" : "ranks are missing")],
       ["when", "wall", WHEN],
-    ], rows, { stacks: true, key: (row) => row.version, next, more: "Earlier versions", empty: "No weights were recorded: "
+    ], rows, { key: (row) => row.version, next, more: "Earlier versions", empty: "No weights were recorded: "
       + "probe.record_weights(...) on both sides of a weight sync." }),
   });
 }
@@ -41,7 +41,7 @@ export function weights(view, { run, attempt, cursor }) {
 const bad = (value) => (value ? h("span.bad", {}, count(value)) : "0");
 
 const recorders = (sides) => Object.entries(sides).map(([side, roles]) =>
-  `${side}: ${Object.entries(roles).map(([role, ranks]) => `${role} ${ranges(ranks)}`).join(", ")}`).join("; ");
+  Object.entries(roles).map(([role, ranks]) => `${role === side ? "" : `${side}: `}${role} ${ranges(ranks)}`).join(", ")).join("; ");
 
 /** One version: every weight, the worst first. */
 export function version(view, { run, attempt, version: own, verdict = "", cursor }) {

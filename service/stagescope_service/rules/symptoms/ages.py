@@ -16,7 +16,7 @@ DRIFT: Final = 0.2
 """Maximum rise of mean |d|, in nats per policy version, that drift may have made. PPO clips a token
 whose ratio leaves 0.8 to 1.2, and the mean of all tokens moves less than those."""
 _ALIKE: Final = 1.25
-"""Maximum ratio of the mean |d| of a rank or an engine to that of old tokens, if these are its
+"""Maximum ratio of the mean |d| of a rank or an engine to that of the old tokens, if these are its
 own."""
 
 

@@ -38,8 +38,10 @@ class _Jumps(NamedTuple):
 
 
 def of_canary(history: RunHistory, rows: Sequence[FindingRow]) -> Evidence:
-    """Return the findings of a canary since the last version that agreed, of the engine instances
-    that still show them; of all if they ended."""
+    """Return the findings of a canary since the last version that agreed.
+
+    They are those of the engine instances that still show them; if all ended, of all instances.
+    """
     by_engine: dict[str, list[FindingRow]] = defaultdict(list)
     for row in rows:
         by_engine[detail_of(row, "engine") or ""].append(row)

@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from stagescope_service.rules.evidence import (
-    Count,
-    Evidence,
-    not_found,
-    not_measured,
-    short,
-)
+from stagescope_service.rules.evidence import Count, Evidence, not_found, not_measured, short
 from stagescope_service.rules.history import READ, RunHistory
-from stagescope_service.statistics.checks import few_carry
+from stagescope_service.statistics.noise_checks import few_carry
 from stagescope_service.statistics.profiles import UNKNOWN, Bin, add_bins
 from stagescope_service.statistics.summary import Summary
 

@@ -126,11 +126,11 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
 
 def scalars_not_finite(history: RunHistory) -> Evidence:
     """Return the logged numbers that are NaN or infinite, their ranks, and the first place."""
-    rows = history.non_finite_scalars
-    if not history.scalar_names:
+    rows = history.logged.non_finite
+    if not history.logged.names:
         return not_measured("no scalar is logged")
     if not rows:
-        text = f"{len(history.scalar_names)} scalars are finite in every step"
+        text = f"{len(history.logged.names)} scalars are finite in every step"
         return not_found(text)
     first = rows[0]["step"]
     by_name: dict[str, set[int]] = defaultdict(set)
@@ -242,7 +242,7 @@ def partial(history: RunHistory, *, share: float) -> Evidence:
     ]
     silent.sort(key=lambda each: (-each[2].steps[-1], -len(each[2].steps), each[:2]))
     lines = first_of([_missing_text(*each) for each in silent], _NAMED, "ranks")
-    where = listed([f"{role} {rank}" for role, rank, _ in silent])
+    where = listed((role, rank) for role, rank, _ in silent)
     supports = (*evidence.supports, *lines)
     ranks = frozenset((role, rank) for role, rank, _ in silent)
     return dataclasses.replace(evidence, where=where, ranks=ranks, supports=supports)
@@ -287,57 +287,89 @@ def unreported(history: RunHistory) -> Evidence:
 
 
 _SLOWER: Final = 0.1
+"""Minimum seconds by which a straggler is slower than the other ranks."""
 _OF_STEP: Final = 0.05
-"""Seconds, and share of the seconds of its stages in the step, by which a rank must be slower than
-the others."""
+"""The same as a share of the seconds of its stages in the step."""
 _STEP_AFTER_STEP: Final = 0.6
 """Minimum share of the steps: chance makes one of four ranks slow in half of ten short ones."""
 
 
+_SEVERAL: Final = 3
+"""Minimum ranks of a stage in a step, and minimum steps of a stage, to compare ranks."""
+
+
 def straggler(history: RunHistory, *, factor: float) -> Evidence:
-    """Return the ranks that take `factor` times the others' median in a stage, step after step."""
-    worst: Evidence | None = None
-    examined = 0
+    """Return the ranks that take `factor` times the others' median in a stage, step after step.
+
+    They must also be slower by `_SLOWER` seconds, and by `_OF_STEP` of all their stages in the
+    step. The stage in which most steps show it is named.
+    """
     stages = history.stage_seconds()
     whole: dict[tuple[str, int, int], float] = defaultdict(float)
     for (_, role), by_step in stages.items():
         for step, ranks in by_step.items():
             for rank, seconds in ranks.items():
                 whole[role, step, rank] += seconds
+    worst: Evidence | None = None
+    examined = 0
     for (stage, role), by_step in stages.items():
-        several = {step: ranks for step, ranks in sorted(by_step.items()) if len(ranks) >= 3}
-        if len(several) < 3:
+        several = {step: own for step, own in sorted(by_step.items()) if len(own) >= _SEVERAL}
+        if len(several) < _SEVERAL:
             continue
         examined += 1
-        ratios: dict[int, dict[int, float]] = defaultdict(dict)
-        for step, ranks in several.items():
-            for rank, seconds in ranks.items():
-                usual = float(np.median([each for own, each in ranks.items() if own != rank]))
-                least = max(_SLOWER, _OF_STEP * whole[role, step, rank])
-                if seconds > max(factor * usual, usual + least):
-                    ratios[rank][step] = seconds / usual if usual else math.inf
-        slow = sorted(
-            rank for rank, own in ratios.items() if len(own) >= _STEP_AFTER_STEP * len(several)
-        )
-        if not slow:
-            continue
-        count = max(len(ratios[rank]) for rank in slow)
-        sure = count / len(several)
-        if worst is None or sure > worst.sure:
-            texts = tuple(
-                f"{role} {rank} takes {np.median([*ratios[rank].values()]):.1f} times the others' "
-                f"median in {stage}, in {len(ratios[rank])} of {len(several)} steps"
-                for rank in slow[:_NAMED]
-            )
-            keys = [(role, rank) for rank in slow]
-            worst = Evidence(
-                "found", sure, min(min(ratios[rank]) for rank in slow),
-                f"{ranks_text(keys)}, {stage}", texts, count=Count(count, len(several)),
-                ranks=frozenset(keys),
-            )  # fmt: skip
+        least = {
+            (step, rank): max(_SLOWER, _OF_STEP * whole[role, step, rank])
+            for step, own in several.items()
+            for rank in own
+        }
+        ratios = _ratios(several, factor, least)
+        found = _slow_in(stage, role, ratios, len(several))
+        if found is not None and (worst is None or found.sure > worst.sure):
+            worst = found
     if not examined:
         return not_measured("no stage has three ranks in three steps")
     return worst or not_found(f"no rank is slow step after step in {examined} stages")
+
+
+def _ratios(
+    by_step: Mapping[int, Mapping[int, float]],
+    factor: float,
+    least: Mapping[tuple[int, int], float],
+) -> dict[int, dict[int, float]]:
+    """Return rank -> the steps in which it is slow -> its seconds over the others' median.
+
+    Args:
+        by_step: step -> rank -> seconds in a stage.
+        factor: minimum of the ratio.
+        least: (step, rank) -> minimum seconds over the median.
+    """
+    found: dict[int, dict[int, float]] = defaultdict(dict)
+    for step, ranks in by_step.items():
+        for rank, seconds in ranks.items():
+            usual = float(np.median([each for own, each in ranks.items() if own != rank]))
+            if seconds > max(factor * usual, usual + least[step, rank]):
+                found[rank][step] = seconds / usual if usual else math.inf
+    return found
+
+
+def _slow_in(
+    stage: str, role: str, ratios: Mapping[int, Mapping[int, float]], steps: int
+) -> Evidence | None:
+    """Return the ranks that are slow in enough of a stage's steps; None: none is."""
+    slow = sorted(rank for rank, own in ratios.items() if len(own) >= _STEP_AFTER_STEP * steps)
+    if not slow:
+        return None
+    count = max(len(ratios[rank]) for rank in slow)
+    texts = tuple(
+        f"{role} {rank} takes {np.median([*ratios[rank].values()]):.1f} times the others' "
+        f"median in {stage}, in {len(ratios[rank])} of {steps} steps"
+        for rank in slow[:_NAMED]
+    )
+    keys = [(role, rank) for rank in slow]
+    return Evidence(
+        "found", count / steps, min(min(ratios[rank]) for rank in slow),
+        f"{ranks_text(keys)}, {stage}", texts, count=Count(count, steps), ranks=frozenset(keys),
+    )  # fmt: skip
 
 
 def settings(history: RunHistory, *, table: str, values: Mapping[str, object]) -> Evidence:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -20,6 +20,11 @@ from stagescope_service.rules.history import NEWEST, RunHistory
 from stagescope_service.statistics.cell import Float64
 from stagescope_service.store.queries.rollouts import RewardGroupsRow
 
+_SAMPLES: Final = 32
+"""Minimum samples to say how many have the maximum length."""
+_HALF: Final = 0.5
+"""Share of the newest steps in which the trainer's own number must say so."""
+
 
 def groups(
     history: RunHistory, *, kind: Literal["equal", "low", "high", "single"], share: float
@@ -28,9 +33,9 @@ def groups(
 
     Args:
         history: of the run.
-        kind: 'equal': all rewards of a group are equal, so its advantages are 0. 'low' or 'high':
-            they equal the lowest or highest reward of the steps up to there. 'single': a group has
-            one sample.
+        kind: of these groups. In 'equal' ones all rewards are equal, so their advantages are 0.
+            In 'low' or 'high' ones they also equal the lowest or highest reward of the steps up to
+            there. A 'single' one has one sample.
         share: share of the groups above which they are many.
     """
     every = history.groups
@@ -79,12 +84,12 @@ def _reward_edges(rows: Sequence[RewardGroupsRow]) -> tuple[Float64, Float64]:
 def truncated(history: RunHistory, *, names: Sequence[str], bound: float, share: float) -> Evidence:
     """Return whether many responses have the maximum length. The trainer's own scalar decides, else
     the share of samples that have exactly the largest number of tokens."""
-    logged = history.scalars(names)
+    logged = history.logged.series(names)
     if logged:
-        return beyond(logged[0], bound, NEWEST, 0.5)
+        return beyond(logged[0], bound, NEWEST, _HALF)
     lengths = [int(row["tokens"]) for row in history.samples if row["tokens"]]
-    if len(lengths) < 32:
-        return not_measured("neither such a scalar nor 32 samples with their token counts")
+    if len(lengths) < _SAMPLES:
+        return not_measured(f"neither such a scalar nor {_SAMPLES} samples with their token counts")
     longest = max(lengths)
     cut = sum(length == longest for length in lengths) / len(lengths)
     text = f"{cut:.0%} of {len(lengths)} samples have exactly {longest} tokens, the most"

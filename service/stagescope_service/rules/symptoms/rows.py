@@ -50,9 +50,9 @@ def found_in(
     """
     named = rows if of is None else of
     of_ranks = {(row["role"], row["rank"]) for row in named if row["rank"] is not None}
-    ranks = [f"{role} {rank}" for role, rank in sorted(of_ranks)]
     since = min((row["step"] for row in rows if row["step"] is not None), default=None)
-    evidence = Evidence("found", 1.0, since, listed(ranks), tuple(lines), ranks=frozenset(of_ranks))
+    where = listed(sorted(of_ranks))
+    evidence = Evidence("found", 1.0, since, where, tuple(lines), ranks=frozenset(of_ranks))
     steps = [_step_of(history, row) for row in rows]
     known = [step for step in steps if step is not None]
     if not known or len(known) < len(steps):

@@ -25,12 +25,15 @@ from stagescope_service.rules.evidence import (
 from stagescope_service.rules.history import NEWEST, RunHistory
 from stagescope_service.statistics.cell import Float64
 
+_HALF: Final = 0.5
+"""Share of the newest steps that must show it."""
+
 
 def scalar_above(history: RunHistory, *, names: Sequence[str], bound: float) -> Evidence:
     """Return whether the first scalar whose name matches a pattern is over a bound in at least half
     of the newest steps."""
     found = _logged(history, names)
-    return found if isinstance(found, Evidence) else beyond(found, bound, NEWEST, 0.5)
+    return found if isinstance(found, Evidence) else beyond(found, bound, NEWEST, _HALF)
 
 
 def scalar_below(history: RunHistory, *, names: Sequence[str], bound: float) -> Evidence:
@@ -40,7 +43,7 @@ def scalar_below(history: RunHistory, *, names: Sequence[str], bound: float) -> 
         return series
     newest = series.newest(NEWEST).values
     text = f"{series.name} is {short(float(newest[-1]))} in step {series.steps[-1]}"
-    return of_rate(series.steps, np.abs(series.values) < bound, None, 0.5, NEWEST, text)
+    return of_rate(series.steps, np.abs(series.values) < bound, None, _HALF, NEWEST, text)
 
 
 def scalar_falls(
@@ -70,14 +73,14 @@ def _moved(
     text = f"{series.name} goes from {short(first)} to {short(last)} over {len(series)} steps"
     if not first > 0:
         return not_found(text)
-    return of_rate(series.steps, marks(series.values, first), None, 0.5, steps, text)
+    return of_rate(series.steps, marks(series.values, first), None, _HALF, steps, text)
 
 
 def scalar_flat(history: RunHistory, *, names: Sequence[str], steps: int) -> Evidence:
     """Return whether a scalar does not rise: a training's reward.
 
-    It rises if its median over the last quarter of the steps exceeds the first quarter's enough: by
-    half of the spread (1.48 MAD) of the steps around their local median.
+    It rises if its median over the last quarter of the steps is clearly above the first quarter's:
+    by `_PROGRESS` noise widths, which are the spread (1.48 MAD) between one step and the next.
     """
     series = _logged(history, names, steps)
     if isinstance(series, Evidence):
@@ -94,7 +97,7 @@ def scalar_flat(history: RunHistory, *, names: Sequence[str], steps: int) -> Evi
     )
     if not math.isfinite(last - first + noise):
         return not_measured(f"{text}: too large for a difference")
-    if last - first > 0.5 * noise and tau > 0.1:
+    if last - first > _PROGRESS * noise and tau > _ORDERED:
         return not_found(text)
     sure = min(1.0, max(0.0, 0.5 * (1.0 - tau)))
     if first - last > _FALLS * noise and tau < 0.0:
@@ -103,8 +106,13 @@ def scalar_flat(history: RunHistory, *, names: Sequence[str], steps: int) -> Evi
     return Evidence("found", sure, None, "", (text,))
 
 
+_PROGRESS: Final = 0.5
+_ORDERED: Final = 0.1
+"""Noise widths and Kendall's tau above which a scalar rises."""
 _FALLS: Final = 3.0
 """Noise widths of a fall that is no lack of progress."""
+_SURE_SPIKES: Final = 3
+"""Number of spikes and of steps that are not finite from which on the evidence is sure."""
 _SPIKE_STEPS: Final = 50
 
 
@@ -117,7 +125,7 @@ def scalar_spike(history: RunHistory, *, names: Sequence[str], factor: float) ->
     logged = _logged(history, names)
     if isinstance(logged, Evidence):
         return logged
-    looked = [_spike(series, factor, _SPIKE_STEPS) for series in history.scalars(names)]
+    looked = [_spike(series, factor, _SPIKE_STEPS) for series in history.logged.series(names)]
     return next((each for each in looked if each.verdict == "found"), looked[0])
 
 
@@ -152,7 +160,7 @@ def _spike(series: Series, factor: float, window: int) -> Evidence:
             f"({listed}{', ...' if len(spikes) > 5 else ''})"
         )
     last = int(np.flatnonzero(over | ~is_finite)[-1])
-    sure = min(1.0, (len(bad) + len(spikes)) / 3)
+    sure = min(1.0, (len(bad) + len(spikes)) / _SURE_SPIKES)
     evidence = Evidence("found", sure, int(series.steps[period.first]), "", tuple(lines))
     return evidence.ended_after(series.steps.tolist(), int(series.steps[last]))
 
@@ -173,7 +181,7 @@ def _logged(history: RunHistory, names: Sequence[str], steps: int = 0) -> Series
 
     With `steps`, only its finite values count, and that many are needed.
     """
-    found = history.scalars(names)
+    found = history.logged.series(names)
     if not found:
         return not_measured(f"no scalar {' or '.join(names[:4])} is logged")
     series = found[0].finite

@@ -18,6 +18,8 @@ from stagescope_wire.schema import RankKey
 
 _NAMED: Final = 20
 """Maximum number of ranks of which a line tells when they stopped."""
+_WAITS: Final = 3
+"""Minimum closed steps of an attempt, to know how long a step may take."""
 _LONGER: Final = 5.0
 """Times the longest wait for a step, after which the next one is late."""
 _MOST: Final = 7 * 86_400.0
@@ -54,7 +56,7 @@ def stopped(history: RunHistory, *, least: int) -> Evidence:
         silent = len(own) - 1 - at[-1]
         pause = max((after - before - 1 for before, after in itertools.pairwise(at)), default=0)
         others = recorded[at[-1]].intersection(*recorded[at[-1] + 1 :])
-        if silent >= max(least, 2 * pause + 1) and others:
+        if silent >= _too_long(pause, least) and others:
             found[rank] = at[-1] + 1
     if not found:
         return not_found("the ranks without log-probs pause, or do not run their stages any more")
@@ -72,6 +74,11 @@ def stopped(history: RunHistory, *, least: int) -> Evidence:
     )  # fmt: skip
 
 
+def _too_long(pause: int, least: int) -> int:
+    """Return the steps without log-probs that are no pause: more than twice the longest before."""
+    return max(least, 2 * pause + 1)
+
+
 def _all_stopped(history: RunHistory, least: int) -> Evidence | None:
     """Return that no rank recorded log-probs in the newest steps, after it did in several."""
     steps, measured = history.steps, history.measured
@@ -80,7 +87,7 @@ def _all_stopped(history: RunHistory, least: int) -> Evidence | None:
     at = [index for index, step in enumerate(steps) if step.verdict is not None]
     pause = max((after - before - 1 for before, after in itertools.pairwise(at)), default=0)
     after = steps[at[-1] + 1 :]
-    if len(after) < max(least, 2 * pause + 1) or not all(map(history.has_no_streams, after)):
+    if len(after) < _too_long(pause, least) or not all(map(history.has_no_streams, after)):
         return None
     last, newest = measured[-1], after[-1]
     ranks = _recorded(history, [last])[0]
@@ -122,7 +129,7 @@ def quiet(history: RunHistory, *, least: float) -> Evidence:
         reason = "no process of the run lives, or an earlier step is looked at"
         return not_measured(reason, waits=True)
     walls = history.closed_walls(newest["attempt_id"])
-    if len(walls) < 3:
+    if len(walls) < _WAITS:
         return not_measured("fewer than three steps of the attempt closed", waits=True)
     seconds, longest = history.now - walls[-1], float(np.diff(walls).max())
     text = (

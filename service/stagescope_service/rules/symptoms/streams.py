@@ -22,13 +22,10 @@ from stagescope_service.rules.evidence import (
 from stagescope_service.rules.facts import StepFacts
 from stagescope_service.rules.history import READ, RunHistory
 from stagescope_service.rules.pooled import PooledSteps
+from stagescope_service.rules.steps import CurrentStep
 from stagescope_service.statistics.cell import Field
-from stagescope_service.statistics.checks import (
-    ROUNDED_SHARE,
-    Check,
-    few_carry,
-    held_by_bfloat16,
-)
+from stagescope_service.statistics.checks import ROUNDED_SHARE, Check, held_by_bfloat16
+from stagescope_service.statistics.noise_checks import few_carry
 from stagescope_service.statistics.profiles import (
     COARSEST,
     FINER,
@@ -83,16 +80,7 @@ def suspect(history: RunHistory, *, checks: Sequence[str]) -> Evidence:
     if not lasts and pooled.is_needed and pooled.comparability.cause in checks:
         return _of_pool(pooled, checks)
     if period is None:
-        undecided = [
-            f"{each.name} {each.text}"
-            for each in history.newest.comparability.undecided
-            if each.name in checks
-        ]
-        if undecided and all(step.verdict == "unknown" for step in newest):
-            return not_measured(f"step {history.newest.step}: {'; '.join(undecided)}")
-        verdicts = Counter(step.verdict for step in newest)
-        listed = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
-        return not_found(f"the streams of the newest {len(newest)} steps: {listed}")
+        return _not_suspect(history.newest, newest, checks)
     last = measured[int(np.flatnonzero(marks)[-1])]
     if period.last is not None:
         pooled = history.until(last.step).pooled or pooled
@@ -117,6 +105,18 @@ def suspect(history: RunHistory, *, checks: Sequence[str]) -> Evidence:
         count=Count(int(marks[inside].sum()), int(inside.sum())),
     )
     return evidence.ended_after([step.step for step in measured], last.step)
+
+
+def _not_suspect(shown: StepFacts, steps: Sequence[CurrentStep], checks: Sequence[str]) -> Evidence:
+    """Return that no step fails the checks, or that they are undecided in the newest one."""
+    undecided = [
+        f"{each.name} {each.text}" for each in shown.comparability.undecided if each.name in checks
+    ]
+    if undecided and all(step.verdict == "unknown" for step in steps):
+        return not_measured(f"step {shown.step}: {'; '.join(undecided)}")
+    verdicts = Counter(step.verdict for step in steps)
+    listed = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
+    return not_found(f"the streams of the newest {len(steps)} steps: {listed}")
 
 
 _NON_FINITE: Final = "nonfinite_log_probs"
@@ -174,10 +174,15 @@ def _named_by(
 
 
 def _headline(named: Sequence[Check], ranks: Sequence[RankKey], summary: Summary) -> str:
-    """Return a shift, a clamp, or a mask beside the rounds, as a sentence; "" if no check names
-    one."""
+    """Return a constant, a shift, a clamp, or a mask beside the rounds, as a sentence; "" if no
+    check names one."""
     place = f"on {ranks_text(sorted({*ranks}))} " if ranks else ""
     for each in named:
+        if "flat" in each.values:
+            at = int(each.values["flat"])
+            value = short(each.values["pq"[at]])
+            text = f"{place}the {summary.pair[at]} log-probs are {value} in every token"
+            return text[0].upper() + text[1:]
         if "cut_off" in each.values:
             stream = summary.pair[int(each.values["cut_off"])]
             text = f"{place}the {stream} log-probs are cut off at {short(each.values['filled'])}"

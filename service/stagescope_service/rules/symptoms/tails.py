@@ -13,6 +13,7 @@ from stagescope_service.rules.evidence import (
     ABS_DIFF,
     Evidence,
     Series,
+    median,
     not_measured,
     of_rate,
     short,
@@ -51,7 +52,7 @@ def hidden_tails(history: RunHistory, *, mean: float, tail: float) -> Evidence:
     text = (
         f"|d| is up to {short(float(largest.newest(NEWEST).values.max()))} nat while the "
         f"mean of |e^p - e^q| is {short(float(np.median(means.newest(NEWEST).values)))}; "
-        f"{short(_median(share))} of the tokens are over 1 nat"
+        f"{short(_usual(share))} of the tokens are over 1 nat"
     )
     return of_rate(means.steps, marks, None, _HALF, NEWEST, text)
 
@@ -59,8 +60,9 @@ def hidden_tails(history: RunHistory, *, mean: float, tail: float) -> Evidence:
 def tokens_apart(history: RunHistory, *, share: float, factor: float) -> Evidence:
     """Return whether single tokens are far off and carry the mean, while the others agree.
 
-    In half of the newest steps, at least `share` of the tokens have |d| over 1 nat, and mean |d| is
-    over `factor` times the step's 90th percentile of |d|: over all tokens, or over one rank's.
+    It looks at all tokens, and at those of each rank. In half of the newest steps, at least `share`
+    of the tokens must have |d| over 1 nat. Mean |d| must be over `factor` times the 90th percentile
+    of |d| of all tokens of the step.
     """
     numbers = [history.metric(name) for name in (_SHARE, ABS_DIFF, _USUAL)]
     if len({len(each) for each in numbers}) > 1 or not len(numbers[0]):
@@ -71,8 +73,8 @@ def tokens_apart(history: RunHistory, *, share: float, factor: float) -> Evidenc
     far, means, usual = (each.where(has_tokens) for each in numbers)
     marks = (far.values >= share) & (means.values > factor * usual.values)
     text = (
-        f"{_median(far):.2%} of the tokens are over 1 nat apart; 90% of all are within "
-        f"{short(_median(usual))} nat, and mean |d| is {short(_median(means))}"
+        f"{_usual(far):.2%} of the tokens are over 1 nat apart; 90% of all are within "
+        f"{short(_usual(usual))} nat, and mean |d| is {short(_usual(means))}"
     )
     found = of_rate(means.steps, marks, None, _HALF, NEWEST, text)
     bounds = dict(zip(usual.steps.tolist(), factor * usual.values, strict=True))
@@ -110,8 +112,5 @@ def _by_rank(
     return found
 
 
-def _median(series: Series) -> float:
-    """Return the median of the newest values that are not NaN; NaN where there is none."""
-    known = series.newest(NEWEST).values
-    known = known[~np.isnan(known)]
-    return float(np.median(known)) if len(known) else math.nan
+def _usual(series: Series) -> float:
+    return median(series.newest(NEWEST).values)

@@ -28,6 +28,8 @@ from stagescope_service.statistics.step_metrics import staleness_name
 
 _BESIDE: Final = 5
 """Maximum steps on either side of the begin of an attempt that are compared."""
+_WIDTHS: Final = 4.0
+"""Noise widths over a median that noise does not reach."""
 
 
 def jump(history: RunHistory, *, at: str, factor: float, least: float) -> Evidence:
@@ -74,7 +76,8 @@ def jump(history: RunHistory, *, at: str, factor: float, least: float) -> Eviden
         if found:  # the attempt before may have begun with it, and have few steps
             of_last = before.of_attempt(int(before.attempts[-1])).values
             at_once = at_once and float(np.median(of_last)) < between
-        if at_once and high > max(least, factor * low, low + 4 * spread(before.values)):
+        clear = low + _WIDTHS * spread(before.values)
+        if at_once and high > max(least, factor * low, clear):
             is_beyond = head.values > before.values.max()
             supports = (f"{text} ({times(high, low)})",)
             evidence = Evidence(
@@ -216,7 +219,7 @@ def raised(history: RunHistory) -> list[Stretch]:
     low = float(np.median(now))
     bound = low + _CANDIDATE * max(spread(now), _LEAST_NOISE * low)
     over = np.flatnonzero(series.values > bound)
-    parts = np.split(over, np.flatnonzero(np.diff(over) > 2) + 1)
+    parts = np.split(over, np.flatnonzero(np.diff(over) > _GAP) + 1)
     newest = len(series) - 1 - ENDED_AFTER
     found = [
         Stretch(int(series.steps[part[0]]), int(series.steps[part[-1]]))
@@ -229,6 +232,8 @@ def raised(history: RunHistory) -> list[Stretch]:
 _CANDIDATE: Final = 4.0
 _LEAST_NOISE: Final = 0.03
 """Noise widths by which mean |d| was higher, and minimum width relative to the median."""
+_GAP: Final = 2
+"""Maximum distance of two high steps of one stretch: one step between them may be low."""
 _SHORTEST: Final = 3
 """Minimum steps of what ended."""
 _STRETCHES: Final = 3
@@ -358,10 +363,10 @@ def _split(values: Float64, before: int, after: int) -> int:
 def growth(history: RunHistory, *, factor: float, least: float, steps: int) -> Evidence:
     """Return whether mean |d| grows step by step in the newest attempt, beside its staleness.
 
-    Kendall's tau of value and step is at least 0.5. The median of the last quarter of the steps is
-    at least `factor` times the first quarter's, and at least `least`. A growth of over `_CLEAR`
-    noise widths, or a steady one of over `_STEADY`, needs `_FEWEST` steps. If the tokens grow
-    older, the mean of staleness 0 has to grow so.
+    Kendall's tau of value and step is at least `_GROWS`. The median of the last quarter of the
+    steps is at least `factor` times the first quarter's, and at least `least`. A growth of over
+    `_CLEAR` noise widths, or a steady one of over `_STEADY`, needs `_FEWEST` steps. If the tokens
+    grow older, the mean of staleness 0 has to grow so.
     """
     series = history.metric(ABS_DIFF).finite
     if not len(series):
@@ -403,11 +408,11 @@ def has_grown(history: RunHistory, mean: float) -> bool:
 
 
 def _over_first(own: Series) -> float:
-    """Return what lies 4 noise widths over the median of the first steps.
+    """Return what lies `_WIDTHS` noise widths over the median of the first steps.
 
     Only the first steps decide the level: one of later steps would move the begin with each step.
     """
-    return (1.0 + 4.0 * _NOISE) * float(np.median(own.values[:_FIRST]))
+    return (1.0 + _WIDTHS * _NOISE) * float(np.median(own.values[:_FIRST]))
 
 
 _OLDER: Final = 0.5
@@ -433,7 +438,7 @@ def _growth_of(own: Series, factor: float, least: float) -> Evidence:
         f"{own.name} grows from {short(first)} to {short(last)} over the {len(own)} steps of "
         f"attempt {own.attempts[-1]} (Kendall's tau {tau:.2f})"
     )
-    if not (tau >= 0.5 and last >= max(factor * first, least)):
+    if not (tau >= _GROWS and last >= max(factor * first, least)):
         return not_found(text.replace("grows", "goes"))
     below = np.flatnonzero(own.values <= _over_first(own))
     since = int(own.steps[below[-1] + 1 if len(below) and below[-1] + 1 < len(own) else 0])
@@ -441,4 +446,6 @@ def _growth_of(own: Series, factor: float, least: float) -> Evidence:
 
 
 _FIRST: Final = 3
-"""First steps of an attempt whose median a growth begins above, by 4 noise widths."""
+"""First steps of an attempt whose median a growth begins above."""
+_GROWS: Final = 0.5
+"""Minimum Kendall's tau of a growth."""

@@ -71,7 +71,7 @@ def current_differs(history: RunHistory, *, factor: float, least: float, bound: 
         return not_found(newest.text)
     ranks = sorted({(each.role, each.rank) for each in newest.off})
     lines = [_rank_text(role, rank, newest) for role, rank in ranks[:_NAMED]]
-    where = listed([f"{role} {rank}" for role, rank in ranks])
+    where = listed(ranks)
     count = Count(len(newest.off), len(newest.passes), "sample")
     return Evidence(
         "found", count.shown / count.examined, looked[-1].step.step, where,

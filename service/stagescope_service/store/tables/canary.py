@@ -70,10 +70,10 @@ class CanaryPair(Row):
 
     pair: str
     """The two arms: `trainer vs engine`, `decode vs prefill`, `cached vs uncached`, `adapter vs
-    base`, `engine twice`, or a comparison with other engines or versions. `engine vs engines` uses
-    the median of three or more engines. `engine vs before` uses an earlier version of the same
-    weights. `difference vs before` is the part of the difference from the trainer that an earlier
-    version had, too; its `slope` is the correlation."""
+    base` or `engine twice`. `engine vs engines` compares with the median of three or more engines.
+    `engine vs before` compares with an earlier version of the same weights. `difference vs before`
+    is the part of the difference from the trainer that an earlier version had, too. Its `slope` is
+    the correlation."""
     verdict: str
     """`differs`, `equal` (an adapter that changes nothing), `agrees` or `not compared`."""
     cause: str | None

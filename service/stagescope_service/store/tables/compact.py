@@ -1,10 +1,10 @@
 """The tables that grow with every rank and step, and the views under which their rows are read.
 
-Values that many rows have in common are stored once, and a row refers to them by a small integer:
-its work (`works`), the rank that did it (`senders`), the offset of the rank's clock (`clocks`), and
-texts (`texts`). The rows of a work lie together, so a step's rows are found by its works and need
-no index of their own. The views `stages`, `scalars`, `payloads` and `artifacts` have the logical
-columns, and the ids too, for queries that need them.
+Values that many rows have in common are stored once, and a row refers to them by small integers.
+`works` has the work of a row, `senders` the rank that did it, and `clocks` the offset of the rank's
+clock. `texts` has texts. The rows of a work lie together, so a step's rows are found by its works
+and need no index of their own. The views `stages`, `scalars`, `payloads` and `artifacts` have the
+logical columns, and the ids too, for queries that need them.
 
 Some columns hold a difference: `begin_after` is `begin_seq - revision`, mostly 0, which takes no
 space in SQLite. `reserved` keeps the space that the end of a stage or payload needs later. So a row

@@ -20,7 +20,7 @@ from stagescope_service.store.queries.findings import (
     Outline,
 )
 from stagescope_service.store.tables.findings import FiredActions, PinnedOf
-from stagescope_service.views.models.runs import Extent
+from stagescope_service.views.models.findings import Extent
 from stagescope_wire.render import ranges_text
 
 SEVERITIES: Final = ("error", "warning", "info")

@@ -96,9 +96,9 @@ class Diagnosis(RunHeading, Page[Symptom]):
     """Whether a closed step was looked at, no symptom lasts, and no warning or error stands that no
     rule explains."""
     text: str
-    """How many causes were found in which run and attempt, as a sentence, why the asked step was
-    not looked at, if it was not, and which findings no rule explains. Other
-    symptoms follow that earlier attempts ended with, or showed in steps that are now replaced."""
+    """How many causes were found in which run and attempt, and which findings no rule explains. It
+    says why the requested step was not looked at, if it was not. Other symptoms follow that earlier
+    attempts ended with, or showed in steps that are now replaced."""
     unexplained: Annotated[dict[str, int], Field(examples=[{"webhook_failed": 2}])]
     """Kind of finding -> number of warnings and errors that stand and that no rule judged."""
     notes: list[Note]

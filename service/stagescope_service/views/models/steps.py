@@ -20,7 +20,7 @@ from stagescope_service.views.models.common import (
     RowsGap,
     StepHeading,
 )
-from stagescope_service.views.models.runs import FindingRow
+from stagescope_service.views.models.findings import FindingRow
 
 
 class StageRow(Row):

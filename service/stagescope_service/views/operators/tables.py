@@ -25,7 +25,8 @@ from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.rows import chosen_columns, matching
 from stagescope_service.views.reading.target import Target
 from stagescope_wire.errors import InvalidInput, NotFound, StagescopeError
-from stagescope_wire.schema import DTYPE_BYTES, Part
+from stagescope_wire.schema import Part
+from stagescope_wire.tensors import DTYPE_BYTES
 
 _FIRST_COLUMNS: Final = (
     "order", "name", "operator", "module_class", "parent", "direction", "section", "index",

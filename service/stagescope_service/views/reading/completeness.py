@@ -10,9 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope_service.core.completeness import judge, statuses_of_rows
+from stagescope_service.core.completeness import (
+    COMPLETE,
+    NOT_BEGUN,
+    PARTIAL,
+    judge,
+    statuses_of_rows,
+)
 from stagescope_service.core.entities import Participants
 from stagescope_service.core.findings import BEGUN_AGAIN, NOT_AGGREGATED
+from stagescope_service.rules.missing import StageRanks, missing_ranks, stage_ranks_before
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.measurements import PayloadStates
 from stagescope_service.store.queries.overview import ListedAttempt, ListedStep, StepOverview
@@ -47,16 +54,77 @@ def step_progress(
 ) -> StepProgress:
     """Return how far a step has come, given its stages that are not superseded."""
     stages = list(stages)
-    if step["closed_wall"] is not None:
-        verdict = step["completeness"] or "unknown"
+    is_closed = step["closed_wall"] is not None
+    expected: Expected
+    if is_closed:
+        verdict, expected = step["completeness"] or "unknown", step["expected"] or {}
         missing = [(each["role"], each["rank"], each["stage"], each["status"])
                    for each in step["missing"] or []]  # fmt: skip
-        return StepProgress(verdict, step["expected"] or {}, _with_since(missing, stages))
-    sizes = _world_sizes(catalogue.processes(attempt["attempt_id"]))
-    judged = judge(
-        statuses_of_rows(stages), size_of=sizes.get, before=_last_closed(catalogue, attempt, step)
-    )
-    return StepProgress(OPEN, judged.expected, _with_since(judged.missing, stages))
+    else:
+        sizes = _world_sizes(catalogue.processes(attempt["attempt_id"]))
+        verdict, expected, listed = judge(
+            statuses_of_rows(stages),
+            size_of=sizes.get,
+            before=_last_closed(catalogue, attempt, step),
+        )
+        missing = [*listed]
+    if any(status == NOT_BEGUN for *_, status in missing):
+        attempts = attempts_of(catalogue, attempt["run"])
+        ranks = stage_ranks_before(catalogue, attempts, attempt["attempt_id"], step["step"])
+        expected, missing = _without_others(expected, missing, ranks, is_open=not is_closed)
+    verdict = without_gaps(verdict, missing) if is_closed else OPEN
+    return StepProgress(verdict, expected, _with_since(missing, stages))
+
+
+def attempts_of(catalogue: Catalogue, run: str) -> list[ListedAttempt]:
+    """Return the attempts of a run, ascending."""
+    return sorted(catalogue.attempts(run), key=lambda row: row["number"])
+
+
+def without_gaps(verdict: str, missing: Sequence[object]) -> str:
+    """Return the verdict on a closed step, given the ranks that it lacks."""
+    return COMPLETE if verdict == PARTIAL and not missing else verdict
+
+
+def verdicts(catalogue: Catalogue, run: str, steps: Sequence[StepState]) -> list[str]:
+    """Return how complete each of a run's steps is, as `StepProgress.complete`; ascending."""
+    found = [
+        OPEN if row["closed_wall"] is None else row["completeness"] or "unknown" for row in steps
+    ]
+    partial = {
+        at: (steps[at]["attempt_id"], steps[at]["step"])
+        for at, verdict in enumerate(found)
+        if verdict == PARTIAL
+    }
+    if partial:
+        missing = missing_ranks(catalogue, attempts_of(catalogue, run), partial.values())
+        for at, key in partial.items():
+            found[at] = without_gaps(PARTIAL, missing[key])
+    return found
+
+
+def _without_others(
+    expected: Expected,
+    missing: Iterable[tuple[str, int, str, str]],
+    ranks: StageRanks,
+    *,
+    is_open: bool,
+) -> tuple[Expected, list[tuple[str, int, str, str]]]:
+    """Leave out the ranks that did not begin a stage because they never run it."""
+    left, others = [], set()
+    for role, rank, stage, status in missing:
+        if status != NOT_BEGUN or ranks.lacks(role, rank, stage, is_open=is_open):
+            left.append((role, rank, stage, status))
+        else:
+            others.add((role, stage, rank))
+    shown = {
+        role: {
+            stage: [rank for rank in own if (role, stage, rank) not in others]
+            for stage, own in by_stage.items()
+        }
+        for role, by_stage in expected.items()
+    }
+    return shown, left
 
 
 def gaps(catalogue: Catalogue, steps: Iterable[StepOverview]) -> dict[StepKey, str]:

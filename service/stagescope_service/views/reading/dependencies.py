@@ -265,6 +265,11 @@ class Dependencies:
             counts=Counts(catalogue),
         )
 
+    def close(self) -> None:
+        """End the work in the background and close the catalogue, once no request comes."""
+        self.judgements.close()
+        self.catalogue.close()
+
 
 STEP_PATTERN: Final = "^(latest|[0-9]{1,18})$"
 

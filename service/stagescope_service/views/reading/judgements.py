@@ -34,7 +34,14 @@ class Judgements:
         self._lock = threading.Lock()
         self._pause = 0.3
         """Seconds before the next one."""
+        self._closed = threading.Event()
         self._thread = ThreadPoolExecutor(1, "api-judgements")
+
+    def close(self) -> None:
+        """Drop the judgements that are due, and wait for the one that is being made."""
+        with self._lock:
+            self._closed.set()
+        self._thread.shutdown(cancel_futures=True)
 
     def of(self, run: str, key: object, judge: Callable[[], Judgement]) -> Judgement | None:
         """Return the last judgement of a run, and let another be made if it may be outdated.
@@ -52,14 +59,15 @@ class Judgements:
             is_new = known is not None and (
                 known.key == key or time.monotonic() - known.made < _MAX_AGE
             )
-            if not is_new and run not in self._due:
+            if not is_new and run not in self._due and not self._closed.is_set():
                 self._due.add(run)
                 self._thread.submit(self._make, run, key, judge)
         return None if known is None else known.judgement
 
     def _make(self, run: str, key: object, judge: Callable[[], Judgement]) -> None:
         # Readers come first: it begins after a while, and takes half of a core at most.
-        time.sleep(self._pause)
+        if self._closed.wait(self._pause):
+            return
         began = time.monotonic()
         try:
             judgement = judge()

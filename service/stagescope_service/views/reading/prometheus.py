@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import Count, ListedRun, ListedStep
+from stagescope_service.views.reading.completeness import verdicts
 from stagescope_service.views.reading.step_summaries import StepSummaries
 from stagescope_wire.errors import StagescopeError
 from stagescope_wire.schema import ROLES, STAGES
@@ -222,8 +223,8 @@ def _run_families(sources: Sources, runs: list[ListedRun], now: float) -> Iterat
         measured = _measured(sources.catalogue, row["attempt_id"], run, steps)
         if steps:
             newest.add_metric([run], float(steps[0]["step"]))
-        closed = next((item["completeness"] for item in steps if item["completeness"]), None)
-        if closed is not None:
+        closed_steps = [item for item in steps if item["completeness"]][:1]
+        for closed in verdicts(sources.catalogue, run, closed_steps):
             complete.add_metric([run, closed], float(closed == "complete"))
         if measured is not None:
             step.add_metric([run], float(measured["step"]))

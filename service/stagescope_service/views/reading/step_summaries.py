@@ -36,7 +36,8 @@ from stagescope_wire.errors import InvalidInput, NotFound, NotMeasured
 from stagescope_wire.links import Link
 from stagescope_wire.names import misspelt
 from stagescope_wire.nonfinite import Json
-from stagescope_wire.schema import STEP_SUMMARY_STAGES, STREAM_TENSORS
+from stagescope_wire.schema import STEP_SUMMARY_STAGES
+from stagescope_wire.tensors import STREAM_TENSORS
 
 
 class Slice(NamedTuple):

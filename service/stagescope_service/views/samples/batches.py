@@ -28,7 +28,8 @@ from stagescope_wire.batch.file import pieces
 from stagescope_wire.errors import NotFound, StagescopeError
 from stagescope_wire.links import Link
 from stagescope_wire.render import counted
-from stagescope_wire.schema import RECENT_TENSORS, Part
+from stagescope_wire.schema import Part
+from stagescope_wire.tensors import RECENT_TENSORS
 
 
 class Scratch:

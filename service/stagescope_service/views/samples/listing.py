@@ -204,7 +204,7 @@ def _loss_note(
         text = (
             f"{at_least}{mismatch:.1%} of the mismatch (sum of |p - q|) sits in tokens that no "
             f"gradient sees (rejected, of weight or advantage 0, or {clipped}), {at_least}"
-            f"{tokens:.1%} of all"
+            f"{tokens:.1%} of all tokens"
         )
     if no_update:
         text += f"; {no_update}: the tokens may have seen no gradient at all"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
+from stagescope_service.core.completeness import NOT_BEGUN, PARTIAL
+from stagescope_service.rules.missing import missing_ranks
 from stagescope_service.store.queries.overview import ListedStep
 from stagescope_service.store.tables import StageRow
 from stagescope_service.views.encoding import JsonObject
@@ -13,10 +14,12 @@ from stagescope_service.views.pages import Page, cursor
 from stagescope_service.views.reading.completeness import (
     ALL_ROWS,
     StepProgress,
+    attempts_of,
     begun_again,
     gaps,
     rows_removed,
     step_progress,
+    without_gaps,
 )
 from stagescope_service.views.reading.dependencies import Dependencies, RankQuery
 from stagescope_service.views.reading.rows import (
@@ -35,9 +38,6 @@ class ScalarQuery(RankQuery):
     """The query parameters that select scalars; None: no filter."""
 
     name: str | None
-
-
-NOT_BEGUN: Final = "not begun"
 
 
 def _page_of_steps(
@@ -107,6 +107,10 @@ def steps(
     repeated = begun_again(
         deps.catalogue, {row["attempt_id"] for row in step_rows}, {row["step"] for row in step_rows}
     )
+    partial = [
+        (row["attempt_id"], row["step"]) for row in step_rows if row["completeness"] == PARTIAL
+    ]
+    missing = missing_ranks(deps.catalogue, attempts_of(deps.catalogue, target.run), partial)
     rows = []
     for row in step_rows:
         own = by_id[row["attempt_id"]]
@@ -116,6 +120,9 @@ def steps(
             progress = step_progress(deps.catalogue, own, row, begun)
         superseded = lineage.superseded_by(row)
         key = (row["attempt_id"], row["step"])
+        if key in missing:
+            verdict = without_gaps(PARTIAL, missing[key])
+            row = {**row, "completeness": verdict, "missing": missing[key]}
         rows.append(step_row(row, superseded, progress, gap_texts.get(key), repeated.get(key, [])))
     note = unreported_steps(deps.catalogue, attempts)
     heading = {**target.heading(), "attempt": attempt, "note": note}

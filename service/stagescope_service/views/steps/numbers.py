@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal, TypedDict
 
 from stagescope_service.statistics.cell import Cell, Field
-from stagescope_service.statistics.checks import calibration
 from stagescope_service.statistics.comparability import Comparability, examine_cell
 from stagescope_service.statistics.mismatch import non_finite, publish_cell
+from stagescope_service.statistics.noise_checks import calibration
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.statistics.summary import UNKNOWN, Slices, Summary, Tokens
 from stagescope_service.store.parts import incarnation_of

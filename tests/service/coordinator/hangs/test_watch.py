@@ -18,9 +18,7 @@ from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.hangs import stack_requests
 from stagescope_service.core.hangs.detection import StuckRules
 from stagescope_service.core.hangs.stack_requests import RankRequest
-from stagescope_service.core.instructions import (
-    ReadWatchdogs,
-)
+from stagescope_service.core.instructions import ReadWatchdogs
 from stagescope_service.core.state import State
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.sql import SqlStore
@@ -92,7 +90,7 @@ class Clocked:
             self.now += 1.0
             for rank in polling:
                 self.coordinator.parts.state.renew(f"rank-{rank}", self.now, self.now)
-            self.run(self.coordinator.parts.intake.expire())
+            self.run(self.coordinator.parts.leases.expire())
 
     def findings(self, kind: str = "stage_stuck") -> list[dict[str, Any]]:
         return [row for row in rows_of(self.store, "findings") if row["kind"] == kind]
@@ -581,7 +579,7 @@ def test_nobody_awaits_the_ranks_of_a_start_that_was_killed_and_made_again(made:
 def test_a_service_that_was_held_up_calls_nobody_silent(made: Clocked) -> None:
     worked(made, ranks=2)
     made.now += 300.0
-    made.run(made.coordinator.parts.intake.expire())
+    made.run(made.coordinator.parts.leases.expire())
     made.pass_time(10.0, polling=(0, 1))
     assert made.findings("process_silent") == []
 
@@ -657,7 +655,7 @@ def test_after_a_restart_a_lease_is_whole_from_when_calls_are_answered(made: Clo
     made.pass_time(polled, polling=(0, 1))
     made.renew()
     made.now += 20.0  # what else a coordinator opens before it answers
-    made.coordinator.parts.intake.begin()
+    made.coordinator.parts.leases.begin()
     made.pass_time(29.0, polling=())
     assert made.findings("process_silent") == []
     processes = made.coordinator.parts.state.registry.processes.values()

@@ -14,6 +14,7 @@ import stagescope
 from stagescope.progress import CaptureProgress
 from stagescope_service.core.captures.agreement import AGREED
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Put
 
 STAGE = "actor_update"
 
@@ -600,3 +601,30 @@ def test_a_capture_that_is_agreed_on_again_has_not_ended_before(
     events = [event for report in batch for event in report.events]
     live.engine.take(rank.sender, events)
     assert seen == {"agreed", "asked"}
+
+
+def _set_operators(live: Service, **columns: int | None) -> None:
+    [table] = live.catalogue.operators()
+    key = {name: table[name] for name in ("incarnation", "work_key", "capture_id")}
+    live.store.submit([Put("operators", {**key, **columns})]).result(30)
+
+
+def test_waiting_for_a_capture_waits_until_its_operators_are_read(live: Service) -> None:
+    capture_id = request_capture(live, stages=[STAGE], steps=[1])
+    rank = Rank(live, world_size=1)
+    dump(rank, capture_id, STAGE, 1)
+    rank.begin(STAGE, 2)
+    rank.begin(STAGE, 3)
+    [table] = live.catalogue.operators()
+    _set_operators(live, digested_mark=None)
+    told: list[CaptureProgress] = []
+    with live.session("operate") as session:
+
+        def tell(progress: CaptureProgress) -> None:
+            told.append(progress)
+            _set_operators(live, digested_mark=table["mark"])
+
+        final = session.wait_for(capture_id, timeout=60, told=tell)
+    assert (told[0]["state"], told[0]["unread_dumps"]) == ("complete", 1)
+    assert told[0].lines()[-1] == "the service still reads the operators of 1 dump"
+    assert (final["state"], final["unread_dumps"]) == ("complete", 0)

@@ -1,7 +1,7 @@
 """A canary after each of AReaL's weight syncs: its trainer asks the servers, its ranks score.
 
-A rank scores where it has entered `update_weights` and sent nothing yet: the weights are those of
-the sync, they are on the device, and every rank comes there. Ranks score by AReaL's own
+A rank scores where it has entered `update_weights` and sent nothing yet. There it has the weights
+of the sync on the device, and every rank comes there. Ranks score by AReaL's own
 `PPOActor._compute_logp`, the pass that `recompute_logprob` makes, with each sequence in a
 micro-batch of its own: packed rows may attend to each other. First they agree that all of them can,
 so that none waits in a pass for a rank that makes none.

@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 
 _MODULE: Final = "trl.experimental.async_grpo.async_grpo_trainer"
 _SAMPLES: Final = "stagescope_samples"
-"""The column that names the completions of each rank's row, [ranks, completions, 4] int64: group,
-number in the group, version that sampled it, main process's version minus its weight syncs.
--1 where a rank has fewer completions."""
+"""The column that names the completions of each rank's row, [ranks, completions, 4] int64.
+
+The four numbers are group, number in the group, version that sampled the completion, and the main
+process's version minus its weight syncs. They are -1 where a rank has fewer completions."""
 _REWARDS: Final = "stagescope_rewards"
 """Their rewards, [ranks, completions] float32; nan where no function scored a completion."""
 _VERSION: Final = "stagescope_version"

@@ -70,10 +70,12 @@ def patches() -> list[Patch]:
 
 
 Trainer: TypeAlias = Any
-"""Attributes read from `GRPOTrainer`: ref_model, rollout_func, use_vllm,
-vllm_importance_sampling_correction, num_generations, num_iterations, beta, loss_type,
-importance_sampling_level, reward_weights, args, vllm_generation (mode, sync_weights, vllm_client),
-processing_class, temperature."""
+"""A `GRPOTrainer`. These attributes are read::
+
+    ref_model, rollout_func, use_vllm, vllm_importance_sampling_correction, num_generations,
+    num_iterations, beta, loss_type, importance_sampling_level, reward_weights, args,
+    vllm_generation (mode, sync_weights, vllm_client), processing_class, temperature
+"""
 
 
 @dataclasses.dataclass

@@ -1,9 +1,9 @@
 """A canary after each of verl's weight syncs: its driver asks the servers, its ranks score.
 
-The ranks score by `compute_log_prob`, the call that every step makes on all of them, immediately
-before the sync: the weights are those that the sync sends, and the servers still sleep, so the
-trainer has its memory. A canary that is not complete when the servers are put to sleep is dropped:
-only the call that runs is awaited, since a sleeping server must have no request.
+The ranks score by `compute_log_prob`, the call that every step makes on all of them. They do so
+immediately before the sync: they have the weights that it sends. The servers still sleep then, so
+the trainer has its memory. When the servers are put to sleep, a canary that is not complete is
+dropped. Only its current call is awaited, since a sleeping server must have no request.
 
 Read in verl 0.9. In V1's synchronous trainer only the servers are asked: its `compute_log_prob`
 takes keys of a transfer queue, in which nothing of ours belongs.

@@ -1,0 +1,1 @@
+"""The server over stdio and HTTP: the modules that import the protocol's SDK (extra `mcp`)."""
