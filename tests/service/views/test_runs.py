@@ -513,7 +513,7 @@ def test_an_error_inside_says_nothing_of_its_cause(
     def broken(**page: int) -> list[ListedRun]:
         raise RuntimeError("SELECT secret FROM /path")
 
-    live.catalogue.runs = broken  # type: ignore[method-assign]
+    live.catalogue.runs = broken  # type: ignore[method-assign, assignment]
     problem = live.problem(500, "/runs")
     assert "secret" not in str(problem)
     assert problem["advice"] == "the service's log has the traceback"
