@@ -204,7 +204,7 @@ class ApiActor:
                 try:
                     self._server = self._serve()
                     self._problem = ""
-                    self._prepare()
+                    self._prepare(self._server)
                 except (StagescopeError, OSError) as error:
                     self._problem = str(error)
                 except Exception as error:  # whatever it is, the next try may succeed
@@ -243,10 +243,10 @@ class ApiActor:
         return server
 
     @staticmethod
-    def _prepare() -> None:
+    def _prepare(server: ApiServer) -> None:
         from stagescope_service.http.app import prepare
 
-        prepare()
+        prepare(server.app)
 
     def _keep_bundles(self, deps: Dependencies, tokens: AccessTokens | None) -> None:
         """Make bundles of attempts that die, in a thread that nothing waits for.

@@ -58,7 +58,9 @@ VIEWS: Final = {
     REFERENCE: ("#/none", "document.querySelector('h1')"),
     f"{RUNS} runs, the first": ("#/", f"{_ROWS} >= 20"),
     f"{RUNS} runs, all": (
-        "#/", f"document.querySelector('[role=status]')?.textContent.includes('of {RUNS + 3} runs')"
+        "#/",
+        "[...document.querySelectorAll('[role=status]')]"
+        f".some(each => each.textContent.includes('of {RUNS + 3} runs'))",
     ),
     f"run of {STEPS} steps": (
         f"#/runs/{RUN}",
@@ -127,7 +129,7 @@ def serve(home: Path, pipe: Connection) -> None:
     )
     server = ApiServer(app, port=0, header_seconds=settings.header_seconds)
     server.start()
-    prepare()
+    prepare(app)
     pipe.send(server.url)
     threading.Event().wait()
 

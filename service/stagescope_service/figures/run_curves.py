@@ -24,7 +24,7 @@ from stagescope_service.views.series_points import (
     NOT_LOGGED,
     NOT_STORED,
     OPEN,
-    mean_of,
+    mean_with,
     why_unmeasured,
 )
 from stagescope_wire.names import unit_of_metric
@@ -163,12 +163,11 @@ class CurveReader:
     def scalar_panels(self, name: str) -> list[Panel]:
         """Return a panel for each stage and role that logged a scalar: the mean over its ranks."""
         series: dict[tuple[str | None, str | None], list[tuple[Place, Value]]] = defaultdict(list)
-        for row in self._deps.catalogue.scalar_values(
-            self._ids, name, by_rank=False, **self._window
-        ):
-            if row["step"] is not None:
-                key = (row["attempt_id"], row["step"])
-                series[row["stage"], row["role"]].append((key, mean_of(row)))
+        rows = self._deps.catalogue.scalar_means(self._ids, name, **self._window)
+        for attempt_id, step, stage, role, mean, nan, posinf, neginf in rows:
+            if step is not None:
+                value = mean_with(mean, nan, posinf, neginf)
+                series[stage, role].append(((attempt_id, step), value))
         logged = {key for values in series.values() for key, _ in values}
         self._absent[name] = [key for key in self.states if key not in logged]
         several = len(series) > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import re
 import time
@@ -51,6 +52,7 @@ from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.views.models.comparisons import comparison_schemas
 from stagescope_service.views.reading.dependencies import Commands, Dependencies
+from stagescope_wire.errors import StagescopeError
 from stagescope_wire.nonfinite import Json
 
 DESCRIPTION: Final = """\
@@ -142,15 +144,22 @@ def make_app(
     return app
 
 
-def prepare() -> None:
+def prepare(app: FastAPI) -> None:
     """Do once, after the start, what the first questions of a process would wait for.
 
-    Plotly is compressed, the doctor's rules are read, and what was imported is kept away from the
-    garbage collector: its search takes longer than most answers.
+    Routes are completed, Plotly is compressed, the doctor's rules are read, the queries that every
+    answer begins with are built. What was imported is kept away from the garbage collector: its
+    search takes longer than most answers.
     """
+    for route in app.router.routes:  # FastAPI completes a route when it is first looked at
+        route.matches({"type": "http", "method": "GET", "path": "", "root_path": ""})
     page.compress()
     rulebook()
     figure_style.empty("", "", x="", y="")
+    deps: Dependencies = app.state.deps
+    with contextlib.suppress(StagescopeError):  # no run yet, or no catalogue
+        target = deps.finder.step(None, None, None)
+        deps.catalogue.runs(limit=1, name=target.run)
     gc.collect()
     gc.freeze()
 

@@ -89,6 +89,8 @@ class RunHistory:
         )
         self._ids = [int(row["attempt_id"]) for row in self.attempts]
         self._number = {int(row["attempt_id"]): int(row["number"]) for row in self.attempts}
+        self.has_weights = lru_cache(maxsize=None)(self._has_weights)
+        """Return whether weights were recorded in an attempt, by its number."""
         self.facts = lru_cache(maxsize=_CACHED)(self._facts_of)
         """Return the facts of a step."""
 
@@ -348,7 +350,8 @@ class RunHistory:
         if not self._ids:
             return []
         current = {(step.attempt_id, step.step) for step in self.steps}
-        rows = self._catalogue.reward_groups(self._ids, last=self._last)
+        first = self.steps[0].step if self.steps else None
+        rows = self._catalogue.reward_groups(self._ids, first=first, last=self._last)
         found = [row for row in rows if (row["attempt_id"], row["step"]) in current]
         return sorted(found, key=lambda row: row["step"])
 
@@ -368,8 +371,7 @@ class RunHistory:
         known = (row for row in rows if self._is_known(row.step))
         return sorted(known, key=lambda row: (self._number[row.attempt_id], row.version))
 
-    def has_weights(self, attempt: int) -> bool:
-        """Return whether weights were recorded in an attempt, by its number."""
+    def _has_weights(self, attempt: int) -> bool:
         found = (id for id, number in self._number.items() if number == attempt)
         return any(self._catalogue.newest_weights(each) is not None for each in found)
 

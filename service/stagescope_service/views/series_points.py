@@ -208,9 +208,14 @@ def scalar_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poin
 
 def mean_of(row: ScalarValues) -> Value:
     """Return the mean of all values, the non-finite ones included as in a sum."""
-    if row["nan"] or (row["posinf"] and row["neginf"]):
+    return mean_with(row["mean"], row["nan"], row["posinf"], row["neginf"])
+
+
+def mean_with(mean: float | None, nan: int, posinf: int, neginf: int) -> Value:
+    """Return the mean of finite values and of so many non-finite ones, as in a sum."""
+    if nan or (posinf and neginf):
         return "nan"
-    return "inf" if row["posinf"] else "-inf" if row["neginf"] else row["mean"]
+    return "inf" if posinf else "-inf" if neginf else mean
 
 
 def _low(row: ScalarValues) -> Value:

@@ -226,6 +226,20 @@ class TestFiles:
         assert nobody.get("/openapi.json").status_code == 401
         assert nobody.get("/stream").status_code == 401
 
+    def test_the_page_names_each_module_that_it_imports(self, shared: Service) -> None:
+        nobody = shared.client(None)
+        page = nobody.get("/").text
+        imported, waiting = set[str](), re.findall(r'src="([^"]+\.js)"', page)
+        while waiting:
+            path = waiting.pop()
+            if path in imported:
+                continue
+            imported.add(path)
+            folder = path.rpartition("/")[0]
+            for name in re.findall(r'from "\./([^"]+)"', nobody.get(f"/{path}").text):
+                waiting.append(f"{folder}/{name}")
+        assert set(re.findall(r'rel="modulepreload" href="([^"]+)"', page)) == imported
+
     def test_let_the_browser_ask_nobody_else(self, shared: Service) -> None:
         headers = shared.client(None).get("/").headers
         parts = [part.split() for part in headers["content-security-policy"].split(";")]

@@ -810,6 +810,17 @@ def test_what_has_not_changed_is_not_sent_again(browser: Browser, shared: Servic
         assert {status for url, status in answers if url in before} == {304}
 
 
+def test_what_takes_long_is_asked_once(browser: Browser, shared: Service) -> None:
+    with logged_in(browser, shared) as visit:
+        visit.go(OF_RUN)
+        del visit.requests[:]
+        visit.page.reload()
+        visit.page.wait_for_selector(".plot .xtick text")
+        visit.settle()
+        asked = [url for url in visit.requests if re.search("/diagnosis|/worst|/figures/ov", url)]
+        assert len(asked) == 3
+
+
 IDLE: Final = (
     "[...document.querySelectorAll('main [aria-busy=true], main .plot')].every(e => {"
     "const { top, bottom } = e.getBoundingClientRect();"
@@ -827,7 +838,7 @@ def test_no_view_asks_again_while_nothing_changes(browser: Browser, shared: Serv
         visit.page.reload()
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
-        visit.wait_until("window.Plotly")  # loaded once, after all else
+        visit.run_until(lambda: any("plotly.min.js" in url for url in visit.requests))
         asked: dict[str, list[str]] = {}
         for name, address in VIEWS.items():
             visit.go(address)

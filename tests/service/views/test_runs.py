@@ -142,6 +142,22 @@ class TestRuns:
                 differ.append(path)
         assert differ == []
 
+    def test_are_listed_by_their_own_name_or_the_one_they_are_shown_with(
+        self, live: Service
+    ) -> None:
+        write(
+            live.store,
+            *(Put("runs", {"run": run, "display_name": shown})
+              for run, shown in (("a", None), ("b", "a"), ("c", "base/line"))),
+        )  # fmt: skip
+
+        def named(name: str) -> set[str]:
+            return {row["run"] for row in live.get("/runs", name=name)["rows"]}
+
+        assert named("a") == {"a", "b"}
+        assert named("base/line") == {"c"}
+        assert named("none") == set()
+
     def test_are_found_by_a_display_name_that_one_of_them_has(self, live: Service) -> None:
         for run in ("one", "two"):
             train(live, range(1, 2), run=run)
@@ -497,7 +513,7 @@ def test_an_error_inside_says_nothing_of_its_cause(
     def broken(**page: int) -> list[ListedRun]:
         raise RuntimeError("SELECT secret FROM /path")
 
-    live.catalogue.runs = broken  # type: ignore[method-assign]
+    live.catalogue.runs = broken  # type: ignore[method-assign, assignment]
     problem = live.problem(500, "/runs")
     assert "secret" not in str(problem)
     assert problem["advice"] == "the service's log has the traceback"

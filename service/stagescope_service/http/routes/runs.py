@@ -34,12 +34,15 @@ def runs(
     deps: Deps,
     page: PageOf,
     hidden: Annotated[bool, Query(description="Also those that are hidden.")] = False,
+    name: Annotated[
+        str | None, Query(description="Only runs with this name, or shown with it.")
+    ] = None,
 ) -> Answer:
     """List the runs, the one that was active last first, each with its newest attempt.
 
     Runs that are experiments (`bisect-...`) come after all others.
     """
-    rows = deps.catalogue.runs(limit=page.limit + 1, offset=page.offset, hidden=hidden)
+    rows = deps.catalogue.runs(limit=page.limit + 1, offset=page.offset, hidden=hidden, name=name)
     return Answer(page.first_of([run_row(row) for row in rows]))
 
 

@@ -7,16 +7,16 @@ import * as captures from "./captures.js";
 import * as comparisons from "./comparisons.js";
 import { doctor } from "./doctor.js";
 import { button, h, made, patch, problem, refreshTimes, showCurrent } from "./dom.js";
-import { plotly } from "./figure.js";
 import { finding, findings } from "./findings.js";
 import { hangs } from "./hangs.js";
 import { login } from "./login.js";
 import { operators } from "./operators.js";
+import { fetchPlotly } from "./plotly.js";
 import { runs } from "./run_list.js";
 import { run, steps } from "./runs.js";
 import { sample } from "./sample.js";
 import { audit, engines, lost } from "./service_views.js";
-import { all, forget, get, part, send, Stream, url, whenLoggedOut } from "./service.js";
+import { forget, get, part, runsNamed, send, Stream, url, whenLoggedOut } from "./service.js";
 import { rank, round, samples } from "./slices.js";
 import { step } from "./step.js";
 import { triggers } from "./triggers.js";
@@ -61,6 +61,7 @@ const TABS = [
 ];
 
 const PATIENCE_MS = 1500;
+const GREETING_MS = 300;
 const place = (id) => document.getElementById(id);
 const state = { view: null, user: null, archive: null, stream: "connecting", hash: null };
 
@@ -142,20 +143,21 @@ function goTo(run) {
  */
 async function lackingOf(params, since = 0) {
   const { run, attempt, step } = params;
-  const runs_ = await all(url("/runs", { limit: 1000, hidden: true }), since);
-  if (!runs_.rows.some((row) => row.run === run)) {
-    const named = runs_.rows.find((row) => row.display_name === run);
-    if (named) return goTo(named.run);
+  const { rows: found } = await get(runsNamed(run), since);
+  if (!found.some((row) => row.run === run)) {
+    if (found.length) return goTo(found[0].run);
+    const { rows } = await get(url("/runs", { limit: MOST_NAMED, hidden: true }), since);
     return { isRun: true, sentence: `There is no run ${run} in this service.`, links: [
-      ["All runs", "#/"], ...runs_.rows.slice(0, MOST_NAMED).map((row) => [row.run, ofRun(row.run)])] };
+      ["All runs", "#/"], ...rows.map((row) => [row.run, ofRun(row.run)])] };
   }
-  noteNames(runs_.rows);
+  noteNames(found);
   drawWhere(...Object.values(parse(location.hash)));
   there.add(run);
   if (isKnown(params)) return null;
-  const { rows: attempts } = await get(`/runs/${part(run)}/attempts`, since);
-  const own = attempts.find((row) => String(row.attempt) === attempt);
-  if (attempt !== undefined && !own) {
+  const attemptsOf = async () => (await get(`/runs/${part(run)}/attempts`, since)).rows;
+  let attempts = attempt === undefined ? null : await attemptsOf();
+  const own = attempts?.find((row) => String(row.attempt) === attempt);
+  if (attempts && !own) {
     return { sentence: `Run ${run} has no attempt ${attempt}.`,
       links: [[`run ${run}, attempts 1 to ${attempts[0].attempt}`, ofRun(run)]] };
   }
@@ -166,6 +168,7 @@ async function lackingOf(params, since = 0) {
     there.add(keyOf(params));
     return null;
   }
+  attempts ??= await attemptsOf();
   const newest = (await get(url("/steps", asked), since)).rows[0];
   const firsts = (own ? [own] : attempts).map((row) => row.first_step).filter((each) => each !== null);
   const of = attempt === undefined ? `Run ${run}` : `Attempt ${attempt} of run ${run}`;
@@ -243,12 +246,12 @@ function drawSession() {
 /** Let the page hold this and no view. */
 const showAlone = (node) => place("main").replaceChildren(made(h("div", {}, node)));
 
-async function enter() {
+async function enter(since = performance.now()) {
   try {
-    state.user = await get("/whoami", performance.now());
+    state.user = await get("/whoami", since);
   } catch (error) {
     showAlone(problem(error));
-    setTimeout(enter, 2000);
+    setTimeout(() => enter(), 2000);
     return;
   }
   state.archive = state.user.bundle;
@@ -258,11 +261,15 @@ async function enter() {
   }
   if (state.archive) state.user.grade = "read"; // whichever its token is of: nothing can be operated
   if (state.archive && !location.hash) location.replace(state.user.opens); // what it was made for
-  show();
   drawSession();
-  if (!state.archive) stream.open(); // nothing changes in an archive
-  // Most views need it, and it takes long to read: figures ask for it at once, others can wait.
-  state.view.ready.then(() => (window.requestIdleCallback ?? setTimeout)(() => plotly().catch(() => {})));
+  if (!state.archive) { // in one nothing changes
+    stream.open();
+    // What a view asks before the stream is there may be old already, and would be asked again.
+    await Promise.race([stream.greeted, new Promise((done) => setTimeout(done, GREETING_MS))]);
+    if (state.user === null) return; // somebody logged out meanwhile
+  }
+  show();
+  state.view.ready.then(() => (window.requestIdleCallback ?? setTimeout)(() => fetchPlotly("prefetch")));
 }
 
 async function leave() {
@@ -281,7 +288,7 @@ function askForLogin() {
   state.stream = "not logged in";
   drawSession();
   document.title = "Log in · stagescope";
-  showAlone(login(enter, state.archive));
+  showAlone(login(() => enter(), state.archive));
   place("main").querySelector("input").focus();
 }
 
@@ -305,4 +312,4 @@ document.querySelector(".skip").onclick = (event) => {
 };
 setInterval(refreshTimes, 5000);
 drawSession();
-enter();
+enter(0); // begin.js has asked

@@ -60,6 +60,7 @@ export class View {
     block.events = [];
     block.since = 0;
     if (block.isLazy) this.#await(block);
+    else if (block.isLater) this.#loadLater(block);
     else block.ready = this.#load(block);
   }
 
@@ -75,12 +76,20 @@ export class View {
     }
   }
 
+  /** Ask once all before it is there: several questions at once slow each other. */
+  async #loadLater(block) {
+    await this.ready;
+    if (this.isOpen) await this.#load(block);
+  }
+
   #await(block) {
     block.element.onSight = () => {
       sight.unobserve(block.element);
       block.isLazy = false;
       block.age?.();
-      this.#load(block);
+      // What is below the screen may wait.
+      if (block.element.getBoundingClientRect().top > innerHeight) this.#loadLater(block);
+      else this.#load(block);
     };
     sight.observe(block.element);
   }
@@ -146,10 +155,11 @@ export class View {
  * @param draw (data, ...) -> children for the section.
  * @param concerns (event) -> whether an event of the stream makes the answer old.
  * @param lazy whether it is asked for when it is nearly in sight.
+ * @param later whether it waits for what the view shows first.
  * @param leads whether it is kept up to date out of sight, too: the rest of the view follows it.
  */
 export class Block {
-  constructor({ title = null, path, draw, concerns = () => false, lazy = false, leads = false, id = null, level = 2 }) {
+  constructor({ title = null, path, draw, concerns = () => false, lazy = false, later = false, leads = false, id = null, level = 2 }) {
     const label = `block-${++unique}`;
     this.element = made(h(title ? "section" : "div", { class: "block", "aria-labelledby": title && label, id },
       title && h(`h${level}`, { id: label }, title), h("div"),
@@ -161,6 +171,7 @@ export class Block {
     this.draw = draw;
     this.concerns = concerns;
     this.isLazy = lazy;
+    this.isLater = later;
     this.leads = leads;
     this.shown = null;
     const before = this.paths?.map(known);

@@ -98,6 +98,7 @@ class Groups extends Component {
   constructor(props) {
     super(props);
     this.element = props.element;
+    this.isLater = true; // the first charts are higher than a screen
     this.groups = [];
     this.open = new Set((props.open ?? localStorage.getItem(OPEN) ?? "").split(",").map(decodeURIComponent));
   }

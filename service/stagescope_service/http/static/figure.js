@@ -1,9 +1,9 @@
 // Figures of the service, drawn by Plotly in the colours of the page, each with its numbers as a
 // table for those who cannot see it.
 
-import { once } from "./blocks.js";
 import { h, made, patch, problem } from "./dom.js";
 import { number } from "./format.js";
+import { plotly } from "./plotly.js";
 import { get, known, url } from "./service.js";
 import { HEAD, table } from "./table.js";
 import { explained } from "./words.js";
@@ -13,28 +13,7 @@ const CONFIG = {
   responsive: true, displaylogo: false, displayModeBar: true, doubleClick: "reset",
   showTips: false, scrollZoom: false, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
 };
-let loading = null;
 const drawn = new Set();
-
-/** Load Plotly, once; it is as large as all else together. */
-export function plotly() {
-  loading ??= new Promise((done, fail) => {
-    document.head.append(made(h("script", {
-      src: new URL("plotly.min.js", import.meta.url).href,
-      onload: () => done(window.Plotly),
-      onerror: () => { loading = null; fail(new Error("plotly.min.js could not be loaded")); },
-    })));
-  });
-  return loading;
-}
-
-/** Whether the service draws a figure of this name: others are not asked for. */
-async function isDrawn(name) {
-  const { rows } = await everyFigure();
-  return rows.some((row) => row.name === name);
-}
-
-const everyFigure = once(() => get("/figures"));
 
 const NARROW = 560; // pixels
 const LEGEND_LINE = 24;
@@ -111,17 +90,13 @@ export class Figure {
 
   /** Ask, and draw what is new. */
   async load(since = 0, events = []) {
-    plotly().catch(() => {}); // while the answer is awaited
     const steps = events.map((each) => (each.event === "step" ? each.step : -Infinity));
     const first = Math.min(...steps);
     try {
-      if (!await isDrawn(this.name)) {
-        patch(this.note, h("p.quiet", {}, "This service does not draw this figure."));
-        this.plot.classList.add("empty");
-        return;
-      }
       const isGrown = this.grows && this.shown && Number.isFinite(first);
-      await this.#show(isGrown ? await this.#grown(first, since) : await get(this.path, since));
+      const answer = isGrown ? this.#grown(first, since) : get(this.path, since);
+      plotly().catch(() => {}); // while the answer is awaited
+      await this.#show(await answer);
       this.hasFailed = this.element.hidden = false;
       this.plot.classList.remove("empty");
     } catch (error) {
@@ -143,20 +118,20 @@ export class Figure {
   }
 
   async #show(answer) {
-    const isDrawn_ = answer.figure.data.length > 0;
-    this.plot.hidden = !isDrawn_; // empty axes are a picture of nothing: the note says why
-    const note = answer.note ?? (isDrawn_ ? null : "Nothing to draw yet.");
-    patch(this.note, (!this.isGroup || !isDrawn_) && [note && h("p.quiet", {}, note),
-      this.opens && isDrawn_ && h("p.quiet", {}, "A click on a point opens its step; so do the steps in "
+    const isDrawn = answer.figure.data.length > 0;
+    this.plot.hidden = !isDrawn; // empty axes are a picture of nothing: the note says why
+    const note = answer.note ?? (isDrawn ? null : "Nothing to draw yet.");
+    patch(this.note, (!this.isGroup || !isDrawn) && [note && h("p.quiet", {}, note),
+      this.opens && isDrawn && h("p.quiet", {}, "A click on a point opens its step; so do the steps in "
         + "“as numbers”.")]);
     if (answer === this.shown) return;
     this.shown = answer;
     patch(this.caption, h("strong", {}, explained(answer.title)));
     this.plot.setAttribute("aria-label", answer.note ? `${answer.title}: ${answer.note}` : answer.title);
     this.plot.style.minHeight = `${answer.figure.layout.height ?? 320}px`;
-    this.numbers.hidden = !isDrawn_;
+    this.numbers.hidden = !isDrawn;
     drawn.add(this);
-    if (isDrawn_) await this.redraw();
+    if (isDrawn) await this.redraw();
     this.#list();
   }
 

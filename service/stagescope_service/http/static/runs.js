@@ -47,11 +47,11 @@ export function run(view, { run: name, metrics, smooth, groups }, user) {
     ],
   });
   view.block({
-    path: async (since) => [
-      await get(url(`/runs/${part(name)}/diagnosis`, { limit: 200 }), since),
-      await get(`/runs/${part(name)}/worst`, since),
-      ...await pageOfSteps(name, { limit: RECENT }, since),
-    ],
+    path: async (since) => (await Promise.all([
+      get(url(`/runs/${part(name)}/diagnosis`, { limit: 200 }), since),
+      get(`/runs/${part(name)}/worst`, since),
+      pageOfSteps(name, { limit: RECENT }, since),
+    ])).flat(),
     concerns: (event) => own(event)
       && ((event.event === "step" && event.closed && event.measured) || ["attempt", "finding"].includes(event.event)),
     draw: (diagnosis, worst, ...page) => band(name, diagnosis, worst, rowsOf(page)),
@@ -59,7 +59,7 @@ export function run(view, { run: name, metrics, smooth, groups }, user) {
   charts(view, { run: name, metrics, smooth, groups });
   view.add(filesToSend(name));
   view.block({
-    title: "Findings",
+    title: "Findings", later: true,
     path: url("/findings/groups", { run: name, limit: 8 }),
     concerns: (event) => own(event) && event.event === "finding",
     draw: ({ rows, groups }) => [
@@ -88,13 +88,13 @@ export function run(view, { run: name, metrics, smooth, groups }, user) {
     }));
   }
   view.block({
-    title: "Attempts",
+    title: "Attempts", later: true,
     path: `/runs/${part(name)}/attempts`,
     concerns: (event) => own(event) && (event.event === "attempt" || (event.event === "step" && event.closed)),
     draw: ({ rows }) => attemptsTable(name, rows, user),
   });
   view.block({
-    title: "Captures",
+    title: "Captures", later: true,
     path: url("/captures", { run: name, limit: 5 }),
     concerns: (event) => own(event) && event.event === "capture",
     draw: ({ rows }) => [

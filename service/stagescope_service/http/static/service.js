@@ -41,6 +41,9 @@ export const toFile = (path) => `.${path}`;
 /** The part of a path that stands for one name. */
 export const part = (name) => encodeURIComponent(name);
 
+/** The path of the runs that a name of an address means. */
+export const runsNamed = (name) => url("/runs", { name, hidden: true });
+
 /** The last answer of a path, if there was one. */
 export const known = (path) => kept.get(path)?.data;
 
@@ -147,6 +150,7 @@ export class Stream {
     this.lastId = null;
     this.failures = 0;
     this.hiding = 0;
+    this.greeted = new Promise((done) => { this.greet = done; }); // for the first time
     document.addEventListener("visibilitychange", () => this.#lookedAt());
   }
 
@@ -223,6 +227,7 @@ export class Stream {
     if (fields.event === "hello") {
       this.failures = 0;
       this.onState("live");
+      this.greet();
     }
     this.onEvent({ event: fields.event, ...JSON.parse(fields.data) });
   }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from typing import Final, Literal, NamedTuple, TypedDict
+from typing import Final, Literal, NamedTuple, TypedDict, cast
 
 import sqlalchemy as sa
 from typing_extensions import NotRequired, Unpack
@@ -70,6 +70,20 @@ class ScalarValues(TypedDict):
     high: float | None
     count: int
     """Number of all values."""
+    nan: int
+    posinf: int
+    neginf: int
+
+
+class ScalarMean(NamedTuple):
+    """A scalar of a step, stage and role, aggregated over its ranks and parts."""
+
+    attempt_id: int
+    step: int | None
+    stage: str | None
+    role: str
+    mean: float | None
+    """Mean of the finite values; None if there is none."""
     nan: int
     posinf: int
     neginf: int
@@ -201,32 +215,55 @@ class MeasurementQueries(Reader):
         **filters: Unpack[RankFilter],
     ) -> Iterator[ScalarValues]:
         """Yield a scalar by step, stage and role (and rank), the newest step first."""
-        table = TABLES["scalars"]
         of = ["attempt_id", "step", "stage", "role", *(["rank"] if by_rank else [])]
+        query = self._scalar(attempts, name, of, first=first, last=last, **filters)
+        table = TABLES["scalars"].c
+        query = query.add_columns(
+            sa.func.min(table.value).label("low"),
+            sa.func.max(table.value).label("high"),
+            sa.func.count().label("count"),
+        ).order_by(table.step.desc(), table.attempt_id.desc())
+        yield from self._each(ScalarValues, query)
+
+    def scalar_means(
+        self, attempts: Sequence[int], name: str, **window: Unpack[StepWindow]
+    ) -> list[ScalarMean]:
+        """Return the mean of a scalar by step, stage and role, in no order."""
+        query = self._scalar(attempts, name, ["attempt_id", "step", "stage", "role"], **window)
+        # Tuples: an object a row would take as long as the query.
+        return cast("list[ScalarMean]", self._tuples(query))
+
+    def _scalar(
+        self,
+        attempts: Sequence[int],
+        name: str,
+        of: Sequence[str],
+        *,
+        first: int | None = None,
+        last: int | None = None,
+        **filters: Unpack[RankFilter],
+    ) -> Query:
+        """Select the mean of a scalar, and the numbers of its non-finite values, by columns."""
+        table = TABLES["scalars"].c
         kinds = {"nan": "nan", "posinf": "inf", "neginf": "-inf"}
-        query = (
+        return (
             sa.select(
-                *(table.c[column] for column in of),
-                sa.func.avg(table.c.value).label("mean"),
-                sa.func.min(table.c.value).label("low"),
-                sa.func.max(table.c.value).label("high"),
-                sa.func.count().label("count"),
+                *(table[column] for column in of),
+                sa.func.avg(table.value).label("mean"),
                 *(
-                    sa.func.sum(sa.case((table.c.nonfinite == text, 1), else_=0)).label(kind)
+                    sa.func.sum(sa.case((table.nonfinite == text, 1), else_=0)).label(kind)
                     for kind, text in kinds.items()
                 ),
             )
             .where(
                 *in_window("scalars", attempts, first=first, last=last),
-                table.c.name == name,
+                table.name == name,
                 *self._answers(attempts),
                 *self._of_newest(attempts),
                 *conditions("scalars", **filters),
             )
-            .group_by(*(table.c[column] for column in of))
-            .order_by(table.c.step.desc(), table.c.attempt_id.desc())
+            .group_by(*(table[column] for column in of))
         )
-        yield from self._each(ScalarValues, query)
 
     def _answers(self, attempts: Filter) -> list[sa.ColumnElement[bool]]:
         """Return the condition that a scalar's stage is not known to be replaced.

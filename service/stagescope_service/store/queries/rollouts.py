@@ -7,9 +7,17 @@ from collections.abc import Collection, Sequence
 from typing import Final, TypedDict
 
 import sqlalchemy as sa
+from typing_extensions import Unpack
 
 from stagescope_service.store.queries.overview import ListedAttempt
-from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions, in_window
+from stagescope_service.store.queries.reader import (
+    LIMIT,
+    Filter,
+    Reader,
+    StepWindow,
+    conditions,
+    in_window,
+)
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import PayloadRow, SampleRow, payloads, samples
 from stagescope_wire.schema import STEP_SUMMARY_STAGES
@@ -108,13 +116,13 @@ class RolloutQueries(Reader):
         return self._rows(PayloadRow, sa.select(found).order_by(*by))
 
     def reward_groups(
-        self, attempts: Sequence[int], *, last: int | None = None
+        self, attempts: Sequence[int], **window: Unpack[StepWindow]
     ) -> list[RewardGroupsRow]:
-        """Return the groups of samples of each step of some attempts, up to `last`.
+        """Return the groups of samples of each step of some attempts.
 
         Steps whose samples name no group are left out.
         """
-        return self._rows(RewardGroupsRow, _reward_groups(attempts, last))
+        return self._rows(RewardGroupsRow, _reward_groups(_groups(attempts, **window)))
 
 
 @functools.cache
@@ -148,12 +156,11 @@ def _consumed_samples() -> Query:
     return sa.select(found.subquery())
 
 
-def _reward_groups(attempt_ids: Sequence[int], last: int | None) -> Query:
+def _reward_groups(groups: sa.CTE) -> Query:
     """Select the number of groups of samples by attempt and step, and by their rewards.
 
     A group counts as rewarded if it has two samples and more, each with a finite reward.
     """
-    groups = _groups(attempt_ids, last)
     steps = (
         sa.select(
             groups.c.attempt_id,
@@ -190,14 +197,14 @@ def _reward_groups(attempt_ids: Sequence[int], last: int | None) -> Query:
     )
 
 
-def _groups(attempt_ids: Sequence[int], last: int | None) -> sa.CTE:
+def _groups(attempt_ids: Sequence[int], **window: Unpack[StepWindow]) -> sa.CTE:
     reward = samples.c.reward
     number = sa.func.count()
     is_rewarded = (number > 1) & (
         sa.func.count(sa.case((reward.between(-_MOST, _MOST), 1))) == number
     )
     where: list[sa.ColumnElement[bool]] = [
-        *in_window("samples", attempt_ids, last=last),
+        *in_window("samples", attempt_ids, **window),
         samples.c.step.is_not(None),
         samples.c.group_id.is_not(None),
     ]

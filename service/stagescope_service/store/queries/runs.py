@@ -77,12 +77,19 @@ class DiedAttempt(TypedDict):
 class RunQueries(Reader):
     """Queries for runs, attempts, steps, stages and processes."""
 
-    def runs(self, *, limit: int = LIMIT, offset: int = 0, hidden: bool = True) -> list[ListedRun]:
+    def runs(
+        self, *, limit: int = LIMIT, offset: int = 0, hidden: bool = True, name: str | None = None
+    ) -> list[ListedRun]:
         """Return the runs, the most recently active first, and experiments after them.
 
-        Without `hidden` those that are hidden are left out.
+        Without `hidden` those that are hidden are left out. With `name` only those are returned
+        that have this name, or that are shown with it.
         """
         query = overview.runs()
+        if name is not None:
+            table = TABLES["runs"].c
+            shown = as_display_name(name) or ""
+            query = query.where(sa.or_(table.run == name, table.display_name == shown))
         if not hidden:
             query = query.where(sa.func.coalesce(TABLES["runs"].c.hidden, sa.false()) == sa.false())
         return self._rows(ListedRun, query.limit(limit).offset(offset))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from stagescope_service.statistics.step_metrics import VERSION
@@ -30,37 +30,39 @@ def worst(deps: Dependencies, run: str) -> JsonObject:
     attempts = deps.catalogue.attempts(target.run)
     ids = [int(row["attempt_id"]) for row in attempts]
     stored = deps.catalogue.stored_numbers(ids, _METRICS, version=VERSION)
-    current = _current(deps, ids, Lineage(attempts))
-    step, token = [_highest(values, stored.places, current) for values in stored.values] or [
-        None
-    ] * 2
+    lineage = Lineage(attempts)
+    step, token = (_highest(deps, lineage, values, stored.places) for values in stored.values)
     found: JsonObject = {"run": target.run, "also_live": target.also_live}
     return {**found, "step": step, "token": token and {**token, **_place(deps, run, token)}}
 
 
 def _highest(
-    values: Iterable[float | str | None], places: Sequence[Place], current: Mapping[Place, int]
+    deps: Dependencies,
+    lineage: Lineage,
+    values: Iterable[float | str | None],
+    places: Sequence[Place],
 ) -> JsonObject | None:
     """Return the current step with the largest finite value; None: no step has one."""
-    known = [
+    known = sorted(
         (value, place)
         for place, value in zip(places, values, strict=True)
-        if place in current and isinstance(value, float | int)
-    ]
-    if not known:
-        return None
-    value, place = max(known)
-    return {"abs_diff": value, "step": place[1], "attempt": current[place]}
+        if isinstance(value, float | int)
+    )
+    for value, place in reversed(known):  # mostly the first: few steps are repeated
+        if _is_current(deps, lineage, place):
+            return {"abs_diff": value, "step": place[1], "attempt": lineage.numbers[place[0]]}
+    return None
 
 
-def _current(deps: Dependencies, ids: list[int], lineage: Lineage) -> dict[Place, int]:
-    """Return (attempt_id, step) -> the attempt's number, of steps that no attempt repeats."""
-    newest = {state.step: state for state in deps.catalogue.step_states(ids)}
-    return {
-        (state.attempt_id, state.step): lineage.numbers[state.attempt_id]
-        for state in newest.values()
-        if state.superseded_by is None and lineage.repeated_by(state.attempt_id, state.step) is None
-    }
+def _is_current(deps: Dependencies, lineage: Lineage, place: Place) -> bool:
+    """Return whether no later attempt repeats a step."""
+    attempt_id, step = place
+    newest = deps.catalogue.step_states([*lineage.numbers], first=step, last=step)[-1]
+    return (
+        newest.attempt_id == attempt_id
+        and newest.superseded_by is None
+        and lineage.repeated_by(attempt_id, step) is None
+    )
 
 
 def _place(deps: Dependencies, run: str, found: JsonObject) -> JsonObject:
