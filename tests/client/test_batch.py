@@ -20,6 +20,7 @@ from tests.support.step_batches import step_batch
 
 from stagescope_wire.batch import Batch, Tensor
 from stagescope_wire.batch.converters import keys_of, trajectories
+from stagescope_wire.batch.data import Gap
 from stagescope_wire.batch.file import describe
 from stagescope_wire.errors import InvalidTensor, MissingExtra, NotFound, UnknownName
 from stagescope_wire.nonfinite import Json
@@ -220,6 +221,16 @@ def test_rewards_of_tokens_are_summed_where_the_mask_counts() -> None:
     rewards = Tensor("float32", np.ones((4, 4), np.float32))
     changed = dataclasses.replace(batch, tensors={**batch.tensors, "rewards": rewards})
     assert [each.reward for each in trajectories(changed)] == [2, 2, 1, 4]
+
+
+def test_a_tensor_that_is_missing_is_named_with_the_reason() -> None:
+    batch = step_batch()
+    tensors = {n: each for n, each in batch.tensors.items() if n != "rollout_log_probs"}
+    why = "rollout_log_probs is float64 and float32"
+    gaps = (Gap("tensor", "rollout_ids are missing"), Gap("tensor", why))
+    changed = dataclasses.replace(batch, tensors=tensors, gaps=gaps)
+    with pytest.raises(NotFound, match=f"the batch has no rollout_log_probs: {why}"):
+        next(trajectories(changed)).tensor("rollout_log_probs")
 
 
 @pytest.mark.parametrize(

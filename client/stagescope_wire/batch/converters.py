@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from stagescope_wire.batch.data import BatchData, Tensor, widened
+from stagescope_wire.batch.data import BatchData, Gap, Tensor, widened
 from stagescope_wire.errors import MissingExtra, NotFound
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.tensorfile import Array
@@ -41,6 +42,7 @@ class Trajectory:
             bfloat16 becomes float32, which is exact.
         values: tensors with one number per row (rewards), by name.
         strings: texts of the row by name.
+        gaps: of its batch.
     """
 
     group_id: str
@@ -52,6 +54,7 @@ class Trajectory:
     tensors: Mapping[str, Array]
     values: Mapping[str, float]
     strings: Mapping[str, str]
+    gaps: Sequence[Gap] = ()
 
     @property
     def reward(self) -> float | None:
@@ -70,7 +73,7 @@ class Trajectory:
             NotFound: it was not kept; the message says how to keep it.
         """
         if name not in self.tensors:
-            raise _not_kept(name)
+            raise _not_kept(name, self.gaps)
         return self.tensors[name]
 
     def all_tokens(self) -> list[int]:
@@ -80,7 +83,7 @@ class Trajectory:
             NotFound: one of them was not kept.
         """
         if self.prompt is None:
-            raise _not_kept("prompts")
+            raise _not_kept("prompts", self.gaps)
         return [*self.prompt.tolist(), *self.tensor("responses").tolist()]
 
 
@@ -214,17 +217,20 @@ def trajectories(batch: BatchData) -> Iterator[Trajectory]:
             tensors={name: values[row, span] for name, values in wide.items()},
             values={name: values[row].item() for name, values in row_values.items()},
             strings={name: texts[row] for name, texts in batch.strings.items()},
+            gaps=batch.gaps,
         )
 
 
 def _required(batch: BatchData, name: str) -> Array:
     if name not in batch:
-        raise _not_kept(name)
+        raise _not_kept(name, batch.gaps)
     return batch[name]
 
 
-def _not_kept(name: str) -> NotFound:
-    return NotFound(f"the batch has no {name}", advice=KEEP)
+def _not_kept(name: str, gaps: Iterable[Gap]) -> NotFound:
+    """Return the error that a batch lacks a tensor, with the reason where the batch knows it."""
+    reasons = [gap.message for gap in gaps if re.search(rf"\b{re.escape(name)}\b", gap.message)]
+    return NotFound(": ".join([f"the batch has no {name}", *reasons[:1]]), advice=KEEP)
 
 
 _EXTRA: Final = ("uid", "task_id")
