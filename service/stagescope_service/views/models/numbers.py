@@ -174,9 +174,9 @@ class RolloutIs(Model):
     rollout_is: str | None
     """The run's setting: `token` or `sequence`; null: none."""
     threshold: float | str | None
-    """The run's setting `rollout_is_threshold`, a bound on the importance weights, which are ratios
-    of probabilities. It is U, or the text `L_U` of a lower and an upper bound, or `inf`; null: not
-    set."""
+    """The run's setting `rollout_is_threshold`, a bound on the importance weights. Each weight is a
+    ratio of probabilities. The bound is U, or the text `L_U` of a lower and an upper bound, or
+    `inf`; null: not set."""
     batch_normalize: bool
     """The run's setting: whether it divides the weights by their mean."""
     truncated: bool
