@@ -19,6 +19,7 @@ from stagescope_service.settings import Settings
 from tests.support.api import Service, service
 from tests.support.browser import chromium
 from tests.support.nginx import front, nginx
+from tests.support.stores import eventually
 
 pytest.importorskip("mkdocs", reason="the extra `docs`")
 
@@ -290,9 +291,15 @@ def test_a_browser_searches_it_and_asks_nobody_else(address: str) -> None:
         page.on("request", lambda request: asked.append(request.url))
         page.on("console", lambda message: said.append(message.text))
         page.goto(f"{address}/guide/api.html")
-        page.locator(".md-search__input").first.fill("mismatch")
+        search = page.locator(".md-search__input").first
+        search.fill("mismatch")
         found = page.locator(".md-search-result__link").first
-        found.wait_for(timeout=60_000)  # the index is read and searched by a worker
+
+        def is_found() -> bool:
+            search.press("End")  # it listens to keys, once its worker has read the index
+            return found.is_visible()
+
+        eventually(is_found, seconds=60)
         found.click()
         page.wait_for_url(re.compile(r"/guide/(?!api)\w[\w-]*\.html"))
         assert said == []
