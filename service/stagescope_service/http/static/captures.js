@@ -47,7 +47,7 @@ function wanted(value) {
 }
 
 // --- one capture ------------------------------------------------------------------------------
-const remarks = new Map(); // capture -> what the service noted when this page armed it
+const remarks = new Map(); // capture -> what the service noted when this page requested it
 
 /** States that stay: nothing is left to withdraw. */
 const OVER = new Set(["complete", "partial", "empty", "given up", "too late", "refused", "withdrawn"]);
@@ -183,13 +183,13 @@ const estimates = (rows) => rows.length > 0 && h("details", {},
     ["free on its disk", "free_bytes", SIZE],
   ], rows, { key: (row) => `${row.role}/${row.rank}/${row.stage}` }));
 
-// --- arming -----------------------------------------------------------------------------------
+// --- requesting ------------------------------------------------------------------------------
 /** The form of a new capture; its fields may come with the address. */
 export function arm(view, { run, stages = "", keep = "", ...given }, user) {
   view.add(h("h1", {}, user?.bundle ? `No capture of ${run} can be requested here` : `Request a capture of ${run}`));
   if (user?.grade !== "operate") {
     view.add(h("div.problem", { role: "note" }, !user?.bundle
-      ? [h("p", {}, "The read token looks and arms nothing."),
+      ? [h("p", {}, "With the read token you can look, but not request a capture."),
         h("p.quiet", {}, "Log out, and log in with the content of operate.token.")]
       : h("p", {}, `This is ${user.bundle}, a read-only archive: no training can be reached from it.`)));
     return;
@@ -239,10 +239,10 @@ function armForm(run, found, { stages: given, keep, ranks, roles, steps, task, l
   const select = (id, entries, chosen) => h("select", { id, name: id }, options(entries, chosen));
   const submit = async ({ user }) => {
     localStorage.setItem(NAME, user.value);
-    const armed = await send("POST", "/captures?wait=0", request(run, user.form), user.value);
+    const requested = await send("POST", "/captures?wait=0", request(run, user.form), user.value);
     // Who has not acknowledged changes: the table of ranks has it.
-    remarks.set(armed.capture_id, armed.notes.filter((note) => !note.startsWith("waiting for ")));
-    location.hash = ofRun(run, "captures", armed.capture_id);
+    remarks.set(requested.capture_id, requested.notes.filter((note) => !note.startsWith("waiting for ")));
+    location.hash = ofRun(run, "captures", requested.capture_id);
   };
   const attributes = {
     class: "form", oninput: ({ currentTarget }) => tell(currentTarget), ref: (drawn) => drawn && tell(drawn),
