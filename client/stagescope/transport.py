@@ -175,6 +175,7 @@ class Transport:
     def _send(self, request: httpx.Request, retry: _Retry, timeout: float | None = None) -> Json:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         backoff = _INITIAL_BACKOFF
+        refused: StagescopeError | None = None
         while True:
             left = max(deadline - time.monotonic(), 0.05)
             request.extensions["timeout"] = httpx.Timeout(left).as_dict()
@@ -184,10 +185,12 @@ class Transport:
             except httpx.TransportError as error:
                 problem: StagescopeError = self._unreachable(error)
                 again = retry(problem, None)
+                if again and refused is not None and isinstance(error, httpx.TimeoutException):
+                    problem = refused  # the last try has little time: this is the reason
             else:
                 if response.is_success:
                     return self._json(response)
-                problem = self._problem(response)
+                problem = refused = self._problem(response)
                 again = retry(problem, response.status_code)
                 wait = _retry_after(response, backoff)
             if not again or time.monotonic() + wait >= deadline:
