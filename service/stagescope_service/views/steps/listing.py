@@ -121,8 +121,8 @@ def steps(
         superseded = lineage.superseded_by(row)
         key = (row["attempt_id"], row["step"])
         if key in missing:
-            verdict = without_gaps(PARTIAL, missing[key])
-            row = {**row, "completeness": verdict, "missing": missing[key]}
+            row["completeness"] = without_gaps(PARTIAL, missing[key])
+            row["missing"] = missing[key]
         rows.append(step_row(row, superseded, progress, gap_texts.get(key), repeated.get(key, [])))
     note = unreported_steps(deps.catalogue, attempts)
     heading = {**target.heading(), "attempt": attempt, "note": note}
