@@ -20,6 +20,7 @@ import pytest
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from tests.support.api import Rank, Service, service
+from tests.support.command_line import invoke
 from tests.support.measure import Handed, payload
 from tests.support.stores import eventually
 from tokenizers import Tokenizer, decoders, models
@@ -272,12 +273,19 @@ def test_an_agent_that_reads_can_change_nothing(connect: Connect, live: Service)
     assert live.get("/captures")["rows"] == []
 
 
-def test_an_operator_may_change_things_and_they_are_marked(connect: Connect, live: Service) -> None:
+@pytest.mark.parametrize(("name", "is_local"), [("over_stdio", True), ("over_http", False)])
+def test_an_operator_may_change_things_and_they_are_marked(
+    name: str, is_local: bool, request: pytest.FixtureRequest
+) -> None:
+    connect: Connect = request.getfixturevalue(name)
+
     async def act(client: Client) -> None:
         listed = await client.list_tools()
         marks = {tool.name: tool.annotations for tool in listed.tools}
         changing = {name for name, mark in marks.items() if mark and not mark.read_only_hint}
-        assert changing == {"capture", "remove_capture", "pin", "unpin", "bisect"}
+        # What computes where the server runs is for an agent on that machine.
+        local = {"bisect"} if is_local else set()
+        assert changing == {"capture", "remove_capture", "pin", "unpin"} | local
         text, is_error = await _ask(client, "pin", run="nan", step=12)
         assert not is_error, text
         await _ask(client, "unpin", run="nan", step=12)
@@ -334,3 +342,10 @@ def test_http_needs_a_token_of_the_service(http_url: str, token: str | None) -> 
     answer = httpx.post(http_url, json={}, headers=headers, trust_env=False)
     assert answer.status_code == 401
     assert "token" in answer.json()["error"]
+
+
+def test_without_access_tokens_it_listens_on_loopback_alone(tmp_path: Path) -> None:
+    with service(tmp_path / "home", auth=False) as open_to_all:
+        result = invoke("mcp", "--http", "0", "--host", "0.0.0.0", "--url", open_to_all.server.url)
+    assert result.exit_code == 2
+    assert "asks for no access token" in result.stderr

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from stagescope import terminal
+from stagescope.cli.agents.tools import command_of
 from stagescope.cli.common import main
 from stagescope.session import Session
 from stagescope_wire import discovery
+from stagescope_wire.errors import InvalidInput, Unauthorized
+
+if TYPE_CHECKING:
+    from stagescope.cli.agents.serving import http
 
 
 @main.command(name="mcp")
@@ -38,14 +45,13 @@ def mcp(
     """
     try:
         from stagescope.cli.agents.serving import http, stdio
-        from stagescope.cli.agents.serving.server import tool_call
     except ImportError as error:
         raise terminal.needs_extra(error, "mcp") from error
 
     given = None if token_file is None else discovery.read_token(token_file)
 
     def open_session(location: discovery.ServiceLocation) -> Session:
-        session = Session(location, link_text=tool_call)
+        session = Session(location, link_text=command_of)
         try:
             session.check()
         except BaseException:
@@ -65,5 +71,16 @@ def mcp(
     sessions = http.Sessions(
         lambda token: open_session(dataclasses.replace(bare, read_token=token, operate_token=token))
     )
+    if not discovery.is_loopback(f"http://{host}"):
+        _check_tokens(sessions)
     click.echo(f"http://{host}:{port}{http.PATH} for {bare.url}; Ctrl-C ends it", err=True)
     http.serve(http.make_app(sessions, operate=operate, host=host), host, port)
+
+
+def _check_tokens(sessions: http.Sessions) -> None:
+    """Refuse to listen for other machines where the service asks nobody for a token."""
+    with contextlib.suppress(Unauthorized), sessions.of(None):
+        raise InvalidInput(
+            "the service asks for no access token, so everybody could use it",
+            expected="--host on loopback, or a service with access tokens",
+        )

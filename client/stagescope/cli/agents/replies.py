@@ -8,14 +8,17 @@ from typing import Final
 from urllib.parse import quote, urlencode
 
 from stagescope.answers import Metrics, Record
+from stagescope.cli.agents.tools import command_of
 from stagescope.table import Table
 from stagescope.terminal import Displayable
 from stagescope_wire.errors import StagescopeError
-from stagescope_wire.links import LinkText, with_links
+from stagescope_wire.links import with_links
 from stagescope_wire.nonfinite import JsonObject
 
 CHARACTERS: Final = 6000
 """Most characters of an answer, without its frame."""
+_DOCUMENT: Final = 40_000
+"""Most characters of a document."""
 _WIDTH: Final = 160
 """Width of tables in characters: columns that do not fit are left out."""
 _LINE: Final = 1000
@@ -58,16 +61,17 @@ def reply(tool: str, arguments: JsonObject, answer: Displayable, page: str, from
     return "\n".join(parts)
 
 
-def refusal(error: StagescopeError, link_text: LinkText) -> str:
+def refusal(error: StagescopeError) -> str:
     """Return an error as text for an agent: what is wrong, what was expected, what to do."""
     expected = f"expected {error.expected}" if error.expected else ""
-    lines = [error.wrong, expected, with_links(error.advice, error.see, link_text)]
+    lines = [error.wrong, expected, with_links(error.advice, error.see, command_of)]
     return _marked(_within([line for line in lines if line])[0])
 
 
 def document(text: str) -> str:
     """Return a document about a run, such as its report, for an agent."""
-    return _marked(text.split("\n"))
+    shown, rest = _within(text.split("\n"), _DOCUMENT)
+    return _marked([*shown, *([f"... {rest} more lines: see the page"] if rest else [])])
 
 
 def page_of(tool: str, about: JsonObject, page: str) -> str:
@@ -97,10 +101,9 @@ def _about(answer: Displayable) -> JsonObject:
     return dict(answer) if isinstance(answer, Record) else {}
 
 
-def _within(lines: list[str]) -> tuple[list[str], int]:
-    """Return the first lines that fit an answer, and how many follow."""
+def _within(lines: list[str], left: int = CHARACTERS) -> tuple[list[str], int]:
+    """Return the first lines that fit `left` characters, and how many follow."""
     shown: list[str] = []
-    left = CHARACTERS
     for line in lines:
         cut = line if len(line) <= _LINE else f"{line[:_LINE]} ... ({len(line)} characters)"
         left -= len(cut) + 1

@@ -8,11 +8,13 @@ from typing import Final
 
 import click
 
+from stagescope import link_text
 from stagescope.cli.agents.experiments import BISECT, COMPARE
 from stagescope.cli.common import CONNECTION_OPTIONS, QUESTIONS, Question
 from stagescope.session import Session
 from stagescope.terminal import Displayable
 from stagescope_wire.errors import InvalidInput
+from stagescope_wire.links import Link
 from stagescope_wire.names import unknown_name
 from stagescope_wire.nonfinite import Json, JsonObject
 
@@ -26,6 +28,8 @@ READS: Final = (
 """Questions that change nothing."""
 CHANGES: Final = ("capture", "remove_capture", "pin", "unpin", "bisect")
 """Questions that change the live run or what the service keeps."""
+_OF_THE_MACHINE: Final = frozenset({"bisect"})
+"""Tools that compute where the server runs, and open what it can reach there."""
 _LEFT_OUT: Final[Mapping[str, frozenset[str]]] = {
     "runs": frozenset({"delete", "yes", "rename", "hide", "show"}),
     "capture": frozenset({"wait", "wait_seconds"}),
@@ -70,10 +74,25 @@ class Tool:
             raise InvalidInput(error.format_message(), expected=expected) from error
 
 
-def all_tools() -> dict[str, Tool]:
-    """Return the tools by name, those that read first."""
+def tools_of(*, operate: bool, is_remote: bool) -> dict[str, Tool]:
+    """Return the tools by name, those that read first.
+
+    Args:
+        operate: whether to offer those that change something.
+        is_remote: whether the agent runs on another machine, perhaps of somebody else.
+    """
     questions = {**QUESTIONS, "compare": COMPARE, "bisect": BISECT}
-    return {name: _tool(questions[name], changes=name in CHANGES) for name in (*READS, *CHANGES)}
+    names = [*READS, *(CHANGES if operate else ())]
+    return {
+        name: _tool(questions[name], changes=name in CHANGES)
+        for name in names
+        if not (is_remote and name in _OF_THE_MACHINE)
+    }
+
+
+def command_of(link: Link) -> str:
+    """Return the command that gives the answer of a link: a tool has the same name."""
+    return link_text.command(link, {name.replace("_", "-") for name in READS})
 
 
 def _tool(question: Question, *, changes: bool) -> Tool:

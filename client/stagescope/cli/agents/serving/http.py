@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stagescope.cli.agents.serving.server import make_server
+from stagescope.cli.agents.tools import tools_of
 from stagescope.session import Session
 from stagescope_wire.errors import StagescopeError, Unauthorized
 
@@ -57,7 +58,7 @@ class Sessions:
 
 def make_app(sessions: Sessions, *, operate: bool, host: str) -> ASGIApp:
     """Return the application that answers at `/mcp`."""
-    server = make_server(sessions.of_request, operate=operate)
+    server = make_server(sessions.of_request, tools_of(operate=operate, is_remote=True))
     app = server.streamable_http_app(streamable_http_path=PATH, stateless_http=True, host=host)
     return _TokenCheck(app, sessions)
 

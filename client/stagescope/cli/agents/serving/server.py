@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -17,10 +17,9 @@ from mcp.shared.exceptions import MCPError
 from stagescope import __version__
 from stagescope.cli.agents import replies
 from stagescope.cli.agents.prompts import INSTRUCTIONS, PROMPTS, prompt_text
-from stagescope.cli.agents.tools import CHANGES, Tool, all_tools
+from stagescope.cli.agents.tools import Tool
 from stagescope.session import Session
 from stagescope_wire.errors import StagescopeError
-from stagescope_wire.links import Link
 from stagescope_wire.names import unknown_name
 from stagescope_wire.nonfinite import Json, JsonObject
 
@@ -35,23 +34,14 @@ _FROM_LINE: Final[JsonObject] = {
 }  # fmt: skip
 
 
-def tool_call(link: Link) -> str:
-    """Return the call of a tool that gives the answer of a link."""
-    arguments = {**({} if link.step is None else {"step": link.step}), **link.arguments()}
-    if link.name is not None:
-        arguments["name"] = link.name
-    return f"{link.noun}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
-
-
-def make_server(session_of: SessionOf, *, operate: bool) -> Server[Any]:
+def make_server(session_of: SessionOf, tools: Mapping[str, Tool]) -> Server[Any]:
     """Return a server that answers from a session.
 
     Args:
-        session_of: returns the session of a request.
-        operate: whether to offer the tools that change something. The service checks the access
-            token in any case.
+        session_of: returns the session of a request. The service checks its access token.
+        tools: the tools by name.
     """
-    answers = _Answers(session_of, operate=operate)
+    answers = _Answers(session_of, tools)
     return Server(
         "stagescope",
         version=__version__,
@@ -70,9 +60,9 @@ def make_server(session_of: SessionOf, *, operate: bool) -> Server[Any]:
 class _Answers:
     """The handlers of requests; each asks the service in a thread."""
 
-    def __init__(self, session_of: SessionOf, *, operate: bool) -> None:
+    def __init__(self, session_of: SessionOf, tools: Mapping[str, Tool]) -> None:
         self._session_of = session_of
-        self._tools = {n: t for n, t in all_tools().items() if operate or n not in CHANGES}
+        self._tools = tools
 
     async def list_tools(self, _: _Context, __: object) -> types.ListToolsResult:
         return types.ListToolsResult(tools=[_described(tool) for tool in self._tools.values()])
@@ -101,7 +91,7 @@ class _Answers:
             from_line = first if isinstance(first, int) else 0
             return replies.reply(name, arguments, answer, session.url, from_line), False
         except StagescopeError as error:
-            return replies.refusal(error, tool_call), True
+            return replies.refusal(error), True
 
     async def list_resources(self, context: _Context, _: object) -> types.ListResourcesResult:
         def newest() -> Sequence[Json]:
@@ -182,4 +172,4 @@ def _described(tool: Tool) -> types.Tool:
 
 
 def _protocol_error(error: StagescopeError) -> MCPError:
-    return MCPError(types.INVALID_PARAMS, replies.refusal(error, tool_call))
+    return MCPError(types.INVALID_PARAMS, replies.refusal(error))

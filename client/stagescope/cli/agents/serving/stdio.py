@@ -6,12 +6,13 @@ import anyio
 from mcp.server.stdio import stdio_server
 
 from stagescope.cli.agents.serving.server import make_server
+from stagescope.cli.agents.tools import tools_of
 from stagescope.session import Session
 
 
 def serve(session: Session, *, operate: bool) -> None:
     """Serve until stdin ends."""
-    server = make_server(lambda _: session, operate=operate)
+    server = make_server(lambda _: session, tools_of(operate=operate, is_remote=False))
 
     async def run() -> None:
         async with stdio_server() as (read, write):
