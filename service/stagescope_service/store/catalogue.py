@@ -41,6 +41,7 @@ from stagescope_service.store.tables import (
     OperatorTableRow,
     RegisteredEngine,
 )
+from stagescope_service.store.tables.service import UNREAD_DUMP
 from stagescope_wire.nonfinite import Json
 
 _COSTS_OF: Final = 20_000
@@ -95,10 +96,8 @@ class CaptureQueries(Reader):
     def count_unread_dumps(self, capture_id: str) -> int:
         """Return the number of a capture's dumps whose operators are not read yet."""
         table = TABLES["operators"].c
-        unread = sa.func.coalesce(table.digested_mark, -1) != table.mark
-        [count] = self._values(
-            sa.select(sa.func.count()).where(table.capture_id == capture_id, unread)
-        )
+        of_capture = table.capture_id == capture_id
+        [count] = self._values(sa.select(sa.func.count()).where(of_capture, sa.text(UNREAD_DUMP)))
         return count
 
     def dumps(

@@ -34,6 +34,7 @@ from stagescope_service.store.tables import (
     stages,
     steps,
 )
+from stagescope_service.store.tables.service import UNREAD_DUMP
 from stagescope_wire.nonfinite import JsonObject
 
 Query: TypeAlias = "sa.Select[*tuple[Any, ...]]"
@@ -139,7 +140,7 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
         undigested=rows(
             OperatorTableRow,
             connection,
-            sa.select(operators).where(_text("coalesce(digested_mark, -1) <> mark")),
+            sa.select(operators).where(_text(UNREAD_DUMP)),
         ),
     )
 

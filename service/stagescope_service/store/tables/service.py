@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypedDict
+from typing import Annotated, Final, TypedDict
 
 from pydantic import Field
 from sqlalchemy import Index
@@ -114,14 +114,15 @@ class OperatorTableRow(StageWork):
     wall: float | None
 
 
+UNREAD_DUMP: Final = "coalesce(digested_mark, -1) <> mark"
+"""The condition that a dump is announced and not read, in the text of its partial index."""
+
 operators = table(
     "operators",
     OperatorTableRow,
     "incarnation work_key capture_id",
     Index(None, "attempt_id", "step"),
-    partial_index(
-        "ix_operators_undigested", "node_id", where="coalesce(digested_mark, -1) <> mark"
-    ),
+    partial_index("ix_operators_undigested", "node_id", where=UNREAD_DUMP),
 )
 
 
