@@ -178,8 +178,11 @@ class History:
         return None
 
     def is_rising(self, source: str, mean: float) -> bool:
-        """Return whether an engine's difference from the trainer, `mean` nats in this version, has
-        grown in nearly each of the last versions, whatever their verdicts, and not at once."""
+        """Return whether an engine's difference from the trainer has grown step by step.
+
+        It has if nearly each of the last versions was worse than the one before, whatever their
+        verdicts. In this version it is `mean` nats.
+        """
         means = [
             row["mean"]
             for of_version in self._recent.values()
