@@ -46,7 +46,7 @@ _POLL_INTERVAL: Final = 0.5
 ORDERS: Final[Mapping[str, Sequence[str]]] = {
     "runs": ("run", "display_name", "live", "attempt", "last_closed_step", "last_wall"),
     "attempts": ("attempt", "state", "first_step", "last_closed_step", "resumed_from_step"),
-    "steps": ("step", "attempt", "complete", "measured", "gap", "begun_again", "losses",
+    "steps": ("step", "attempt", "complete", "measured", "gap", "begun_again", "lost",
               "superseded_by", "missing"),
     "engines": ("name", "state", "age_seconds", "kind", "url", "model", "used_by"),
     "versions": ("version", "step", "differ", "missing", "replicas_differ", "not_comparable",

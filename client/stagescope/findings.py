@@ -1,4 +1,4 @@
-"""Findings, losses and firings of triggers as rows in groups, and `Diagnosis`: a run's symptoms.
+"""Findings, lost data and firings of triggers as rows in groups, and `Diagnosis`: a run's symptoms.
 
 A NaN that persists makes one finding per rank and step. As text and as HTML these are one paragraph
 with the steps and ranks, the advice, and the id for `stagescope finding ID`.
@@ -36,7 +36,7 @@ _SHOWN: Final = 50
 
 
 class FindingRows(Table):
-    """Findings, losses or firings, one row each; `groups` has one row per group of them.
+    """Findings, lost data or firings, one row each; `groups` has one row per group of them.
 
     Text and HTML display the groups, the most severe and most specific first.
 

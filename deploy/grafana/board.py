@@ -215,7 +215,7 @@ ROWS: dict[str, list[Json]] = {
               *of_step(("per_round/total_rounds", "rounds"),
                        ("per_round/max_round_diff", "worst round")), width=12),
     ],
-    "Findings, captures, losses": [
+    "Findings, captures, lost data": [
         lines("Findings by kind", "Findings of the runs; `stagescope findings` has them in full.",
               (f"sum by (kind) ({of_run('findings')})", "{{kind}}"), stacked=True),
         lines("Captures by state",
@@ -287,7 +287,7 @@ def board() -> Json:
                 },
             ]
         },
-        "description": "Rollout/training mismatch, progress, findings and losses of RL "
+        "description": "Rollout/training mismatch, progress, findings and lost data of RL "
         "post-training runs, from stagescope's /metrics.",
         "editable": True, "fiscalYearStartMonth": 0, "graphTooltip": 1, "id": None, "links": [],
         "panels": layout(ROWS),

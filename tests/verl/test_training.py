@@ -201,7 +201,7 @@ def expect_stages(service: Service, run: str, step: int) -> None:
     assert seen()
     with service.session() as session:
         by_step = {row["step"]: row for row in session.steps(run)}
-        assert by_step[step]["losses"] == 0
+        assert by_step[step]["lost"] == 0
 
 
 def expect_one_batch(service: Service, run: str, step: int, dtype: str) -> None:

@@ -126,7 +126,7 @@ class RunRecords:
             if row["closed_wall"] is None:
                 continue
             key = (row["attempt"], row["step"])
-            names = ("closed_wall", "complete", "measured", "gap", "losses", "missing")
+            names = ("closed_wall", "complete", "measured", "gap", "lost", "missing")
             seen = [*key, *(row[name] for name in names), witnesses.get(key)]
             step = ClosedStep(
                 row["step"], row["attempt"], row["closed_wall"], row["complete"],

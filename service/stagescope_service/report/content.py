@@ -138,7 +138,7 @@ def _losses(scope: ReportScope) -> ReportSection:
     text = "nothing that ranks announced was lost"
     if total:
         text = f"{counted(count, 'announced item')} lost or dropped"
-    scope.say("losses", str(count), text, bad=count > 0)
+    scope.say("lost data", str(count), text, bad=count > 0)
     return ReportSection(texts=[text], table=table_of(answer, columns, total))
 
 

@@ -155,7 +155,7 @@ def steps_section(scope: ReportScope) -> ReportSection:
     listed: list[JsonObject] = [
         {**row, "missing": missing_text(row["missing"]) or None} for row in bad
     ]
-    columns = "step attempt complete missing gap losses superseded_by"
+    columns = "step attempt complete missing gap lost superseded_by"
     return ReportSection(texts=[f"{newest}: {text}"], table=table_of({"rows": listed}, columns))
 
 

@@ -80,7 +80,7 @@ def test_a_run_says_what_the_other_answers_say(live: Service) -> None:
     unknown = sum(row["verdict"] == "not measured" for row in diagnosis)
     assert len(found["doctor"]["gaps"]) == unknown
     groups = live.get("/losses/groups", run=RUN)["rows"]
-    assert verdicts["losses"]["verdict"] == str(sum(row["count"] for row in groups))
+    assert verdicts["lost data"]["verdict"] == str(sum(row["count"] for row in groups))
     assert found["attempts"]["table"]["rows"][0]["resumed_from_step"] == 20
     assert "attempt 2 resumed after 20" in verdicts["attempts"]["text"]
     changed = found["attempts"]["items"][0]["lines"]

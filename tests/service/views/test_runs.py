@@ -443,7 +443,7 @@ class TestLossesAndFindings:
             rank.say(
                 "dropped", what="payload", count=count, bytes=10, reason="full", step=2, stage="s"
             )
-        losses = {row["step"]: row["losses"] for row in live.get("/steps")["rows"]}
+        losses = {row["step"]: row["lost"] for row in live.get("/steps")["rows"]}
         assert losses == {step: len(live.get("/losses", step=step)["rows"]) for step in losses}
         assert sum(losses.values()) == 3
         answer = live.get("/losses")

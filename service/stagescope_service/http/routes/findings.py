@@ -1,4 +1,4 @@
-"""Routes about findings, losses and firings: as they are, and grouped by their cause."""
+"""Routes about findings, lost data and firings: as they are, and grouped by their cause."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def event_query(
 EventQueryOf = Annotated[EventQuery, Depends(event_query)]
 
 
-@router.get("/losses", response_model=models.Losses)
+@router.get("/losses", response_model=models.Losses, summary="Lost data")
 def losses(deps: Deps, page: PageOf, attempt: AttemptQueryOf, query: EventQueryOf) -> Answer:
     """List what was announced and never arrived, or was dropped, with the reason; last first."""
     return Answer(view.losses(deps, page, attempt, query))
@@ -76,7 +76,7 @@ def finding(
     return Answer(view.finding(deps, finding_id))
 
 
-@router.get("/losses/groups", response_model=models.LossGroups)
+@router.get("/losses/groups", response_model=models.LossGroups, summary="Groups of lost data")
 def loss_groups(deps: Deps, page: PageOf, attempt: AttemptQueryOf, only: Only = None) -> Answer:
     """List what never arrived, a row for each kind, reason, stage and role; most lost first."""
     return Answer(view.loss_groups(deps, page, attempt, only))

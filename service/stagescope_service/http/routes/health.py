@@ -92,7 +92,7 @@ def audit(request: Request, deps: Deps, page: PageOf) -> Answer:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 def metrics(deps: Deps) -> Response:
-    """Return Prometheus's text: runs, stages, lag, losses, and the latest step's main metrics."""
+    """Return Prometheus's text: runs, stages, lag, lost data, and the newest step's metrics."""
     sources = prometheus.Sources(
         deps.catalogue, deps.counts, deps.step_summaries, deps.settings.prometheus_runs
     )

@@ -179,7 +179,7 @@ async def diagnosis(
     Those that another found one explains come after them (`explained_by`), and those that ended
     last (`last_step`). Findings that no rule judged are counted in `unexplained`. Remarks that are
     no symptom, but matter to a comparison of two runs, are in `notes`. The newest measured step's
-    parts of the mismatch are in `mismatch`. While the run's steps, findings and losses stay, the
+    parts of the mismatch are in `mismatch`. While the run's steps, findings and lost data stay, the
     answer is computed once a minute.
     """
     key = await asyncio.to_thread(_change_key, deps, run, attempt, step)

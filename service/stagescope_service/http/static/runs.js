@@ -222,7 +222,7 @@ function remarks(row) {
   const found = [
     row.superseded_by !== null && `repeated by ${row.superseded_by}`,
     (row.mean?.value ?? null) === null ? reasonOf(row) : row.gap, row.begun_again.length > 0 && "begun again within its attempt",
-    row.losses > 0 && `${count(row.losses)} lost`, row.pinned && "pinned",
+    row.lost > 0 && `${count(row.lost)} lost`, row.pinned && "pinned",
   ].filter(Boolean);
   return found.length ? listed(found.map(explained), "; ") : "";
 }

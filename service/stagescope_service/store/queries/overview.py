@@ -95,13 +95,13 @@ class StepOverview(StepState):
 
 
 class ListedStep(StepOverview, StepColumns):
-    """A step without its blob, with its attempt and its losses."""
+    """A step without its blob, with its attempt and its lost data."""
 
     run: str
     attempt: int
     """The attempt's number."""
-    losses: int
-    """Number of losses of the step."""
+    lost: int
+    """Number of rows of lost data of the step."""
 
 
 class Count(TypedDict, total=False):
@@ -330,7 +330,7 @@ def steps(
     query = sa.select(
         *(column for column in tables.steps.columns if column.name != "step_summary"),
         tables.steps.c.step_summary.is_not(None).label("has_summary"),
-        lost.label("losses"),
+        lost.label("lost"),
         tables.attempts.c.run,
         tables.attempts.c.number.label("attempt"),
     ).outerjoin(tables.attempts, tables.attempts.c.attempt_id == tables.steps.c.attempt_id)

@@ -1,4 +1,4 @@
-"""Answers about findings, losses and firings, one by one and in groups."""
+"""Answers about findings, lost data and firings, one by one and in groups."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ class LossRow(LossColumns):
 
 
 class Losses(ScopeHeading, Page[LossRow]):
-    """Losses, the last first."""
+    """Lost data, the last first."""
 
 
 class LossGroup(Extent):
-    """Losses of one attempt of one kind, reason, stage and role: the first, and how many."""
+    """Lost data of one attempt, kind, reason, stage and role: the first, and how many."""
 
     loss_id: str
-    """Id of the first loss."""
+    """Id of the first row of lost data."""
     attempt: OnAttempt
     role: Role | None
     """Role of the first; the same in all."""
@@ -124,7 +124,7 @@ class LossGroup(Extent):
 
 
 class LossGroups(ScopeHeading, _Grouped, Page[LossGroup]):
-    """Groups of losses, the most lost first."""
+    """Groups of lost data, the most lost first."""
 
 
 class FiringGroup(Extent):

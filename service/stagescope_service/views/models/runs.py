@@ -184,8 +184,8 @@ class StepRow(Row):
     were open); null: it is open."""
     measured: bool
     """Whether it has numbers."""
-    losses: int
-    """Number of rows of `/losses` about it."""
+    lost: int
+    """Lost data: number of rows of `/losses` about it."""
     pinned: bool
     """Whether its payloads and kept files stay."""
 
