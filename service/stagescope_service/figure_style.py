@@ -86,7 +86,7 @@ def finished(figure: go.Figure, title: str, height: int = 420) -> go.Figure:
     # An axis of powers of ten labels these alone: 2 and 5 between them read like other numbers.
     for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
         if axis.type == "log":
-            axis.update(exponentformat="power", dtick=axis.dtick or 1, showexponent="all")
+            axis.update(exponentformat="e", dtick=axis.dtick or 1, showexponent="all")
         elif axis.exponentformat is None:
             axis.update(exponentformat="e")
     return figure
@@ -206,9 +206,14 @@ def ticks_of_powers(
     exponents = [math.log10(value) for value in values if value]
     low, high = math.floor(min(exponents, default=0)), math.ceil(max(exponents, default=0))
     every = -(-(high - low + 1) // most)
-    ticks = {10.0**power: f"1e{power}" for power in range(high, low - 1, -every)}
+    ticks = {10.0**power: _power_text(power) for power in range(high, low - 1, -every)}
     zero = 10.0 ** (low - 1)
     return zero, {zero: "0", **ticks}
+
+
+def _power_text(power: int) -> str:
+    """Return the label of a power of ten, as plotly writes those that it places itself."""
+    return f"{10.0**power:g}" if abs(power) <= 2 else f"1e{power}"
 
 
 def spans_decades(values: Sequence[float | None] | Floats, least: float = 50.0) -> bool:

@@ -61,7 +61,7 @@ def fill_long(live: Service, steps: int) -> None:
                 puts.append(Put("findings", {
                     "finding_id": f"f{step}", "run": LONG, "attempt_id": own_step["attempt_id"],
                     "step": step, "kind": "rank_apart", "severity": "warning", "count": 1,
-                    "message": "a rank stands apart", "first_wall": 1.0, "last_wall": 1.0,
+                    "message": "a rank differs", "first_wall": 1.0, "last_wall": 1.0,
                 }))  # fmt: skip
         live.store.submit(puts).result(300)
 

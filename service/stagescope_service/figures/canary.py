@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
 from collections import defaultdict
 from typing import Final
 
@@ -16,8 +17,6 @@ from stagescope_service.views.reading.dependencies import Dependencies
 
 MAX_ROWS: Final = 400
 """Most engine instances of versions that are drawn, the newest."""
-_LEAST: Final = 1e-7
-"""Nats at which a logarithmic axis shows 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +77,11 @@ def figure(found: CanaryInfo) -> go.Figure:
     if not found.rows:
         return style.empty(title, found.note or "", x=x, y=y)
     drawn = go.Figure()
+    means = [mean for line in found.rows for mean in line.means if math.isfinite(mean)]
+    zero, ticks = style.ticks_of_powers(means)
     for line, colour in zip(found.rows, style.SERIES, strict=False):
         drawn.add_scatter(
-            x=line.versions, y=[max(mean, _LEAST) for mean in line.means], mode="lines+markers",
+            x=line.versions, y=[mean or zero for mean in line.means], mode="lines+markers",
             name=line.pair, line={"color": colour, "width": 1.6},
             marker={
                 "color": colour,
@@ -90,7 +91,9 @@ def figure(found: CanaryInfo) -> go.Figure:
             hovertext=_hovers(line), hoverinfo="text",
         )  # fmt: skip
     drawn.update_xaxes(title={"text": x}, tickformat="d")
-    drawn.update_yaxes(title={"text": y}, type="log", nticks=6)
+    drawn.update_yaxes(
+        title={"text": y}, type="log", tickvals=list(ticks), ticktext=list(ticks.values())
+    )
     return style.legend_below(style.finished(drawn, title, 340))
 
 

@@ -303,7 +303,8 @@ def _draw_cloud(drawn: go.Figure, cloud: Cloud) -> None:
         "<extra></extra>",
         colorbar={
             "thickness": 10, "tickvals": powers,
-            "ticktext": [counted(10**power, "token") for power in powers],
+            # The unit once: with it the last label would not fit beside a narrow bar, and vanish.
+            "ticktext": ["1 token", *(str(10**power) for power in powers[1:])],
             "outlinewidth": 0, "orientation": "h", "x": 0.5, "len": 1.0,
             "yref": "container", "y": 1.0, "yanchor": "top", "ypad": 0,
         },

@@ -118,8 +118,9 @@ def rows_of(
             for row in found[:_NAMED]
         ]
         more = f" and {len(found) - _NAMED} more with less" if len(found) > _NAMED else ""
-        verb = "stands" if len(found) == 1 else "stand"
-        texts.append(f"{', '.join(each)}{more} {verb} apart: the median rank has {middle}")
+        verb = "differs" if len(found) == 1 else "differ"
+        differs = f"{', '.join(each)}{more} {verb} from the other ranks"
+        texts.append(f"{differs}: the median rank has {middle}")
 
     def single(row: int) -> HeatRow:
         label = names[row] + _place(layouts.get(grid.ranks[row]))

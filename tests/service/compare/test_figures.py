@@ -51,8 +51,8 @@ def test_a_zero_stands_below_the_smallest_difference() -> None:
     (flow,) = drawn(numbers(a=[1.0], b=[1.0], c=[1.0]), numbers(a=[1.0], b=[1.02], c=[31.0]))
     axis = flow["layout"]["yaxis"]
     ticks = dict(zip(axis["ticktext"], axis["tickvals"], strict=True))
-    assert ticks == pytest.approx({"0": 1e-3, "1e-2": 1e-2, "1e-1": 0.1, "1e0": 1, "1e1": 10,
-                                   "1e2": 100})  # fmt: skip
+    assert ticks == pytest.approx({"0": 1e-3, "0.01": 1e-2, "0.1": 0.1, "1": 1, "10": 10,
+                                   "100": 100})  # fmt: skip
     same, different = flow["data"][:2]
     assert same["y"] == pytest.approx([1e-3])
     assert different["y"] == pytest.approx([0.02, 30])

@@ -69,6 +69,14 @@ def test_the_verdict_and_its_reason_are_drawn(deps: Dependencies) -> None:
     assert f"regression, slope {found.moments.slope:.3f}" in names
 
 
+def test_the_unit_of_the_colours_is_named_once(deps: Dependencies) -> None:
+    """Beside the bar of a narrow figure there is no room for a long last label."""
+    drawn = density.figure(density.info(deps, deps.finder.step("r", None, 7)))
+    texts = next(each for each in traces(drawn) if each.type == "heatmap").colorbar.ticktext
+    assert list(texts[:2]) == ["1 token", "10"]
+    assert all(text.isdigit() for text in texts[1:])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_scaled_stream_shows_its_slope(
     tmp_path_factory: pytest.TempPathFactory, dtype: str

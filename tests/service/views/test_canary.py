@@ -125,6 +125,9 @@ def test_the_figure_marks_the_wrong_version(running: Service) -> None:
     assert list(trainer.x) == [0, 1, 2, 3, 4, 5]
     assert list(trainer.marker.symbol) == ["circle"] * 5 + ["x"]
     assert "version 5, vllm-0" in trainer.hovertext[5]
+    twice, axis = others[0], answer["figure"]["layout"]["yaxis"]
+    label_of_zero = axis["ticktext"][axis["tickvals"].index(twice.y[5])]
+    assert ("mean |d| 0 nat" in twice.hovertext[5], label_of_zero) == (True, "0")
     empty = running.get("/figures/canary", run="other")
     assert "no canary was scored" in empty["note"]
 
