@@ -191,4 +191,4 @@ def tensors_figure(report: Mapping[str, Any], at: int) -> tuple[go.Figure, str |
         return style.empty(title, verdict, x="tensor", y="|d| = |A - B|"), verdict
     if at >= len(drawn):
         raise NotFound(f"there is no figure {at}", expected=f"from 0 to {len(drawn) - 1}")
-    return drawn[at], f"{verdict}; figure {at} of {len(drawn)}, from 0"
+    return drawn[at], f"{verdict}; figure {at + 1} of {len(drawn)}"

@@ -318,7 +318,7 @@ def test_numbers_are_those_of_the_service_with_their_verdict(
     assert f"{mean:.4g}" in tile
     assert "nat" in tile
     assert "noise floor not measured" in tile  # a gap with its reason, not a 0
-    assert text(entered, ".tile:has(dt:text-is('not finite')) dd") == "3 nan in old"
+    assert text(entered, ".tile:has(dt:text-is('not finite')) dd") == "3 NaN in old"
     entered.go(f"{OF_RUN}/steps/{BROKEN}?part=ranks")
     first = text(entered, "section:has(h2:text-is('Ranks')) tbody tr >> nth=0")
     assert first.startswith(f"actor {NAN_RANK}")  # what is not finite comes first
@@ -474,6 +474,57 @@ OUT_OF_SIGHT: Final = (
     "e.getClientRects().length && (e.getBoundingClientRect().right > innerWidth "
     "|| e.scrollWidth > e.clientWidth + 1)).map(e => e.textContent)"
 )
+
+
+def test_the_band_of_a_step_says_which_tokens_are_not_finite(entered: Visit) -> None:
+    entered.go(VIEWS["broken step"])
+    assert "3 tokens are NaN in old" in text(entered, ".verdict .badge.warn")
+    border, warning = entered.page.evaluate(
+        "[getComputedStyle(document.querySelector('.verdict')).borderLeftColor,"
+        " getComputedStyle(document.querySelector('.verdict .badge.warn')).color]"
+    )
+    assert border == warning
+    entered.go(STEP)
+    assert not entered.page.query_selector(".verdict .badge.warn")
+
+
+@pytest.mark.parametrize("entered", ["wide light"], indirect=True)
+def test_a_table_of_many_columns_fits_a_wide_page(entered: Visit, shared: Service) -> None:
+    engine = {
+        "url": "http://10.0.0.7:8000", "name": "judge-72b", "run": RUN, "model":
+        "/data/models/a-model-with-a-long-name/step_120", "note": "serves the reward model",
+    }  # fmt: skip
+    assert shared.operate.post("/engines", json=engine).status_code == 200
+    for name in ("captured operators", "engines"):
+        entered.go(VIEWS[name])
+        entered.page.reload()  # an answer of the last second is not asked for again
+        entered.wait_until("document.querySelector('main tbody td')")
+        entered.settle()
+        scrolled = "[...document.querySelectorAll('main .scroll')].map(e => [e.ariaLabel, "
+        scrolled += "e.scrollWidth - e.clientWidth]).filter(([, by]) => by > 0)"
+        assert entered.page.evaluate(scrolled) == []
+    assert shared.operate.delete("/engines/judge-72b").status_code == 200
+
+
+def test_a_finding_shows_its_evidence_in_lines_and_a_command_to_follow(
+    entered: Visit, shared: Service
+) -> None:
+    rows = shared.get("/findings", run=RUN, kind="non_finite_operator")["rows"]
+    entered.go(f"{OF_RUN}/findings/{rows[0]['finding_id']}")
+    assert text(entered, "h1") == f"Finding of {RUN}"
+    where = entered.page.get_attribute("main .command a", "href")
+    assert where == f"{OF_RUN}/steps/{BROKEN}/operators"
+    facts = entered.page.eval_on_selector_all(
+        "h2:has-text('Evidence') + dl dt", "all => all.map(e => [e.innerText, "
+        "e.nextSibling.innerText, e.getBoundingClientRect().top - "
+        "e.nextSibling.getBoundingClientRect().top])"
+    )  # fmt: skip
+    assert {name: value for name, value, _ in facts}.items() >= {
+        "section": "output", "non finite": "nan",
+    }.items()  # fmt: skip
+    assert all(abs(apart) < 1.0 for *_, apart in facts)  # a value stands beside its name
+    assert cells(entered, "table")[1] == ["input_args", "1", "nan"]
+    assert entered.problems() == []
 
 
 @pytest.mark.parametrize("entered", ["narrow dark"], indirect=True)
@@ -971,7 +1022,7 @@ def test_a_capture_that_only_keeps_what_is_recorded_asks_no_rank(
     with logged_in(browser, live) as visit:
         visit.go(f"{OF_RUN}/captures/{capture_id}")
         visit.page.wait_for_selector(".lead")
-        assert "The service keeps advantages by itself: no rank is asked." in text(visit)
+        assert "The service keeps advantages without asking any rank." in text(visit)
         assert "complete" in text(visit, ".lead")
         assert "all that was recorded of it is kept" in text(visit, ".lead")
         assert visit.problems() == []

@@ -183,7 +183,7 @@ async function lackingOf(params, since = 0) {
 /** Say that something is not there and lead to what is; it is shown as soon as it is there. */
 function sayWhatIsThere(view, params, { sentence, links }) {
   const begins = ({ event, run }) => ["step", "attempt"].includes(event) && run === params.run;
-  view.add(h("h1", {}, sentence.replace(/\.$/, "")), h("p.row", {}, "There is:",
+  view.add(h("h1", {}, sentence.replace(/\.$/, "")), h("p.row", {}, "Go to:",
     links.map(([text, href]) => h("a", { href }, text))));
   view.place({
     element: document.createElement("div"), concerns: begins,
@@ -233,7 +233,7 @@ function drawSession() {
       h("a", { href: state.user?.opens ?? "#/" }, `read-only archive: ${archive}`))
     : h("span.stream", { class: isLive ? "good" : "quiet", title: "whether the page follows the service" },
       h("span", { "aria-hidden": "true" }, isLive ? "● " : "○ "), state.stream),
-    !archive && h("a", { href: "#/engines" }, "engines"),
+    state.user && !archive && h("a", { href: "#/engines" }, "engines"),
     state.user?.role === "admin" && !archive && h("a", { href: "#/audit" }, "audit"),
     h("a", { href: "guide/" }, "Guide"),
     h("a", { href: "docs" }, "API"),

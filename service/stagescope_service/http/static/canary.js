@@ -44,7 +44,7 @@ export function canary(view, { run, attempt, cursor }) {
 function columnOf(name, rows) {
   const pairs = new Map(rows.map((row) => [row, row.pairs.find(({ pair }) => pair === name)]));
   const format = columnFormat([...pairs.values()].map((pair) => pair?.mean));
-  return [name, (row) => ofPair(pairs.get(row), format), RIGHT];
+  return [`${name}, nat`, (row) => ofPair(pairs.get(row), format), RIGHT];
 }
 
 function ofPair(pair, format) {

@@ -95,7 +95,7 @@ export function one(view, { run, capture: id }, user) {
 }
 
 const STATES = {
-  asked: "not every rank has acknowledged it", agreed: "every rank that is to collect knows it",
+  asked: "not every rank has acknowledged it", agreed: "every rank of the capture has acknowledged it",
   complete: "every rank collected every step", partial: "some ranks did not collect",
   empty: "no rank did these stages in its steps", "given up": "it was not begun",
   "too late": "its steps had begun", refused: "it is not carried out", withdrawn: "it is no longer active",
@@ -114,7 +114,7 @@ function keepsAlone({ config, config_path: path, parameters, gradients }) {
 
 function acknowledged({ ranks, unmatched_ranks: unmatched, order }) {
   if (keepsAlone(order)) {
-    return h("p", {}, `The service keeps ${order.keep.join(", ")} by itself: no rank is asked.`);
+    return h("p", {}, `The service keeps ${order.keep.join(", ")} without asking any rank.`);
   }
   const known = ranks.filter((row) => row.acknowledged);
   const late = ranks.filter((row) => !row.acknowledged);
@@ -141,8 +141,8 @@ function arrived(run, { steps, dumps, agreement, order }) {
       ["attempt", (row) => count(row.attempt) ?? "–", RIGHT],
       ["", (row) => badge(row.state === "waiting" ? "open" : row.state, row.state)],
       [alone ? "kept of" : "collected", (row) => plural(row.collected, "rank"), RIGHT],
-      ["may still", (row) => byRole(row.waiting)],
-      ["did not", (row) => [
+      ["still to come", (row) => byRole(row.waiting)],
+      ["not collected", (row) => [
         ...row.gaps.map((each) => `${each.role} ${each.rank}: ${each.state}`),
         ...(row.unrecorded.length > 0 ? [`nobody recorded ${row.unrecorded.join(", ")}`] : []),
         ...(row.gap ? [row.gap] : []),

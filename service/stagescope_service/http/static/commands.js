@@ -84,6 +84,20 @@ export function command(line) {
 export const withCommands = (sentence) => sentence.split(/(?<=\()(stagescope [^()]*)(?=\))/)
   .map((each, at) => (at % 2 ? command(each) : each));
 
+/** Noun of the API's paths -> the command, where it has another name. */
+const RENAMED = { losses: "lost", loss: "gradient" };
+const lineOf = ({ noun, step, name, query, run, attempt }) => [
+  "stagescope", RENAMED[noun] ?? noun, step ?? name,
+  ...Object.entries({ ...query, run, attempt }).map(([option, value]) => value != null && `--${option.replace(/_/g, "-")} ${value}`),
+].filter((word) => word != null && word !== false).join(" ");
+
+/** A sentence of the service with its links, `see`, as commands where a view shows the same. */
+export const withLinks = (sentence, see) => see.filter((link) => viewOf(lineOf(link))).reduce((parts, link) =>
+  parts.flatMap((each) => {
+    const at = typeof each === "string" ? each.indexOf(link.path) : -1;
+    return at < 0 ? [each] : [each.slice(0, at), command(lineOf(link)), each.slice(at + link.path.length)];
+  }), [sentence]);
+
 async function copy({ currentTarget: button }) {
   const code = button.parentElement.querySelector("code");
   const isCopied = await toClipboard(code);

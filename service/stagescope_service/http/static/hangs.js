@@ -29,7 +29,7 @@ export function hangs(view, { run, role, rank }, user) {
         ["usual", (row) => quantity(row.usual_seconds, "", "not known", seconds), RIGHT],
         ["others", (row) => `${row.ranks_ended} of ${row.ranks} ended, ${row.ranks_begun} begun`],
         ["process", (row) => badge(row.process === "live" ? "live" : "missing", row.process)],
-        ["host", (row) => [row.host ?? gap(""), row.pid && ` pid ${row.pid}`]],
+        ["host", (row) => [row.host ?? gap(""), row.pid && `, pid ${row.pid}`]],
       ], found.rows, { key: (row) => `${row.step}/${row.stage}/${row.role}/${row.rank}/${row.part}` }),
       found.findings.length > 0 && h("p.quiet", {}, "Before: ", found.findings.map((each) => each.message).join("; ")),
     ],
@@ -47,7 +47,7 @@ export function hangs(view, { run, role, rank }, user) {
       rows.map((row) => h("details", { "data-key": `${row.request_id}/${row.incarnation}` },
         h("summary", {}, `${row.role} ${row.rank}`, row.step !== null && `, step ${row.step}`,
           row.stage && `, in ${row.stage}`, " ", badge(row.state === "answered" ? "ok" : "missed", row.state),
-          " ", when(row.answered_wall ?? row.wall), row.reason && `: ${row.reason}`),
+          " ", when(row.answered_wall ?? row.wall), row.reason && `: ${row.reason === "ordered" ? "requested" : row.reason}`),
         (row.threads ?? []).map((thread) => [
           h("h3", {}, thread.name ?? `thread ${thread.ident}`, thread.is_training && " (training)"),
           h("pre", { tabindex: 0 }, thread.stack ?? "no stack")]))),

@@ -15,22 +15,22 @@ export function login(done, bundle) {
     done();
   };
   return h("div#login", {}, h("h1", {}, "Log in"),
-    h("p", {}, bundle ? `This is ${bundle}, a read-only archive, shown to those who hold its token.`
-      : "The numbers of trainings are shown to those who hold a token of this service."),
-    h("label", { for: "token" }, "Token"),
+    h("p", {}, bundle ? `This is ${bundle}, a read-only archive. To see it you need its access token.`
+      : "To see the trainings of this service you need an access token."),
+    h("label", { for: "token" }, "Access token"),
     form({}, enter,
       h("input#token", {
         type: "password", name: "token", autocomplete: "off", required: true, size: 48,
         "aria-describedby": "token-where",
       }), h("button.main", {}, "Log in")),
     h("div#token-where", {}, bundle
-      ? h("p", {}, "Its token stands in the terminal where ", h("code", {}, "stagescope attach"),
-        " opened it, in the line that begins with ", h("code", {}, "token"),
-        "; it holds until that command ends.")
+      ? h("p", {}, "The terminal where ", h("code", {}, "stagescope attach"),
+        " opened it shows the token, in the line that begins with ", h("code", {}, "token"),
+        ". It is valid until that command ends.")
       : [h("p", {}, "Paste the content of ", h("code", {}, "read.token"), " to look, or of ",
-        h("code", {}, "operate.token"), " to request captures too. Both files are in the service's home, "
-        + "on the machine where it was started; without another STAGESCOPE_HOME that is:"),
+        h("code", {}, "operate.token"), " to request captures, too. Both files are on the machine where the service was started, "
+        + "in its home. If ", h("code", {}, "STAGESCOPE_HOME"), " is not set, this shows the first one:"),
       h("pre", {}, "cat ~/.stagescope/read.token")],
-      h("p.quiet", {}, "The token becomes a cookie of this service alone, which no script can read, "
-        + "for a week. It is never part of an address.")));
+      h("p.quiet", {}, "The page keeps you logged in for a week, with a cookie for this service alone that "
+        + "no script can read. The token is never part of an address.")));
 }

@@ -79,7 +79,7 @@ export function run(view, { run: name, metrics, smooth, groups }, user) {
       page[0].next && h("p", {}, h("a", { href: ofRun(name, "steps") }, "All steps")),
     ],
   });
-  const figures = { "rank-steps": "Mismatch by rank and step", offenders: "Prompts that are apart again and again" };
+  const figures = { "rank-steps": "Mismatch by rank and step", offenders: "Prompts that differ more than their steps" };
   for (const [figure, title] of Object.entries(figures)) {
     view.place(new Figure({
       name: figure, title, params: { run: name },

@@ -1,7 +1,7 @@
 // Lost data of a run, the engines that the service knows, and who did what.
 
 import { choose, ofRun } from "./address.js";
-import { badge, button, h, listed, quantity } from "./dom.js";
+import { badge, button, h, listed, quantity, when } from "./dom.js";
 import { bytes, seconds } from "./format.js";
 import { toRank, toStep } from "./links.js";
 import { url } from "./service.js";
@@ -10,8 +10,8 @@ import { CODE, COUNT, HEAD, RIGHT, WHEN, WIDE, table } from "./table.js";
 /** What was announced and never arrived. */
 export function lost(view, { run, attempt, cursor }) {
   view.add(h("h1", {}, `Lost data of ${run}`),
-    h("p.quiet", {}, "What ranks announced and what never arrived, and what they had to drop. "
-      + "Nothing is lost without a row here."));
+    h("p.quiet", {}, "What ranks announced and the service never received, and what they had to drop. "
+      + "Everything that is lost has a row here."));
   view.block({
     path: url("/losses/groups", { run, attempt, cursor, limit: 100 }),
     concerns: (event) => event.run === run && event.event === "step",
@@ -36,25 +36,28 @@ export function engines(view, { check }) {
     draw: ({ rows }) => table("Engines", [
       ["engine", "name", HEAD],
       ["", (row) => [badge(row.state), row.reason && ` ${row.reason}`]],
-      ["kind", (row) => [row.kind ?? "", row.version && ` ${row.version}`]],
-      ["serves", "model"], ["URL", "url", CODE],
+      ["kind", (row) => [row.kind, row.version].filter(Boolean).join(" ")],
+      ["serves", "model", WIDE], ["URL", "url", CODE],
       ["used by", (row) => listed(row.used_by.map((each) => h("a", { href: ofRun(each) }, each)))],
-      ["answered in", (row) => quantity(row.answered_seconds ?? null, "", "not asked", seconds), RIGHT],
-      ["asked", "checked_wall", WHEN], ["note", "note", WIDE], ["registered by", "by"],
+      ["answered in", (row) => isAsked(row) ? quantity(row.answered_seconds ?? null, "", "no answer", seconds) : "", RIGHT],
+      ["asked", (row) => isAsked(row) ? when(row.checked_wall) : ""], ["note", "note", WIDE],
+      ["registered by", "by", WIDE],
     ], rows, { key: (row) => row.name, empty: "None is registered: stagescope engines add URL." }),
   });
 }
 
+const isAsked = (row) => (row.checked_wall ?? null) !== null;
+
 /** Who changed what; for admins. */
 export function audit(view, { cursor }) {
-  view.add(h("h1", {}, "Audit"), h("p.quiet", {}, "Who changed what, the newest first: the name of the "
-    + "token, or of the person whom the proxy names, and what the sender called itself."));
+  view.add(h("h1", {}, "Audit"), h("p.quiet", {}, "Who changed what, the newest first. A change has the "
+    + "name of its access token, or of the user that the proxy names, and the name that its sender gave."));
   view.block({
     path: url("/audit", { cursor, limit: 100 }),
     draw: ({ rows, next }) => table("Audit", [
       ["when", "wall", WHEN], ["who", "by", HEAD], ["what", "action"],
       ["run", ({ detail }) => detail?.run && h("a", { href: ofRun(detail.run) }, detail.run)],
-      ["in full", (row) => h("details", {}, h("summary", {}, "show"),
+      ["", (row) => h("details", {}, h("summary", {}, "in full"),
         h("pre", {}, JSON.stringify(row.detail, null, 1))), WIDE],
     ], rows, { key: (row) => row.audit_id, empty: "Nobody changed anything yet.", next }),
   });

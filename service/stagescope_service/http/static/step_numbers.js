@@ -21,6 +21,11 @@ export function scope({ run, step, attempt }) {
   };
 }
 
+/** What is not finite under the mask: [tokens, "NaN in old"]. */
+const NAMES = { nan: "NaN", posinf: "∞", neginf: "−∞" };
+const brokenIn = (nonfinite) => Object.entries(nonfinite).flatMap(([stream, kinds]) =>
+  Object.entries(kinds).filter(([, tokens]) => tokens > 0).map(([kind, tokens]) => [tokens, `${NAMES[kind]} in ${stream}`]));
+
 const without = new WeakMap();
 
 /** The numbers of a step or of a slice of it; { none: why } where it has none. */
@@ -66,10 +71,13 @@ export function verdict(view, path, concerns, { slice = {}, isShort = false } = 
       const { coverage } = found;
       const left = Object.entries(coverage.tokens_left_out)
         .map(([why, tokens]) => `${count(tokens)} ${why}`);
+      const broken = brokenIn(found.nonfinite).map(([tokens, what]) =>
+        `${plural(tokens, "token")} ${tokens === 1 ? "is" : "are"} ${what}`);
       const unread = ["lost", "dropped", "refused", "pending"].filter((state) => coverage[`payloads_${state}`] > 0);
-      return h("div.verdict", { class: found.comparable },
+      return h("div.verdict", { class: broken.length > 0 && found.comparable !== "suspect" ? "broken" : found.comparable },
         h("p.lead", {}, badge(found.comparable, [found.comparable, found.cause && `: ${found.cause}`]
           .filter(Boolean).join("").replace(/_/g, " ")),
+        broken.length > 0 && [" ", badge("warning", broken.join(", "))],
         ` ${found.pair.join(" against ")} in ${found.stage}`, found.role && ` of ${found.role}`),
         found.comparability.length > 0 && h("ul", {}, found.comparability
           .filter((check) => !isShort || check.verdict === "suspect").map((check) =>
@@ -109,9 +117,7 @@ export function tiles({ metrics, units, noise_floor: floor, nonfinite, complete 
   const why = complete === "open" ? "the step is open" : "no token counts";
   const mean = metrics["logprob_abs_diff/mean"];
   const own = floor?.["logprob_abs_diff/mean"];
-  const broken = Object.entries(nonfinite).flatMap(([stream, kinds]) =>
-    Object.entries(kinds).filter(([, tokens]) => tokens > 0)
-      .map(([kind, tokens]) => `${count(tokens)} ${kind} in ${stream}`));
+  const broken = brokenIn(nonfinite).map(([tokens, what]) => `${count(tokens)} ${what}`);
   const tile = (name, value, remark = "") =>
     h("div.tile", { "data-key": name }, h("dt", {}, explained(name)), h("dd", {}, value,
       remark && h("span.remark", {}, remark)));

@@ -19,7 +19,7 @@ const MISMATCH = [
   ["not finite", (row) => row.nonfinite ? h("span.bad", {}, count(row.nonfinite)) : "0", RIGHT],
 ];
 
-/** The round whose mean |d| is largest, as `per_round/max_round_diff` has it; null: none is apart. */
+/** The round whose mean |d| is largest, as `per_round/max_round_diff` has it; null: there are not two. */
 function worstRound(rows) {
   const known = rows.filter((row) => row.round !== undefined && isFinite(row.abs_diff_mean));
   if (known.length < 2) return null;
@@ -81,7 +81,7 @@ export function tokensTable(found, isAll) {
   const shown = isAll ? ordered : ordered.slice(0, WORST_TOKENS);
   return [
     h("p.quiet", {}, badge(found.comparable), " ", broken.length > 0 && `${plural(broken.length, "token")} not finite, first. `,
-      found.texts_reason && rows.length > 0 && `Ids for texts: ${found.texts_reason}. `,
+      found.texts_reason && rows.length > 0 && `Tokens are shown by their ids: ${found.texts_reason}. `,
       shown.length < rows.length && button(`Show all ${rows.length} that are kept`, () => choose({ tokens: "all" }))),
     table("Worst tokens", [
       ["sample", (row) => h("a", { href: ofSample(run, at, attempt, { ...row, at: row.position }) },

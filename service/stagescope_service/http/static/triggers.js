@@ -23,9 +23,8 @@ export function triggers(view, { run }) {
       ["under way", (row) => listed(row.under_way.map((id) =>
         h("a", { href: ofRun(row.run, "captures", id) }, id)))],
       ["", (row) => (row.refusal ? badge("refused", row.refusal) : "there is room"), WIDE],
-    ], budgets, { key: (row) => row.run, empty: ["No run may be captured by triggers: rules make "
-      + "findings and pin steps. ", h("code", {}, "runs"), " in the rules, or the training's settings, ",
-      "give a budget."] }),
+    ], budgets, { key: (row) => row.run, empty: ["Triggers may not request captures of any run: rules make findings and pin steps. To allow captures, "
+      + "give a budget with ", h("code", {}, "runs"), " in the rules, or in the training's settings."] }),
   });
   view.block({
     title: "What fired", path: url("/triggers/firings/groups", { run, limit: 50 }),
@@ -52,7 +51,7 @@ export function triggers(view, { run }) {
     title: "Active rules", path: url("/triggers", { run }),
     concerns: (event) => event.run === run && event.event === "finding",
     draw: ({ rules, revision, by, source, pinned }) => [
-      h("p.quiet", {}, `Revision ${count(revision)}, from ${source}${by ? `, by ${by}` : ""}.`),
+      h("p.quiet", {}, `Revision ${count(revision)}, ${source === "set" ? "set" : `from ${source}`}${by ? ` by ${by}` : ""}.`),
       table("Rules", [
         ["rule", "name", HEAD], ["metric", "metric", CODE], ["by"],
         ["when", (row) => conditions(row.when), WIDE],
@@ -61,7 +60,7 @@ export function triggers(view, { run }) {
         ["fired", "fired", COUNT],
         ["last", ({ last_fired: last }) => (last ? toStep(last.run, last, `step ${last.step}`) : "")],
       ], rules, { key: (row) => row.name }),
-      pinned.length > 0 && h("p", {}, "Pinned: ", 
+      pinned.length > 0 && h("p", {}, "Pinned: ",
         listed(pinned.map((each) => toStep(each.run, each, `step ${each.step}`)))),
     ],
   });

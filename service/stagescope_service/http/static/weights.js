@@ -68,7 +68,9 @@ export function version(view, { run, attempt, version: own, verdict = "", cursor
 
 /** Devices that hold something else than their replicas. */
 export function devices(view) {
-  view.add(h("h1", {}, "Devices whose weights differed from their replicas'"));
+  view.add(h("h1", {}, "Devices whose weights differed from their replicas'"),
+    h("p.quiet", {}, "Outvoted: in how many versions most replicas had other weights. "
+      + "Suspected: in how many the replicas differed and no majority says which is wrong."));
   view.block({
     path: url("/devices", { limit: 200 }),
     draw: ({ rows }) => table("Devices", [
