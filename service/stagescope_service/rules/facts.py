@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Final
 
+from stagescope_service.rules.missing import missing_then
 from stagescope_service.rules.passes import FirstPass, first_passes, passes_apart
 from stagescope_service.statistics.comparability import Comparability, examine
 from stagescope_service.statistics.mismatch import publish
@@ -150,10 +151,13 @@ class StepFacts:
         return passes_apart(current, self.parts(("old", "rollout"))) if current else []
 
     # --- events ---------------------------------------------------------------------------------
-    @property
+    @cached_property
     def missing(self) -> Sequence[UnfinishedRank]:
-        """The ranks that did not end a stage."""
-        return () if self.row is None else self.row["missing"] or ()
+        """The ranks that did not end a stage, without those that never run it."""
+        stored = () if self.row is None else self.row["missing"] or ()
+        if not stored:
+            return ()
+        return missing_then(self._catalogue, self.run, self.attempt, self.step, stored)
 
     @cached_property
     def seconds(self) -> Mapping[RankStage, float]:

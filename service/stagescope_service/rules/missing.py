@@ -109,6 +109,28 @@ def missing_ranks(
     }
 
 
+def missing_then(
+    catalogue: Catalogue, run: str, attempt: int, step: int, missing: Sequence[UnfinishedRank]
+) -> list[UnfinishedRank]:
+    """Return which of the missing ranks a step lacks, as it and what was before it show.
+
+    Later steps change nothing: a rule finds in a stored step what it found when the step closed.
+
+    Args:
+        catalogue: the reading side of the store.
+        run: its name.
+        attempt: number of the step's attempt.
+        step: the step.
+        missing: the ranks that did not end a stage of it.
+    """
+    attempts = sorted(catalogue.attempts(run), key=lambda row: row["number"])
+    read: list[ListedStep] = []
+    for own in (row for row in attempts if row["number"] == attempt):
+        read = catalogue.steps(own["attempt_id"], before=step + 1, limit=_FIRST + 1)
+    ranks = ranks_of_stages(catalogue, [row for row in attempts if row["number"] < attempt], read)
+    return [each for each in missing if ranks.lacks(each["role"], each["rank"], each["stage"])]
+
+
 def stage_ranks_before(
     catalogue: Catalogue, attempts: Sequence[ListedAttempt], attempt_id: int, step: int
 ) -> StageRanks:

@@ -24,7 +24,7 @@ from stagescope_service.statistics import (
 )
 from stagescope_service.statistics.mismatch import publish_cell
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.tables import StepRow, UnfinishedRank
+from stagescope_service.store.tables import UnfinishedRank
 from stagescope_wire.policy_versions import encode_versions
 from stagescope_wire.schema import Part
 
@@ -176,7 +176,7 @@ def test_a_rule_on_missing_ranks_sees_its_stage_alone() -> None:
         for rank, stage in ((0, "actor_update"), (1, "actor_update"), (2, "weight_sync"))
     ]
     facts = StepFacts(cast(Catalogue, None), "r", 1, 1, 5)
-    facts.row = cast(StepRow, {"missing": missing})
+    facts.missing = missing
 
     def seen(**rule: object) -> dict[SeriesKey, float]:
         one = {"name": "r", "metric": "missing_ranks", "when": {">": 0}, **rule}

@@ -393,6 +393,24 @@ def test_missing_ranks_and_slow_stages(bench: RuleBench) -> None:
     assert (missing["stage"], missing["rank"]) == ("actor_compute_log_prob", 1)
 
 
+def test_a_rank_that_never_runs_a_stage_is_not_missing_in_it(bench: RuleBench) -> None:
+    rules = rules_of(rule("missing", metric="missing_ranks", when={">": 0}))
+
+    async def work() -> None:
+        await bench.triggers.put(rules, by="me")
+        await bench.step(1)
+        for step in range(2, 6):
+            await bench.step(step, scalars={0: {"reward": 1.0}})  # in a stage of rank 0 alone
+        await bench.step(6, absent=[1], scalars={0: {"reward": 1.0}})
+
+    run(work)
+    stored = [row["missing"] for row in bench.catalogue.steps(1, before=6, limit=3)]
+    assert all(stored)
+    # In the first step with the stage nobody knows yet whose it is.
+    assert bench.fired() == [(1, 2, "missing"), (1, 6, "missing")]
+    assert bench.firing(6, "missing")["stage"] == "actor_compute_log_prob"
+
+
 def test_a_rank_that_is_missing_too_is_said_while_another_cools_down(bench: RuleBench) -> None:
     rules = rules_of(
         rule("missing", metric="missing_ranks", by="rank", when={">": 0}, cooldown=10),
