@@ -15,19 +15,22 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, cast
 
 import anyio
 from fastapi import APIRouter, Header, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from stagescope_service.background import BackgroundTasks
+from stagescope_service.core.completeness import PARTIAL
 from stagescope_service.http.access_tokens import Access
 from stagescope_service.http.auth import caller_of
 from stagescope_service.http.parameters import Deps, Run
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.changes import ChangedRow, Recent
+from stagescope_service.store.tables import StepState
 from stagescope_service.views.encoding import JsonObject, encode
+from stagescope_service.views.reading.completeness import verdicts
 from stagescope_wire.errors import NotReady, StagescopeError
 from stagescope_wire.links import Link
 
@@ -102,6 +105,8 @@ class Change:
     event: str
     run: str | None
     fields: JsonObject
+    row: ChangedRow
+    """The row as it is now."""
 
 
 def changes(before: Recent, after: Recent) -> Iterator[Change]:
@@ -128,7 +133,7 @@ def _index(recent: Recent) -> dict[Key, ChangedRow]:
 def _change(event: str, row: ChangedRow, attempt: ChangedRow | None) -> Change:
     run = row["run"] if "run" in row else None if attempt is None else attempt["run"]
     number = None if attempt is None else attempt["number"]
-    return Change(event, run, {"run": run, "attempt": number, **_FIELDS[event](row)})
+    return Change(event, run, {"run": run, "attempt": number, **_FIELDS[event](row)}, row)
 
 
 def _attempt_fields(row: ChangedRow) -> JsonObject:
@@ -340,8 +345,8 @@ class Watcher:
         while True:
             try:
                 since = self._clock() - _ENDED_SECONDS
-                recent = await asyncio.to_thread(self._catalogue.recent, since)
-                self._publish(recent)
+                recent, found = await asyncio.to_thread(self._read, since, self._recent)
+                self._publish(recent, found)
             except Exception as error:  # whatever it is, the next reading may succeed
                 if is_readable:
                     is_known = isinstance(error, StagescopeError)
@@ -351,8 +356,18 @@ class Watcher:
                 is_readable = True
             await asyncio.sleep(POLL_SECONDS)
 
-    def _publish(self, recent: Recent) -> None:
-        found = changes(self._recent, recent) if self._recent is not None else ()
+    def _read(self, since: float, before: Recent | None) -> tuple[Recent, list[Change]]:
+        """Return the newest rows, and what differs from those before; in a thread."""
+        recent = self._catalogue.recent(since)
+        found = [] if before is None else list(changes(before, recent))
+        for change in found:
+            # As every answer has it, without ranks that never run a stage.
+            if change.fields.get("complete") == PARTIAL and change.run is not None:
+                (complete,) = verdicts(self._catalogue, change.run, [cast(StepState, change.row)])
+                change.fields["complete"] = complete
+        return recent, found
+
+    def _publish(self, recent: Recent, found: Iterable[Change]) -> None:
         self._recent = recent
         for listener, last_id in self._waiting:
             self._greet(listener, last_id)

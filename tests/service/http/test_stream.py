@@ -128,6 +128,21 @@ def test_a_step_is_told_from_its_begin_to_its_numbers(live: Service, listen: Lis
     assert (closed["complete"], closed["verdict"]) == (metrics["complete"], metrics["comparable"])
 
 
+def test_a_stage_of_one_rank_alone_makes_no_step_partial(live: Service, listen: Listen) -> None:
+    listener = listen()
+    ranks = [Rank(live, rank=rank, world_size=2) for rank in range(2)]
+    for step in range(1, 4):
+        for rank in ranks:
+            rank.stage(LOG_PROB, step)
+        ranks[0].stage("compute_rm_score", step)
+    for rank in ranks:
+        rank.begin(LOG_PROB, 4)
+    closed = listener.next("step", step=3, closed=True)
+    stored = eventually(lambda: live.catalogue.step(1, 3))
+    assert (stored["completeness"], closed["complete"]) == ("partial", "complete")
+    assert live.get("/steps")["rows"][1]["complete"] == "complete"
+
+
 def test_attempts_and_findings(live: Service, listen: Listen) -> None:
     first = Rank(live, world_size=1)
     first.stage("actor_update", 4)
