@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -211,9 +210,9 @@ class Metrics(Mapping[str, float]):
             notes.append(f"comparable: {self.comparable}")
         notes += [f"  {reason_text(item)}" for item in self.comparability]
         notes += step_verdict_notes(self._about)
-        bad = {stream: kinds for stream, kinds in self.nonfinite.items() if _any_counted(kinds)}
+        bad = _counted(self.nonfinite)
         if bad:
-            notes.append(f"non-finite under the mask: {json.dumps(bad)}")
+            notes.append(f"not finite under the mask: {bad}")
         if self._about.get("superseded_by") is not None:
             notes.append(f"superseded by: {render.format_value(self._about['superseded_by'])}")
         if self._about.get("also_live"):
@@ -362,10 +361,18 @@ _STATUS: Final = {
 }  # fmt: skip
 
 
-def _any_counted(kinds: object) -> bool:
-    if isinstance(kinds, Mapping):
-        return any(map(_any_counted, kinds.values()))
-    return isinstance(kinds, int | float) and kinds != 0
+_KINDS: Final = {"nan": "NaN", "posinf": "inf", "neginf": "-inf"}
+
+
+def _counted(streams: Mapping[str, Json]) -> str:
+    """Return counts of tokens as text, such as "3 NaN in old"; empty if there are none."""
+    return ", ".join(
+        f"{count} {_KINDS.get(kind, kind)} in {stream}"
+        for stream, kinds in streams.items()
+        if isinstance(kinds, Mapping)
+        for kind, count in kinds.items()
+        if count
+    )
 
 
 def _flattened(fields: JsonObject, prefix: str = "") -> dict[str, Json]:

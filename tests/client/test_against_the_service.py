@@ -101,6 +101,7 @@ def test_what_is_not_finite_is_shown(session: Session) -> None:
     assert len(nonfinite) == 1
     assert math.isnan(nonfinite[0]["q"])
     assert any("nan" in kinds and kinds["nan"] == 1 for kinds in step.metrics().nonfinite.values())
+    assert "not finite under the mask: 1 NaN in rollout" in str(step.metrics())
     scalars = {row["name"]: row["value"] for row in step.scalars()}
     assert math.isnan(scalars["loss"])
     assert scalars["reward"] == 1.0
