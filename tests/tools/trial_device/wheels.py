@@ -44,9 +44,15 @@ def download(folder: Path, python: str, machine: str) -> None:
         subprocess.run(
             [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
              "--no-deps", "--only-binary=:all:", "--python-version", python, *choice,
-             "-c", str(ROOT / "deploy/constraints.txt"), "-d", str(folder), *names],
+             *_versions(python), "-d", str(folder), *names],
             check=True,
         )  # fmt: skip
+
+
+def _versions(python: str) -> list[str]:
+    """Return the constraints: those with which everything was tried, where that Python has them."""
+    minor = int(python.split(".")[1])
+    return ["-c", str(ROOT / "deploy/constraints.txt")] if minor >= 11 else []
 
 
 def _platforms(machine: str) -> list[str]:
@@ -89,7 +95,7 @@ def archive_name(python: str, machine: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the tarball; return 1 where it is too large."""
+    """Make the tarball; return 1 where a wheel is missing, or they are too large."""
     parser = argparse.ArgumentParser(prog="wheels", description=__doc__)
     parser.add_argument("--python", default="3.12", help="of the other machine: 3.11, 3.12")
     parser.add_argument("--machine", default="x86_64", help="its uname -m: x86_64, aarch64")
@@ -97,9 +103,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     archive = given.dist / archive_name(given.python, given.machine)
     with tempfile.TemporaryDirectory(prefix="trial-wheels-") as name:
-        download(Path(name), given.python, given.machine)
         try:
+            download(Path(name), given.python, given.machine)
             size = pack(Path(name), archive)
+        except subprocess.CalledProcessError:  # pip has said why
+            return 1
         except ValueError as error:
             sys.stderr.write(f"{error}\n")
             return 1
