@@ -20,6 +20,7 @@ from tests.tools.trial_device import (
     __main__,
     checksums,
     copies,
+    load,
     ownership,
     pinned,
     report,
@@ -146,6 +147,17 @@ def test_copy_that_waits_for_the_device_is_found(
 
     monkeypatch.setattr(copies, "copy_tensor", blocking)
     assert outcomes(copies.measure(pretended, QUICK))[copies._RETURNS] is Outcome.FAILED
+
+
+def test_memory_that_grows_is_found() -> None:
+    flat = {"memory of the process": 500.0, "device memory": 90.0, "pinned memory": 8.0,
+            "reserved of the pinned pool": 0.0, "waiting bytes": 0.0, "descriptors": 9.0,
+            "threads": 7.0}  # fmt: skip
+    for what, most in (("pinned memory", 80.0), ("threads", 30.0), ("memory of the process", 900)):
+        growing = [{**flat, what: flat[what] + at / 100.0 * most} for at in range(100)]
+        assert [each.what for each in load._watched(growing) if each.is_growth] == [what]
+    late_start = [{**flat, "device memory": 0.0}] * 10 + [flat] * 90
+    assert not [each for each in load._watched(late_start) if each.is_growth]
 
 
 def test_measurement_that_raises_fails_the_trial_and_hides_no_other(

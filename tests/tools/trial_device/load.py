@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Final
 
@@ -211,7 +211,7 @@ def _resident() -> int:
     return 0
 
 
-def _watched(samples: list[Sample]) -> tuple[Grown, ...]:
+def _watched(samples: Sequence[Sample]) -> tuple[Grown, ...]:
     """Compare thirds of the samples, without those of the warm-up."""
     calm = samples[int(_WARM_UP * len(samples)) :]
     third = max(1, len(calm) // 3)
