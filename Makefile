@@ -24,7 +24,7 @@ LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 # Where the environment forbids bytecode, each of the tests' processes would compile every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo dist docs pictures test test-all test-long test-trackers test-verl test-vllm test-own test-lowest verl check check-fast prose bench bench-verl soak trial-head-loss trial-ranks format clean help
+.PHONY: install demo dist docs pictures test test-all test-long test-trackers test-verl test-vllm test-own test-lowest verl check check-fast prose bench bench-verl soak trial-device trial-device-wheels trial-head-loss trial-ranks format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -121,6 +121,27 @@ RANKS := 10000
 trial-ranks: $(VENV)/installed-dev  ## simulated ranks (RANKS=10000) on a real coordinator: delays, memory, agreement, answers
 	$(BIN)/python -m tests.benchmarks.bench_ranks $(RANKS) 30 3
 
+# On a machine without network, whose python3 has torch, numpy, numba, safetensors and pyarrow: beside
+# the tarball that fits its Python, the rest is installed into .trial-device. Elsewhere in .venv.
+DEVICE := auto
+TRIAL := --json dist/trial-device.json
+TRIAL_WHEELS := dist/trial-device-wheels-$(shell $(PYTHON) -c 'import platform, sys; print("cp%d%d-%s" % (*sys.version_info[:2], platform.machine()))' 2>/dev/null).tar
+trial-device: $(if $(wildcard $(TRIAL_WHEELS)),.trial-device/installed,$(VENV)/installed-dev)  ## measure an accelerator, in eight minutes (DEVICE=cuda, npu or cpu; TRIAL=--quick)
+	PYTHONPATH=.trial-device/site:client:workers:service:. $(if $(wildcard $(TRIAL_WHEELS)),$(PYTHON),$(BIN)/python) -m tests.tools.trial_device --device $(DEVICE) $(TRIAL)
+
+.trial-device/installed: $(wildcard $(TRIAL_WHEELS))
+	rm -rf .trial-device && mkdir -p .trial-device/wheels
+	tar xf $(TRIAL_WHEELS) -C .trial-device/wheels
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --target .trial-device/site .trial-device/wheels/*.whl
+	rm -r .trial-device/wheels
+	@touch $@
+
+# Of the other machine: its python3 --version and uname -m.
+FOR_PYTHON := 3.12
+FOR_MACHINE := x86_64
+trial-device-wheels: $(VENV)/bin/python  ## what trial-device needs without network, as a tarball in dist/ (FOR_PYTHON=3.12 FOR_MACHINE=x86_64); fails above 50 MB
+	$(BIN)/python -m tests.tools.trial_device.wheels --python $(FOR_PYTHON) --machine $(FOR_MACHINE)
+
 pictures: $(VENV)/installed-dev  ## draw docs/pictures/ anew: the page, a terminal, a notebook
 	$(BIN)/python -m tests.tools.pictures
 
@@ -136,7 +157,7 @@ format: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(VERL) $(VLLM) $(LOWEST) $(TRACKERS) $(OWN) .demo dist service/stagescope_service/http/guide_pages
+	rm -rf $(VENV) $(VERL) $(VLLM) $(LOWEST) $(TRACKERS) $(OWN) .trial-device .demo dist service/stagescope_service/http/guide_pages
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

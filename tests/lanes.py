@@ -40,6 +40,9 @@ LANE_OF: Final = {
     "tests/client/forwarding/test_trackers.py": "long",
     "tests/client/test_notebooks.py": "long",
     "tests/test_release.py": "long",
+    # A trial of a device whole, on the host.
+    "tests/tools/test_trial_device.py"
+    "::test_a_trial_on_the_host_passes_and_writes_its_figures": "long",
     # The page, the guide and reports in a browser, but for one way through them.
     "tests/test_site.py::test_a_browser_searches_it_and_asks_nobody_else": "long",
     "tests/service/compare/test_html_in_browser.py": "long",
