@@ -361,7 +361,7 @@ class WriteBatch:
         self._parts: list[Any] = [tables]
         for write in writes:
             if type(write) is Put:
-                name, row = write
+                name, row = write.table, write.row
                 rows = merging.get(name)
                 if rows is None:
                     rows = merging[name] = {}
@@ -408,7 +408,7 @@ class WriteBatch:
 
 
 def _key_of(put: Put) -> Any:
-    name, row = put
+    name, row = put.table, put.row
     try:
         key = _GET_KEY[name](row)
     except KeyError:
