@@ -24,7 +24,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -60,13 +60,20 @@ def work(matrix: npt.NDArray[np.float32], seconds: float) -> None:
         np.matmul(matrix, matrix)
 
 
-def copy_to_fresh_memory(array: np.ndarray[Any, Any]) -> None:
-    """Copy an array to memory that the process never had: malloc would give back what it knows."""
-    with mmap.mmap(-1, array.nbytes) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)  # as numpy does
-        copy = np.frombuffer(memory, array.dtype).reshape(array.shape)
-        np.copyto(copy, array)
-        del copy
+def copy_to_fresh_memory(arrays: Iterable[np.ndarray[Any, Any]]) -> None:
+    """Copy arrays to memory that the process never had: malloc would give back what it knows."""
+    for array in arrays:
+        with mmap.mmap(-1, array.nbytes) as memory:
+            memory.madvise(mmap.MADV_HUGEPAGE)  # as numpy does
+            copy = np.frombuffer(memory, array.dtype).reshape(array.shape)
+            np.copyto(copy, array)
+            del copy
+
+
+def copy_in_place(arrays: Tensors, into: Tensors) -> None:
+    """Copy arrays into memory that the process uses."""
+    for name, array in arrays.items():
+        np.copyto(into[name], array)
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -103,8 +110,8 @@ def measure(probe: Probe, payload: Tensors, steps: int) -> dict[str, float]:
         costs["record"].append(timed(lambda: record(step)))
 
     for step in range(steps):
-        copies.append(timed(lambda: [copy_to_fresh_memory(each) for each in payload.values()]))
-        in_place.append(timed(lambda: [np.copyto(mine[name], payload[name]) for name in payload]))
+        copies.append(timed(lambda: copy_to_fresh_memory(payload.values())))
+        in_place.append(timed(lambda: copy_in_place(payload, mine)))
         plain.append(timed(lambda: work(matrix, 0.2)))
         probed.append(timed(lambda step=step: work_and_report(step)))  # type: ignore[misc]
         bare.append(timed(lambda step=step: empty(step)))  # type: ignore[misc]
