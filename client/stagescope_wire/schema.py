@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from typing import Final, NamedTuple, TypeAlias, TypedDict
 
@@ -118,6 +119,8 @@ LAYOUT_COLUMNS: Final = (
 
 
 _INT64: Final = 1 << 63
+_TIMES: Final = 1e300
+"""Beyond it, a number is no time."""
 _SEQUENCE: Final = (tuple, list)
 STEP_BOUND: Final = 10**18  # steps have at most 18 digits, in the API's paths, too
 MAX_SCALAR_NAME: Final = 200  # characters
@@ -271,13 +274,16 @@ class Event:
             raise InvalidEvent(
                 f"event {seq!r:.200} is of kind {kind!r:.200}", expected=f"one of {sorted(KINDS)}"
             )
-        numbers_ok = _is_int(seq, 0, _INT64) and _is_time(wall) and _is_time(mono)
-        if not numbers_ok or not isinstance(fields, dict):
+        if type(wall) is not float or type(mono) is not float:  # of another program: ints, say
+            wall, mono = _as_time(wall), _as_time(mono)
+        # The comparisons are false for NaN.
+        times_ok = -_TIMES < wall < _TIMES and -_TIMES < mono < _TIMES
+        if not (times_ok and _is_int(seq, 0, _INT64) and isinstance(fields, dict)):
             raise InvalidEvent(
                 f"event {wire!r:.200} has fields of wrong types",
                 expected="seq an int from 0, wall and mono finite floats, fields a dict",
             )
-        return cls(kind, seq, float(wall), float(mono), fields)
+        return cls(kind, seq, wall, mono, fields)
 
 
 class PartColumns(TypedDict):
@@ -395,9 +401,14 @@ def _is_int(value: object, least: int, below: int) -> bool:
 
 
 def _is_time(value: object) -> bool:
-    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, float | int)):
-        return False
-    return -1e300 < value < 1e300  # also false for NaN
+    return -_TIMES < _as_time(value) < _TIMES  # also false for NaN
+
+
+def _as_time(value: object) -> float:
+    """Return a time as a float; NaN if it is none."""
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        return math.nan
+    return float(value) if -_TIMES < value < _TIMES else math.nan
 
 
 def _is_name(value: object, most: int) -> bool:

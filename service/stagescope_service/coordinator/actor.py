@@ -46,7 +46,7 @@ _FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0
 _CLOSE_SECONDS: Final = 10.0
 """Seconds for queued writes when the service stops."""
 _UNWRITABLE: Final = "the catalogue cannot be written"
-_GC_THRESHOLDS: Final = (50_000, 10, 5)
+GC_THRESHOLDS: Final = (50_000, 10, 5)
 """Few of the state's objects are garbage. With Python's defaults (700, 10, 10) the search for it
 took a sixth of the time of an event. Only a search of all objects finds those that outlive two
 searches: with (50_000, 20, 100) it came after three hours of 14 steps a second."""
@@ -67,7 +67,7 @@ class DebugCoordinator:
         self._task: asyncio.Task[None] | None = None
         self._store: SqlStore | None = None
         self._control: asyncio.Server | None = None
-        gc.set_threshold(*_GC_THRESHOLDS)
+        gc.set_threshold(*GC_THRESHOLDS)
         # Now, while no call waits; the methods below import what they use from it.
         importlib.import_module("stagescope_service.coordinator.coordinator")
         gc.collect()  # an import leaves cycles

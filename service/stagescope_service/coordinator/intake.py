@@ -234,12 +234,15 @@ class Intake:
         newest: float | None = None
         now, arrived = self._mono(), self._wall()
         states = {} if stored is None else stored.states
+        without_payload = Arrival(wall=arrived)
         for wire in events:
             try:
                 event = Event.parse(wire)
                 newest = event.wall
                 has_payload = event.seq in payloads
-                arrival = Arrival(has_payload, wall=arrived, stored=states.get(event.seq))
+                arrival = without_payload
+                if has_payload or event.seq in states:
+                    arrival = Arrival(has_payload, wall=arrived, stored=states.get(event.seq))
                 instructions = self._state.handle(sender, event, now, arrival)
             except InvalidEvent as error:
                 refused[_seq_of(wire)] = str(error)

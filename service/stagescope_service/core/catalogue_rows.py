@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import Any, Final
 
 from stagescope_service.core.entities import Attempt, Process, Span
@@ -26,6 +27,8 @@ PROCESS_COLUMNS: Final = ("incarnation", "attempt_id", "role", "rank", "raw", "u
 """The columns of `processes` that are always known, and attributes of a `Process`."""
 _RANK: Final = ("attempt_id", "role", "rank")
 OPTIONAL_PROCESS_COLUMNS: Final = ("world_size", "data_rank", "node_id", "max_step")
+_process_values: Final = attrgetter(*PROCESS_COLUMNS)
+_optional_values: Final = attrgetter(*OPTIONAL_PROCESS_COLUMNS)
 _MOST: Final = 1 << 53
 
 
@@ -47,9 +50,11 @@ def named(entity: object, names: Iterable[str]) -> dict[str, Any]:
 def process_row(process: Process, **columns: object) -> Put:
     """Return the row of a process's identity, with further `columns`."""
     # A value that is unknown now may have been stored before a restart: it is not overwritten.
-    optional = named(process, OPTIONAL_PROCESS_COLUMNS)
-    known = {name: value for name, value in optional.items() if value is not None}
-    return Put("processes", {**named(process, PROCESS_COLUMNS), **known, **columns})
+    row = dict(zip(PROCESS_COLUMNS, _process_values(process), strict=True))
+    optional = zip(OPTIONAL_PROCESS_COLUMNS, _optional_values(process), strict=True)
+    row.update({name: value for name, value in optional if value is not None})
+    row.update(columns)
+    return Put("processes", row)
 
 
 def layout_columns(layout: JsonObject) -> dict[str, Json]:
@@ -103,7 +108,7 @@ def scalar_rows(
     rows: list[Put] = []
     refused: list[str] = []
     for name, value in scalars.items():
-        found = number(value)
+        found = value if type(value) is float else number(value)
         shown = text(name, MAX_SCALAR_NAME + 1) or ""
         if len(shown) > MAX_SCALAR_NAME:  # cut, it could be the name of another one
             refused.append(f"{shown[:60]}… (a name of more than {MAX_SCALAR_NAME} characters)")

@@ -115,10 +115,13 @@ def statuses_of(step: Step) -> Statuses:
 
 def status_of(spans: Iterable[Span]) -> str | None:
     """Return the status that keeps a rank from having finished a stage; None if it has finished."""
-    answering = [span.status for span in spans if not span.superseded]
-    if not answering:
-        return NOT_BEGUN
-    return next((status for status in answering if status not in (OK, FAILED)), None)
+    found: str | None = NOT_BEGUN
+    for span in spans:
+        if not span.superseded:
+            if span.status not in (OK, FAILED):
+                return span.status
+            found = None
+    return found
 
 
 def statuses_of_rows(stages: Iterable[StageRow]) -> Statuses:

@@ -17,7 +17,7 @@ from stagescope_service.core.instructions import (
     Put,
 )
 from stagescope_wire.nonfinite import Json, JsonObject
-from stagescope_wire.schema import Part, Work
+from stagescope_wire.schema import Part, Sender, Work
 
 RECENT_STEPS: Final = 8
 """Closed steps of an attempt that stay in memory, for events that arrive late."""
@@ -70,6 +70,8 @@ class Span:
     superseded: bool | None = False
     #: When it began, by the service's clock.
     begun: float | None = None
+    #: Times of its part in its role; None until its BEGIN.
+    timing: StageTiming | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,6 +164,8 @@ class Process:
     #: Its last BEGIN: time, key of the work, timing of its role in that part.
     reached: tuple[float, str, StageTiming] | None = None
     clock: tuple[float | None, float | None] = (None, None)
+    #: The sender of its last event, from which `clock` and `node_id` are taken.
+    sender: Sender | None = None
     #: Highest step begun; None until it begins one: until then it holds no step open.
     max_step: int | None = None
     #: Highest revision of its spans.

@@ -180,9 +180,8 @@ class Registry:
         event: Event,
         ours: float,
         lease_until: float,
-        *,
         raw: bool,
-        late: bool = False,
+        late: bool,
     ) -> tuple[Process, list[Instruction]]:
         """Return the process of a sender, created if new, with its lease renewed.
 
@@ -194,6 +193,9 @@ class Registry:
             return self._new_process(sender, event, ours, lease_until, raw=raw, late=late)
         if lease_until > process.lease_until:
             process.lease_until = lease_until
+        if sender is process.sender and event.wall < process.last_wall + REFRESH:
+            return process, []
+        process.sender = sender
         clock = (sender.clock_offset, sender.clock_error)
         node_came = process.node_id is None and sender.node_id is not None
         if clock == process.clock and not node_came and event.wall < process.last_wall + REFRESH:

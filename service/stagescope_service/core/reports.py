@@ -227,13 +227,13 @@ def stage_name(
 
 
 def stepless(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
-    """Return a finding of an END that hands values over without a step where one is expected.
+    """Return a finding of an END without a step that hands values over where one is expected.
 
     One for each attempt, role and stage. Rollout work may have no step: its clock is the policy
     version. A stage of the training's own name with a policy version counts as such.
     """
     stage = work.stage
-    if work.step is not None or stage in (None, "rollout_generate") or process.role == "rollout":
+    if stage in (None, "rollout_generate") or process.role == "rollout":
         return []
     payload = event.fields.get("payload") or event.fields.get("payload_dropped")
     tensors = payload.get("tensors") if isinstance(payload, Mapping) else None

@@ -16,8 +16,9 @@ Earlier parts stay: the newer incarnation goes on where the older stopped.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final
 
 from stagescope_service.core.catalogue_rows import (
     integer,
@@ -51,7 +52,8 @@ RAW_SEQ: Final = 1 << 60
 _revision: Final = attrgetter("revision")
 
 
-class ReceivedEvent(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class ReceivedEvent:
     """An event, who sent it, and when by the service's clock, in Unix seconds."""
 
     sender: Sender
@@ -60,9 +62,9 @@ class ReceivedEvent(NamedTuple):
     arrived: float | None
     """When it arrived; None: unknown."""
     ours: float
-    """When it was sent, by `on_our_clock`."""
+    """When it was sent, and no later than it arrived."""
     at: float
-    """When it was sent, by `service_clock`."""
+    """When it was sent, or arrived if the sender's clock offset is unknown."""
 
 
 def begin(
@@ -70,7 +72,8 @@ def begin(
 ) -> tuple[Span, list[Instruction]]:
     """Apply the BEGIN of a work; the END may have arrived first."""
     sender, event, work = received.sender, received.event, received.work
-    span = _find_begun(step, process, work, event)
+    known = _matching_spans(step, process, work)
+    span = _find_begun(known, event) if known else None
     out: list[Instruction] = []
     if span is None:
         span, out = _add(attempt, step, process, event, work, _own_revision(event))
@@ -103,7 +106,8 @@ def end(
     begin_seq = integer(fields.get("begin_seq"))
     if begin_seq is not None and not 0 < begin_seq < event.seq:
         begin_seq = None
-    span = _find_ended(step, process, work, event, begin_seq)
+    known = _matching_spans(step, process, work)
+    span = _find_ended(known, event, begin_seq) if known else None
     out: list[Instruction] = []
     if span is None:
         revision = _own_revision(event) if begin_seq is None else begin_seq
@@ -114,8 +118,10 @@ def end(
     span.status = FAILED if fields.get("status") == FAILED else OK
     if span.work.policy_version is None:
         span.work = work
-    process.open_spans.pop((work.key, span.revision), None)
-    process.unfinished.pop((work.key, span.revision), None)
+    key = (work.key, span.revision)
+    process.open_spans.pop(key, None)
+    if process.unfinished:
+        process.unfinished.pop(key, None)
     row = span_columns(attempt.attempt_id, span)
     row["end_seq"] = event.seq
     row["end_wall"] = event.wall
@@ -130,7 +136,7 @@ def end(
             if (value := number(fields.get(name))) is not None:
                 row[name] = value
         if (wall := row.get("begin_wall")) is not None:
-            row["begun_wall"] = on_our_clock(sender, wall, received.arrived)
+            row["begun_wall"] = on_our_clock(sender, wall, received.arrived)[0]
     out.append(Put("stages", row))
     return span, out
 
@@ -240,15 +246,23 @@ def keep(step: Step, span: Span) -> bool:
     Returns whether its process did this work before, or another incarnation worked on the stage.
     """
     incarnation, work = span.incarnation, span.work
-    revisions = step.spans.setdefault((incarnation, work.key), [])
-    bisect.insort(revisions, span, key=_revision)
-    holders = step.holders.setdefault(_holders_key(span), {})
-    lowest = holders.get(incarnation)
-    if lowest is None or work.part < lowest:
+    # Of the keys, those of a rank are new with each span: their containers hold it from the start.
+    revisions = step.spans.get(key := (incarnation, work.key))
+    if revisions is None:
+        revisions = step.spans[key] = [span]
+    else:
+        bisect.insort(revisions, span, key=_revision)
+    holders = step.holders.get(stage_key := _holders_key(span))
+    if holders is None:
+        holders = step.holders[stage_key] = {incarnation: work.part}
+    elif (lowest := holders.get(incarnation)) is None or work.part < lowest:
         holders[incarnation] = work.part
     if work.stage is not None:
         ranks = step.ranks.setdefault((span.role, work.stage), {})
-        ranks.setdefault(span.rank, []).append(span)
+        if (spans := ranks.get(span.rank)) is None:
+            ranks[span.rank] = [span]
+        else:
+            spans.append(span)
     return len(revisions) > 1 or len(holders) > 1
 
 
@@ -269,22 +283,18 @@ def let_go_of_ended(step: Step) -> None:
         keep(step, span)
 
 
-def on_our_clock(sender: Sender, wall: float, arrived: float | None) -> float:
-    """Convert a sender's wall clock to the service's; never later than the arrival."""
-    ours = wall + (sender.clock_offset or 0.0)
-    return ours if arrived is None else min(ours, arrived)
-
-
-def service_clock(sender: Sender, wall: float, arrived: float | None) -> float:
-    """Convert a sender's wall clock to the service's by its offset, else return the arrival."""
-    if sender.clock_offset is not None:
-        return wall + sender.clock_offset
-    return wall if arrived is None else arrived
+def on_our_clock(sender: Sender, wall: float, arrived: float | None) -> tuple[float, float]:
+    """Convert a sender's wall clock to the service's; see `ReceivedEvent.ours` and `at`."""
+    offset = sender.clock_offset
+    if offset is None:
+        return (wall, wall) if arrived is None else (min(wall, arrived), arrived)
+    at = wall + offset
+    return (at, at) if arrived is None or at < arrived else (arrived, at)
 
 
 def note_begin(step: Step, process: Process, span: Span, at: float) -> None:
     """Record that a process began a part; `at` is in seconds of the service's clock."""
-    timing = _timing(step, span)
+    timing = span.timing = _timing(step, span)
     if timing is None:
         return
     timing.begun(at)
@@ -321,7 +331,7 @@ def note_end(
         seconds = None
     if at > process.last_event:
         process.last_event = at
-    timing = _timing(step, span)
+    timing = span.timing or _timing(step, span)
     if timing is not None and seconds is not None:
         timing.took(seconds)
 
@@ -339,9 +349,8 @@ def _matching_spans(step: Step, process: Process, work: Work) -> list[Span]:
     return known or []
 
 
-def _find_begun(step: Step, process: Process, work: Work, event: Event) -> Span | None:
+def _find_begun(known: list[Span], event: Event) -> Span | None:
     """Return the span of a BEGIN: by its seq, else one whose END did not name its BEGIN."""
-    known = _matching_spans(step, process, work)
     for span in known:
         if event.seq in (span.begin_seq, span.revision):
             return span
@@ -356,16 +365,16 @@ def _find_begun(step: Step, process: Process, work: Work, event: Event) -> Span 
     return None
 
 
-def _find_ended(
-    step: Step, process: Process, work: Work, event: Event, begin_seq: int | None
-) -> Span | None:
+def _find_ended(known: list[Span], event: Event, begin_seq: int | None) -> Span | None:
     """Return the span of an END: by its seq, else the one whose BEGIN it names."""
-    known = _matching_spans(step, process, work)
     for span in known:
         if span.end_seq == event.seq:
             return span
     if begin_seq is not None:
-        return next((span for span in known if span.revision == begin_seq), None)
+        for span in known:
+            if span.revision == begin_seq:
+                return span
+        return None
     raw = event.seq >= RAW_SEQ
     unended = [span for span in known if span.end_seq is None]
     if raw:

@@ -93,13 +93,13 @@ class State:
         work = work_of(event)
         reported = weight_records.read(event, work) if event.kind == WEIGHTS else None
         scored = canary_records.read(event, work) if event.kind == CANARY else None
-        process, received, out = self._receive(sender, event, work, now, arrival)
-        attempt, ours = self.registry.attempt_of(process), received.ours
+        attempt, process, received, out = self._receive(sender, event, work, now, arrival)
+        ours = received.ours
         match event.kind:
             case "begin":
-                out += self._begin(process, received)
+                out += self._begin(attempt, process, received)
             case "end":
-                out += self._end(process, received, arrival)
+                out += self._end(attempt, process, received, arrival)
             case "hello":
                 out += self._adopt_handshake(attempt, process, event)
             case "log":
@@ -135,25 +135,24 @@ class State:
 
     def _receive(
         self, sender: Sender, event: Event, work: Work, now: float, arrival: Arrival
-    ) -> tuple[Process, ReceivedEvent, list[Instruction]]:
-        """Return the process of an event, which lives again if it was thought gone."""
+    ) -> tuple[Attempt, Process, ReceivedEvent, list[Instruction]]:
+        """Return the attempt and the process of an event; one thought gone lives again."""
         _, raw, late, arrived, _ = arrival
         lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
         # The service's own times are on its own clock: the clocks of its senders differ.
-        ours = spans.on_our_clock(sender, event.wall, arrived)
-        process, out = self.registry.process_for(sender, event, ours, lease, raw=raw, late=late)
-        attempt = self.registry.attempt_of(process)
-        at = spans.service_clock(sender, event.wall, arrived)
+        ours, at = spans.on_our_clock(sender, event.wall, arrived)
+        process, out = self.registry.process_for(sender, event, ours, lease, raw, late)
+        attempt = self.registry.attempts[process.attempt_id]
         contact = at if arrived is None else arrived
         if contact > process.last_contact:
             process.last_contact = contact
         if process.lapsed:
             out += departures.wake(self.registry, process, event.wall)
-        if attempt.over:
+        if attempt.ended_wall is not None:
             out += steps.resume(attempt, process)
         if attempt.silent_roles or attempt.absent_ranks:
             out += steps.end_silence(attempt, ours)
-        return process, ReceivedEvent(sender, event, work, arrived, ours, at), out
+        return attempt, process, ReceivedEvent(sender, event, work, arrived, ours, at), out
 
     def _adopt_handshake(
         self, attempt: Attempt, process: Process, event: Event
@@ -228,15 +227,18 @@ class State:
         process.unbound_rows.clear()
         return out
 
-    def _begin(self, process: Process, received: ReceivedEvent) -> list[Instruction]:
+    def _begin(
+        self, attempt: Attempt, process: Process, received: ReceivedEvent
+    ) -> list[Instruction]:
         event, work, ours = received.event, received.work, received.ours
         out: list[Instruction] = []
         if process.finished and departures.goes_on(process, event.seq):
             out += departures.wake(self.registry, process, event.wall)
         if event.seq > process.begun_seq:
             process.begun_seq = event.seq
-        out += self._bind(process, work.step, ours)
-        attempt = self.registry.attempt_of(process)
+        if not process.bound:
+            out += self._bind(process, work.step, ours)
+            attempt = self.registry.attempt_of(process)
         step, opened = steps.open_step(attempt, work.step, ours)
         out += opened
         span, begun = spans.begin(attempt, step, process, received)
@@ -254,7 +256,9 @@ class State:
             out.append(span_row(attempt.attempt_id, forgotten))
             reason = "its end never arrived"
             out.append(departures.stage_loss(attempt, process, forgotten.work, reason, event.wall))
-        out += self._stand(attempt, process, step, span, ours, repeated=len(begun) > 1)
+        out += self._stand(
+            attempt, process, step, span, ours, opened=bool(opened), repeated=len(begun) > 1
+        )
         return out
 
     def _stand(
@@ -265,11 +269,19 @@ class State:
         span: Span,
         wall: float,
         *,
+        opened: bool,
         repeated: bool,
     ) -> list[Instruction]:
         """Update the position of a process, and the verdicts that depend on it.
 
-        `repeated`: the event is of work that was done before, so that other spans count now.
+        Args:
+            attempt: of the process.
+            process: that did the work.
+            step: of the work.
+            span: the work.
+            wall: when, by the service's clock.
+            opened: the event opened the step.
+            repeated: the event is of work that was done before, so that other spans count now.
         """
         out = reports.stage_name(attempt, process, span.work.stage, wall)
         if step is attempt.stepless:
@@ -282,20 +294,24 @@ class State:
                 # Its verdict has left memory: aggregation corrects it from the catalogue.
                 out += steps.aggregate(attempt, step.step, wall)
         # The BEGIN may be lost: the END shows the position of this rank as well.
-        out += steps.advance(attempt, process, step.step)
-        if attempt.over:
+        advanced = steps.advance(attempt, process, step.step)
+        out += advanced
+        if attempt.ended_wall is not None:
             out += steps.resume(attempt, process)
-        out += steps.close_due(attempt, wall)
+        if opened or advanced:  # else no step can have become due
+            out += steps.close_due(attempt, wall)
         return out
 
     def _end(
-        self, process: Process, received: ReceivedEvent, arrival: Arrival
+        self, attempt: Attempt, process: Process, received: ReceivedEvent, arrival: Arrival
     ) -> list[Instruction]:
         event, work, ours = received.event, received.work, received.ours
         if "payload" in event.fields:
             payloads.recall(process, event.seq, arrival.stored)
-        out = self._bind(process, work.step, ours)
-        attempt = self.registry.attempt_of(process)
+        out: list[Instruction] = []
+        if not process.bound:
+            out += self._bind(process, work.step, ours)
+            attempt = self.registry.attempt_of(process)
         step, opened = steps.open_step(attempt, work.step, ours)
         out += opened
         unfinished = len(process.unfinished)
@@ -309,14 +325,17 @@ class State:
         if len(process.unfinished) < unfinished or process.returned:
             out += departures.take_leave_back(process, work)
         out += reports.scalars(attempt, process, event, work)
-        out += reports.stepless(attempt, process, event, work)
+        if work.step is None:
+            out += reports.stepless(attempt, process, event, work)
         announced = event.fields.get("payload")
         dropped = event.fields.get("payload_dropped")
         if announced is not None and isinstance(announced, Mapping):
             out += payloads.announce(attempt, process, event, work, announced, arrival.has_payload)
         elif dropped is not None and isinstance(dropped, Mapping):
             out += payloads.announce_dropped(attempt, process, event, work, dropped)
-        out += self._stand(attempt, process, step, span, ours, repeated=len(ended) > 1)
+        out += self._stand(
+            attempt, process, step, span, ours, opened=bool(opened), repeated=len(ended) > 1
+        )
         return out
 
     # --- weights ----------------------------------------------------------------------------

@@ -307,7 +307,7 @@ def _count(columns: Columns) -> int:
 
 def _split_values(values: Sequence[Any]) -> Columns:
     """Return the columns `value` and `nonfinite` of scalars."""
-    if all(type(value) is float and math.isfinite(value) for value in values):
+    if {*map(type, values)} == {float} and all(map(math.isfinite, values)):
         return {"nonfinite": [None] * len(values)}
     split = [split_value(value) for value in values]
     return columns_of(split[0], split)

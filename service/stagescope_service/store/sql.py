@@ -333,7 +333,10 @@ class SqlStore:
         self._writer = self._reader = None
 
 
-def _key_getter(name: str) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+_Key: TypeAlias = Callable[[Mapping[str, Any]], tuple[Any, ...]]
+
+
+def _key_getter(name: str) -> _Key:
     if name in statements.NUMBERED:
         return lambda row: (id(row),)
     first, *others = statements.KEYS[name]
@@ -356,19 +359,31 @@ class WriteBatch:
 
     def __init__(self, writes: Iterable[Write]) -> None:
         tables: dict[str, list[dict[object, Mapping[str, Any]] | list[Delete]]] = {}
-        merging: dict[str, dict[object, Mapping[str, Any]]] = {}
-        """The rows since the last delete, by table and key."""
+        merging: dict[str, tuple[_Key, dict[object, Mapping[str, Any]]]] = {}
+        """Name -> key of a row, and the rows since the last delete by key."""
         self._parts: list[Any] = [tables]
         for write in writes:
             if type(write) is Put:
-                name, row = write
-                rows = merging.get(name)
-                if rows is None:
-                    rows = merging[name] = {}
-                    tables.setdefault(name, []).append(rows)
-                key = _key_of(write)
+                name, row = write.table, write.row
+                known = merging.get(name)
+                if known is None:
+                    if name not in _GET_KEY:
+                        statements.check(write)
+                    known = merging[name] = (_GET_KEY[name], {})
+                    tables.setdefault(name, []).append(known[1])
+                get_key, rows = known
+                try:
+                    key = get_key(row)
+                except KeyError:
+                    statements.check(write)
+                    raise
                 before = rows.get(key)
-                rows[key] = row if before is None else {**before, **row}
+                if before is None:
+                    if None in key:
+                        statements.check(write)
+                    rows[key] = row
+                else:
+                    rows[key] = {**before, **row}
                 continue
             statements.check(write)
             if isinstance(write, RemoveRows | RemoveRun):
@@ -405,18 +420,6 @@ class WriteBatch:
                         _delete(connection, name, phase)
                     else:
                         _put(connection, ids, name, phase)
-
-
-def _key_of(put: Put) -> Any:
-    name, row = put
-    try:
-        key = _GET_KEY[name](row)
-    except KeyError:
-        statements.check(put)
-        raise
-    if None in key:
-        statements.check(put)
-    return key
 
 
 def _put(

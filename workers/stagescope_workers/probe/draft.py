@@ -116,7 +116,7 @@ class Draft:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that this occupies until the payload's receipt."""
-        texts = sum(len(text) for texts in self._strings.values() for text in texts)
+        texts = sum(sum(map(len, texts)) for texts in self._strings.values())
         return texts + sum(
             spec.nbytes + 8 * ((spec.rows or 0) + 1) for spec in self._specs.values()
         )
