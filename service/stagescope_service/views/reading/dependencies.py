@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar
 
+from stagescope_service.rules.memory import RunMemories
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.views.models.runs import Sparkline
@@ -234,6 +235,7 @@ class Dependencies:
     long_computations: Computations
     """Those that may take minutes: one at a time."""
     judgements: Judgements
+    memories: RunMemories
     sparklines: dict[int, tuple[int, Sparkline]]
     """attempt_id -> its last closed step, and the sparkline up to it."""
     engine_health: EngineHealth
@@ -260,6 +262,7 @@ class Dependencies:
             computations=Computations(),
             long_computations=Computations(1),
             judgements=Judgements(),
+            memories=RunMemories(),
             sparklines={},
             engine_health=EngineHealth(clock),
             counts=Counts(catalogue),
