@@ -7,7 +7,8 @@ import functools
 import itertools
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Final
+from concurrent.futures import Future
+from typing import Final, TypeAlias
 from urllib.parse import quote
 
 from stagescope_service.dumps.joining.join import Selection
@@ -21,6 +22,7 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.kept import payload_artifacts
+from stagescope_service.views.reading.answers import change_key
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.target import Target
 from stagescope_service.views.samples.batches import batch_of
@@ -61,9 +63,24 @@ _EARLIER: Final = 3
 """Earlier attempts whose symptoms are added to the answer."""
 
 
-def diagnosis_of(
+Found: TypeAlias = tuple[JsonObject, list[JsonObject]]
+"""The fields of the answer, and its rows."""
+
+
+def start_diagnosis(
     deps: Dependencies, run: str, attempt: int | None, step: int | None
-) -> tuple[JsonObject, list[JsonObject]]:
+) -> Future[Found]:
+    """Start a diagnosis, or return the one of the run as it is.
+
+    Raises:
+        NotFound: no such run.
+        NotReady: too many computations are running.
+    """
+    key = change_key(deps, "diagnosis", run, (attempt, step))
+    return deps.computations.start_once(key, diagnosis_of, deps, run, attempt, step)[1]
+
+
+def diagnosis_of(deps: Dependencies, run: str, attempt: int | None, step: int | None) -> Found:
     """Return the fields of the answer, and its rows."""
     # One transaction: what a commit in the middle changed would contradict what was read before.
     with deps.catalogue.snapshot() as catalogue:
@@ -72,7 +89,7 @@ def diagnosis_of(
 
 def _diagnosis_of(
     deps: Dependencies, catalogue: Catalogue, run: str, attempt: int | None, step: int | None
-) -> tuple[JsonObject, list[JsonObject]]:
+) -> Found:
     target = deps.finder.attempt(run, attempt)
     kept = _KeptTensors(deps, target.run)
     now = deps.clock() if step is None else None

@@ -15,6 +15,7 @@ from stagescope_service.rules.memory import RunMemories
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.views.models.runs import Sparkline
+from stagescope_service.views.reading.answers import Answers
 from stagescope_service.views.reading.engine_health import EngineHealth
 from stagescope_service.views.reading.judgements import Judgements
 from stagescope_service.views.reading.operator_files import OperatorFiles
@@ -234,6 +235,7 @@ class Dependencies:
     computations: Computations
     long_computations: Computations
     """Those that may take minutes: one at a time."""
+    answers: Answers
     judgements: Judgements
     memories: RunMemories
     sparklines: dict[int, tuple[int, Sparkline]]
@@ -261,6 +263,7 @@ class Dependencies:
             operator_files=OperatorFiles(commands, settings.data_path / "copies"),
             computations=Computations(),
             long_computations=Computations(1),
+            answers=Answers(),
             judgements=Judgements(),
             memories=RunMemories(),
             sparklines={},
