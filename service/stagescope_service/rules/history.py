@@ -244,8 +244,19 @@ class RunHistory:
     ) -> list[tuple[CurrentStep, Mapping[SliceKey, float]]]:
         """Return a published number of the slices of measured steps, ascending. Without `steps`,
         the newest measured steps are read."""
-        found = self._newest_slices if steps is None else self._read_slices(steps)
-        return [(step, slices.column(by, name)) for step, slices in found]
+        if steps is None:
+            return [(step, slices.column(by, name)) for step, slices in self._newest_slices]
+        if by == "rank":  # too many to be remembered
+            return [(step, slices.column(by, name)) for step, slices in self._read_slices(steps)]
+        of = {(step.attempt_id, step.step): step for step in steps}
+        marks = {key: self._row_of[key[1]]["summary_wall"] for key in of}
+
+        def read(keys: Sequence[StepKey]) -> Mapping[StepKey, Mapping[SliceKey, float]]:
+            found = self._read_slices([of[key] for key in keys])
+            return {(step.attempt_id, step.step): slices.column(by, name) for step, slices in found}
+
+        found = self._memory.slices[by, name].of(marks, read)
+        return [(of[key], column) for key, column in found.items()]
 
     @cached_property
     def _newest_slices(self) -> list[tuple[CurrentStep, SliceMetrics]]:

@@ -18,6 +18,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from stagescope_service.rules.missing import StepKey
+from stagescope_service.statistics.step_metrics import Dimension, SliceKey
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.reader import StepWindow
 from stagescope_service.store.queries.rollouts import RewardGroupsRow
@@ -136,6 +137,10 @@ class RunMemory:
         self.findings: Remembered[str, FindingRow] = Remembered()
         self.groups: LateRows[RewardGroupsRow] = LateRows()
         self.non_finite: LateRows[list[ScalarRow]] = LateRows()
+        self.slices: dict[tuple[Dimension, str], Remembered[StepKey, Mapping[SliceKey, float]]] = (
+            defaultdict(Remembered)
+        )
+        """(dimension, name) -> a published number of each slice."""
         self._scalars: dict[str, LateRows[list[StageMean]]] = defaultdict(LateRows)
 
     def scalar(
