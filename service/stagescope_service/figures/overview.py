@@ -28,7 +28,7 @@ from stagescope_service.figures.lines import (
 )
 from stagescope_service.figures.run_curves import CurveReader, CurveRequest, Panel
 from stagescope_service.statistics.step_metrics import STALENESSES
-from stagescope_service.views.reading.answers import change_key
+from stagescope_service.views.reading.changes import change_key
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.rows import Lineage
 from stagescope_service.views.series import REWARD, check_known, newest_metrics

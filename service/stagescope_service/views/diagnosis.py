@@ -22,7 +22,7 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.kept import payload_artifacts
-from stagescope_service.views.reading.answers import change_key
+from stagescope_service.views.reading.changes import change_key
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.target import Target
 from stagescope_service.views.samples.batches import batch_of

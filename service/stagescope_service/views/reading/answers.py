@@ -5,16 +5,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
-
-from stagescope_wire.names import BISECT, EXPERIMENT
-
-if TYPE_CHECKING:
-    from stagescope_service.views.reading.dependencies import Dependencies
+from typing import Final
 
 Key = tuple[str, ...]
-MAX_AGE: Final = 60.0
-"""Seconds for which an answer holds, since late scalars and samples change no step."""
 _BYTES: Final = 32 << 20
 
 
@@ -51,25 +44,3 @@ class Answers:
         while self._bytes > _BYTES:
             _, old = self._kept.popitem(last=False)
             self._bytes -= len(old)
-
-
-def change_key(deps: Dependencies, name: str, run: str, asked: object) -> Key:
-    """Return a key that changes whenever an answer about a run may.
-
-    Args:
-        deps: the catalogue's holder.
-        name: of the kind of answer.
-        run: the run.
-        asked: what else selects the answer; its `repr` counts.
-
-    Raises:
-        NotFound: no such run.
-    """
-    target = deps.finder.attempt(run)
-    attempts = deps.catalogue.attempts(target.run)
-    mark = deps.catalogue.change_mark([row["attempt_id"] for row in attempts])
-    states = [(row["number"], row["ended_wall"], row["resumed_from_step"]) for row in attempts]
-    bisected = len(deps.catalogue.settings_of_runs(f"{EXPERIMENT}{target.run}-", BISECT))
-    period = int(deps.clock() / MAX_AGE)
-    known = repr((target.display_name, asked, period, states, bisected))
-    return (name, target.run, known, mark)
