@@ -3,7 +3,8 @@
     python -m tests.benchmarks.bench_page [HOME]
 
 A home that is given keeps its data, so that the next measurement need not make them. Every view is
-opened in a new window of a service that was just started (cold), and reloaded there (warm). The
+opened in a new window of a service that just started and prepared itself (cold), and reloaded
+there (warm). The
 time ends when all that the view shows in sight is drawn and the browser's main thread is idle. The
 reference is an address without a view: the page alone, without data. Of several openings the best
 counts, because the machine may be busy; CPU times depend less on that.

@@ -12,6 +12,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from stagescope_service import figure_style as style
+from stagescope_service.figures.drawing import drawn
 from stagescope_service.figures.lines import (
     KINDS,
     ROW,
@@ -27,6 +28,7 @@ from stagescope_service.figures.lines import (
 )
 from stagescope_service.figures.run_curves import CurveReader, CurveRequest, Panel
 from stagescope_service.statistics.step_metrics import STALENESSES
+from stagescope_service.views.reading.changes import change_key
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.rows import Lineage
 from stagescope_service.views.series import REWARD, check_known, newest_metrics
@@ -85,6 +87,17 @@ class OverviewInfo:
     smooth: float | None = None
     """Steps of the moving average that is drawn over the values; None: no average."""
     step: None = None
+
+
+def answer(deps: Dependencies, run: str | None, request: CurveRequest) -> bytes:
+    """Return the figure as `drawing.drawn` writes it; see `info`."""
+    target = deps.finder.attempt(run, request.attempt)
+
+    def make() -> bytes:
+        found = info(deps, target.run, request)
+        return drawn("overview", figure(found), found)
+
+    return deps.answers.of(change_key(deps, "overview", target.run, request), make)
 
 
 def info(deps: Dependencies, run: str | None, request: CurveRequest) -> OverviewInfo:

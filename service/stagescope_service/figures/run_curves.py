@@ -16,6 +16,7 @@ from stagescope_service.statistics.step_metrics import (
     staleness_name,
 )
 from stagescope_service.store.queries.curves import MarkedStep, StoredNumbers
+from stagescope_service.store.tables.declare import nonfinite_name
 from stagescope_service.views.reading.completeness import aggregation_errors
 from stagescope_service.views.reading.dependencies import Dependencies, Window
 from stagescope_service.views.reading.rows import Lineage
@@ -24,7 +25,6 @@ from stagescope_service.views.series_points import (
     NOT_LOGGED,
     NOT_STORED,
     OPEN,
-    mean_with,
     why_unmeasured,
 )
 from stagescope_wire.names import unit_of_metric
@@ -103,8 +103,11 @@ class CurveReader:
         self.run = run
         self.states: dict[Place, bool] = {}
         """Step -> whether a later attempt did it again; ascending by step."""
+        self._closed: dict[Place, bool] = {}
+        """Step -> whether it is closed; ascending by step."""
         seen: set[int] = set()
         for state in reversed(deps.catalogue.step_states(ids, **window)):
+            self._closed[state.attempt_id, state.step] = state.closed
             by = state.superseded_by or lineage.repeated_by(state.attempt_id, state.step)
             again = state.step in seen or by is not None
             seen.add(state.step)
@@ -112,6 +115,7 @@ class CurveReader:
             if request.superseded or request.attempt is not None or not again:
                 self.states[state.attempt_id, state.step] = again
         self.states = dict(reversed(self.states.items()))
+        self._closed = dict(reversed(self._closed.items()))
         groups: dict[tuple[int, bool], list[Place]] = defaultdict(list)
         for key, again in self.states.items():
             groups[lineage.numbers[key[0]], again].append(key)
@@ -163,12 +167,11 @@ class CurveReader:
     def scalar_panels(self, name: str) -> list[Panel]:
         """Return a panel for each stage and role that logged a scalar: the mean over its ranks."""
         series: dict[tuple[str | None, str | None], list[tuple[Place, Value]]] = defaultdict(list)
-        rows = self._deps.catalogue.scalar_means(self._ids, name, **self._window)
-        for attempt_id, step, stage, role, mean, nan, posinf, neginf in rows:
-            if step is not None:
-                value = mean_with(mean, nan, posinf, neginf)
-                series[stage, role].append(((attempt_id, step), value))
-        logged = {key for values in series.values() for key, _ in values}
+        catalogue, memory = self._deps.catalogue, self._deps.memories.of(self.run)
+        logged = memory.scalar(catalogue, self._ids, name, self._closed)
+        for key, means in logged.items():
+            for each in means:
+                series[each.stage, each.role].append((key, nonfinite_name(each.mean) or each.mean))
         self._absent[name] = [key for key in self.states if key not in logged]
         several = len(series) > 1
         panels = []

@@ -19,6 +19,8 @@ from starlette.responses import RedirectResponse
 from starlette.routing import Route
 
 from stagescope_service import figure_style
+from stagescope_service.figures import overview
+from stagescope_service.figures.run_curves import CurveRequest
 from stagescope_service.http import guide, page, problems, stream
 from stagescope_service.http.access_token_file import TokenFile
 from stagescope_service.http.access_tokens import Access, AccessTokens
@@ -50,6 +52,7 @@ from stagescope_service.http.routes import (
 from stagescope_service.rules.doctor import rulebook
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.views.diagnosis import start_diagnosis
 from stagescope_service.views.models.comparisons import comparison_schemas
 from stagescope_service.views.reading.dependencies import Commands, Dependencies
 from stagescope_wire.errors import StagescopeError
@@ -147,9 +150,9 @@ def make_app(
 def prepare(app: FastAPI) -> None:
     """Do once, after the start, what the first questions of a process would wait for.
 
-    Routes are completed, Plotly is compressed, the doctor's rules are read, the queries that every
-    answer begins with are built. What was imported is kept away from the garbage collector: its
-    search takes longer than most answers.
+    Routes are completed, Plotly is compressed, the doctor's rules are read. What the page of the
+    newest run shows is read, so that its reader waits only for what is new. What was imported is
+    kept away from the garbage collector: its search takes longer than most answers.
     """
     for route in app.router.routes:  # FastAPI completes a route when it is first looked at
         route.matches({"type": "http", "method": "GET", "path": "", "root_path": ""})
@@ -160,6 +163,8 @@ def prepare(app: FastAPI) -> None:
     with contextlib.suppress(StagescopeError):  # no run yet, or no catalogue
         target = deps.finder.step(None, None, None)
         deps.catalogue.runs(limit=1, name=target.run)
+        overview.answer(deps, target.run, CurveRequest())
+        start_diagnosis(deps, target.run, None, None).result()
     gc.collect()
     gc.freeze()
 

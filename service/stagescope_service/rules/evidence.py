@@ -353,6 +353,23 @@ def median(values: Iterable[float]) -> float:
     return float(np.median(known)) if known else math.nan
 
 
+def medians_of_others(values: Float64) -> Float64:
+    """Return for each of several values the median of the others."""
+    rest = len(values) - 1
+    order = np.argsort(values)
+    place = np.empty(len(values), np.int64)
+    place[order] = np.arange(len(values))
+    ordered = values[order]
+
+    def other(at: int) -> Float64:
+        """Return the `at`-th of the others, ascending."""
+        found: Float64 = np.where(place > at, ordered[at], ordered[at + 1])
+        return found
+
+    usual: Float64 = (other((rest - 1) // 2) + other(rest // 2)) / 2.0
+    return usual
+
+
 def short(value: float) -> str:
     """Return a number with four significant digits."""
     return f"{value:.4g}"

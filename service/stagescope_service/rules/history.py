@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain
+from operator import itemgetter
 from typing import Final
 
-import numpy as np
 from typing_extensions import Self
 
 from stagescope_service.rules.evidence import Series
 from stagescope_service.rules.facts import StepFacts
 from stagescope_service.rules.logged import LoggedScalars
+from stagescope_service.rules.memory import RunMemory, window_of
 from stagescope_service.rules.missing import StepKey, missing_ranks
 from stagescope_service.rules.pooled import STEPS as POOLED
 from stagescope_service.rules.pooled import PooledSteps, pool
+from stagescope_service.rules.step_rows import STEPS, StepRows
 from stagescope_service.rules.steps import CurrentStep, KeptTensors, MissingRank
 from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.canary import CanaryAgreement
+from stagescope_service.store.queries.measurements import StepNumbers
 from stagescope_service.store.queries.rollouts import RewardGroupsRow
 from stagescope_service.store.tables import (
     FindingRow,
@@ -32,10 +37,8 @@ from stagescope_service.store.tables import (
     WeightVerdictRow,
 )
 from stagescope_wire.names import BISECT, EXPERIMENT
-from stagescope_wire.nonfinite import JsonObject, number
+from stagescope_wire.nonfinite import JsonObject
 
-STEPS: Final = 2000
-"""Newest steps that a diagnosis looks at."""
 NEWEST: Final = 10
 """Newest measured steps that are looked at by rank, by round, and by sample."""
 READ: Final = 3
@@ -45,12 +48,10 @@ PARTIAL: Final = 200
 SYNC: Final = "weight_sync"
 """The stage of a weight sync."""
 _ROWS: Final = 20_000
+_FEW: Final = 200
+"""Findings that are read by their ids; if more are new, all are read."""
 _CACHED: Final = 16
 """Measured steps that a history and those of its earlier steps keep together."""
-
-
-def _key(row: JsonObject) -> StepKey:
-    return row["attempt_id"], row["step"]
 
 
 class RunHistory:
@@ -63,6 +64,7 @@ class RunHistory:
         last: the last step to look at; None: the newest.
         kept: reads tensors; None: symptoms that need tensors are not measured.
         now: Unix seconds of the service; None: an earlier step is looked at.
+        memory: what earlier histories of the run have read.
     """
 
     reads_every_step = True
@@ -77,18 +79,20 @@ class RunHistory:
         last: int | None = None,
         kept: KeptTensors | None = None,
         now: float | None = None,
+        memory: RunMemory | None = None,
     ) -> None:
         self.run = run
         self.now = now
         self.kept = kept
         self._catalogue = catalogue
         self._last = last
+        self._memory = memory or RunMemory()
         rows = catalogue.attempts(run)
         self.attempts = sorted(
             (row for row in rows if attempt in (None, row["number"])), key=lambda row: row["number"]
         )
-        self._ids = [int(row["attempt_id"]) for row in self.attempts]
-        self._number = {int(row["attempt_id"]): int(row["number"]) for row in self.attempts}
+        self._rows = StepRows(catalogue, self.attempts, last, self._memory)
+        self._ids, self._number = self._rows.ids, self._rows.number
         self.has_weights = lru_cache(maxsize=None)(self._has_weights)
         """Return whether weights were recorded in an attempt, by its number."""
         self.facts = lru_cache(maxsize=_CACHED)(self._facts_of)
@@ -99,7 +103,8 @@ class RunHistory:
         found = object.__new__(type(self))
         found._adopt(self)
         found._last, found.now = last, None
-        found._rows = [row for row in self._rows if row["step"] <= last]
+        found._rows = self._rows.until(last)
+        found.steps = self.steps[: len(found._rows)]
         return found
 
     def _adopt(self, other: RunHistory) -> None:
@@ -113,33 +118,9 @@ class RunHistory:
         }
         vars(self).update({name: each for name, each in vars(other).items() if name not in cached})
         self.kept = None
-        self._rows = other._rows
         self._every_finding, self._every_loss = other._every_finding, other._every_loss
 
     # --- steps ----------------------------------------------------------------------------------
-    @cached_property
-    def _rows(self) -> list[JsonObject]:
-        """The newest `STEPS` current closed steps, ascending, with their published numbers."""
-        found: list[JsonObject] = []
-        seen: set[int] = set()
-        for row in self._catalogue.step_metrics(self._ids, version=VERSION, last=self._last):
-            step, number = int(row["step"]), self._number[row["attempt_id"]]
-            if row["closed_wall"] is None or step in seen or self._is_discarded(number, step):
-                continue
-            seen.add(step)
-            found.append(row)
-            if len(found) >= STEPS:
-                break
-        return found[::-1]
-
-    def _is_discarded(self, number: int, step: int) -> bool:
-        """Return whether an attempt later than `number` resumed before a step."""
-        return any(
-            row["number"] > number and row["resumed_from_step"] < step
-            for row in self.attempts
-            if row["resumed_from_step"] is not None
-        )
-
     def earlier_attempts(self) -> Iterator[int]:
         """Yield the attempts before the last step's one that have closed steps, newest first."""
         newest = self.newest_attempt_id
@@ -168,13 +149,13 @@ class RunHistory:
         """The current closed steps, ascending."""
         return [
             CurrentStep(
-                int(row["step"]),
-                int(row["attempt_id"]),
-                self._number[row["attempt_id"]],
-                row["verdict"] if row["metrics"] is not None else None,
+                step,
+                attempt_id,
+                self._number[attempt_id],
+                row["verdict"] if self._rows.is_measured((attempt_id, step)) else None,
                 tuple(row["suspects"] or ()),
             )
-            for row in self._rows
+            for (attempt_id, step), row in zip(self._rows.keys, self._rows.rows, strict=True)
         ]
 
     @cached_property
@@ -189,8 +170,8 @@ class RunHistory:
         return not (row["has_summary"] or is_due or row["rows_removed"])
 
     @cached_property
-    def _row_of(self) -> Mapping[int, JsonObject]:
-        return {int(row["step"]): row for row in self._rows}
+    def _row_of(self) -> Mapping[int, StepNumbers]:
+        return {row["step"]: row for row in self._rows.rows}
 
     def processes(self, attempt_id: int) -> list[ProcessColumns]:
         """Return the processes of an attempt."""
@@ -198,8 +179,8 @@ class RunHistory:
 
     def closed_walls(self, attempt_id: int) -> list[float]:
         """Return when the steps of an attempt closed, in Unix seconds, ascending."""
-        own = (row for row in self._rows if row["attempt_id"] == attempt_id)
-        return sorted(float(row["closed_wall"]) for row in own)
+        own = (row for row in self._rows.rows if row["attempt_id"] == attempt_id)
+        return sorted(row["closed_wall"] for row in own if row["closed_wall"] is not None)
 
     def partial(self) -> Series:
         """Return 1 for each step that closed without some of its ranks, else 0.
@@ -208,12 +189,12 @@ class RunHistory:
         """
         missing = self._missing
         oldest = float(bool(next(iter(missing.values()), ())))
-        values = [
-            float(bool(missing[key])) if (key := _key(row)) in missing
+        values = {
+            key: float(bool(missing[key])) if key in missing
             else oldest * (row["completeness"] == "partial")
-            for row in self._rows
-        ]  # fmt: skip
-        return self._as_series("partial steps", self._rows, values)
+            for key, row in zip(self._rows.keys, self._rows.rows, strict=True)
+        }  # fmt: skip
+        return self._rows.series("partial steps", values)
 
     def missing(self) -> dict[tuple[str, int], MissingRank]:
         """Return (role, rank) -> the newest `PARTIAL` partial steps that it is missing in."""
@@ -230,7 +211,8 @@ class RunHistory:
     @cached_property
     def _missing(self) -> dict[StepKey, list[UnfinishedRank]]:
         """The newest `PARTIAL` partial steps, ascending, and the ranks that each lacks."""
-        partial = [_key(row) for row in self._rows if row["completeness"] == "partial"][-PARTIAL:]
+        rows = zip(self._rows.keys, self._rows.rows, strict=True)
+        partial = [key for key, row in rows if row["completeness"] == "partial"][-PARTIAL:]
         found = missing_ranks(self._catalogue, self.attempts, partial)
         return {key: found.get(key, []) for key in partial}
 
@@ -255,16 +237,26 @@ class RunHistory:
     # --- numbers --------------------------------------------------------------------------------
     def metric(self, name: str) -> Series:
         """Return a published number of the steps that have it."""
-        rows = [row for row in self._rows if name in (row["metrics"] or {})]
-        return self._as_series(name, rows, [float(number(row["metrics"][name])) for row in rows])
+        return self._rows.metric(name)
 
     def slices(
         self, by: Dimension, name: str, steps: Sequence[CurrentStep] | None = None
     ) -> list[tuple[CurrentStep, Mapping[SliceKey, float]]]:
         """Return a published number of the slices of measured steps, ascending. Without `steps`,
         the newest measured steps are read."""
-        found = self._newest_slices if steps is None else self._read_slices(steps)
-        return [(step, slices.column(by, name)) for step, slices in found]
+        if steps is None:
+            return [(step, slices.column(by, name)) for step, slices in self._newest_slices]
+        if by == "rank":  # too many to be remembered
+            return [(step, slices.column(by, name)) for step, slices in self._read_slices(steps)]
+        of = {(step.attempt_id, step.step): step for step in steps}
+        marks = {key: self._row_of[key[1]]["summary_wall"] for key in of}
+
+        def read(keys: Sequence[StepKey]) -> Mapping[StepKey, Mapping[SliceKey, float]]:
+            found = self._read_slices([of[key] for key in keys])
+            return {(step.attempt_id, step.step): slices.column(by, name) for step, slices in found}
+
+        found = self._memory.slices[by, name].of(marks, read)
+        return [(of[key], column) for key, column in found.items()]
 
     @cached_property
     def _newest_slices(self) -> list[tuple[CurrentStep, SliceMetrics]]:
@@ -288,15 +280,7 @@ class RunHistory:
     @cached_property
     def logged(self) -> LoggedScalars:
         """The numbers that the training logged."""
-        return LoggedScalars(self._catalogue, self._ids, self._rows, self._as_series)
-
-    def _as_series(self, name: str, rows: Sequence[JsonObject], values: Sequence[float]) -> Series:
-        return Series(
-            name,
-            np.array([row["step"] for row in rows], np.int64),
-            np.array([self._number[row["attempt_id"]] for row in rows], np.int64),
-            np.array(values, np.float64),
-        )
+        return LoggedScalars(self._catalogue, self._memory, self._rows)
 
     # --- the newest measured step ---------------------------------------------------------------
     @cached_property
@@ -349,11 +333,12 @@ class RunHistory:
         """The groups of samples of each step that has some, ascending."""
         if not self._ids:
             return []
-        current = {(step.attempt_id, step.step) for step in self.steps}
-        first = self.steps[0].step if self.steps else None
-        rows = self._catalogue.reward_groups(self._ids, first=first, last=self._last)
-        found = [row for row in rows if (row["attempt_id"], row["step"]) in current]
-        return sorted(found, key=lambda row: row["step"])
+
+        def read(keys: Sequence[StepKey]) -> Mapping[StepKey, RewardGroupsRow]:
+            rows = self._catalogue.reward_groups(self._ids, **window_of(keys))
+            return {(row["attempt_id"], row["step"]): row for row in rows}
+
+        return [*self._memory.groups.of(self._rows.closed, read).values()]
 
     def compared_weights(self, since: int | None) -> list[WeightVerdictRow]:
         """Return the verdicts on the weights of the newest attempt, from a step on."""
@@ -398,6 +383,25 @@ class RunHistory:
         """The findings of current steps up to the last one, the most recently seen first."""
         return [row for row in self.every_finding if self._is_current(row)]
 
+    def findings_of(self, kinds: Iterable[str]) -> list[FindingRow]:
+        """Return those of some kinds (patterns with `*`), in the same order."""
+        chosen = [
+            rows
+            for kind, rows in self._by_kind.items()
+            if any(fnmatch.fnmatchcase(kind, each) for each in kinds)
+        ]
+        if len(chosen) < 2:
+            return [row for _, row in chosen[0]] if chosen else []
+        return [row for _, row in sorted(chain(*chosen), key=itemgetter(0))]
+
+    @cached_property
+    def _by_kind(self) -> Mapping[str, list[tuple[int, FindingRow]]]:
+        """Kind -> its findings, each with its place among all."""
+        found: dict[str, list[tuple[int, FindingRow]]] = defaultdict(list)
+        for place, row in enumerate(self.findings):
+            found[row["kind"]].append((place, row))
+        return found
+
     @property
     def every_finding(self) -> list[FindingRow]:
         """The same, with findings of repeated steps and of attempts that are over."""
@@ -411,7 +415,15 @@ class RunHistory:
 
     @cached_property
     def _every_finding(self) -> list[FindingRow]:
-        return self._catalogue.findings(attempt_id=self._ids, limit=_ROWS) if self._ids else []
+        def read(ids: Sequence[str]) -> Mapping[str, FindingRow]:
+            chosen = ids if len(ids) < _FEW else None
+            rows = self._catalogue.findings(attempt_id=self._ids, finding_id=chosen, limit=_ROWS)
+            return {row["finding_id"]: row for row in rows}
+
+        if not self._ids:
+            return []
+        marks = self._catalogue.finding_marks(self._ids, limit=_ROWS)
+        return [*self._memory.findings.of(marks, read).values()]
 
     @cached_property
     def _every_loss(self) -> list[LossRow]:
@@ -430,7 +442,7 @@ class RunHistory:
         number = self._number[attempt_id]
         if newest is None or number >= self._number[newest]:
             return True
-        if step is None or self._is_discarded(number, step):
+        if step is None or self._rows.is_discarded(number, step):
             return False
         return self._attempt_of.get(step, number) <= number
 

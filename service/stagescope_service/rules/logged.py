@@ -5,14 +5,16 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Final
 
 from stagescope_service.rules.evidence import Series
+from stagescope_service.rules.memory import RunMemory, StageMean, window_of
 from stagescope_service.rules.missing import StepKey
+from stagescope_service.rules.step_rows import StepRows
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.tables.declare import NON_FINITE_NAMES
+from stagescope_service.store.tables import ScalarRow
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.schema import ROLES
 
@@ -25,22 +27,15 @@ class LoggedScalars:
 
     Args:
         catalogue: the reading side of the store.
-        ids: the catalogue's ids of the attempts.
-        rows: the current closed steps, ascending.
-        as_series: makes a series of a name, some of the rows, and a value for each.
+        memory: what was read of the run before.
+        rows: the current closed steps.
     """
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        ids: Sequence[int],
-        rows: Sequence[JsonObject],
-        as_series: Callable[[str, Sequence[JsonObject], Sequence[float]], Series],
-    ) -> None:
+    def __init__(self, catalogue: Catalogue, memory: RunMemory, rows: StepRows) -> None:
         self._catalogue = catalogue
-        self._ids = ids
+        self._memory = memory
+        self._ids = rows.ids
         self._rows = rows
-        self._as_series = as_series
         self._series = lru_cache(maxsize=None)(self._read_series)
 
     @cached_property
@@ -64,16 +59,18 @@ class LoggedScalars:
     @cached_property
     def non_finite(self) -> list[JsonObject]:
         """The values that are NaN or infinite, by step."""
-        if not self._ids:
-            return []
-        rows = self._catalogue.scalars(
-            self._ids, nonfinite=NON_FINITE_NAMES, limit=_NON_FINITE_ROWS
-        )
-        return [row for row in rows if (row["attempt_id"], row["step"]) in self._current]
 
-    @cached_property
-    def _current(self) -> frozenset[StepKey]:
-        return frozenset((row["attempt_id"], row["step"]) for row in self._rows)
+        def read(keys: Sequence[StepKey]) -> Mapping[StepKey, list[ScalarRow]]:
+            found: dict[StepKey, list[ScalarRow]] = defaultdict(list)
+            for row in self._catalogue.non_finite_scalars(
+                self._ids, limit=_NON_FINITE_ROWS, **window_of(keys)
+            ):
+                if row["step"] is not None:
+                    found[row["attempt_id"], row["step"]].append(row)
+            return found
+
+        by_step = self._memory.non_finite.of(self._rows.closed, read)
+        return [row for rows in by_step.values() for row in rows]
 
     def _matching(self, patterns: Sequence[str]) -> list[str]:
         names = [
@@ -85,29 +82,24 @@ class LoggedScalars:
         return [*dict.fromkeys(names)]
 
     def _read_series(self, name: str) -> list[Series]:
-        if not self._rows:
-            return []
-        by_role: dict[str, dict[StepKey, list[tuple[float, int]]]] = {}
-        first, last = self._rows[0]["step"], self._rows[-1]["step"]
-        for row in self._catalogue.scalar_values(
-            self._ids, name, by_rank=False, first=first, last=last
-        ):
-            step = row["step"]
-            if step is None or (key := (row["attempt_id"], step)) not in self._current:
-                continue
-            bad = row["nan"] or row["posinf"] or row["neginf"]
-            mean = math.nan if bad or row["mean"] is None else float(row["mean"])
-            sums = by_role.setdefault(str(row["role"]), defaultdict(list))
-            sums[key].append((mean, int(row["count"])))
-        found = []
+        by_role: dict[str, dict[StepKey, list[StageMean]]] = defaultdict(dict)
+        means = self._memory.scalar(self._catalogue, self._ids, name, self._rows.closed)
+        for key, found in means.items():
+            for each in found:
+                by_role[each.role].setdefault(key, []).append(each)
+        series = []
         for role in sorted(by_role, key=lambda role: (_ORDER.get(role, len(ROLES)), role)):
-            sums = by_role[role]
-            rows = [row for row in self._rows if (row["attempt_id"], row["step"]) in sums]
-            values = [_weighted_mean(sums[row["attempt_id"], row["step"]]) for row in rows]
             label = f"{name} of {role}" if len(by_role) > 1 else name
-            found.append(self._as_series(label, rows, values))
-        return found
+            own = {key: _mean(of_stages) for key, of_stages in by_role[role].items()}
+            series.append(self._rows.series(label, own))
+        return series
 
 
-def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:
-    return sum(mean * count for mean, count in values) / sum(count for _, count in values)
+def _mean(stages: Sequence[StageMean]) -> float:
+    """Return the mean over stages; NaN if a value is not finite."""
+    if len(stages) == 1:
+        found = stages[0].mean
+    else:
+        found = sum(each.mean * each.number for each in stages)
+        found /= sum(each.number for each in stages)
+    return found if math.isfinite(found) else math.nan

@@ -88,8 +88,7 @@ class OtherRanks(RunHistory):
             if known.any():
                 mean = float(np.average(values[known], weights=counts[known]))
                 means[step.attempt_id, step.step] = mean
-        rows = [row for row in self._rows if (row["attempt_id"], row["step"]) in means]
-        return self._as_series(name, rows, [means[row["attempt_id"], row["step"]] for row in rows])
+        return self._rows.series(name, means)
 
     def slices(
         self, by: Dimension, name: str, steps: Sequence[CurrentStep] | None = None

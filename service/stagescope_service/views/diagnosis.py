@@ -7,7 +7,8 @@ import functools
 import itertools
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from concurrent.futures import Future
+from typing import Final, TypeAlias
 from urllib.parse import quote
 
 from stagescope_service.dumps.joining.join import Selection
@@ -17,8 +18,11 @@ from stagescope_service.rules.evidence import Evidence
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.rules.parts import mismatch_parts
 from stagescope_service.rules.steps import CurrentStep, LossOfStep
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.kept import payload_artifacts
+from stagescope_service.views.reading.changes import change_key
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.target import Target
 from stagescope_service.views.samples.batches import batch_of
@@ -59,18 +63,44 @@ _EARLIER: Final = 3
 """Earlier attempts whose symptoms are added to the answer."""
 
 
-def diagnosis_of(
+Found: TypeAlias = tuple[JsonObject, list[JsonObject]]
+"""The fields of the answer, and its rows."""
+
+
+def start_diagnosis(
     deps: Dependencies, run: str, attempt: int | None, step: int | None
-) -> tuple[JsonObject, list[JsonObject]]:
+) -> Future[Found]:
+    """Start a diagnosis, or return the one of the run as it is.
+
+    Raises:
+        NotFound: no such run.
+        NotReady: too many computations are running.
+    """
+    key = change_key(deps, "diagnosis", run, (attempt, step))
+    return deps.computations.start_once(key, diagnosis_of, deps, run, attempt, step)[1]
+
+
+def diagnosis_of(deps: Dependencies, run: str, attempt: int | None, step: int | None) -> Found:
     """Return the fields of the answer, and its rows."""
+    # One transaction: what a commit in the middle changed would contradict what was read before.
+    with deps.catalogue.snapshot() as catalogue:
+        return _diagnosis_of(deps, catalogue, run, attempt, step)
+
+
+def _diagnosis_of(
+    deps: Dependencies, catalogue: Catalogue, run: str, attempt: int | None, step: int | None
+) -> Found:
     target = deps.finder.attempt(run, attempt)
     kept = _KeptTensors(deps, target.run)
     now = deps.clock() if step is None else None
-    history = RunHistory(deps.catalogue, target.run, attempt=attempt, last=step, kept=kept, now=now)
+    memory = deps.memories.of(target.run)
+    history = RunHistory(
+        catalogue, target.run, attempt=attempt, last=step, kept=kept, now=now, memory=memory
+    )
     rows = diagnose(history)
     if attempt is None:
         for number in itertools.islice(history.earlier_attempts(), _EARLIER):
-            own = RunHistory(deps.catalogue, target.run, attempt=number, last=step)
+            own = RunHistory(deps.catalogue, target.run, attempt=number, last=step, memory=memory)
             rows = add_earlier(rows, history, own, number, step)
     steps = [each.step for each in history.steps]
     newest = history.newest
@@ -189,18 +219,44 @@ def _before(run: str, rows: Sequence[Diagnosis], step: int | None) -> str:
     return "".join(sentences)
 
 
-class _KeptStep(NamedTuple):
-    """What is kept of a step.
+class _KeptStep:
+    """What is kept of a step, read on demand.
 
     Attributes:
+        recorded: the names of the tensors that were recorded.
         target: the step.
         size: bytes of its files.
         tensors: the names of the tensors that were recorded and are in a file.
     """
 
-    target: Target
-    size: int
-    tensors: set[str]
+    def __init__(self, deps: Dependencies, run: str, step: CurrentStep) -> None:
+        self._deps, self._run, self._step = deps, run, step
+
+    @functools.cached_property
+    def recorded(self) -> set[str]:
+        catalogue, step = self._deps.catalogue, self._step
+        payloads = catalogue.payloads(step.attempt_id, step.step)
+        consumed = catalogue.payloads(step.attempt_id, consumed_step=step.step)
+        return {name for row in (*payloads, *consumed) for name in row["tensors"] or ()}
+
+    @functools.cached_property
+    def target(self) -> Target:
+        return self._deps.finder.step(self._run, self._step.attempt, self._step.step)
+
+    @functools.cached_property
+    def _files(self) -> list[ArtifactRow]:
+        return payload_artifacts(self._deps, self.target, self._step.step)
+
+    @property
+    def size(self) -> int:
+        return sum(row["bytes"] for row in self._files)
+
+    @functools.cached_property
+    def tensors(self) -> set[str]:
+        in_files: set[str] = set()
+        for row in self._files:
+            in_files |= RECENT_TENSORS if row["tensors"] is None else set(row["tensors"])
+        return in_files & self.recorded
 
 
 class _KeptTensors:
@@ -208,8 +264,7 @@ class _KeptTensors:
 
     def __init__(self, deps: Dependencies, run: str) -> None:
         self._deps = deps
-        self._run = run
-        self._of = functools.lru_cache(maxsize=_STEPS_READ)(self._read)
+        self._of = functools.lru_cache(maxsize=_STEPS_READ)(functools.partial(_KeptStep, deps, run))
 
     def loss(self, step: CurrentStep) -> LossOfStep:
         kept = self._of(step)
@@ -229,24 +284,16 @@ class _KeptTensors:
 
     def batch(self, step: CurrentStep, names: Sequence[str]) -> Batch | None:
         kept = self._of(step)
-        if not {*names} <= kept.tensors or kept.size > _MAX_BYTES:
+        wanted = {*names}
+        # Most steps do not have the tensors: their files need not be looked up.
+        if not (wanted <= kept.recorded and wanted <= kept.tensors) or kept.size > _MAX_BYTES:
             return None
         return batch_of(self._deps, kept.target, Selection(names, None))
 
     def can_score(self, step: CurrentStep) -> bool:
         """Return whether the token ids of a step are kept, so that they can be scored again."""
-        return {"prompts", "responses"} <= self._of(step).tensors
-
-    def _read(self, step: CurrentStep) -> _KeptStep:
-        target = self._deps.finder.step(self._run, step.attempt, step.step)
-        files = payload_artifacts(self._deps, target, step.step)
-        in_files: set[str] = set()
-        for row in files:
-            in_files |= RECENT_TENSORS if row["tensors"] is None else set(row["tensors"])
-        payloads = self._deps.catalogue.payloads(target.attempt_id, step.step)
-        consumed = self._deps.catalogue.payloads(target.attempt_id, consumed_step=step.step)
-        recorded = {name for row in (*payloads, *consumed) for name in row["tensors"] or ()}
-        return _KeptStep(target, sum(row["bytes"] for row in files), in_files & recorded)
+        kept, wanted = self._of(step), {"prompts", "responses"}
+        return wanted <= kept.recorded and wanted <= kept.tensors
 
 
 def _row(

@@ -208,14 +208,9 @@ def scalar_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poin
 
 def mean_of(row: ScalarValues) -> Value:
     """Return the mean of all values, the non-finite ones included as in a sum."""
-    return mean_with(row["mean"], row["nan"], row["posinf"], row["neginf"])
-
-
-def mean_with(mean: float | None, nan: int, posinf: int, neginf: int) -> Value:
-    """Return the mean of finite values and of so many non-finite ones, as in a sum."""
-    if nan or (posinf and neginf):
+    if row["nan"] or (row["posinf"] and row["neginf"]):
         return "nan"
-    return "inf" if posinf else "-inf" if neginf else mean
+    return "inf" if row["posinf"] else "-inf" if row["neginf"] else row["mean"]
 
 
 def _low(row: ScalarValues) -> Value:

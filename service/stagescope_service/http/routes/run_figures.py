@@ -6,6 +6,7 @@ import typing
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
+from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
 from stagescope_service.figures import canary, compared_runs, heatmaps, offenders, overview
@@ -38,7 +39,7 @@ def overview_figure(
     smooth: Annotated[
         float | None, _average("Also draw an exponential moving average over so many steps.")
     ] = None,
-) -> FigureAnswer:
+) -> Response:
     """Draw metrics over the steps of a run, with its attempts and what happened when.
 
     The marks are findings, captures, weight syncs and steps without a value, each with its reason.
@@ -46,8 +47,7 @@ def overview_figure(
     """
     check_window(window)
     request = CurveRequest(tuple(metric or ()), chosen.attempt, window, superseded, smooth)
-    found = overview.info(deps, chosen.run, request)
-    return FigureAnswer("overview", overview.figure(found), found)
+    return Response(overview.answer(deps, chosen.run, request), media_type="application/json")
 
 
 @router.get("/figures/runs", response_model=models.Figure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Final
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
@@ -15,15 +15,13 @@ from stagescope_service.http.requests import Answer, PageOf, read_json
 from stagescope_service.store.queries.overview import RunRow
 from stagescope_service.views import run_list
 from stagescope_service.views import runs as view
-from stagescope_service.views.diagnosis import diagnosis_of
+from stagescope_service.views.diagnosis import start_diagnosis
 from stagescope_service.views.models import runs as models
 from stagescope_service.views.models.bodies import MAX_WAIT, RunChange
 from stagescope_service.views.models.diagnosis import Diagnosis
-from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.rows import run_row
 from stagescope_service.views.steps.worst import worst as worst_of
 from stagescope_wire.errors import InvalidInput, NotFound
-from stagescope_wire.names import BISECT, EXPERIMENT
 from stagescope_wire.schema import STEP_BOUND
 
 router = APIRouter(tags=["runs"])
@@ -155,10 +153,6 @@ def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
     return Answer(view.exact(deps, run, attempt))
 
 
-_MAX_AGE: Final = 60.0
-"""Seconds for which a diagnosis of unchanged steps answers: late scalars do not change a step."""
-
-
 @router.get("/runs/{run:path}/diagnosis", response_model=Diagnosis)
 async def diagnosis(
     deps: Deps,
@@ -182,22 +176,7 @@ async def diagnosis(
     parts of the mismatch are in `mismatch`. While the run's steps, findings and lost data stay, the
     answer is computed once a minute.
     """
-    key = await asyncio.to_thread(_change_key, deps, run, attempt, step)
-    _, future = deps.computations.start_once(key, diagnosis_of, deps, run, attempt, step)
+    future = await asyncio.to_thread(start_diagnosis, deps, run, attempt, step)
     # Others may wait for the same computation: a client that leaves does not cancel it.
     found, rows = await asyncio.shield(asyncio.wrap_future(future))
     return Answer({**found, **page.cut(rows)})
-
-
-def _change_key(
-    deps: Dependencies, run: str, attempt: int | None, step: int | None
-) -> tuple[str, ...]:
-    """Return the key of a diagnosis: one of unchanged steps is computed once in `_MAX_AGE`."""
-    target = deps.finder.attempt(run, attempt)
-    attempts = deps.catalogue.attempts(target.run)
-    mark = deps.catalogue.change_mark([row["attempt_id"] for row in attempts])
-    states = [(row["number"], row["ended_wall"], row["resumed_from_step"]) for row in attempts]
-    bisected = len(deps.catalogue.settings_of_runs(f"{EXPERIMENT}{target.run}-", BISECT))
-    period = int(deps.clock() / _MAX_AGE)
-    asked = (target.display_name, attempt, step, period, states, bisected)
-    return ("diagnosis", target.run, repr(asked), mark)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections.abc import Collection, Sequence
 
 from stagescope_service.rules.evidence import Evidence, Firing, not_found
@@ -29,10 +28,8 @@ def fired(
     """
     rows = [
         row
-        for row in history.findings
-        if any(fnmatch.fnmatchcase(row["kind"], kind) for kind in kinds)
-        and row["kind"] not in besides
-        and row["finding_id"] not in explained
+        for row in history.findings_of(kinds)
+        if row["kind"] not in besides and row["finding_id"] not in explained
     ]
     if not rows:
         return not_found("no trigger's rule fired")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from stagescope_service.rules.evidence import (
     Count,
     Evidence,
     listed,
+    medians_of_others,
     not_found,
     not_measured,
     of_rate,
@@ -55,9 +55,7 @@ def finding(
             it never looked, the findings are not measured.
         pairs: of a canary's arms, one of which must be compared; empty: any canary will do.
     """
-    known = {row["kind"] for row in history.findings}
-    chosen = {kind for kind in known if any(fnmatch.fnmatchcase(kind, each) for each in kinds)}
-    every = [row for row in history.findings if row["kind"] in chosen]
+    every = history.findings_of(kinds)
     rows = [row for row in every if not causes or detail_of(row, "cause") in causes]
     lacking = "" if every else _never_looked(history, looked, pairs)
     if lacking:
@@ -95,7 +93,7 @@ def _never_looked(history: RunHistory, looked: str, pairs: Sequence[str]) -> str
 
 def stream_changes(history: RunHistory, *, kind: str) -> Evidence:
     """Note how the streams' payloads differ from those of earlier steps: it may be on purpose."""
-    rows = [row for row in history.findings if row["kind"] == kind]
+    rows = history.findings_of([kind])
     if not rows:
         return not_found("no step says of its streams anything else than the step before")
     rows.sort(key=lambda row: (row["attempt_id"] or 0, row["step"] or 0, row["message"]))
@@ -166,7 +164,7 @@ def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     reported = finding(history, kinds=kinds)
     unended = _unended(history, history.losses)
     if reported.verdict == "found":
-        own = [row for row in history.findings if row["kind"] in kinds]
+        own = history.findings_of(kinds)
         supports = (*reported.supports, *_after(history, own))
         return dataclasses.replace(reported, supports=supports)
     if not unended:
@@ -345,8 +343,8 @@ def _ratios(
     """
     found: dict[int, dict[int, float]] = defaultdict(dict)
     for step, ranks in by_step.items():
-        for rank, seconds in ranks.items():
-            usual = float(np.median([each for own, each in ranks.items() if own != rank]))
+        usual_of = medians_of_others(np.array([*ranks.values()], np.float64)).tolist()
+        for (rank, seconds), usual in zip(ranks.items(), usual_of, strict=True):
             if seconds > max(factor * usual, usual + least[step, rank]):
                 found[rank][step] = seconds / usual if usual else math.inf
     return found

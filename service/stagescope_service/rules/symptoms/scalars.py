@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from stagescope_service.rules.evidence import (
@@ -168,12 +169,12 @@ def _spike(series: Series, factor: float, window: int) -> Evidence:
 def _medians_up_to(values: Float64, window: int) -> Float64:
     """Return for each value the median of the newest `window` values up to it. Values with fewer
     than `_FEW` finite ones get NaN, which is no value."""
-    found = np.full(len(values), np.nan)
-    for at in range(len(values)):
-        own = values[max(0, at + 1 - window) : at + 1]
-        own = own[~np.isnan(own)]
-        found[at] = np.median(own) if len(own) >= _FEW else np.nan
-    return found
+    before = np.full(window - 1, np.nan)
+    windows = np.sort(sliding_window_view(np.concatenate([before, values]), window), axis=1)
+    counts = (~np.isnan(windows)).sum(axis=1)  # NaN is sorted to the end
+    rows = np.arange(len(values))
+    middle = windows[rows, np.maximum(counts - 1, 0) // 2] + windows[rows, counts // 2 % window]
+    return np.where(counts >= _FEW, middle / 2.0, np.nan)
 
 
 def _logged(history: RunHistory, names: Sequence[str], steps: int = 0) -> Series | Evidence:

@@ -70,17 +70,17 @@ class ChangeQueries(Reader):
             return Recent(running, found, seen[:_MAX_FINDINGS], requested)
 
     def change_mark(self, attempt_ids: Sequence[int]) -> str:
-        """Return a text that changes when closed steps, findings, losses or canaries do.
+        """Return a text that changes when steps, findings, losses, dumps or canaries do.
 
         Late scalars and samples of closed steps, and files that are dropped, leave it as it is.
         """
         ids = [*attempt_ids]
         step, summary = steps.c, step_metrics.c
-        finding, loss, canary = findings.c, losses.c, canary_verdicts.c
+        finding, loss, canary, dump = findings.c, losses.c, canary_verdicts.c, dumps.c
         count, newest = sa.func.count, sa.func.max
         partial = sa.func.sum(sa.case((step.completeness == "partial", 1)))
         queries = [
-            sa.select(count(step.closed_wall), newest(step.closed_wall), partial).where(
+            sa.select(count(), count(step.closed_wall), newest(step.closed_wall), partial).where(
                 step.attempt_id.in_(ids)
             ),
             sa.select(count(), newest(summary.summary_wall)).where(summary.attempt_id.in_(ids)),
@@ -88,6 +88,7 @@ class ChangeQueries(Reader):
                 finding.attempt_id.in_(ids)
             ),
             sa.select(count(), count(loss.step)).where(loss.attempt_id.in_(ids)),
+            sa.select(count(), newest(dump.wall)).where(dump.attempt_id.in_(ids)),
             sa.select(newest(canary.wall), sa.func.sum(canary.records)).where(
                 canary.attempt_id.in_(ids)
             ),

@@ -7,9 +7,10 @@ The columns of these queries lie before the blob.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+import orjson
 import sqlalchemy as sa
 from typing_extensions import Unpack
 
@@ -112,6 +113,24 @@ class CurveQueries(Reader):
         attempt_ids, steps, suspected, *values = columns
         several = any('"versions"' in text for text in {*suspected} - {None})
         return StoredNumbers([*zip(attempt_ids, steps, strict=True)], several, values)
+
+    def every_number(
+        self, attempts: Sequence[int], *, version: int, **window: Unpack[StepWindow]
+    ) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yield (attempt_id, step, all published numbers) of the steps that have numbers.
+
+        The numbers of a step that is being aggregated may be the previous ones.
+        """
+        table = TABLES["step_metrics"].c
+        query = sa.select(
+            table.attempt_id, table.step, sa.type_coerce(table.metrics, sa.Text)
+        ).where(
+            *in_window("step_metrics", attempts, **window),
+            table.version == version,
+            table.metrics.is_not(None),
+        )
+        for attempt_id, step, text in self._tuples(query):
+            yield attempt_id, step, orjson.loads(text)
 
     def newest_numbers(self, attempts: Sequence[int], *, version: int) -> dict[str, Any]:
         """Return all published numbers of the newest step of attempts that has some, else {}."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
 import sqlalchemy as sa
@@ -196,6 +196,18 @@ class FindingQueries(Reader):
     ) -> list[FindingRow]:
         """Return findings, the most recently seen first."""
         return self._events(FindingRow, "findings", limit, offset, any_of, **filters)
+
+    def finding_marks(self, attempt_id: Filter, *, limit: int) -> dict[str, Hashable]:
+        """Return id -> what changes with the row, of findings in the order of `findings`."""
+        table = TABLES["findings"]
+        names = ("finding_id", "last_wall", "over_wall", "count", "severity", "step")
+        query = (
+            sa.select(*(table.c[name] for name in names))
+            .where(*conditions("findings", attempt_id=attempt_id))
+            .order_by(*order_of(table, _ORDER["findings"]))
+            .limit(limit)
+        )
+        return {finding_id: tuple(mark) for finding_id, *mark in self._tuples(query)}
 
     def places_of_finding(
         self,

@@ -29,6 +29,7 @@ from stagescope_service.store.tables import (
     compact,
 )
 from stagescope_service.store.tables.compact import scalar_names
+from stagescope_service.store.tables.declare import NON_FINITE_NAMES
 
 _STEP_STATE: Final = (
     "attempt_id", "step", "closed_wall", "completeness", "superseded_by", "summary_wall",
@@ -87,6 +88,8 @@ class ScalarMean(NamedTuple):
     nan: int
     posinf: int
     neginf: int
+    number: int
+    """Number of all values."""
 
 
 class PayloadStates(TypedDict):
@@ -126,11 +129,21 @@ class MeasurementQueries(Reader):
 
         Excludes those of stages that a newer incarnation or report replaced.
         """
-        where = [
-            *conditions("scalars", attempt_id=attempt_id, step=step, **filters),
-            *self._answers(attempt_id),
-            *self._of_newest(attempt_id),
-        ]
+        where = conditions("scalars", attempt_id=attempt_id, step=step, **filters)
+        return self._scalars(attempt_id, where, limit, offset)
+
+    def non_finite_scalars(
+        self, attempts: Sequence[int], *, limit: int = LIMIT, **window: Unpack[StepWindow]
+    ) -> list[ScalarRow]:
+        """Return the scalars of attempts that are NaN or infinite, as `scalars` does."""
+        is_bad = conditions("scalars", nonfinite=NON_FINITE_NAMES)
+        where = [*in_window("scalars", attempts, **window), *is_bad]
+        return self._scalars(list(attempts), where, limit, 0)
+
+    def _scalars(
+        self, attempts: Filter, where: list[sa.ColumnElement[bool]], limit: int, offset: int
+    ) -> list[ScalarRow]:
+        where = [*where, *self._answers(attempts), *self._of_newest(attempts)]
         order = "step name role rank work_key"
         found = self._page(ScalarRow, "scalars", where, order, limit, offset)
         for row in found:
@@ -230,7 +243,8 @@ class MeasurementQueries(Reader):
     ) -> list[ScalarMean]:
         """Return the mean of a scalar by step, stage and role, in no order."""
         query = self._scalar(attempts, name, ["attempt_id", "step", "stage", "role"], **window)
-        # Tuples: an object a row would take as long as the query.
+        query = query.add_columns(sa.func.count().label("number"))
+        # Rows of SQLAlchemy: an object of our own would take as long as the query.
         return cast("list[ScalarMean]", self._tuples(query))
 
     def _scalar(

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar
 
+from stagescope_service.rules.memory import RunMemories
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.views.models.runs import Sparkline
+from stagescope_service.views.reading.answers import Answers
 from stagescope_service.views.reading.engine_health import EngineHealth
 from stagescope_service.views.reading.judgements import Judgements
 from stagescope_service.views.reading.operator_files import OperatorFiles
@@ -233,7 +235,9 @@ class Dependencies:
     computations: Computations
     long_computations: Computations
     """Those that may take minutes: one at a time."""
+    answers: Answers
     judgements: Judgements
+    memories: RunMemories
     sparklines: dict[int, tuple[int, Sparkline]]
     """attempt_id -> its last closed step, and the sparkline up to it."""
     engine_health: EngineHealth
@@ -259,7 +263,9 @@ class Dependencies:
             operator_files=OperatorFiles(commands, settings.data_path / "copies"),
             computations=Computations(),
             long_computations=Computations(1),
+            answers=Answers(),
             judgements=Judgements(),
+            memories=RunMemories(),
             sparklines={},
             engine_health=EngineHealth(clock),
             counts=Counts(catalogue),

@@ -1,0 +1,194 @@
+"""What earlier diagnoses of a run have read: the next one reads only what is new or has changed.
+
+A training adds a step, and the doctor looks at 2000. A row is read again if its mark changed. What
+arrives late and leaves no mark (scalars, samples) is read again for the newest `LATE` steps each
+time, and for all steps every `MAX_AGE` seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from stagescope_service.rules.missing import StepKey
+from stagescope_service.statistics.step_metrics import Dimension, SliceKey
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.queries.reader import StepWindow
+from stagescope_service.store.queries.rollouts import RewardGroupsRow
+from stagescope_service.store.tables import FindingRow, ScalarRow
+from stagescope_wire.nonfinite import number
+
+LATE: Final = 32
+"""Newest steps whose scalars and samples may still arrive."""
+MAX_AGE: Final = 600.0
+_RUNS: Final = 4
+"""Runs that are remembered, those that were asked for last."""
+_ROWS: Final = 20_000
+"""Rows of one kind, or as many as were last asked for, if these are more."""
+
+_OF_ROUNDS: Final = "per_round/"
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Remembered(Generic[K, V]):
+    """Rows that were read before, each with a mark that changes whenever the row does."""
+
+    def __init__(self) -> None:
+        self._known: dict[K, tuple[Hashable, V | None]] = {}
+        self._lock = threading.Lock()
+
+    def of(
+        self, marks: Mapping[K, Hashable], read: Callable[[list[K]], Mapping[K, V]]
+    ) -> dict[K, V]:
+        """Return the rows of some keys, in their order; a key without a row is left out.
+
+        Args:
+            marks: key -> mark.
+            read: reads the rows of some of the keys; it may return further ones.
+        """
+        with self._lock:
+            known = self._known
+            wanted = [*self._wanted(marks)]
+            if wanted:
+                found = read(wanted)
+                known.update((key, (marks[key], found.get(key))) for key in wanted)
+            if len(known) > max(_ROWS, len(marks)):
+                self._known = known = {key: known[key] for key in marks}
+            rows = ((key, known[key][1]) for key in marks)
+            return {key: row for key, row in rows if row is not None}
+
+    def _wanted(self, marks: Mapping[K, Hashable]) -> Iterator[K]:
+        """Yield the keys that must be read."""
+        missing = (None, None)
+        known = self._known
+        for key, mark in marks.items():
+            if known.get(key, missing)[0] != mark:
+                yield key
+
+
+class LateRows(Remembered[StepKey, V]):
+    """Rows of steps that may still arrive after their step's mark; the keys ascend by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since = time.monotonic()
+
+    def _wanted(self, marks: Mapping[StepKey, Hashable]) -> Iterator[StepKey]:
+        now = time.monotonic()
+        if now - self._since > MAX_AGE:
+            self._known.clear()
+            self._since = now
+        yield from {*super()._wanted(marks), *[*marks][-LATE:]}
+
+
+def window_of(keys: Sequence[StepKey]) -> StepWindow:
+    """Return the steps from the first to the last of some keys."""
+    steps = [step for _, step in keys]
+    return {"first": min(steps), "last": max(steps)}
+
+
+class Numbers:
+    """The published numbers of a step, except those of its rounds, whose names differ by step."""
+
+    __slots__ = ("_places", "_values")
+
+    def __init__(self, metrics: Mapping[str, object]) -> None:
+        known = {name: value for name, value in metrics.items() if not name.startswith(_OF_ROUNDS)}
+        self._places = _places(tuple(known))
+        self._values = np.array([*map(number, known.values())], np.float64)
+
+    def get(self, name: str) -> float | None:
+        """Return a number, also one that is not finite; None: the step has none of this name."""
+        at = self._places.get(name)
+        return None if at is None else float(self._values[at])
+
+
+@lru_cache(maxsize=64)
+def _places(names: tuple[str, ...]) -> dict[str, int]:
+    """Return name -> index. Most steps have the same names, so that they share one."""
+    return {name: at for at, name in enumerate(names)}
+
+
+class StageMean(NamedTuple):
+    """A scalar in a step: its mean over the ranks and parts of a role in a stage."""
+
+    stage: str | None
+    role: str
+    mean: float
+    """NaN or infinite where one of the values is, as in a sum."""
+    number: int
+    """Number of the values."""
+
+
+class RunMemory:
+    """What was read of one run."""
+
+    def __init__(self) -> None:
+        self.numbers: Remembered[StepKey, Numbers] = Remembered()
+        self.findings: Remembered[str, FindingRow] = Remembered()
+        self.groups: LateRows[RewardGroupsRow] = LateRows()
+        self.non_finite: LateRows[list[ScalarRow]] = LateRows()
+        self.slices: dict[tuple[Dimension, str], Remembered[StepKey, Mapping[SliceKey, float]]] = (
+            defaultdict(Remembered)
+        )
+        """(dimension, name) -> a published number of each slice."""
+        self._scalars: dict[str, LateRows[list[StageMean]]] = defaultdict(LateRows)
+
+    def scalar(
+        self, catalogue: Catalogue, ids: Sequence[int], name: str, closed: Mapping[StepKey, bool]
+    ) -> dict[StepKey, list[StageMean]]:
+        """Return the means of a scalar in the steps that have it.
+
+        Args:
+            catalogue: the reading side of the store.
+            ids: of the attempts.
+            name: of the scalar.
+            closed: whether each of the steps is closed; ascending by step.
+        """
+
+        def read(keys: Sequence[StepKey]) -> Mapping[StepKey, list[StageMean]]:
+            found: dict[StepKey, list[StageMean]] = {}
+            for attempt_id, step, stage, role, mean, nan, posinf, neginf, count in (
+                catalogue.scalar_means(ids, name, **window_of(keys))
+            ):  # fmt: skip
+                if step is not None:
+                    bad = nan or posinf or neginf
+                    value = _as_sum(nan, posinf, neginf) if bad or mean is None else mean
+                    each = StageMean(stage, role, value, count)
+                    found.setdefault((attempt_id, step), []).append(each)
+            return found
+
+        return self._scalars[name].of(closed, read)
+
+
+def _as_sum(nan: int, posinf: int, neginf: int) -> float:
+    """Return the sum of so many values that are not finite."""
+    if nan or (posinf and neginf):
+        return math.nan
+    return math.inf if posinf else -math.inf
+
+
+class RunMemories:
+    """The memories of the runs that were asked for last; thread-safe."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, RunMemory] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, run: str) -> RunMemory:
+        """Return the memory of a run, an empty one if it has none."""
+        with self._lock:
+            found = self._of.setdefault(run, RunMemory())
+            self._of.move_to_end(run)
+            while len(self._of) > _RUNS:
+                self._of.popitem(last=False)
+            return found
