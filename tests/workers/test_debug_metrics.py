@@ -102,6 +102,16 @@ def test_many_blocks_of_rows_add_up() -> None:
     assert {k: drop_in[k] for k in rounds} == pytest.approx(rounds, rel=1e-9)
 
 
+def test_long_rounds_and_short_ones_in_one_block() -> None:
+    batch = tensors(6, 3000, seed=2)
+    batch["response_mask"][:4] = 0
+    batch["response_mask"][:4, 10:1400] = 1
+    batch["response_mask"][:3, 1500:] = 1
+    close(calculate_debug_metrics(batch), by_verl(batch) | by_loop(batch))
+    long = {name: tensor[:4] for name, tensor in batch.items()}
+    close(calculate_debug_metrics(long), by_verl(long) | by_loop(long))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     batch = tensors()

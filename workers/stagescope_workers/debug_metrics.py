@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +31,10 @@ Metrics = dict[str, float]
 
 _PREFIX: Final = "training/rollout_probs_diff"
 _PEARSON: Final = "training/rollout_actor_probs_pearson_corr"
-_BLOCK: Final = 1 << 16
+_BLOCK: Final = 1 << 17
 """Tokens of a block."""
+_SHORT: Final = 256
+"""Mean tokens of a run below which a selection by token is faster than one by slices."""
 _NEAR_ONE: Final = -1.0
 """A log-prob above which e^p - 1 keeps digits that e^p loses."""
 _FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
@@ -60,15 +62,14 @@ def calculate_debug_metrics(data: object) -> Metrics:
     mask, mask_rows = _mask(batch, rollout, other_rows)
     if rows is not None or other_rows is not None or mask_rows is not None:
         _check_rows({"old": rows, "rollout": other_rows, "mask": mask_rows})
-    selected = mask != 0
-    if not selected.any():
+    if not mask.any():
         _logger.warning("the mask covers no token: no mismatch is computed")
         metrics = dict.fromkeys(
             (*(f"{_PREFIX}_{name}" for name in ("valid", "max", "mean", "std")), _PEARSON), math.nan
         )
         return {**metrics, f"{_PREFIX}_valid": 0, **_Scan().per_round(), **_Scan().non_finite()}
-    if not train.shape == rollout.shape == selected.shape:
-        return _unequal_shapes(train, rollout, selected)
+    if not train.shape == rollout.shape == mask.shape:
+        return _unequal_shapes(train, rollout, mask != 0)
     scan = _Scan()
     if rows is None and train.ndim == 2:
         for block in _row_blocks(train.shape):
@@ -86,7 +87,7 @@ def _find_contiguous_segments(mask_1d: object) -> list[tuple[int, int]]:
     Returns:
         (start, end) of each run, end exclusive.
     """
-    inside = _runs(np.asarray(_values("mask_1d", mask_1d)[0]).reshape(1, -1))[0]
+    _, (inside,) = _runs(np.asarray(_values("mask_1d", mask_1d)[0]).reshape(1, -1))
     edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]])))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
@@ -168,10 +169,6 @@ def _check_rows(lengths: Mapping[str, IntArray | None]) -> None:
             )
 
 
-def _select(values: Array, selected: Bool) -> Float64:
-    return values[selected].astype(np.float64)
-
-
 def _unequal_shapes(train: Array, rollout: Array, selected: Bool) -> Metrics:
     """Treat different shapes as verl does: broadcast them, with a correlation of 0."""
     try:
@@ -197,38 +194,71 @@ def _differences(difference: Float64) -> Metrics:
     }
 
 
-def _runs(mask: Array) -> Bool:
-    """[rows, tokens]: whether a token is in a run, which only 1 opens and only 0 closes."""
+def _runs(mask: Array) -> tuple[Bool, Bool]:
+    """[rows, tokens]: whether a value is not 0, and whether a token is in a run, which only 1 opens
+    and only 0 closes. The two are one object if all values are 0 or 1."""
+    nonzero: Bool = mask != 0
     inside: Bool = mask == 1
-    if bool((inside | (mask == 0)).all()):
-        return inside
-    events = np.where(inside | (mask == 0), np.arange(mask.shape[1]), -1)
+    if np.count_nonzero(nonzero) == np.count_nonzero(inside):
+        return inside, inside
+    events = np.where(inside | ~nonzero, np.arange(mask.shape[1]), -1)
     latest = np.maximum.accumulate(events, axis=1)
     found: Bool = (latest >= 0) & np.take_along_axis(inside, np.maximum(latest, 0), axis=1)
-    return found
+    return nonzero, found
 
 
-def _numbers(inside: Bool, row_ends: IntArray | None) -> IntArray:
-    """[rows, tokens]: how many runs have begun in the row, up to and with this token."""
-    opens = inside.copy()
-    opens[:, 1:] &= ~inside[:, :-1]
-    if row_ends is None:
-        return np.cumsum(opens, axis=1, dtype=np.int64)
-    # One packed row: with each sample a run begins too, and the count restarts.
-    starts = np.concatenate([[0], row_ends[:-1]]).astype(np.int64)
-    starts = starts[starts < inside.shape[1]]
-    opens[0, starts] = inside[0, starts]
-    total = np.cumsum(opens, axis=1, dtype=np.int64)
-    before: IntArray = (total - opens)[0, starts]
-    ends = np.concatenate([starts[1:], [inside.shape[1]]]).astype(np.int64)
-    numbers: IntArray = total - np.repeat(before, ends - starts)[None, :]
-    return numbers
+class _Rounds(NamedTuple):
+    """The runs of a block, in the order of their tokens."""
+
+    starts: IntArray
+    """The first token of each, as a flat index."""
+    lengths: IntArray
+    numbers: IntArray
+    """How many runs of the same row are before it."""
+    inside: Bool
+    """[tokens], whether a token is in a run."""
+
+    def select(self, values: Array, out: Float64) -> None:
+        """Write the values of the runs' tokens; slices are faster if the runs are long."""
+        if self.starts.size * _SHORT > out.size:
+            out[:] = values[self.inside]
+            return
+        runs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        pieces = [values[start : start + length] for start, length in runs]
+        np.concatenate(pieces, out=out, casting="unsafe")
+
+
+def _rounds(inside: Bool, row_starts: IntArray) -> _Rounds:
+    """Find the runs of flat rows that begin at `row_starts`; a run ends with its row."""
+    is_edge = np.empty(inside.size, np.bool_)
+    np.not_equal(inside[1:], inside[:-1], out=is_edge[1:])
+    is_edge[row_starts[row_starts < inside.size]] = True
+    edges = np.flatnonzero(is_edge)
+    on = inside[edges]
+    starts, lengths = edges[on], np.diff(edges, append=inside.size)[on]
+    row = np.searchsorted(row_starts, starts, "right")
+    first = np.searchsorted(row, row)
+    return _Rounds(starts, lengths, np.arange(starts.size) - first, inside)
 
 
 def _row_blocks(shape: tuple[int, ...]) -> list[slice]:
     """Slices of few rows, so that numpy's intermediate arrays stay in the cache."""
     step = max(1, _BLOCK // max(1, shape[1]))
     return [slice(row, row + step) for row in range(0, shape[0], step)]
+
+
+def _seconds(difference: Float64, u: Float64, v: Float64, means: Float64) -> Float64:
+    """Return the second moments [3, 3] of three columns, which are centred in place.
+
+    Only those that a result needs are filled. einsum runs on this thread; `@` would start those of
+    the BLAS for each block.
+    """
+    seconds = np.zeros((3, 3))
+    for column, mean in zip((difference, u, v), means, strict=True):
+        column -= mean
+    for i, j, x, y in ((0, 0, difference, difference), (1, 1, u, u), (2, 2, v, v), (1, 2, u, v)):
+        seconds[i, j] = np.einsum("i,i->", x, y)
+    return seconds
 
 
 class _Scan:
@@ -248,6 +278,7 @@ class _Scan:
         self._counts: IntArray = np.zeros(0, np.int64)
         self._sums = np.zeros(0)
         self._nonfinite = np.zeros((2, 3), np.int64)
+        self._space = np.empty((5, 0))
 
     def add(
         self,
@@ -260,21 +291,41 @@ class _Scan:
     ) -> None:
         """Add a block of rows, or one packed row of samples that end at `row_ends`."""
         with np.errstate(all="ignore"):
-            inside = _runs(mask.reshape(1, -1) if row_ends is not None else mask)
-            numbers = _numbers(inside, row_ends)
-            selected = inside.reshape(train.shape)
-            p, q = _select(train, selected), _select(rollout, selected)
-            self._add_rounds(numbers.reshape(train.shape)[selected] - 1, np.abs(p - q))
+            rows = mask.reshape(1, -1) if row_ends is not None else mask
+            nonzero, inside = _runs(rows)
+            if row_ends is None:
+                starts = np.arange(rows.shape[0]) * rows.shape[1]
+            else:
+                starts = np.concatenate([[0], row_ends[:-1]]).astype(np.int64)
+            rounds = _rounds(inside.reshape(-1), starts)
+            train, rollout = train.reshape(-1), rollout.reshape(-1)
+            columns = self._columns(int(rounds.lengths.sum()))
+            if rounds.starts.size:
+                rounds.select(train, columns[0])
+                rounds.select(rollout, columns[1])
+                self._add_rounds(rounds, columns)
             if probabilities:
                 # verl counts every value but 0; the rounds are of values 0 and 1.
-                nonzero = mask != 0
-                if not np.array_equal(nonzero, selected):
-                    p, q = _select(train, nonzero), _select(rollout, nonzero)
-                self._add_probabilities(p, q)
+                if nonzero is not inside:
+                    selected = nonzero.reshape(-1)
+                    columns = self._columns(int(np.count_nonzero(selected)))
+                    columns[0], columns[1] = train[selected], rollout[selected]
+                self._add_probabilities(columns)
 
-    def _add_rounds(self, rounds: IntArray, difference: Float64) -> None:
-        counts = np.bincount(rounds)
-        sums = np.bincount(rounds, weights=difference)
+    def _columns(self, tokens: int) -> Float64:
+        """Return space [5, tokens]. It serves all blocks: the system would clear new pages for
+        each."""
+        if self._space.shape[1] < tokens:
+            self._space = np.empty((5, tokens))
+        return self._space[:, :tokens]
+
+    def _add_rounds(self, rounds: _Rounds, columns: Float64) -> None:
+        p, q, difference, _, _ = columns
+        np.abs(np.subtract(p, q, out=difference), out=difference)
+        firsts = np.cumsum(rounds.lengths) - rounds.lengths
+        of_runs = np.add.reduceat(difference, firsts)
+        counts = np.bincount(rounds.numbers, weights=rounds.lengths).astype(np.int64)
+        sums = np.bincount(rounds.numbers, weights=of_runs)
         if counts.size > self._counts.size:
             more = counts.size - self._counts.size
             self._counts, self._sums = (
@@ -284,23 +335,26 @@ class _Scan:
         self._counts[: counts.size] += counts
         self._sums[: sums.size] += sums
 
-    def _add_probabilities(self, p: Float64, q: Float64) -> None:
+    def _add_probabilities(self, columns: Float64) -> None:
+        p, q, difference, u, v = columns
         n = p.size
         if not n:
             return
         # e^p - 1 is precise where e^p is close to 1, and e^p where all are close to 0.
-        extremes = np.stack([p, q])
-        highest = extremes.max(axis=1)
+        lowest, highest = np.array([p.min(), q.min()]), np.array([p.max(), q.max()])
         base = np.array([0.0, *(highest > _NEAR_ONE)])
-        u, v = (
-            np.expm1(x) if near else np.exp(x) for x, near in zip((p, q), base[1:], strict=True)
-        )
-        difference = u - v if base[1] == base[2] else np.exp(p) - np.exp(q)
-        columns = np.stack([np.abs(difference), u, v])
-        self._largest = np.maximum(self._largest, columns[0].max())
-        self._total += float(columns[0].sum())
-        means = columns.mean(axis=1)
-        columns -= means[:, None]
+        for x, out, near in ((p, u, base[1]), (q, v, base[2])):
+            (np.expm1 if near else np.exp)(x, out=out)
+        if base[1] == base[2]:
+            np.subtract(u, v, out=difference)
+        else:
+            np.subtract(np.exp(p), np.exp(q), out=difference)
+        np.abs(difference, out=difference)
+        self._largest = np.maximum(self._largest, difference.max())
+        totals = np.array([difference.sum(), u.sum(), v.sum()])
+        self._total += float(totals[0])
+        means = totals / n
+        seconds = _seconds(difference, u, v, means)
         common = np.maximum(base, self._base)
         means -= common - base
         if self._n:
@@ -308,18 +362,21 @@ class _Scan:
         self._base = common
         shift = means - self._means
         total = self._n + n
-        self._seconds += columns @ columns.T
+        self._seconds += seconds
         if self._n:
             self._seconds += np.outer(shift, shift) * (self._n * n / total)
         self._means += shift * (n / total)
         self._n = total
-        self._low = np.minimum(self._low, extremes.min(axis=1))
+        self._low = np.minimum(self._low, lowest)
         self._high = np.maximum(self._high, highest)
-        if not np.isfinite(extremes.sum()):
-            for side, values in enumerate((p, q)):
-                self._nonfinite[side, 0] += np.isnan(values).sum()
-                self._nonfinite[side, 1] += np.isposinf(values).sum()
-                self._nonfinite[side, 2] += np.isneginf(values).sum()
+        if not np.isfinite(lowest + highest).all():
+            self._count_non_finite(p, q)
+
+    def _count_non_finite(self, p: Float64, q: Float64) -> None:
+        for side, values in enumerate((p, q)):
+            self._nonfinite[side, 0] += np.isnan(values).sum()
+            self._nonfinite[side, 1] += np.isposinf(values).sum()
+            self._nonfinite[side, 2] += np.isneginf(values).sum()
 
     def probabilities(self) -> Metrics:
         """Return verl's keys."""

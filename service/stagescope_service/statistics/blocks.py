@@ -14,7 +14,7 @@ import numpy as np
 
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics.cell import AT, Array, Float64, UInt8
-from stagescope_service.statistics.jit import exact, fused, reduction
+from stagescope_service.statistics.jit import exact, fused, least, most, reduction
 
 FLOAT64: Final = 0
 FLOAT32: Final = 1
@@ -27,6 +27,8 @@ CLAMP_LOW: Final = math.expm1(-_cell.CLAMP)
 WEIGHT_HIGH: Final = math.exp(_cell.CLAMP)
 WEIGHT_LOW: Final = math.exp(-_cell.CLAMP)
 """e^x there."""
+NEAR: Final = 0.3465
+"""Half of ln 2, rounded down: the reduced argument of an exponential."""
 FAR_BELOW: Final = math.log(_cell.SMALL)
 """If no x of a block is larger, e^x has more digits than e^x - 1."""
 
@@ -92,18 +94,9 @@ def kind_of_non_finite(x: float) -> int:
 
 
 @fused
-def _exponential(x: float) -> tuple[float, float, float]:
-    """Return 2^k, r and c(r) with e^x = 2^k (1 + r + c), to a few units in the last place.
-
-    x = k ln 2 + r with |r| <= 0.3466; c is the Taylor series of e^r from r^2/2 to r^12/12!
-    (relative error below 1e-14).
-    """
-    # Adding 1.5 * 2^52 leaves the rounded integer in the low bits.
-    shifted = x * 1.4426950408889634 + 6755399441055744.0
-    k = shifted - 6755399441055744.0
-    r = (x - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
-    bits = np.float64(shifted).view(np.int64)
-    scale = np.int64((bits << 52) + np.int64(0x3FF0000000000000)).view(np.float64)
+def _beyond_linear(r: float) -> float:
+    """Return e^r - 1 - r for |r| <= NEAR: its Taylor series to r^12/12! (relative error below
+    1e-14)."""
     c = 1.0 / 479001600.0
     c = c * r + 1.0 / 39916800.0
     c = c * r + 1.0 / 3628800.0
@@ -115,7 +108,32 @@ def _exponential(x: float) -> tuple[float, float, float]:
     c = c * r + 1.0 / 24.0
     c = c * r + 1.0 / 6.0
     c = c * r + 0.5
-    return scale, r, c * (r * r)
+    return c * (r * r)
+
+
+@fused
+def _exponential(x: float) -> tuple[float, float, float]:
+    """Return 2^k, r and c(r) with e^x = 2^k (1 + r + c), to a few units in the last place.
+
+    x = k ln 2 + r with |r| <= NEAR.
+    """
+    # Adding 1.5 * 2^52 leaves the rounded integer in the low bits.
+    shifted = x * 1.4426950408889634 + 6755399441055744.0
+    k = shifted - 6755399441055744.0
+    r = (x - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
+    bits = np.float64(shifted).view(np.int64)
+    scale = np.int64((bits << 52) + np.int64(0x3FF0000000000000)).view(np.float64)
+    return scale, r, _beyond_linear(r)
+
+
+@fused
+def exponentials_near_0(x: Float64, n: int, em1: Float64, k3: Float64, exp: Float64) -> None:
+    """Compute e^x - 1, e^x - 1 - x and e^x for |x| <= NEAR: `exponentials_of_d` with k = 0."""
+    for i in range(n):
+        c = _beyond_linear(x[i])
+        em1[i] = x[i] + c
+        exp[i] = (x[i] + c) + 1.0
+        k3[i] = c
 
 
 @fused
@@ -153,48 +171,47 @@ def ranges(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> None:
     d_low = d_high = p[0] - q[0]
     p_low = p_high = p[0]
     q_low = q_high = q[0]
-    equal = above = p_zero = q_zero = p_positive = q_positive = 0.0
+    equal = above = 0.0
     for i in range(n):
         x, y = p[i], q[i]
         z = x - y
         d[i] = z
-        d_low = z if z < d_low else d_low
-        d_high = z if z > d_high else d_high
-        p_low = x if x < p_low else p_low
-        p_high = x if x > p_high else p_high
-        q_low = y if y < q_low else q_low
-        q_high = y if y > q_high else q_high
-    for i in range(n):
-        z = d[i]
+        d_low, d_high = least(d_low, z), most(d_high, z)
+        p_low, p_high = least(p_low, x), most(p_high, x)
+        q_low, q_high = least(q_low, y), most(q_high, y)
         equal += 1.0 if z == 0.0 else 0.0
         above += 1.0 if z < 0.0 else 0.0
-    # There are zeros or positive values only if the maximum is at least 0.
-    if p_high >= 0.0:
-        for i in range(n):
-            p_zero += 1.0 if p[i] == 0.0 else 0.0
-            p_positive += 1.0 if p[i] > 0.0 else 0.0
-    if q_high >= 0.0:
-        for i in range(n):
-            q_zero += 1.0 if q[i] == 0.0 else 0.0
-            q_positive += 1.0 if q[i] > 0.0 else 0.0
-    if p_zero + q_zero > 0.0:
-        for i in range(n):
-            out[AT.P_LACKS] += 1.0 if p[i] == 0.0 and q[i] != 0.0 else 0.0
-            out[AT.Q_LACKS] += 1.0 if q[i] == 0.0 and p[i] != 0.0 else 0.0
-            out[AT.P_LACKS_ABS] += abs(q[i]) if p[i] == 0.0 else 0.0
-            out[AT.Q_LACKS_ABS] += abs(p[i]) if q[i] == 0.0 else 0.0
-            out[AT.BOTH_ZERO] += 1.0 if p[i] == 0.0 and q[i] == 0.0 else 0.0
     out[AT.D_MIN], out[AT.D_MAX] = d_low, d_high
     out[AT.P_MIN], out[AT.P_MAX] = p_low, p_high
     out[AT.Q_MIN], out[AT.Q_MAX] = q_low, q_high
     out[AT.EQUAL], out[AT.Q_GREATER] = equal, above
-    out[AT.P_ZERO], out[AT.Q_ZERO] = p_zero, q_zero
+    # There are zeros or positive values only if the maximum is at least 0.
+    if most(p_high, q_high) >= 0.0:
+        zeros(p, q, n, out)
+
+
+@reduction
+def zeros(p: Float64, q: Float64, n: int, out: Float64) -> None:
+    """Count zeros and positive values; sum one stream where the other is 0."""
+    p_zero = q_zero = both = p_positive = q_positive = p_of_zero = q_of_zero = 0.0
+    for i in range(n):
+        x, y = p[i], q[i]
+        p_zero += 1.0 if x == 0.0 else 0.0
+        q_zero += 1.0 if y == 0.0 else 0.0
+        both += 1.0 if abs(x) + abs(y) == 0.0 else 0.0
+        p_positive += 1.0 if x > 0.0 else 0.0
+        q_positive += 1.0 if y > 0.0 else 0.0
+        q_of_zero += abs(y) if x == 0.0 else 0.0
+        p_of_zero += abs(x) if y == 0.0 else 0.0
+    out[AT.P_ZERO], out[AT.Q_ZERO], out[AT.BOTH_ZERO] = p_zero, q_zero, both
+    out[AT.P_LACKS], out[AT.Q_LACKS] = p_zero - both, q_zero - both
+    out[AT.P_LACKS_ABS], out[AT.Q_LACKS_ABS] = q_of_zero, p_of_zero
     out[AT.P_POSITIVE], out[AT.Q_POSITIVE] = p_positive, q_positive
 
 
 @reduction
-def log_prob_sums(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> tuple[float, float]:
-    """Sum d, p and q; return the cross sums at lag +1 and -1 around (p[0], q[0])."""
+def log_prob_sums(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> None:
+    """Sum d, p and q, and their squares and products."""
     d0, p0, q0 = d[0], p[0], q[0]
     absolute = sd = sdd = sp = spp = sq = sqq = spq = 0.0
     for i in range(n):
@@ -207,17 +224,12 @@ def log_prob_sums(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> t
         sq += y
         sqq += y * y
         spq += x * y
-    following = preceding = 0.0
-    for i in range(n - 1):
-        following += (p[i] - p0) * (q[i + 1] - q0)
-        preceding += (p[i + 1] - p0) * (q[i] - q0)
     count = float(n)
     out[AT.D_ABS_SUM] = absolute
     out[AT.D_SUM], out[AT.D_M2] = sd + count * d0, sdd - sd * sd / count
     out[AT.P_SUM], out[AT.P_M2] = sp + count * p0, spp - sp * sp / count
     out[AT.Q_SUM], out[AT.Q_M2] = sq + count * q0, sqq - sq * sq / count
     out[AT.PQ_C] = spq - sp * sq / count
-    return following, preceding
 
 
 @exact
@@ -260,19 +272,27 @@ def lagged(
 
 
 @reduction
-def lag_sums(p: Float64, q: Float64, n: int, out: Float64) -> None:
-    """Sum |p - q| at lags 1 and 2 inside the block."""
-    ahead = behind = 0.0
-    for i in range(n - 1):
-        ahead += abs(p[i] - q[i + 1])
-        behind += abs(p[i + 1] - q[i])
-    out[AT.AHEAD_1], out[AT.BEHIND_1] = ahead, behind
-    ahead = behind = 0.0
-    for i in range(n - 2):
-        ahead += abs(p[i] - q[i + 2])
-        behind += abs(p[i + 2] - q[i])
-    out[AT.AHEAD_2], out[AT.BEHIND_2] = ahead, behind
+def lag_sums(p: Float64, q: Float64, n: int, out: Float64) -> tuple[float, float]:
+    """Sum |p - q| at lags 1 and 2 inside the block; return the cross sums at lag +1 and -1 around
+    (p[0], q[0])."""
+    p0, q0 = p[0], q[0]
+    following = preceding = ahead1 = behind1 = ahead2 = behind2 = 0.0
+    p1, q1 = p0, q0
+    # The second token has none two before it: a difference of 0 stands for it.
+    p2, q2 = (q[1], p[1]) if n > 1 else (0.0, 0.0)
+    for i in range(1, n):
+        x, y = p[i], q[i]
+        following += (p1 - p0) * (y - q0)
+        preceding += (x - p0) * (q1 - q0)
+        ahead1 += abs(p1 - y)
+        behind1 += abs(x - q1)
+        ahead2 += abs(p2 - y)
+        behind2 += abs(x - q2)
+        p1, p2, q1, q2 = x, p1, y, q1
+    out[AT.AHEAD_1], out[AT.BEHIND_1] = ahead1, behind1
+    out[AT.AHEAD_2], out[AT.BEHIND_2] = ahead2, behind2
     out[AT.LAG2_N] = n - 2.0 if n > 2 else 0.0
+    return following, preceding
 
 
 @exact
@@ -338,8 +358,7 @@ def probability_sums(
         a = exp_q[i] * abs(em1[i])
         u = exp_q[i] * exp_d[i] if p_low else v[i] + exp_q[i] * em1[i]
         x, y, z = u - u0, of_q[i] - v0, a - a0
-        low = a if a < low else low
-        high = a if a > high else high
+        low, high = least(low, a), most(high, a)
         sa += z
         saa += z * z
         su += x

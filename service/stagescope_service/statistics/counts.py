@@ -110,15 +110,15 @@ def histogram(d: Float64, n: int, zeros: int, slots: Int32, counts: UInt32) -> N
         # One less, so that a power of two falls into the bucket that ends with it.
         bits = np.int64(np.float64(abs(d[i])).view(np.int64) - 1)
         mantissa = bits & 0xFFFFFFFFFFFFF
-        sub = (
-            np.int64(mantissa >= _B1) + np.int64(mantissa >= _B2) + np.int64(mantissa >= _B3)
-            + np.int64(mantissa >= _B4) + np.int64(mantissa >= _B5) + np.int64(mantissa >= _B6)
-            + np.int64(mantissa >= _B7)
-        )  # fmt: skip
+        # A search in three steps: seven comparisons would be twice as many instructions.
+        half = mantissa >= _B4
+        quarter = mantissa >= (_B6 if half else _B2)
+        bound = (_B7 if half else _B3) if quarter else (_B5 if half else _B1)
+        sub = 4 * np.int64(half) + 2 * np.int64(quarter) + np.int64(mantissa >= bound)
         slot = ((bits >> 52) - 1023) * 8 + sub + HISTOGRAM_HALF
         slot = np.int64(0) if slot < 0 else slot
         slots[i] = 2 * HISTOGRAM_HALF - 1 if slot >= 2 * HISTOGRAM_HALF else slot
     for i in range(n):
-        counts[slots[i]] += np.uint32(1)
+        counts[np.uint32(slots[i])] += np.uint32(1)
     # Zeros fell below the lowest bucket, and are counted separately.
     counts[0] -= np.uint32(zeros)

@@ -1,6 +1,6 @@
 """One pass over the model's tokens: cells, histograms, worst tokens, rows.
 
-Each segment is processed in blocks of at most 256 tokens. Each block becomes a cell (see `blocks`),
+Each segment is processed in blocks of at most 512 tokens. Each block becomes a cell (see `blocks`),
 which merges into the segment's cell. That cell merges into those of its round, turn, staleness and
 row.
 """
@@ -8,7 +8,7 @@ row.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 import numba
 import numpy as np
@@ -16,7 +16,9 @@ import numpy as np
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics import profiles
 from stagescope_service.statistics.blocks import (
+    NEAR,
     all_finite,
+    exponentials_near_0,
     exponentials_of_d,
     exponentials_of_d_wide,
     exponentials_of_q,
@@ -33,13 +35,13 @@ from stagescope_service.statistics.blocks import (
     rounding,
     smaller,
 )
-from stagescope_service.statistics.cell import AT, EDGE, Float64, Int64, UInt8, UInt32
+from stagescope_service.statistics.cell import AT, EDGE, Float64, Int32, Int64, UInt8, UInt32
 from stagescope_service.statistics.counts import HISTOGRAM_HALF as HISTOGRAM_HALF
 from stagescope_service.statistics.counts import histogram, tails, weights
 from stagescope_service.statistics.jit import array_type, entry, exact, input_type, tuple_type
-from stagescope_service.statistics.profiles import Counts, Placement
+from stagescope_service.statistics.profiles import Placement
 
-BLOCK: Final = 256
+BLOCK: Final = 512
 
 ROW: Final = (
     "tokens", "p_sum", "q_sum", "d_sum", "d_abs_sum", "d_abs_max", "over_0", "over_1", "over_2",
@@ -58,6 +60,67 @@ _MOMENTS: Final = np.array(_cell.MOMENTS, np.int64)
 _N: Final = int(AT.TOKENS)
 _OWN_SUMS: Final = np.array([_cell.OWN_SUMS.get(field, field) for field in _cell.Field], np.int64)
 _SMALL: Final = _cell.SMALL
+
+
+class Streams(NamedTuple):
+    """The bytes of both streams and the kinds of their values."""
+
+    p_raw: UInt8
+    p_kind: int
+    q_raw: UInt8
+    q_kind: int
+
+
+class Work(NamedTuple):
+    """Buffers: one number for each token of a block, its cell and that of the segment."""
+
+    p: Float64
+    q: Float64
+    d: Float64
+    em1: Float64
+    v: Float64
+    exp_q: Float64
+    k3: Float64
+    exp_d: Float64
+    slots: Int32
+    carry: Float64
+    """The last tokens of the preceding block, see `blocks.lag_sums_across`."""
+    part: Float64
+    cell: Float64
+
+
+class Kept(NamedTuple):
+    """The tokens with the K smallest keys."""
+
+    keys: Float64
+    """[K, 3], compared from left to right."""
+    ids: Int64
+    """[K, 2]: token, segment."""
+    used: Int64
+    """[1], the number of filled rows."""
+
+
+class At(NamedTuple):
+    """The place of the first token of a block."""
+
+    order: float
+    """Of its sample."""
+    first: int
+    """Its index in the batch."""
+    position: int
+    """The offset from a token's index to its position in its sample."""
+    segment: int
+
+
+class Tables(NamedTuple):
+    """What the tokens of a segment are added to, and the rule of their weights."""
+
+    rule: Float64
+    histogram: UInt32
+    profile: Float64
+    worst: Kept
+    bad: Kept
+    unequal: Kept
 
 
 @exact
@@ -103,73 +166,108 @@ def _sorts_after(kept: Float64, row: int, key: tuple[float, float, float]) -> bo
 
 
 @exact
-def _keep_least(
-    kept: Float64, ids: Int64, used: int, key: tuple[float, float, float], token: int, segment: int
-) -> int:
-    """Keep (key, token, segment) if it is among the K smallest; the largest is kept at 0.
-
-    `kept` float64 [K, 3] holds the keys (compared left to right), `ids` int64 [K, 2].
-    """
-    size, place = kept.shape[0], 0
-    if used < size:
-        place, used = used, used + 1
-    elif not _sorts_after(kept, 0, key):
-        return used
-    kept[place, 0], kept[place, 1], kept[place, 2] = key
+def _keep_least(kept: Kept, key: tuple[float, float, float], token: int, segment: int) -> None:
+    """Keep (key, token, segment) if it is among the K smallest; the largest is kept at 0."""
+    keys, ids, used = kept
+    size, place = keys.shape[0], 0
+    if used[0] < size:
+        place = used[0]
+        used[0] += 1
+    elif not _sorts_after(keys, 0, key):
+        return
+    keys[place, 0], keys[place, 1], keys[place, 2] = key
     ids[place, 0], ids[place, 1] = token, segment
-    if used == size:
+    if used[0] == size:
         largest = 0
         for i in range(1, size):
-            if _sorts_after(kept, i, (kept[largest, 0], kept[largest, 1], kept[largest, 2])):
+            if _sorts_after(keys, i, (keys[largest, 0], keys[largest, 1], keys[largest, 2])):
                 largest = i
         for j in range(3):
-            kept[0, j], kept[largest, j] = kept[largest, j], kept[0, j]
+            keys[0, j], keys[largest, j] = keys[largest, j], keys[0, j]
         for j in range(2):
             ids[0, j], ids[largest, j] = ids[largest, j], ids[0, j]
-    return used
 
 
 @exact
-def _block(
-    p: Float64,
-    q: Float64,
-    n: int,
-    rule: Float64,
-    work: tuple[Float64, ...],
-    carry: Float64,
-    part: Float64,
-    cell: Float64,
-) -> None:
-    """Fill the cell `part` from n finite tokens and merge it into the segment's `cell`."""
-    d, em1, v, exp_q, k3, exp_d = work
-    _reset(part)
-    part[_N] = n
-    ranges(p, q, d, n, part)
-    following, preceding = log_prob_sums(p, q, d, n, part)
+def _least_kept(kept: Kept) -> float:
+    """Return the |d| below which no token is among the worst."""
+    return float(-kept.keys[0, 0]) if kept.used[0] == kept.keys.shape[0] else 0.0
+
+
+@exact
+def _keep_worst(d: Float64, n: int, largest: float, at: At, kept: Kept) -> None:
+    """Keep the tokens of a block that are among the worst; `largest` is its largest |d|."""
+    bound = _least_kept(kept)
+    if largest < bound:
+        return
+    for k in range(n):
+        x = abs(d[k])
+        if x >= bound and x > 0.0:
+            token = at.first + k
+            key = (-x, at.order, float(at.position + token))
+            _keep_least(kept, key, token, at.segment)
+            bound = _least_kept(kept)
+
+
+@exact
+def _keep_first_unequal(d: Float64, n: int, at: At, kept: Kept) -> None:
+    """Keep the first token of a block whose d is not 0; later ones of its segment sort after it."""
+    for k in range(n):
+        if d[k] != 0.0:
+            token = at.first + k
+            key = (0.0, at.order, float(at.position + token))
+            _keep_least(kept, key, token, at.segment)
+            return
+
+
+@exact
+def _pairs(p: Float64, q: Float64, n: int, carry: Float64, part: Float64) -> None:
+    """Sum over pairs of tokens at lags 1 and 2, and remember the block's last two tokens."""
+    following, preceding = lag_sums(p, q, n, part)
     lagged(p, q, n, following, 0, carry, part)
     lagged(p, q, n, preceding, 1, carry, part)
-    lag_sums(p, q, n, part)
     lag_sums_across(p, q, n, carry, part)
-    rounding(p, q, n, part)
     if n > 1:
         carry[2], carry[3], carry[4] = 2.0, p[n - 2], q[n - 2]
     else:
         carry[2], carry[3], carry[4] = smaller(carry[2] + 1.0, 2.0), carry[0], carry[1]
     carry[0], carry[1] = p[n - 1], q[n - 1]
+
+
+@exact
+def _probabilities(p: Float64, q: Float64, n: int, work: Work) -> None:
+    """Fill the exponentials of d, and the statistics of probabilities of the block's cell."""
+    d, em1, v, exp_q, k3, exp_d = work.d, work.em1, work.v, work.exp_q, work.k3, work.exp_d
+    part = work.part
     largest = larger(part[AT.D_MAX], -part[AT.D_MIN])
-    narrow = largest <= 700.0
-    if narrow:
+    if largest <= NEAR:
+        exponentials_near_0(d, n, em1, k3, exp_d)
+    elif largest <= 700.0:
         exponentials_of_d(d, n, em1, k3, exp_d)
     else:
         exponentials_of_d_wide(d, n, em1, k3, exp_d)
-    if narrow and part[AT.Q_MIN] >= -700.0 and larger(part[AT.P_MAX], part[AT.Q_MAX]) <= 300.0:
+    narrow = largest <= 700.0 and part[AT.Q_MIN] >= -700.0
+    if narrow and larger(part[AT.P_MAX], part[AT.Q_MAX]) <= 300.0:
         exponentials_of_q(q, n, v, exp_q)
         probability_sums(em1, k3, exp_d, v, exp_q, n, part)
     else:
         probability_sums_wide(p, q, em1, k3, exp_d, n, part)
-    tails(d, em1, n, part)
-    weights(em1, exp_d, n, rule, part)
-    _merge_into(cell, part)
+
+
+@exact
+def _block(p: Float64, q: Float64, n: int, rule: Float64, work: Work) -> None:
+    """Fill the block's cell from n finite tokens and merge it into the segment's."""
+    d, part = work.d, work.part
+    _reset(part)
+    part[_N] = n
+    ranges(p, q, d, n, part)
+    log_prob_sums(p, q, d, n, part)
+    _pairs(p, q, n, work.carry, part)
+    rounding(p, q, n, part)
+    _probabilities(p, q, n, work)
+    tails(d, work.em1, n, part)
+    weights(work.em1, work.exp_d, n, rule, part)
+    _merge_into(work.cell, part)
 
 
 @exact
@@ -215,48 +313,9 @@ def _row_add(row: Float64, cell: Float64) -> None:
 
 
 @exact
-def _keep_first_unequal(
-    d: Float64, n: int, at: tuple[float, int, int, int], kept: Float64, ids: Int64, used: int
-) -> int:
-    """Keep the first token of a block whose d is not 0; later ones of its segment sort after it.
-
-    `at` is the sample's order, the block's first token, the offset from a token to its position,
-    and the segment.
-    """
-    order, first, position, segment = at
-    for k in range(n):
-        if d[k] != 0.0:
-            key = (0.0, order, float(position + first + k))
-            return _keep_least(kept, ids, used, key, first + k, segment)
-    return used
-
-
-@exact
-def _keep_worst(
-    d: Float64, n: int, largest: float, at: tuple[float, int, int, int],
-    kept: Float64, ids: Int64, used: int,
-) -> int:  # fmt: skip
-    """Keep the tokens of a block that are among the worst; `largest` is its largest |d|."""
-    order, first, position, segment = at
-    bound = -kept[0, 0] if used == kept.shape[0] else 0.0
-    if largest < bound:
-        return used
-    for k in range(n):
-        x = abs(d[k])
-        if x >= bound and x > 0.0:
-            key = (-x, order, float(position + first + k))
-            used = _keep_least(kept, ids, used, key, first + k, segment)
-            if used == kept.shape[0]:
-                bound = -kept[0, 0]
-    return used
-
-
-@exact
-def _edges(
-    p_raw: UInt8, p_kind: int, q_raw: UInt8, q_kind: int, start: int, stop: int,
-    p: Float64, q: Float64, cell: Float64,
-) -> None:  # fmt: skip
+def _edges(streams: Streams, start: int, stop: int, p: Float64, q: Float64, cell: Float64) -> None:
     """Count the zeros of both streams with which a segment begins and ends."""
+    p_raw, p_kind, q_raw, q_kind = streams
     lead, base = 0, start
     while base < stop and lead == base - start:
         size = BLOCK if stop - base > BLOCK else stop - base
@@ -291,6 +350,70 @@ def _moved(head: Placement, by: int) -> Placement:
     return Placement(before + by if before >= 0 else before, behind - by, last, position + by)
 
 
+@exact
+def _at_token(at: At, token: int) -> At:
+    """Return the place of another token of the segment."""
+    return At(at.order, token, at.position, at.segment)
+
+
+@exact
+def _add_finite(i: int, j: int, at: At, place: Placement, work: Work, tables: Tables) -> None:
+    """Add the tokens i to j of the loaded block, all finite; `at` and `place` are of the first."""
+    d, n, part, q = work.d, j - i, work.part, work.q[i:j]
+    _block(work.p[i:j], q, n, tables.rule, work)
+    histogram(d, n, int(part[AT.EQUAL]), work.slots, tables.histogram)
+    profiles.add(q, d, n, place, part, tables.profile)
+    largest = larger(abs(part[AT.D_MIN]), abs(part[AT.D_MAX]))
+    if largest > 0.0:
+        _keep_first_unequal(d, n, at, tables.unequal)
+        _keep_worst(d, n, largest, at, tables.worst)
+
+
+@exact
+def _add_mixed(size: int, at: At, place: Placement, work: Work, tables: Tables) -> None:
+    """Add a loaded block in which some tokens have a non-finite value."""
+    p, q = work.p, work.q
+    i = 0
+    while i < size:
+        j = i
+        while j < size and math.isfinite(p[j]) and math.isfinite(q[j]):
+            j += 1
+        if j > i:
+            _add_finite(i, j, _at_token(at, at.first + i), _moved(place, i), work, tables)
+        if j < size:
+            token = at.first + j
+            _non_finite(p[j], q[j], work.cell)
+            profiles.add_non_finite(q[j], _moved(place, j), tables.profile)
+            work.carry[2] = 0.0
+            key = (0.0, at.order, float(at.position + token))
+            _keep_least(tables.bad, key, token, at.segment)
+        i = j + 1
+
+
+@exact
+def _add_segment(
+    streams: Streams, stop: int, at: At, head: Placement, work: Work, tables: Tables
+) -> None:
+    """Fill the segment's cell from its tokens, from `at` to `stop`."""
+    p_raw, p_kind, q_raw, q_kind = streams
+    p, q, cell, start = work.p, work.q, work.cell, at.first
+    _reset(cell)
+    work.carry[2] = 0.0
+    for base in range(start, stop, BLOCK):
+        size = BLOCK if stop - base > BLOCK else stop - base
+        load(p_raw, p_kind, base, p, size)
+        load(q_raw, q_kind, base, q, size)
+        here, place = _at_token(at, base), _moved(head, base - start)
+        if all_finite(p, q, size):
+            _add_finite(0, size, here, place, work, tables)
+        else:
+            _add_mixed(size, here, place, work, tables)
+    cell[AT.MASKED] = stop - start
+    cell[AT.SEGMENTS] = 1.0
+    if cell[AT.BOTH_ZERO] > 0.0:
+        _edges(streams, start, stop, p, q, cell)
+
+
 _F2, _I2 = array_type(numba.float64, 2), array_type(numba.int64, 2)
 
 
@@ -301,7 +424,8 @@ _F2, _I2 = array_type(numba.float64, 2), array_type(numba.int64, 2)
         input_type(numba.int64, 2), input_type(numba.float64),
         _F2, _F2, _F2, _F2, array_type(numba.uint32, 2), _F2,
         _F2, _I2, _F2, _I2, _F2, _I2,
-    )
+    ),
+    nogil=True,
 )  # fmt: skip
 def accumulate(
     p_raw: UInt8, p_kind: int, q_raw: UInt8, q_kind: int,
@@ -332,68 +456,24 @@ def accumulate(
     Returns:
         The number of filled rows of `worst`, `bad` and `unequal`.
     """
-    p, q = np.empty(BLOCK), np.empty(BLOCK)
-    d, em1, v, exp_q, k3, exp_d = (
+    work = Work(
         np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK),
-        np.empty(BLOCK),
+        np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK, np.int32),
+        np.zeros(5), np.empty(_WIDTH), np.empty(_WIDTH),
     )  # fmt: skip
-    work, carry, slot = (d, em1, v, exp_q, k3, exp_d), np.zeros(5), np.empty(BLOCK, np.int32)
-    part = np.empty(_WIDTH)
-    profiled = Counts(
-        slot, np.zeros(profiles.SLOTS, np.int64), np.zeros(profiles.SLOTS),
-        np.zeros(profiles.SLOTS), profile,
-    )  # fmt: skip
-    cell = np.empty(_WIDTH)
-    worst_used, bad_used, unequal_used = 0, 0, 0
+    used = np.zeros((3, 1), np.int64)
+    most_d, non_finite = Kept(worst, worst_ids, used[0]), Kept(bad, bad_ids, used[1])
+    first_unequal = Kept(unequal, unequal_ids, used[2])
+    streams = Streams(p_raw, p_kind, q_raw, q_kind)
     for s in range(segments.shape[0]):
         start, stop, row = segments[s, 0], segments[s, 1], segments[s, 2]
-        counts, order = histograms[slots[s, 0]], float(keys[s, 0])
-        position = keys[s, 1] - start
+        counts = histograms[slots[s, 0]]
+        tables = Tables(rule, counts, profile, most_d, non_finite, first_unequal)
+        at = At(float(keys[s, 0]), start, keys[s, 1] - start, s)
         head = Placement(placement[s, 0], placement[s, 1], placement[s, 2], keys[s, 1])
-        _reset(cell)
-        carry[2] = 0.0
-        base = start
-        while base < stop:
-            size = BLOCK if stop - base > BLOCK else stop - base
-            load(p_raw, p_kind, base, p, size)
-            load(q_raw, q_kind, base, q, size)
-            clean = all_finite(p, q, size)
-            i = 0
-            while i < size:
-                j = size
-                if not clean:
-                    j = i
-                    while j < size and math.isfinite(p[j]) and math.isfinite(q[j]):
-                        j += 1
-                if j > i:
-                    _block(p[i:j], q[i:j], j - i, rule, work, carry, part, cell)
-                    histogram(d, j - i, int(part[AT.EQUAL]), slot, counts)
-                    profiles.add(q[i:j], d, j - i, _moved(head, base + i - start), part, profiled)
-                    largest = larger(abs(part[AT.D_MIN]), abs(part[AT.D_MAX]))
-                    if largest > 0.0:
-                        at = (order, base + i, position, s)
-                        unequal_used = _keep_first_unequal(
-                            d, j - i, at, unequal, unequal_ids, unequal_used
-                        )
-                        worst_used = _keep_worst(
-                            d, j - i, largest, at, worst, worst_ids, worst_used
-                        )
-                if j < size:
-                    token = base + j
-                    _non_finite(p[j], q[j], cell)
-                    profiles.add_non_finite(q[j], _moved(head, token - start), profile)
-                    carry[2] = 0.0
-                    key = (0.0, order, float(position + token))
-                    bad_used = _keep_least(bad, bad_ids, bad_used, key, token, s)
-                i = j + 1
-            base += size
-        cell[AT.MASKED] = stop - start
-        cell[AT.SEGMENTS] = 1.0
-        if cell[AT.BOTH_ZERO] > 0.0:
-            _edges(p_raw, p_kind, q_raw, q_kind, start, stop, p, q, cell)
+        _add_segment(streams, stop, at, head, work, tables)
         for slices, of in ((rounds, slots[s, 0]), (turns, slots[s, 1]), (ages, slots[s, 2])):
             if of >= 0:
-                _merge_into(slices[of], cell)
-        _row_add(rows[row], cell)
-    profiles.add_chances(profiled)
-    return worst_used, bad_used, unequal_used
+                _merge_into(slices[of], work.cell)
+        _row_add(rows[row], work.cell)
+    return used[0, 0], used[1, 0], used[2, 0]

@@ -16,12 +16,12 @@ import numpy as np
 
 from stagescope_service.rows.positions import continues, positions_of
 from stagescope_service.statistics.cell import Int64, Mask, UInt8
-from stagescope_service.statistics.jit import entry, exact, input_type, tuple_type
+from stagescope_service.statistics.jit import allocating, entry, exact, input_type, tuple_type
 
 Found = tuple[Int64, int, int]
 """(segments, index of a wrong mask value or -1, index of a negative round id or -1)."""
 
-_BLOCK: Final = 64
+_BLOCK: Final = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ _RESULT = tuple_type(numba.int64[:, ::1], numba.int64, numba.int64)
 _MASKS = [input_type(kind) for kind in (numba.uint8, numba.uint32, numba.uint64)]
 
 
-@exact
+@allocating
 def _grown(rows: Int64, used: int) -> Int64:
     if used < rows.shape[0]:
         return rows
@@ -75,7 +75,7 @@ def _grown(rows: Int64, used: int) -> Int64:
     return larger
 
 
-@exact
+@allocating
 def _put(table: Int64, n: int, start: int, stop: int, row: int, number: int) -> Int64:
     # Element by element: a tuple or a slice would add seconds of compile time for broadcasting.
     table[n, 0], table[n, 1], table[n, 2] = start, stop, row
@@ -84,42 +84,43 @@ def _put(table: Int64, n: int, start: int, stop: int, row: int, number: int) -> 
 
 
 @exact
-def _uniform(block: Mask, value: np.unsignedinteger[Any]) -> bool:
-    """Return whether a block of the mask equals `value` everywhere; vectorized."""
-    difference = value ^ value
-    for i in range(block.size):
-        difference |= block[i] ^ value
-    return bool(difference == value ^ value)
+def _first_other(mask: Mask, start: int, end: int, value: np.unsignedinteger[Any]) -> int:
+    """Return the first index from `start` whose value is not `value`, `end` if there is none.
+
+    Whole blocks are compared first: that vectorizes.
+    """
+    for i in range(start, end, _BLOCK):
+        stop = i + _BLOCK if i + _BLOCK < end else end
+        block, difference = mask[i:stop], value ^ value
+        for j in range(block.size):
+            difference |= block[j] ^ value
+        if difference != value ^ value:
+            first = i
+            while mask[first] == value:
+                first += 1
+            return first
+    return end
 
 
-@entry(*(_RESULT(mask, numba.uint64, _I8, _I8) for mask in _MASKS))
+@entry(*(_RESULT(mask, numba.uint64, _I8, _I8) for mask in _MASKS), nogil=True)
 def _find_plain(mask: Mask, one: np.uint64, offsets: Int64, row_round: Int64) -> Found:
-    """Find segments by the mask alone: vectorized, constant blocks are skipped."""
+    """Find segments by the mask alone."""
     off = mask[0] ^ mask[0] if mask.size else one ^ one
-    on = (off + one) if mask.size else one
+    on = mask.dtype.type((off + one) if mask.size else one)
+    off = mask.dtype.type(off)
     table, n = np.empty((64, 6), np.int64), 0
     for row in range(offsets.size - 1):
-        begin, end = offsets[row], offsets[row + 1]
-        number, start = row_round[row], -1
-        i = begin
-        while i < end:
-            stop = i + _BLOCK if i + _BLOCK < end else end
-            if _uniform(mask[i:stop], mask.dtype.type(on if start >= 0 else off)):
-                i = stop
-                continue
-            for j in range(i, stop):
-                if mask[j] == on:
-                    if start < 0:
-                        start = j
-                elif mask[j] != off:
-                    return table[:n], j, -1
-                elif start >= 0:
-                    table = _put(table, n, start, j, row, number)
-                    n, number, start = n + 1, number + 1, -1
-            i = stop
-        if start >= 0:
-            table = _put(table, n, start, end, row, number)
-            n += 1
+        end, number = offsets[row + 1], row_round[row]
+        start = _first_other(mask, offsets[row], end, off)
+        while start < end:
+            if mask[start] != on:
+                return table[:n], start, -1
+            stop = _first_other(mask, start, end, on)
+            if stop < end and mask[stop] != off:
+                return table[:n], stop, -1
+            table = _put(table, n, start, stop, row, number)
+            n, number = n + 1, number + 1
+            start = _first_other(mask, stop, end, off)
     return table[:n], -1, -1
 
 
