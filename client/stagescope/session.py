@@ -24,7 +24,7 @@ from stagescope.comparison_requests import ComparisonRequests
 from stagescope.connection import LIMIT, OptInt, OptStr, segment, step_segment
 from stagescope.figures import FigureRequests
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Diagnosis, Finding, FindingRows
-from stagescope.forwarding import forwarder
+from stagescope.forwarding import PREFIX
 from stagescope.link_text import session_call
 from stagescope.run_requests import RunRequests
 from stagescope.saving import FileRequests, is_bundle, open_bundle
@@ -34,15 +34,14 @@ from stagescope.step_answers import Stacks, Steps, Weights
 from stagescope.table import Table
 from stagescope.transport import given
 from stagescope_wire import discovery
-from stagescope_wire.engines.http import engine_url
 from stagescope_wire.errors import NotFound, StagescopeError
-from stagescope_wire.framing import MEDIA_TYPE, SendResult, WirePayload, pack_batch
 from stagescope_wire.links import LinkText
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.render_html import html_block, html_text
 
 if TYPE_CHECKING:
     from stagescope_wire.engines import HttpEngine
+    from stagescope_wire.framing import SendResult, WirePayload
 
 StepName = int | Literal["latest", "measured", "captured"]
 """A step's number, or a name for a step; see `Session.step`."""
@@ -316,7 +315,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests,
         return Finding(answer, link_text=self._link_text)
 
     def forward(
-        self, run: str, to: str | Sequence[str], *, prefix: str = forwarder.PREFIX,
+        self, run: str, to: str | Sequence[str], *, prefix: str = PREFIX,
         from_step: int = 0, anew: bool = False, page_url: OptStr = None, follow: bool = False,
         every: float = 5.0, report: Callable[[str], object] = print,
     ) -> Table:  # fmt: skip
@@ -343,6 +342,8 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests,
             MissingExtra: a tracker's client is not installed.
             Conflict: another process forwards this run to a target.
         """
+        from stagescope.forwarding import forwarder
+
         return forwarder.forward(
             self, run, [to] if isinstance(to, str) else to, prefix=prefix, from_step=from_step,
             anew=anew, page_url=page_url, every=every if follow else None, report=report,
@@ -379,10 +380,14 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests,
         Raises:
             Unauthorized: it needs the operate token.
         """
+        from stagescope_wire.framing import pack_batch  # numpy: those who only read need none
+
         return self.send_packed(pack_batch(sender, events, payloads or {}))
 
     def send_packed(self, body: bytes) -> SendResult:
         """Send a batch that another process packed; see `send` and `stagescope_wire.framing`."""
+        from stagescope_wire.framing import MEDIA_TYPE, SendResult
+
         answer = self._transport.post_events("/events", body, MEDIA_TYPE)
         return SendResult.from_answer(answer)
 
@@ -443,6 +448,8 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests,
             note: anything that people should know of it.
             settings: what it said of itself.
         """
+        from stagescope_wire.engines.http import engine_url
+
         body = given(
             url=engine_url(url), name=name, kind=kind, model=model, version=version, run=run,
             note=note, settings=settings,
