@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -119,7 +120,14 @@ class FillValues:
 
     def of_round(self, number: int) -> float:
         """Return the sum of |d| in a round."""
-        return _sum(self.sizes[self.worst.round == number])
+        return self._by_round.get(number, 0.0)
+
+    @cached_property
+    def _by_round(self) -> dict[int, float]:
+        sums: dict[int, float] = {}
+        for number, size in zip(self.worst.round.tolist(), self.sizes.tolist(), strict=True):
+            sums[number] = sums.get(number, 0.0) + size
+        return sums
 
     def share_of_edge(self, edge: Bin) -> Literal["all", "few", "unknown"]:
         """Return whether the tokens that were filled in are the first or the last ones of rounds.
