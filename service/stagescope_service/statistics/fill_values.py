@@ -25,7 +25,7 @@ import numpy as np
 
 from stagescope_service.statistics.cell import Bool, Field, Float64, Int64
 from stagescope_service.statistics.checks import FAR_TOKENS
-from stagescope_service.statistics.profiles import Bin
+from stagescope_service.statistics.profile_bins import Bin
 from stagescope_service.statistics.summary import Summary, Tokens
 
 DENORMAL: Final = 2.0**-126

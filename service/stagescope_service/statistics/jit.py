@@ -18,8 +18,8 @@ import numba
 from numba.core import event
 
 _SOURCES: Final = (
-    "jit", "cell", "segments", "blocks", "counts", "profiles", "kernel",
-    "pair_blocks", "pairwise_kernel",
+    "jit", "cell", "segments", "blocks", "counts", "profile_bins", "profiles", "kernel",
+    "pair_fields", "pair_blocks", "pairwise_kernel",
 )  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., Any])
 

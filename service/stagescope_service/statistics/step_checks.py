@@ -29,7 +29,7 @@ from stagescope_service.statistics.exact import are_equal, bitwise_equal
 from stagescope_service.statistics.fill_values import FillValues
 from stagescope_service.statistics.noise_checks import biased, edge_token, scaled
 from stagescope_service.statistics.part import RankRow
-from stagescope_service.statistics.profiles import Edge
+from stagescope_service.statistics.profile_bins import Edge
 from stagescope_service.statistics.quick_look import (
     CELL_CHECKS,
     CellCheck,
