@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -86,7 +86,7 @@ class ComparisonRequests(Connection):
 
     def compare(
         self, a: Side, b: Side, c: Side | None = None, *, tolerances: Sequence[str] = (),
-        wait: float = 900.0,
+        wait: float = 900.0, on_wait: Callable[[str], object] = lambda text: None,
     ) -> ComparisonReport:  # fmt: skip
         """Compare the kept tensors of two or three steps, attempts or runs.
 
@@ -95,13 +95,14 @@ class ComparisonRequests(Connection):
                 or `{"directory": path}` on the service's machine.
             tolerances: `PATTERN=ATOL[,RTOL]`: more differences that count as noise.
             wait: seconds to wait for the answer.
+            on_wait: called with how far the service is, every few seconds.
 
         Raises:
             NotFound: there is no such run or step, or none of its tensors are kept.
             NotReady: the comparison did not finish in time; the call may be repeated.
         """
         body = {"a": a, "b": b, "c": c, "tolerances": [*tolerances]}
-        answer = self._poll("/comparisons", body, wait)
+        answer = self._poll("/comparisons", body, wait, on_wait)
         return ComparisonReport(answer, save=functools.partial(self._save_page, body, wait))
 
     def _save_page(self, request: JsonObject, wait: float, path: Path) -> None:

@@ -226,15 +226,22 @@ class Connection:
         )  # fmt: skip
         return FindingRows.of_answers(rows, groups, link_text=self._link_text)
 
-    def _poll(self, path: str, body: JsonObject, wait: float) -> Json:
-        """Repeat a slow POST until the service returns a result, for at most `wait` seconds."""
+    def _poll(
+        self, path: str, body: JsonObject, wait: float,
+        on_wait: Callable[[str], object] = lambda text: None,
+    ) -> Json:  # fmt: skip
+        """Repeat a slow POST until the service returns a result, for at most `wait` seconds.
+
+        `on_wait` is called with what each answer says that is no result yet.
+        """
         deadline = time.monotonic() + wait
         while True:
             try:
                 return self._transport.query(path, body, retry=False)
-            except NotReady:  # noqa: PERF203 - the service is still computing the answer
+            except NotReady as error:  # noqa: PERF203 - the service is still computing the answer
                 if time.monotonic() >= deadline:
                     raise
+                on_wait(error.wrong)
                 time.sleep(_POLL_INTERVAL)
 
 

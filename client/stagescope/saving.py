@@ -15,7 +15,7 @@ from typing import Final, Literal
 from stagescope.answers import Record
 from stagescope.connection import Connection, segment
 from stagescope.transport import Params, given
-from stagescope_wire.batch.file import atomic_file
+from stagescope_wire.atomic_file import atomic_file
 from stagescope_wire.discovery import ServiceLocation
 from stagescope_wire.errors import InvalidInput, MissingExtra
 from stagescope_wire.versions import install_command

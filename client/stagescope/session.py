@@ -13,7 +13,7 @@ Usage::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -24,21 +24,20 @@ from stagescope.comparison_requests import ComparisonRequests
 from stagescope.connection import LIMIT, OptInt, OptStr, segment, step_segment
 from stagescope.figures import FigureRequests
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Diagnosis, Finding, FindingRows
-from stagescope.forwarding import forwarder
+from stagescope.forwarding import PREFIX
 from stagescope.link_text import session_call
 from stagescope.run_requests import RunRequests
 from stagescope.saving import FileRequests, is_bundle, open_bundle
+from stagescope.sending import SendRequests
 from stagescope.series import Exact, Series
 from stagescope.step import Step
 from stagescope.step_answers import Stacks, Steps, Weights
 from stagescope.table import Table
 from stagescope.transport import given
 from stagescope_wire import discovery
-from stagescope_wire.engines.http import engine_url
 from stagescope_wire.errors import NotFound, StagescopeError
-from stagescope_wire.framing import MEDIA_TYPE, SendResult, WirePayload, pack_batch
 from stagescope_wire.links import LinkText
-from stagescope_wire.nonfinite import Json, JsonObject
+from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.render_html import html_block, html_text
 
 if TYPE_CHECKING:
@@ -49,7 +48,6 @@ StepName = int | Literal["latest", "measured", "captured"]
 _RECENT_STEPS: Final = 100
 """How many of the newest steps are searched for one with numbers."""
 
-_POLL_SECONDS: Final = 2.0
 _UNPACK_SECONDS: Final = 600.0
 
 
@@ -100,7 +98,9 @@ def attach(
     return session
 
 
-class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests, RunRequests):
+class Session(
+    CaptureRequests, ComparisonRequests, FigureRequests, FileRequests, RunRequests, SendRequests
+):  # fmt: skip
     """The data of the service, one method per noun; safe to use from several threads.
 
     Each answer names its run and attempt. The default of `run` is the run whose training stage
@@ -316,7 +316,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests,
         return Finding(answer, link_text=self._link_text)
 
     def forward(
-        self, run: str, to: str | Sequence[str], *, prefix: str = forwarder.PREFIX,
+        self, run: str, to: str | Sequence[str], *, prefix: str = PREFIX,
         from_step: int = 0, anew: bool = False, page_url: OptStr = None, follow: bool = False,
         every: float = 5.0, report: Callable[[str], object] = print,
     ) -> Table:  # fmt: skip
@@ -343,6 +343,8 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests,
             MissingExtra: a tracker's client is not installed.
             Conflict: another process forwards this run to a target.
         """
+        from stagescope.forwarding import forwarder
+
         return forwarder.forward(
             self, run, [to] if isinstance(to, str) else to, prefix=prefix, from_step=from_step,
             anew=anew, page_url=page_url, every=every if follow else None, report=report,
@@ -366,39 +368,6 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests,
         timeout = wait + self._transport.timeout
         answer = self._transport.change("POST", "/stacks", body, timeout=timeout)
         return Stacks(answer, title=f"stacks of {answer['run']}, attempt {answer['attempt']}")
-
-    def send(
-        self, sender: Sequence[Json], events: Sequence[Sequence[Json]],
-        payloads: Mapping[int, WirePayload] | None = None,
-    ) -> SendResult:  # fmt: skip
-        """Send events on behalf of another process; return the refused ones with the reasons.
-
-        An event may be refused in part, such as a scalar that is not a number. The format is
-        described in `stagescope_wire.schema`. An event that is sent twice counts once.
-
-        Raises:
-            Unauthorized: it needs the operate token.
-        """
-        return self.send_packed(pack_batch(sender, events, payloads or {}))
-
-    def send_packed(self, body: bytes) -> SendResult:
-        """Send a batch that another process packed; see `send` and `stagescope_wire.framing`."""
-        answer = self._transport.post_events("/events", body, MEDIA_TYPE)
-        return SendResult.from_answer(answer)
-
-    def renew(self, sender: Sequence[Json]) -> None:
-        """Tell the service that a process is alive, on its behalf; needs the operate token."""
-        self._transport.change("POST", "/poll", {"sender": [*sender], "wait": 0})
-
-    def settled(self, sender: Sequence[Json], seqs: Sequence[int]) -> dict[int, str]:
-        """Return seq -> state of those payloads that the service has ingested, after a short wait.
-
-        Raises:
-            Unauthorized: it needs the operate token.
-        """
-        body = {"sender": [*sender], "unreceipted": [*seqs], "wait": _POLL_SECONDS}
-        answer = self._transport.change("POST", "/poll", body)
-        return {int(seq): str(state) for seq, state in (answer.get("receipts") or {}).items()}
 
     def engines(self, *, check: bool = False, limit: int = LIMIT) -> Table:
         """Return the registered inference engines and the last answer of each.
@@ -443,6 +412,8 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests,
             note: anything that people should know of it.
             settings: what it said of itself.
         """
+        from stagescope_wire.engines.http import engine_url
+
         body = given(
             url=engine_url(url), name=name, kind=kind, model=model, version=version, run=run,
             note=note, settings=settings,

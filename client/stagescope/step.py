@@ -15,8 +15,7 @@ from stagescope.plotting import BarTable, PlottedTable
 from stagescope.step_answers import SampleTokens, Stacks, Stuck, Weights
 from stagescope.table import Table
 from stagescope.transport import QueryValue
-from stagescope_wire.batch import Batch
-from stagescope_wire.batch.file import DownloadBuffer, atomic_file, load, parse
+from stagescope_wire.atomic_file import atomic_file
 from stagescope_wire.errors import InvalidInput, StagescopeError
 from stagescope_wire.names import storable_id
 from stagescope_wire.render_html import html_block, html_text
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 
     from stagescope.capture_requests import CaptureRequests
+    from stagescope_wire.batch import Batch
 
 
 def _of_slice(filters: Mapping[str, object]) -> str:
@@ -340,6 +340,9 @@ class Step:
         Raises:
             NotFound: nothing of the step is kept, or there is no such tensor or stage.
         """
+        from stagescope_wire.batch import Batch  # numpy: no other answer needs it
+        from stagescope_wire.batch.file import DownloadBuffer, parse
+
         buffer = DownloadBuffer()
         self._download(buffer.write, names, stages, timeout)
         return parse(buffer.data, repr(self), Batch)
@@ -353,6 +356,9 @@ class Step:
 
         `on_progress` is called with the bytes that have arrived, and all.
         """
+        from stagescope_wire.batch import Batch
+        from stagescope_wire.batch.file import load
+
         with atomic_file(Path(path)) as file:
 
             def write(chunk: bytes, size: int) -> None:

@@ -124,15 +124,21 @@ class ProgressLine:
     def __init__(self, label: str) -> None:
         self._label = label
         self._done, self._total = 0, 0
+        self._text = ""
         self._began = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         """Set the progress; a total of 0 means that it is unknown."""
         self._done, self._total = done, total
 
+    def say(self, text: str) -> None:
+        """Set a text that says how far it is."""
+        self._text = text
+
     def line(self) -> str:
         """Return a line that says so."""
         text = f"{self._label}  {time.monotonic() - self._began:.0f} s"
+        text += f"  {self._text}" if self._text else ""
         if self._total <= 0:
             return text
         share = min(self._done / self._total, 1.0)

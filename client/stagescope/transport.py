@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-import httpx
-
 from stagescope.link_text import session_call
 from stagescope_wire import proxies
-from stagescope_wire.discovery import ServiceLocation
+from stagescope_wire.discovery import ServiceLocation, load_httpx
 from stagescope_wire.errors import (
     Conflict,
     Forbidden,
@@ -33,6 +31,9 @@ from stagescope_wire.errors import (
 )
 from stagescope_wire.links import LinkText, links_from_json, without_links
 from stagescope_wire.nonfinite import Json, JsonObject
+
+load_httpx()
+import httpx  # noqa: E402 - httpx's own command line, which is left out, imports rich
 
 QueryValue: TypeAlias = str | int | float | bool | Sequence[str] | None
 Params: TypeAlias = Mapping[str, QueryValue]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import platform
 from collections.abc import Iterable
@@ -106,9 +105,11 @@ def install_command(*extras: str) -> str:
     It names what stagescope was installed from (a clone, a wheel, a URL), because on package
     indexes the name is free or another project's.
     """
+    from importlib import metadata
+
     written = None
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
-        written = importlib.metadata.distribution("stagescope").read_text("direct_url.json")
+    with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+        written = metadata.distribution("stagescope").read_text("direct_url.json")
     names = f"[{','.join(extras)}]"
     return f"pip install '{_requirement(written or '', names)}'"
 
@@ -158,11 +159,13 @@ def remarks(packages: Iterable[str] = ALL) -> list[Remark]:
 
 def installed(package: str) -> str | None:
     """Return the version of a package that is installed, or None."""
+    from importlib import metadata
+
     if package == "python":
         return platform.python_version()
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 

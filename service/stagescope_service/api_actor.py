@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import os
 import socket
@@ -201,6 +202,7 @@ class ApiActor:
         while not self._stopping.is_set():
             server = self._server
             if server is None or not server.running:
+                gc.disable()  # nothing of what is imported and built is garbage: see `prepare`
                 try:
                     self._server = self._serve()
                     self._problem = ""
@@ -212,6 +214,8 @@ class ApiActor:
                     if problem != self._problem:
                         logger.exception("the API cannot be started; it is tried again")
                     self._problem = problem
+                finally:
+                    gc.enable()
             self._stopping.wait(0.5)
 
     def _serve(self) -> ApiServer:

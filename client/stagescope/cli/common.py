@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import click
 
@@ -22,6 +21,9 @@ from stagescope_wire import discovery
 from stagescope_wire.errors import InvalidInput, StagescopeError
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.versions import install_command
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP: Final = "stagescope.commands"
 SERVICE_COMMANDS: Final = ("serve", "stop")
@@ -120,7 +122,9 @@ class CommandGroup(click.Group):
             ctx.exit(terminal.exit_code(error))
 
 
-def _entry_points() -> dict[str, metadata.EntryPoint]:
+def _entry_points() -> dict[str, EntryPoint]:
+    from importlib import metadata  # reads mail headers: most commands are our own
+
     return {point.name: point for point in metadata.entry_points(group=GROUP)}
 
 

@@ -11,12 +11,6 @@ from stagescope.answers import Record
 from stagescope.cli.common import FILE, LIMIT, question
 from stagescope.session import Session
 from stagescope.table import Row, Table
-from stagescope_wire.engines import connect
-from stagescope_wire.engines.registry import (
-    addresses_in_environment,
-    addresses_in_log,
-    registration,
-)
 from stagescope_wire.errors import EngineError
 
 
@@ -67,6 +61,8 @@ def engines(
 
 
 def _urls(target: str | None, from_log: Path | None) -> list[str]:
+    from stagescope_wire.engines.registry import addresses_in_environment, addresses_in_log
+
     if target is not None and from_log is not None:
         raise click.UsageError("give a URL or --from-log, not both")
     if target is not None:
@@ -83,6 +79,9 @@ class _Description(TypedDict):
 
 
 def _add(session: Session, url: str, key_file: Path | None, fields: _Description) -> Record:
+    from stagescope_wire.engines import connect
+    from stagescope_wire.engines.registry import registration
+
     try:
         # This process connects, not the service, so that the key stays on this machine.
         engine = connect(url, key_file=key_file, timeout=10.0)

@@ -20,7 +20,7 @@ from stagescope.cli.common import (
     read_step,
     set_exit_code,
 )
-from stagescope.forwarding import forwarder
+from stagescope.forwarding import PREFIX
 from stagescope.saving import ReportFormat
 from stagescope.session import Session, StepName
 from stagescope.table import Table
@@ -126,7 +126,7 @@ def bundle(
         help="Seconds between two requests, with --follow.",
     ),
     click.option(
-        "--prefix", default=forwarder.PREFIX, show_default=True, help="Before each name."
+        "--prefix", default=PREFIX, show_default=True, help="Before each name."
     ),
     click.option("--from", "from_step", type=click.IntRange(min=0), default=0, metavar="STEP",
                  help="The first step."),
@@ -143,6 +143,8 @@ def forward(
 
     The command remembers what it wrote. A second call writes only what is new or has changed.
     """
+    from stagescope.forwarding import forwarder
+
     # MLflow's client tries for minutes by default; what fails here is tried again anyway.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     with terminal.interruption() if follow else contextlib.nullcontext() as stopped:

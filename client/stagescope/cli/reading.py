@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import click
 
@@ -40,12 +40,14 @@ from stagescope.session import Session, StepName
 from stagescope.step import Step
 from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
-from stagescope_wire.batch import Batch
 from stagescope_wire.captures import read_ranks
 from stagescope_wire.errors import NotFound
 from stagescope_wire.keep import SECTIONS
 from stagescope_wire.names import unknown_name
 from stagescope_wire.nonfinite import Json
+
+if TYPE_CHECKING:
+    from stagescope_wire.batch import Batch
 
 
 def _choice(name: str, words: str, text: str, default: str | None = None) -> Option:

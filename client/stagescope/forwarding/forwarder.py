@@ -21,19 +21,17 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.connection import Connection
+from stagescope.forwarding import PREFIX
 from stagescope.forwarding.records import ALL_STEPS, ClosedStep, RunRecords, StepRecord
 from stagescope.forwarding.traces import Otlp
 from stagescope.forwarding.trackers import MLflow, SwanLab, TensorBoard, Tracker, Trackio, Wandb
 from stagescope.table import Table
 from stagescope_wire import discovery
-from stagescope_wire.batch.file import atomic_file
+from stagescope_wire.atomic_file import atomic_file
 from stagescope_wire.errors import Conflict, InvalidInput, StagescopeError, Unauthorized
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.render import printable, ranges_text
 
-PREFIX: Final = "stagescope/service/"
-"""Integrations also write under `stagescope/` in a trainer's log, but never these names.
-TensorBoard would merge two series of one name, and W&B has one axis for a name."""
 TRACKERS: Final[Mapping[str, type[Tracker]]] = {
     "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": Wandb, "swanlab": SwanLab,
     "trackio": Trackio, "otlp": Otlp,

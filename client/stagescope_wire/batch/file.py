@@ -7,16 +7,14 @@ differ from the batch's are `part/I/NAME`. Everything else is JSON in the metada
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
 from stagescope_wire import nonfinite, tensorfile
+from stagescope_wire.atomic_file import atomic_file
 from stagescope_wire.batch.data import BatchData, BatchPart, Gap, Padding, Tensor, check_rows
 from stagescope_wire.errors import InvalidInput, InvalidTensor, NotFound, StoreError
 from stagescope_wire.nonfinite import Json, JsonObject
@@ -88,42 +86,6 @@ def save(batch: BatchData, path: Path) -> Path:
         for chunk in chunks:
             file.write(chunk)
     return path
-
-
-@contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces `path` when the block succeeds.
-
-    Raises:
-        InvalidInput: `path` is not a file (a directory, a device), or its directory does not exist;
-            it is not created, because its name may be mistyped.
-        StoreError: the file cannot be written.
-    """
-    if path.exists() and not path.is_file():
-        # Replacing it would delete it, even /dev/null if this user may.
-        raise InvalidInput(f"{path} exists and is not a file", expected="the path of a file")
-    if not path.parent.is_dir():
-        raise InvalidInput(
-            f"the directory {path.parent} does not exist",
-            expected="an existing directory",
-            advice="create it, or correct the path",
-        )
-    try:
-        descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise StoreError(
-            f"{path}: {error.strerror or error}", advice="check its directory and its disk"
-        ) from error
 
 
 class DownloadBuffer:

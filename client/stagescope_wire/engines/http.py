@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
-import httpx
-
 from stagescope_wire import proxies
-from stagescope_wire.discovery import check_token, check_url, read_token
+from stagescope_wire.discovery import check_token, check_url, load_httpx, read_token
 from stagescope_wire.errors import EngineError, InvalidInput
 from stagescope_wire.nonfinite import Json, JsonObject
+
+load_httpx()
+import httpx  # noqa: E402 - without its command line, which imports rich
 
 KEY_VARIABLE: Final = "STAGESCOPE_ENGINE_KEY"
 KEY_FILE_VARIABLE: Final = "STAGESCOPE_ENGINE_KEY_FILE"

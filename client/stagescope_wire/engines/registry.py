@@ -13,14 +13,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-import httpx
-
+from stagescope_wire.discovery import load_httpx
 from stagescope_wire.engines.base import EngineInfo
 from stagescope_wire.engines.http import EngineHttp, engine_key, engine_url
 from stagescope_wire.engines.openai import LlamaCppEngine, OpenAIEngine, SGLangEngine
 from stagescope_wire.errors import EngineError, InvalidInput, NotFound
 from stagescope_wire.names import normal_run_name
 from stagescope_wire.nonfinite import Json, JsonObject
+
+load_httpx()
+import httpx  # noqa: E402 - without its command line, which imports rich
 
 AREAL_VARIABLE: Final = "AREAL_LLM_SERVER_ADDRS"
 ENGINE_FIELDS: Final[Mapping[str, str]] = {

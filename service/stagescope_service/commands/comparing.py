@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -192,7 +193,6 @@ def _compare_remotely(sides: tuple[str, ...], options: CompareOptions) -> _Repor
     targets = [_target(side, options["step"]) for side in sides]
     file = options["token_file"]
     token = None if file is None else discovery.read_token(file)
-    # The service does not say what takes it long.
     timer = threading.Timer(
         _COMPILING_SECONDS, click.echo,
         ["the service compares; its first comparison compiles for half a minute or so ..."],
@@ -205,9 +205,11 @@ def _compare_remotely(sides: tuple[str, ...], options: CompareOptions) -> _Repor
             attach(
                 options["url"], token=token, timeout=_SECONDS, link_text=terminal.command_of
             ) as session,
-            terminal.progress("comparing", hidden=options["as_json"]),
+            terminal.progress("comparing", hidden=options["as_json"]) as line,
         ):
-            return dict(session.compare(*targets, tolerances=options["tolerances"]))
+            return dict(
+                session.compare(*targets, tolerances=options["tolerances"], on_wait=line.say)
+            )
     except Unreachable as error:
         runs = " and ".join(
             repr(side) for side, each in zip(sides, targets, strict=True) if isinstance(each, str)
@@ -246,7 +248,8 @@ def _open(sides: Sequence[Path], options: OutputOptions) -> list[Dump]:
         from stagescope_service.dumps.discover import open_dump
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
-    return [open_dump(side, step=options["step"]) for side in sides]
+    with terminal.progress("listing the files", hidden=options["as_json"]):
+        return [open_dump(side, step=options["step"]) for side in sides]
 
 
 def _compare_locally(dumps: Sequence[Dump], options: OutputOptions) -> _Report:
@@ -317,7 +320,21 @@ def _exit_on_error(ctx: click.Context) -> Iterator[None]:
     except KeyboardInterrupt:
         # click's own answer would be 1, which here says that they differ.
         click.echo("interrupted", err=True)
+        _leave_running_tasks()
         ctx.exit(INTERRUPTED)
+
+
+def _leave_running_tasks() -> None:
+    """End the process now if a thread still compares: Python would wait for its whole shard.
+
+    Nothing is open for writing before the comparison has ended.
+    """
+    runner = sys.modules.get("stagescope_service.compare.task_runner")  # None: nothing runs yet
+    threads = [thread.name for thread in threading.enumerate()]
+    if runner is not None and any(name.startswith(f"{runner.THREADS}_") for name in threads):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
 
 
 @contextmanager
@@ -330,6 +347,8 @@ def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
         def update(done: int, total: int) -> None:
             # `total` grows while tasks are added; the last step is the verdict.
             bar.length = total + 1
+            if not bar.pos:  # planning is no measure of the tasks
+                bar.start = bar.last_eta = time.time()
             bar.update(done - bar.pos)
 
         yield update

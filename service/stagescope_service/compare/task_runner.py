@@ -29,6 +29,9 @@ COUNTERPART_SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Sections in which a side without a section may hold some of its tensors."""
 
+THREADS: Final = "compare"
+"""What the names of the threads begin with in which tasks run."""
+
 EntryPair = tuple[DumpEntry | None, DumpEntry | None]
 """An entry of each side; None where a side has no counterpart."""
 
@@ -196,7 +199,8 @@ def thread_mapper(count: int | None = None) -> Mapper:
         if workers <= 1 or len(tasks) <= 1:
             yield from map(function, tasks)
             return
-        with ThreadPoolExecutor(workers, "compare") as pool:
+        pool = ThreadPoolExecutor(workers, THREADS)
+        try:
             pending: collections.deque[Future[R]] = collections.deque()
             for task in tasks:
                 pending.append(pool.submit(function, task))
@@ -204,6 +208,8 @@ def thread_mapper(count: int | None = None) -> Mapper:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
+        finally:  # of an interrupted comparison, running tasks end by themselves
+            pool.shutdown(wait=False, cancel_futures=True)
 
     return run
 

@@ -1,4 +1,4 @@
-"""The coordinator's replies to ranks."""
+"""The coordinator's replies: to ranks, and to commands that people give through the API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field
 from typing_extensions import NotRequired
 
 from stagescope_service.core.hangs.stack_requests import RankRequest
-from stagescope_service.fields import Row, Wall, described_by
+from stagescope_service.fields import Attempt, Row, Run, Step, Wall, described_by, one_of
 from stagescope_wire.plan import SentPlan
 
 
@@ -98,3 +98,91 @@ class ErrorAnswer(TypedDict):
     """Reply to a relayed call that failed: its rank gets it as an error."""
 
     error: str
+
+
+class Deleted(Row):
+    """What a run took, and how far its deletion is."""
+
+    run: Run
+    deleted: bool
+    """Whether it is gone; false: nothing is deleted (a dry run), or the deletion goes on."""
+    attempts: int
+    """Number of its attempts."""
+    steps: int
+    """Number of its steps."""
+    catalogue_rows: int
+    """Number of rows of the catalogue that it took."""
+    files: int
+    """Number of files that it took on the disks; before its deletion, that the catalogue knows."""
+    bytes: int
+    """Their size in bytes."""
+    previous_catalogue_bytes: int | None
+    """Size of the catalogue on disk in bytes before its deletion; null: a database server has it,
+    and uses the space again."""
+    catalogue_bytes: int | None
+    """Size of the catalogue on disk in bytes now; null: a database server has it."""
+    left: list[str]
+    """What is still on a disk, and why."""
+    problem: str | None
+    """Why the deletion has to wait; it is tried again. Null: it does not."""
+
+
+class WebhookTest(Row):
+    """The result of a test message to a rule's webhook."""
+
+    rule: str
+    """Name of the rule."""
+    host: str
+    """Host of the webhook."""
+    format: Annotated[str, one_of("json", "slack", "feishu", "dingtalk", "wecom")]
+    """Format of the message."""
+    delivered: bool
+    """Whether the other side accepted it."""
+    answer: Annotated[str, Field(examples=["200, code 0: success", "404 no_service"])]
+    """The other side's answer; empty: none."""
+    reason: str
+    """Why the message did not arrive; empty: it did."""
+    run: Run | None
+    """Run of the firing that the message tells; null: it tells a made-up one, since the rule has
+    not fired yet."""
+    attempt: Attempt | None
+    """Its attempt; null: a made-up firing."""
+    step: Step | None
+    """Its step; null: a made-up firing."""
+    link: str | None
+    """The link in the message: to the step's page, or to the page; null: the address of the page
+    is unknown."""
+
+
+class Drained(Row):
+    """Whether everything that was announced is read."""
+
+    run: Run | None
+    """Null: any run."""
+    drained: bool
+    """Whether no payload is pending and, with an attempt key, its attempts are known and no rank is
+    missing."""
+    pending: int
+    """Number of payloads that are still to be read."""
+    known: bool
+    """Whether the run, or an attempt of the key, ever reported anything."""
+    missing: list[Annotated[str, Field(examples=["actor rank 3"])]]
+    """Ranks of these attempts that never reported, or did not finish."""
+    lost: NotRequired[list[Annotated[str, Field(examples=["actor rank 3: payloads 2"])]]]
+    """Ranks with events or payloads that were dropped, refused or lost, and how many."""
+
+
+class LoadStatus(Row):
+    """How the coordinator keeps up with events."""
+
+    waiting_events: int
+    """Number of events that were received and not committed yet."""
+    pushed_back: int
+    """Number of batches, since the coordinator's start, that senders must send again because the
+    queue was full."""
+    lag_seconds: float | None
+    """Mean age, in seconds, of the newest event of each batch on arrival, over the last 5 seconds;
+    null: none arrived in them."""
+    pause_seconds: float
+    """Seconds between batches that senders are requested to leave; 0 where the coordinator keeps
+    up."""

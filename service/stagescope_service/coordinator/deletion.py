@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from stagescope_service.background import BackgroundTasks
+from stagescope_service.coordinator.answers import Deleted
 from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.plan_changes import PlanChanges
 from stagescope_service.coordinator.retention import Retention
@@ -23,7 +24,6 @@ from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_service.core.catalogue_rows import audit_row
 from stagescope_service.core.findings import ATTEMPT_BUNDLED, describe
 from stagescope_service.dumps.records import IMPORTED_CAPTURE
-from stagescope_service.fields import Row, Run
 from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.run_files import RunFiles
 from stagescope_service.settings import Settings
@@ -43,33 +43,6 @@ logger = logging.getLogger(__name__)
 _ROWS: Final = 2000
 """Rows that are removed in one transaction."""
 _RETRY_SECONDS: Final = 5.0
-
-
-class Deleted(Row):
-    """What a run took, and how far its deletion is."""
-
-    run: Run
-    deleted: bool
-    """Whether it is gone; false: nothing is deleted (a dry run), or the deletion goes on."""
-    attempts: int
-    """Number of its attempts."""
-    steps: int
-    """Number of its steps."""
-    catalogue_rows: int
-    """Number of rows of the catalogue that it took."""
-    files: int
-    """Number of files that it took on the disks; before its deletion, that the catalogue knows."""
-    bytes: int
-    """Their size in bytes."""
-    previous_catalogue_bytes: int | None
-    """Size of the catalogue on disk in bytes before its deletion; null: a database server has it,
-    and uses the space again."""
-    catalogue_bytes: int | None
-    """Size of the catalogue on disk in bytes now; null: a database server has it."""
-    left: list[str]
-    """What is still on a disk, and why."""
-    problem: str | None
-    """Why the deletion has to wait; it is tried again. Null: it does not."""
 
 
 @dataclasses.dataclass(slots=True)

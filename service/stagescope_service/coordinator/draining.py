@@ -8,11 +8,9 @@ import functools
 import itertools
 import uuid
 from collections import Counter
-from typing import Annotated, Final
+from typing import Final
 
-from pydantic import Field
-from typing_extensions import NotRequired
-
+from stagescope_service.coordinator.answers import Drained
 from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.load import Load
 from stagescope_service.coordinator.runner import Clock, Runner
@@ -20,7 +18,6 @@ from stagescope_service.core import departures
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.hangs.stack_requests import RankRequest
 from stagescope_service.core.instructions import Instruction
-from stagescope_service.fields import Row, Run
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_wire.errors import CatalogueUnavailable, NotReady
 from stagescope_wire.schema import FINISH
@@ -30,24 +27,6 @@ _LEAVE_SECONDS: Final = 10.0
 _MAX_NAMED: Final = 20
 _NOT_ARRIVED: Final = ("event", "payload", "scalar")
 """Kinds of lost data that a process had handed over."""
-
-
-class Drained(Row):
-    """Whether everything that was announced is read."""
-
-    run: Run | None
-    """Null: any run."""
-    drained: bool
-    """Whether no payload is pending and, with an attempt key, its attempts are known and no rank is
-    missing."""
-    pending: int
-    """Number of payloads that are still to be read."""
-    known: bool
-    """Whether the run, or an attempt of the key, ever reported anything."""
-    missing: list[Annotated[str, Field(examples=["actor rank 3"])]]
-    """Ranks of these attempts that never reported, or did not finish."""
-    lost: NotRequired[list[Annotated[str, Field(examples=["actor rank 3: payloads 2"])]]]
-    """Ranks with events or payloads that were dropped, refused or lost, and how many."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Iterable, Set
 from pathlib import Path
 from typing import Any, Final
 
+from stagescope_service.coordinator.answers import LoadStatus
 from stagescope_service.core.findings import finding, of_attempt
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
-from stagescope_service.fields import Row
 from stagescope_service.store.tables import FindingRow
 from stagescope_wire.errors import NotReady
 
@@ -45,22 +45,6 @@ MAX_GATHER_SECONDS: Final = 0.5
 TRIM_SECONDS: Final = 30.0
 GROWN_BYTES: Final = 16 << 20
 MAX_PAUSE: Final = 40.0
-
-
-class LoadStatus(Row):
-    """How the coordinator keeps up with events."""
-
-    waiting_events: int
-    """Number of events that were received and not committed yet."""
-    pushed_back: int
-    """Number of batches, since the coordinator's start, that senders must send again because the
-    queue was full."""
-    lag_seconds: float | None
-    """Mean age, in seconds, of the newest event of each batch on arrival, over the last 5 seconds;
-    null: none arrived in them."""
-    pause_seconds: float
-    """Seconds between batches that senders are requested to leave; 0 where the coordinator keeps
-    up."""
 
 
 class Load:

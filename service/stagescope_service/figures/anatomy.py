@@ -13,11 +13,11 @@ from typing import Final, Literal
 import plotly.graph_objects as go
 
 from stagescope_service import figure_style as style
-from stagescope_service.statistics import profiles
+from stagescope_service.statistics import profile_bins as profiles
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.comparability import Comparability
-from stagescope_service.statistics.profiles import CHANCES, Dimension
-from stagescope_service.statistics.summarise import MAX_ENGINES
+from stagescope_service.statistics.profile_bins import CHANCES, Dimension
+from stagescope_service.statistics.summary import MAX_ENGINES
 from stagescope_service.statistics.token_batch import PROCESS
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.models.figures import AnatomyBin

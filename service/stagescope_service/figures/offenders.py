@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import plotly.graph_objects as go
 
 from stagescope_service import figure_style as style
-from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.step_summary import StepSummary
 from stagescope_service.views.reading.completeness import ALL_ROWS
 from stagescope_service.views.reading.dependencies import Dependencies, Window

@@ -18,7 +18,6 @@ from fastapi.security import HTTPBearer
 from starlette.responses import RedirectResponse
 from starlette.routing import Route
 
-from stagescope_service import figure_style
 from stagescope_service.figures import overview
 from stagescope_service.figures.run_curves import CurveRequest
 from stagescope_service.http import guide, page, problems, stream
@@ -150,15 +149,14 @@ def make_app(
 def prepare(app: FastAPI) -> None:
     """Do once, after the start, what the first questions of a process would wait for.
 
-    Routes are completed, Plotly is compressed, the doctor's rules are read. What the page of the
-    newest run shows is read, so that its reader waits only for what is new. What was imported is
-    kept away from the garbage collector: its search takes longer than most answers.
+    Routes are completed, Plotly's script is compressed, the doctor's rules are read. What the page
+    of the newest run shows is read, so that its reader waits only for what is new. What was
+    imported is kept away from the garbage collector: its search takes longer than most answers.
     """
     for route in app.router.routes:  # FastAPI completes a route when it is first looked at
         route.matches({"type": "http", "method": "GET", "path": "", "root_path": ""})
     page.compress()
     rulebook()
-    figure_style.empty("", "", x="", y="")
     deps: Dependencies = app.state.deps
     with contextlib.suppress(StagescopeError):  # no run yet, or no catalogue
         target = deps.finder.step(None, None, None)

@@ -14,8 +14,8 @@ import numpy as np
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.histogram import Histogram
-from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.mismatch import publish, publish_cell
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.step_summary import MISMATCH_PAIRS
 from stagescope_service.statistics.summary import Sequences, Slices, Summary, Tokens

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.mismatch import rounding_floor
 from stagescope_service.statistics.part import PartRecord
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.step_summary import assemble
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.schema import Part

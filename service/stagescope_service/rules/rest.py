@@ -19,7 +19,7 @@ from stagescope_service.rules.history import READ, RunHistory
 from stagescope_service.rules.pooled import STEPS as POOLED
 from stagescope_service.rules.steps import CurrentStep
 from stagescope_service.statistics.part import PartRecord
-from stagescope_service.statistics.profiles import Bin, add_bins
+from stagescope_service.statistics.profile_bins import Bin, add_bins
 from stagescope_service.statistics.step_metrics import Dimension, SliceKey, SliceMetrics
 from stagescope_service.statistics.step_summary import StepSummary, assemble
 from stagescope_service.store.catalogue import Catalogue

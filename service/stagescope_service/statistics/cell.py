@@ -245,36 +245,65 @@ def without_settings(cells: Float64) -> Float64:
 
 def merge(cells: Float64) -> Float64:
     """Merge cells `[k, WIDTH]` of disjoint tokens into one `[WIDTH]`; empty for k = 0."""
-    merged = empty()
-    if not len(cells):
-        return merged
-    # An infinite sum (e^d may overflow) makes the moments NaN, as intended.
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        merged[SUMS] = cells[:, SUMS].sum(axis=0)
-        merged[MINIMA] = cells[:, MINIMA].min(axis=0)
-        merged[MAXIMA] = cells[:, MAXIMA].max(axis=0)
-        counts, total = cells[:, _N], merged[_N]
-        of_x = np.where(merged[_OWN_X] < SMALL * total, _OWN_X, _X)
-        of_y = np.where(merged[_OWN_Y] < SMALL * total, _OWN_Y, _Y)
-        x = _deviations(cells[:, of_x], merged[of_x], counts, total)
-        y = _deviations(cells[:, of_y], merged[of_y], counts, total)
-        merged[_M] = cells[:, _M].sum(axis=0) + (counts * x * y).sum(axis=0)
+    merged: Float64 = merge_groups(np.zeros(len(cells), np.int64), 1, cells)[0]
     return merged
-
-
-def _deviations(sums: Float64, total_sum: Float64, counts: Float64, total: Float64) -> Float64:
-    means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)
-    mean = np.divide(total_sum, total, out=np.zeros_like(total_sum), where=total > 0)
-    deviations: Float64 = np.where(counts > 0, means - mean, 0.0)
-    return deviations
 
 
 def merge_groups(groups: Int64, slots: int, cells: Float64) -> Float64:
-    """Merge cells `[k, WIDTH]` by slot: cell i goes to row `groups[i]` of `[slots, WIDTH]`."""
+    """Merge cells `[k, WIDTH]` by slot: cell i goes to row `groups[i]` of `[slots, WIDTH]`.
+
+    The cells of a slot are merged in their order.
+    """
     merged = empty(slots)
-    for slot in range(slots):
-        merged[slot] = merge(cells[groups == slot])
+    if not len(cells):
+        return merged
+    if (groups[1:] < groups[:-1]).any():
+        order = np.argsort(groups, kind="stable")
+        groups, cells = groups[order], cells[order]
+    first = np.flatnonzero(np.diff(groups, prepend=-1))
+    slot, count = groups[first], np.diff(first, append=len(groups))
+    # An infinite sum (e^d may overflow) makes the moments NaN, as intended.
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        found = np.empty((len(slot), WIDTH))
+        found[:, SUMS] = np.add.reduceat(cells[:, SUMS], first)
+        found[:, MINIMA] = np.minimum.reduceat(cells[:, MINIMA], first)
+        found[:, MAXIMA] = np.maximum.reduceat(cells[:, MAXIMA], first)
+        counts, total = cells[:, _N], found[:, _N]
+        x, y = (
+            _deviations(cells, found, own, usual, (counts, total), count)
+            for own, usual in ((_OWN_X, _X), (_OWN_Y, _Y))
+        )
+        found[:, _M] = np.add.reduceat(cells[:, _M], first) + np.add.reduceat(counts * x * y, first)
+    merged[slot] = found
     return merged
+
+
+def _deviations(
+    cells: Float64,
+    merged: Float64,
+    own: Int64,
+    usual: Int64,
+    counts: tuple[Float64, Float64],
+    repeats: Int64,
+) -> Float64:
+    """Return the means of cells `[k, WIDTH]` less the mean of the merged cell that each is in.
+
+    Args:
+        cells: sorted by the merged cell.
+        merged: `[n, WIDTH]`, with its sums.
+        own: fields of the sums of values, for means below `SMALL`.
+        usual: fields of the sums of value - 1, or of the values.
+        counts: of the cells, and of the merged ones.
+        repeats: number of cells in each merged cell.
+    """
+    of_cells, of_merged = counts
+    is_small = merged[:, own] < SMALL * of_merged
+    total = np.where(is_small, merged[:, own], merged[:, usual])
+    sums = np.where(np.repeat(is_small, repeats, axis=0), cells[:, own], cells[:, usual])
+    means = np.divide(sums, of_cells, out=np.zeros_like(sums), where=of_cells > 0)
+    mean = np.divide(total, of_merged, out=np.zeros_like(total), where=of_merged > 0)
+    deviations: Float64 = np.where(of_cells > 0, means - np.repeat(mean, repeats, axis=0), 0.0)
+    return deviations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,12 +320,12 @@ class Cell:
     def __getitem__(self, field: Field) -> float:
         return self._numbers[field]
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens that count."""
         return int(self[Field.TOKENS])
 
-    @property
+    @cached_property
     def masked(self) -> int:
         """Tokens under the mask."""
         return int(self[Field.MASKED])

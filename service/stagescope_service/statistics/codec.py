@@ -16,10 +16,10 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from stagescope_service.statistics import cell as cells
-from stagescope_service.statistics import profiles
+from stagescope_service.statistics import profile_bins as profiles
 from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
-from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import Produced, Sequences, Slices, Summary, Tokens
 from stagescope_wire.errors import InvalidInput, InvalidTensor

@@ -10,35 +10,31 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from functools import cached_property
-from typing import Final, NamedTuple, get_args
+from typing import Final
 
 import numpy as np
 
-from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.checks import (
     ENOUGH,
-    FAR_TOKENS,
-    FITS,
     MANY,
     Check,
     Scope,
-    constant,
-    fits,
-    lag_means,
-    probabilities,
-    rounded,
-    shifted,
     unrelated,
 )
-from stagescope_service.statistics.coverage import coverage, missing_values, padding
+from stagescope_service.statistics.coverage import missing_values
 from stagescope_service.statistics.exact import are_equal, bitwise_equal
-from stagescope_service.statistics.fill_values import FillValues
-from stagescope_service.statistics.noise_checks import biased, edge_token, scaled
+from stagescope_service.statistics.noise_checks import biased, scaled
 from stagescope_service.statistics.part import RankRow
-from stagescope_service.statistics.profiles import Edge
 from stagescope_service.statistics.sample_checks import check_samples
-from stagescope_service.statistics.staleness import Drift, differ_alike, slope_in_fresh, versions
+from stagescope_service.statistics.staleness import differ_alike, versions
+from stagescope_service.statistics.step_checks import (
+    BY_EDGES,
+    OF_MEAN_RATIO,
+    StepChecks,
+    combine,
+    scopes_of,
+)
 from stagescope_service.statistics.summary import Produced, Summary
 from stagescope_service.statistics.sure_tokens import SureTokens, is_temperature
 
@@ -69,19 +65,12 @@ WHAT_TO_CHECK: Final = {
 LIKELIEST_FIRST: Final = (*WHAT_TO_CHECK,)
 _MOST: Final = 0.5
 """Minimum share of the sum of |d| in missing tokens for them to explain the difference."""
-_FAR: Final = 1.0
-"""Nats beyond which edge tokens of rounds are suspect, whether another check fails or not."""
-_LISTED: Final = 5
-_OF_MEAN_RATIO: Final = frozenset({"renormalised", "calibration"})
-"""Checks that the first or last tokens of rounds alone can fail."""
-_BY_EDGES: Final = _OF_MEAN_RATIO | {"shifted", "unrelated"}
-"""The same if they are so far off that they outweigh all others."""
 _DECISIVE: Final = frozenset(
     {"constant", "probabilities", "coverage", "unrelated", "temperature", "calibration"}
 )
 """Checks without which streams are not comparable. The others need data that not every step has:
 neighbours in a round, tokens that differ, reported policy versions."""
-_OF_RATIOS: Final = _OF_MEAN_RATIO | {"rounded", "temperature", "first_token", "last_token"}
+_OF_RATIOS: Final = OF_MEAN_RATIO | {"rounded", "temperature", "first_token", "last_token"}
 """Checks that one cause may fail in the smaller counts of a rank."""
 
 
@@ -121,7 +110,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
         summary: The statistics of all tokens.
         ranks: The cell of each rank, if the summary covers several.
     """
-    step, pair, total = _Step(summary), summary.pair, summary.total
+    step, pair, total = StepChecks(summary), summary.pair, summary.total
     drift = step.drift
     found = _check_fresh(summary) if drift and summary.is_staleness_known else []
     found += [bitwise_equal(total, pair, summary.produced, ranks)]
@@ -137,13 +126,8 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
         of_total += [shown, ratio]
     found += [*of_total, missing_values(summary, ranks), versions(summary)]
     scopes = [Scope(check, total.tokens, 0) for check in found]
-    rounds = [
-        _Slice(str(key), cell, summary.produced, step.filled.of_round(key))
-        for key, cell in summary.rounds.items()
-    ]
-    for kind, parts in (("rank", step.ranks(ranks)), ("round", rounds)):
-        if len(parts) > 1:
-            scopes += step.check_slices(kind, parts)
+    scopes += step.check_slices("rank", step.ranks(ranks))
+    scopes += step.check_slices("round", step.rounds())
     scopes = step.by_edge_tokens(scopes)
     scopes += check_samples(summary).scopes()
     return _rank_checks(total, _without_explained(scopes), sure)
@@ -156,13 +140,13 @@ def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparabil
         summary: The statistics of the step.
         ranks: Its ranks.
     """
-    step, found = _Step(summary), []
+    step, found = StepChecks(summary), []
     for part, samples in zip(step.ranks(ranks), _samples_of_ranks(summary, ranks), strict=True):
         own = [
             bitwise_equal(part.cell, summary.pair, part.produced),
             *step.check_cell(part.cell, slices=len(ranks), filled=part.filled),
         ]
-        checks = _without_explained([*_scopes_of(part.cell, own), *samples])
+        checks = _without_explained([*scopes_of(part.cell, own), *samples])
         is_of_many = _is_of_many(part.cell, summary)
         found.append(_rank_checks(part.cell, checks, is_of_many=is_of_many))
     return found
@@ -190,12 +174,12 @@ def causes_of_ranks(
         besides: A cause that is already reported: ranks with it, or with a related check, are
             excluded.
     """
-    step = _Step(summary)
+    step = StepChecks(summary)
     found: dict[str, list[tuple[RankRow, Check]]] = {}
     for row, part, samples in zip(
         ranks, step.ranks(ranks), _samples_of_ranks(summary, ranks), strict=True
     ):
-        own = _scopes_of(row.cell, step.check_slice(part, slices=len(ranks)))
+        own = scopes_of(row.cell, step.check_slice(part, slices=len(ranks)))
         judged = _rank_checks(row.cell, _without_explained([*own, *samples]))
         names = {check.name for check in judged.suspects}
         if not names or besides in names or {besides, judged.cause} <= _OF_RATIOS:
@@ -204,7 +188,7 @@ def causes_of_ranks(
         found.setdefault(check.name, []).append((row, check))
     return tuple(
         RankCause(
-            _combine("rank", [(f"{row.role} {row.rank}", each) for row, each in where], len(ranks)),
+            combine("rank", [(f"{row.role} {row.rank}", each) for row, each in where], len(ranks)),
             tuple((row.role, row.rank) for row, _ in where),
             where[0][1].text,
         )
@@ -213,25 +197,31 @@ def causes_of_ranks(
 
 
 def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparability:
+    """Run the checks that need only one cell; see `examine_cells`."""
+    return examine_cells([cell], summary, produced)[0]
+
+
+def examine_cells(
+    chosen: Iterable[Cell], summary: Summary, produced: Produced
+) -> list[Comparability]:
     """Run the checks that need only one cell, of a rank, a round, a turn or a staleness.
 
     Args:
-        cell: The cell.
-        summary: The statistics of all tokens, including the cell's.
-        produced: Who computed its tokens; for a round, a turn or a staleness, the step's producers.
+        chosen: The cells.
+        summary: The statistics of all tokens, including those of the cells.
+        produced: Who computed their tokens; for a round, a turn or a staleness, the step's
+            producers.
     """
-    step = _Step(summary)
-    checks = step.check_cell(cell, slices=max(len(summary.rounds.keys), 1))
-    checks.append(bitwise_equal(cell, summary.pair, produced))
-    if any(check.status == "suspect" and check.name in _BY_EDGES for check in checks):
-        scopes = step.by_edge_tokens(_scopes_of(cell, checks))
-        # The profiles of all tokens do not show which slice has first or last tokens far off.
-        checks = [scope.check for scope in scopes[: len(checks)]]
-    return _rank_checks(cell, checks, is_of_many=_is_of_many(cell, summary))
-
-
-def _scopes_of(cell: Cell, checks: Iterable[Check]) -> list[Scope]:
-    return [Scope(check, cell.tokens, 0) for check in checks]
+    step, found = StepChecks(summary), []
+    for cell in chosen:
+        checks = step.check_cell(cell, slices=max(len(summary.rounds.keys), 1))
+        checks.append(bitwise_equal(cell, summary.pair, produced))
+        if any(check.status == "suspect" and check.name in BY_EDGES for check in checks):
+            scopes = step.by_edge_tokens(scopes_of(cell, checks))
+            # The profiles of all tokens do not show which slice has first or last tokens far off.
+            checks = [scope.check for scope in scopes[: len(checks)]]
+        found.append(_rank_checks(cell, checks, is_of_many=_is_of_many(cell, summary)))
+    return found
 
 
 def _samples_of_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[list[Scope]]:
@@ -247,148 +237,6 @@ def _samples_of_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[list[S
         checked.scopes(np.unique(sample[order[begin:end]]))
         for begin, end in itertools.pairwise(ends.tolist())
     ]
-
-
-class _Slice(NamedTuple):
-    """A rank or a round: its name, its tokens, and their producers, or those of the step."""
-
-    name: str
-    cell: Cell
-    produced: Produced
-    filled: float
-    """The sum of |d| of its tokens that were filled in."""
-    rank: tuple[str, int] | None = None
-    """(role, rank), if it is a rank."""
-
-
-class _Step:
-    """A step with what its checks share: its policy drift and the values that were filled in."""
-
-    def __init__(self, summary: Summary) -> None:
-        self.summary = summary
-
-    @cached_property
-    def filled(self) -> FillValues:
-        """The values that were filled in."""
-        return FillValues.of(self.summary)
-
-    @cached_property
-    def drift(self) -> Drift | None:
-        """The policy drift of the tokens, None if no token is stale."""
-        summary, drift = self.summary, Drift.of(self.summary)
-        if drift is None:
-            return None
-        total, fresh = summary.total, summary.fresh
-        of_all, of_fresh = (
-            scaled(cell, *summary.pair, summary.sequences) for cell in (total, fresh)
-        )
-        slope = slope_in_fresh(of_all, of_fresh, total, fresh)
-        if not summary.is_staleness_known and not summary.has_impossible_versions:
-            slope = "too few"  # which tokens are fresh is not known
-        return dataclasses.replace(drift, scales=slope == "absent", lacks_fresh=slope == "too few")
-
-    def ranks(self, rows: Sequence[RankRow]) -> list[_Slice]:
-        """Return the ranks as parts of the step."""
-        return [
-            _Slice(
-                f"{row.role} {row.rank}",
-                row.cell,
-                row.produced or self.summary.produced,
-                self.filled.of_sources(row.sources),
-                (row.role, row.rank),
-            )
-            for row in rows
-        ]
-
-    def check_cell(self, cell: Cell, *, slices: int = 1, filled: float = 0.0) -> list[Check]:
-        """Run the checks that need one cell.
-
-        Args:
-            cell: the tokens.
-            slices: number of slices of the cell's kind that are checked.
-            filled: the sum of |d| of its tokens that were filled in.
-        """
-        pair, sequences, drift = self.summary.pair, self.summary.sequences, self.drift
-        found = [
-            constant(cell, *pair),
-            probabilities(cell, *pair),
-            coverage(cell, *pair),
-            rounded(cell, *pair),
-            shifted(cell, *pair, filled=filled),
-            unrelated(cell, *pair, drifts=drift is not None),
-            padding(cell),
-            scaled(cell, *pair, sequences, slices=slices),
-            biased(cell, *pair, sequences),
-        ]
-        return found if drift is None else [drift.judged(check) for check in found]
-
-    def check_slice(self, part: _Slice, *, slices: int) -> list[Check]:
-        """Run the checks that the tokens of a slice allow."""
-        cell = part.cell
-        found = self.check_cell(cell, slices=slices, filled=part.filled)
-        if cell.tokens >= ENOUGH and are_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
-            found.append(bitwise_equal(cell, self.summary.pair, part.produced))
-        return found
-
-    def check_slices(self, kind: str, parts: Sequence[_Slice]) -> list[Scope]:
-        """Check each slice and report the ones that failed."""
-        by_name: dict[str, dict[str, Check]] = {}
-        for part in parts:
-            for check in self.check_slice(part, slices=len(parts)):
-                if check.status == "suspect":
-                    by_name.setdefault(check.name, {})[part.name] = check
-        found = []
-        for failed in by_name.values():
-            others = [part for part in parts if part.name not in failed]
-            tokens = sum(part.cell.tokens for part in parts if part.name in failed)
-            unknown = sum(part.cell.tokens for part in others if not fits(part.cell))
-            check = _combine(kind, [*failed.items()], len(parts))
-            named = (part.rank for part in parts if part.name in failed)
-            ranks = tuple(rank for rank in named if rank is not None)
-            found.append(Scope(dataclasses.replace(check, ranks=ranks), tokens, unknown))
-        return found
-
-    def by_edge_tokens(self, scopes: Sequence[Scope]) -> list[Scope]:
-        """Return the checks, with `first_token` or `last_token` for those that these alone fail.
-
-        If they are more than `_FAR` off, they are suspect whether another check fails or not. They
-        then spoil the correlation, and make mean |d| at other lags smaller than at a token's own.
-        Samples that are out of place beside them fail their own checks.
-        """
-        found = [*scopes]
-        suspects = {scope.check.name for scope in scopes if scope.check.status == "suspect"}
-        # A temperature scales the first tokens of a sure model most, too, and d with q in all.
-        if "temperature" in suspects:
-            return found
-        _, lags = lag_means(self.summary.total)
-        for edge in get_args(Edge):
-            sums = self.summary.profiles.edge_tokens(edge)
-            cause = None if sums is None else edge_token(edge, *sums)
-            if sums is None or cause is None:
-                continue
-            share = self.filled.share_of_edge(sums[0])
-            if share == "few":
-                continue
-            if share == "all":
-                named = Check("coverage", "ok", "both streams cover the mask")
-                found = [
-                    dataclasses.replace(scope, check=named)
-                    if "filled" in scope.check.values
-                    else scope
-                    for scope in found
-                ]
-            explained = _OF_MEAN_RATIO
-            if lags and cause.values["others"] < FITS * min(lags)[0]:
-                explained = _BY_EDGES
-            found = [
-                dataclasses.replace(scope, check=cause)
-                if scope.check.status == "suspect" and scope.check.name in explained
-                else scope
-                for scope in found
-            ]
-            if cause.values["edge"] > _FAR and cause.values["tokens"] >= FAR_TOKENS:
-                found.append(Scope(cause, self.summary.total.tokens, 0))
-        return found
 
 
 def _without_explained(scopes: Sequence[Scope]) -> list[Check]:
@@ -475,12 +323,3 @@ def _check_fresh(summary: Summary) -> list[Check]:
         biased(fresh, *pair, sequences),
     )
     return [check for check in checks if check.status == "suspect"]
-
-
-def _combine(kind: str, where: Sequence[tuple[str, Check]], of: int) -> Check:
-    """Combine one check's failures in several slices into one."""
-    listed = ", ".join(name for name, _ in where[:_LISTED])
-    more = ", ..." if len(where) > _LISTED else ""
-    head = where[0][1]
-    text = f"in {len(where)} of {of} {kind}s ({listed}{more}): {head.text}"
-    return Check(head.name, "suspect", text, {**head.values, f"{kind}s": len(where)})

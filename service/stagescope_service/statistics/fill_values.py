@@ -18,13 +18,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from stagescope_service.statistics.cell import Bool, Field, Float64, Int64
 from stagescope_service.statistics.checks import FAR_TOKENS
-from stagescope_service.statistics.profiles import Bin
+from stagescope_service.statistics.profile_bins import Bin
 from stagescope_service.statistics.summary import Summary, Tokens
 
 DENORMAL: Final = 2.0**-126
@@ -119,7 +120,14 @@ class FillValues:
 
     def of_round(self, number: int) -> float:
         """Return the sum of |d| in a round."""
-        return _sum(self.sizes[self.worst.round == number])
+        return self._by_round.get(number, 0.0)
+
+    @cached_property
+    def _by_round(self) -> dict[int, float]:
+        sums: dict[int, float] = {}
+        for number, size in zip(self.worst.round.tolist(), self.sizes.tolist(), strict=True):
+            sums[number] = sums.get(number, 0.0) + size
+        return sums
 
     def share_of_edge(self, edge: Bin) -> Literal["all", "few", "unknown"]:
         """Return whether the tokens that were filled in are the first or the last ones of rounds.

@@ -10,10 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from stagescope_service.statistics.cell import Int64
+
+_SPAN: Final = 1 << 10
+"""Number of buckets: -512 to 511."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +36,14 @@ class Histogram:
         rounds = np.concatenate([h.rounds for h in histograms])
         buckets = np.concatenate([h.buckets for h in histograms])
         counts = np.concatenate([h.counts for h in histograms])
-        keys, where = np.unique(np.stack([rounds, buckets]), axis=1, return_inverse=True)
-        total = np.zeros(keys.shape[1], np.int64)
-        np.add.at(total, where.reshape(-1), counts)
-        return cls(keys[0].copy(), keys[1].copy(), total)
+        if not counts.size:
+            return cls(rounds, buckets, counts)
+        # Each histogram is sorted already: a stable sort merges them.
+        order = np.argsort(rounds * _SPAN + buckets, kind="stable")
+        rounds, buckets, counts = rounds[order], buckets[order], counts[order]
+        is_new = (np.diff(rounds, prepend=-1) != 0) | (np.diff(buckets, prepend=_SPAN) != 0)
+        first = np.flatnonzero(is_new)
+        return cls(rounds[first], buckets[first], np.add.reduceat(counts, first))
 
     def of_round(self, number: int) -> Histogram:
         """Return the counts of one round."""

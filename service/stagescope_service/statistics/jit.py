@@ -20,8 +20,8 @@ from numba.core import event
 from numba.extending import intrinsic
 
 _SOURCES: Final = (
-    "jit", "cell", "segments", "blocks", "counts", "profiles", "kernel",
-    "pair_blocks", "pairwise_kernel",
+    "jit", "cell", "segments", "blocks", "counts", "profile_bins", "profiles", "kernel",
+    "pair_fields", "pair_blocks", "pairwise_kernel",
 )  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -43,15 +43,6 @@ from stagescope_service.statistics.profiles import Placement
 
 BLOCK: Final = 512
 
-ROW: Final = (
-    "tokens", "p_sum", "q_sum", "d_sum", "d_abs_sum", "d_abs_max", "over_0", "over_1", "over_2",
-    "over_3", "ratio_0", "ratio_1", "raw_sum", "w_sum", "non_finite",
-    "lag1_n", "lag2_n", "ahead_1", "behind_1", "ahead_2", "behind_2", "weight_sum",
-    "pp_sum", "qq_sum", "pq_sum",
-)  # fmt: skip
-"""Columns of a row's vector, defined as in a cell. `raw_sum` and `w_sum` sum weight - 1, the last
-three sum products."""
-
 _WIDTH: Final = _cell.WIDTH
 _FIRST_MIN: Final = int(AT.D_MIN)
 _FIRST_MAX: Final = int(AT.D_MAX)
@@ -448,7 +439,7 @@ def accumulate(
         rounds, turns, ages: cells, merged into.
         rows: float64 [rows, len(ROW)], added to.
         histograms: uint32 [rounds, 2 * HISTOGRAM_HALF], added to.
-        profile: float64 [profiles.ROWS, profiles.WIDTH], added to.
+        profile: float64 [profile_bins.ROWS, profile_bins.WIDTH], added to.
         worst, worst_ids, bad, bad_ids: the K smallest keys (-|d|, order, position), and those of
             the non-finite tokens, with (token, segment).
         unequal, unequal_ids: the same for tokens whose p and q are finite and differ.

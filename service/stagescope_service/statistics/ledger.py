@@ -80,7 +80,8 @@ class Ledger:
         fresh, other_mask = 0, None
         for index in reversed(range(len(sequences))):
             identity, row = identities[index], rows[index]
-            own = [(a, b) for a, b in (runs[index] + identity.shift).tolist()]
+            stretches = runs[index] + identity.shift
+            own: list[Interval] = [*map(tuple, stretches.tolist())]
             repeated = own
             if not identity.dropped:
                 # Context-parallel parts without an offset all begin at 0.
@@ -91,8 +92,13 @@ class Ledger:
                 if known is not None and known[1] is not own and _overlap(present, own):
                     other_mask = other_mask or (known[0] if known[1] != own else None)
                 else:
-                    repeated = [each for run in own for each in self._add(present, *run)]
-                    fresh += sum(b - a for a, b in own) - sum(b - a for a, b in repeated)
+                    repeated = []
+                    if not present and (stretches[1:, 0] > stretches[:-1, 1]).all():
+                        present += own  # the sample's first row, nearly always
+                    else:
+                        repeated = [each for run in own for each in self._add(present, *run)]
+                    tokens = int((stretches[:, 1] - stretches[:, 0]).sum())
+                    fresh += tokens - sum(b - a for a, b in repeated)
             skips.extend((row, a - identity.shift, b - identity.shift) for a, b in repeated)
         return Claim(tuple(sorted(skips)), fresh, other_mask)
 

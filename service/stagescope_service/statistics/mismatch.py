@@ -21,8 +21,8 @@ from stagescope_service.statistics.cell import (
     Float64,
 )
 from stagescope_service.statistics.checks import ROUNDED_SHARE, held_by_bfloat16
-from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.noise_checks import calibration
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.settings import StatisticsSettings, clamped_exp
 from stagescope_service.statistics.summary import Summary
 

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import MANY, Check, needs_more
-from stagescope_service.statistics.profiles import Bin, Edge
+from stagescope_service.statistics.profile_bins import Bin, Edge
 from stagescope_service.statistics.summary import Sequences
 
 SCALED_CORRELATION: Final = 0.4

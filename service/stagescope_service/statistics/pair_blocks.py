@@ -7,11 +7,9 @@ cell stores.
 
 from __future__ import annotations
 
-import collections
-import enum
 import math
 from collections.abc import Callable
-from typing import Final, TypeVar, cast
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,51 +17,8 @@ import numpy.typing as npt
 from stagescope_service.statistics.blocks import kind_of_non_finite, larger, smaller
 from stagescope_service.statistics.cell import Float32, Float64, Int64
 from stagescope_service.statistics.jit import exact, reduction
+from stagescope_service.statistics.pair_fields import AT, WIDTH
 
-
-class PairField(enum.IntEnum):
-    """Index of each number in a cell. d = x - y. Sums and moments are of finite pairs."""
-
-    PAIRS = 0
-    FINITE = enum.auto()
-    UNEQUAL = enum.auto()
-    """d is not 0, or one side is non-finite and the other is not the same."""
-    OVER = enum.auto()
-    """|d| > atol + rtol * max(|x|, |y|), or non-finite and different."""
-    X_NAN = enum.auto()
-    X_POSINF = enum.auto()
-    X_NEGINF = enum.auto()
-    Y_NAN = enum.auto()
-    Y_POSINF = enum.auto()
-    Y_NEGINF = enum.auto()
-    BOTH_NAN = enum.auto()
-    BOTH_POSINF = enum.auto()
-    BOTH_NEGINF = enum.auto()
-    EXPONENT = enum.auto()
-    """e: sums are divided by 2^e and squares by 2^2e."""
-    D_ABS_SUM = enum.auto()
-    D_SUM = enum.auto()
-    X_SUM = enum.auto()
-    Y_SUM = enum.auto()
-    D_SQUARES = enum.auto()
-    X_M2 = enum.auto()
-    Y_M2 = enum.auto()
-    XY_C = enum.auto()
-    X_MIN = enum.auto()
-    Y_MIN = enum.auto()
-    X_MAX = enum.auto()
-    Y_MAX = enum.auto()
-    D_ABS_MAX = enum.auto()
-    D_ABS_MAX_AT = enum.auto()
-    """Flat coordinate, -1 for none; the lowest of several."""
-    UNEQUAL_AT = enum.auto()
-    OVER_AT = enum.auto()
-
-
-_Index = collections.namedtuple("_Index", PairField.__members__)  # type: ignore[misc]
-AT: Final = cast("type[PairField]", _Index(*map(int, PairField)))
-"""`PairField` as plain ints, for the compiled loops."""
-WIDTH: Final = len(PairField)
 NO_EXPONENT: Final = -100_000.0
 """The exponent of zeros, which fit any scale."""
 _EXPONENT: Final = int(AT.EXPONENT)

@@ -2,7 +2,7 @@
 
 All statistics are float64 of the stored values: bfloat16 and float16 are widened, differences of
 integers are exact. A NaN at the same position on both sides is equal, and so is an infinity of
-the same sign; both are counted.
+the same sign; both are counted. The first call imports the compiled loops.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stagescope_service.statistics.cell import Array, Float64, Int64
-from stagescope_service.statistics.jit import announced
-from stagescope_service.statistics.pair_blocks import AT as _AT
-from stagescope_service.statistics.pair_blocks import WIDTH
-from stagescope_service.statistics.pairwise_kernel import KINDS, ROW, accumulate_pairs, merge_cells
+from stagescope_service.statistics.pair_fields import AT as _AT
+from stagescope_service.statistics.pair_fields import KINDS, ROW, WIDTH
 from stagescope_wire.errors import InvalidTensor
 
 Number = float | int
@@ -68,6 +66,8 @@ class Pairwise:
     @classmethod
     def union(cls, parts: Sequence[Pairwise]) -> Pairwise:
         """Return the summary of all values; the order affects only rounding."""
+        from stagescope_service.statistics.pairwise_kernel import merge_cells
+
         cell = np.empty(WIDTH)
         merge_cells(np.array([part.cell for part in parts]).reshape(-1, WIDTH), cell)
         found = [(-part.max_abs, part.largest) for part in parts if part.largest is not None]
@@ -232,6 +232,8 @@ def compare_values(
     Raises:
         InvalidTensor: an unsupported dtype, or another number of values.
     """
+    from stagescope_service.statistics.pairwise_kernel import accumulate_pairs
+
     x, y = np.ascontiguousarray(x).reshape(-1), np.ascontiguousarray(y).reshape(-1)
     if unknown := next((tag for tag in dtypes if tag not in KINDS), None):
         raise InvalidTensor(f"values of dtype {unknown} cannot be compared", expected=str(KINDS))
@@ -274,6 +276,8 @@ def warm(compiling: Callable[[], None]) -> None:
     Args:
         compiling: called before compilation, which takes about 20 seconds of CPU time.
     """
+    from stagescope_service.statistics.jit import announced
+
     with announced(compiling):
         Pairwise.nothing()
         compare_values(np.zeros(1), np.zeros(1), dtypes=("float64", "float64"))

@@ -16,24 +16,15 @@ from stagescope_service.statistics.blocks import FLOAT32, FLOAT64, copy, larger,
 from stagescope_service.statistics.cell import Array, Float64, Int64, UInt8
 from stagescope_service.statistics.jit import array_type, entry, exact, input_type
 from stagescope_service.statistics.pair_blocks import (
-    AT,
-    WIDTH,
     add_block,
     add_constant,
     add_equal_float32,
     empty,
     merge_into,
 )
+from stagescope_service.statistics.pair_fields import AT, WIDTH
 
 BLOCK: Final = 512
-ROW: Final = ("pairs", "unequal", "over", "d_abs_max", "d_abs_sum", "finite")
-"""Columns of a row's vector; `d_abs_*` are of the pairs that are finite on both sides: `finite`."""
-
-KINDS: Final = (
-    "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool",
-)  # fmt: skip
-"""Dtype tags; a tag's index is its kind in the kernel. The first four are those of `blocks`."""
-
 _FIRST_INTEGER: Final = 4
 _INT64, _INT32, _INT16, _INT8 = 4, 5, 6, 7
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from stagescope_service.statistics.cell import Cell, Field
-from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.summary import Produced, Summary
 from stagescope_wire.schema import ROLES, Part
 

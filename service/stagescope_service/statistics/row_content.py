@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 
 from stagescope_service.statistics.cell import Int64
-from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.part import GroupKey, PartRecord
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.summary import UNKNOWN
 from stagescope_wire.schema import Part
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from stagescope_service.statistics.cell import Bool, Float64, Int64
 from stagescope_service.statistics.checks import CUT_UNRELATED, FITS, UNRELATED, Check, Scope
-from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.summary import Summary
 
 _SAMPLE_TOKENS: Final = 16

@@ -11,13 +11,16 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stagescope_service.rows.ragged import cumulative, row_of_each
-from stagescope_service.statistics import blocks, kernel, profiles, segments
+from stagescope_service.statistics import blocks, kernel, segments
 from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics import profile_bins as profiles
 from stagescope_service.statistics.cell import Array, Float32, Float64, Int64, Mask, UInt8
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.jit import announced
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import (
+    MAX_ENGINES,
     UNKNOWN,
     Sequences,
     Slices,
@@ -39,8 +42,6 @@ _START, _STOP, _ROW, _ROUND, _TURN, _VERSION = range(6)
 
 MAX_ROUNDS: Final = 4096
 """Maximum number of distinct rounds, turns and versions."""
-MAX_ENGINES: Final = 4096
-"""Maximum number of engine instances of a payload; above it, engines are not distinguished."""
 _MARKS: Final = 8
 """Nominal marks on a row's grid: at least half as many for one run, at most twice as many."""
 _MAX_STRETCHES: Final = 1024
@@ -73,7 +74,7 @@ def summarise(
     rounds, turns, ages = (
         Slices(each, cells.empty(len(each))) for each in (keys.rounds, keys.turns, keys.ages)
     )
-    row_values = np.zeros((batch.rows, len(kernel.ROW)))
+    row_values = np.zeros((batch.rows, len(ROW)))
     counts = np.zeros((len(keys.rounds), 2 * kernel.HISTOGRAM_HALF), np.uint32)
     profile = np.zeros((profiles.ROWS, profiles.WIDTH))
     (worst, worst_ids), (bad, bad_ids), (unequal, unequal_ids) = (
@@ -248,7 +249,7 @@ def _by_engine(batch: TokenBatch, rows: Float64) -> dict[str, Float64]:
     index = {name: at for at, name in enumerate(names)}
     sums = np.zeros((len(names), profiles.WIDTH))
     names_of = ("tokens", "non_finite", "d_sum", "d_abs_sum", "pp_sum", "qq_sum", "pq_sum")
-    n, bad, d, size, pp, qq, pq = (rows[:, kernel.ROW.index(name)] for name in names_of)
+    n, bad, d, size, pp, qq, pq = (rows[:, ROW.index(name)] for name in names_of)
     squares = np.maximum(pp + qq - 2.0 * pq, d * d / np.maximum(n, 1.0))  # of small d the bound
     own = np.stack([n, bad, d, size, squares], axis=1)
     np.add.at(sums, [index[name] for name in batch.engines], own)

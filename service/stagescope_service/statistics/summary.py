@@ -25,12 +25,14 @@ import numpy as np
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Bool, Cell, Field, Float32, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
-from stagescope_service.statistics.kernel import ROW
-from stagescope_service.statistics.profiles import Bin, Profiles
+from stagescope_service.statistics.profile_bins import Bin, Profiles
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.policy_versions import differ_in_number, is_numbered, merge_names
 
+MAX_ENGINES: Final = 4096
+"""Maximum number of engine instances of a payload; above it, engines are not distinguished."""
 UNKNOWN: Final = -1
 """An unknown round, turn or token id."""
 Produced = Mapping[tuple[str, str], int]

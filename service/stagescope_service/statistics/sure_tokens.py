@@ -16,7 +16,7 @@ from typing import Final
 
 from stagescope_service.statistics.checks import Check
 from stagescope_service.statistics.noise_checks import CUT_ONE_SIDED, SCALED_SIZE, slope_text
-from stagescope_service.statistics.profiles import CHANCES, Bin
+from stagescope_service.statistics.profile_bins import CHANCES, Bin
 from stagescope_service.statistics.summary import Summary
 
 FEW: Final = 8

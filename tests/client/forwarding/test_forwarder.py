@@ -18,8 +18,7 @@ from tests.support.runs.forwarded import K3, PAGE, RUN, Board, Collector, Traini
 from tests.support.stores import eventually
 
 from stagescope import Session
-from stagescope.forwarding import forwarder, records
-from stagescope.forwarding.forwarder import PREFIX
+from stagescope.forwarding import PREFIX, forwarder, records
 from stagescope_wire.errors import (
     Conflict,
     InvalidInput,

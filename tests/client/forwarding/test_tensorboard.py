@@ -11,7 +11,7 @@ from tests.support.measure import payload
 from tests.support.runs.forwarded import K3, LOG_PROB, PAGE, RUN, Board, Training, handed, published
 
 from stagescope import Session
-from stagescope.forwarding.forwarder import PREFIX
+from stagescope.forwarding import PREFIX
 
 # Clients of others: what they warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -16,7 +16,7 @@ from tests.support.runs.forwarded import K3, PAGE, RUN, Training, published
 from tests.support.stores import eventually
 
 from stagescope import Session
-from stagescope.forwarding.forwarder import PREFIX
+from stagescope.forwarding import PREFIX
 
 # Clients of others: what they warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("default")

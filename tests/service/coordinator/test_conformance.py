@@ -20,7 +20,7 @@ from tests.support.stores import evidence_of
 
 from stagescope_service.statistics import Field, StepSummary, Summary, publish, summarise
 from stagescope_service.statistics import cell as cells
-from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.store.tables.measurements import SummaryRow
 
 RUN = "moe"

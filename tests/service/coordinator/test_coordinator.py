@@ -20,8 +20,8 @@ from tests.support.local import coordinator_of
 from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope_service.coordinator import draining
+from stagescope_service.coordinator.answers import Drained
 from stagescope_service.coordinator.coordinator import Coordinator
-from stagescope_service.coordinator.draining import Drained
 from stagescope_service.coordinator.raw_fields import FIELDS, OWN_FIELDS, PAGE, call_name
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.coordinator.runner import Clock

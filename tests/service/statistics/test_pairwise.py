@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagescope_service.statistics.pair_blocks import PairField
+from stagescope_service.statistics.pair_fields import KINDS, PairField
 from stagescope_service.statistics.pairwise import ElementLocation, Pairwise, compare_values, warm
-from stagescope_service.statistics.pairwise_kernel import BLOCK, KINDS
+from stagescope_service.statistics.pairwise_kernel import BLOCK
 from stagescope_wire.errors import InvalidTensor
 
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)

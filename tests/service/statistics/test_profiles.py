@@ -15,7 +15,7 @@ from tests.support.batches import batch_of, random_streams
 
 from stagescope_service.statistics import Summary, summarise
 from stagescope_service.statistics.codec import flatten, restore
-from stagescope_service.statistics.profiles import (
+from stagescope_service.statistics.profile_bins import (
     CHANCES,
     COARSEST,
     DIMENSIONS,

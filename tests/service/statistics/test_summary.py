@@ -24,7 +24,7 @@ from stagescope_service.statistics import (
 )
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
-from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.names import unit_of_metric
 

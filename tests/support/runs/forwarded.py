@@ -14,8 +14,7 @@ from tests.support.api import Rank, Service
 from tests.support.measure import Handed, payload
 
 from stagescope import Session
-from stagescope.forwarding import forwarder
-from stagescope.forwarding.forwarder import PREFIX
+from stagescope.forwarding import PREFIX, forwarder
 
 RUN: Final = "forwarded"
 LOG_PROB: Final = "actor_compute_log_prob"

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from stagescope_wire import render
-from stagescope_wire.batch.file import atomic_file
+from stagescope_wire.atomic_file import atomic_file
 from stagescope_wire.engines import EngineInfo, Sampling
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.names import BISECT

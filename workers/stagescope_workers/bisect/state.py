@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from stagescope_wire import tensorfile
-from stagescope_wire.batch.file import atomic_file
+from stagescope_wire.atomic_file import atomic_file
 from stagescope_wire.errors import InvalidTensor, StoreError
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_workers.bisect.arms import NAMES, Scores

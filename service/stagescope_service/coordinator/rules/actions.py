@@ -6,15 +6,13 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Final
+from typing import Final
 
-from pydantic import Field
-
+from stagescope_service.coordinator.answers import WebhookTest
 from stagescope_service.coordinator.rules.firings import DueFiring, example_firing, message_of
 from stagescope_service.coordinator.rules.webhooks import Webhooks
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
-from stagescope_service.fields import Attempt, Row, Run, Step, one_of
 from stagescope_service.rules.budget import ORDERED_BY, Budget, spent
 from stagescope_service.rules.document import Rule, Rules
 from stagescope_service.rules.webhooks import Webhook
@@ -63,33 +61,6 @@ def gone_of(rows: Sequence[ArtifactRow], held: int) -> int:
     """
     deleted = sum(row["deleted_wall"] is not None for row in rows)
     return max(deleted, len(rows) - held)
-
-
-class WebhookTest(Row):
-    """The result of a test message to a rule's webhook."""
-
-    rule: str
-    """Name of the rule."""
-    host: str
-    """Host of the webhook."""
-    format: Annotated[str, one_of("json", "slack", "feishu", "dingtalk", "wecom")]
-    """Format of the message."""
-    delivered: bool
-    """Whether the other side accepted it."""
-    answer: Annotated[str, Field(examples=["200, code 0: success", "404 no_service"])]
-    """The other side's answer; empty: none."""
-    reason: str
-    """Why the message did not arrive; empty: it did."""
-    run: Run | None
-    """Run of the firing that the message tells; null: it tells a made-up one, since the rule has
-    not fired yet."""
-    attempt: Attempt | None
-    """Its attempt; null: a made-up firing."""
-    step: Step | None
-    """Its step; null: a made-up firing."""
-    link: str | None
-    """The link in the message: to the step's page, or to the page; null: the address of the page
-    is unknown."""
 
 
 PinStep = Callable[[int, int], Awaitable[PinAnswer]]

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Final
 
 from stagescope_service.background import BackgroundTasks
+from stagescope_service.coordinator.answers import WebhookTest
 from stagescope_service.coordinator.retries import retried
-from stagescope_service.coordinator.rules.actions import TriggerActions, WebhookTest
+from stagescope_service.coordinator.rules.actions import TriggerActions
 from stagescope_service.coordinator.rules.firings import (
     DueFiring,
     FiringKey,

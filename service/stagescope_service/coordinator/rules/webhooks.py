@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
-import httpx
-
 from stagescope_service.rules.messages import FiringMessage, one_line, request_of, shortened
 from stagescope_service.rules.webhooks import Webhook
+from stagescope_wire.discovery import load_httpx
 from stagescope_wire.proxies import unused_variable
+
+load_httpx()
+import httpx  # noqa: E402 - without its command line, which imports rich
 
 SECONDS: Final = 10.0
 """Time limit of one try, from the connection to the end of the reading of the answer."""

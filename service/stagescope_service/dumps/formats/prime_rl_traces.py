@@ -26,8 +26,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, cast
 
-import pyarrow as pa
-
 from stagescope_service.dumps.formats.columns import Columns
 from stagescope_service.dumps.formats.content import MAX_LINE_BYTES, JsonLine, parse_line
 from stagescope_service.dumps.formats.json_lines import lines_problem
@@ -236,6 +234,8 @@ def _chunks(directory: Path, name: str) -> list[Path]:
 
 
 def _open(path: Path) -> BinaryIO:
+    import pyarrow as pa  # only where such a file is read
+
     compression = "zstd" if path.suffix == ".zst" else None
     return cast(BinaryIO, io.BufferedReader(pa.input_stream(path, compression=compression)))
 

@@ -1,4 +1,7 @@
-"""Queries on an operator table; only the row groups and columns that they need are read."""
+"""Queries on an operator table; only the row groups and columns that they need are read.
+
+pyarrow is imported where a table is read: most services never read one.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from stagescope_service.dumps.msprobe.operator_table import SCHEMA, STACKS_KEY, SUMMARY_KEY
 from stagescope_wire.errors import InvalidInput, NotFound, StoreError
 from stagescope_wire.nonfinite import Json
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.compute as pc
 
 MAX_ROWS: Final = 10_000
 """Rows of one page."""
@@ -86,6 +89,10 @@ def read_operators(
         NotFound: there is no such file.
         StoreError: it is not an operator table.
     """
+    import pyarrow as pa
+
+    from stagescope_service.dumps.msprobe.operator_table import SCHEMA
+
     if not 0 <= limit <= MAX_ROWS or offset < 0:
         raise InvalidInput(
             f"offset {offset} and limit {limit}", expected=f"from 0, a limit up to {MAX_ROWS}"
@@ -125,6 +132,10 @@ def load_columns(path: Path, columns: Sequence[str]) -> dict[str, Json]:
     Raises:
         InvalidInput, NotFound, StoreError: see `read_operators`.
     """
+    import pyarrow as pa
+
+    from stagescope_service.dumps.msprobe.operator_table import SCHEMA
+
     wanted = _check_columns(columns)
     schema = pa.schema([_encoded_field(SCHEMA.field(name)) for name in wanted])
     batches = [_encode(batch, schema) for batch in _batches(path, None, wanted)]
@@ -161,10 +172,14 @@ def read_stacks(path: Path) -> dict[str, list[str]]:
     Raises:
         NotFound, StoreError: see `read_operators`.
     """
+    from stagescope_service.dumps.msprobe.operator_table import STACKS_KEY
+
     return _metadata(path, STACKS_KEY)
 
 
 def _metadata(path: Path, key: bytes) -> dict[str, Json]:
+    import pyarrow.parquet as pq
+
     with _table_errors(path):
         metadata = pq.read_metadata(path).metadata or {}
         if key not in metadata:
@@ -177,6 +192,8 @@ def _batches(
     path: Path, where: OperatorFilter | None, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
     import pyarrow.dataset as ds  # imports pandas: half a second of every process's start
+
+    from stagescope_service.dumps.msprobe.operator_table import SCHEMA, SUMMARY_KEY
 
     with _table_errors(path):
         _metadata(path, SUMMARY_KEY)  # the missing columns of a foreign file would all be null
@@ -193,6 +210,8 @@ def _batches(
 
 
 def _expression(where: OperatorFilter) -> pc.Expression | None:
+    import pyarrow.compute as pc
+
     parts = [
         pc.field(name) == value
         for name in ("kind", "direction", "section", "dtype")
@@ -210,6 +229,8 @@ def _expression(where: OperatorFilter) -> pc.Expression | None:
 
 
 def _name_matches(pattern: str) -> pc.Expression:
+    import pyarrow.compute as pc
+
     if not {"*", "?"} & set(pattern):
         return pc.match_substring(pc.field("name"), pattern)  # pyright: ignore[reportAttributeAccessIssue]
     wildcards = {"*": ".*", "?": "."}
@@ -220,6 +241,8 @@ def _name_matches(pattern: str) -> pc.Expression:
 
 
 def _check_columns(columns: Sequence[str] | None) -> list[str]:
+    from stagescope_service.dumps.msprobe.operator_table import SCHEMA
+
     wanted = list(SCHEMA.names if columns is None else columns)
     unknown = [name for name in wanted if name not in SCHEMA.names]
     if unknown or not wanted:
@@ -228,12 +251,16 @@ def _check_columns(columns: Sequence[str] | None) -> list[str]:
 
 
 def _encoded_field(field: pa.Field) -> pa.Field:
+    import pyarrow as pa
+
     if not pa.types.is_string(field.type) and not pa.types.is_list(field.type):
         return field
     return pa.field(field.name, pa.dictionary(pa.int32(), pa.string()))
 
 
 def _encode(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    import pyarrow as pa
+
     columns = []
     for column, field in zip(batch.columns, schema, strict=True):
         if pa.types.is_list(column.type):
@@ -245,6 +272,8 @@ def _encode(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _coded(column: Any) -> CodedText:
+    import pyarrow as pa
+
     if isinstance(column, pa.ChunkedArray):  # no row at all
         return CodedText(np.empty(0, np.int32), [])
     codes = column.indices.fill_null(-1).to_numpy(zero_copy_only=False)
@@ -253,6 +282,8 @@ def _coded(column: Any) -> CodedText:
 
 @contextlib.contextmanager
 def _table_errors(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
     try:
         yield
     except FileNotFoundError as error:

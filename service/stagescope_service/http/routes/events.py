@@ -8,8 +8,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request
 
-from stagescope_service.coordinator.answers import News, RecordedBatch
-from stagescope_service.coordinator.draining import Drained
+from stagescope_service.coordinator.answers import Drained, News, RecordedBatch
 from stagescope_service.http import framing
 from stagescope_service.http.parameters import Deps
 from stagescope_service.http.problems import check_ready

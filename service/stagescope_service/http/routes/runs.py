@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from stagescope_service.coordinator.deletion import Deleted
+from stagescope_service.coordinator.answers import Deleted
 from stagescope_service.http.auth import caller_of
 from stagescope_service.http.parameters import AttemptNumber, ChosenRuns, Deps, Run, RunPath
 from stagescope_service.http.problems import check_ready

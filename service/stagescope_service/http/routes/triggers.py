@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 
-from stagescope_service.coordinator.rules.actions import WebhookTest
+from stagescope_service.coordinator.answers import WebhookTest
 from stagescope_service.http.auth import caller_of
 from stagescope_service.http.parameters import Deps, Run
 from stagescope_service.http.problems import check_ready

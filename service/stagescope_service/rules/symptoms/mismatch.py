@@ -24,7 +24,7 @@ from stagescope_service.rules.history import READ, RunHistory
 from stagescope_service.rules.symptoms.ages import is_of_old
 from stagescope_service.rules.symptoms.slices import CARRIED, FEW, Mean, Slices, means_by
 from stagescope_service.statistics.cell import Field, Float64
-from stagescope_service.statistics.profiles import add_bins
+from stagescope_service.statistics.profile_bins import add_bins
 from stagescope_service.statistics.step_metrics import SliceKey
 
 _OVER_NEXT: Final = 1.5

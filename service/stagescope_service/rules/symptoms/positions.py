@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from stagescope_service.rules.evidence import Count, Evidence, not_found, not_measured, short
 from stagescope_service.rules.history import READ, RunHistory
 from stagescope_service.statistics.noise_checks import few_carry
-from stagescope_service.statistics.profiles import UNKNOWN, Bin, add_bins
+from stagescope_service.statistics.profile_bins import UNKNOWN, Bin, add_bins
 from stagescope_service.statistics.summary import Summary
 
 _TOKENS: Final = 128

@@ -26,7 +26,7 @@ from stagescope_service.rules.steps import CurrentStep
 from stagescope_service.statistics.cell import Field
 from stagescope_service.statistics.checks import ROUNDED_SHARE, Check, held_by_bfloat16
 from stagescope_service.statistics.noise_checks import few_carry
-from stagescope_service.statistics.profiles import (
+from stagescope_service.statistics.profile_bins import (
     COARSEST,
     FINER,
     NOT_FINITE,

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.fingerprints import (
@@ -34,6 +34,7 @@ from stagescope_wire.schema import read_target
 
 SIDE_PATTERN: Final = r"^(?!\.{1,2}([@:]|$))[A-Za-z0-9._-]{1,100}(@[0-9]{1,9})?(:[0-9]{1,18})?$"
 
+_Key: TypeAlias = tuple[str, ...]
 _PAYLOADS: Final = 10_000
 """Payloads of a side that are searched for attributes of their streams."""
 
@@ -56,32 +57,40 @@ async def compare_sides(deps: Dependencies, body: ComparisonRequest) -> _Compare
     Raises:
         NotReady: it takes longer than a request waits.
     """
-    began, future = await asyncio.to_thread(_start, deps, body)
+    key, began, future = await asyncio.to_thread(_start, deps, body)
     if not await wait_for(future):
+        done, planned = deps.comparing.get(key, (0, 0))
+        pieces = f", and {done} of {planned} pieces are done" if planned else ""
         raise NotReady(
-            f"they have been compared for {time.monotonic() - began:.0f} s",
+            f"they have been compared for {time.monotonic() - began:.0f} s{pieces}",
             advice="ask the same again in a moment",
         )
     return future.result()
 
 
-def _start(deps: Dependencies, body: ComparisonRequest) -> tuple[float, Future[_Compared]]:
+def _start(deps: Dependencies, body: ComparisonRequest) -> tuple[_Key, float, Future[_Compared]]:
     texts = body.tolerances or []
     tolerances = Tolerances.parse(texts)
     sides = find_sides(deps, [side for side in (body.a, body.b, body.c) if side is not None])
     # The key changes when a step grows or a file goes.
-    key = ("comparison", *(side.version() for side in sides), *texts)
-    return deps.long_computations.start_once(key, _compared, deps, sides, tolerances)
+    key: _Key = ("comparison", *(side.version() for side in sides), *texts)
+    return key, *deps.long_computations.start_once(key, _compared, deps, key, sides, tolerances)
 
 
 def _compared(
-    deps: Dependencies, sides: Sequence[ComparedSide], tolerances: Tolerances
+    deps: Dependencies, key: _Key, sides: Sequence[ComparedSide], tolerances: Tolerances
 ) -> _Compared:
+    def note(done: int, planned: int) -> None:
+        deps.comparing[key] = done, planned
+
     root = deps.settings.data_path / "copies"
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root) as copies:
-        dumps = [open_side(deps, side, Path(copies)) for side in sides]
-        comparison = compare(dumps, tolerances=tolerances)
+    try:
+        with tempfile.TemporaryDirectory(dir=root) as copies:
+            dumps = [open_side(deps, side, Path(copies)) for side in sides]
+            comparison = compare(dumps, tolerances=tolerances, progress=note)
+    finally:
+        deps.comparing.pop(key, None)
     of_runs = [side for side in sides if side.target is not None]
     targets = [side.target for side in sides if side.target is not None]
     if len(targets) < 2:

@@ -26,7 +26,7 @@ from stagescope_service.views.encoding import JsonObject
 class Model(BaseModel):
     """An object of an answer, with no other fields than these."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra=describe)
+    model_config = ConfigDict(extra="forbid", json_schema_extra=describe, defer_build=True)
 
 
 ABSENT: Final[Any] = None
@@ -135,7 +135,7 @@ class StepHeading(AttemptHeading):
 class Page(BaseModel, Generic[T]):
     """A page of a list; an answer is a `Model` as well."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra=describe)
+    model_config = ConfigDict(extra="forbid", json_schema_extra=describe, defer_build=True)
 
     rows: list[T]
     """The rows of this page, in the list's order."""

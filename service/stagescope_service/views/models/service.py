@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from typing_extensions import NotRequired
 
-from stagescope_service.coordinator.load import LoadStatus
+from stagescope_service.coordinator.answers import LoadStatus
 from stagescope_service.fields import NodeId, Rank, Role, RoleRank, Row, Run, Step, Wall, one_of
 from stagescope_service.store.tables import AuditEntry, RegisteredEngine
 from stagescope_service.store.tables.measurements import RecordedBy, WeightVersion

@@ -242,6 +242,8 @@ class Dependencies:
     """attempt_id -> its last closed step, and the sparkline up to it."""
     engine_health: EngineHealth
     counts: Counts
+    comparing: dict[tuple[str, ...], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """Key of a running comparison -> pieces that are done, pieces that are planned so far."""
 
     @classmethod
     def build(

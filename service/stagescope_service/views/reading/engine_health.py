@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import httpx
-
 from stagescope_service.views.encoding import JsonObject
 from stagescope_wire import proxies
+from stagescope_wire.discovery import load_httpx
 from stagescope_wire.engines.registry import HEALTH_PATH
 from stagescope_wire.errors import InvalidInput
+
+load_httpx()
+import httpx  # noqa: E402 - without its command line, which imports rich
 
 DEADLINE_SECONDS: Final = 2.0
 """Seconds for one engine's answer; engines are checked concurrently."""

@@ -16,8 +16,8 @@ import numpy as np
 from stagescope_service.dumps.joining.join import Selection
 from stagescope_service.statistics import loss_fate
 from stagescope_service.statistics.cell import Bool
-from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.loss_fate import NAMES, Fate, Int8, LossTokens
+from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.summary import Sequences
 from stagescope_service.store.parts import incarnation_of
 from stagescope_service.views.encoding import JsonObject

@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal, TypedDict
 
 from stagescope_service.statistics.cell import Cell, Field
-from stagescope_service.statistics.comparability import Comparability, examine_cell
+from stagescope_service.statistics.comparability import (
+    Comparability,
+    examine_cell,
+    examine_cells,
+)
 from stagescope_service.statistics.mismatch import non_finite, publish_cell
 from stagescope_service.statistics.noise_checks import calibration
 from stagescope_service.statistics.step_metrics import VERSION
@@ -335,7 +339,11 @@ def slice_rows(
         "staleness": summary.staleness,
     }[by]
     shown = slices.items()[first : first + most]
-    return [{by: key, **cell_row(cell, summary, step)} for key, cell in shown]
+    own = examine_cells([cell for _, cell in shown], summary, summary.produced)
+    return [
+        {by: key, **cell_row(cell, summary, step, checked)}
+        for (key, cell), checked in zip(shown, own, strict=True)
+    ]
 
 
 def rank_rows(

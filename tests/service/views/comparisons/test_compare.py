@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from tests.support.step_dumps import WholeStep
 
 import stagescope
 from stagescope.comparison_report import ComparisonReport
+from stagescope_service.compare.comparison import compare
+from stagescope_service.views.comparisons import comparing
+from stagescope_service.views.reading import dependencies
 from stagescope_wire.errors import Forbidden, InvalidInput, NotFound
 from stagescope_wire.keep import SECTIONS
 
@@ -290,3 +294,25 @@ def test_an_attempt_that_ended_inside_the_step_is_not_the_same(
     assert "killed@1:5" in cause["title"]
     assert "attempt 1 ended inside step 5 (its processes fell silent)" in cause["evidence"]
     assert "not finished: actor_update" in cause["evidence"]
+
+
+def test_a_comparison_says_how_far_it_is(running: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it lasts each answer counts its pieces, for the terminal; then it is the result."""
+    goes_on, said = threading.Event(), list[str]()
+
+    def slow(sides: Any, *, progress: Any, **options: Any) -> Any:
+        progress(3, 8)
+        goes_on.wait(60)
+        return compare(sides, progress=progress, **options)
+
+    def note(text: str) -> None:
+        said.append(text)
+        goes_on.set()
+
+    monkeypatch.setattr(dependencies, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(comparing, "compare", slow)
+    with running.session() as session:
+        report = session.compare("one:5", "split:6", on_wait=note)
+    assert re.fullmatch(r"they have been compared for \d+ s, and 3 of 8 pieces are done", said[0])
+    assert report["verdict"] == "same"
+    assert not running.app.state.deps.comparing
