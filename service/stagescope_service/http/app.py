@@ -162,7 +162,7 @@ def prepare(app: FastAPI) -> None:
         target = deps.finder.step(None, None, None)
         deps.catalogue.runs(limit=1, name=target.run)
         overview.answer(deps, target.run, CurveRequest())
-        start_diagnosis(deps, target.run, None, None).result()
+        start_diagnosis(deps, target.run, None, None)[1].result()
     gc.collect()
     gc.freeze()
 

@@ -20,7 +20,7 @@ import anyio
 from fastapi import Depends, Query, Request
 from fastapi._compat import ModelField
 from fastapi.dependencies.models import Dependant
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
@@ -43,6 +43,11 @@ class Answer(JSONResponse):
     def render(self, content: object) -> bytes:
         """Return the body."""
         return encode(content)
+
+
+def as_json(body: bytes) -> Response:
+    """Return a body that is JSON already as an answer."""
+    return Response(body, media_type="application/json")
 
 
 # --- bodies ---------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.kept import payload_artifacts
+from stagescope_service.views.reading.answers import Key
 from stagescope_service.views.reading.changes import change_key
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.target import Target
@@ -69,15 +70,15 @@ Found: TypeAlias = tuple[JsonObject, list[JsonObject]]
 
 def start_diagnosis(
     deps: Dependencies, run: str, attempt: int | None, step: int | None
-) -> Future[Found]:
-    """Start a diagnosis, or return the one of the run as it is.
+) -> tuple[Key, Future[Found]]:
+    """Start a diagnosis, or return the one of the run as it is, and the key of its answer.
 
     Raises:
         NotFound: no such run.
         NotReady: too many computations are running.
     """
     key = change_key(deps, "diagnosis", run, (attempt, step))
-    return deps.computations.start_once(key, diagnosis_of, deps, run, attempt, step)[1]
+    return key, deps.computations.start_once(key, diagnosis_of, deps, run, attempt, step)[1]
 
 
 def diagnosis_of(deps: Dependencies, run: str, attempt: int | None, step: int | None) -> Found:

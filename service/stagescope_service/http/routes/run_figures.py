@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from stagescope_service.figures import canary, compared_runs, heatmaps, offenders, overview
 from stagescope_service.figures.run_curves import CurveRequest
 from stagescope_service.http.parameters import AttemptQueryOf, ChosenRuns, Deps, Metrics, WindowOf
-from stagescope_service.http.requests import Answer, is_repeatable, query_fields
+from stagescope_service.http.requests import Answer, as_json, is_repeatable, query_fields
 from stagescope_service.http.routes import compared_figures, figures
 from stagescope_service.http.routes.figures import FigureAnswer
 from stagescope_service.views.encoding import JsonObject
@@ -47,7 +47,7 @@ def overview_figure(
     """
     check_window(window)
     request = CurveRequest(tuple(metric or ()), chosen.attempt, window, superseded, smooth)
-    return Response(overview.answer(deps, chosen.run, request), media_type="application/json")
+    return as_json(overview.answer(deps, chosen.run, request))
 
 
 @router.get("/figures/runs", response_model=models.Figure)

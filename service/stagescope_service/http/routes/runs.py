@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from stagescope_service.coordinator.answers import Deleted
 from stagescope_service.http.auth import caller_of
 from stagescope_service.http.parameters import AttemptNumber, ChosenRuns, Deps, Run, RunPath
 from stagescope_service.http.problems import check_ready
-from stagescope_service.http.requests import Answer, PageOf, read_json
+from stagescope_service.http.requests import Answer, PageOf, as_json, read_json
 from stagescope_service.store.queries.overview import RunRow
 from stagescope_service.views import run_list
 from stagescope_service.views import runs as view
 from stagescope_service.views.diagnosis import start_diagnosis
+from stagescope_service.views.encoding import encode
 from stagescope_service.views.models import runs as models
 from stagescope_service.views.models.bodies import MAX_WAIT, RunChange
 from stagescope_service.views.models.diagnosis import Diagnosis
+from stagescope_service.views.reading.changes import change_key
 from stagescope_service.views.reading.rows import run_row
 from stagescope_service.views.steps.worst import worst as worst_of
 from stagescope_wire.errors import InvalidInput, NotFound
@@ -128,12 +130,13 @@ def numbers(deps: Deps, page: PageOf, run: RunPath) -> Answer:
 
 
 @router.get("/runs/{run:path}/worst", response_model=models.Worst)
-def worst(deps: Deps, run: RunPath) -> Answer:
+def worst(deps: Deps, run: RunPath) -> Response:
     """Name the step with the largest mean |d| of a run, and its token with the largest |d|.
 
     Steps that a later attempt repeats do not count.
     """
-    return Answer(worst_of(deps, run))
+    key = change_key(deps, "worst", run, ())
+    return as_json(deps.answers.of(key, lambda: encode(worst_of(deps, run))))
 
 
 @router.get("/exact", response_model=models.Exact)
@@ -163,7 +166,7 @@ async def diagnosis(
         int | None,
         Query(ge=0, lt=STEP_BOUND, description="Look at the steps up to this one alone."),
     ] = None,
-) -> Answer:
+) -> Response:
     """Compare the rulebook with the newest 2000 steps of a run: what is sick, and how sure that is.
 
     Each row is a symptom: `found`, `not found` or `not measured`. It has the evidence for and
@@ -176,7 +179,8 @@ async def diagnosis(
     parts of the mismatch are in `mismatch`. While the run's steps, findings and lost data stay, the
     answer is computed once a minute.
     """
-    future = await asyncio.to_thread(start_diagnosis, deps, run, attempt, step)
+    key, future = await asyncio.to_thread(start_diagnosis, deps, run, attempt, step)
     # Others may wait for the same computation: a client that leaves does not cancel it.
     found, rows = await asyncio.shield(asyncio.wrap_future(future))
-    return Answer({**found, **page.cut(rows)})
+    cut = (*key, repr(page))
+    return as_json(deps.answers.of(cut, lambda: encode({**found, **page.cut(rows)})))

@@ -28,6 +28,7 @@ _NEWEST_ATTEMPTS: Final = 8
 _MAX_STEPS: Final = 64
 """Newest steps of an attempt that are read; earlier ones hardly ever change."""
 _MAX_FINDINGS: Final = 64
+_MARKED_ATTEMPTS: Final = 3
 _MAX_CAPTURES: Final = 64
 
 
@@ -72,27 +73,31 @@ class ChangeQueries(Reader):
     def change_mark(self, attempt_ids: Sequence[int]) -> str:
         """Return a text that changes when steps, findings, losses, dumps or canaries do.
 
-        Late scalars and samples of closed steps, and files that are dropped, leave it as it is.
+        Only the newest rows are read, so that it costs as much after 100 000 steps. What changes
+        only earlier ones leaves it as it is, and so do late scalars and samples of closed steps,
+        and files that are dropped.
+
+        Args:
+            attempt_ids: of these, the newest `_MARKED_ATTEMPTS` are looked at for their steps and
+                findings.
         """
         ids = [*attempt_ids]
-        step, summary = steps.c, step_metrics.c
-        finding, loss, canary, dump = findings.c, losses.c, canary_verdicts.c, dumps.c
-        count, newest = sa.func.count, sa.func.max
-        partial = sa.func.sum(sa.case((step.completeness == "partial", 1)))
-        queries = [
-            sa.select(count(), count(step.closed_wall), newest(step.closed_wall), partial).where(
-                step.attempt_id.in_(ids)
-            ),
-            sa.select(count(), newest(summary.summary_wall)).where(summary.attempt_id.in_(ids)),
-            sa.select(count(), count(finding.over_wall), newest(finding.first_wall)).where(
-                finding.attempt_id.in_(ids)
-            ),
+        count, newest, total = sa.func.count, sa.func.max, sa.func.sum
+        loss, dump, canary = losses.c, dumps.c, canary_verdicts.c
+        queries: list[Query] = [
             sa.select(count(), count(loss.step)).where(loss.attempt_id.in_(ids)),
             sa.select(count(), newest(dump.wall)).where(dump.attempt_id.in_(ids)),
-            sa.select(newest(canary.wall), sa.func.sum(canary.records)).where(
-                canary.attempt_id.in_(ids)
-            ),
+            sa.select(newest(canary.wall), total(canary.records)).where(canary.attempt_id.in_(ids)),
         ]
+        for attempt_id in sorted(ids)[-_MARKED_ATTEMPTS:]:
+            step = _steps(attempt_id).subquery().c
+            finding = _findings(attempt_id).subquery().c
+            partial = total(sa.case((step.completeness == "partial", 1)))
+            walls = (newest(step.closed_wall), newest(step.summary_wall))
+            queries += [
+                sa.select(newest(step.step), count(step.closed_wall), *walls, partial),
+                sa.select(count(), count(finding.over_wall), newest(finding.last_wall)),
+            ]
         with self._reading() as connection:
             return repr([tuple(connection.execute(query).one()) for query in queries])
 
