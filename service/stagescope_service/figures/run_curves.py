@@ -103,11 +103,11 @@ class CurveReader:
         self.run = run
         self.states: dict[Place, bool] = {}
         """Step -> whether a later attempt did it again; ascending by step."""
-        self._closed: dict[Place, bool] = {}
-        """Step -> whether it is closed; ascending by step."""
+        self._closed: dict[Place, float | None] = {}
+        """Step -> when it closed; ascending by step."""
         seen: set[int] = set()
         for state in reversed(deps.catalogue.step_states(ids, **window)):
-            self._closed[state.attempt_id, state.step] = state.closed
+            self._closed[state.attempt_id, state.step] = state.closed_wall
             by = state.superseded_by or lineage.repeated_by(state.attempt_id, state.step)
             again = state.step in seen or by is not None
             seen.add(state.step)

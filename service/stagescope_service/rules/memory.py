@@ -28,6 +28,7 @@ from stagescope_wire.nonfinite import number
 LATE: Final = 32
 """Newest steps whose scalars and samples may still arrive."""
 MAX_AGE: Final = 600.0
+"""Seconds after which late scalars and samples of earlier steps count, too."""
 _RUNS: Final = 4
 """Runs that are remembered, those that were asked for last."""
 _ROWS: Final = 20_000
@@ -68,10 +69,9 @@ class Remembered(Generic[K, V]):
 
     def _wanted(self, marks: Mapping[K, Hashable]) -> Iterator[K]:
         """Yield the keys that must be read."""
-        missing = (None, None)
         known = self._known
         for key, mark in marks.items():
-            if known.get(key, missing)[0] != mark:
+            if key not in known or known[key][0] != mark:
                 yield key
 
 
@@ -144,7 +144,11 @@ class RunMemory:
         self._scalars: dict[str, LateRows[list[StageMean]]] = defaultdict(LateRows)
 
     def scalar(
-        self, catalogue: Catalogue, ids: Sequence[int], name: str, closed: Mapping[StepKey, bool]
+        self,
+        catalogue: Catalogue,
+        ids: Sequence[int],
+        name: str,
+        closed: Mapping[StepKey, float | None],
     ) -> dict[StepKey, list[StageMean]]:
         """Return the means of a scalar in the steps that have it.
 
@@ -152,7 +156,7 @@ class RunMemory:
             catalogue: the reading side of the store.
             ids: of the attempts.
             name: of the scalar.
-            closed: whether each of the steps is closed; ascending by step.
+            closed: when each of the steps closed; ascending by step.
         """
 
         def read(keys: Sequence[StepKey]) -> Mapping[StepKey, list[StageMean]]:

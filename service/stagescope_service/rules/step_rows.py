@@ -90,9 +90,10 @@ class StepRows:
         return [(row["attempt_id"], row["step"]) for row in self.rows]
 
     @cached_property
-    def closed(self) -> Mapping[StepKey, bool]:
-        """True for each."""
-        return dict.fromkeys(self.keys, True)
+    def closed(self) -> Mapping[StepKey, float | None]:
+        """When each closed, in Unix seconds."""
+        walls = (row["closed_wall"] for row in self.rows)
+        return dict(zip(self.keys, walls, strict=True))
 
     # --- numbers --------------------------------------------------------------------------------
     def series(self, name: str, values: Mapping[StepKey, float]) -> Series:

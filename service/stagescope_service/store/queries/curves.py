@@ -26,7 +26,7 @@ class CurveStep(NamedTuple):
 
     attempt_id: int
     step: int
-    closed: bool
+    closed_wall: float | None
     completeness: str | None
     superseded_by: int | None
 
@@ -71,17 +71,13 @@ class CurveQueries(Reader):
     ) -> list[CurveStep]:
         """Return the steps of attempts, or the newest `limit`, ascending by step and attempt."""
         table = TABLES["steps"].c
-        names = ("attempt_id", "step", "completeness", "superseded_by")
         query = (
-            sa.select(*(table[name] for name in names), table.closed_wall.is_not(None))
+            sa.select(*(table[name] for name in CurveStep._fields))
             .where(*in_window("steps", attempts, **window))
             .order_by(table.step.desc(), table.attempt_id.desc())
             .limit(limit)
         )
-        return [
-            CurveStep(attempt_id, step, bool(closed), completeness, superseded_by)
-            for attempt_id, step, completeness, superseded_by, closed in self._tuples(query)[::-1]
-        ]
+        return [CurveStep(*row) for row in self._tuples(query)[::-1]]
 
     def stored_numbers(
         self,
