@@ -31,7 +31,7 @@ Metrics = dict[str, float]
 
 _PREFIX: Final = "training/rollout_probs_diff"
 _PEARSON: Final = "training/rollout_actor_probs_pearson_corr"
-_BLOCK: Final = 1 << 17
+_BLOCK: Final = 1 << 18
 """Tokens of a block."""
 _SHORT: Final = 256
 """Mean tokens of a run below which a selection by token is faster than one by slices."""
