@@ -243,6 +243,15 @@ def per_round(difference: list[list[float]], mask: list[list[float]]) -> dict[st
     return _calculate_per_round_metrics(train, torch.zeros_like(train), torch.tensor(mask))
 
 
+def test_a_mask_of_other_integers_counts_them_as_verl_does() -> None:
+    batch = tensors()
+    batch["response_mask"] = -batch["response_mask"].long()
+    found = calculate_debug_metrics(batch)
+    for name, value in by_verl(batch).items():
+        assert found[name] == pytest.approx(value, rel=1e-9)
+    assert found["per_round/total_rounds"] == 0
+
+
 def test_per_round_is_weighted_by_token() -> None:
     found = per_round([[1, 1, 1, 9, 2], [5, 9, 9, 9, 9]], [[1, 1, 1, 0, 1], [1, 0, 0, 0, 0]])
     assert found == {

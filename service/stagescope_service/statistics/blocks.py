@@ -1,4 +1,4 @@
-"""Statistics of one block of tokens: short loops over buffers that fit into the L1 cache.
+"""Statistics of one block of tokens: short loops over buffers that fit into the L2 cache.
 
 Tokens are widened to float64, and exponentials are polynomials that vectorize. Second moments are
 taken around the block's first value. It is an element of the block, so cancellation costs at most a

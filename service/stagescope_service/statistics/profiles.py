@@ -41,6 +41,12 @@ _LOG_CHANCES: Final = np.log(CHANCES)
 _BOUNDS: Final = np.array([-math.inf, *_LOG_CHANCES, math.nextafter(0.0, 1.0), math.inf])
 """Bounds of the bins of `probability`, as log-probs; a bin holds its lower one."""
 _SCALE: Final = 2.0**-FINEST
+_GROUP: Final = 64
+"""Tokens that `_lattice` tests at once."""
+
+
+_Sums = tuple[float, float, float, float]
+_Two = tuple[_Sums, _Sums]
 
 
 @exact
@@ -60,9 +66,10 @@ def _put(table: Float64, row: int, n: float, d: float, size: float, square: floa
 
 
 @reduction
-def _sums(d: Float64, begin: int, end: int) -> tuple[float, float, float]:
+def _sums(d: Float64) -> tuple[float, float, float]:
+    """Return the sums of d, |d| and d^2; a range(i, j) over d would not vectorize."""
     total = size = square = 0.0
-    for i in range(begin, end):
+    for i in range(d.size):
         total += d[i]
         size += abs(d[i])
         square += d[i] * d[i]
@@ -91,35 +98,46 @@ def _span(
         if j - i == n:
             _put(table, row + own, n, part[AT.D_SUM], part[AT.D_ABS_SUM], _square_of(part, n))
         else:
-            total, size, square = _sums(d, i, j)
+            total, size, square = _sums(d[i:j])
             _put(table, row + own, j - i, total, size, square)
         i = j
 
 
 @reduction
-def _sums_between(
-    q: Float64, d: Float64, n: int, low: float, high: float
-) -> tuple[float, float, float, float]:
-    """Return the number of tokens with low <= q < high, and the sums of their d, |d| and d^2."""
+def _sums_of_two(q: Float64, d: Float64, n: int, low: float, middle: float, high: float) -> _Two:
+    """Return the sums of the tokens with low <= q < middle, and of those with middle <= q < high.
+
+    Each are the number of tokens, and the sums of their d, |d| and d^2.
+    """
     count = total = size = square = 0.0
+    count2 = total2 = size2 = square2 = 0.0
     for i in range(n):
-        inside, x = (q[i] >= low) & (q[i] < high), d[i]
-        count += 1.0 if inside else 0.0
-        total += x if inside else 0.0
-        size += abs(x) if inside else 0.0
-        square += x * x if inside else 0.0
-    return count, total, size, square
+        above_low, above_middle, above_high = q[i] >= low, q[i] >= middle, q[i] >= high
+        first, second = above_low != above_middle, above_middle != above_high
+        x, y = d[i] if first else 0.0, d[i] if second else 0.0
+        count += 1.0 if first else 0.0
+        count2 += 1.0 if second else 0.0
+        total, total2 = total + x, total2 + y
+        size, size2 = size + abs(x), size2 + abs(y)
+        square, square2 = square + x * x, square2 + y * y
+    return (count, total, size, square), (count2, total2, size2, square2)
 
 
 @exact
 def _probability(q: Float64, d: Float64, n: int, part: Float64, table: Float64) -> None:
-    """Add a block by the probability of q. One pass for each bin that it touches is faster than one
-    pass that picks each token's bin: it vectorizes."""
-    for own in range(OVER_ONE + 1):
-        low, high = _BOUNDS[own], _BOUNDS[own + 1]
-        if low <= part[AT.Q_MAX] and part[AT.Q_MIN] < high:
-            count, total, size, square = _sums_between(q, d, n, low, high)
-            _put(table, _PROBABILITY + own, count, total, size, square)
+    """Add a block by the probability of q. One pass for each two bins that it touches is faster
+    than one pass that picks each token's bin: it vectorizes."""
+    own, low, high = 0, part[AT.Q_MIN], part[AT.Q_MAX]
+    while _BOUNDS[own + 1] <= low:
+        own += 1
+    while own <= OVER_ONE and _BOUNDS[own] <= high:
+        # The last bin has none behind it: its upper bound, inf, begins an empty one.
+        end = _BOUNDS[own + 2] if own < OVER_ONE else math.inf
+        first, second = _sums_of_two(q, d, n, _BOUNDS[own], _BOUNDS[own + 1], end)
+        _put(table, _PROBABILITY + own, first[0], first[1], first[2], first[3])
+        if own < OVER_ONE:
+            _put(table, _PROBABILITY + own + 1, second[0], second[1], second[2], second[3])
+        own += 2
 
 
 @reduction
@@ -149,7 +167,16 @@ def _off_lattice(d: Float64, n: int) -> tuple[float, float, float, float]:
 
 @exact
 def _lattice(d: Float64, n: int, table: Float64) -> None:
-    for i in range(n):
+    """Add the tokens on the lattice; they are few, so groups without one are skipped."""
+    for i in range(0, n, _GROUP):
+        group = d[i : i + _GROUP] if i + _GROUP < n else d[i:n]
+        if _on_lattice(group, group.size) > 0:
+            _lattice_of(group, table)
+
+
+@exact
+def _lattice_of(d: Float64, table: Float64) -> None:
+    for i in range(d.size):
         scaled = abs(d[i]) * _SCALE
         if np.floor(scaled) == scaled and scaled > 0.0:
             own = COARSEST

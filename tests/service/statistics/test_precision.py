@@ -327,6 +327,7 @@ def test_a_loop_counts_no_references_to_its_arrays() -> None:
     """The atomic operations took a third of the kernel's time."""
     numbers, out = np.full(4, -0.5), np.zeros(len(Field))
     lagged(numbers, numbers, 4, 1.0, 0, np.zeros(5), out)
-    (code,) = lagged.inspect_llvm().values()  # type: ignore[attr-defined]
-    assert "fadd" in code
-    assert "NRT_incref" not in code
+    # One form, or two if this process also compiled the kernel that calls it.
+    for code in lagged.inspect_llvm().values():  # type: ignore[attr-defined]
+        assert "fadd" in code
+        assert "NRT_incref" not in code
