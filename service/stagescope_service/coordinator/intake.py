@@ -157,11 +157,15 @@ class Intake:
         events: Sequence[object],
         payloads: Mapping[int, object] | None,
     ) -> BatchAnswer:
-        async with self._load.admit(len(events)):
-            stored = await self._stored_payloads(sender, events)
-            async with self._commits.turn(sender.incarnation):
-                taken = self._handle(_ReadBatch(sender, events, payloads or {}), stored)
-                taken.note_refused(await self._plan_changes.carry_out(taken.instructions))
+        self._load.admit(len(events))
+        try:
+            async with self._load.slots:
+                stored = await self._stored_payloads(sender, events)
+                async with self._commits.turn(sender.incarnation):
+                    taken = self._handle(_ReadBatch(sender, events, payloads or {}), stored)
+                    taken.note_refused(await self._plan_changes.carry_out(taken.instructions))
+        finally:
+            self._load.committed(len(events))
         return self._batch_answer(taken)
 
     async def _stored_payloads(
