@@ -1,6 +1,6 @@
 """What an event costs the coordinator, against a bare Ray actor with the same group commit.
 
-    python -m tests.benchmarks.bench_intake [EVENTS]
+    python -m tests.benchmarks.bench_intake [EVENTS A ROUND]
 
 Both actors run on one cluster and get the same batches from the same number of senders, first 256
 events a call, then 2. The bare actor writes one row an event: what a durable acknowledgement costs
@@ -31,7 +31,7 @@ from tests.support.cluster import Service, ray_cluster
 from stagescope_wire.schema import BEGIN, END, HELLO, SCHEMA, Sender
 
 SENDERS = 32
-ROUNDS = 5
+ROUNDS = 3
 WANTED = {256: 3.0, 2: 1.1}
 """Events a call -> the most that the coordinator may cost, in the bare actor's CPU time."""
 Wire = tuple[Any, ...]
@@ -128,7 +128,7 @@ def main() -> None:
             pids = {"bare": ray.get(bare.pid.remote()), "coordinator": service.pid("coordinator")}
             actors = {"bare": bare, "coordinator": service.coordinator}
             for size, wanted in WANTED.items():
-                total = (events if size > 16 else events // 5) // ROUNDS
+                total = events if size > 16 else events // 10
                 rounds: dict[str, list[float]] = {name: [] for name in actors}
                 for number in range(ROUNDS):
                     for name, actor in actors.items():
