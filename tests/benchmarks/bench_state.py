@@ -3,7 +3,8 @@
     python -m tests.benchmarks.bench_state [ranks] [steps]
 
 Only the ratios mean something: both are timed in one run on one machine, with the thresholds that
-the coordinator gives the garbage collector. The last line says how the cost of an event grows from
+the coordinator gives the garbage collector. Times are CPU time: other processes take turns on the
+machine. The last line says how the cost of an event grows from
 few ranks to many; it must stay near 1.
 """
 
@@ -46,22 +47,22 @@ def wires(ranks: int, steps: int) -> list[Wire]:
 
 
 def handle(sent: list[Wire]) -> float:
-    """Return the seconds that the state machine takes, parsing included."""
+    """Return the CPU seconds that the state machine takes, parsing included."""
     state = State()
     gc.collect()
-    start = time.perf_counter()
+    start = time.thread_time()
     for sender, wire in sent:
         state.handle(sender, Event.parse(wire), 0.0)
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def reference(sent: list[Wire]) -> float:
-    """Return the seconds for building a tuple of each event and hashing its text."""
-    start = time.perf_counter()
+    """Return the CPU seconds for building a tuple of each event and hashing its text."""
+    start = time.thread_time()
     for sender, wire in sent:
         kept = (sender.incarnation, *wire)
         hashlib.blake2b(repr(kept).encode(), digest_size=12).digest()
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def measure(ranks: int, steps: int, repeats: int = 3) -> tuple[float, float]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.core.state import State
-from stagescope_service.store.contract import Put, RefusedWrite, Store, Write
+from stagescope_service.store.contract import Put, RefusedWrite, Store, Submitted, Write
 from stagescope_wire.errors import NotReady
 
 
@@ -29,6 +29,7 @@ class Commits:
         """Attempts that were deleted: rows that work under way still makes of them are left out."""
         self._turns: dict[str, asyncio.Future[bool]] = {}
         """Name -> whether its newest turn, and each before it, was written."""
+        self._outcomes: _Outcomes | None = None
 
     def check_ready(self) -> None:
         """Raise `NotReady` while the catalogue cannot be written."""
@@ -58,11 +59,16 @@ class Commits:
         rows = self._of_known(rows)
         if not rows:
             return ()
-        self._uncommitted.update(settled)
-        written = asyncio.wrap_future(self.store.submit(rows, isolate=True))
+        if settled:
+            self._uncommitted.update(settled)
+        loop = asyncio.get_running_loop()
+        if self._outcomes is None or self._outcomes.loop is not loop:
+            self._outcomes = _Outcomes(loop)
         # The write goes on if this call is cancelled: its outcome must be noted all the same.
-        written.add_done_callback(functools.partial(self._note_written, rows, settled))
-        return await asyncio.shield(written)
+        answer: asyncio.Future[Sequence[RefusedWrite]] = loop.create_future()
+        note = functools.partial(self._note_written, rows, settled, answer)
+        self._outcomes.follow(self.store.submit(rows, isolate=True), note)
+        return await answer
 
     def _of_known(self, rows: Sequence[Write]) -> Sequence[Write]:
         if not self.removed:
@@ -73,46 +79,38 @@ class Commits:
             if not isinstance(each, Put) or each.row.get("attempt_id") not in self.removed
         ]
 
-    @contextlib.asynccontextmanager
-    async def turn(self, name: str) -> AsyncIterator[None]:
-        """Wait, once the block has written its rows, until each earlier turn of the name has.
+    def turn(self, name: str) -> Turn:
+        """Return a block that ends once its rows and those of the name's earlier turns are written.
 
         An event that is sent again makes no rows: the rows of its first time may still be on their
         way to the disk.
-
-        Raises:
-            NotReady: an earlier turn was not written.
         """
-        before = self._turns.get(name)
-        written = asyncio.get_running_loop().create_future()
-        self._turns[name] = written
-        is_written = False
-        try:
-            yield
-            if before is not None and not await before:
-                raise NotReady("an earlier call was not written; make this one again")
-            is_written = True
-        finally:
-            written.set_result(is_written)
-            if self._turns.get(name) is written:
-                del self._turns[name]
+        return Turn(self._turns, name)
 
     def _note_written(
         self,
         rows: Sequence[Write],
         settled: Sequence[PayloadKey],
-        written: asyncio.Future[Sequence[RefusedWrite]],
+        answer: asyncio.Future[Sequence[RefusedWrite]],
+        written: Submitted,
     ) -> None:
-        failed = written.cancelled() or written.exception() is not None
-        left_out = [*rows] if failed else [each.write for each in written.result()]
+        error = written.exception()
+        refused = () if error is not None else written.result()
+        left_out = [*rows] if error is not None else [each.write for each in refused]
         if left_out or self._unwritten:
             missing = set(_payloads_of(left_out))
             self._unwritten -= {*_payloads_of(rows)} - missing
             self._unwritten |= missing.intersection(settled)
-        self._uncommitted.subtract(settled)
         for key in settled:
+            self._uncommitted[key] -= 1
             if self._uncommitted[key] <= 0:
                 del self._uncommitted[key]
+        if answer.done():
+            return  # its call was cancelled
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(refused)
 
     def is_written(self, key: PayloadKey) -> bool:
         """Return whether the end of a settled payload is on disk.
@@ -156,6 +154,64 @@ class Commits:
     def notify_all(self) -> None:
         """Wake every call that waits."""
         self.notify(list(self._waiting))
+
+
+class Turn:
+    """A block of `Commits.turn`. (A decorated generator takes five times as long.)
+
+    Raises:
+        NotReady: an earlier turn was not written.
+    """
+
+    def __init__(self, turns: dict[str, asyncio.Future[bool]], name: str) -> None:
+        self._turns = turns
+        self._name = name
+        self._before = turns.get(name)
+        self._written = asyncio.get_running_loop().create_future()
+
+    async def __aenter__(self) -> None:
+        self._turns[self._name] = self._written
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_written = False
+        try:
+            if kind is None:
+                # A shield: a call that is cancelled must not cancel the turn that it waits for.
+                if self._before is not None and not await asyncio.shield(self._before):
+                    raise NotReady("an earlier call was not written; make this one again")
+                is_written = True
+        finally:
+            self._written.set_result(is_written)
+            if self._turns.get(self._name) is self._written:
+                del self._turns[self._name]
+
+
+class _Outcomes:
+    """Hands the outcomes of writes over to an event loop.
+
+    To wake the loop takes a system call: it wakes once for all that are known by then.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._known: deque[Callable[[], None]] = deque()
+        self._is_woken = False
+
+    def follow(self, written: Submitted, note: Callable[[Submitted], None]) -> None:
+        """Call `note` in the loop once the outcome is known."""
+        written.add_done_callback(functools.partial(self._put, note))
+
+    def _put(self, note: Callable[[Submitted], None], written: Submitted) -> None:
+        self._known.append(functools.partial(note, written))
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+                self.loop.call_soon_threadsafe(self._note_all)
+
+    def _note_all(self) -> None:
+        self._is_woken = False  # first: what comes from here on wakes the loop again
+        while self._known:
+            self._known.popleft()()
 
 
 def _payloads_of(rows: Iterable[Write]) -> Iterable[PayloadKey]:

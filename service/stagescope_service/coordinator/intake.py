@@ -38,6 +38,7 @@ from stagescope_wire.schema import END, FINISH, Event, Sender
 
 logger = logging.getLogger(__name__)
 
+_SEQUENCE: Final = (tuple, list)  # a union takes three times as long to make and to check
 _UNDECIDED: Final = "it waits for what the other ranks report, to know whether all started again"
 
 
@@ -157,11 +158,15 @@ class Intake:
         events: Sequence[object],
         payloads: Mapping[int, object] | None,
     ) -> BatchAnswer:
-        async with self._load.admit(len(events)):
-            stored = await self._stored_payloads(sender, events)
-            async with self._commits.turn(sender.incarnation):
-                taken = self._handle(_ReadBatch(sender, events, payloads or {}), stored)
-                taken.note_refused(await self._plan_changes.carry_out(taken.instructions))
+        self._load.admit(len(events))
+        try:
+            async with self._load.slots:
+                stored = await self._stored_payloads(sender, events)
+                async with self._commits.turn(sender.incarnation):
+                    taken = self._handle(_ReadBatch(sender, events, payloads or {}), stored)
+                    taken.note_refused(await self._plan_changes.carry_out(taken.instructions))
+        finally:
+            self._load.committed(len(events))
         return self._batch_answer(taken)
 
     async def _stored_payloads(
@@ -449,12 +454,12 @@ class Intake:
 def _announced_seqs(events: Iterable[object]) -> Iterator[int]:
     """Yield the seqs of the ENDs that announce a payload, of events that may be malformed."""
     for wire in events:
-        if not isinstance(wire, tuple | list) or len(wire) < 6 or wire[1] != END:
+        if not isinstance(wire, _SEQUENCE) or len(wire) < 6 or wire[1] != END:
             continue
         if isinstance(wire[2], int) and isinstance(wire[5], Mapping) and "payload" in wire[5]:
             yield wire[2]
 
 
 def _seq_of(wire: object) -> int:
-    seq = wire[2] if isinstance(wire, tuple | list) and len(wire) > 2 else None
+    seq = wire[2] if isinstance(wire, _SEQUENCE) and len(wire) > 2 else None
     return seq if isinstance(seq, int) else -1

@@ -9,11 +9,10 @@ many times as much as an event in it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import math
 import resource
-from collections.abc import AsyncIterator, Iterable, Set
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,7 +60,8 @@ class Load:
     ) -> None:
         self._state = state
         self._most = most_events
-        self._slots = asyncio.Semaphore(SLOTS)
+        self.slots: Final = asyncio.Semaphore(SLOTS)
+        """An admitted batch is handled in one of them."""
         self._waiting = 0
         self._pushed_back = 0
         self._window_began = -math.inf
@@ -114,9 +114,8 @@ class Load:
             "pause_seconds": self.pause,
         }
 
-    @contextlib.asynccontextmanager
-    async def admit(self, events: int) -> AsyncIterator[None]:
-        """Wait for a slot, and count events until they are committed.
+    def admit(self, events: int) -> None:
+        """Count events of a batch as waiting, until `committed`.
 
         Raises:
             NotReady: there are too many already; nothing was accepted.
@@ -128,11 +127,10 @@ class Load:
                 advice="nothing was taken in; the sender keeps it and sends it again",
             )
         self._waiting += events
-        try:
-            async with self._slots:
-                yield
-        finally:
-            self._waiting -= events
+
+    def committed(self, events: int) -> None:
+        """Count admitted events as waiting no more, also if they were not committed."""
+        self._waiting -= events
 
     def arrived(self, age: float) -> None:
         """Record the age of the newest event of a batch, in seconds."""

@@ -85,14 +85,16 @@ class Runner:
                 names.add(each.incarnation)
             elif not isinstance(each, DumpReported):  # `Intake` handles it
                 started.append(each)
-        due = Counter(each for each in started if isinstance(each, Aggregate))
-        self._due.update(due)
+        due = [each for each in started if isinstance(each, Aggregate)]
+        if due:
+            self._due.update(due)
         try:
             refused = await self._commits.commit(rows, settled)
             for each in started:
                 self.start(each)
         finally:
-            self._due -= due
+            if due:
+                self._due -= Counter(due)
         self._commits.notify(names)
         if refused:
             await self._commits.commit(self._report(refused))

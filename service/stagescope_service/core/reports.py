@@ -108,11 +108,10 @@ _REFUSED_IN_PART: Final = frozenset({"refused_scalar", "refused_world_size", "un
 
 def refused_in_part(instructions: Iterable[Instruction]) -> str | None:
     """Return the part of an accepted event that was refused, for the answer to its sender."""
-    messages = [
-        f"{each.row['message']} ({each.row['advice']})"
-        for each in instructions
-        if type(each) is Put and each.table == "findings" and each.row["kind"] in _REFUSED_IN_PART
-    ]
+    messages: list[str] = []
+    for each in instructions:
+        if type(each) is Put and each.table == "findings" and each.row["kind"] in _REFUSED_IN_PART:
+            messages.append(f"{each.row['message']} ({each.row['advice']})")  # noqa: PERF401
     return "; ".join(messages) if messages else None
 
 

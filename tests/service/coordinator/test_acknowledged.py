@@ -13,9 +13,11 @@ import pytest
 from tests.support.local import LocalCoordinator
 from tests.support.stores import DATABASES, database, postgresql, rows_of, url_of
 
+from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.instructions import Ingest
 from stagescope_service.core.state import State
+from stagescope_service.store.contract import Put, Write
 from stagescope_service.store.sql import SqlStore
 from stagescope_wire.names import MAX_ID
 from stagescope_wire.schema import BEGIN, END, LOG, Event, Sender
@@ -234,3 +236,41 @@ def test_a_call_that_is_cancelled_gives_no_receipt_before_the_commit(tmp_path: P
     asyncio.run(live())
     assert states(store) == {2: "dropped"}
     store.close()
+
+
+def test_a_call_that_is_cancelled_leaves_the_turn_that_it_waits_for(store: SqlStore) -> None:
+    commits = Commits(State(), store)
+
+    async def live() -> None:
+        is_written = asyncio.Event()
+
+        async def first() -> None:
+            async with commits.turn("i"):
+                await is_written.wait()
+
+        async def again() -> None:
+            async with commits.turn("i"):
+                pass
+
+        sent = asyncio.create_task(first())
+        await asyncio.sleep(0)
+        cancelled = asyncio.create_task(again())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait({cancelled})
+        is_written.set()
+        await sent
+
+    asyncio.run(live())
+
+
+def test_outcomes_reach_the_loop_that_waits_for_them(store: SqlStore) -> None:
+    commits = Commits(State(), store)
+    run: Write = Put("runs", {"run": "r", "display_name": "r"})
+
+    async def live() -> None:
+        answers = await asyncio.gather(*(commits.commit([run]) for _ in range(20)))
+        assert answers == [()] * 20
+
+    for _ in range(2):  # a loop that ended wakes nobody
+        asyncio.run(live())
