@@ -88,7 +88,7 @@ def _doctor(scope: ReportScope) -> ReportSection:
         "doctor",
         counted(len(causes), "cause"),
         titles + more or str(fields["text"]),
-        bad=not fields["healthy"],
+        bad=fields["healthy"] is False,
     )
     return ReportSection(texts=texts, items=items[:MAX_ITEMS], table=table, gaps=unknown)
 

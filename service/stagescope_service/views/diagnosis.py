@@ -115,7 +115,7 @@ def _diagnosis_of(
         "steps": len(steps),
         "measured": len(history.measured),
         "measured_step": None if newest is None else newest.step,
-        "healthy": bool(steps) and not left and not any(each.lasts for each in rows),
+        "healthy": False if left or any(each.lasts for each in rows) else bool(steps) or None,
         "text": f"{_found(rows, history, shown, _not_examined(deps, history, step), bool(left))}"
         f"{_left(target.run, left, attempt)}{_before(target.run, rows, step)}",
         "unexplained": left,

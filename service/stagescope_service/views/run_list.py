@@ -71,7 +71,8 @@ def _judge(deps: Dependencies, run: str) -> Judgement:
     )  # fmt: skip
     first = next(causes, {})
     return Judgement(
-        healthy=found["healthy"] if found["measured"] or not found["healthy"] else None,
+        healthy=None if found["healthy"] and not found["measured"] else found["healthy"],
+        current=True,
         title=first.get("title"),
         sentence=first.get("sentence"),
         since_step=first.get("since_step"),

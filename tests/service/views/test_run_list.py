@@ -31,11 +31,11 @@ def _train(live: Service, run: str, noises: list[float], **settings: object) -> 
 
 
 def _judged(live: Service) -> dict[str, Any]:
-    """The rows once the doctor has looked at every run."""
+    """The rows once the doctor has looked at every run as it is."""
 
     def rows() -> list[dict[str, Any]] | None:
         found: list[dict[str, Any]] = live.get("/runs/overview")["rows"]
-        return found if all(row["judgement"] for row in found) else None
+        return found if all((row["judgement"] or {}).get("current") for row in found) else None
 
     return {row["run"]: row for row in eventually(rows)}
 
@@ -64,6 +64,24 @@ def test_each_run_has_its_verdict_and_its_numbers_in_small(live: Service) -> Non
     kinds = {row["kind"] for row in live.get("/findings", run="jumps")["rows"]
              if row["severity"] == "warning" and row["over_wall"] is None}  # fmt: skip
     assert found["jumps"]["findings"]["warning"] == len(kinds)
+
+
+def test_a_verdict_is_of_the_run_as_it_is(live: Service) -> None:
+    rank = Rank(live, run="young", world_size=1)
+    rank.begin("actor_compute_log_prob", 1)
+    assert _judged(live)["young"]["judgement"]["healthy"] is None, "no step is closed"
+    assert live.get("/runs/young/diagnosis")["healthy"] is None
+    for step in range(1, 21):
+        rank.stage("actor_compute_log_prob", step, payload(seed=step, noise=0.001))
+    before = _judged(live)["young"]["judgement"]
+    for step in range(21, 33):
+        rank.stage("actor_compute_log_prob", step, payload(seed=step, noise=0.5))
+    # What was said of earlier steps is marked, and made again at once.
+    [row] = live.get("/runs/overview")["rows"]
+    assert row["judgement"] == {**before, "current": False}
+    judgement = _judged(live)["young"]["judgement"]
+    first = live.get("/runs/young/diagnosis")["rows"][0]
+    assert judgement["sentence"] == first["sentence"] != before["sentence"]
 
 
 def test_a_sparkline_of_a_long_run_is_as_short_and_has_its_ends(live: Service) -> None:

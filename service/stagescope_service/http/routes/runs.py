@@ -55,7 +55,7 @@ def overview(
     """List the runs with what a reader chooses by: verdict, findings, curves in small.
 
     The verdict is the doctor's. It is made in the background; `judgement` is null until it is
-    there. Of a run that goes on it is at most a minute old.
+    there. If the run went on since, `current` is false, and the next one is being made.
     """
     return Answer(run_list.overview(deps, page, hidden=hidden))
 
@@ -177,7 +177,7 @@ async def diagnosis(
     last (`last_step`). Findings that no rule judged are counted in `unexplained`. Remarks that are
     no symptom, but matter to a comparison of two runs, are in `notes`. The newest measured step's
     parts of the mismatch are in `mismatch`. While the run's steps, findings and lost data stay, the
-    answer is computed once a minute.
+    answer holds for ten seconds, or for a minute if the run is not live.
     """
     key, future = await asyncio.to_thread(start_diagnosis, deps, run, attempt, step)
     # Others may wait for the same computation: a client that leaves does not cancel it.

@@ -16,7 +16,7 @@ export const isOpen = (row) => row.verdict === "found" && row.cause === null && 
 
 /** The state of a run in a word. Where no step has numbers, that nothing is wrong says nothing of the mismatch. */
 export const stateOf = (isSick, { healthy, measured }) => isSick ? badge("found", "sick")
-  : !healthy ? badge("warning", "findings")
+  : healthy === false ? badge("warning", "findings")
   : measured ? badge("ok", "healthy") : badge("unknown", "mismatch not measured");
 
 /** The diagnosis of a run, perhaps of one step. */

@@ -101,7 +101,7 @@ class RunList extends Component {
       this.#draw({ said: problem(error), hasFailed: true });
       if (!error.problem) throw error;
     }
-    const waits = rows.some((row) => row.judgement === null && row.deleting_wall === null);
+    const waits = rows.some((row) => !row.judgement?.current && row.deleting_wall === null);
     this.pause = Math.min(1.5 * (this.pause ?? AGAIN_MS), LONGEST_MS);
     if (waits && this.view.isOpen) this.timer = setTimeout(() => this.load(performance.now()), this.pause);
   }
@@ -310,9 +310,9 @@ class Compared extends Component {
 function verdict(row) {
   if (row.deleting_wall !== null) return badge("open", "being deleted");
   if (row.judgement === null) return badge("open", "the doctor looks");
-  const { healthy, title, sentence } = row.judgement;
+  const { healthy, title, sentence, current } = row.judgement;
   if (healthy === null) return badge("not measured");
-  if (healthy) return badge("ok", "healthy");
+  if (healthy) return current ? badge("ok", "healthy") : badge("open", "the doctor looks again");
   return [badge("error", "sick"), " ", h("a", { href: ofRun(row.run, "doctor"), title: sentence },
     sentence ?? title ?? "warnings or errors that no rule explains")];
 }

@@ -119,7 +119,7 @@ function band(name, diagnosis, worst, steps) {
   const look = first ? "suspect" : diagnosis.healthy && diagnosis.measured ? "comparable" : "";
   return h("div.verdict", { class: look },
     h("p.lead", {}, stateOf(Boolean(first), diagnosis), " ", first ? first.sentence : withCommands(diagnosis.text)),
-    !diagnosis.healthy && h("p.row", {}, h("a", { href: ofRun(name, "doctor") },
+    diagnosis.healthy === false && h("p.row", {}, h("a", { href: ofRun(name, "doctor") },
       first ? `How to prove it${more > 0 ? `, and ${more} more ${more > 1 ? "causes" : "cause"}` : ""}` : "Ask the doctor"),
     first?.since_step != null && h("a", { href: ofStep(name, first.since_step) }, `step ${first.since_step}, where it began`)),
     facts([

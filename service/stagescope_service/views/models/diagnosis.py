@@ -92,9 +92,9 @@ class Diagnosis(RunHeading, Page[Symptom]):
     """Number of these that have numbers."""
     measured_step: Step | None
     """Number of the newest step with numbers, which `mismatch` is of; null: none."""
-    healthy: bool
-    """Whether a closed step was looked at, no symptom lasts, and no warning or error stands that no
-    rule explains."""
+    healthy: bool | None
+    """Whether no symptom lasts, and no warning or error stands that no rule explains; null: nothing
+    is wrong yet, and no closed step was looked at."""
     text: str
     """How many causes were found in which run and attempt, and which findings no rule explains. It
     says why the requested step was not looked at, if it was not. Other symptoms follow that earlier

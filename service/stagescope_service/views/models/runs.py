@@ -32,6 +32,8 @@ class Judgement(Row):
 
     healthy: bool | None
     """Whether nothing is wrong; null: the doctor could not say, or no step is measured."""
+    current: bool
+    """Whether it is of the run as it is; false: the doctor looks again."""
     title: str | None
     """The first cause, as its rule names it; null: none was found."""
     sentence: str | None

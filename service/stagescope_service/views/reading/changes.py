@@ -8,8 +8,10 @@ from stagescope_service.views.reading.answers import Key
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_wire.names import BISECT, EXPERIMENT
 
-MAX_AGE: Final = 60.0
-"""Seconds for which an answer holds, since late scalars and samples change no step."""
+_LIVE: Final = 10.0
+_ENDED: Final = 60.0
+"""Seconds for which an answer about a live run and about another one holds, since late scalars and
+samples change no step."""
 
 
 def change_key(deps: Dependencies, name: str, run: str, asked: object) -> Key:
@@ -29,6 +31,7 @@ def change_key(deps: Dependencies, name: str, run: str, asked: object) -> Key:
     mark = deps.catalogue.change_mark([row["attempt_id"] for row in attempts])
     states = [(row["number"], row["ended_wall"], row["resumed_from_step"]) for row in attempts]
     bisected = len(deps.catalogue.settings_of_runs(f"{EXPERIMENT}{target.run}-", BISECT))
-    period = int(deps.clock() / MAX_AGE)
-    known = repr((target.display_name, asked, period, states, bisected))
+    is_live = any(row["live"] for row in attempts)
+    period = int(deps.clock() / (_LIVE if is_live else _ENDED))
+    known = repr((target.display_name, asked, is_live, period, states, bisected))
     return (name, target.run, known, mark)

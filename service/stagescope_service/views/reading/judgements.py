@@ -13,15 +13,11 @@ from stagescope_service.views.models.runs import Judgement
 
 logger = logging.getLogger(__name__)
 
-_MAX_AGE: Final = 60.0
-"""Seconds for which a judgement holds although its run goes on."""
 _MOST: Final = 10_000
 
 
 class _Known(NamedTuple):
     key: object
-    made: float
-    """Monotonic seconds."""
     judgement: Judgement
 
 
@@ -44,7 +40,7 @@ class Judgements:
         self._thread.shutdown(cancel_futures=True)
 
     def of(self, run: str, key: object, judge: Callable[[], Judgement]) -> Judgement | None:
-        """Return the last judgement of a run, and let another be made if it may be outdated.
+        """Return the last judgement of a run; if it is not current, let another be made.
 
         Args:
             run: the run.
@@ -56,13 +52,13 @@ class Judgements:
         """
         with self._lock:
             known = self._known.get(run)
-            is_new = known is not None and (
-                known.key == key or time.monotonic() - known.made < _MAX_AGE
-            )
-            if not is_new and run not in self._due and not self._closed.is_set():
+            is_current = known is not None and known.key == key
+            if not is_current and run not in self._due and not self._closed.is_set():
                 self._due.add(run)
                 self._thread.submit(self._make, run, key, judge)
-        return None if known is None else known.judgement
+        if known is None:
+            return None
+        return known.judgement if is_current else {**known.judgement, "current": False}
 
     def _make(self, run: str, key: object, judge: Callable[[], Judgement]) -> None:
         # Readers come first: it begins after a while, and takes half of a core at most.
@@ -74,11 +70,11 @@ class Judgements:
         except Exception:
             logger.exception("the doctor could not judge run %s", run)
             judgement = Judgement(
-                healthy=None, title=None, sentence=None, since_step=None, where=None
+                healthy=None, current=True, title=None, sentence=None, since_step=None, where=None
             )
         self._pause = time.monotonic() - began
         with self._lock:
             self._due.discard(run)
-            self._known[run] = _Known(key, time.monotonic(), judgement)
+            self._known[run] = _Known(key, judgement)
             while len(self._known) > _MOST:
                 del self._known[next(iter(self._known))]
