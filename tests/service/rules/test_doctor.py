@@ -543,7 +543,8 @@ def test_a_diagnosis_of_unchanged_steps_is_computed_once(
         return diagnose(history)
 
     monkeypatch.setattr(api_diagnosis, "diagnose", counted)
-    monkeypatch.setattr("stagescope_service.http.routes.runs._MAX_AGE", 1e9)
+    for name in ("_LIVE", "_ENDED"):
+        monkeypatch.setattr(f"stagescope_service.views.reading.changes.{name}", 1e9)
     train(live, "unchanged", steps=range(1, 4))
     first = rows_of(live, "unchanged")
     assert rows_of(live, "unchanged") == first

@@ -42,10 +42,10 @@ def filled(store: SqlStore) -> SqlStore:
 def test_steps_ascend_and_the_newest_are_the_last(filled: SqlStore, catalogue: Catalogue) -> None:
     every = catalogue.step_states([1, 2])
     assert every == [
-        CurveStep(1, 1, True, "complete", None),
-        CurveStep(1, 2, True, None, 2),
-        CurveStep(2, 2, False, None, None),
-        CurveStep(2, 3, True, None, None),
+        CurveStep(1, 1, 1.0, "complete", None),
+        CurveStep(1, 2, 2.0, None, 2),
+        CurveStep(2, 2, None, None, None),
+        CurveStep(2, 3, 3.0, None, None),
     ]
     assert catalogue.step_states([1, 2], limit=2) == every[2:]
     assert catalogue.step_states([1], first=2) == every[1:2]
