@@ -628,6 +628,13 @@ def test_what_lacks_steps_alone_names_nothing_to_record(live: Service) -> None:
     assert rows["staleness"]["record"] is not None
 
 
+def test_counted_groups_name_their_steps(live: Service) -> None:
+    row = diagnosed(live, "wrong-for-long", all_wrong, steps=range(1, 31))["groups_all_wrong"]
+    assert row["sentence"].endswith(f"in {row['shown']} of {row['examined']} groups")
+    assert row["examined"] > 80
+    assert row["for"][0].startswith("78 of 80 groups of the newest 10 steps have the lowest")
+
+
 def test_a_damaged_rule_hides_no_other(live: Service, tmp_path: Path) -> None:
     train(live, "still", steps=range(1, 5))
     history = RunHistory(live.catalogue, "still")
