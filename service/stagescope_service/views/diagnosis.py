@@ -51,6 +51,9 @@ _RECORD_WEIGHTS: Final = (
     "probe.record_weights(..., step=...), docs/weights.md"
 )
 
+_RECORD_STREAMS: Final = (
+    "record rollout_log_probs and old_log_probs with response_mask in actor_compute_log_prob"
+)
 _RECORD_TOKENS: Final = (
     "record prompts and responses (token ids) beside the log-probs: then `stagescope bisect` says "
     "at which swap of one component the mismatch disappears, docs/bisect.md"
@@ -367,11 +370,18 @@ def _row(
         "meaning": rule.meaning,
         "next": [_filled(_of_attempt(text, asked), words) for text in _possible(commands, lacking)],
         "figure": None if figure is None else _filled(figure, words),
-        "record": (
-            rule.record if evidence.verdict == "not measured" and not evidence.waits else None
-        ),
+        "record": _to_record(found, history),
+        "waits": evidence.waits,
         "sources": list(rule.sources),
     }
+
+
+def _to_record(found: Diagnosis, history: RunHistory) -> str | None:
+    """Return what to record so that a rule is measured; None: it is, or nothing can be recorded."""
+    if found.evidence.verdict != "not measured" or found.evidence.waits:
+        return None
+    needs_streams = found.rule.family in ("precision", "mismatch") and not history.measured
+    return found.rule.record or (_RECORD_STREAMS if needs_streams else None)
 
 
 def _possible(commands: Sequence[str], lacking: Mapping[str, str]) -> list[str]:

@@ -624,8 +624,30 @@ def test_what_was_never_looked_for_is_not_measured(live: Service) -> None:
 def test_what_lacks_steps_alone_names_nothing_to_record(live: Service) -> None:
     rows = diagnosed(live, "short", steps=range(1, 7))
     assert rows["reward_flat"]["against"] == ["reward has 6 finite steps, 20 are needed"]
-    assert rows["reward_flat"]["record"] is None
+    assert (rows["reward_flat"]["record"], rows["reward_flat"]["waits"]) == (None, True)
     assert rows["staleness"]["record"] is not None
+    restart = rows["mismatch_jump_at_restart"]
+    assert (restart["record"], restart["waits"]) == (None, False)
+    shown = shown_by(live, "doctor", "short")
+    assert f"\n  wait for more steps: {sum(row['waits'] for row in rows.values())} rules" in shown
+    assert "\n  nothing that can be recorded: " in shown
+
+
+def test_before_a_step_closed_there_is_nothing_to_record(live: Service) -> None:
+    Rank(live, run="opened", rank=0, world_size=1).begin(STAGE, 1)
+    rows = rows_of(live, "opened")
+    unknown = [row for row in rows.values() if row["verdict"] == "not measured"]
+    assert {(row["record"], row["waits"]) for row in unknown} == {(None, True)}
+    shown = shown_by(live, "doctor", "opened").splitlines()
+    assert shown[-1] == f"  wait for more steps: {len(unknown)} rules"
+
+
+def test_a_run_without_streams_is_told_to_record_them(live: Service) -> None:
+    def without(batch: Batch) -> None:
+        batch.has_streams = False
+
+    rows = diagnosed(live, "streamless", without, steps=range(1, 6))
+    assert rows["streams_shifted"]["record"].startswith("record rollout_log_probs")
 
 
 def test_counted_groups_name_their_steps(live: Service) -> None:

@@ -44,7 +44,8 @@ def position_rises(history: RunHistory, *, factor: float) -> Evidence:
         found.append(rise)
     if len(found) < READ:
         return not_measured(
-            f"the newest steps lack {_STRETCHES} stretches of positions, each with {_TOKENS} tokens"
+            f"the newest steps lack {_STRETCHES} stretches of positions with {_TOKENS} tokens each",
+            waits=bool(found),
         )
     count = Count(len(found), len(found))
     is_about = len(found) + lacking == _BACK

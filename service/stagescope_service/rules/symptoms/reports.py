@@ -264,7 +264,7 @@ def unreported(history: RunHistory) -> Evidence:
     """
     steps = history.steps
     if len(steps) < 3:
-        return not_measured(f"{len(steps)} steps are closed")
+        return not_measured(f"{counted(len(steps), 'step')} closed, 3 are needed", waits=True)
     usual = float(np.median(np.diff([each.step for each in steps])))
     gaps = [
         (before, after) for before, after in pairwise(steps) if after.step - before.step > usual
@@ -325,7 +325,8 @@ def straggler(history: RunHistory, *, factor: float) -> Evidence:
         if found is not None and (worst is None or found.sure > worst.sure):
             worst = found
     if not examined:
-        return not_measured("no stage has three ranks in three steps")
+        has_ranks = any(len(own) >= _SEVERAL for each in stages.values() for own in each.values())
+        return not_measured("no stage has three ranks in three steps", waits=has_ranks)
     return worst or not_found(f"no rank is slow step after step in {examined} stages")
 
 

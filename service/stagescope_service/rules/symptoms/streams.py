@@ -304,7 +304,8 @@ def _edge_token(history: RunHistory, edge: Edge, factor: float) -> Evidence:
     steps = sum(row.last - row.first + 1 for row in rows)
     if steps < READ or not rows:
         return not_measured(
-            f"the newest steps lack {_EDGE_TOKENS} {edge} tokens of rounds with numbers"
+            f"the newest steps lack {_EDGE_TOKENS} {edge} tokens of rounds with numbers",
+            waits=bool(rows),
         )
     newest = rows[0]
     text = (
