@@ -59,11 +59,13 @@ import stagescope
 from stagescope_service.rules import facts as facts_module
 from stagescope_service.rules.causes import Diagnosis
 from stagescope_service.rules.doctor import diagnose, rulebook
+from stagescope_service.rules.evidence import Evidence
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.rules.symptom import FAMILIES, SymptomRule, read_symptom
 from stagescope_service.statistics import Comparability, examine
 from stagescope_service.views import diagnosis as api_diagnosis
 from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.schema import LOG
 
 DOCS: Final = Path(__file__).parents[3] / "docs"
 PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
@@ -264,6 +266,24 @@ def test_scalars_of_two_roles_are_not_averaged(live: Service) -> None:
     row = rows_of(live, name)["gradient_spikes"]
     assert row["verdict"] == "found"
     assert row["for"] == ["grad_norm of actor is up to 40, 40.0 times its median before (step 17)"]
+
+
+def test_scalars_of_two_stages_are_not_averaged(live: Service) -> None:
+    rank = Rank(live, run="two-stages", world_size=1)
+    for step in range(1, 25):
+        rank.stage("actor_update", step, scalars={"grad_norm": 1.0})
+    rank.begin("actor_update", 25)
+    rules = [each for each in rulebook() if each.name == "gradient_spikes"]
+
+    def spikes() -> Evidence:
+        return diagnose(RunHistory(live.catalogue, "two-stages"), rules)[0].evidence
+
+    rank.say(LOG, step=17, scalars={"grad_norm": 5e6})
+    text = "grad_norm of actor_update stays below 10 times its median 1 in the newest 24 steps"
+    assert spikes().against == (text,)
+    for step in range(10, 17):
+        rank.say(LOG, step=step, scalars={"grad_norm": 2.0})
+    assert spikes().supports[0].startswith("grad_norm without a stage is up to 5e+06, ")
 
 
 def test_a_number_is_asked_for_and_drawn_by_the_run_s_own_name(live: Service) -> None:
