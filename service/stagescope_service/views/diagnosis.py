@@ -308,7 +308,7 @@ def _row(
     rule, evidence = found.rule, found.evidence
     newest = history.newest
     last = history.steps[-1] if history.steps else None
-    step = evidence.since_step
+    step = evidence.since_step if evidence.captured_step is None else evidence.captured_step
     if step is None:
         step = newest.step if newest is not None else None if last is None else last.step
     attempts = {each.step: each.attempt for each in history.steps}
@@ -413,7 +413,12 @@ def _sentence(found: Diagnosis, history: RunHistory) -> str:
     says_where = bool(evidence.headline and evidence.ranks) or evidence.proof is not None
     if evidence.where and not is_named and not says_where:
         parts.append(evidence.where)
-    if evidence.since_step is not None:
+    if evidence.captured_step is not None:
+        parts.append(
+            f"first captured in step {evidence.captured_step}; sick since step "
+            f"{evidence.since_step}"
+        )
+    elif evidence.since_step is not None:
         about = "about " if evidence.is_about else ""
         parts.append(f"since {about}step {evidence.since_step}")
     if evidence.last_step is not None:
