@@ -214,6 +214,8 @@ _COLOURS: Final = {"error": "#d13438", "warning": "#b8860b"}
 _OF_VERDICT: Final = {"found": "#b3372b", "not measured": "#6e7278", "not found": "#2a8048"}
 _LOG: Final = re.compile(r"log it: stage\.log\((\w+)=\.\.\.\)$")
 _LOGGED: Final = "log it"
+_WAIT: Final = "wait for more steps"
+_NOTHING: Final = "nothing that can be recorded"
 _SHOWN_SHARE: Final = 0.01
 """Minimum share of a part of the mismatch that is displayed without `all()`."""
 
@@ -277,7 +279,7 @@ class Diagnosis(Table):
         counts: Counter[str] = Counter()
         scalars: dict[str, None] = {}
         for row in rows:
-            record = str(row["record"] or "more steps, or nothing that can be recorded")
+            record = str(row["record"] or (_WAIT if row["waits"] else _NOTHING))
             if scalar := _LOG.match(record):
                 scalars[scalar[1]] = None
             counts[_LOGGED if scalar else record] += 1
@@ -358,8 +360,8 @@ class _FullDiagnosis(Diagnosis):
         lines = ["not measured"]
         for row in rows:
             lines += wrapped("  ", f"{row['rule']}: {'; '.join(row['against'])}", width)
-            if row["record"]:
-                lines += wrapped("    -> ", str(row["record"]), width)
+            if advice := row["record"] or (row["waits"] and _WAIT):
+                lines += wrapped("    -> ", str(advice), width)
         return lines
 
 

@@ -452,9 +452,6 @@ class StageTiming:
 WENT_ON: Final = "everyone went on"
 
 
-ENDED: Final = "attempt ended"
-
-
 SAID: Final = "end_step"
 
 

@@ -16,7 +16,6 @@ from stagescope_service.core.completeness import (
 )
 from stagescope_service.core.entities import (
     CRASHED,
-    ENDED,
     FINISHED,
     INTERRUPTED,
     LEFT_BEHIND,
@@ -42,7 +41,7 @@ from stagescope_service.core.verdicts import (
     update_next_verdict,
     update_top_verdict,
 )
-from stagescope_service.store.tables.training import SILENT
+from stagescope_service.store.tables.training import ENDED, SILENT
 
 RANKS_SECONDS: Final = 30.0
 """How long after its start an attempt waits for the first event of each expected rank."""

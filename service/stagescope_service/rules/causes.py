@@ -84,6 +84,7 @@ def link(found: Sequence[Diagnosis], history: RunHistory) -> list[Diagnosis]:
         dataclasses.replace(each, evidence=with_begin_of_proven(each.evidence, others))
         for each in found
     ]
+    found = [_since_its_symptoms(each, found) for each in found]
     found = [_without_explained_firings(each, found, history) for each in found]
     above = _explanations(found)
     linked = [_with_links(each, above[each.rule.name], history) for each in found]
@@ -109,6 +110,35 @@ def link(found: Sequence[Diagnosis], history: RunHistory) -> list[Diagnosis]:
     ]
     complete = [_as_note(each) for each in complete]
     return sorted(complete, key=lambda each: _key(each, complete))
+
+
+def _since_its_symptoms(cause: Diagnosis, found: Sequence[Diagnosis]) -> Diagnosis:
+    """Return what only captured steps show as begun with the first symptom that it explains.
+
+    When a step was captured does not say when the fault began. Symptoms of values that are not
+    finite decide; others may have begun earlier for another reason.
+    """
+    captured = cause.evidence.since_step
+    looked = cause.rule.evidence.parameters.get("looked")
+    if looked != "captures" or not cause.is_found or captured is None:
+        return cause
+    begins = {
+        each.rule.name: each.evidence.since_step
+        for each in found
+        if each.is_found and _is_declared(cause, each) and _share_ranks(cause, each)
+        if each.evidence.since_step is not None
+        if each.lasts or (each.evidence.last_step or 0) >= captured
+    }
+    own = [since for name, since in begins.items() if name.startswith(_NOT_FINITE)]
+    since = min(own or begins.values(), default=captured)
+    if since >= captured:
+        return cause
+    evidence = dataclasses.replace(cause.evidence, since_step=since, captured_step=captured)
+    return dataclasses.replace(cause, evidence=evidence)
+
+
+_NOT_FINITE: Final = "non_finite_"
+"""Begin of the names of rules of values that are not finite."""
 
 
 def _as_note(each: Diagnosis) -> Diagnosis:
@@ -231,18 +261,22 @@ def _explains(cause: Diagnosis, symptom: Diagnosis) -> bool:
         return False
     if cause.rule.name in evidence.beside:
         return False
-    if cause.evidence.ranks and evidence.ranks and not cause.evidence.ranks & evidence.ranks:
+    if not _share_ranks(cause, symptom):
         return False
     has_ended = cause.evidence.last_step is not None and evidence.last_step is None
     if has_ended and not _may_be_silent(symptom.rule):
         return False
     if cause.evidence.since_step is None or evidence.since_step is None:
         return True
-    if cause.rule.evidence.parameters.get("looked") == "captures":
-        return True  # when the step was captured does not say when the fault began
     later = cause.evidence.since_step - evidence.since_step
     is_event = symptom.rule.evidence.function in _EVENTS
     return later <= _AT_ONCE and (not is_event or later >= -_AT_ONCE)
+
+
+def _share_ranks(one: Diagnosis, other: Diagnosis) -> bool:
+    """Return whether two symptoms are of a common rank, or one names none."""
+    own, others = one.evidence.ranks, other.evidence.ranks
+    return not (own and others) or bool(own & others)
 
 
 def _is_declared(cause: Diagnosis, symptom: Diagnosis) -> bool:

@@ -143,6 +143,8 @@ def _before(attempt: int, shown: Evidence, last: int | None) -> EarlierSymptom:
 def _evidence(rule: SymptomRule, history: RunHistory) -> Evidence:
     try:
         found = rule.evidence.evaluate(history)
+        if found.verdict == "not measured" and not history.steps:
+            return dataclasses.replace(found, waits=True)  # nobody knows yet what is recorded
         if found.verdict == "not found":
             return _ended(rule, history) or found
         since = None if found.verdict != "found" else _since_step(rule, history, found)

@@ -116,6 +116,8 @@ class Evidence:
     before: EarlierSymptom | None = None
     beside: frozenset[str] = frozenset()
     """Rules whose tokens were left out of what was examined, so that they do not explain it."""
+    captured_step: int | None = None
+    """The first captured step that shows it, if it explains symptoms that began before."""
     is_about: bool = False
     """Whether `since_step` is only about where it began, as it came slowly."""
     proof: Proof | None = None

@@ -21,7 +21,7 @@ from stagescope_service.rules.missing import StepKey, missing_ranks
 from stagescope_service.rules.pooled import STEPS as POOLED
 from stagescope_service.rules.pooled import PooledSteps, pool
 from stagescope_service.rules.step_rows import STEPS, StepRows
-from stagescope_service.rules.steps import CurrentStep, KeptTensors, MissingRank
+from stagescope_service.rules.steps import CurrentStep, CutOffStep, KeptTensors, MissingRank
 from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
@@ -36,6 +36,7 @@ from stagescope_service.store.tables import (
     UnfinishedRank,
     WeightVerdictRow,
 )
+from stagescope_service.store.tables.training import ENDED
 from stagescope_wire.names import BISECT, EXPERIMENT
 from stagescope_wire.nonfinite import JsonObject
 
@@ -215,6 +216,18 @@ class RunHistory:
         partial = [key for key, row in rows if row["completeness"] == "partial"][-PARTIAL:]
         found = missing_ranks(self._catalogue, self.attempts, partial)
         return {key: found.get(key, []) for key in partial}
+
+    def cut_off_step(self, attempt_id: int) -> CutOffStep | None:
+        """Return the first step that an attempt's end closed as partial; None: there is none."""
+        rows = self._catalogue.steps(attempt_id, limit=NEWEST)
+        keys = [
+            (attempt_id, row["step"])
+            for row in rows
+            if (row["close_reason"], row["completeness"]) == (ENDED, "partial")
+        ]
+        found = missing_ranks(self._catalogue, self.attempts, keys)
+        cut = [CutOffStep(step, ranks) for (_, step), ranks in found.items()]
+        return min(cut, default=None, key=lambda each: each.step)
 
     def mean_staleness(self, steps: Sequence[int]) -> float:
         """Return the mean staleness of the tokens of some steps; NaN if it is unknown."""

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import Final
 
 from stagescope_service.rules.evidence import Series
-from stagescope_service.rules.memory import RunMemory, StageMean, window_of
+from stagescope_service.rules.memory import RunMemory, window_of
 from stagescope_service.rules.missing import StepKey
 from stagescope_service.rules.step_rows import StepRows
 from stagescope_service.store.catalogue import Catalogue
@@ -46,8 +46,9 @@ class LoggedScalars:
     def series(self, patterns: Sequence[str]) -> list[Series]:
         """Return the series of every scalar whose name matches a pattern, the first one first.
 
-        Each role has its own, the actor's first. A value is the mean over the ranks and parts of
-        the role that logged it; NaN where one of them is.
+        Each role and stage has its own: the actor's come first. Of one role, those that the newest
+        attempt logs precede the others, and the one with most steps is the first. A value is the
+        mean over the ranks and parts that logged it; NaN where one of them is.
         """
         found = [series for name in self._matching(patterns) for series in self._series(name)]
         return [series for series in found if len(series)]
@@ -82,24 +83,30 @@ class LoggedScalars:
         return [*dict.fromkeys(names)]
 
     def _read_series(self, name: str) -> list[Series]:
-        by_role: dict[str, dict[StepKey, list[StageMean]]] = defaultdict(dict)
+        by_role: dict[str, dict[str | None, dict[StepKey, float]]] = defaultdict(dict)
         means = self._memory.scalar(self._catalogue, self._ids, name, self._rows.closed)
         for key, found in means.items():
             for each in found:
-                by_role[each.role].setdefault(key, []).append(each)
+                value = each.mean if math.isfinite(each.mean) else math.nan
+                by_role[each.role].setdefault(each.stage, {})[key] = value
         series = []
         for role in sorted(by_role, key=lambda role: (_ORDER.get(role, len(ROLES)), role)):
-            label = f"{name} of {role}" if len(by_role) > 1 else name
-            own = {key: _mean(of_stages) for key, of_stages in by_role[role].items()}
-            series.append(self._rows.series(label, own))
+            own = [
+                self._rows.series(_label(name, role, stage, by_role), values)
+                for stage, values in by_role[role].items()
+            ]
+            own.sort(key=lambda each: (-int(each.attempts[-1]), -len(each), each.name))
+            series += own
         return series
 
 
-def _mean(stages: Sequence[StageMean]) -> float:
-    """Return the mean over stages; NaN if a value is not finite."""
-    if len(stages) == 1:
-        found = stages[0].mean
-    else:
-        found = sum(each.mean * each.number for each in stages)
-        found /= sum(each.number for each in stages)
-    return found if math.isfinite(found) else math.nan
+def _label(
+    name: str, role: str, stage: str | None, by_role: Mapping[str, Mapping[str | None, object]]
+) -> str:
+    """Return the name of a scalar, with its role and its stage where others logged it, too."""
+    label = f"{name} of {role}" if len(by_role) > 1 else name
+    if len(by_role[role]) == 1:
+        return label
+    if stage is None:
+        return f"{label} without a stage"
+    return f"{label} in {stage}" if len(by_role) > 1 else f"{label} of {stage}"

@@ -125,8 +125,6 @@ class StageMean(NamedTuple):
     role: str
     mean: float
     """NaN or infinite where one of the values is, as in a sum."""
-    number: int
-    """Number of the values."""
 
 
 class RunMemory:
@@ -161,13 +159,13 @@ class RunMemory:
 
         def read(keys: Sequence[StepKey]) -> Mapping[StepKey, list[StageMean]]:
             found: dict[StepKey, list[StageMean]] = {}
-            for attempt_id, step, stage, role, mean, nan, posinf, neginf, count in (
+            for attempt_id, step, stage, role, mean, nan, posinf, neginf, _count in (
                 catalogue.scalar_means(ids, name, **window_of(keys))
             ):  # fmt: skip
                 if step is not None:
                     bad = nan or posinf or neginf
                     value = _as_sum(nan, posinf, neginf) if bad or mean is None else mean
-                    each = StageMean(stage, role, value, count)
+                    each = StageMean(stage, role, value)
                     found.setdefault((attempt_id, step), []).append(each)
             return found
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from stagescope_service.store.tables import UnfinishedRank
 from stagescope_wire.batch import Batch
 
 
@@ -32,6 +33,13 @@ class MissingRank(NamedTuple):
 
     steps: list[int]
     stages: list[str]
+
+
+class CutOffStep(NamedTuple):
+    """A step that the end of its attempt closed, and the ranks that it lacks."""
+
+    step: int
+    missing: Sequence[UnfinishedRank]
 
 
 @dataclasses.dataclass(frozen=True)

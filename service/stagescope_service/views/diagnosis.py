@@ -51,6 +51,9 @@ _RECORD_WEIGHTS: Final = (
     "probe.record_weights(..., step=...), docs/weights.md"
 )
 
+_RECORD_STREAMS: Final = (
+    "record rollout_log_probs and old_log_probs with response_mask in actor_compute_log_prob"
+)
 _RECORD_TOKENS: Final = (
     "record prompts and responses (token ids) beside the log-probs: then `stagescope bisect` says "
     "at which swap of one component the mismatch disappears, docs/bisect.md"
@@ -305,7 +308,7 @@ def _row(
     rule, evidence = found.rule, found.evidence
     newest = history.newest
     last = history.steps[-1] if history.steps else None
-    step = evidence.since_step
+    step = evidence.since_step if evidence.captured_step is None else evidence.captured_step
     if step is None:
         step = newest.step if newest is not None else None if last is None else last.step
     attempts = {each.step: each.attempt for each in history.steps}
@@ -367,11 +370,18 @@ def _row(
         "meaning": rule.meaning,
         "next": [_filled(_of_attempt(text, asked), words) for text in _possible(commands, lacking)],
         "figure": None if figure is None else _filled(figure, words),
-        "record": (
-            rule.record if evidence.verdict == "not measured" and not evidence.waits else None
-        ),
+        "record": _to_record(found, history),
+        "waits": evidence.waits,
         "sources": list(rule.sources),
     }
+
+
+def _to_record(found: Diagnosis, history: RunHistory) -> str | None:
+    """Return what to record so that a rule is measured; None: it is, or nothing can be recorded."""
+    if found.evidence.verdict != "not measured" or found.evidence.waits:
+        return None
+    needs_streams = found.rule.family in ("precision", "mismatch") and not history.measured
+    return found.rule.record or (_RECORD_STREAMS if needs_streams else None)
 
 
 def _possible(commands: Sequence[str], lacking: Mapping[str, str]) -> list[str]:
@@ -403,7 +413,12 @@ def _sentence(found: Diagnosis, history: RunHistory) -> str:
     says_where = bool(evidence.headline and evidence.ranks) or evidence.proof is not None
     if evidence.where and not is_named and not says_where:
         parts.append(evidence.where)
-    if evidence.since_step is not None:
+    if evidence.captured_step is not None:
+        parts.append(
+            f"first captured in step {evidence.captured_step}; sick since step "
+            f"{evidence.since_step}"
+        )
+    elif evidence.since_step is not None:
         about = "about " if evidence.is_about else ""
         parts.append(f"since {about}step {evidence.since_step}")
     if evidence.last_step is not None:

@@ -59,11 +59,13 @@ import stagescope
 from stagescope_service.rules import facts as facts_module
 from stagescope_service.rules.causes import Diagnosis
 from stagescope_service.rules.doctor import diagnose, rulebook
+from stagescope_service.rules.evidence import Evidence
 from stagescope_service.rules.history import RunHistory
 from stagescope_service.rules.symptom import FAMILIES, SymptomRule, read_symptom
 from stagescope_service.statistics import Comparability, examine
 from stagescope_service.views import diagnosis as api_diagnosis
 from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.schema import LOG
 
 DOCS: Final = Path(__file__).parents[3] / "docs"
 PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
@@ -264,6 +266,24 @@ def test_scalars_of_two_roles_are_not_averaged(live: Service) -> None:
     row = rows_of(live, name)["gradient_spikes"]
     assert row["verdict"] == "found"
     assert row["for"] == ["grad_norm of actor is up to 40, 40.0 times its median before (step 17)"]
+
+
+def test_scalars_of_two_stages_are_not_averaged(live: Service) -> None:
+    rank = Rank(live, run="two-stages", world_size=1)
+    for step in range(1, 25):
+        rank.stage("actor_update", step, scalars={"grad_norm": 1.0})
+    rank.begin("actor_update", 25)
+    rules = [each for each in rulebook() if each.name == "gradient_spikes"]
+
+    def spikes() -> Evidence:
+        return diagnose(RunHistory(live.catalogue, "two-stages"), rules)[0].evidence
+
+    rank.say(LOG, step=17, scalars={"grad_norm": 5e6})
+    text = "grad_norm of actor_update stays below 10 times its median 1 in the newest 24 steps"
+    assert spikes().against == (text,)
+    for step in range(10, 17):
+        rank.say(LOG, step=step, scalars={"grad_norm": 2.0})
+    assert spikes().supports[0].startswith("grad_norm without a stage is up to 5e+06, ")
 
 
 def test_a_number_is_asked_for_and_drawn_by_the_run_s_own_name(live: Service) -> None:
@@ -625,8 +645,37 @@ def test_what_was_never_looked_for_is_not_measured(live: Service) -> None:
 def test_what_lacks_steps_alone_names_nothing_to_record(live: Service) -> None:
     rows = diagnosed(live, "short", steps=range(1, 7))
     assert rows["reward_flat"]["against"] == ["reward has 6 finite steps, 20 are needed"]
-    assert rows["reward_flat"]["record"] is None
+    assert (rows["reward_flat"]["record"], rows["reward_flat"]["waits"]) == (None, True)
     assert rows["staleness"]["record"] is not None
+    restart = rows["mismatch_jump_at_restart"]
+    assert (restart["record"], restart["waits"]) == (None, False)
+    shown = shown_by(live, "doctor", "short")
+    assert f"\n  wait for more steps: {sum(row['waits'] for row in rows.values())} rules" in shown
+    assert "\n  nothing that can be recorded: " in shown
+
+
+def test_before_a_step_closed_there_is_nothing_to_record(live: Service) -> None:
+    Rank(live, run="opened", rank=0, world_size=1).begin(STAGE, 1)
+    rows = rows_of(live, "opened")
+    unknown = [row for row in rows.values() if row["verdict"] == "not measured"]
+    assert {(row["record"], row["waits"]) for row in unknown} == {(None, True)}
+    shown = shown_by(live, "doctor", "opened").splitlines()
+    assert shown[-1] == f"  wait for more steps: {len(unknown)} rules"
+
+
+def test_a_run_without_streams_is_told_to_record_them(live: Service) -> None:
+    def without(batch: Batch) -> None:
+        batch.has_streams = False
+
+    rows = diagnosed(live, "streamless", without, steps=range(1, 6))
+    assert rows["streams_shifted"]["record"].startswith("record rollout_log_probs")
+
+
+def test_counted_groups_name_their_steps(live: Service) -> None:
+    row = diagnosed(live, "wrong-for-long", all_wrong, steps=range(1, 31))["groups_all_wrong"]
+    assert row["sentence"].endswith(f"in {row['shown']} of {row['examined']} groups")
+    assert row["examined"] > 80
+    assert row["for"][0].startswith("78 of 80 groups of the newest 10 steps have the lowest")
 
 
 def test_a_damaged_rule_hides_no_other(live: Service, tmp_path: Path) -> None:

@@ -84,3 +84,25 @@ def test_edges_of_many_rounds_that_are_off_are_found(share: float, live: Service
 
     train(live, f"many-edges-{share}", change, steps=range(1, 13))
     assert rows_of(live, f"many-edges-{share}")["first_token"]["verdict"] == "found"
+
+
+@pytest.mark.parametrize("closed", [10, 14])
+def test_a_few_values_that_are_not_finite_begin_in_their_own_step(
+    closed: int, live: Service
+) -> None:
+    """A step has 64 tokens: the other checks add up several steps."""
+
+    def change(batch: Batch) -> None:
+        batch.rounds[:, 16:] = -1
+        if batch.step in (9, 10):
+            batch.p[:, :4] = np.nan
+
+    rows = diagnosed(live, f"few-nan-{closed}", change, steps=range(1, closed + 1), ranks=1)
+    cause = rows["non_finite_log_probs"]
+    assert (cause["verdict"], cause["since_step"], cause["cause"]) == ("found", 9, None)
+    row = rows["streams_lack_values"]
+    if closed == 14:
+        assert row["verdict"] == "not found"
+        return
+    assert (row["since_step"], row["cause"]) == (9, "non_finite_log_probs")
+    assert (row["shown"], row["examined"]) == (2, 2)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 from tests.service.rules.planted import (
     Batch,
+    and_scalars,
     diagnosed,
     found_in,
     proved_by,
     report,
     rows_of,
     since,
+    train,
 )
 from tests.support.api import Service
 
@@ -48,9 +50,32 @@ def test_a_nan_is_one_cause_and_its_operator_may_be_captured_later(live: Service
     assert rows["non_finite_log_probs"]["cause"] is None
     report(live, "nan", "non_finite_operator", step=11, severity="error", role="actor", rank=1)
     rows = rows_of(live, "nan")
-    assert rows["non_finite_operator"]["cause"] is None
+    operator = rows["non_finite_operator"]
+    assert (operator["cause"], operator["since_step"]) == (None, 4)
+    assert operator["sentence"] == (
+        "An operator's result is not finite, actor 1, first captured in step 11; sick since step 4"
+    )
+    assert operator["next"][0].startswith("stagescope non-finite 11 ")
     assert rows["non_finite_log_probs"]["cause"] == "non_finite_operator"
     assert rows["streams_lack_values"]["cause"] == "non_finite_operator"
+
+
+def test_a_captured_operator_begins_with_no_symptom_that_is_another_s(live: Service) -> None:
+    def spikes(step: int) -> float:
+        return 90.0 if step == 7 else 1.0
+
+    def not_finite(batch: Batch) -> None:
+        if batch.rank == 1:
+            batch.p[:, ::4] = np.nan
+
+    train(
+        live, "spiked", since(13, not_finite), steps=range(1, 18),
+        scalars=and_scalars(grad_norm=spikes),
+    )  # fmt: skip
+    report(live, "spiked", "non_finite_operator", step=16, severity="error", role="actor", rank=1)
+    rows = rows_of(live, "spiked")
+    assert rows["non_finite_operator"]["since_step"] == 13
+    assert (rows["gradient_spikes"]["since_step"], rows["gradient_spikes"]["cause"]) == (7, None)
 
 
 def test_equal_streams_are_shown_by_their_proof(live: Service) -> None:

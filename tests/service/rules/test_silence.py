@@ -111,8 +111,29 @@ def test_a_training_of_which_no_rank_reports_is_named(lapses: bool, live: Servic
     if lapses:
         row = rows["processes_failed"]
         assert row["sentence"].startswith("Processes stopped reporting between stages")
-        assert row["for"][0].startswith("attempt 1: its processes stopped reporting after step 11")
+        text = "attempt 1: its processes stopped reporting after the stages of step 11"
+        assert row["for"][0].startswith(text)
     assert found_in(rows_of(live, run, step=8)) <= {"processes_failed"}
+
+
+def test_the_step_in_which_a_training_died_is_named(live: Service) -> None:
+    """The end of the attempt closes the step: it is the last closed one then."""
+    ranks = [Rank(live, run="killed", rank=rank, world_size=2) for rank in range(2)]
+    for step in range(1, 58):
+        for each in ranks:
+            each.stage("actor_compute_log_prob", step)
+        for each in ranks if step < 57 else ():
+            each.stage("actor_update", step)
+    for each in ranks:
+        live.engine.fall_silent(each)
+    row = rows_of(live, "killed")["processes_failed"]
+    assert row["sentence"] == (
+        "Processes stopped reporting within a step, and said nothing of an end, since step 57"
+    )
+    assert row["for"] == [
+        "attempt 1: its processes stopped reporting in step 57, before the end of actor_update of "
+        "actor ranks 0-1, and said nothing of an end"
+    ]
 
 
 def test_a_training_that_finished_is_not_quiet(live: Service) -> None:

@@ -51,7 +51,8 @@ export function doctor(view, { run, step = "", attempt }) {
             ["rule", "title", { ...HEAD, ...WIDE }], ["", "verdict", BADGE],
             ["because", (row) => [...row.against, ...(row.verdict === "not measured" ? row.for : [])].join("; "),
               WIDE],
-            ["to record it", (row) => (row.record ? h("code", {}, row.record) : ""), WIDE],
+            ["to measure it", (row) => (row.record ? h("code", {}, row.record) : row.waits ? "wait for more steps" : ""),
+              WIDE],
           ], rest, { key: (row) => row.rule })),
       ];
     },

@@ -43,12 +43,13 @@ def rank_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
     slices = [each for each in means_by(history, "rank") if len(each[1]) >= 2]
     if len(slices) < least:
         return not_measured(
-            f"{len(slices)} of the newest steps have two or more ranks with {ABS_DIFF}"
+            f"{len(slices)} of the newest steps have two or more ranks with {ABS_DIFF}",
+            waits=bool(slices),
         )
     found = _ranks_apart(slices, factor)
     if found.examined < least:
         return not_measured(
-            f"{found.examined} of the newest steps have numbers of two or more ranks"
+            f"{found.examined} of the newest steps have numbers of two or more ranks", waits=True
         )
     apart = found.steps
     if not apart:
@@ -215,7 +216,8 @@ def round_apart(history: RunHistory, *, factor: float, least: int) -> Evidence:
             )
     if len(examined) < least:
         return not_measured(
-            f"{len(examined)} of the newest steps have two rounds of {_ROUND_TOKENS} tokens"
+            f"{len(examined)} of the newest steps have two rounds of {_ROUND_TOKENS} tokens",
+            waits=bool(examined),
         )
     number = max(apart, key=lambda key: len(apart[key]), default=-1)
     count = len(apart.get(number, ()))

@@ -21,7 +21,7 @@ from stagescope_service.rules.evidence import (
     of_rate,
 )
 from stagescope_service.rules.history import NEWEST, RunHistory
-from stagescope_service.rules.steps import MissingRank
+from stagescope_service.rules.steps import CutOffStep, MissingRank
 from stagescope_service.rules.symptoms.canary import of_canary
 from stagescope_service.rules.symptoms.rows import (
     detail_of,
@@ -31,8 +31,10 @@ from stagescope_service.rules.symptoms.rows import (
     of_earlier,
 )
 from stagescope_service.rules.symptoms.silence import fell_silent
-from stagescope_service.store.tables import FindingRow, LossRow
+from stagescope_service.store.queries.overview import ListedAttempt
+from stagescope_service.store.tables import FindingRow, LossRow, UnfinishedRank
 from stagescope_wire.render import counted, ranks_text
+from stagescope_wire.schema import RankKey
 
 
 def finding(
@@ -181,17 +183,40 @@ def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
 
 def _ended_silently(history: RunHistory) -> Evidence | None:
     silent = fell_silent(history)
-    rows = [{**row, "step": None, "role": None, "rank": None} for row in silent]
-    lines = [
-        f"attempt {row['number']}: its processes stopped reporting after step "
-        f"{row['last_closed_step']} closed, and said nothing of an end"
-        for row in silent
-    ]
-    if not rows:
+    if not silent:
         return None
+    cut_off = [history.cut_off_step(row["attempt_id"]) for row in silent]
+    rows = [
+        {**row, "step": None if cut is None else cut.step, "role": None, "rank": None}
+        for row, cut in zip(silent, cut_off, strict=True)
+    ]
+    lines = [_silent_text(*each) for each in zip(silent, cut_off, strict=True)]
     found = found_in(history, rows, first_of(lines, 3, "attempts"))
-    headline = "Processes stopped reporting between stages, and said nothing of an end"
+    within = [cut is not None for cut in cut_off]
+    place = " within a step" if all(within) else "" if any(within) else " between stages"
+    headline = f"Processes stopped reporting{place}, and said nothing of an end"
     return dataclasses.replace(found, headline=headline)
+
+
+def _silent_text(attempt: ListedAttempt, cut: CutOffStep | None) -> str:
+    text = f"attempt {attempt['number']}: its processes stopped reporting "
+    last = attempt["last_closed_step"]
+    if cut is not None:
+        text += f"in step {cut.step}, {_stages_text(cut.missing)}"
+    elif last is None:
+        text += "before a step closed"
+    else:
+        text += f"after the stages of step {last}"
+    return f"{text}, and said nothing of an end"
+
+
+def _stages_text(missing: Sequence[UnfinishedRank]) -> str:
+    """Return the stages that ranks did not end, each with its ranks."""
+    by_stage: dict[str, list[RankKey]] = {}
+    for each in missing:
+        by_stage.setdefault(each["stage"], []).append((each["role"], each["rank"]))
+    texts = [f"{stage} of {ranks_text(sorted(ranks))}" for stage, ranks in by_stage.items()]
+    return f"before the end of {', '.join(texts)}" if texts else "outside its stages"
 
 
 def _unended(history: RunHistory, losses: Sequence[LossRow]) -> list[LossRow]:
@@ -264,7 +289,7 @@ def unreported(history: RunHistory) -> Evidence:
     """
     steps = history.steps
     if len(steps) < 3:
-        return not_measured(f"{len(steps)} steps are closed")
+        return not_measured(f"{counted(len(steps), 'step')} closed, 3 are needed", waits=True)
     usual = float(np.median(np.diff([each.step for each in steps])))
     gaps = [
         (before, after) for before, after in pairwise(steps) if after.step - before.step > usual
@@ -325,7 +350,8 @@ def straggler(history: RunHistory, *, factor: float) -> Evidence:
         if found is not None and (worst is None or found.sure > worst.sure):
             worst = found
     if not examined:
-        return not_measured("no stage has three ranks in three steps")
+        has_ranks = any(len(own) >= _SEVERAL for each in stages.values() for own in each.values())
+        return not_measured("no stage has three ranks in three steps", waits=has_ranks)
     return worst or not_found(f"no rank is slow step after step in {examined} stages")
 
 

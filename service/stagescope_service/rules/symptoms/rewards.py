@@ -19,6 +19,7 @@ from stagescope_service.rules.evidence import (
 from stagescope_service.rules.history import NEWEST, RunHistory
 from stagescope_service.statistics.cell import Float64
 from stagescope_service.store.queries.rollouts import RewardGroupsRow
+from stagescope_wire.render import counted
 
 _SAMPLES: Final = 32
 """Minimum samples to say how many have the maximum length."""
@@ -63,7 +64,7 @@ def groups(
     what = {"equal": "have equal rewards", "low": "have the lowest reward alone",
             "high": "have the highest reward alone", "single": "have one sample"}[kind]  # fmt: skip
     count, total = int(marked[-NEWEST:].sum()), int(of[-NEWEST:].sum())
-    text = f"{count} of {total} groups {what}"
+    text = f"{count} of {total} groups of the newest {counted(len(of[-NEWEST:]), 'step')} {what}"
     steps = np.array([row["step"] for row in rows], np.int64)
     return of_rate(steps, marked, of, share, NEWEST, text + edge, unit="group")
 

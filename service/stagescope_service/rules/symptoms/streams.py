@@ -25,6 +25,7 @@ from stagescope_service.rules.pooled import PooledSteps
 from stagescope_service.rules.steps import CurrentStep
 from stagescope_service.statistics.cell import Field
 from stagescope_service.statistics.checks import ROUNDED_SHARE, Check, held_by_bfloat16
+from stagescope_service.statistics.comparability import Comparability
 from stagescope_service.statistics.noise_checks import few_carry
 from stagescope_service.statistics.profile_bins import (
     COARSEST,
@@ -77,8 +78,9 @@ def suspect(history: RunHistory, *, checks: Sequence[str]) -> Evidence:
         is_short = marks[period.first :].sum() < _LASTING
         period = None if is_short else period
     lasts = period is not None and period.last is None
-    if not lasts and pooled.is_needed and pooled.comparability.cause in checks:
-        return _of_pool(pooled, checks)
+    of_pool = _named(pooled.comparability, checks) if pooled.is_needed and not lasts else []
+    if pooled.comparability.cause in checks and of_pool and not _are_not_finite(of_pool):
+        return _of_pool(pooled, of_pool, checks)
     if period is None:
         return _not_suspect(history.newest, newest, checks)
     last = measured[int(np.flatnonzero(marks)[-1])]
@@ -94,7 +96,8 @@ def suspect(history: RunHistory, *, checks: Sequence[str]) -> Evidence:
         )
     evidence = _named_by(shown, checks, last.step, pooled.ranks_alone_with(checks))
     since = measured[period.first].step
-    if len(pooled.steps) > 1:
+    of_one = shown is not None and _are_not_finite(_named(shown.comparability, checks))
+    if len(pooled.steps) > 1 and not of_one:
         since = min(since, pooled.begin([*evidence.ranks]))
     inside = np.array([since <= step.step <= last.step for step in measured])
     inside[-1] |= period.last is None
@@ -123,6 +126,15 @@ _NON_FINITE: Final = "nonfinite_log_probs"
 """Kind of the finding that log-probs are not finite."""
 
 
+def _named(found: Comparability, checks: Sequence[str]) -> list[Check]:
+    return [each for each in found.suspects if each.name in checks]
+
+
+def _are_not_finite(named: Sequence[Check]) -> bool:
+    """Return whether all that the checks name is not finite: each step shows that alone."""
+    return bool(named) and all(each.values.get("zeros") == 0.0 for each in named)
+
+
 def _is_filled(shown: StepFacts | None, checks: Sequence[str]) -> bool:
     """Return whether one of the checks names a value that was filled in, which only the tokens of
     the whole step show."""
@@ -130,9 +142,8 @@ def _is_filled(shown: StepFacts | None, checks: Sequence[str]) -> bool:
     return any(each.name in checks and "filled" in each.values for each in suspects)
 
 
-def _of_pool(pooled: PooledSteps, checks: Sequence[str]) -> Evidence:
+def _of_pool(pooled: PooledSteps, named: Sequence[Check], checks: Sequence[str]) -> Evidence:
     """Return the evidence of a check that only several steps' tokens together fail."""
-    named = [each for each in pooled.comparability.suspects if each.name in checks]
     ranks = pooled.ranks_alone_with(checks) or [rank for each in named for rank in each.ranks]
     lines = tuple(f"{pooled.text}: {each.text}" for each in named)
     since = pooled.begin(ranks)
@@ -156,11 +167,11 @@ def _named_by(
     """
     if shown is None:
         return Evidence("found")
-    named = [each for each in shown.comparability.suspects if each.name in checks]
+    named = _named(shown.comparability, checks)
     ranks = sorted({*alone} or {rank for each in named for rank in each.ranks})
     cause = shown.comparability.cause
     likelier = None if cause in checks else cause
-    if named and all(each.values.get("zeros") == 0.0 for each in named):
+    if _are_not_finite(named):
         likelier = likelier or _NON_FINITE  # what a stream lacks is not finite
     return Evidence(
         "found",
@@ -304,7 +315,8 @@ def _edge_token(history: RunHistory, edge: Edge, factor: float) -> Evidence:
     steps = sum(row.last - row.first + 1 for row in rows)
     if steps < READ or not rows:
         return not_measured(
-            f"the newest steps lack {_EDGE_TOKENS} {edge} tokens of rounds with numbers"
+            f"the newest steps lack {_EDGE_TOKENS} {edge} tokens of rounds with numbers",
+            waits=bool(rows),
         )
     newest = rows[0]
     text = (

@@ -93,7 +93,7 @@ def jump(history: RunHistory, *, at: str, factor: float, least: float) -> Eviden
         else:
             against.append(text)
     if not found and against[-1].endswith(_TOO_FEW):
-        return not_measured(against[-1])
+        return not_measured(against[-1], waits=True)
     if not found:
         return not_found(*against)
     return dataclasses.replace(found[-1], against=(*found[-1].against, *against))
@@ -149,7 +149,8 @@ def _jump_at_first_sync(
         return dataclasses.replace(found, against=(*found.against, *against))
     if against:
         return not_found(*against)
-    return not_measured(unknown[-1] if unknown else "no attempt has three steps")
+    reason = unknown[-1] if unknown else "no attempt has three steps"
+    return not_measured(reason, waits=not unknown)
 
 
 def _unless_drift(

@@ -31,6 +31,8 @@ runs = table("runs", RunRow, "run")
 
 SILENT: Final = "its processes fell silent"
 """Why an attempt ended: not all of its processes said that they had finished."""
+ENDED: Final = "attempt ended"
+"""Why a step was closed: its attempt ended."""
 
 
 class AttemptColumns(TypedDict):

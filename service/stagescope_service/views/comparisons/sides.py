@@ -11,7 +11,6 @@ from typing import Final
 
 from stagescope_service.compare.causes import BROKE_OFF
 from stagescope_service.core.completeness import PARTIAL
-from stagescope_service.core.entities import ENDED
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.listing import FileDump, entry_order, files_of
 from stagescope_service.dumps.formats.own import open_files
@@ -19,6 +18,7 @@ from stagescope_service.dumps.importing import KEY_PREFIX
 from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, DumpProblem, Location
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.tables import ArtifactRow
+from stagescope_service.store.tables.training import ENDED
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.kept import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.views.models.bodies import DirectoryFields

@@ -28,7 +28,7 @@ class Symptom(Model):
     ]
     """The symptom with its place, its steps, and how many of them show it."""
     verdict: Literal["found", "not found", "not measured"]
-    """`not measured`: the run does not record what the rule needs; `record` says what."""
+    """`not measured`: the run lacks what the rule needs; `record` and `waits` say what."""
     sure: Number
     """Share of the examined steps, ranks or samples that show the symptom, 0 to 1; for trends its
     strength."""
@@ -62,6 +62,8 @@ class Symptom(Model):
     """Path of a figure that shows it; null: there is none."""
     record: str | None
     """What to record, so that it is measured; null: it is, or nothing can be recorded."""
+    waits: bool
+    """Whether it is not measured because more steps are needed, and nothing else."""
     sources: list[str]
     """Where the field met it."""
 
