@@ -128,7 +128,7 @@ class Session(
         return self.table(f"{self._run_path(run)}/attempts", noun="attempts", limit=limit)
 
     def steps(self, run: OptStr = None, attempt: OptInt = None, *, limit: int = LIMIT) -> Steps:
-        """Return the steps with their completeness, the newest first."""
+        """Return the steps with their completeness, the newest first, superseded ones last."""
         params = {"run": run, "attempt": attempt}
         return Steps.from_table(self.table("/steps", params, noun="steps", limit=limit))
 

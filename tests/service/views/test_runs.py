@@ -72,7 +72,7 @@ def test_steps_between_two_attempts_that_neither_reported_are_named(
     train(live, first, key="first")
     train(live, second, key="second", start=2_000.0)
     assert live.get("/runs/r/attempts")["note"] == note
-    assert live.get("/steps")["note"] == note
+    assert live.get("/steps", attempt=1)["note"] == note
     with live.session() as session:
         assert note is None or note in " ".join(str(session.attempts("r")).split())
 
@@ -235,16 +235,21 @@ class TestAttempts:
 class TestSteps:
     def test_of_all_attempts_or_of_one(self, live: Service) -> None:
         resumed(live)
-        rows = live.get("/steps")["rows"]
-        assert [(row["step"], row["attempt"], row["superseded_by"]) for row in rows] == [
-            (6, 1, 2),
+        answer = live.get("/steps")
+        assert [(row["step"], row["attempt"], row["superseded_by"]) for row in answer["rows"]] == [
             (5, 2, None),
-            (5, 1, 2),
             (4, 1, None),
             (3, 1, None),
             (2, 1, None),
             (1, 1, None),
+            (6, 1, 2),  # the current ones come first
+            (5, 1, 2),
         ]
+        assert answer["note"] == (
+            "superseded, listed after the current steps: 2 steps of attempt 1 (5 to 6); "
+            "a later attempt resumed before them"
+        )
+        assert live.get("/steps", attempt=2)["note"] is None
         assert [row["step"] for row in live.get("/steps", attempt=2)["rows"]] == [5]
 
     @pytest.mark.parametrize("limit", [1, 2, 3, 6])
@@ -260,7 +265,13 @@ class TestSteps:
             newest.begin("actor_update", step)
             if following is None:
                 break
-        assert found == [(6, 1), (5, 2), (5, 1), (4, 1), (3, 1), (2, 1), (1, 1)]
+        assert found == [(5, 2), (4, 1), (3, 1), (2, 1), (1, 1), (6, 1), (5, 1)]
+
+    def test_a_wrong_step_leads_to_current_ones(self, live: Service) -> None:
+        resumed(live)
+        problem = live.problem(404, "/steps/9/stages")
+        assert problem["expected"] == "one of 1, 2, 3, 4, 5"
+        assert live.problem(404, "/steps/9/stages", attempt=1)["expected"].endswith("5, 6")
 
 
 class TestWhoAnswers:

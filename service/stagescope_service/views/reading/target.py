@@ -243,9 +243,12 @@ class Finder:
         return NotFound(wrong, expected=_one_of(numbers, number or 0) if numbers else "")
 
     def _no_step(self, run: str, number: int | None, step: int | None) -> NotFound:
-        rows = self._catalogue.steps(run=run)
-        if number is not None:
-            rows = [row for row in rows if row["attempt"] == number]
+        if number is None:
+            rows = self._catalogue.steps(run=run, superseded=False)
+            rows = rows or self._catalogue.steps(run=run)  # a new attempt has no step yet
+        else:
+            found = self._catalogue.find_attempt(run, number)
+            rows = [] if found is None else self._catalogue.steps(found["attempt_id"])
         steps = sorted({row["step"] for row in rows})
         owner = f"run {run}" if number is None else f"attempt {number} of run {run}"
         wrong = f"{owner} has no step {'yet' if step is None else step}"
