@@ -27,7 +27,9 @@ _READABLE: Final = 40
 
 
 class Series(Table):
-    """One row per step, ascending, attempt after attempt: `step`, `attempt`, ..., and one column of values per series.
+    """One row per step, ascending: `step`, `attempt`, ..., and one column of values per series.
+
+    Where attempts share steps, the rows of one attempt follow those of another.
 
     A value is None if the step has none (`reason` says why) and NaN if it is NaN. Read `comparable`
     before you trust a number: it is the verdict on the step's two streams. `begun_again` names
