@@ -281,7 +281,7 @@ class Session(
             step: use only the steps up to this one.
         """
         # A run whose canary alone reports has findings, and no step.
-        name = run or self.get("/steps", limit=1)["run"]
+        name = self.get("/steps", limit=1)["run"] if run is None else run
         path = f"/runs/{segment(name, 'run')}/diagnosis"
         params = {"attempt": attempt, "step": step}
         return Diagnosis.from_table(self.table(path, params, noun="diagnosis"))

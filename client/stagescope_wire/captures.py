@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from stagescope_wire.errors import Forbidden, InvalidPlan
-from stagescope_wire.names import normal_run_name
+from stagescope_wire.names import requested_run
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.plan import (
     Baseline,
@@ -89,7 +89,7 @@ def validate_capture(spec: JsonObject, *, allowed_roots: Iterable[str]) -> Captu
     spec = {name: value for name, value in spec.items() if value is not None}
     roots = list(allowed_roots)
     capture: CaptureSpec = {
-        "run": normal_run_name(spec["run"]) if "run" in spec else None,
+        "run": requested_run(spec["run"]) if "run" in spec else None,
         "stages": _names(spec, "stages", required=True),
         "roles": _names(spec, "roles", required=False),
         "ranks": read_ranks(spec.get("ranks", "all")),

@@ -220,6 +220,21 @@ def normal_run_name(given: object) -> str:
     return f"{valid[: _MAX_RUN_NAME - _CHECKSUM - 1]}-{checksum}"
 
 
+def requested_run(given: object) -> str:
+    """Return `normal_run_name` of the run that somebody asks about.
+
+    Raises:
+        InvalidInput: it is no text, or blank: an unset variable would mean another run.
+    """
+    if isinstance(given, str) and not given.strip():
+        raise InvalidInput(
+            "the name of the run is empty",
+            expected="the name of a run; without one, the run whose training stage began last",
+            advice="is a variable of your shell unset?",
+        )
+    return normal_run_name(given)
+
+
 def display_name(given: str) -> str | None:
     """Return a run's name as it was given, for people to read; None if that is blank.
 

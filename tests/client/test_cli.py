@@ -54,6 +54,18 @@ def test_exact_takes_one_run(service: Answering) -> None:
 
 
 @pytest.mark.parametrize(
+    "words",
+    ["steps --run", "steps", "doctor --run", "doctor", "metrics 5 --run", "top", "report", "bundle",
+     "captures --run", "devices --run", "triggers --run", "forward --to x --run",
+     "import . --run"],
+)  # fmt: skip
+def test_an_empty_name_of_a_run_is_refused(service: Answering, words: str) -> None:
+    refused = ask(service, *words.split(), "")
+    assert refused.exit_code == 2
+    assert "the name of the run is empty" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize(
     ("args", "code", "message"),
     [
         (["metrics", "99"], 4, "a step from 0 to 5"),

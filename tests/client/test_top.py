@@ -304,8 +304,9 @@ def test_once_prints_one_screen(trained: Service) -> None:
         lines = result.stdout.splitlines()
         assert fits(lines, 24, 80)
         assert "q quits" not in result.stdout
-    result = invoke("top", "nobody", "--once", "--url", trained.server.url, env=env)
-    assert result.exit_code == 4
+    for words in (["nobody"], ["--run", "nobody"]):
+        result = invoke("top", *words, "--once", "--url", trained.server.url, env=env)
+        assert result.exit_code == 4
 
 
 def test_1024_ranks_fit(live: Service) -> None:

@@ -16,7 +16,7 @@ from stagescope.findings import FindingRows
 from stagescope.link_text import RENAMED
 from stagescope.session import Session, StepName, attach
 from stagescope.table import Table
-from stagescope.terminal import FiniteFloat
+from stagescope.terminal import RUN_NAME, FiniteFloat
 from stagescope_wire import discovery
 from stagescope_wire.errors import InvalidInput, StagescopeError
 from stagescope_wire.nonfinite import Json
@@ -220,8 +220,10 @@ def read_step(_: click.Context, __: click.Parameter, value: str) -> StepName:
 
 
 _STEP_WORDS: Final[tuple[StepName, ...]] = ("latest", "measured", "captured")
-RUN: Final = click.option("--run", help="Name of the run (default: the last that began a stage).")
-NAMED_RUN: Final = click.argument("named_run", required=False, metavar="[RUN]")
+RUN: Final = click.option(
+    "--run", type=RUN_NAME, help="Name of the run (default: the last that began a stage)."
+)
+NAMED_RUN: Final = click.argument("named_run", type=RUN_NAME, required=False, metavar="[RUN]")
 """The same as --run; a command has both."""
 ATTEMPT: Final = click.option("--attempt", type=click.IntRange(min=1), help="Attempt's number.")
 STAGE: Final = click.option("--stage", help="Only this stage.")
@@ -289,7 +291,7 @@ class Question(NamedTuple):
         """
         with self.command.make_context(self.name, [*words]) as context:
             own = {n: v for n, v in context.params.items() if n not in CONNECTION_OPTIONS}
-            return self.query(session, **_with_named_run(own))
+            return self.query(session, **with_named_run(own))
 
 
 QUESTIONS: Final[dict[str, Question]] = {}
@@ -300,7 +302,7 @@ CONNECTION_OPTIONS: Final = frozenset(
 """Parameters of every question that locate the service or format its answer."""
 
 
-def _with_named_run(own: dict[str, OptionValue]) -> dict[str, OptionValue]:
+def with_named_run(own: dict[str, OptionValue]) -> dict[str, OptionValue]:
     """Return parameters in which the argument RUN stands as the option --run."""
     if (named := own.pop("named_run", None)) is None:
         return own
@@ -339,7 +341,7 @@ def _add(
     ) -> None:  # fmt: skip
         context = click.get_current_context()
         context.meta[terminal.IS_JSON] = as_json
-        own = _with_named_run(own)
+        own = with_named_run(own)
         token = None if token_file is None else discovery.read_token(token_file)
         with attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session:
             _print(query(session, **own), as_json, columns, wide)

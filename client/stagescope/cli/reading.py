@@ -39,7 +39,7 @@ from stagescope.operators import read_side
 from stagescope.session import Session, StepName
 from stagescope.step import Step
 from stagescope.table import Table
-from stagescope.terminal import FiniteFloat
+from stagescope.terminal import RUN_NAME, FiniteFloat
 from stagescope_wire.captures import read_ranks
 from stagescope_wire.errors import NotFound
 from stagescope_wire.keep import SECTIONS
@@ -80,12 +80,12 @@ session_command(
 )  # fmt: skip
 session_command(
     Session.lost, "Lost data: announced, but never arrived, with the reasons.",
-    RUN, ATTEMPT, _only("kinds: 'payload*'"), LIMIT,
+    NAMED_RUN, RUN, ATTEMPT, _only("kinds: 'payload*'"), LIMIT,
 )  # fmt: skip
 session_command(
     Session.findings,
     "The problems that the service found, the most severe first; repeated ones are grouped.",
-    RUN, ATTEMPT, _only("severities or kinds: error, 'streams_*'"), LIMIT,
+    NAMED_RUN, RUN, ATTEMPT, _only("severities or kinds: error, 'streams_*'"), LIMIT,
 )  # fmt: skip
 session_command(
     Session.finding,
@@ -107,7 +107,7 @@ session_command(
 session_command(
     Session.devices,
     "The devices whose weights differed from their replicas', over attempts and runs.",
-    click.option("--run", help="Only this run (default: all)."), LIMIT,
+    click.option("--run", type=RUN_NAME, help="Only this run (default: all)."), LIMIT,
 )  # fmt: skip
 
 step_command(

@@ -205,6 +205,14 @@ class TestRuns:
         assert problem["expected"].endswith(" (the newest of 211 runs)")
 
 
+def test_an_empty_name_of_a_run_is_refused(live: Service) -> None:
+    train(live, range(1, 2))
+    for path in ("/steps", "/findings", "/captures", "/steps/latest/stages", "/triggers/firings"):
+        problem = live.problem(422, path, run="")
+        assert problem["wrong"] == "the name of the run is empty", path
+    live.problem(422, "/runs", name="")
+
+
 class TestAttempts:
     def test_with_fingerprints_and_what_was_done_again(self, live: Service) -> None:
         train(live, range(1, 7), key="first", fingerprint={"git": "abc"})
@@ -401,7 +409,7 @@ class TestErrors:
 
     def test_any_text_may_be_the_name_of_a_run_that_does_not_exist(self, live: Service) -> None:
         train(live, range(1, 2))
-        for run in ("", "a/../b", "..", "a\0b", "x" * 300, "' OR 1=1 --"):
+        for run in ("a/../b", "..", "a\0b", "x" * 300, "' OR 1=1 --"):
             problem = live.problem(404, "/steps", run=run)
             assert problem["wrong"] == f"there is no run {run!r:.200}"
             assert problem["expected"] == "one of r"

@@ -15,7 +15,7 @@ from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.reading.rows import Lineage
 from stagescope_wire.errors import NotFound
 from stagescope_wire.links import Link
-from stagescope_wire.names import normal_run_name
+from stagescope_wire.names import requested_run
 
 _LIVE_SECONDS: Final = 0.5
 """Greatest age of `also_live`: its query counts over every process of every run."""
@@ -133,8 +133,9 @@ class Finder:
 
         Raises:
             NotFound: no such run, or several are shown so; names those that exist.
+            InvalidInput: the text is blank.
         """
-        name = normal_run_name(text)
+        name = requested_run(text)
         if self._catalogue.has_run(name):
             return name
         shown = self._catalogue.runs_shown_as(text)
