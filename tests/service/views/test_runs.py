@@ -208,9 +208,18 @@ class TestRuns:
 def test_an_empty_name_of_a_run_is_refused(live: Service) -> None:
     train(live, range(1, 2))
     for path in ("/steps", "/findings", "/captures", "/steps/latest/stages", "/triggers/firings"):
-        problem = live.problem(422, path, run="")
+        problem = live.problem(404, path, run="")
         assert problem["wrong"] == "the name of the run is empty", path
     live.problem(422, "/runs", name="")
+
+
+def test_a_wrong_address_below_a_run_is_no_route_and_invites_no_change(live: Service) -> None:
+    train(live, range(1, 2))
+    for path in ("/runs/r/wurst", "/runs/r"):
+        problem = live.problem(404, path)
+        assert problem["wrong"] == f"there is no route {path}"
+        assert "PATCH" not in problem["detail"]
+    assert "/runs/{run}/diagnosis" in live.problem(404, "/runs/r/wurst")["expected"]
 
 
 class TestAttempts:

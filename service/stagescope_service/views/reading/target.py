@@ -133,7 +133,6 @@ class Finder:
 
         Raises:
             NotFound: no such run, or several are shown so; names those that exist.
-            InvalidInput: the text is blank.
         """
         name = requested_run(text)
         if self._catalogue.has_run(name):
