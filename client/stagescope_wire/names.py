@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
-from stagescope_wire.errors import InvalidInput, UnknownName
+from stagescope_wire.errors import InvalidInput, NotFound, UnknownName
 from stagescope_wire.nonfinite import valid_text
 from stagescope_wire.schema import check_run_name
 from stagescope_wire.tensors import PAYLOAD_STRINGS, PAYLOAD_TENSORS, STREAM_TENSORS
@@ -224,10 +224,11 @@ def requested_run(given: object) -> str:
     """Return `normal_run_name` of the run that somebody asks about.
 
     Raises:
-        InvalidInput: it is no text, or blank: an unset variable would mean another run.
+        InvalidInput: it is no text.
+        NotFound: it is blank: an unset variable would mean another run.
     """
     if isinstance(given, str) and not given.strip():
-        raise InvalidInput(
+        raise NotFound(
             "the name of the run is empty",
             expected="the name of a run; without one, the run whose training stage began last",
             advice="is a variable of your shell unset?",

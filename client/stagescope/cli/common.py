@@ -211,12 +211,31 @@ def read_step(_: click.Context, __: click.Parameter, value: str) -> StepName:
     for word in _STEP_WORDS:
         if value == word:
             return word
-    try:
-        return int(value)
-    except ValueError:
-        raise click.BadParameter(
-            f"{value!r} is neither a number nor 'latest', 'measured' or 'captured'"
-        ) from None
+    if not value.isdecimal():
+        raise _wrong_step(value)
+    return int(value)
+
+
+def _wrong_step(text: str) -> click.BadParameter:
+    return click.BadParameter(
+        f"{text!r} is neither a whole number from 0 nor 'latest', 'measured' or 'captured'",
+        param_hint="STEP",
+    )
+
+
+class _StepCommand(click.Command):
+    """A command in which a negative number is a wrong step, and no option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words of the command."""
+        words = [*args]  # they are consumed
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if any(own.name == "step" for own in self.params) and error.option_name[1:].isdecimal():
+                word = next((each for each in words if each.startswith(error.option_name)), "")
+                raise _wrong_step(word or error.option_name) from None
+            raise
 
 
 _STEP_WORDS: Final[tuple[StepName, ...]] = ("latest", "measured", "captured")
@@ -249,6 +268,7 @@ def a_step(default: str | None = None) -> Option:
     return lambda command: argument(RUN(ATTEMPT(command)))
 
 
+STEP_NUMBER: Final = click.IntRange(min=0)
 STEP_NAMES: Final = "STEP|latest|measured|captured"
 STEP: Final = a_step("latest")
 # A step has numbers only once it has ended, so the default is the newest step with numbers.
@@ -350,7 +370,7 @@ def _add(
     body = _connection(run)
     for option in reversed(options):
         body = option(body)
-    command = main.command(name.replace("_", "-"), help=text)(body)
+    command = main.command(name.replace("_", "-"), cls=_StepCommand, help=text)(body)
     QUESTIONS[name] = Question(name, command, query)
     return command
 

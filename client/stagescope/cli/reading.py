@@ -24,6 +24,7 @@ from stagescope.cli.common import (
     RUN,
     STAGE,
     STEP,
+    STEP_NUMBER,
     Option,
     OptionValue,
     a_step,
@@ -61,7 +62,7 @@ def _only(what: str) -> Option:
     return click.option("--only", metavar="A,B", help=f"Only these {what}.")
 
 
-_A_STEP: Final = click.argument("step", type=int)
+_A_STEP: Final = click.argument("step", type=STEP_NUMBER)
 
 session_command(
     Session.attempts, "A run's attempts; with --json their fingerprints.", NAMED_RUN, RUN, LIMIT
@@ -227,8 +228,8 @@ def metrics(
     click.argument("metric", required=False), RUN, ATTEMPT,
     _choice("--by", "rank|round|staleness", "One series for each."),
     click.option("--stage", help="Scalars: only of this stage."), ROLE, RANK,
-    click.option("--from", "from_step", type=int, metavar="STEP", help="The first step."),
-    click.option("--to", "to_step", type=int, metavar="STEP", help="The last step."),
+    click.option("--from", "from_step", type=STEP_NUMBER, metavar="STEP", help="The first step."),
+    click.option("--to", "to_step", type=STEP_NUMBER, metavar="STEP", help="The last step."),
     click.option("--superseded", is_flag=True, help="Include steps that were repeated."),
     click.option("--table", is_flag=True, help="Show one row per step instead of sparklines."),
     click.option(
@@ -250,7 +251,7 @@ def series(session: Session, metric: str | None, table: bool, **options: OptionV
 
 @question(
     NAMED_RUN, RUN, ATTEMPT,
-    click.option("--step", type=int, help="Look at the steps up to this one alone."),
+    click.option("--step", type=STEP_NUMBER, help="Look at the steps up to this one alone."),
     click.option("--all", "everything", is_flag=True, help="Say what was not measured, and why."),
 )  # fmt: skip
 def doctor(session: Session, everything: bool, **options: OptionValue) -> Table:
