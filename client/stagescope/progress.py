@@ -156,9 +156,7 @@ def _acknowledgements(ranks: Sequence[JsonObject], state: str) -> str:
     text += done.get(state, "acknowledged the agreed step")
     if not late:
         return text
-    return (
-        f"{text}; not {_names(late)}" if state in ENDED else f"{text}, waiting for {_names(late)}"
-    )
+    return f"{text}; {'not' if state in ENDED else 'waiting for'} {_names(late)}"
 
 
 def _names(ranks: Sequence[JsonObject]) -> str:
