@@ -243,14 +243,14 @@ _LARGEST: Final = 1e9
 """Seconds: what no thread can wait for is an error when it is read."""
 
 
-class _RunName(click.ParamType):
+class _RunName(click.types.StringParamType):
     """The name of a run; a blank one is refused, since an unset variable would mean another run."""
 
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the name as it is given."""
-        text = str(value)
+        text = str(super().convert(value, param, ctx))
         if not text.strip():
             self.fail(
                 "the name of the run is empty; is a variable of your shell unset?", param, ctx

@@ -138,7 +138,7 @@ def make_app(
         str(route.path).replace(":path}", "}")
         for router in _ROUTERS
         for route in router.routes
-        if isinstance(route, APIRoute) and "GET" in route.methods
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ())
     ]
     problems.add_handlers(app)
     for router in _ROUTERS:
