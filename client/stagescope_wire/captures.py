@@ -253,7 +253,7 @@ def _expand_shorthands(spec: JsonObject) -> Json:
     task = section.pop("task", "statistics")
     level = section.pop("level", "L1")
     if not isinstance(task, str):
-        raise _wrong("task", task, f"one of {MSPROBE_TASKS}")
+        raise _wrong("task", task, f"one of {', '.join(MSPROBE_TASKS)}")
     for name, value in section.items():
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
@@ -287,9 +287,9 @@ def _config(value: object) -> dict[str, Json] | None:
         raise _wrong("config", value)
     task, level = value.get("task", "statistics"), value.get("level", "L1")
     if task not in MSPROBE_TASKS:
-        raise _wrong("config.task", task, f"one of {MSPROBE_TASKS}")
+        raise _wrong("config.task", task, f"one of {', '.join(MSPROBE_TASKS)}")
     if level not in MSPROBE_LEVELS:
-        raise _wrong("config.level", level, f"one of {MSPROBE_LEVELS}")
+        raise _wrong("config.level", level, f"one of {', '.join(MSPROBE_LEVELS)}")
     return dict(value)
 
 
