@@ -116,7 +116,7 @@ class CaptureProgress(Record):
             lines.append(f"reason: {self['reason']}")
         if agreement["start"] is not None:
             trip = agreement["round_trip"]
-            latency = "" if trip is None else f" (acknowledged in {trip:.2f} s)"
+            latency = "" if trip is None else f" (agreed in {trip:.2f} s)"
             listed = agreement.get("steps")
             begins = not isinstance(listed, list) or agreement["start"] in listed
             text = "starts at" if begins else "active from"
@@ -151,10 +151,12 @@ def _acknowledgements(ranks: Sequence[JsonObject], state: str) -> str:
     if not ranks:
         return "no requested rank has reported yet"
     late = [rank for rank in ranks if not rank["acknowledged"]]
-    done = {"asked": "acknowledged it", "withdrawn": "released it"}
+    done = {"asked": "acknowledged the request", "withdrawn": "released it"}
     text = f"{len(ranks) - len(late)} of {len(ranks)} ranks have "
     text += done.get(state, "acknowledged the agreed step")
-    return text if not late else f"{text}; not {_names(late)}"
+    if not late:
+        return text
+    return f"{text}; {'not' if state in ENDED else 'waiting for'} {_names(late)}"
 
 
 def _names(ranks: Sequence[JsonObject]) -> str:

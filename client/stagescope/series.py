@@ -29,6 +29,8 @@ _READABLE: Final = 40
 class Series(Table):
     """One row per step, ascending: `step`, `attempt`, ..., and one column of values per series.
 
+    Where attempts share steps, the rows of one attempt follow those of another.
+
     A value is None if the step has none (`reason` says why) and NaN if it is NaN. Read `comparable`
     before you trust a number: it is the verdict on the step's two streams. `begun_again` names
     the ranks that repeated the step within its attempt. Both passes count. `series` names the
@@ -45,18 +47,29 @@ class Series(Table):
 
     @classmethod
     def from_answer(cls, answer: JsonObject) -> Series:
-        """Return the series in an answer of `GET /series`."""
+        """Return the series in an answer of `GET /series`; of several attempts one by one."""
+        repeats = len(set(answer["steps"])) < len(answer["steps"])
+        places = [*range(len(answer["steps"]))]
+        if repeats:  # a line would jump between the attempts at every step
+            places.sort(key=lambda at: (answer["attempts"][at], answer["steps"][at]))
+
+        def ordered(values: Sequence[Json]) -> list[Json]:
+            return [values[at] for at in places]
+
         columns: dict[str, Sequence[Json]] = {
-            "step": answer["steps"], "attempt": answer["attempts"],
-            "superseded_by": answer["superseded_by"], "complete": answer["complete"],
-            "comparable": answer["comparable"],
-            "begun_again": answer.get("begun_again") or [[]] * len(answer["steps"]),
-            "reason": answer["reasons"],
+            "step": ordered(answer["steps"]), "attempt": ordered(answer["attempts"]),
+            "superseded_by": ordered(answer["superseded_by"]),
+            "complete": ordered(answer["complete"]), "comparable": ordered(answer["comparable"]),
+            "begun_again": ordered(answer.get("begun_again") or [[]] * len(places)),
+            "reason": ordered(answer["reasons"]),
         }  # fmt: skip
-        values = {one["name"] or "value": one["values"] for one in answer["series"]}
+        values = {one["name"] or "value": ordered(one["values"]) for one in answer["series"]}
         columns |= {name: nonfinite.numbers(each) for name, each in values.items()}
         about = {name: value for name, value in answer.items() if name not in _STEP_FIELDS}
-        about["series"] = [_series_fields(one) for one in answer["series"]]
+        about["series"] = [
+            {n: ordered(v) if n in ("low", "high") else v for n, v in _series_fields(one).items()}
+            for one in answer["series"]
+        ]
         about["names"] = [*values]
         title = answer["metric"] + (f" by {answer['by']}" if answer["by"] else "")
         return cls(columns, title=title, about=about, truncated=answer["earlier_to"] is not None)
@@ -113,24 +126,33 @@ class Series(Table):
     def notes(self) -> list[str]:
         """Return which steps these are, which have no value and why, and which are doubtful."""
         steps, attempts = self["step"], self["attempt"]
-        notes = [f"{render.counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}"]
+        distinct = sorted(set(steps))
+        notes = [f"{render.counted(len(distinct), 'step')}, {distinct[0]} to {distinct[-1]}"]
         if len(set(attempts)) > 1:
             notes[0] += f", attempts {', '.join(map(str, sorted(set(attempts))))}"
+        if len(distinct) < len(steps):
+            notes[0] += f" ({len(steps) - len(distinct)} of them more than once)"
         by_reason = render.grouped((reason, step) for step, reason in self.gaps)
-        notes += [f"no value at {ranges_text('step', at)}: {why}" for why, at in by_reason.items()]
+        notes += [
+            f"no value at {ranges_text('step', sorted({*at}))}: {why}"
+            for why, at in by_reason.items()
+        ]
         if self.about["kind"] == "scalar":
             notes[0] += "; a value is the mean over the ranks and parts that logged it"
         if self.about["kind"] == "metric":
             verdicts = render.grouped(zip(self["comparable"], steps, strict=True))
             notes += [
-                f"{verdict}: {ranges_text('step', at)}"
+                f"{verdict}: {ranges_text('step', sorted({*at}))}"
                 for verdict, at in verdicts.items()
                 if verdict not in (None, "comparable")
             ]
-        by_attempt = render.grouped(zip(self["superseded_by"], steps, strict=True))
+        pairs = zip(attempts, self["superseded_by"], strict=True)
+        superseded = render.grouped(zip(pairs, steps, strict=True))
         notes += [
-            f"superseded, because attempt {by} repeated them: {ranges_text('step', by_attempt[by])}"
-            for by in sorted(filter(None, by_attempt))
+            f"superseded: {ranges_text('step', at)} of attempt {own}, "
+            f"because attempt {by} resumed before them"
+            for (own, by), at in sorted(superseded.items(), key=lambda each: each[0][0])
+            if by is not None
         ]
         if self.about.get("note"):
             notes.append(str(self.about["note"]))

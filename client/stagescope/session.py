@@ -128,7 +128,7 @@ class Session(
         return self.table(f"{self._run_path(run)}/attempts", noun="attempts", limit=limit)
 
     def steps(self, run: OptStr = None, attempt: OptInt = None, *, limit: int = LIMIT) -> Steps:
-        """Return the steps with their completeness, the newest first."""
+        """Return the steps with their completeness, the newest first, superseded ones last."""
         params = {"run": run, "attempt": attempt}
         return Steps.from_table(self.table("/steps", params, noun="steps", limit=limit))
 
@@ -281,7 +281,7 @@ class Session(
             step: use only the steps up to this one.
         """
         # A run whose canary alone reports has findings, and no step.
-        name = run or self.get("/steps", limit=1)["run"]
+        name = self.get("/steps", limit=1)["run"] if run is None else run
         path = f"/runs/{segment(name, 'run')}/diagnosis"
         params = {"attempt": attempt, "step": step}
         return Diagnosis.from_table(self.table(path, params, noun="diagnosis"))

@@ -243,6 +243,24 @@ _LARGEST: Final = 1e9
 """Seconds: what no thread can wait for is an error when it is read."""
 
 
+class _RunName(click.types.StringParamType):
+    """The name of a run; a blank one is refused, since an unset variable would mean another run."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name as it is given."""
+        text = str(super().convert(value, param, ctx))
+        if not text.strip():
+            self.fail(
+                "the name of the run is empty; is a variable of your shell unset?", param, ctx
+            )
+        return text
+
+
+RUN_NAME: Final = _RunName()
+
+
 class FiniteFloat(click.FloatRange):
     """A number in a range, of a clock's size: `nan` and `inf`, which `float` reads, are in none."""
 

@@ -74,7 +74,9 @@ class RunReader:
         run = self._run
         ask = self._session.get
         attempts = ask(f"/runs/{segment(run, 'run')}/attempts", limit=1)["rows"]
-        steps = ask("/steps", run=run, limit=_STEPS)["rows"]
+        # The current steps come first: superseded ones would show the attempt that died.
+        listed = ask("/steps", run=run, limit=_STEPS)["rows"]
+        steps = [row for row in listed if row["superseded_by"] is None]
         numbers: dict[str, dict[int, Json]] = {}
         verdicts: dict[int, str] = {}
         for title, metric in _METRICS.items():
@@ -181,8 +183,8 @@ def _step_lines(snapshot: RunSnapshot) -> list[Line]:
         for title in _METRICS:
             value = snapshot.numbers.get(title, {}).get(step)
             text += f"{'' if value is None else f'{value:.4g}':>11}"
-        superseded = row.get("superseded_by")
-        lacks = row["gap"] or ("" if superseded is None else f"repeated by attempt {superseded}")
+        is_earlier = _is_earlier(row, snapshot.attempt.get("attempt"))
+        lacks = row["gap"] or (f"of attempt {row['attempt']}" if is_earlier else "")
         tone = "good" if verdict in _GOOD else "" if verdict in _UNDECIDED else "bad"
         tone = "bad" if row["complete"] == "partial" else tone
         lines.append(Line(f"{text}  {lacks}", tone))
@@ -298,14 +300,22 @@ def _number(value: Json) -> float | None:
 
 def _finding_lines(snapshot: RunSnapshot) -> list[Line]:
     lines = [Line("FINDINGS, the last seen first", "title")]
-    for row in snapshot.findings:
-        step = "" if row["step"] is None else f"step {row['step']}"
+    current = snapshot.attempt.get("attempt")
+    # Those of the current attempt come first.
+    for row in sorted(snapshot.findings, key=lambda row: _is_earlier(row, current)):
+        step = "" if row["step"] is None else f"step {row['step']} "
+        step += f"of attempt {row['attempt']} " if _is_earlier(row, current) else ""
         over = " (over)" if row.get("over_wall") is not None else ""
         text = f"{row['severity']:<8}{step:<11}{row['message']}{over}"
         lines.append(Line(text, "bad" if row["severity"] == "error" and not over else ""))
     if not snapshot.findings:
         lines.append(Line("none", "good"))
     return lines
+
+
+def _is_earlier(row: JsonObject, current: Json) -> bool:
+    """Return whether a row is of an attempt before the current one."""
+    return current is not None and row.get("attempt") not in (None, current)
 
 
 def _capture_lines(snapshot: RunSnapshot) -> list[Line]:

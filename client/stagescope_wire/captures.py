@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from stagescope_wire.errors import Forbidden, InvalidPlan
-from stagescope_wire.names import normal_run_name
+from stagescope_wire.names import requested_run
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.plan import (
     Baseline,
@@ -89,7 +89,7 @@ def validate_capture(spec: JsonObject, *, allowed_roots: Iterable[str]) -> Captu
     spec = {name: value for name, value in spec.items() if value is not None}
     roots = list(allowed_roots)
     capture: CaptureSpec = {
-        "run": normal_run_name(spec["run"]) if "run" in spec else None,
+        "run": requested_run(spec["run"]) if "run" in spec else None,
         "stages": _names(spec, "stages", required=True),
         "roles": _names(spec, "roles", required=False),
         "ranks": read_ranks(spec.get("ranks", "all")),
@@ -253,7 +253,7 @@ def _expand_shorthands(spec: JsonObject) -> Json:
     task = section.pop("task", "statistics")
     level = section.pop("level", "L1")
     if not isinstance(task, str):
-        raise _wrong("task", task, f"one of {MSPROBE_TASKS}")
+        raise _wrong("task", task, f"one of {', '.join(MSPROBE_TASKS)}")
     for name, value in section.items():
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
@@ -287,9 +287,9 @@ def _config(value: object) -> dict[str, Json] | None:
         raise _wrong("config", value)
     task, level = value.get("task", "statistics"), value.get("level", "L1")
     if task not in MSPROBE_TASKS:
-        raise _wrong("config.task", task, f"one of {MSPROBE_TASKS}")
+        raise _wrong("config.task", task, f"one of {', '.join(MSPROBE_TASKS)}")
     if level not in MSPROBE_LEVELS:
-        raise _wrong("config.level", level, f"one of {MSPROBE_LEVELS}")
+        raise _wrong("config.level", level, f"one of {', '.join(MSPROBE_LEVELS)}")
     return dict(value)
 
 

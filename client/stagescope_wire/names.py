@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
-from stagescope_wire.errors import InvalidInput, UnknownName
+from stagescope_wire.errors import InvalidInput, NotFound, UnknownName
 from stagescope_wire.nonfinite import valid_text
 from stagescope_wire.schema import check_run_name
 from stagescope_wire.tensors import PAYLOAD_STRINGS, PAYLOAD_TENSORS, STREAM_TENSORS
@@ -218,6 +218,22 @@ def normal_run_name(given: object) -> str:
     valid = _NOT_IN_RUN_NAMES.sub("-", given).strip(".-") or "run"
     checksum = hashlib.sha256(given.encode(errors="surrogatepass")).hexdigest()[:_CHECKSUM]
     return f"{valid[: _MAX_RUN_NAME - _CHECKSUM - 1]}-{checksum}"
+
+
+def requested_run(given: object) -> str:
+    """Return `normal_run_name` of the run that somebody asks about.
+
+    Raises:
+        InvalidInput: it is no text.
+        NotFound: it is blank: an unset variable would mean another run.
+    """
+    if isinstance(given, str) and not given.strip():
+        raise NotFound(
+            "the name of the run is empty",
+            expected="the name of a run; without one, the run whose training stage began last",
+            advice="is a variable of your shell unset?",
+        )
+    return normal_run_name(given)
 
 
 def display_name(given: str) -> str | None:

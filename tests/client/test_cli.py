@@ -54,10 +54,26 @@ def test_exact_takes_one_run(service: Answering) -> None:
 
 
 @pytest.mark.parametrize(
+    "words",
+    ["steps --run", "steps", "doctor --run", "doctor", "metrics 5 --run", "top", "report", "bundle",
+     "captures --run", "devices --run", "triggers --run", "forward --to x --run",
+     "import . --run"],
+)  # fmt: skip
+def test_an_empty_name_of_a_run_is_refused(service: Answering, words: str) -> None:
+    refused = ask(service, *words.split(), "")
+    assert refused.exit_code == 2
+    assert "the name of the run is empty" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize(
     ("args", "code", "message"),
     [
         (["metrics", "99"], 4, "a step from 0 to 5"),
-        (["metrics", "newest"], 2, "neither a number nor"), (["nothing"], 2, "No such command"),
+        (["metrics", "newest"], 2, "neither a whole number from 0 nor 'latest'"),
+        (["tokens", "-1"], 2, "'-1' is neither a whole number from 0 nor 'latest'"),
+        (["tokens", "-12"], 2, "'-12' is neither"), (["pin", "-1"], 2, "'-1' is neither"),
+        (["doctor", "--step", "-1"], 2, "x>=0"), (["series", "loss", "--from", "-1"], 2, "x>=0"),
+        (["runs", "-1"], 2, "No such option"), (["nothing"], 2, "No such command"),
         (["steps", "--attempt", "0"], 2, "--attempt"),
         (["steps", "--token", "secret"], 2, "No such option"),
         (["remove-capture", "c9"], 5, "read token"), (["attempts", "--run", ".."], 2, "not a name"),

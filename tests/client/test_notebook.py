@@ -61,6 +61,17 @@ def progress() -> CaptureProgress:
     })  # fmt: skip
 
 
+def test_a_live_capture_names_the_ranks_that_it_waits_for() -> None:
+    done = progress()
+    ranks = [{**done["ranks"][0], "acknowledged": False}]
+    live = CaptureProgress({**done, "state": "agreed", "ranks": ranks})
+    assert live.lines()[:2] == [
+        "0 of 1 ranks have acknowledged the agreed step; waiting for actor 0",
+        "starts at step 8 (agreed in 0.05 s)",
+    ]
+    assert CaptureProgress({**done, "ranks": ranks}).lines()[0].endswith("step; not actor 0")
+
+
 def status() -> Status:
     known = {"pid": 7, "started": WALL, "wall": WALL, "events_taken": 12, "live_processes": 2,
              "revision": 1, "keeping": {"reason": None, "bytes": 3_000_000}}  # fmt: skip

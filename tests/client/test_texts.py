@@ -203,6 +203,24 @@ def test_the_line_of_a_series_hides_no_peak_and_shows_gaps_restarts_and_what_is_
     assert "value: last 5" in page
 
 
+def test_each_attempt_of_a_series_has_its_own_part_of_the_line() -> None:
+    steps = [1, 1, 2, 2, 3, 4]
+    found = Series.from_answer({
+        "metric": "m", "kind": "scalar", "by": None, "steps": steps,
+        "attempts": [1, 2, 1, 2, 1, 1], "superseded_by": [2, None, 2, None, 2, 2],
+        "complete": ["complete"] * 6, "comparable": [None] * 6, "begun_again": [[]] * 6,
+        "reasons": [None] * 6, "earlier_to": None, "note": None,
+        "series": [{"name": "", "values": [1.0, 5.0, 2.0, 6.0, 3.0, 4.0],
+                    "low": [1.0, 5.0, 2.0, 6.0, 3.0, 4.0]}],
+    })  # fmt: skip
+    assert (found["step"], found["attempt"]) == ((1, 2, 3, 4, 1, 2), (1, 1, 1, 1, 2, 2))
+    assert found["value"] == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+    assert found.about["series"][0]["low"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    notes = found.notes()
+    assert notes[0].startswith("4 steps, 1 to 4, attempts 1, 2 (2 of them more than once)")
+    assert "superseded: steps 1-4 of attempt 1, because attempt 2 resumed before them" in notes
+
+
 def test_a_short_line_shows_a_drop_as_well_as_a_spike() -> None:
     values: list[float | None] = [5.0] * 200
     values[61], values[63], values[150] = 0.0, 9.0, None

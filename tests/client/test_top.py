@@ -304,8 +304,9 @@ def test_once_prints_one_screen(trained: Service) -> None:
         lines = result.stdout.splitlines()
         assert fits(lines, 24, 80)
         assert "q quits" not in result.stdout
-    result = invoke("top", "nobody", "--once", "--url", trained.server.url, env=env)
-    assert result.exit_code == 4
+    for words in (["nobody"], ["--run", "nobody"]):
+        result = invoke("top", *words, "--once", "--url", trained.server.url, env=env)
+        assert result.exit_code == 4
 
 
 def test_1024_ranks_fit(live: Service) -> None:
@@ -347,6 +348,30 @@ def test_a_rank_that_is_gone_is_marked_where_it_never_began() -> None:
     (row,) = [line for line in lines if line.text.startswith("actor_update")]
     assert row.text.split()[1:3] == ["#.!", "1/3"]
     assert row.tone == "bad"
+
+
+def test_of_a_run_that_restarted_it_shows_the_current_attempt(live: Service) -> None:
+    for key, steps in (("first", range(1, 30)), ("second", range(5, 7))):
+        rank = Rank(live, key=key, resumed_from_step=steps[0] - 1)
+        for step in steps:
+            rank.stage("actor_update", step)
+    with live.session() as session:
+        snapshot = RunReader(session, "r").read()
+    found = [(row["step"], row["attempt"]) for row in snapshot.steps]
+    assert found == [(6, 2), (5, 2), (4, 1), (3, 1), (2, 1), (1, 1)]
+    text = "\n".join(line.text for line in screen(snapshot, width=80, height=24))
+    assert "attempt 2, live" in text
+    assert re.search(r"\n {7}4 .*of attempt 1\n", text)
+
+
+def test_findings_of_an_earlier_attempt_come_last_and_name_it() -> None:
+    row = {"severity": "error", "message": "m", "step": 9}
+    lines = screen_of({
+        "/runs/r/attempts": {"rows": [{"attempt": 2, "state": "live"}]},
+        "/findings": {"rows": [{**row, "attempt": 1}, {**row, "attempt": 2, "step": 3}]},
+    })  # fmt: skip
+    texts = [line.text for line in lines if line.text.startswith("error")]
+    assert texts == ["error   step 3     m", "error   step 9 of attempt 1 m"]
 
 
 @pytest.mark.parametrize(

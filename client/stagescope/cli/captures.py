@@ -24,7 +24,7 @@ from stagescope.cli.common import (
 from stagescope.progress import CaptureProgress
 from stagescope.session import Session
 from stagescope.table import Table
-from stagescope.terminal import FiniteFloat
+from stagescope.terminal import RUN_NAME, FiniteFloat
 from stagescope_wire.captures import LATE, read_ranks, read_steps
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.render import printable
@@ -32,7 +32,7 @@ from stagescope_wire.render import printable
 session_command(Session.plan, "The active captures; with --run those that apply to it.", RUN)
 session_command(
     Session.captures, "All captures that were ever requested, also ended and withdrawn ones.",
-    click.option("--run", help="Only those requested for this run."), LIMIT,
+    click.option("--run", type=RUN_NAME, help="Only those requested for this run."), LIMIT,
 )  # fmt: skip
 
 _WITHDRAWN: Final = ("capture_id", "run", "state", "stages", "steps", "ranks", "by")
@@ -208,7 +208,7 @@ def _set_rules(session: Session, document: str) -> Table:
     click.argument("action", type=click.Choice(["show", "test", "set", "firings"]), default="show"),
     click.argument("rule", required=False),
     click.option("--rules", type=FILE, help="YAML file of rules, to test or to set."),
-    click.option("--run", help="Only of this run (test: default the live one)."),
+    click.option("--run", type=RUN_NAME, help="Only of this run (test: default the live one)."),
     click.option("--steps", type=click.IntRange(min=1), help="test: newest steps [default: 1000]."),
     click.option("--defaults", is_flag=True, help="Print the default rules as YAML."),
     click.option("--only", metavar="RULE,...", help="firings: only of these rules."),

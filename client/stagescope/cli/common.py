@@ -16,7 +16,7 @@ from stagescope.findings import FindingRows
 from stagescope.link_text import RENAMED
 from stagescope.session import Session, StepName, attach
 from stagescope.table import Table
-from stagescope.terminal import FiniteFloat
+from stagescope.terminal import RUN_NAME, FiniteFloat
 from stagescope_wire import discovery
 from stagescope_wire.errors import InvalidInput, StagescopeError
 from stagescope_wire.nonfinite import Json
@@ -211,17 +211,38 @@ def read_step(_: click.Context, __: click.Parameter, value: str) -> StepName:
     for word in _STEP_WORDS:
         if value == word:
             return word
-    try:
-        return int(value)
-    except ValueError:
-        raise click.BadParameter(
-            f"{value!r} is neither a number nor 'latest', 'measured' or 'captured'"
-        ) from None
+    if not value.isdecimal():
+        raise _wrong_step(value)
+    return int(value)
+
+
+def _wrong_step(text: str) -> click.BadParameter:
+    return click.BadParameter(
+        f"{text!r} is neither a whole number from 0 nor 'latest', 'measured' or 'captured'",
+        param_hint="STEP",
+    )
+
+
+class _StepCommand(click.Command):
+    """A command in which a negative number is a wrong step, and no option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words of the command."""
+        words = [*args]  # they are consumed
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if any(own.name == "step" for own in self.params) and error.option_name[1:].isdecimal():
+                word = next((each for each in words if each.startswith(error.option_name)), "")
+                raise _wrong_step(word or error.option_name) from None
+            raise
 
 
 _STEP_WORDS: Final[tuple[StepName, ...]] = ("latest", "measured", "captured")
-RUN: Final = click.option("--run", help="Name of the run (default: the last that began a stage).")
-NAMED_RUN: Final = click.argument("named_run", required=False, metavar="[RUN]")
+RUN: Final = click.option(
+    "--run", type=RUN_NAME, help="Name of the run (default: the last that began a stage)."
+)
+NAMED_RUN: Final = click.argument("named_run", type=RUN_NAME, required=False, metavar="[RUN]")
 """The same as --run; a command has both."""
 ATTEMPT: Final = click.option("--attempt", type=click.IntRange(min=1), help="Attempt's number.")
 STAGE: Final = click.option("--stage", help="Only this stage.")
@@ -247,6 +268,7 @@ def a_step(default: str | None = None) -> Option:
     return lambda command: argument(RUN(ATTEMPT(command)))
 
 
+STEP_NUMBER: Final = click.IntRange(min=0)
 STEP_NAMES: Final = "STEP|latest|measured|captured"
 STEP: Final = a_step("latest")
 # A step has numbers only once it has ended, so the default is the newest step with numbers.
@@ -289,7 +311,7 @@ class Question(NamedTuple):
         """
         with self.command.make_context(self.name, [*words]) as context:
             own = {n: v for n, v in context.params.items() if n not in CONNECTION_OPTIONS}
-            return self.query(session, **_with_named_run(own))
+            return self.query(session, **with_named_run(own))
 
 
 QUESTIONS: Final[dict[str, Question]] = {}
@@ -300,7 +322,7 @@ CONNECTION_OPTIONS: Final = frozenset(
 """Parameters of every question that locate the service or format its answer."""
 
 
-def _with_named_run(own: dict[str, OptionValue]) -> dict[str, OptionValue]:
+def with_named_run(own: dict[str, OptionValue]) -> dict[str, OptionValue]:
     """Return parameters in which the argument RUN stands as the option --run."""
     if (named := own.pop("named_run", None)) is None:
         return own
@@ -339,7 +361,7 @@ def _add(
     ) -> None:  # fmt: skip
         context = click.get_current_context()
         context.meta[terminal.IS_JSON] = as_json
-        own = _with_named_run(own)
+        own = with_named_run(own)
         token = None if token_file is None else discovery.read_token(token_file)
         with attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session:
             _print(query(session, **own), as_json, columns, wide)
@@ -348,7 +370,7 @@ def _add(
     body = _connection(run)
     for option in reversed(options):
         body = option(body)
-    command = main.command(name.replace("_", "-"), help=text)(body)
+    command = main.command(name.replace("_", "-"), cls=_StepCommand, help=text)(body)
     QUESTIONS[name] = Question(name, command, query)
     return command
 

@@ -11,6 +11,7 @@ from stagescope.answers import Record
 from stagescope.cli.common import FILE, LIMIT, question
 from stagescope.session import Session
 from stagescope.table import Row, Table
+from stagescope.terminal import RUN_NAME
 from stagescope_wire.errors import EngineError
 
 
@@ -23,7 +24,7 @@ from stagescope_wire.errors import EngineError
         help="add: all servers in a launcher's log (AREAL_LLM_SERVER_ADDRS=...).",
     ),
     click.option("--name", help="add: its name [default: host and port]."),
-    click.option("--run", help="add: the run that uses it."),
+    click.option("--run", type=RUN_NAME, help="add: the run that uses it."),
     click.option("--note", help="add: a note for its users."),
     click.option(
         "--key-file", type=click.Path(path_type=Path), help="File that holds the engine's key."

@@ -24,7 +24,7 @@ from stagescope.forwarding import PREFIX
 from stagescope.saving import ReportFormat
 from stagescope.session import Session, StepName
 from stagescope.table import Table
-from stagescope.terminal import FiniteFloat
+from stagescope.terminal import RUN_NAME, FiniteFloat
 from stagescope_wire.names import safe_name
 
 _WAIT = click.option(
@@ -53,7 +53,7 @@ def report(
     kind: ReportFormat | None, wait: float,
 ) -> Record:  # fmt: skip
     """Save what is known of a run, or of a step, as one file: verdicts, tables, figures, advice."""
-    named = run or str(session.step("latest").run)
+    named = str(session.step("latest").run) if run is None else run
 
     def save(path: Path, kind: ReportFormat | None) -> Record:
         with terminal.progress("report") as update:
@@ -79,7 +79,7 @@ def _default_name(run: str, attempt: int | None, step: int | None, ending: str) 
 
 
 @question(
-    click.argument("run", metavar="RUN"),
+    click.argument("run", type=RUN_NAME, metavar="RUN"),
     click.argument("step", callback=read_step, metavar=STEP_NAMES),
     ATTEMPT,
     click.option(
@@ -147,9 +147,10 @@ def forward(
 
     # MLflow's client tries for minutes by default; what fails here is tried again anyway.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    named = str(session.step("latest").run) if run is None else run
     with terminal.interruption() if follow else contextlib.nullcontext() as stopped:
         outcome = forwarder.forward(
-            session, run or str(session.step("latest").run), targets, prefix=prefix,
+            session, named, targets, prefix=prefix,
             from_step=from_step, anew=anew, page_url=page_url, every=every if follow else None,
             stopped=stopped, report=lambda line: click.echo(line, err=True),
         )  # fmt: skip

@@ -24,6 +24,7 @@ from stagescope.cli.common import (
     RUN,
     STAGE,
     STEP,
+    STEP_NUMBER,
     Option,
     OptionValue,
     a_step,
@@ -39,7 +40,7 @@ from stagescope.operators import read_side
 from stagescope.session import Session, StepName
 from stagescope.step import Step
 from stagescope.table import Table
-from stagescope.terminal import FiniteFloat
+from stagescope.terminal import RUN_NAME, FiniteFloat
 from stagescope_wire.captures import read_ranks
 from stagescope_wire.errors import NotFound
 from stagescope_wire.keep import SECTIONS
@@ -61,7 +62,7 @@ def _only(what: str) -> Option:
     return click.option("--only", metavar="A,B", help=f"Only these {what}.")
 
 
-_A_STEP: Final = click.argument("step", type=int)
+_A_STEP: Final = click.argument("step", type=STEP_NUMBER)
 
 session_command(
     Session.attempts, "A run's attempts; with --json their fingerprints.", NAMED_RUN, RUN, LIMIT
@@ -80,12 +81,12 @@ session_command(
 )  # fmt: skip
 session_command(
     Session.lost, "Lost data: announced, but never arrived, with the reasons.",
-    RUN, ATTEMPT, _only("kinds: 'payload*'"), LIMIT,
+    NAMED_RUN, RUN, ATTEMPT, _only("kinds: 'payload*'"), LIMIT,
 )  # fmt: skip
 session_command(
     Session.findings,
     "The problems that the service found, the most severe first; repeated ones are grouped.",
-    RUN, ATTEMPT, _only("severities or kinds: error, 'streams_*'"), LIMIT,
+    NAMED_RUN, RUN, ATTEMPT, _only("severities or kinds: error, 'streams_*'"), LIMIT,
 )  # fmt: skip
 session_command(
     Session.finding,
@@ -107,7 +108,7 @@ session_command(
 session_command(
     Session.devices,
     "The devices whose weights differed from their replicas', over attempts and runs.",
-    click.option("--run", help="Only this run (default: all)."), LIMIT,
+    click.option("--run", type=RUN_NAME, help="Only this run (default: all)."), LIMIT,
 )  # fmt: skip
 
 step_command(
@@ -227,8 +228,8 @@ def metrics(
     click.argument("metric", required=False), RUN, ATTEMPT,
     _choice("--by", "rank|round|staleness", "One series for each."),
     click.option("--stage", help="Scalars: only of this stage."), ROLE, RANK,
-    click.option("--from", "from_step", type=int, metavar="STEP", help="The first step."),
-    click.option("--to", "to_step", type=int, metavar="STEP", help="The last step."),
+    click.option("--from", "from_step", type=STEP_NUMBER, metavar="STEP", help="The first step."),
+    click.option("--to", "to_step", type=STEP_NUMBER, metavar="STEP", help="The last step."),
     click.option("--superseded", is_flag=True, help="Include steps that were repeated."),
     click.option("--table", is_flag=True, help="Show one row per step instead of sparklines."),
     click.option(
@@ -250,7 +251,7 @@ def series(session: Session, metric: str | None, table: bool, **options: OptionV
 
 @question(
     NAMED_RUN, RUN, ATTEMPT,
-    click.option("--step", type=int, help="Look at the steps up to this one alone."),
+    click.option("--step", type=STEP_NUMBER, help="Look at the steps up to this one alone."),
     click.option("--all", "everything", is_flag=True, help="Say what was not measured, and why."),
 )  # fmt: skip
 def doctor(session: Session, everything: bool, **options: OptionValue) -> Table:

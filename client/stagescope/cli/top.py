@@ -19,7 +19,7 @@ from typing import Final
 import click
 
 from stagescope import terminal
-from stagescope.cli.common import main
+from stagescope.cli.common import NAMED_RUN, RUN, main, with_named_run
 from stagescope.session import attach
 from stagescope.terminal import FiniteFloat
 from stagescope.top import RunReader, RunSnapshot, screen
@@ -38,7 +38,8 @@ _LATE: Final = 5.0
 
 
 @main.command()
-@click.argument("run", required=False, metavar="[RUN]")
+@NAMED_RUN
+@RUN
 @click.option(
     "--every", type=FiniteFloat(min=0.2), default=1.0, show_default=True, metavar="SECONDS",
     help="Seconds between two requests.",
@@ -51,13 +52,14 @@ _LATE: Final = 5.0
     show_default=True, help="Deadline of each call.",
 )  # fmt: skip
 def top(
-    run: str | None, every: float, once: bool, url: str | None, token_file: Path | None,
-    timeout: float,
+    every: float, once: bool, url: str | None, token_file: Path | None, timeout: float,
+    **named: str | None,
 ) -> None:  # fmt: skip
     """A run live: its steps and verdicts, which ranks wait, findings, captures; q quits."""
+    run = with_named_run(named)["run"]
     token = None if token_file is None else discovery.read_token(token_file)
     with attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session:
-        reader = RunReader(session, run or str(session.step("latest").run))
+        reader = RunReader(session, str(session.step("latest").run) if run is None else run)
         first = reader.read()
         if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
             size = shutil.get_terminal_size((80, 24))

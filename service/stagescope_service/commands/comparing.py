@@ -103,7 +103,7 @@ def _outputs(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @click.argument("sides", nargs=-1, metavar="A B [C]")
-@click.option("--step", type=int, help="Compare only this step.")
+@click.option("--step", type=click.IntRange(min=0), help="Compare only this step.")
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Write the JSON to a file as well.",
@@ -145,7 +145,11 @@ def compare(
 @click.option("--self_hosted_dir", required=True, type=click.Path(path_type=Path))
 @click.option("--remote_api_dir", type=click.Path(path_type=Path))
 @click.option("--weaver_dir", type=click.Path(path_type=Path))
-@click.option("--step", type=int, help="Compare only this step [default: every step there is].")
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    help="Compare only this step [default: every step there is].",
+)
 @click.option("--num_ranks", type=int, help="Checked against the ranks that are found.")
 @click.option("--num_micros", type=int, help="Checked against the microbatches that are found.")
 @click.option(

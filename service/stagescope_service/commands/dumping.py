@@ -47,7 +47,7 @@ def convert(ctx: click.Context, source: Path, out: Path, as_json: bool) -> None:
 @click.argument("out", type=_OUT)
 @click.option("--format", "format", type=click.Choice(["pt", "jsonl"]), default="pt",
               show_default=True, help="Format of the new files.")  # fmt: skip
-@click.option("--step", type=int, help="Only this step.")
+@click.option("--step", type=click.IntRange(min=0), help="Only this step.")
 @click.option("--from", "kind", help="Format of SOURCE, if it is not recognised: own, slime, ...")
 @_JSON
 def export(

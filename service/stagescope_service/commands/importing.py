@@ -80,8 +80,8 @@ class ImportReport(TypedDict):
 
 @click.command("import")
 @click.argument("directory", type=click.Path(exists=True, path_type=Path))
-@click.option("--run", help="Name of the run [default: the directory's].")
-@click.option("--step", type=int, help="Only this step.")
+@click.option("--run", type=terminal.RUN_NAME, help="Name of the run [default: the directory's].")
+@click.option("--step", type=click.IntRange(min=0), help="Only this step.")
 @click.option(
     "--format", "kind", help="Format of the files, if it is not recognised: nexrl, slime, ..."
 )

@@ -134,6 +134,12 @@ def make_app(
     app.state.deps = Dependencies.build(
         catalogue=catalogue, commands=commands, settings=settings, clock=clock
     )
+    app.state.readable = [
+        str(route.path).replace(":path}", "}")
+        for router in _ROUTERS
+        for route in router.routes
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ())
+    ]
     problems.add_handlers(app)
     for router in _ROUTERS:
         app.include_router(router, dependencies=[Depends(_BEARER)])

@@ -29,6 +29,13 @@ MEDIA_TYPE: Final = "application/problem+json"
 RETRY_SECONDS: Final = 1
 
 
+class _BadParameters(InvalidInput):
+    """Parameters of another type or out of bounds.
+
+    Only `detail` names the API's document: who types a command does not read it.
+    """
+
+
 class Problem(Model):
     """An error of a request, after RFC 9457."""
 
@@ -60,11 +67,12 @@ def problem(error: StagescopeError, path: str, status: int, code: str) -> JsonOb
     """Return the body of the answer to a request for `path` that failed with `error`."""
     advice = with_links(error.advice, error.see)
     expected = f"expected {error.expected}" if error.expected else ""
+    described = "/openapi.json describes them" if isinstance(error, _BadParameters) else ""
     return {
         "type": f"urn:stagescope:{code}",
         "title": HTTPStatus(status).phrase,
         "status": status,
-        "detail": "; ".join(part for part in (error.wrong, expected, advice) if part),
+        "detail": "; ".join(part for part in (error.wrong, expected, advice, described) if part),
         "instance": path,
         "code": code,
         **({"reason": error.reason} if error.reason else {}),
@@ -135,25 +143,50 @@ def refusal(errors: Sequence[ErrorDetails]) -> InvalidInput:
         lacks = is_missing(item)
         wrongs.append(f"{name} is missing" if lacks else f"{name} is {item.get('input')!r:.100}")
         expected.append(f"{name}: {expected_of(item)}")
-    return InvalidInput(
-        "; ".join(wrongs), expected="; ".join(expected), advice="/openapi.json describes each"
-    )
+    return _BadParameters("; ".join(wrongs), expected="; ".join(expected))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    expected = ""
-    if error.status_code == HTTPStatus.NOT_FOUND:
+    expected, status, headers = "", error.status_code, dict(error.headers or {})
+    allowed = headers.get("Allow") or headers.get("allow", "")
+    # Routes that change something have paths that any address below a run matches.
+    reads = request.method in ("GET", "HEAD") and not {"GET", "POST"} & {*_methods(allowed)}
+    if status == HTTPStatus.METHOD_NOT_ALLOWED and reads:
+        status, headers = HTTPStatus.NOT_FOUND, {}
+    if status == HTTPStatus.NOT_FOUND:
         wrong, code = f"there is no route {request.url.path:.200}", "not_found"
-        expected = "one of the routes that /openapi.json lists"
-    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        near = _routes_near(request)
+        expected = f"one of {', '.join(near)}; " if near else "one of the routes that "
+        expected += "/openapi.json lists all" if near else "/openapi.json lists"
+    elif status == HTTPStatus.METHOD_NOT_ALLOWED:
         wrong, code = f"{request.method} is not possible here", "method_not_allowed"
-        expected = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow", "")
+        expected = allowed
     else:
         wrong, code = str(error.detail), "http"
     found = StagescopeError(wrong, expected=expected)
-    body = problem(found, request.url.path, error.status_code, code)
-    return Response(encode(body), error.status_code, error.headers, MEDIA_TYPE)
+    body = problem(found, request.url.path, status, code)
+    return Response(encode(body), status, headers, MEDIA_TYPE)
+
+
+def _methods(allowed: str) -> list[str]:
+    return [name.strip() for name in allowed.split(",")]
+
+
+_NAMED_ROUTES: Final = 12
+"""Most routes that an error names."""
+
+
+def _routes_near(request: Request) -> list[str]:
+    """Return the routes that read what lies below the first part of the requested path."""
+    first, *rest = request.url.path.strip("/").split("/")
+    readable: Sequence[str] = request.app.state.readable
+    same = sorted(path for path in readable if path.strip("/").split("/")[0] == first)
+
+    def distance(path: str) -> int:
+        return abs(path.strip("/").count("/") - len(rest))
+
+    return sorted(same, key=distance)[:_NAMED_ROUTES]
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

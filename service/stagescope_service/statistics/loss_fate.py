@@ -23,18 +23,20 @@ class Fate(enum.IntEnum):
 
     ENVIRONMENT = 0
     """Environment or padding: the mask is 0."""
-    REJECTED = 1
+    NOT_FINITE = 1
+    """A log-prob of the token is NaN or infinite: one such token can make the whole loss NaN."""
+    REJECTED = 2
     """Under the mask of the streams but not under the update's, or not in the loss."""
-    ZERO_WEIGHT = 2
+    ZERO_WEIGHT = 3
     """The importance weight that the loss applies is 0 (IcePop)."""
-    ZERO_ADVANTAGE = 3
-    CLIPPED_LOW = 4
+    ZERO_ADVANTAGE = 4
+    CLIPPED_LOW = 5
     """The ratio of the policy loss is cut at its lower bound in every pass: no gradient."""
-    CLIPPED_HIGH = 5
+    CLIPPED_HIGH = 6
     """The same at its upper bound, or at the bound of dual clipping."""
-    UNKNOWN = 6
+    UNKNOWN = 7
     """No reason against it is recorded, but the end of the step's update is not recorded either."""
-    TRAINED = 7
+    TRAINED = 8
 
 
 NAMES: Final = {fate: fate.name.lower().replace("_", " ") for fate in Fate}
@@ -53,6 +55,7 @@ class LossTokens:
         advantage: the token's advantage.
         clipped: -1, 1: cut at the lower, upper bound in every pass over the row; 0: not.
         updated: whether the update of the step is known to have ended.
+        finite: whether both log-probs of the token are finite; None: all are.
     """
 
     mask: Bool
@@ -61,6 +64,7 @@ class LossTokens:
     advantage: Float64 | None = None
     clipped: Int8 | None = None
     updated: bool = True
+    finite: Bool | None = None
 
     def unrecorded(self) -> list[str]:
         """Return the names of the fields that are not recorded."""
@@ -80,6 +84,8 @@ class LossTokens:
             fates[self.weight == 0.0] = Fate.ZERO_WEIGHT
         if self.in_loss is not None:
             fates[~self.in_loss] = Fate.REJECTED
+        if self.finite is not None:
+            fates[~self.finite] = Fate.NOT_FINITE
         fates[~self.mask] = Fate.ENVIRONMENT
         return fates
 

@@ -28,7 +28,7 @@ def step_number(text: str) -> int | None:
 
 
 # --- pages ----------------------------------------------------------------------------------
-_CURSOR: Final = re.compile(r"s1((?:\.-?[0-9]{1,18}){1,2})\Z")
+_CURSOR: Final = re.compile(r"s1((?:\.-?[0-9]{1,18}){1,3})\Z")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def test_steps_between_two_attempts_that_neither_reported_are_named(
     train(live, first, key="first")
     train(live, second, key="second", start=2_000.0)
     assert live.get("/runs/r/attempts")["note"] == note
-    assert live.get("/steps")["note"] == note
+    assert live.get("/steps", attempt=1)["note"] == note
     with live.session() as session:
         assert note is None or note in " ".join(str(session.attempts("r")).split())
 
@@ -205,6 +205,23 @@ class TestRuns:
         assert problem["expected"].endswith(" (the newest of 211 runs)")
 
 
+def test_an_empty_name_of_a_run_is_refused(live: Service) -> None:
+    train(live, range(1, 2))
+    for path in ("/steps", "/findings", "/captures", "/steps/latest/stages", "/triggers/firings"):
+        problem = live.problem(404, path, run="")
+        assert problem["wrong"] == "the name of the run is empty", path
+    live.problem(422, "/runs", name="")
+
+
+def test_a_wrong_address_below_a_run_is_no_route_and_invites_no_change(live: Service) -> None:
+    train(live, range(1, 2))
+    for path in ("/runs/r/wurst", "/runs/r"):
+        problem = live.problem(404, path)
+        assert problem["wrong"] == f"there is no route {path}"
+        assert "PATCH" not in problem["detail"]
+    assert "/runs/{run}/diagnosis" in live.problem(404, "/runs/r/wurst")["expected"]
+
+
 class TestAttempts:
     def test_with_fingerprints_and_what_was_done_again(self, live: Service) -> None:
         train(live, range(1, 7), key="first", fingerprint={"git": "abc"})
@@ -235,16 +252,21 @@ class TestAttempts:
 class TestSteps:
     def test_of_all_attempts_or_of_one(self, live: Service) -> None:
         resumed(live)
-        rows = live.get("/steps")["rows"]
-        assert [(row["step"], row["attempt"], row["superseded_by"]) for row in rows] == [
-            (6, 1, 2),
+        answer = live.get("/steps")
+        assert [(row["step"], row["attempt"], row["superseded_by"]) for row in answer["rows"]] == [
             (5, 2, None),
-            (5, 1, 2),
             (4, 1, None),
             (3, 1, None),
             (2, 1, None),
             (1, 1, None),
+            (6, 1, 2),  # the current ones come first
+            (5, 1, 2),
         ]
+        assert answer["note"] == (
+            "superseded, listed after the current steps: 2 steps of attempt 1 (5 to 6); "
+            "a later attempt resumed before them"
+        )
+        assert live.get("/steps", attempt=2)["note"] is None
         assert [row["step"] for row in live.get("/steps", attempt=2)["rows"]] == [5]
 
     @pytest.mark.parametrize("limit", [1, 2, 3, 6])
@@ -260,7 +282,13 @@ class TestSteps:
             newest.begin("actor_update", step)
             if following is None:
                 break
-        assert found == [(6, 1), (5, 2), (5, 1), (4, 1), (3, 1), (2, 1), (1, 1)]
+        assert found == [(5, 2), (4, 1), (3, 1), (2, 1), (1, 1), (6, 1), (5, 1)]
+
+    def test_a_wrong_step_leads_to_current_ones(self, live: Service) -> None:
+        resumed(live)
+        problem = live.problem(404, "/steps/9/stages")
+        assert problem["expected"] == "one of 1, 2, 3, 4, 5"
+        assert live.problem(404, "/steps/9/stages", attempt=1)["expected"].endswith("5, 6")
 
 
 class TestWhoAnswers:
@@ -390,7 +418,7 @@ class TestErrors:
 
     def test_any_text_may_be_the_name_of_a_run_that_does_not_exist(self, live: Service) -> None:
         train(live, range(1, 2))
-        for run in ("", "a/../b", "..", "a\0b", "x" * 300, "' OR 1=1 --"):
+        for run in ("a/../b", "..", "a\0b", "x" * 300, "' OR 1=1 --"):
             problem = live.problem(404, "/steps", run=run)
             assert problem["wrong"] == f"there is no run {run!r:.200}"
             assert problem["expected"] == "one of r"

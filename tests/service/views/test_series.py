@@ -339,7 +339,8 @@ def test_the_steps_that_only_a_superseded_attempt_has_are_named(tmp_path: Path) 
             assert live.get("/series", metric=metric, **{"to": 3})["note"] is None
         env = live.environment()
         text = invoke("series", "loss", "--attempt", "1", env=env).stdout
-        assert "superseded, because attempt 2 repeated them: steps 1-9" in text
+        said = " ".join(text.split())
+        assert "superseded: steps 1-9 of attempt 1, because attempt 2 resumed before them" in said
         assert "done again" not in text
         empty = invoke("series", "loss", "--from", "5", "--to", "9", env=env).stdout
         assert "(no steps)" in empty

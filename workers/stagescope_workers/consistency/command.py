@@ -82,7 +82,10 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0: all.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the engine.")
 @click.option("--limit", type=click.IntRange(min=1), help="Most prompts.")
-@click.option("--run", help="Record as a step of this run [default: consistency-MODEL].")
+@click.option(
+    "--run", type=terminal.RUN_NAME,
+    help="Record as a step of this run [default: consistency-MODEL].",
+)  # fmt: skip
 @click.option("--step", type=click.IntRange(min=0), default=1, show_default=True)
 @engine_options
 @click.pass_context

@@ -40,6 +40,11 @@ def run(run: str | None, attempt: str | None, command: tuple[str, ...]) -> NoRet
     (`python -m stagescope_workers.integrations` lists them); everything else just runs.
     """
     if run is not None:
+        if not run.strip():
+            raise click.BadParameter(
+                "the name of the run is empty; is a variable of your shell unset?",
+                param_hint="--run",
+            )
         run_name(run)  # says here, before everything else, how it is stored
     click.echo(f"stagescope run: {service_line()}", err=True)
     key = attempt or attempt_key(command, os.environ)

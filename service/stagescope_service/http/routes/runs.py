@@ -35,7 +35,7 @@ def runs(
     page: PageOf,
     hidden: Annotated[bool, Query(description="Also those that are hidden.")] = False,
     name: Annotated[
-        str | None, Query(description="Only runs with this name, or shown with it.")
+        str | None, Query(min_length=1, description="Only runs with this name, or shown with it.")
     ] = None,
 ) -> Answer:
     """List the runs, the one that was active last first, each with its newest attempt.

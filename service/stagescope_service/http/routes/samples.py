@@ -93,10 +93,10 @@ async def loss(deps: Deps, target: StepTarget, page: PageOf) -> Answer:
     """Say how much of the step's mismatch sits in tokens that no gradient sees, and why.
 
     Rows are fates of the model's tokens, the trained ones first. Each token has the first fate that
-    applies: `rejected`, `zero weight`, `zero advantage`, `clipped low`, `clipped high` or
-    `trained`. The last one is `unknown` if no update of the step is known to have ended. Unrecorded
-    fields exclude no token; `unrecorded` names them. The numbers come from what the ring and the
-    kept files hold of the step: `tokens` of `tokens_counted`.
+    applies: `not finite`, `rejected`, `zero weight`, `zero advantage`, `clipped low`,
+    `clipped high` or `trained`. The last one is `unknown` if no update of the step is known to have
+    ended. Unrecorded fields exclude no token; `unrecorded` names them. The numbers come from what
+    the ring and the kept files hold of the step: `tokens` of `tokens_counted`.
     """
     found = await deps.computations.run(loss_of, deps, target)
     notes = [*found.derived, *found.gaps]

@@ -34,14 +34,15 @@ def steps(
         int | None, Query(ge=0, lt=STEP_BOUND, description="No step after this one.")
     ] = None,
 ) -> Answer:
-    """List a run's steps, newest first: whether each is complete, and which ranks are missing.
+    """List a run's steps, newest first; those that a later attempt repeats come last.
 
     `complete` is about ranks and their stages. For a closed step, `gap` says what its numbers lack
     (payloads that were lost, refused, dropped or not read yet), or why there are none.
 
-    Without `attempt` the steps of every attempt are listed. A step that a later attempt repeats has
-    `superseded_by`. If a process repeated it within its attempt, it has `begun_again`: both passes
-    count in its numbers. Steps that no attempt reported are in `note`.
+    Without `attempt` the steps of every attempt are listed, the current ones first. A step that a
+    later attempt repeats, or resumed before, has `superseded_by`; `note` says how many there are.
+    If a process repeated a step within its attempt, it has `begun_again`: both passes count in its
+    numbers. Steps that no attempt reported are in `note`.
     """
     return Answer(view.steps(deps, page, run, attempt, to))
 

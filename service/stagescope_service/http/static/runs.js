@@ -165,6 +165,7 @@ export function steps(view, { run: name, cursor }) {
     concerns: (event) => !cursor && event.run === name && ["step", "attempt"].includes(event.event),
     draw: (...page) => [
       stepsTable(rowsOf(page)),
+      page[0].note && h("p.quiet", {}, page[0].note),
       h("p.row", {},
         cursor && button("Newest steps", () => choose({ cursor: null })),
         page[0].next && button("Earlier steps", () => choose({ cursor: page[0].next }))),

@@ -29,6 +29,15 @@ from stagescope_wire.names import EXPERIMENT
 from stagescope_wire.nonfinite import Json
 
 
+class SupersededSteps(TypedDict):
+    """The steps of an attempt that a later attempt resumed before."""
+
+    attempt: int
+    count: int
+    first: int
+    last: int
+
+
 class RunRow(Row):
     """A run, with its newest attempt."""
 
@@ -317,8 +326,43 @@ def pinned_steps(run: str | None) -> Query:
     return query if run is None else query.where(attempts.c.run == run)
 
 
+def _last_current() -> sa.ScalarSelect[int]:
+    """Select the step from which the newest later attempts of an attempt's run repeat its steps.
+
+    The SQL form of `Lineage.repeated_by`; null: no later attempt resumed.
+    """
+    later = tables.attempts.alias("later")
+    return (
+        sa.select(sa.func.min(later.c.resumed_from_step))
+        .where(later.c.run == tables.attempts.c.run)
+        .where(later.c.number > tables.attempts.c.number)
+        .correlate(tables.attempts)
+        .scalar_subquery()
+    )
+
+
+def superseded_steps(run: str) -> Query:
+    """Select the columns of `SupersededSteps`, by attempt: only of those that have some."""
+    step, attempts = tables.steps.c.step, tables.attempts
+    return (
+        sa.select(
+            attempts.c.number.label("attempt"), sa.func.count().label("count"),
+            sa.func.min(step).label("first"), sa.func.max(step).label("last"),
+        )
+        .select_from(attempts)
+        .join(tables.steps, tables.steps.c.attempt_id == attempts.c.attempt_id)
+        .where(attempts.c.run == run, step > _last_current())
+        .group_by(attempts.c.number)
+        .order_by(attempts.c.number)
+    )  # fmt: skip
+
+
 def steps(
-    attempt_id: int | None, run: str | None, before: int | None, after: int | None = None
+    attempt_id: int | None,
+    run: str | None,
+    before: int | None,
+    after: int | None = None,
+    superseded: bool | None = None,
 ) -> Query:
     """Select steps, newest first: the columns of `ListedStep`; those after a step, oldest first."""
     lost = (
@@ -339,6 +383,9 @@ def steps(
     where = conditions("steps", attempt_id=attempt_id) + conditions("attempts", run=run)
     where += [step < before] if before is not None else []
     where += [step > after] if after is not None else []
+    if superseded is not None:
+        discarded = sa.func.coalesce(step > _last_current(), sa.false())
+        where.append(discarded if superseded else sa.not_(discarded))
     return query.where(*where)
 
 

@@ -14,6 +14,7 @@ from stagescope_service.store.queries.overview import (
     ListedAttempt,
     ListedRun,
     ListedStep,
+    SupersededSteps,
     TrainingAttempt,
 )
 from stagescope_service.store.queries.reader import (
@@ -192,6 +193,7 @@ class RunQueries(Reader):
         run: str | None = None,
         before: int | None = None,
         after: int | None = None,
+        superseded: bool | None = None,
         limit: int = LIMIT,
     ) -> list[ListedStep]:
         """Return steps, newest first; with `after` the oldest first.
@@ -201,9 +203,15 @@ class RunQueries(Reader):
             run: the run; None for all.
             before: only steps below this one: the last step of the previous page.
             after: only steps above this one.
+            superseded: only steps that a later attempt resumed before; False: only the others.
             limit: maximum number of steps.
         """
-        return self._rows(ListedStep, overview.steps(attempt_id, run, before, after).limit(limit))
+        query = overview.steps(attempt_id, run, before, after, superseded)
+        return self._rows(ListedStep, query.limit(limit))
+
+    def superseded_steps(self, run: str) -> list[SupersededSteps]:
+        """Return which steps later attempts of a run resumed before, by attempt."""
+        return self._rows(SupersededSteps, overview.superseded_steps(run))
 
     def removable_steps(self, run: str, keep: int, *, limit: int = LIMIT) -> list[RemovableStep]:
         """Return the steps of a run whose rows may be removed, of each attempt the oldest first.

@@ -13,12 +13,12 @@ from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.target import LiveRun
 from stagescope_wire.errors import NotFound
 from stagescope_wire.links import Link
-from stagescope_wire.names import normal_run_name
+from stagescope_wire.names import requested_run
 
 
 def captures(deps: Dependencies, page: Page, run: str | None = None) -> JsonObject:
     """List all captures that were ever requested, newest first, withdrawn ones too."""
-    name = None if run is None else normal_run_name(run)
+    name = None if run is None else requested_run(run)
     every = deps.catalogue.captures(run=name)
     if run is not None and not every:  # a capture may wait for a run that has not reported yet
         every = deps.catalogue.captures(run=deps.finder.run(run))

@@ -193,10 +193,11 @@ class StepRow(Row):
 
 
 class Steps(ScopeHeading, Page[StepRow]):
-    """A run's steps, newest first."""
+    """A run's steps, newest first; without `attempt` the superseded ones come last."""
 
     note: str | None
-    """Which steps between two attempts were never reported; null: there are none."""
+    """Which steps between two attempts were never reported, and how many of which attempts are
+    superseded; null: there are none."""
 
 
 # --- one number over the steps ------------------------------------------------------------

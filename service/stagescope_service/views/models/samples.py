@@ -12,11 +12,12 @@ from stagescope_service.views.models.numbers import Streams
 
 FateName = Annotated[
     Literal[
-        "environment", "rejected", "zero weight", "zero advantage", "clipped low", "clipped high",
-        "unknown", "trained",
+        "environment", "not finite", "rejected", "zero weight", "zero advantage", "clipped low",
+        "clipped high", "unknown", "trained",
     ],
     Field(
-        description="What the loss did. With `environment` the mask is 0. With `trained` no record "
+        description="What the loss did. With `environment` the mask is 0. With `not finite` a "
+        "log-prob is NaN or infinite, which can make the whole loss NaN. With `trained` no record "
         "says otherwise. `unknown` is `trained` without a known end of any update "
         "of the step."
     ),
@@ -137,7 +138,8 @@ class FateRow(Model):
 
     fate: FateName
     gradient: bool | None
-    """Whether these tokens have a gradient, as far as recorded; null: their fate is `unknown`."""
+    """Whether these tokens have a gradient, as far as recorded; null: not known (`unknown`,
+    `not finite`)."""
     tokens: int
     """Number of model tokens."""
     share_of_tokens: Number

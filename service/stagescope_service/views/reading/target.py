@@ -15,7 +15,7 @@ from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.reading.rows import Lineage
 from stagescope_wire.errors import NotFound
 from stagescope_wire.links import Link
-from stagescope_wire.names import normal_run_name
+from stagescope_wire.names import requested_run
 
 _LIVE_SECONDS: Final = 0.5
 """Greatest age of `also_live`: its query counts over every process of every run."""
@@ -134,7 +134,7 @@ class Finder:
         Raises:
             NotFound: no such run, or several are shown so; names those that exist.
         """
-        name = normal_run_name(text)
+        name = requested_run(text)
         if self._catalogue.has_run(name):
             return name
         shown = self._catalogue.runs_shown_as(text)
@@ -243,9 +243,12 @@ class Finder:
         return NotFound(wrong, expected=_one_of(numbers, number or 0) if numbers else "")
 
     def _no_step(self, run: str, number: int | None, step: int | None) -> NotFound:
-        rows = self._catalogue.steps(run=run)
-        if number is not None:
-            rows = [row for row in rows if row["attempt"] == number]
+        if number is None:
+            rows = self._catalogue.steps(run=run, superseded=False)
+            rows = rows or self._catalogue.steps(run=run)  # a new attempt has no step yet
+        else:
+            found = self._catalogue.find_attempt(run, number)
+            rows = [] if found is None else self._catalogue.steps(found["attempt_id"])
         steps = sorted({row["step"] for row in rows})
         owner = f"run {run}" if number is None else f"attempt {number} of run {run}"
         wrong = f"{owner} has no step {'yet' if step is None else step}"

@@ -112,6 +112,10 @@ class StepLoss:
     """Gaps and contradictions in the kept tensors."""
 
 
+_NO_ANSWER: Final = (Fate.UNKNOWN, Fate.NOT_FINITE)
+"""Fates of which it is not known whether the tokens have a gradient."""
+
+
 def loss_of(deps: Dependencies, target: Target) -> StepLoss:
     """Return what the loss did with a step's tokens, as far as they are kept."""
     measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
@@ -126,7 +130,7 @@ def loss_of(deps: Dependencies, target: Target) -> StepLoss:
     rows: list[JsonObject] = [
         {
             "fate": NAMES[each.fate],
-            "gradient": None if each.fate is Fate.UNKNOWN else each.fate is Fate.TRAINED,
+            "gradient": None if each.fate in _NO_ANSWER else each.fate is Fate.TRAINED,
             "tokens": each.tokens,
             "share_of_tokens": each.tokens / tokens,
             "sum_abs": each.abs_diff_sum,
@@ -208,6 +212,10 @@ def _loss_note(
         )
     if no_update:
         text += f"; {no_update}: the tokens may have seen no gradient at all"
+    for row in rows:
+        if row["fate"] == NAMES[Fate.NOT_FINITE]:
+            bad = counted(int(str(row["tokens"])), "token has", "tokens have")
+            text += f"; {bad} a log-prob that is not finite, which can make the whole loss NaN"
     text += _clipped_note(by_passes or ())
     if not unrecorded:
         return text

@@ -119,7 +119,7 @@ class StepTokens:
             notes.append(
                 f"a token counts as clipped where every one of {len(passes)} passes clips it"
             )
-        loss = LossTokens(mask, in_loss, weight, advantage, clipped)
+        loss = LossTokens(mask, in_loss, weight, advantage, clipped, finite=np.isfinite(d))
         if update.reason(loss) is not None:
             loss = dataclasses.replace(loss, updated=False)
         return cls(batch, p_name, p, q, d, raw, loss, notes)

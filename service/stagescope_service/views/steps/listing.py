@@ -32,6 +32,7 @@ from stagescope_service.views.reading.rows import (
     unreported_steps,
 )
 from stagescope_service.views.reading.target import Target
+from stagescope_wire.render import counted
 
 
 class ScalarQuery(RankQuery):
@@ -43,26 +44,47 @@ class ScalarQuery(RankQuery):
 def _page_of_steps(
     deps: Dependencies, target: Target, page: Page, attempt: int | None, to: int | None
 ) -> tuple[list[ListedStep], str | None]:
-    """Return a page of steps and the cursor of the next.
+    """Return a page of steps and the cursor of the next: current steps, then superseded ones.
 
-    The cursor holds the last step and how many rows with it were returned, so that steps which
-    begin in between move nothing.
+    The cursor holds the last step, how many rows with it were returned, and 1 among the superseded
+    ones, so that steps which begin in between move nothing.
     """
     only = None if attempt is None else target.attempt_id
-    before = page.position[0] if page.position else None if to is None else to + 1
-    skip = page.position[1] if len(page.position) > 1 else 0
-    rows = deps.catalogue.steps(only, run=target.run, before=before, limit=page.limit + skip + 1)[
-        skip:
+    parts = [None] if only is not None else [False, True]  # superseded: all, none, only these
+    start = None if to is None else to + 1
+    begun = page.position[2] if len(page.position) > 2 else 0
+    shown: list[ListedStep] = []
+    for part in range(begun, len(parts)):
+        before, skip = start, 0
+        if page.position and part == begun:
+            before, skip = page.position[0], page.position[1] if len(page.position) > 1 else 0
+        room = page.limit - len(shown)
+        rows = deps.catalogue.steps(
+            only, run=target.run, before=before, superseded=parts[part], limit=room + skip + 1
+        )[skip:]
+        shown += rows[:room]
+        if len(rows) > room:
+            last = rows[max(room - 1, 0)]["step"]
+            returned = sum(row["step"] == last for row in rows[:room])
+            if before is not None and last + 1 == before:
+                returned += skip
+            return shown, cursor(last + 1, returned, part)
+    return shown, None
+
+
+def _superseded_note(deps: Dependencies, run: str) -> str | None:
+    """Return how many steps of which attempts later ones resumed before; None: there are none."""
+    texts = [
+        f"{counted(each['count'], 'step')} of attempt {each['attempt']} "
+        f"({each['first']} to {each['last']})"
+        for each in deps.catalogue.superseded_steps(run)
     ]
-    more = len(rows) > page.limit
-    rows = rows[: page.limit]
-    if not more:
-        return rows, None
-    last = rows[-1]["step"]
-    returned = sum(row["step"] == last for row in rows)
-    if before is not None and last + 1 == before:
-        returned += skip
-    return rows, cursor(last + 1, returned)
+    if not texts:
+        return None
+    return (
+        f"superseded, listed after the current steps: {', '.join(texts)}; "
+        "a later attempt resumed before them"
+    )
 
 
 def progress_of(deps: Dependencies, target: Target) -> tuple[list[StageRow], StepProgress]:
@@ -98,7 +120,7 @@ def steps(
     attempt: int | None = None,
     to: int | None = None,
 ) -> JsonObject:
-    """List a run's steps, newest first: whether each is complete, and which ranks are missing."""
+    """List a run's steps, newest first; those that a later attempt repeats come last."""
     target = deps.finder.attempt(run, attempt)
     step_rows, next_cursor = _page_of_steps(deps, target, page, attempt, to)
     attempts = deps.catalogue.attempts(target.run)
@@ -124,7 +146,9 @@ def steps(
             row["completeness"] = without_gaps(PARTIAL, missing[key])
             row["missing"] = missing[key]
         rows.append(step_row(row, superseded, progress, gap_texts.get(key), repeated.get(key, [])))
-    note = unreported_steps(deps.catalogue, attempts)
+    notes = [unreported_steps(deps.catalogue, attempts)]
+    notes += [_superseded_note(deps, target.run)] if attempt is None and len(attempts) > 1 else []
+    note = "; ".join(filter(None, notes)) or None
     heading = {**target.heading(), "attempt": attempt, "note": note}
     return {**heading, "rows": rows, "next": next_cursor}
 

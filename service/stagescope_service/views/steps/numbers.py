@@ -479,6 +479,7 @@ def tokens(
     if kind is not None:
         rows = [row for row in rows if row["kind"] == kind]
     if round is not None:
+        _cell_of_round(measured.summary.summary, round)  # raises where there is none
         rows = [row for row in rows if row["round"] == round]
     shown = page.cut(rows)
     reason = _add_texts(deps, target, shown["rows"])

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from stagescope_service.store.queries.overview import ListedStep
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.reading.dependencies import Dependencies
-from stagescope_service.views.reading.rows import Lineage
 from stagescope_service.views.reading.step_summaries import Slice
 from stagescope_service.views.reading.target import Target
 from stagescope_service.views.steps.numbers import metrics_of
 from stagescope_wire.errors import NotFound
 from stagescope_wire.links import with_links
-
-_SEARCHED: Final = 64
-"""Rows in which a current step is searched: the ones before it are of superseded attempts."""
 
 
 def one(
@@ -31,7 +25,6 @@ def one(
         is_own: whether the request names the attempt. Then the attempt's own steps are its
             neighbours, and only beyond them the current ones.
     """
-    lineage = Lineage(deps.catalogue.attempts(target.run))
     numbers, unmeasured = None, None
     try:
         numbers = metrics_of(deps, target, part, round)
@@ -40,8 +33,8 @@ def one(
         unmeasured = {"wrong": error.wrong, "expected": error.expected, "advice": advice}
     return {
         **target.heading(),
-        "earlier": _neighbour(deps, target, lineage, is_own=is_own, before=target.step_number),
-        "later": _neighbour(deps, target, lineage, is_own=is_own, after=target.step_number),
+        "earlier": _neighbour(deps, target, is_own=is_own, before=target.step_number),
+        "later": _neighbour(deps, target, is_own=is_own, after=target.step_number),
         "numbers": numbers,
         "unmeasured": unmeasured,
     }
@@ -50,7 +43,6 @@ def one(
 def _neighbour(
     deps: Dependencies,
     target: Target,
-    lineage: Lineage,
     *,
     is_own: bool,
     before: int | None = None,
@@ -61,6 +53,7 @@ def _neighbour(
     if is_own:
         rows = deps.catalogue.steps(target.attempt_id, before=before, after=after, limit=1)
     if not rows:
-        every = deps.catalogue.steps(run=target.run, before=before, after=after, limit=_SEARCHED)
-        rows = [row for row in every if lineage.superseded_by(row) is None]
+        rows = deps.catalogue.steps(
+            run=target.run, before=before, after=after, superseded=False, limit=1
+        )
     return {"step": rows[0]["step"], "attempt": rows[0]["attempt"]} if rows else None

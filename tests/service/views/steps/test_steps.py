@@ -411,6 +411,9 @@ class TestTokens:
 
     def test_filters(self, live: Service) -> None:
         measured(live)
+        problem = live.problem(404, "/steps/5/tokens", round=99)
+        assert problem["wrong"] == "there is no round 99"
+        assert problem["expected"].startswith("one of 0")
         own = live.get("/steps/5/tokens", rank=1, round=0, limit=1000)["rows"]
         assert len(own) == 24
         assert {(row["rank"], row["round"]) for row in own} == {(1, 0)}
