@@ -189,7 +189,10 @@ def test_metrics_describe_their_provenance() -> None:
     # What the refused payloads hold, nobody knows: these are not all that were sent.
     assert "tokens: 9 of 9 that were read count" in repr(metrics)
     text, page = repr(metrics), metrics._repr_html_()
-    for phrase in ("partial", "actor/1 s begun", "shift", "2 NaN in rollout", "superseded by: 2", "other"):
+    phrases = (
+        "partial", "actor/1 s begun", "shift", "2 NaN in rollout", "superseded by: 2", "other"
+    )  # fmt: skip
+    for phrase in phrases:
         assert phrase in text
     assert "in old" not in text
     assert "<b>shifted" not in page

@@ -9,7 +9,9 @@ from tests.support.stores import eventually
 from stagescope_service.views.models.runs import Judgement
 from stagescope_service.views.reading.judgements import Judgements
 
-_JUDGEMENT = Judgement(healthy=True, title=None, sentence=None, since_step=None, where=None)
+_JUDGEMENT = Judgement(
+    healthy=True, current=True, title=None, sentence=None, since_step=None, where=None
+)
 
 
 def test_closing_waits_for_the_one_in_work_and_drops_the_others() -> None:
