@@ -130,6 +130,7 @@ def test_a_step_is_told_from_its_begin_to_its_numbers(live: Service, listen: Lis
 
 def test_a_stage_of_one_rank_alone_makes_no_step_partial(live: Service, listen: Listen) -> None:
     listener = listen()
+    listener.next("hello")
     ranks = [Rank(live, rank=rank, world_size=2) for rank in range(2)]
     for step in range(1, 4):
         for rank in ranks:

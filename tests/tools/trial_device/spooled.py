@@ -58,7 +58,8 @@ class SpooledProbe:
 @contextlib.contextmanager
 def spooled_probe(**options: Any) -> Iterator[SpooledProbe]:
     """Open a probe whose spool is in a temporary directory."""
-    with tempfile.TemporaryDirectory(prefix="trial-device-") as name:
+    # Its thread may still write while the directory goes: what it writes then, nobody wants.
+    with tempfile.TemporaryDirectory(prefix="trial-device-", ignore_cleanup_errors=True) as name:
         spooled = SpooledProbe(Path(name), **options)
         try:
             yield spooled
