@@ -79,6 +79,10 @@ class CommandGroup(click.Group):
         try:
             if point is None:
                 raise ModuleNotFoundError("no such package", name="stagescope_service")
+            # What a command imports on use would be missed in the middle of its work.
+            library = EXTRAS["service"][0]
+            if point.module.startswith("stagescope_service") and not find_spec(library):
+                raise ModuleNotFoundError("no such library", name=library)
             command = point.load()
         except ImportError as error:
             return _stub(cmd_name, terminal.needs_extra(error, "service"))
@@ -132,7 +136,10 @@ def _stub(name: str, problem: StagescopeError) -> click.Command:
     """Return a placeholder for a command that cannot be loaded; calling it raises `problem`."""
 
     def refuse() -> None:
-        raise problem
+        if name != "compare":
+            raise problem
+        terminal.report(problem)
+        click.get_current_context().exit(2)  # its 1 is "different"
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     text = f"(not installed: {install_command('service')})"

@@ -78,9 +78,10 @@ class Rise(NamedTuple):
 
         A template begins many responses with tokens that are nearly certain, and whose |d| is
         small: no rise over the first positions counts. The early stretches are those of two thirds
-        of the doublings, and the first positions are not among them.
+        of the doublings after them.
         """
-        stretches = _stretches(each for each in bins if each.key >= _BEGIN and each.key != UNKNOWN)
+        known = [each for each in bins if each.key != UNKNOWN]
+        stretches = _stretches(each for each in known if each.key >= _BEGIN)
         if not stretches:
             return None
         last = stretches[-1].sums
@@ -88,7 +89,8 @@ class Rise(NamedTuple):
         count = max(1, sum(each.end <= bound for each in stretches))
         if len(stretches) < max(count + 2, _STRETCHES):
             return None
-        early = max(stretches[:count], key=lambda each: each.mean)
+        # The first tokens show no rise, and may show that there is none.
+        early = max((*stretches[:count], _stretches(known)[0]), key=lambda each: each.mean)
         text = (
             f"step {step}: mean |d| is {short(early.mean)} at positions {early.text} "
             f"({early.sums.tokens} tokens), {short(stretches[-1].mean)} from position "
@@ -122,7 +124,8 @@ class _Stretch(NamedTuple):
     @property
     def text(self) -> str:
         """The positions, such as `4-7`."""
-        return f"{2 ** (self.sums.key - 1)}-{2**self.end - 1}"
+        first = 2 ** (self.sums.key - 1) if self.sums.key else 0
+        return f"{first}-{2**self.end - 1}"
 
 
 def _stretches(bins: Iterable[Bin]) -> list[_Stretch]:
