@@ -1,8 +1,8 @@
 """What earlier diagnoses of a run have read: the next one reads only what is new or has changed.
 
-A training adds a step, and the doctor looks at 2000. A row is read again if its mark changed. What
-arrives late and leaves no mark (scalars, samples) is read again for the newest `LATE` steps each
-time, and for all steps every `MAX_AGE` seconds.
+A training adds a step, and the doctor looks at 2000. A row is read again if its mark changed. Late
+scalars and samples leave no mark. Those of the newest `LATE` steps are therefore read each time,
+and those of all steps after `MAX_AGE` seconds.
 """
 
 from __future__ import annotations

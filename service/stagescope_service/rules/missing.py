@@ -41,8 +41,9 @@ class StageRanks(NamedTuple):
     def lacks(self, role: str, rank: int, stage: str, *, is_open: bool = False) -> bool:
         """Return whether a rank that did not begin a stage of a step is missing there.
 
-        It is if it runs the stage in another step, if most ranks of its role run it, if it runs no
-        stage, or if no other step has the stage, so that nobody knows.
+        A rank is missing if it runs the stage in another step, or if most ranks of its role run
+        it. A rank that runs no stage at all is missing, too. So is each rank in a stage that no
+        other step has: nobody knows who runs it.
         """
         key = (role, stage)
         is_known = self.times.get(key, 0) > (0 if is_open else 1)
