@@ -216,6 +216,7 @@ class OtherPoint:
     """An entry point whose package lacks a library, as `metadata.EntryPoint` behaves then."""
 
     name = "serve"
+    module = "stagescope_service.commands.serving"
 
     def load(self) -> None:
         raise ModuleNotFoundError("No module named 'ray'", name="ray")
