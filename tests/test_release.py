@@ -160,7 +160,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(built: Built) -> 
                  "compare/report/comparison.schema.json", "templates/report.md"):  # fmt: skip
         assert f"stagescope_service/{part}" in own
     licenses = {name.rpartition("/")[2] for name in names if name.startswith(f"{about}licenses/")}
-    assert licenses == {"LICENSE", "preact.LICENSE.txt"}
+    assert licenses == {"LICENSE", "plotly.LICENSE.txt", "preact.LICENSE.txt"}
     assert f"{about}entry_points.txt" in names
 
 

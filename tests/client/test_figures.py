@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
-from tests.support.runs.drawn import LOG_PROB, rounds_payload
+from tests.support.runs.drawn import LOG_PROB, layout_of, rounds_payload
 from tests.support.stores import eventually
 
 from stagescope import Session, figures
@@ -46,7 +46,7 @@ def test_a_metric_over_the_steps(session: Session) -> None:
     series = session.series("rollout_corr/k3_kl", from_step=2, to_step=4)
     assert list(line.x) == [2, 3, 4]
     assert list(line.y) == pytest.approx(list(series["value"]))
-    assert figure.layout.title.text.startswith("Over the steps of r")
+    assert layout_of(figure).title.text.startswith("Over the steps of r")
     with pytest.raises(NotFound, match="no metric"):
         session.plot("rollout_corr/k3kl")
 
@@ -74,11 +74,11 @@ def test_the_rounds_and_ranks_of_a_step_are_drawn(session: Session) -> None:
     assert len(heat.y) == 2
     assert traces(step.heatmap())[0].type == "heatmap"
     assert {trace.name for trace in traces(step.timeline())} >= {LOG_PROB}
-    assert "ratios" in step.distribution("ratio").layout.title.text
-    assert "old against rollout" in step.density().layout.title.text
+    assert "ratios" in layout_of(step.distribution("ratio")).title.text
+    assert "old against rollout" in layout_of(step.density()).title.text
     anatomy = step.anatomy("end")
     assert "last of the sample" in list(anatomy["label"])
-    assert anatomy.plot().layout.title.text.startswith("Mismatch of step 5 by end")
+    assert layout_of(anatomy.plot()).title.text.startswith("Mismatch of step 5 by end")
 
 
 def test_a_slice_has_no_figure(session: Session) -> None:
@@ -91,16 +91,16 @@ def test_a_slice_has_no_figure(session: Session) -> None:
 
 def test_the_note_stands_below_the_title(session: Session) -> None:
     figure = session.step(6).figure("rounds")
-    title, note = figure.layout.title.text.split("<br>", 1)
+    title, note = layout_of(figure).title.text.split("<br>", 1)
     assert title == "Rounds of step 6"
     assert "no numbers" in note
-    assert figure.layout.margin.t > 40
+    assert layout_of(figure).margin.t > 40
 
 
 def test_a_colour_bar_stands_below_the_title(session: Session) -> None:
     figure = session.step(5).heatmap()
-    from_top = (1 - figure.to_plotly_json()["data"][0]["colorbar"]["y"]) * figure.layout.height
-    assert from_top > 2 * figure.layout.title.font.size  # pixels
+    from_top = (1 - figure.to_plotly_json()["data"][0]["colorbar"]["y"]) * layout_of(figure).height
+    assert from_top > 2 * layout_of(figure).title.font.size  # pixels
 
 
 def test_figures_are_listed_and_unknown_ones_are_not_found(session: Session) -> None:

@@ -220,8 +220,8 @@ def test_an_investigation_runs_on_a_run_that_reports_little(
             streams["strings"] = {}  # no sample_ids
             if run == "not finite" and step == 2:
                 streams["tensors"]["old_log_probs"][2][0, 3] = np.nan
-            handed = () if run == "scalars" else (streams,)
-            rank.stage("actor_compute_log_prob", step, *handed, scalars={"loss": 0.5})
+            handed = None if run == "scalars" else streams
+            rank.stage("actor_compute_log_prob", step, handed, scalars={"loss": 0.5})
         done = executed(written, tmp_path)
     printed = [out.text for cell in done.cells for out in cell.get("outputs", ()) if "text" in out]
     assert said in outputs(done, "text/plain") + "".join(printed)

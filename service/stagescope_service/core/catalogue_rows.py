@@ -50,7 +50,7 @@ def named(entity: object, names: Iterable[str]) -> dict[str, Any]:
 def process_row(process: Process, **columns: object) -> Put:
     """Return the row of a process's identity, with further `columns`."""
     # A value that is unknown now may have been stored before a restart: it is not overwritten.
-    row = dict(zip(PROCESS_COLUMNS, _process_values(process), strict=True))
+    row: dict[str, Any] = dict(zip(PROCESS_COLUMNS, _process_values(process), strict=True))
     optional = zip(OPTIONAL_PROCESS_COLUMNS, _optional_values(process), strict=True)
     row.update({name: value for name, value in optional if value is not None})
     row.update(columns)

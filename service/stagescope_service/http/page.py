@@ -1,6 +1,6 @@
 """The page and the files it loads, its login, the API's documentation, and ETags of answers.
 
-Everything comes from this service: the page's own modules, plotly.min.js of the installed plotly,
+Everything comes from this service: the page's own modules, the published bundle of Plotly,
 Swagger UI of the installed fastapi-offline. The Content-Security-Policy lets a browser fetch
 nothing from elsewhere and run no inline script.
 """
@@ -20,7 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stagescope_service.figure_style import plotly_script
+from stagescope_service.figure_style import PLOTLY, plotly_script
 from stagescope_service.http.access_tokens import Access
 from stagescope_service.http.auth import COOKIE, COOKIE_SECONDS, caller_of
 from stagescope_service.http.parameters import Deps
@@ -116,7 +116,6 @@ def _set_cookie(request: Request, answer: Response, value: str) -> None:
 _FOLDER: Final = Path(__file__).with_name("static")
 _INDEX: Final = "index.html"
 _DOCS_SCRIPT: Final = "docs.js"
-_PLOTLY: Final = "plotly.min.js"
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -166,7 +165,7 @@ def _names() -> list[str]:
 def _version() -> str:
     """Return a checksum of all files of the page, which its URLs hold."""
     found = hashlib.blake2b(digest_size=8)
-    for name in (*_names(), _PLOTLY):
+    for name in _names():
         found.update(_file(name).tag.encode())
     return found.hexdigest()
 
@@ -178,7 +177,7 @@ def compress() -> None:
 
 @functools.cache
 def _file(name: str) -> _File:
-    if name == _PLOTLY:
+    if name == PLOTLY.name:
         return _as_file(name, plotly_script().encode())
     if name in _SWAGGER:
         return _as_file(name, _swagger_folder().joinpath(name).read_bytes())
@@ -201,9 +200,9 @@ def _page(name: str) -> _File:
 
 
 def _modules() -> list[str]:
-    """Return the names of the modules of the page; a script that is not one imports nothing."""
+    """Return the names of the modules of the page."""
     modules = (each for each in _names() if each.endswith((".js", ".mjs")))
-    return [each for each in modules if each != _DOCS_SCRIPT]
+    return [each for each in modules if each not in (_DOCS_SCRIPT, PLOTLY.name)]
 
 
 async def index(request: Request) -> Response:

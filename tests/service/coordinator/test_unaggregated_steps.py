@@ -29,7 +29,7 @@ def test_what_was_not_aggregated_before_a_crash_is_aggregated_after(
 ) -> None:
     training = Training()
     local = LocalCoordinator(live.store, live.settings.data_path)
-    due: list[Instruction] = []
+    due: list[Aggregate] = []
     start_now = local.queue.start_now
 
     def start(instruction: Instruction) -> None:
@@ -43,7 +43,7 @@ def test_what_was_not_aggregated_before_a_crash_is_aggregated_after(
     asyncio.run(_train(local, training))
     attempt_id = live.catalogue.attempts("moe")[0]["attempt_id"]
     every = {(attempt_id, step) for step in range(1, STEPS + 1)}
-    assert {*due} == {Aggregate(*key) for key in every}
+    assert set(due) == {Aggregate(*key) for key in every}
     unaggregated = live.store.snapshot().unaggregated
     assert set(unaggregated) == every
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from tests.support.api import Rank, Service, service
 
+from stagescope_service.figure_style import PLOTLY
 from stagescope_service.http.access_token_file import TokenFile
 from stagescope_service.http.access_tokens import Access, AccessTokens
 from stagescope_service.http.auth import COOKIE
@@ -256,16 +257,19 @@ class TestFiles:
         for name in ("/", "/docs"):
             assert "//" not in re.sub(r"<!DOCTYPE[^>]*>", "", nobody.get(name).text)
 
-    def test_plotly_comes_from_the_wheel_compressed_and_loads_nothing(
+    def test_plotly_is_the_published_file_compressed_and_loads_nothing(
         self, shared: Service
     ) -> None:
-        from plotly.offline import get_plotlyjs
-
+        # plotly.js-cartesian-dist-min 4.1.1 of npm
+        assert hashlib.sha256(PLOTLY.read_bytes()).hexdigest() == (
+            "79542150855a52c567260e3137095dbe2b744e6d702a5cabe67da246942fba7a"
+        )
         nobody = shared.client(None)
-        plain = nobody.get("/static/plotly.min.js", headers={"accept-encoding": "identity"})
+        path = f"/static/{PLOTLY.name}"
+        plain = nobody.get(path, headers={"accept-encoding": "identity"})
         assert "unpkg.com" not in plain.text
-        assert abs(len(plain.text) - len(get_plotlyjs())) < 500
-        with nobody.stream("GET", "/static/plotly.min.js") as answer:
+        assert abs(len(plain.text) - len(PLOTLY.read_text())) < 500
+        with nobody.stream("GET", path) as answer:
             packed = b"".join(answer.iter_raw())
             assert answer.headers["content-encoding"] == "gzip"
         assert gzip.decompress(packed) == plain.content
@@ -274,7 +278,7 @@ class TestFiles:
     def test_preact_is_the_published_file(self, shared: Service) -> None:
         answer = shared.client(None).get("/static/preact.mjs")
         assert answer.headers["content-type"].startswith("text/javascript")
-        # dist/preact.mjs of https://registry.npmjs.org/preact/-/preact-11.2.0.tgz
+        # dist/preact.mjs of npm's preact 11.2.0
         assert hashlib.sha256(answer.content).hexdigest() == (
             "bdcbd9abdf2c77c5c45326eab42191e949222d479d0d5f69467387a77040cb55"
         )

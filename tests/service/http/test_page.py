@@ -894,7 +894,7 @@ def test_no_view_asks_again_while_nothing_changes(browser: Browser, shared: Serv
         visit.page.reload()
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
-        visit.run_until(lambda: any("plotly.min.js" in url for url in visit.requests))
+        visit.run_until(lambda: any("plotly-cartesian.min.js" in url for url in visit.requests))
         asked: dict[str, list[str]] = {}
         for name, address in VIEWS.items():
             visit.go(address)

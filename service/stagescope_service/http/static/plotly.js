@@ -6,9 +6,9 @@ let loading = null;
 export function plotly() {
   loading ??= new Promise((done, fail) => {
     const script = document.createElement("script");
-    script.src = new URL("plotly.min.js", import.meta.url).href;
+    script.src = new URL("plotly-cartesian.min.js", import.meta.url).href;
     script.onload = () => done(window.Plotly);
-    script.onerror = () => { loading = null; fail(new Error("plotly.min.js could not be loaded")); };
+    script.onerror = () => { loading = null; fail(new Error("plotly-cartesian.min.js could not be loaded")); };
     document.head.append(script);
   });
   return loading;
@@ -21,6 +21,6 @@ export function plotly() {
 export function fetchPlotly(rel) {
   if (loading) return;
   const link = document.createElement("link");
-  Object.assign(link, { rel, as: "script", href: new URL("plotly.min.js", import.meta.url).href });
+  Object.assign(link, { rel, as: "script", href: new URL("plotly-cartesian.min.js", import.meta.url).href });
   document.head.append(link);
 }

@@ -98,7 +98,8 @@ def test_a_difference_that_repeats_is_seen_on_the_tokens_that_all_arms_have() ->
     other = repeated(sides(1.0), sides(0.0))
     assert other is not None
     assert abs(other.correlation) < 0.2
-    assert repeated((sides(1.0)[0],) * 2, sides(1.0)) is None
+    trainer, _ = sides(1.0)
+    assert repeated((trainer, trainer), sides(1.0)) is None
 
 
 def test_an_engine_follows_the_change_that_it_received_within_the_rounding() -> None:
