@@ -124,7 +124,7 @@ def _is_numeric(table: ReportTable, name: str) -> bool:
 
 
 MAX_FIGURE_BYTES: Final = 2_500_000
-"""Most bytes of all figures as JSON: with plotly's own 4.8 MB the file stays below 8 MB."""
+"""Most bytes of all figures as JSON: with Plotly's 1.5 MB the file stays below 5 MB."""
 
 
 def make_report(

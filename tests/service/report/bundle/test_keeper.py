@@ -24,7 +24,7 @@ STAGE = "actor_compute_log_prob"
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Service]:
-    with service(tmp_path / "home", bundle_bytes=4 << 20) as running:
+    with service(tmp_path / "home", bundle_bytes=3 << 20) as running:
         keep_tensors(running)
         running.now = 100_000.0
         yield running
