@@ -14,7 +14,7 @@ import orjson
 import sqlalchemy as sa
 from typing_extensions import Unpack
 
-from stagescope_service.store.queries.reader import Reader, StepWindow, between, in_window
+from stagescope_service.store.queries.reader import Reader, StepWindow, between, in_window, is_kept
 from stagescope_service.store.tables import TABLES, StepMarks
 from stagescope_service.store.tables.compact import works
 
@@ -155,7 +155,7 @@ class CurveQueries(Reader):
         query = (
             sa.select(
                 *(table[name] for name in names),
-                table.step_summary.is_not(None).label("has_summary"),
+                is_kept(table.step_summary).label("has_summary"),
             )
             .where(
                 *in_window("steps", attempts, **window),

@@ -17,6 +17,7 @@ from stagescope_service.store.queries.reader import (
     StepWindow,
     conditions,
     in_window,
+    is_kept,
     of_few,
 )
 from stagescope_service.store.snapshot import Query
@@ -208,7 +209,7 @@ class MeasurementQueries(Reader):
         query = (
             sa.select(
                 *(steps.c[name] for name in _STEP_STATE),
-                steps.c.step_summary.is_not(None).label("has_summary"),
+                is_kept(steps.c.step_summary).label("has_summary"),
                 *(found.c[name] for name in wanted),
             )
             .outerjoin(found, current)

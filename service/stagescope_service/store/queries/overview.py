@@ -10,7 +10,7 @@ from typing_extensions import Required
 
 from stagescope_service.fields import Attempt, Row, Run, Step
 from stagescope_service.store import tables
-from stagescope_service.store.queries.reader import conditions
+from stagescope_service.store.queries.reader import conditions, is_kept
 from stagescope_service.store.snapshot import ANNOUNCED, Query
 from stagescope_service.store.tables import (
     AttemptColumns,
@@ -210,7 +210,7 @@ def newest_summary(run: str | None) -> Query:
     table, attempt, other = tables.steps, tables.attempts, tables.steps.alias()
     newest = (
         sa.select(other.c.step)
-        .where(other.c.attempt_id == attempt.c.attempt_id, other.c.step_summary.is_not(None))
+        .where(other.c.attempt_id == attempt.c.attempt_id, is_kept(other.c.step_summary))
         .order_by(other.c.step.desc())
         .limit(1)
         .scalar_subquery()
@@ -373,7 +373,7 @@ def steps(
     )
     query = sa.select(
         *(column for column in tables.steps.columns if column.name != "step_summary"),
-        tables.steps.c.step_summary.is_not(None).label("has_summary"),
+        is_kept(tables.steps.c.step_summary).label("has_summary"),
         lost.label("lost"),
         tables.attempts.c.run,
         tables.attempts.c.number.label("attempt"),

@@ -190,6 +190,14 @@ def between(
     return bounds + ([column <= last] if last is not None else [])
 
 
+def is_kept(column: sa.ColumnElement[bytes | None]) -> sa.ColumnElement[bool]:
+    """Return the condition that a large column has a value, whose bytes are not read for it.
+
+    SQLite reads the whole value for `IS NOT NULL`. It knows the length from the row's header.
+    """
+    return sa.func.length(column).is_not(None)
+
+
 def in_window(
     name: str, attempts: Sequence[int], **window: Unpack[StepWindow]
 ) -> list[sa.ColumnElement[bool]]:

@@ -23,12 +23,12 @@ class CanaryRow(TypedDict):
     role: str
     rank: int
     wall: float
-    arms: bytes
-    """Compressed JSON: arm -> its rows and log-probs."""
-    checks: list[Any]
-    settings: dict[str, Any]
     seconds: float | None
     problem: str
+    checks: list[Any]
+    settings: dict[str, Any]
+    arms: bytes
+    """Compressed JSON: arm -> its rows and log-probs."""
 
 
 canaries = table(

@@ -76,11 +76,12 @@ class StepMetricsRow(TypedDict):
     stage: str | None
     verdict: str | None
     suspects: list[str] | None
-    metrics: dict[str, float | str | None] | None
-    slices: bytes | None
     tokens: int | None
     masked_tokens: int | None
     unequal_tokens: int | None
+    # The large ones last: SQLite reads all of a row up to the last column that a query needs.
+    metrics: dict[str, float | str | None] | None
+    slices: bytes | None
 
 
 step_metrics = table("step_metrics", StepMetricsRow, "attempt_id step")
@@ -150,12 +151,12 @@ class WeightsRow(TypedDict):
     role: str
     rank: int
     wall: float
-    checksums: bytes
-    """Eight bytes a tensor, in the order of the manifest, which the versions have in common."""
     manifest: str
     device_kind: str | None
     device_index: int | None
     device_serial: str | None
+    checksums: bytes
+    """Eight bytes a tensor, in the order of the manifest, which the versions have in common."""
 
 
 weights = table(
