@@ -311,12 +311,12 @@ def _row(
     step = evidence.since_step if evidence.captured_step is None else evidence.captured_step
     if step is None:
         step = newest.step if newest is not None else None if last is None else last.step
-    attempts = {each.step: each.attempt for each in history.steps}
-    attempt = attempts.get(step, last.attempt if last else 1) if step is not None else 1
-    shown = next(
-        (each for each in reversed(history.measured) if each.step == evidence.last_step),
-        history.measured[-1] if history.measured else None,
-    )
+    found_in = None if step is None else history.attempt_of(step)
+    attempt = found_in or (last.attempt if last is not None and step is not None else 1)
+    shown = history.measured[-1] if history.measured else None
+    if evidence.last_step is not None:
+        seen = (each for each in reversed(history.measured) if each.step == evidence.last_step)
+        shown = next(seen, shown)
     slow = shown if evidence.is_about else None  # its first steps show little of it
     lacking = {} if history.has_weights(attempt) else {"stagescope weights ": _RECORD_WEIGHTS}
     if found.is_found and shown is not None and not kept.can_score(shown):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import insort
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -352,13 +354,21 @@ def _change_at(values: Float64, least: int, first: int) -> int:
 
 def _split(values: Float64, before: int, after: int) -> int:
     """Return the index of the first value after the change, with so many values on either side."""
-    logs = np.log(np.maximum(values, np.finfo(np.float64).tiny))
-    costs = [
-        float(np.abs(part - np.median(part)).sum())
-        for at in range(before, len(logs) - after + 1)
-        for part in (logs[:at], logs[at:])
-    ]
-    return before + int(np.argmin(np.add(costs[::2], costs[1::2])))
+    logs = np.log(np.maximum(values, np.finfo(np.float64).tiny)).tolist()
+    earlier, later = _deviations(logs), _deviations(logs[::-1])
+    splits = range(before, len(logs) - after + 1)
+    return min(splits, key=lambda at: earlier[at - 1] + later[len(logs) - at - 1])
+
+
+def _deviations(values: Sequence[float]) -> list[float]:
+    """Return the sum of |value - median| of the first value, of the first two, and so on."""
+    ascending: list[float] = []
+    found = []
+    for value in values:
+        insort(ascending, value)
+        half = len(ascending) // 2
+        found.append(sum(ascending[-half:]) - sum(ascending[:half]) if half else 0.0)
+    return found
 
 
 def growth(history: RunHistory, *, factor: float, least: float, steps: int) -> Evidence:
