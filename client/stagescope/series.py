@@ -19,6 +19,7 @@ from stagescope_wire.sparkline import Value, sparkline, step_ranges
 _AGAIN_MARK: Final = "^"
 _STEP_FIELDS: Final = frozenset({
     "steps", "attempts", "superseded_by", "complete", "comparable", "begun_again", "reasons",
+    "nonfinite",
 })  # fmt: skip
 """Fields of an answer with one entry per step; they become columns."""
 _SHOWN: Final = 64
@@ -61,6 +62,7 @@ class Series(Table):
             "superseded_by": ordered(answer["superseded_by"]),
             "complete": ordered(answer["complete"]), "comparable": ordered(answer["comparable"]),
             "begun_again": ordered(answer.get("begun_again") or [[]] * len(places)),
+            "nonfinite": ordered(answer.get("nonfinite") or [None] * len(places)),
             "reason": ordered(answer["reasons"]),
         }  # fmt: skip
         values = {one["name"] or "value": ordered(one["values"]) for one in answer["series"]}
@@ -81,7 +83,7 @@ class Series(Table):
 
     @property
     def _kinds(self) -> Mapping[str, str]:
-        return {"begun_again": "nested", **dict.fromkeys(self.series, "float")}
+        return {"begun_again": "nested", "nonfinite": "int", **dict.fromkeys(self.series, "float")}
 
     @property
     def gaps(self) -> list[tuple[int, str]]:
@@ -146,6 +148,11 @@ class Series(Table):
                 for verdict, at in verdicts.items()
                 if verdict not in (None, "comparable")
             ]
+            broken = sorted({s for s, n in zip(steps, self["nonfinite"], strict=True) if n})
+            if broken:
+                notes.append(
+                    f"some tokens are not finite and not counted: {ranges_text('step', broken)}"
+                )
         pairs = zip(attempts, self["superseded_by"], strict=True)
         superseded = render.grouped(zip(pairs, steps, strict=True))
         notes += [

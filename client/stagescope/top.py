@@ -39,10 +39,13 @@ class RunSnapshot:
     """The service's answers about a run at one time; parts that it could not answer are empty."""
 
     run: str
+    """As people see it."""
     attempt: JsonObject
     steps: Sequence[JsonObject]
     verdicts: Mapping[int, str]
     """Step -> verdict on its streams."""
+    nonfinite: Mapping[int, int]
+    """Step -> its tokens that are not finite, where there are some."""
     numbers: Mapping[str, Mapping[int, Json]]
     """Title of a column -> step -> value."""
     progress: JsonObject
@@ -73,12 +76,14 @@ class RunReader:
         """
         run = self._run
         ask = self._session.get
-        attempts = ask(f"/runs/{segment(run, 'run')}/attempts", limit=1)["rows"]
+        answer = ask(f"/runs/{segment(run, 'run')}/attempts", limit=1)
+        attempts = answer["rows"]
         # The current steps come first: superseded ones would show the attempt that died.
         listed = ask("/steps", run=run, limit=_STEPS)["rows"]
         steps = [row for row in listed if row["superseded_by"] is None]
         numbers: dict[str, dict[int, Json]] = {}
         verdicts: dict[int, str] = {}
+        nonfinite_tokens: dict[int, int] = {}
         for title, metric in _METRICS.items():
             try:
                 found = ask("/series", metric=metric, run=run, limit=_STEPS + 2)
@@ -86,12 +91,15 @@ class RunReader:
                 continue
             pairs = zip(found["steps"], found["comparable"], strict=True)
             verdicts |= {step: verdict for step, verdict in pairs if verdict is not None}
+            counts = zip(found["steps"], found.get("nonfinite") or (), strict=False)
+            nonfinite_tokens |= {step: tokens for step, tokens in counts if tokens}
             values = found["series"][0]["values"] if found["series"] else []
             numbers[title] = dict(zip(found["steps"], nonfinite.numbers(values), strict=False))
         measured = next((row for row in steps if row["measured"]), None)
         progress = ask("/steps/latest/stages", run=run, limit=1) if steps else {}
         return RunSnapshot(
-            run, attempts[0] if attempts else {}, steps, verdicts, numbers, progress,
+            str(answer.get("display_name") or run), attempts[0] if attempts else {}, steps,
+            verdicts, nonfinite_tokens, numbers, progress,
             rounds=() if measured is None else self._rounds_of(measured),
             measured=None if measured is None else measured["step"],
             findings=ask("/findings", run=run, limit=_FINDINGS)["rows"],
@@ -184,9 +192,11 @@ def _step_lines(snapshot: RunSnapshot) -> list[Line]:
             value = snapshot.numbers.get(title, {}).get(step)
             text += f"{'' if value is None else f'{value:.4g}':>11}"
         is_earlier = _is_earlier(row, snapshot.attempt.get("attempt"))
-        lacks = row["gap"] or (f"of attempt {row['attempt']}" if is_earlier else "")
+        broken = snapshot.nonfinite.get(step)
+        not_finite = f"{render.counted(broken, 'token')} not finite" if broken else ""
+        lacks = not_finite or row["gap"] or (f"of attempt {row['attempt']}" if is_earlier else "")
         tone = "good" if verdict in _GOOD else "" if verdict in _UNDECIDED else "bad"
-        tone = "bad" if row["complete"] == "partial" else tone
+        tone = "bad" if row["complete"] == "partial" or broken else tone
         lines.append(Line(f"{text}  {lacks}", tone))
     if not snapshot.steps:
         lines.append(Line("          no step yet"))
@@ -288,7 +298,7 @@ def _round_lines(snapshot: RunSnapshot) -> list[Line]:
     mean, most = (_number(worst[name]) for name in ("abs_diff_mean", "abs_diff_max"))
     text = (
         f"WORST of {len(snapshot.rounds)} ROUNDS of step {snapshot.measured}: {worst['round']}, "
-        f"{worst['tokens']} tokens{few}, mean |d| {mean:.4g}, max {most:.4g} nat"
+        f"{render.counted(worst['tokens'], 'token')}{few}, mean |d| {mean:.4g}, max {most:.4g} nat"
     )
     return [Line(text, "title")]
 

@@ -386,6 +386,17 @@ def test_an_unknown_verdict_is_neither_good_nor_bad(verdict: str, tone: str) -> 
     assert row.tone == tone
 
 
+def test_a_step_with_a_token_that_is_not_finite_is_not_good() -> None:
+    lines = screen_of({
+        "/steps": {"rows": [{**STEP, "complete": "complete", "measured": True}]},
+        "/series": {"steps": [3], "comparable": ["comparable"], "nonfinite": [1],
+                    "series": [{"values": [0.1]}]},
+    })  # fmt: skip
+    (row,) = [line for line in lines if " comparable " in line.text]
+    assert row.tone == "bad"
+    assert row.text.endswith("1 token not finite")
+
+
 def test_ranks_that_do_not_fit_are_counted_and_each_role_has_a_row() -> None:
     stages = {
         "actor": ["actor_compute_log_prob", "ref_compute_log_prob", "compute_rm_score",
@@ -403,7 +414,7 @@ def test_ranks_that_do_not_fit_are_counted_and_each_role_has_a_row() -> None:
     row = {"complete": "open", "measured": False, "gap": None, "superseded_by": None}
     snapshot = RunSnapshot(
         run="r", attempt={}, steps=[{**row, "step": step} for step in range(8)], verdicts={},
-        numbers={}, progress=progress, measured=None, wall=0.0,
+        nonfinite={}, numbers={}, progress=progress, measured=None, wall=0.0,
         rounds=[{"abs_diff_mean": 0.1, "abs_diff_max": 1.0, "round": 0, "tokens": 1}],
         findings=[{"severity": "error", "step": 1, "message": "m"}] * 8,
         captures=[{"capture_id": "c", "state": "armed"}] * 4, gone=[("actor", 1)],
@@ -435,7 +446,7 @@ def test_hostile_names_and_numbers_do_not_control_the_terminal() -> None:
         run=evil, attempt={"attempt": 1, "state": "ended", "end_reason": evil, "processes": 1},
         steps=[{"step": 10**15, "complete": "partial", "measured": True, "gap": evil,
                 "superseded_by": None}],
-        verdicts={10**15: evil}, numbers={"k3_kl": {10**15: float("nan")}},
+        verdicts={10**15: evil}, nonfinite={10**15: 3}, numbers={"k3_kl": {10**15: float("nan")}},
         progress={"step": 1, "complete": "open", "wall": 9.0, "expected": {evil: {evil: [0, 1]}},
                   "missing": [{"role": evil, "stage": evil, "rank": 1, "status": "not begun",
                                "since": None}]},

@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Final, Literal
 
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
+from stagescope_service.store.queries.measurements import StepNumbers
 from stagescope_service.views.encoding import JsonObject
 from stagescope_service.views.models.common import BegunAgain
 from stagescope_service.views.reading.completeness import begun_again, verdicts
@@ -106,9 +107,16 @@ def _columns(points: Sequence[Point], lineage: Lineage, by: By | None, kind: str
         "superseded_by": [lineage.superseded_by(row) for row in rows],
         "comparable": [row["verdict"] for row in rows],
         "suspects": [row["suspects"] or [] for row in rows],
+        "nonfinite": [_not_finite(row) for row in rows],
         "reasons": [point.reason for point in points],
         "series": columns,
     }
+
+
+def _not_finite(row: StepNumbers) -> int | None:
+    """Return how many tokens of a step are not finite; None: it has no numbers."""
+    masked, tokens = row["masked_tokens"], row["tokens"]
+    return None if masked is None or tokens is None else masked - tokens
 
 
 def _begun_again(deps: Dependencies, points: Sequence[Point]) -> list[list[BegunAgain]]:

@@ -25,12 +25,17 @@ K3 = "rollout_corr/k3_kl"
 
 
 def train(live: Service, steps: range, key: str, start: float, **hello: Any) -> None:
-    """Two ranks; step 3 has no numbers, in step 4 the loss of rank 1 is NaN; the last is open."""
+    """Two ranks; the last step is open.
+
+    Step 3 has no numbers. In step 4 the loss of rank 1 and one of its log-probs are NaN.
+    """
     ranks = [Rank(live, rank=rank, key=key, start=start, **hello) for rank in (0, 1)]
     for step in steps:
         for at, rank in enumerate(ranks):
             handed = payload(seed=10 * step + at, first_sample=4 * at)
             loss = math.nan if (step, at) == (4, 1) else float(step + at)
+            if math.isnan(loss):
+                handed["tensors"]["old_log_probs"][2][0, 0] = math.nan
             logged = {} if step == 5 else {"loss": loss}
             rank.stage(STAGE, step, None if step == 3 else handed, scalars=logged)
 
@@ -66,6 +71,18 @@ def test_each_step_once_with_the_number_that_the_step_itself_answers(real: Servi
     assert answer["reasons"][2] == "no rank handed over both streams"
     assert answer["reasons"][7] == "the step is not closed"
     assert answer["complete"][7] == "open"
+
+
+def test_the_tokens_that_are_not_finite_are_counted(
+    real: Service, session: stagescope.Session
+) -> None:
+    answer = real.get("/series", metric=K3)
+    assert answer["nonfinite"] == [0, 0, None, 1, 0, 0, 0, None]
+    (metrics,) = [real.get("/steps/4/metrics")["nonfinite"]]
+    assert metrics["old"]["nan"] == 1
+    series = session.series(K3)
+    assert series["nonfinite"] == tuple(answer["nonfinite"])
+    assert "some tokens are not finite and not counted: step 4" in series.notes()
 
 
 def test_superseded_steps_are_marked_where_they_are_requested(real: Service) -> None:

@@ -157,7 +157,7 @@ function attemptsTable(name, rows, user) {
 /** All steps, a page at a time. */
 export function steps(view, { run: name, cursor }) {
   const go = (fields) => { location.hash = ofStep(name, fields.step.value || "latest"); };
-  view.add(h("h1", {}, `Steps of ${name}`),
+  view.add(h("h1", {}, `Steps of ${nameOf(name)}`),
     form({}, go, h("label", { for: "go" }, "Go to step"),
       h("input#go", { name: "step", inputmode: "numeric", size: 10 }), h("button", {}, "Go")));
   view.block({
@@ -188,7 +188,7 @@ function rowsOf([{ rows }, ...series]) {
   const [mean, k3] = series.map((each) => new Map(each?.steps.map((step, at) =>
     [`${each.attempts[at]}/${step}`, {
       value: each.series[0]?.values[at], verdict: each.comparable[at],
-      suspects: each.suspects[at], reason: each.reasons[at],
+      suspects: each.suspects[at], nonfinite: each.nonfinite[at], reason: each.reasons[at],
     }])));
   return rows.map((row) => {
     const key = `${row.attempt}/${row.step}`;
@@ -204,9 +204,7 @@ function stepsTable(rows) {
   return table("Steps", [
     ["step", (row) => toStep(row.run, row), { ...HEAD, ...RIGHT }],
     ["attempt", "attempt", COUNT],
-    ["verdict", (row) => row.mean?.verdict
-      ? badge(row.mean.verdict, [row.mean.verdict, ...row.mean.suspects].join(": ").replace(/_/g, " "))
-      : badge(row.closed_wall ? "not measured" : "open", row.closed_wall ? "not measured" : "open")],
+    ["verdict", (row) => verdictOf(row)],
     ["mean |d|", (row) => row.mean?.value ?? null, NAT],
     ["k3 KL", (row) => row.k3?.value ?? null, NAT],
     ["ranks", (row) => [badge(row.complete), row.missing.length > 0 && h("span.quiet", {},
@@ -217,6 +215,15 @@ function stepsTable(rows) {
     key: (row) => `${row.attempt}/${row.step}`, empty: "No step has begun.",
     rowClass: (row) => (row.superseded_by === null ? "" : "old"),
   });
+}
+
+/** The verdict on a step's streams. It is on the finite tokens, so it is not good if others are not. */
+function verdictOf({ mean, closed_wall: closed }) {
+  if (!mean?.verdict) return badge(closed ? "not measured" : "open");
+  const text = [mean.verdict, ...mean.suspects].join(": ").replace(/_/g, " ");
+  if (!mean.nonfinite) return badge(mean.verdict, text);
+  return badge(mean.verdict === "suspect" ? "suspect" : "warning",
+    `${text}; ${plural(mean.nonfinite, "token")} not finite`);
 }
 
 function remarks(row) {

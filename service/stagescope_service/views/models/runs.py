@@ -245,6 +245,9 @@ class Series(ScopeHeading):
     """The verdict on the step's streams; null: it has none."""
     suspects: list[list[str]]
     """The checks behind the verdict that found something."""
+    nonfinite: list[int | None]
+    """Tokens of the step under the mask with a NaN or infinite log-prob; null: it has no numbers.
+    They are in no metric, so the verdict is on the other tokens."""
     reasons: list[str | None]
     """Why the step has no value; null: it has one."""
     series: list[OneSeries]
