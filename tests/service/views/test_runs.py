@@ -198,7 +198,8 @@ class TestRuns:
         write(live.store, seven, *rows)
         for text in ("qwen-7b-gpro", "sevn"):
             problem = live.problem(404, "/steps", run=text)
-            assert problem["expected"] == "one of qwen-7b-grpo (the nearest of 211 runs)"
+            expected = "one of 'seven' (qwen-7b-grpo) (the nearest of 211 runs)"
+            assert problem["expected"] == expected
             assert problem["advice"] == "see /runs"
         problem = live.problem(404, "/steps", run="zzz")
         assert problem["expected"].startswith("one of other-0, other-1, other-10, ")

@@ -148,7 +148,7 @@ async function lackingOf(params, since = 0) {
     if (found.length) return goTo(found[0].run);
     const { rows } = await get(url("/runs", { limit: MOST_NAMED, hidden: true }), since);
     return { isRun: true, sentence: `There is no run ${run} in this service.`, links: [
-      ["All runs", "#/"], ...rows.map((row) => [row.run, ofRun(row.run)])] };
+      ["All runs", "#/"], ...rows.map((row) => [row.display_name || row.run, ofRun(row.run)])] };
   }
   noteNames(found);
   drawWhere(...Object.values(parse(location.hash)));
@@ -158,8 +158,8 @@ async function lackingOf(params, since = 0) {
   let attempts = attempt === undefined ? null : await attemptsOf();
   const own = attempts?.find((row) => String(row.attempt) === attempt);
   if (attempts && !own) {
-    return { sentence: `Run ${run} has no attempt ${attempt}.`,
-      links: [[`run ${run}, attempts 1 to ${attempts[0].attempt}`, ofRun(run)]] };
+    return { sentence: `Run ${nameOf(run)} has no attempt ${attempt}.`,
+      links: [[`run ${nameOf(run)}, attempts 1 to ${attempts[0].attempt}`, ofRun(run)]] };
   }
   const isNumber = /^\d{1,18}$/.test(step);
   const asked = { run, attempt, limit: 1 };
@@ -171,7 +171,7 @@ async function lackingOf(params, since = 0) {
   attempts ??= await attemptsOf();
   const newest = (await get(url("/steps", asked), since)).rows[0];
   const firsts = (own ? [own] : attempts).map((row) => row.first_step).filter((each) => each !== null);
-  const of = attempt === undefined ? `Run ${run}` : `Attempt ${attempt} of run ${run}`;
+  const of = attempt === undefined ? `Run ${nameOf(run)}` : `Attempt ${attempt} of run ${nameOf(run)}`;
   if (!newest) return { sentence: `${of} has no step yet.`, links: [[run, ofRun(run)]] };
   const named = new Map([["first", Math.min(...firsts)], ["last", newest.step]]);
   if (near && near.step !== newest.step) named.set("the one before", near.step);

@@ -1,6 +1,6 @@
 // The canary: how engines and trainer score the same tokens after each weight sync.
 
-import { ofRun } from "./address.js";
+import { nameOf, ofRun } from "./address.js";
 import { badge, h, listed, quantity } from "./dom.js";
 import { Figure } from "./figure.js";
 import { columnFormat, count, number } from "./format.js";
@@ -18,7 +18,7 @@ const lacking = (row) => `${count(row.not_finite)} are not finite`;
 /** The versions of an attempt, by engine. */
 export function canary(view, { run, attempt, cursor }) {
   const concerns = (event) => event.run === run && ["step", "finding"].includes(event.event);
-  view.add(h("h1", {}, `Canary of ${run}`),
+  view.add(h("h1", {}, `Canary of ${nameOf(run)}`),
     h("p", {}, "Mean |d| in nats between two ways of scoring the same tokens, after each weight sync."));
   view.place(new Figure({ name: "canary", title: "By version", params: { run, attempt }, concerns }));
   view.block({
@@ -55,7 +55,7 @@ function ofPair(pair, format) {
 
 /** One version: the sequences of each pair, the worst first. */
 export function canaryVersion(view, { run, attempt, version, cursor }) {
-  view.add(h("h1", {}, `Canary of ${run}, version ${version}`));
+  view.add(h("h1", {}, `Canary of ${nameOf(run)}, version ${version}`));
   view.block({
     path: url(`/canary/${part(version)}`, { run, attempt, cursor, limit: 200 }),
     draw: ({ rows, next, recorded }) => [

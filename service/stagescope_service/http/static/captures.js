@@ -1,6 +1,6 @@
 // Captures: request one, see who acknowledged it, watch it arrive.
 
-import { address, ofRun } from "./address.js";
+import { address, nameOf, ofRun } from "./address.js";
 import { once } from "./blocks.js";
 import { badge, facts, form, gap, h, holding, made, options, patch, quantity, when } from "./dom.js";
 import { bytes, count, partOf, plural, ranges, seconds } from "./format.js";
@@ -15,7 +15,7 @@ const NAME = "stagescope user"; // localStorage: the name that the audit has, no
 
 /** Every capture of a run. */
 export function list(view, { run }, user) {
-  view.add(h("h1", {}, `Captures of ${run}`));
+  view.add(h("h1", {}, `Captures of ${nameOf(run)}`));
   view.add(h("p.operates", {}, toCapture(run),
     user?.grade === "read" && h("span.quiet", {}, " (needs the operate token)")));
   view.block({
@@ -186,7 +186,7 @@ const estimates = (rows) => rows.length > 0 && h("details", {},
 // --- requesting ------------------------------------------------------------------------------
 /** The form of a new capture; its fields may come with the address. */
 export function arm(view, { run, stages = "", keep = "", ...given }, user) {
-  view.add(h("h1", {}, user?.bundle ? `No capture of ${run} can be requested here` : `Request a capture of ${run}`));
+  view.add(h("h1", {}, user?.bundle ? `No capture of ${nameOf(run)} can be requested here` : `Request a capture of ${nameOf(run)}`));
   if (user?.grade !== "operate") {
     view.add(h("div.problem", { role: "note" }, !user?.bundle
       ? [h("p", {}, "With the read token you can look, but not request a capture."),

@@ -1,6 +1,6 @@
 // Two attempts, runs or steps held against each other.
 
-import { address, choose as go, note } from "./address.js";
+import { address, choose as go, nameOf, note } from "./address.js";
 import { badge, form, h } from "./dom.js";
 import { Figure } from "./figure.js";
 import { count, plural } from "./format.js";
@@ -12,7 +12,7 @@ const MOST = 20; // rows to look for likely pairs in
 
 /** The choice of two sides, and what differs between them. */
 export function choose(view, { run, a = "", b = "" }) {
-  view.add(h("h1", {}, `Comparisons of ${run}`));
+  view.add(h("h1", {}, `Comparisons of ${nameOf(run)}`));
   const side = (name, value, example) => h("span", {}, h("label", { for: name }, name.toUpperCase()), " ",
     h("input", { id: name, name, value, required: true, placeholder: example, size: 28 }));
   if (!a || !b) view.add(h("p", {}, "What changed between two starts, two runs or two steps: "

@@ -1,6 +1,6 @@
 // What the service found: causes with the steps and ranks that they concern, and one finding.
 
-import { ofRun } from "./address.js";
+import { nameOf, ofRun } from "./address.js";
 import { withLinks } from "./commands.js";
 import { badge, facts, h, picker, when } from "./dom.js";
 import { count, number, plural } from "./format.js";
@@ -12,7 +12,7 @@ const ONLY = ["error", "warning", "info"];
 
 /** Findings of a run, grouped by cause. */
 export function findings(view, { run, only = "", attempt = "", cursor }) {
-  view.add(h("h1", {}, `Findings of ${run}`), h("p.row", {},
+  view.add(h("h1", {}, `Findings of ${nameOf(run)}`), h("p.row", {},
     picker("only", "Show", [...new Set(["", ...ONLY, only])].map((each) =>
       [each, ONLY.includes(each) ? `${each}s` : each || "all"]), only)));
   view.block({
@@ -47,7 +47,7 @@ export const findingsTable = (run, rows, next) => table("Findings", [
 
 /** One finding with its evidence. */
 export function finding(view, { run, finding: id }) {
-  view.add(h("h1", {}, `Finding of ${run}`));
+  view.add(h("h1", {}, `Finding of ${nameOf(run)}`));
   view.block({
     path: `/findings/${part(id)}`,
     concerns: (event) => event.event === "finding" && event.finding_id === id,

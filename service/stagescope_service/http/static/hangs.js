@@ -1,6 +1,6 @@
 // Who holds up the others, and what every process is doing.
 
-import { choose } from "./address.js";
+import { choose, nameOf } from "./address.js";
 import { badge, button, form, gap, h, quantity, when } from "./dom.js";
 import { count, plural, seconds } from "./format.js";
 import { toRank, toStep } from "./links.js";
@@ -11,7 +11,7 @@ const NOTHING = {}; // of a run without a step
 
 /** Stuck ranks and stacks of a run. */
 export function hangs(view, { run, role, rank }, user) {
-  view.add(h("h1", {}, `Hangs of ${run}`));
+  view.add(h("h1", {}, `Hangs of ${nameOf(run)}`));
   view.block({
     title: "Who holds up the others", path: async (since) => (await get(url("/steps", { run, limit: 1 }), since)).rows.length
       ? get(url("/steps/latest/stuck", { run, limit: 500 }), since) : NOTHING,

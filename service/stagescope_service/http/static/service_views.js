@@ -1,6 +1,6 @@
 // Lost data of a run, the engines that the service knows, and who did what.
 
-import { choose, ofRun } from "./address.js";
+import { choose, nameOf, ofRun } from "./address.js";
 import { badge, button, h, listed, quantity, when } from "./dom.js";
 import { bytes, seconds } from "./format.js";
 import { toRank, toStep } from "./links.js";
@@ -9,7 +9,7 @@ import { CODE, COUNT, HEAD, RIGHT, WHEN, WIDE, table } from "./table.js";
 
 /** What was announced and never arrived. */
 export function lost(view, { run, attempt, cursor }) {
-  view.add(h("h1", {}, `Lost data of ${run}`),
+  view.add(h("h1", {}, `Lost data of ${nameOf(run)}`),
     h("p.quiet", {}, "What ranks announced and the service never received, and what they had to drop. "
       + "Everything that is lost has a row here."));
   view.block({

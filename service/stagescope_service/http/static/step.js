@@ -1,6 +1,6 @@
 // One step: its parts under their tabs, the steps before and after it, and what is kept of it.
 
-import { address, AGAIN, ofRun, ofStep, parse } from "./address.js";
+import { address, AGAIN, nameOf, ofRun, ofStep, parse } from "./address.js";
 import { badge, form, h, made, picker } from "./dom.js";
 import { Figure } from "./figure.js";
 import { findingsTable } from "./findings.js";
@@ -54,7 +54,7 @@ function showStep(view, params, user) {
   const figure = (name, title, more = {}, parent = view.root) => view.place(new Figure({
     name, title, concerns, params: { ...asked, step: number_, ...more },
   }), parent);
-  view.add(params.isLatest ? h("p.lead", {}, `Step ${number_}`) : h("h1", {}, `Step ${number_} of ${run}`));
+  view.add(params.isLatest ? h("p.lead", {}, `Step ${number_}`) : h("h1", {}, `Step ${number_} of ${nameOf(run)}`));
   let isNewest = true; // until a later step is known
   view.block({
     path: path(""),

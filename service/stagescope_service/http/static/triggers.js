@@ -1,6 +1,6 @@
 // The active rules, what fired, and what triggers may spend.
 
-import { ofRun } from "./address.js";
+import { nameOf, ofRun } from "./address.js";
 import { badge, form, h, listed, quantity } from "./dom.js";
 import { bytes, count, seconds, share } from "./format.js";
 import { toStep } from "./links.js";
@@ -9,7 +9,7 @@ import { CODE, COUNT, HEAD, RIGHT, WHEN, WIDE, table } from "./table.js";
 
 /** Triggers of a run. */
 export function triggers(view, { run }) {
-  view.add(h("h1", {}, `Triggers of ${run}`));
+  view.add(h("h1", {}, `Triggers of ${nameOf(run)}`));
   view.block({
     title: "Budgets", path: url("/triggers", { run }),
     concerns: (event) => event.run === run && ["capture", "finding"].includes(event.event),

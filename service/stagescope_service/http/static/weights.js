@@ -1,7 +1,7 @@
 // Weights: whether the rollout received what the trainer sent, tensor by tensor, and devices that
 // hold something else than their replicas.
 
-import { ofRun } from "./address.js";
+import { nameOf, ofRun } from "./address.js";
 import { badge, h, listed, picker, quantity } from "./dom.js";
 import { count, ranges } from "./format.js";
 import { toStep } from "./links.js";
@@ -12,7 +12,7 @@ const VERDICTS = ["differs", "missing", "replicas differ", "not comparable", "no
 
 /** The versions of an attempt's weights. */
 export function weights(view, { run, attempt, cursor }) {
-  view.add(h("h1", {}, `Weights of ${run}`),
+  view.add(h("h1", {}, `Weights of ${nameOf(run)}`),
     h("p", {}, h("a", { href: "#/devices" }, "Devices whose weights differed from their replicas'")));
   view.block({
     path: url("/weights", { run, attempt, cursor, limit: 100 }),
@@ -45,7 +45,7 @@ const recorders = (sides) => Object.entries(sides).map(([side, roles]) =>
 
 /** One version: every weight, the worst first. */
 export function version(view, { run, attempt, version: own, verdict = "", cursor }) {
-  view.add(h("h1", {}, `Weights of ${run}, version ${own}`), h("p.row", {},
+  view.add(h("h1", {}, `Weights of ${nameOf(run)}, version ${own}`), h("p.row", {},
     picker("verdict", "Show", [["", "all"], ...VERDICTS], verdict)));
   view.block({
     path: url(`/weights/${part(own)}`, { run, attempt, verdict, cursor, limit: 200 }),

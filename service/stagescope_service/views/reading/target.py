@@ -222,10 +222,14 @@ class Finder:
 
     def _no_run(self, run: str) -> NotFound:
         names = self._catalogue.run_names()
-        known = {text: name for name, shown in reversed(names) for text in (shown or name, name)}
+        known = {
+            text: _shown(name, shown)
+            for name, shown in reversed(names)
+            for text in (shown or name, name)
+        }
         close = difflib.get_close_matches(run, [*known], n=2 * _NAMED)
         near = [*dict.fromkeys(known[text] for text in close)][:_NAMED]
-        listed = near or [name for name, _ in names[:_NAMED]]
+        listed = near or [_shown(*each) for each in names[:_NAMED]]
         if not listed:
             return NotFound(f"there is no run {run!r:.200}", see=(Link("runs"),))
         expected = f"one of {', '.join(listed)}"
@@ -255,6 +259,11 @@ class Finder:
         if not steps:
             return NotFound(wrong, advice="a step exists once a rank began a stage in it")
         return NotFound(wrong, expected=_one_of(steps, step or 0), see=(Link("steps", run=run),))
+
+
+def _shown(name: str, display_name: str | None) -> str:
+    """Return a run as people see it, with its name if that is another; questions accept both."""
+    return name if display_name in (None, name) else f"{display_name!r} ({name})"
 
 
 def _one_of(numbers: Sequence[int], near: int) -> str:
