@@ -10,7 +10,7 @@ from typing import Final
 
 from stagescope_wire import nonfinite, render
 from stagescope_wire.nonfinite import Json, JsonObject
-from stagescope_wire.render import Line, counted, format_bytes, printable, wrapped
+from stagescope_wire.render import Line, counted, format_bytes, printable, ranges_text, wrapped
 
 
 def change_lines(row: JsonObject, width: int) -> Iterator[str]:
@@ -186,7 +186,7 @@ class _TextWriter:
         self._add("", f"{MARKS[verdict]} {title_of(comparison).upper()}", _tone(verdict))
         for letter, side in zip(SIDES, comparison["sides"], strict=False):
             self._add(f"{letter}  ", side["name"])
-            steps = f"step {', '.join(map(str, side['steps']))}" if side["steps"] else "no step"
+            steps = ranges_text("step", sorted(side["steps"])) or "no step"
             entries = counted(side["entries"], "entry", "entries")
             ranks, size = counted(len(side["ranks"]), "rank"), format_bytes(side["bytes"])
             self._add("   ", f"{side['kind']}, {steps}, {ranks}, {entries}, {size}")

@@ -132,7 +132,11 @@ def compare(
         return
     with _exit_on_error(ctx):
         if not 2 <= len(sides) <= 3:
-            raise InvalidInput(f"{counted(len(sides), 'side')} given", expected="two or three")
+            raise InvalidInput(
+                f"{counted(len(sides), 'side')} given",
+                expected=f"two or three, each of them {_FORMS}",
+                advice=_example(sides),
+            )
         local = [Path(side).exists() for side in sides]
         if all(local):
             report = _compare_locally(_open([Path(side) for side in sides], options), options)
@@ -181,6 +185,18 @@ def compare_dumps(ctx: click.Context, /, **options: Unpack[CompareDumpsOptions])
         report = as_nexrl(report, dumps, step=options["step"], ranks=options["num_ranks"],
                           microbatches=options["num_micros"])  # fmt: skip
         _finish(ctx, report, options)
+
+
+_FORMS: Final = "RUN[@ATTEMPT][:STEP], or a directory or file of dumps"
+"""What a side may be."""
+
+
+def _example(sides: Sequence[str]) -> str:
+    """Return a call with two sides: attempts of the run that was given, if one was."""
+    first = next(iter(sides), "")
+    is_path = not first or Path(first).exists() or first.startswith(("/", ".", "~"))
+    run = "RUN" if is_path else read_target(first).run
+    return f"such as `stagescope compare {run}@1:5 {run}@2:5`"
 
 
 def _compare_remotely(sides: tuple[str, ...], options: CompareOptions) -> _Report:
@@ -241,7 +257,7 @@ def _target(side: str, step: int | None) -> str | dict[str, str]:
     if not side or side.startswith(("/", ".", "~")):
         raise InvalidInput(
             f"{side!r} is neither a directory or file here nor the name of a run",
-            expected="a directory of dumps, or RUN[@ATTEMPT][:STEP]",
+            expected=_FORMS,
         )
     target = read_target(side)
     return str(target if target.step is not None else target._replace(step=step))

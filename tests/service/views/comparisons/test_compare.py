@@ -275,6 +275,9 @@ def test_the_command_says_by_its_exit_status_what_it_found(
     nowhere = invoke("compare", "one:6", str(tmp_path / "nothing"))
     assert nowhere.exit_code == 2
     assert "nor the name of a run" in nowhere.stderr
+    alone = " ".join(invoke("compare", "one:6").stderr.split())
+    assert "each of them RUN[@ATTEMPT][:STEP], or a directory or file of dumps" in alone
+    assert "stagescope compare one@1:5 one@2:5" in alone
 
 
 def test_an_attempt_that_ended_inside_the_step_is_not_the_same(
