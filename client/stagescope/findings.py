@@ -286,8 +286,7 @@ class Diagnosis(Table):
         lines = [f"{len(rows)} not measured (doctor --all says why)"]
         for record, count in counts.most_common():
             text = f"log {', '.join(scalars)}" if record == _LOGGED else record
-            tail = f": {render.counted(count, 'rule')}"
-            lines.append(f"  {render.clip(text, max(width - 2 - len(tail), 20))}{tail}")
+            lines += wrapped("  ", f"{text}: {render.counted(count, 'rule')}", width)
         return lines
 
     @property

@@ -164,8 +164,8 @@ class HttpLink(ServiceLink):
             raise Unreachable(
                 f"{method} {self._url}{path}{proxies.way_to(self._url)}: "
                 f"{type(error).__name__}: {proxies.reason_of(error)}",
-                advice="check that `stagescope serve` runs, and that STAGESCOPE_URL is its address."
-                + (f" {hint}" if hint else ""),
+                advice="check that `stagescope serve` runs, and that STAGESCOPE_URL is its address"
+                + (f"; {hint}" if hint else ""),
             ) from error
         if proxies.is_foreign(response):
             wrong, advice = proxies.describe_foreign(self._url, response)

@@ -261,7 +261,7 @@ class EventSender:
         try:
             self.link = self._hooks.connect()
         except Exception as error:
-            self.problem = f"{error!s:.300}"
+            self.problem = f"{error!s:.1000}"
             self._warn("connect", f"looking for the service failed: {error!r:.300}")
         self._searched = search
         if self.link is None:
@@ -484,4 +484,4 @@ class EventSender:
 
 def _in_one_line(error: Exception) -> str:
     # Ray lists the actor's class, id, pid and so on below the first line.
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.1000}"
