@@ -449,6 +449,19 @@ def test_refused_init_gives_a_probe_that_does_nothing(
         lifecycle.init(7, strict=True)  # type: ignore[arg-type]
 
 
+def test_a_run_that_is_not_named_is_the_one_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifecycle, "_refused", {})
+    with pytest.raises(InvalidInput, match="STAGESCOPE_RUN"):
+        lifecycle.init(strict=True)
+    monkeypatch.setenv("STAGESCOPE_RUN", "qwen3/grpo")
+    named, given = lifecycle.init(), lifecycle.init("mine")
+    assert (named.run, given.run) == ("qwen3-grpo-9bf7109e", "mine")
+    assert not named.close(0.0)
+    assert not given.close(0.0)
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [

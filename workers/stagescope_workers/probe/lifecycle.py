@@ -41,7 +41,7 @@ _creation_lock = threading.Lock()
 
 
 def init(
-    run: str,
+    run: str | None = None,
     *,
     role: str = "actor",
     rank: int | None = None,
@@ -80,9 +80,9 @@ def init(
     further pass of that step, and a finding reports it.
 
     Args:
-        run: the experiment's name, any text. People see it as it is given. If it is not 1 to 100 of
-            `A-Z a-z 0-9 . _ -`, it is stored under another name, which is logged once:
-            `qwen3/grpo` as `qwen3-grpo-9bf7109e`.
+        run: the experiment's name, any text; else the variable STAGESCOPE_RUN. People see it as it
+            is given. If it is not 1 to 100 of `A-Z a-z 0-9 . _ -`, it is stored under another
+            name, which is logged once: `qwen3/grpo` as `qwen3-grpo-9bf7109e`.
         role: actor, ref, critic, reward_model or rollout, or a role of your own.
         rank: in the role; the variable RANK, else 0, where not given.
         world_size: number of ranks of the role; the variable WORLD_SIZE where not given.

@@ -77,7 +77,13 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
     Raises:
         InvalidInput: an impossible name or number.
     """
-    options = {**arguments, **_named(arguments["run"])}
+    given = arguments["run"]
+    given = os.environ.get("STAGESCOPE_RUN") or None if given is None else given
+    if given is None:
+        raise InvalidInput(
+            "no run is named", expected='init(run="..."), or its name in STAGESCOPE_RUN'
+        )
+    options = {**arguments, **_named(given)}
     for name, variable in _VARIABLES.items():
         if options.get(name) is None or options[name] == "":
             options[name] = os.environ.get(variable) or None
@@ -92,7 +98,7 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
     if options["rank"] < 0:
         raise InvalidInput(f"rank is {options['rank']!r}", expected="a rank from 0")
     if options["rank"] == 0:  # one rank says how the name is stored
-        run_name(arguments["run"])
+        run_name(given)
     if options.get("attempt_key") is not None:
         key = options["attempt_key"]  # a variable may hold bytes that are not UTF-8
         options["attempt_key"] = check_attempt_key(valid_text(key) if isinstance(key, str) else key)
