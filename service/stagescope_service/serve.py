@@ -9,7 +9,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +38,7 @@ from stagescope_wire.errors import (
     InvalidInput,
     NotReady,
     StagescopeError,
+    StoreError,
     Unreachable,
 )
 
@@ -92,6 +95,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
         Unreachable: no cluster at `address`.
         Conflict: the port is taken, or this home's service runs in another cluster.
         NotReady: the service did not answer in time.
+        StoreError: this user may not write the home or the data directory.
     """
     tokens = AccessTokens.load(settings) if settings.auth else None
     check_bind(settings, tokens)
@@ -101,7 +105,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
     previous = clusters.of_home(settings)
     with (
         service_file.kept_on_failure(settings),
-        clusters.chosen(settings, address, before_start=lambda: _check_port(settings)) as cluster,
+        clusters.chosen(settings, address, before_start=lambda: _check_place(settings)) as cluster,
     ):
         running = _actor(API_NAME) is not None
         if not running:
@@ -109,7 +113,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
             if _actor(COORDINATOR_NAME) is None:
                 _check_none_writes(settings)
             if _may_run_here(settings):
-                _check_port(settings)
+                _check_place(settings)
             _write_service_file(settings, cluster, {"url": None, "started": time.time()})
         with _ended_on_failure():
             url, api, not_ready = _start_actors(settings, running)
@@ -236,6 +240,29 @@ def _check_none_writes(settings: Settings) -> None:
         expected="one service a home",
         advice="Ray ends it a minute after its head died; then the same command starts the service",
     )
+
+
+def _check_place(settings: Settings) -> None:
+    """Refuse a data directory or a port that cannot be used, before anything is started.
+
+    Raises:
+        StoreError: this user may not write the data directory.
+        Conflict, InvalidInput: as `_check_port`.
+    """
+    path = settings.data_path
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        problem = "" if os.access(path, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        # A full disk refuses no start: the service waits for space.
+        problem = "" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
+    if problem:
+        raise StoreError(
+            f"the data directory {path} cannot be written: {problem}",
+            expected="a directory that this user may write",
+            advice="choose another with --data-dir or STAGESCOPE_DATA_DIR",
+        )
+    _check_port(settings)
 
 
 def _check_port(settings: Settings) -> None:

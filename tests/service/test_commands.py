@@ -12,7 +12,7 @@ from tests.support.command_line import invoke
 from stagescope_service import serve
 from stagescope_service.commands import serving, tokens
 from stagescope_service.settings import Settings
-from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.errors import InvalidPlan, StoreError
 
 
 @pytest.mark.parametrize("command", ["serve", "stop"])
@@ -160,3 +160,12 @@ def test_tokens_are_added_listed_rotated_and_removed(
     assert "none but" in run("list").stdout
     for arguments in (("add", "ada"), ("add", "ada", "--role", "root")):
         assert run(*arguments).exit_code == 2
+
+
+def test_a_data_directory_that_cannot_be_written_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    settings = Settings(home=tmp_path / "home", data_dir=tmp_path / "file" / "data", port=0)
+    with pytest.raises(StoreError, match="Not a directory") as caught:
+        serve.start_service(settings, address="local")
+    assert "--data-dir" in caught.value.advice
+    assert not (tmp_path / "home" / "service.json").exists()

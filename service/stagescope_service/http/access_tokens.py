@@ -25,7 +25,7 @@ from stagescope_service.http.access_token_file import (
     read_private,
 )
 from stagescope_service.settings import Settings
-from stagescope_wire.errors import InvalidInput
+from stagescope_wire.errors import InvalidInput, StoreError
 
 Grade = Literal["read", "operate"]
 
@@ -47,6 +47,7 @@ class AccessTokens:
         Raises:
             Forbidden: a token's file is not a plain file of this user.
             InvalidInput: a token is too short, or both are equal.
+            StoreError: a token's file is missing and cannot be created.
         """
         given = {"read": settings.read_token, "operate": settings.operate_token}
         tokens = {
@@ -141,9 +142,16 @@ def token_path(home: Path, grade: str) -> Path:
 def _read_token_file(home: Path, grade: str) -> str:
     """Return the content of a token's file, which is created if missing."""
     path = token_path(home, grade)
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not path.is_symlink() and not path.exists():
-        _create_token_file(path)
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.is_symlink() and not path.exists():
+            _create_token_file(path)
+    except OSError as error:
+        raise StoreError(
+            f"the {grade} token cannot be written in the home {home}: {error.strerror}",
+            expected="a directory that this user may write",
+            advice="name another with STAGESCOPE_HOME",
+        ) from error
     return (read_private(path, 1000) or b"").decode("ascii", "replace").strip()
 
 

@@ -270,6 +270,10 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
+_API_PROCESS: Final = "ray::ApiActor"
+"""What Ray names the process of a service's API."""
+
+
 def holder_of(port: int) -> str | None:
     """Return which process listens on a port of this host; None where that is unknown.
 
@@ -295,7 +299,7 @@ def _bind_error(error: OSError, host: str, port: int) -> StagescopeError:
     """Return the error that explains why an address cannot be bound."""
     if error.errno == errno.EADDRINUSE:
         holder = holder_of(port)
-        is_ours = holder is not None and "ApiServer" in holder
+        is_ours = holder is not None and _API_PROCESS in holder
         end = "`STAGESCOPE_HOME=... stagescope stop` of its home ends it" if is_ours else "stop it"
         return Conflict(
             f"port {port} of {host} is taken by {holder or 'another process'}"

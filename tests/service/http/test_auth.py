@@ -15,7 +15,7 @@ from stagescope_service.http.app import make_app
 from stagescope_service.http.auth import check_bind
 from stagescope_service.settings import Settings
 from stagescope_service.views.reading.dependencies import Commands
-from stagescope_wire.errors import Forbidden, InvalidInput
+from stagescope_wire.errors import Forbidden, InvalidInput, StoreError
 
 READS = ("/runs", "/plan", "/captures", "/metrics", "/status", "/openapi.json", "/no-such-route")
 
@@ -34,6 +34,12 @@ class TestTokens:
         assert {mode(token_path(home, grade)) for grade in ("read", "operate")} == {0o600}
         assert mode(home) == 0o700
         assert sorted(path.name for path in home.iterdir()) == ["operate.token", "read.token"]
+
+    def test_in_a_home_that_cannot_be_written_are_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(StoreError, match="Not a directory") as caught:
+            AccessTokens.load(Settings(home=tmp_path / "file" / "home"))
+        assert "STAGESCOPE_HOME" in caught.value.advice
 
     def test_that_others_can_read_are_closed_again(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

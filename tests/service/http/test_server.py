@@ -10,6 +10,8 @@ import pytest
 from fastapi import FastAPI
 from tests.support.api import Service, service
 
+from stagescope_service.api_actor import ApiActor
+from stagescope_service.http import server as server_module
 from stagescope_service.http.server import ApiServer, bind
 from stagescope_service.store.queries.overview import ListedRun
 from stagescope_wire import schema
@@ -57,6 +59,15 @@ def test_a_taken_port_is_a_clear_error() -> None:
     server.start()
     assert server.port == port
     server.stop()
+
+
+def test_a_port_of_another_homes_service_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = f"pid 7 (ray::{ApiActor.__name__})"
+    monkeypatch.setattr(server_module, "holder_of", lambda port: process)
+    with bind("127.0.0.1", 0) as taken, pytest.raises(Conflict) as caught:
+        bind("127.0.0.1", taken.getsockname()[1])
+    assert caught.value.wrong.endswith(f"is taken by {process}, another home's stagescope")
+    assert "stagescope stop" in caught.value.advice
 
 
 def test_waits_for_the_port_of_its_predecessor() -> None:
