@@ -243,7 +243,11 @@ class Transport:
             reason = f"no answer within {self.timeout:g} s"
         url = self.location.url
         hint = proxies.unused_proxy(url)
-        advice = "is it running? `stagescope serve` starts it" + (f"; {hint}" if hint else "")
+        other = self.location.other_url
+        here = f"the service of this home is at {other}" if other else ""
+        advice = "; ".join(
+            filter(None, ["is it running? `stagescope serve` starts it", here, hint])
+        )
         return Unreachable(
             f"{service} cannot be reached{proxies.way_to(url)}: {reason}", advice=advice
         )

@@ -48,6 +48,8 @@ class ServiceLocation:
     operate_token: str | None = dataclasses.field(default=None, repr=False)
     note: str = ""
     """A file that could not be read, for the message of an error that follows from it."""
+    other_url: str = ""
+    """The URL of this home's service, if it is another."""
 
 
 def service_file() -> Path:
@@ -105,7 +107,14 @@ def _locate(url: str | None) -> tuple[ServiceLocation, JsonObject | None]:
             advice="start one with `stagescope serve`, or name one: http://HOST:8700",
         )
     problem = f"{path} has tokens for another URL" if written else problem
-    return ServiceLocation(check_url(url), found, note=problem), written
+    location = ServiceLocation(check_url(url), found, note=problem)
+    if (
+        written
+        and not _same_service(location.url, written["url"])
+        and not _other_host(written, path)
+    ):
+        location = dataclasses.replace(location, other_url=str(written["url"]))
+    return location, written
 
 
 def find_in_ray(token: str | None = None) -> ServiceLocation | None:
@@ -270,6 +279,9 @@ def _token(path: object) -> tuple[str | None, str]:
         return None, error.wrong
 
 
+_TOKEN_FILES: Final = "this home's service has {}/read.token and operate.token, if it ran here"
+
+
 def read_token(path: str | Path) -> str:
     """Return the token in a file.
 
@@ -283,9 +295,14 @@ def read_token(path: str | Path) -> str:
         raise Unauthorized(
             f"{what} cannot be read ({_reason(error)})",
             expected="a file that holds the token alone",
+            advice=_TOKEN_FILES.format(service_file().parent),
         ) from error
     if token is None:
-        raise Unauthorized(f"{what} is empty", expected="a file that holds the token alone")
+        raise Unauthorized(
+            f"{what} is empty",
+            expected="a file that holds the token alone",
+            advice=_TOKEN_FILES.format(service_file().parent),
+        )
     return token
 
 

@@ -71,6 +71,15 @@ def test_the_files_tokens_go_to_its_own_url_only(url: str) -> None:
     location = discovery.find(url)
     assert location.read_token is None
     assert location.operate_token is None
+    assert location.other_url == "http://127.0.0.1:8700"
+    assert discovery.find().other_url == ""
+
+
+def test_a_wrong_port_is_told_where_the_service_of_this_home_is() -> None:
+    write_service_file("http://127.0.0.1:8700")
+    wrong = f"http://127.0.0.1:{unused_port()}"
+    with pytest.raises(Unreachable, match=r"service of this home is at http://127\.0\.0\.1:8700"):
+        stagescope.attach(wrong)
 
 
 def test_a_loopback_url_of_another_host_is_no_service_here() -> None:
