@@ -26,7 +26,7 @@ SHOWN: Final = {
     "stagescope doctor": r"^Log-probs under the mask are not finite, actor 1, since step 6",
     "stagescope ranks": r"^actor +1 .*suspect",
     "stagescope tokens": r"^ *\d+ .* nan .* s6g8-0 .* 1",
-    "stagescope sample": r"^.* nan ",
+    "stagescope sample": r"^ *0 .* nan .* not finite ",
     "stagescope capture": r"^step \d+: complete, 2 ranks collected",
     "stagescope non-finite": r"model\.layers\.1\.mlp\.down_proj",
 }
