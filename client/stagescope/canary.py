@@ -88,7 +88,8 @@ def _notes(row: Row) -> Iterator[str]:
         if pair["verdict"] in _WRONG and not (pair["cause"] and row["reasons"]):
             usual = "" if pair["usual"] is None else f", usually {pair['usual']:.2g}"
             gaps = f", {pair['not_finite']} not finite" if pair["not_finite"] else ""
+            tokens = render.counted(pair["tokens"], "token")
             yield (
-                f"{where}: {pair['pair']} {_cell(pair)[:-1]}{gaps} over {pair['tokens']} tokens"
+                f"{where}: {pair['pair']} {_cell(pair)[:-1]}{gaps} over {tokens}"
                 f"{usual}, bound {pair['bound']:.2g} ({pair['bound_of']})"
             )

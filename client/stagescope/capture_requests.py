@@ -108,7 +108,7 @@ def _bound(bound: object) -> str:
 
 def _budget_line(row: JsonObject) -> str:
     budget, spent = row["budget"], row["spent"]
-    parts = [f"{spent['captures']} of {budget['captures']} captures"]
+    parts = [f"{spent['captures']} of {render.counted(budget['captures'], 'capture')}"]
     if budget["bytes"] is not None:
         parts.append(f"{spent['bytes']} of {budget['bytes']} bytes")
     if budget["share"] is not None:

@@ -152,7 +152,8 @@ def _acknowledgements(ranks: Sequence[JsonObject], state: str) -> str:
         return "no requested rank has reported yet"
     late = [rank for rank in ranks if not rank["acknowledged"]]
     done = {"asked": "acknowledged the request", "withdrawn": "released it"}
-    text = f"{len(ranks) - len(late)} of {len(ranks)} ranks have "
+    text = f"{len(ranks) - len(late)} of {counted(len(ranks), 'rank')} "
+    text += "has " if len(ranks) == 1 else "have "
     text += done.get(state, "acknowledged the agreed step")
     if not late:
         return text
@@ -178,7 +179,8 @@ def _estimate_line(estimate: JsonObject) -> str:
     if estimate.get("error") or basis in (None, "unknown"):
         return f"estimate of {location}: {estimate.get('error') or 'not known'}"
     if estimate.get("assumed"):
-        basis = f"{basis}, {estimate['tokens']} tokens assumed: no tensor was recorded there yet"
+        tokens = counted(estimate["tokens"], "token")
+        basis = f"{basis}, {tokens} assumed: no tensor was recorded there yet"
     size, seconds = estimate["bytes"] / 1e6, estimate["seconds"]
     time = f"{seconds:.1f} s" if seconds >= 0.05 else "less than 0.1 s"
     return f"estimate of {location}: {size:.1f} MB, {time} a step ({basis})"

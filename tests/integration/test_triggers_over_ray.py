@@ -147,7 +147,7 @@ def found(session: Session, run: str, kind: str) -> list[Any]:
 def _spent(session: Session) -> Any:
     """Return the budget once it says that its captures are spent."""
     budget = session.triggers().about["budgets"][0]
-    return budget if "1 of 1 captures" in budget["refusal"] else None
+    return budget if "1 of 1 capture " in budget["refusal"] else None
 
 
 def test_where_it_is_allowed_the_operator_is_named_without_anybody_asking(

@@ -163,7 +163,7 @@ def _metrics(scope: ReportScope) -> ReportSection:
     pair = " against ".join(answer["pair"])
     texts = [
         f"step {answer['step']} of attempt {answer['attempt']}, stage {answer['stage']}: {pair}; "
-        f"{coverage['tokens']} tokens of {coverage['sequences']} sequences",
+        f"{counted(coverage['tokens'], 'token')} of {counted(coverage['sequences'], 'sequence')}",
         f"the streams: {comparable}" + (f" ({cause})" if cause else ""),
         *reasons,
     ]
@@ -208,7 +208,7 @@ def _ranks(scope: ReportScope) -> ReportSection:
     rows = numbers.rank_rows(measured, step, deps.catalogue.processes(target.attempt_id))
     rows = body_of(rows)
     rows.sort(key=lambda row: -_size(row["abs_diff_mean"]))
-    texts = [f"{len(rows)} ranks, the largest mean |d| first"] if rows else []
+    texts = [f"{counted(len(rows), 'rank')}, the largest mean |d| first"] if rows else []
     drawn = [
         figure_of(
             "rank-rounds", heatmaps.figure, heatmaps.rounds_info(deps, target, heatmaps.DEFAULT)

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 from stagescope_service.rules import fields
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_wire.errors import InvalidPlan
+from stagescope_wire.render import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,9 @@ class Budget(fields.Declared):
         if spent.under_way:
             return f"capture {spent.under_way[0]}, which a trigger requested, is still under way"
         if spent.captures >= self.captures:
-            return f"{spent.captures} of {self.captures} captures of the run were requested"
+            allowed = counted(self.captures, "capture")
+            were = "was" if self.captures == 1 else "were"
+            return f"{spent.captures} of {allowed} of the run {were} requested"
         if self.bytes is not None and spent.bytes >= self.bytes:
             return f"dumps take {spent.bytes} of {self.bytes} bytes"
         if self.share is not None and spent.seconds > self.share * spent.run_seconds:

@@ -144,7 +144,11 @@ def _text(ranges: Sequence[ExactRange], first: _FirstDifference | None) -> str:
             clauses.append(f"step {row['from_step']}{of_attempt} first differs: {first.text}")
             break
         steps = ranges_text("step", range(row["from_step"], row["to_step"] + 1))
-        reason = f"proved on {row['tokens']} tokens" if row["verdict"] == EXACT else row["reason"]
+        reason = (
+            f"proved on {counted(row['tokens'], 'token')}"
+            if row["verdict"] == EXACT
+            else row["reason"]
+        )
         clauses.append(f"{steps}{of_attempt} {row['verdict']} ({reason})")
     if first is not None:
         differing = [row for row in ranges if row["verdict"] == DIFFERS]

@@ -34,6 +34,7 @@ from stagescope_service.store.tables import FindingRow
 from stagescope_wire.errors import InvalidEvent
 from stagescope_wire.links import Link
 from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.render import counted
 from stagescope_wire.schema import Work
 
 KIND: Final = "stage_stuck"
@@ -346,11 +347,11 @@ def _finding(
     elif is_unheard:
         who += ", which no process reports for,"
     what = f"{who} has {stuck.status} {place.stage} in step {place.step}"
-    others = f"{stuck.begun} of {ranks} ranks began it, {stuck.ended} ended it"
+    others = f"{stuck.begun} of {counted(ranks, 'rank')} began it, {stuck.ended} ended it"
     usual = (
         "no earlier step to compare with"
         if limit.usual is None
-        else f"usually {limit.usual:.3g} s over {limit.steps} steps"
+        else f"usually {limit.usual:.3g} s over {counted(limit.steps, 'step')}"
     )
     asked = (
         "its log says whether it found the service; the stacks"

@@ -306,4 +306,4 @@ def _broke_off(side: ComparedSide) -> JsonObject:
 
 def _listed(steps: Sequence[int]) -> str:
     shown = ", ".join(map(str, sorted(steps)[-8:]))
-    return f"{len(steps)} steps ({shown})" if steps else "none"
+    return f"{counted(len(steps), 'step')} ({shown})" if steps else "none"

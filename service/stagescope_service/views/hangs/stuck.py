@@ -33,6 +33,7 @@ from stagescope_service.views.reading.completeness import ALL_ROWS, began, ended
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.rows import finding_rows, matching
 from stagescope_service.views.reading.target import Target
+from stagescope_wire.render import counted
 from stagescope_wire.schema import Part, RankKey
 
 _OPEN_STEPS: Final = 64
@@ -317,7 +318,8 @@ def _nobody_left(catalogue: Catalogue, attempt_id: int) -> str | None:
         return "no process is left: all of them finished"
     ranks = len({(row["role"], row["rank"]) for row in rows})
     return (
-        f"no process is left, so no rank is waited for. {lost} of {ranks} ranks stopped reporting "
+        "no process is left, so no rank is waited for. "
+        f"{lost} of {counted(ranks, 'rank')} stopped reporting "
         "without a finish. The stages that they left open are unfinished, and listed as lost"
     )
 
