@@ -55,8 +55,8 @@ VARIABLES: Final[Mapping[str, tuple[str, str]]] = {
     "STAGESCOPE_HOME": ("all", "Directory of `service.json` and of the token files."),
     "STAGESCOPE_PROXY": ("all", "Proxy for requests to other hosts: `http://HOST:PORT`, `https://` "
                          "or `socks5://`. Default: none, whatever `http_proxy` says."),
-    "STAGESCOPE_RUN": ("trainings", "Name of the run, where a trainer is attached without a "
-                       "changed line. Default: the trainer's own name."),
+    "STAGESCOPE_RUN": ("trainings", "Name of the run, if `init` names none, or if a trainer is "
+                       "attached without a changed line. Default: the trainer's own name."),
     "STAGESCOPE_ATTEMPT": ("trainings", "Attempt key: the same text on all ranks of one start."),
     "STAGESCOPE_DATA_DIR": ("trainings", "Directory of the dumps of captures that name none."),
     "STAGESCOPE_WATCHDOG": ("trainings", "Seconds after which a blocked process writes its stacks; "
