@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,7 +43,11 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                 continue  # no step has begun
             for step in (1, 2, 3):
                 if run == "measured":
-                    rank.stage(LOG_PROB, step, payload(4, 16, seed=step, noise=0.01))
+                    handed = payload(4, 16, seed=step, noise=0.01)
+                    if step == 2:  # neither stream has a value for one token
+                        for stream in ("old_log_probs", "rollout_log_probs"):
+                            handed["tensors"][stream][2][0, 0] = math.nan
+                    rank.stage(LOG_PROB, step, handed)
                 fields: dict[str, Any] = {} if run == STAGES else {"scalars": SCALARS}
                 rank.stage("actor_update", step, **fields)
             rank.begin("actor_update", 4)
@@ -90,6 +95,15 @@ def live_reason(visit: Visit) -> str:
     """Why the step that is shown has no numbers."""
     visit.page.wait_for_selector(".verdict")
     return str(visit.page.inner_text(".verdict"))
+
+
+def test_a_step_with_a_token_that_is_not_finite_is_not_good_in_the_list(visit: Visit) -> None:
+    visit.go("#/runs/measured/steps")
+    verdict = "tr[data-key='1/{}'] .badge"
+    visit.page.wait_for_selector(verdict.format(2))
+    assert visit.page.inner_text(verdict.format(2)).endswith("; 1 token not finite")
+    assert "good" not in visit.page.eval_on_selector(verdict.format(2), "e => e.className")
+    assert "not finite" not in visit.page.inner_text(verdict.format(1))
 
 
 GROUPS: Final = "[...document.querySelectorAll('.groups summary strong')].map(e => e.textContent)"
