@@ -27,6 +27,7 @@ from stagescope_service.dumps.records import IMPORTED_CAPTURE
 from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.run_files import RunFiles
 from stagescope_service.settings import Settings
+from stagescope_service.store.artifacts import ring_directory
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.connect import free_pages
 from stagescope_service.store.contract import Delete, Put, RemoveRun
@@ -275,9 +276,13 @@ class RunChanges:
         home = self._ingestors.home
         await self._ingestors.learn_nodes(holdings.nodes)
         figures["left"].clear()
+        # A node that was started again has another id, and takes over what its disk holds.
+        data = self._settings.data_path
+        here = {node for node in holdings.nodes if ring_directory(data, node).is_dir()}
         for node in dict.fromkeys([home, *holdings.nodes]):
             if self._ingestors.node_of(node) != node:
-                figures["left"].append(f"node {node} is gone: files on its own disk stay there")
+                if node not in here:
+                    figures["left"].append(f"node {node} is gone: files on its own disk stay there")
                 continue
             removed = await self._ingestors.remove_run(node, files)
             figures["files"] += removed.files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from tests.support.api import Rank, Service, service
+from tests.support.ingestors import LocalIngestors
 from tests.support.measure import payload
 from tests.support.stores import eventually, rows_of
 
@@ -93,6 +95,22 @@ def test_nothing_is_left_of_a_deleted_run(live: Service, tmp_path: Path) -> None
     assert live.get("/steps/2/metrics", run="kept")["run"] == "kept"
     actions = [action for _, action in live.engine.audit]
     assert actions == ["delete_run", "run_deleted"]
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_node_that_was_started_again_leaves_nothing(
+    live: Service, monkeypatch: pytest.MonkeyPatch, is_here: bool
+) -> None:
+    rank = Rank(live, world_size=1, greets=False)
+    rank.sender = dataclasses.replace(rank.sender, node_id="before")
+    rank.say("hello")
+    rank.stage("actor_update", 1)
+    rank.say("finish")
+    monkeypatch.setattr(LocalIngestors, "node_of", lambda self, node_id: self.home)
+    if is_here:
+        (live.settings.data_path / "ring/before").mkdir()
+    left = [] if is_here else ["node before is gone: files on its own disk stay there"]
+    assert _delete(live, "r")["left"] == left
 
 
 def test_a_live_run_is_refused_and_what_to_do_is_said(live: Service, tmp_path: Path) -> None:
