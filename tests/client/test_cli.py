@@ -74,6 +74,7 @@ def test_an_empty_name_of_a_run_is_refused(service: Answering, words: str) -> No
         (["tokens", "-12"], 2, "'-12' is neither"), (["pin", "-1"], 2, "'-1' is neither"),
         (["doctor", "--step", "-1"], 2, "x>=0"), (["series", "loss", "--from", "-1"], 2, "x>=0"),
         (["runs", "-1"], 2, "No such option"), (["nothing"], 2, "No such command"),
+        (["capture"], 2, "`stagescope stages` lists"),
         (["serv"], 2, "'serve'"), (["compar"], 2, "'compare'"),
         (["steps", "--attempt", "0"], 2, "--attempt"),
         (["steps", "--token", "secret"], 2, "No such option"),

@@ -47,13 +47,28 @@ _WAIT_SECONDS: Final = click.option(
 )  # fmt: skip
 
 
+class _StageNames(click.types.StringParamType):
+    """Names of stages; without any, the error says where they are listed."""
+
+    name = "text"
+
+    def get_missing_message(
+        self, param: click.Parameter, ctx: click.Context | None = None
+    ) -> str | None:
+        """Return what to give."""
+        del param, ctx
+        return "Give names, such as actor_update, or all: `stagescope stages` lists them"
+
+
 @question(
     RUN,
     click.option(
         "--steps", default="next", show_default=True, metavar="next|N,N-N|all|next:K|every:N[,K]",
         help="Which steps: the next K, numbers, or every Nth (K times) from the agreed step.",
     ),
-    click.option("--stages", required=True, metavar="NAME,...|all", help="Which stages."),
+    click.option(
+        "--stages", type=_StageNames(), required=True, metavar="NAME,...|all", help="Which stages."
+    ),
     click.option(
         "--ranks", default="all", show_default=True, metavar="0,4-7|worst(K)|all",
         help="Which ranks; worst(K): those with the highest mismatch.",
