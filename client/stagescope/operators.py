@@ -254,7 +254,8 @@ def read_side(text: str) -> dict[str, str | int]:
         name = {"capture": "capture_id"}.get(name, name)
         if not equals or name not in SIDE_FIELDS or not value:
             raise InvalidInput(
-                f"{item!r} does not name a side", expected=f"NAME=VALUE, of {_listed(SIDE_FIELDS)}"
+                f"{item!r} does not name a side",
+                expected=f"NAME=VALUE, of {_listed(SIDE_FIELDS)}, such as step=5,rank=0",
             )
         try:
             side[name] = int(value) if name in _INTEGERS else value

@@ -25,6 +25,7 @@ from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.rows import chosen_columns, matching
 from stagescope_service.views.reading.target import Target
 from stagescope_wire.errors import InvalidInput, NotFound, StagescopeError
+from stagescope_wire.links import Link
 from stagescope_wire.schema import Part
 from stagescope_wire.tensors import DTYPE_BYTES
 
@@ -134,12 +135,15 @@ def _check_values(
             )
 
 
-def _only_table(rows: list[OperatorTable]) -> OperatorTable:
+def _only_table(rows: list[OperatorTable], target: Target) -> OperatorTable:
+    see = (Link.to_step("dumps", target.step_number).within(target.run, target.number),)
     if not rows:
-        raise NotFound("there is no such dump")
+        raise NotFound(f"step {target.step_number} has no such dump", see=see)
     if len(rows) > 1:
         raise InvalidInput(
-            f"{len(rows)} dumps fit", expected="stage, role, rank, part and capture_id of one"
+            f"{len(rows)} dumps of step {target.step_number} fit",
+            expected="the stage, role, rank, part and capture_id of one",
+            see=see,
         )
     return rows[0]
 
@@ -288,7 +292,7 @@ def operators(
 
 def stack(deps: Dependencies, target: Target, filters: TableFilters, stack_id: str) -> JsonObject:
     """Return the Python frames of an operator's call, the innermost first."""
-    row = _only_table(tables_of(deps, target, **filters))
+    row = _only_table(tables_of(deps, target, **filters), target)
     frames = read_stack(deps.operator_files.path(row), stack_id)
     key = table_key(row)._asdict()
     return {**target.heading(), **key, "stack_id": stack_id, "frames": frames}

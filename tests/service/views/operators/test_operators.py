@@ -111,7 +111,9 @@ def test_the_stack_of_a_row(dumps_service: Service) -> None:
     table_key = {name: row[name] for name in ("stage", "role", "rank", "part", "capture_id")}
     answer = dumps_service.get("/steps/5/operators/stack", stack_id=row["stack_id"], **table_key)
     assert any("small_decoder.py" in frame for frame in answer["frames"])
-    assert dumps_service.problem(422, "/steps/5/operators/stack", stack_id="0")["expected"]
+    several = dumps_service.problem(422, "/steps/5/operators/stack", stack_id="0")
+    assert several["wrong"].endswith(" dumps of step 5 fit")
+    assert several["advice"].startswith("see /steps/5/dumps?")
     assert dumps_service.problem(404, "/steps/5/operators/stack", stack_id="99999", rank=0)
 
 
