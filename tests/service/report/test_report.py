@@ -268,7 +268,7 @@ def test_it_can_be_read_without_network(
 
 
 # --- size -----------------------------------------------------------------------------------
-def test_a_long_run_of_many_ranks_stays_below_8_megabytes(tmp_path: Path) -> None:
+def test_a_long_run_of_many_ranks_stays_below_5_megabytes(tmp_path: Path) -> None:
     steps, ranks = 10_000, 1024
     with service(tmp_path / "home", recorded=False) as running:
         actors = [
