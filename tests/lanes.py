@@ -59,7 +59,7 @@ LANE_OF: Final = {
     "tests/service/coordinator/test_memory.py": "long",
     "tests/service/core/test_steps.py::test_memory_stays_bounded_over_a_long_training": "long",
     "tests/service/report/test_report.py"
-    "::test_a_long_run_of_many_ranks_stays_below_8_megabytes": "long",
+    "::test_a_long_run_of_many_ranks_stays_below_5_megabytes": "long",
     # Whole bundles, journals of catalogues that are damaged, order of rules in many trainings.
     "tests/service/report/bundle": "long",
     "tests/service/coordinator/test_journal.py": "long",
