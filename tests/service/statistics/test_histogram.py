@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -30,6 +31,20 @@ def test_every_value_lies_in_its_bucket() -> None:
         low, high = bounds(bucket)
         assert low < value <= high
         assert abs(midpoint(bucket) / value - 1) < 0.0453
+
+
+def test_the_numbers_around_each_bound_lie_on_their_sides() -> None:
+    bounds_within = range(-511, 512)
+    below = []
+    for bucket in bounds_within:
+        last = 2.0 ** (bucket / 8)
+        last = math.nextafter(last, math.inf)
+        while Fraction(last) ** 8 > Fraction(2) ** bucket:
+            last = math.nextafter(last, 0.0)
+        below.append(last)
+    above = [math.nextafter(last, math.inf) for last in below]
+    assert buckets_of(below) == {bucket - 1: 1 for bucket in bounds_within}
+    assert buckets_of(above) == dict.fromkeys(bounds_within, 1)
 
 
 def test_zeros_have_no_bucket_and_far_values_the_outermost() -> None:
