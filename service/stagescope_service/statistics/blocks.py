@@ -1,8 +1,8 @@
 """Statistics of one block of tokens: short loops over buffers that fit into the L2 cache.
 
-Tokens are widened to float64, and exponentials are polynomials that vectorize. Second moments are
-taken around the block's first value. It is an element of the block, so cancellation costs at most a
-factor of the block's length in rounding. `out` is always a cell's vector.
+Tokens are widened to float64. Second moments are taken around the block's first value. It is an
+element of the block, so cancellation costs at most a factor of the block's length in rounding.
+`out` is always a cell's vector.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics.cell import AT, Array, Float64, UInt8
-from stagescope_service.statistics.jit import exact, fused, least, most, reduction
+from stagescope_service.statistics.exponentials import NEAR
+from stagescope_service.statistics.jit import exact, least, most, prefetch, reduction
 
 FLOAT64: Final = 0
 FLOAT32: Final = 1
@@ -27,8 +28,8 @@ CLAMP_LOW: Final = math.expm1(-_cell.CLAMP)
 WEIGHT_HIGH: Final = math.exp(_cell.CLAMP)
 WEIGHT_LOW: Final = math.exp(-_cell.CLAMP)
 """e^x there."""
-NEAR: Final = 0.3465
-"""Half of ln 2, rounded down: the reduced argument of an exponential."""
+_LINE: Final = 64
+"""Bytes of a line of the processor's caches."""
 FAR_BELOW: Final = math.log(_cell.SMALL)
 """If no x of a block is larger, e^x has more digits than e^x - 1."""
 
@@ -78,6 +79,14 @@ def load(raw: UInt8, kind: int, start: int, out: Float64, n: int) -> None:
 
 
 @exact
+def load_ahead(raw: UInt8, kind: int, start: int, stop: int) -> None:
+    """Ask for the values of tokens that `load` will read: the memory works meanwhile."""
+    size = 8 if kind == FLOAT64 else (4 if kind == FLOAT32 else 2)
+    for at in range(start * size, stop * size, _LINE):
+        prefetch(raw, at)
+
+
+@exact
 def all_finite(p: Float64, q: Float64, n: int) -> bool:
     """Return whether no value of a block is NaN or infinite."""
     bad = 0
@@ -91,78 +100,6 @@ def all_finite(p: Float64, q: Float64, n: int) -> bool:
 def kind_of_non_finite(x: float) -> int:
     """Return 0 for NaN, 1 for +inf, 2 for -inf."""
     return 0 if x != x else (1 if x > 0 else 2)
-
-
-@fused
-def _beyond_linear(r: float) -> float:
-    """Return e^r - 1 - r for |r| <= NEAR: its Taylor series to r^12/12! (relative error below
-    1e-14)."""
-    c = 1.0 / 479001600.0
-    c = c * r + 1.0 / 39916800.0
-    c = c * r + 1.0 / 3628800.0
-    c = c * r + 1.0 / 362880.0
-    c = c * r + 1.0 / 40320.0
-    c = c * r + 1.0 / 5040.0
-    c = c * r + 1.0 / 720.0
-    c = c * r + 1.0 / 120.0
-    c = c * r + 1.0 / 24.0
-    c = c * r + 1.0 / 6.0
-    c = c * r + 0.5
-    return c * (r * r)
-
-
-@fused
-def _exponential(x: float) -> tuple[float, float, float]:
-    """Return 2^k, r and c(r) with e^x = 2^k (1 + r + c), to a few units in the last place.
-
-    x = k ln 2 + r with |r| <= NEAR.
-    """
-    # Adding 1.5 * 2^52 leaves the rounded integer in the low bits.
-    shifted = x * 1.4426950408889634 + 6755399441055744.0
-    k = shifted - 6755399441055744.0
-    r = (x - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
-    bits = np.float64(shifted).view(np.int64)
-    scale = np.int64((bits << 52) + np.int64(0x3FF0000000000000)).view(np.float64)
-    return scale, r, _beyond_linear(r)
-
-
-@fused
-def exponentials_near_0(x: Float64, n: int, em1: Float64, k3: Float64, exp: Float64) -> None:
-    """Compute e^x - 1, e^x - 1 - x and e^x for |x| <= NEAR: `exponentials_of_d` with k = 0."""
-    for i in range(n):
-        c = _beyond_linear(x[i])
-        em1[i] = x[i] + c
-        exp[i] = (x[i] + c) + 1.0
-        k3[i] = c
-
-
-@fused
-def exponentials_of_d(x: Float64, n: int, em1: Float64, k3: Float64, exp: Float64) -> None:
-    """Compute e^x - 1, e^x - 1 - x and e^x for |x| <= 700; the terms of k3 do not cancel."""
-    for i in range(n):
-        scale, r, c = _exponential(x[i])
-        em1[i] = scale * (r + c) + (scale - 1.0)
-        # Not em1 + 1: for x far below 0 that loses all significant digits of e^x.
-        exp[i] = scale * (r + c) + scale
-        k3[i] = scale * c + ((scale * r - x[i]) + (scale - 1.0))
-
-
-@fused
-def exponentials_of_q(x: Float64, n: int, em1: Float64, exp: Float64) -> None:
-    """Compute e^x - 1 and e^x for |x| <= 700."""
-    for i in range(n):
-        scale, r, c = _exponential(x[i])
-        c += r
-        exp[i] = scale * c + scale
-        em1[i] = scale * c + (scale - 1.0)
-
-
-@exact
-def exponentials_of_d_wide(x: Float64, n: int, em1: Float64, k3: Float64, exp: Float64) -> None:
-    """Compute the same for any finite x; rare, so it calls the C library."""
-    for i in range(n):
-        em1[i], exp[i] = math.expm1(x[i]), math.exp(x[i])
-        k3[i] = em1[i] - x[i]
 
 
 @reduction
@@ -185,28 +122,37 @@ def ranges(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> None:
     out[AT.P_MIN], out[AT.P_MAX] = p_low, p_high
     out[AT.Q_MIN], out[AT.Q_MAX] = q_low, q_high
     out[AT.EQUAL], out[AT.Q_GREATER] = equal, above
-    # There are zeros or positive values only if the maximum is at least 0.
+    # There are zeros or positive values only if the maximum allows it.
     if most(p_high, q_high) >= 0.0:
         zeros(p, q, n, out)
+    if most(p_high, q_high) > 0.0:
+        positives(p, q, n, out)
+
+
+@reduction
+def positives(p: Float64, q: Float64, n: int, out: Float64) -> None:
+    """Count positive values."""
+    of_p = of_q = 0.0
+    for i in range(n):
+        of_p += 1.0 if p[i] > 0.0 else 0.0
+        of_q += 1.0 if q[i] > 0.0 else 0.0
+    out[AT.P_POSITIVE], out[AT.Q_POSITIVE] = of_p, of_q
 
 
 @reduction
 def zeros(p: Float64, q: Float64, n: int, out: Float64) -> None:
-    """Count zeros and positive values; sum one stream where the other is 0."""
-    p_zero = q_zero = both = p_positive = q_positive = p_of_zero = q_of_zero = 0.0
+    """Count zeros; sum one stream where the other is 0."""
+    p_zero = q_zero = both = p_of_zero = q_of_zero = 0.0
     for i in range(n):
         x, y = p[i], q[i]
         p_zero += 1.0 if x == 0.0 else 0.0
         q_zero += 1.0 if y == 0.0 else 0.0
         both += 1.0 if abs(x) + abs(y) == 0.0 else 0.0
-        p_positive += 1.0 if x > 0.0 else 0.0
-        q_positive += 1.0 if y > 0.0 else 0.0
         q_of_zero += abs(y) if x == 0.0 else 0.0
         p_of_zero += abs(x) if y == 0.0 else 0.0
     out[AT.P_ZERO], out[AT.Q_ZERO], out[AT.BOTH_ZERO] = p_zero, q_zero, both
     out[AT.P_LACKS], out[AT.Q_LACKS] = p_zero - both, q_zero - both
     out[AT.P_LACKS_ABS], out[AT.Q_LACKS_ABS] = q_of_zero, p_of_zero
-    out[AT.P_POSITIVE], out[AT.Q_POSITIVE] = p_positive, q_positive
 
 
 @reduction
@@ -326,9 +272,9 @@ def rounding(p: Float64, q: Float64, n: int, out: Float64) -> None:
         y = np.float64(q[i]).view(np.int64)
         p_held += 1.0 if (x & 0x1FFFFFFFFFFF) == 0 else 0.0
         q_held += 1.0 if (y & 0x1FFFFFFFFFFF) == 0 else 0.0
-        a = (x + 0x0FFFFFFFFFFF + ((x >> 45) & 1)) >> 45
-        b = (y + 0x0FFFFFFFFFFF + ((y >> 45) & 1)) >> 45
-        same += 1.0 if a == b or p[i] == q[i] else 0.0
+        a = x + 0x0FFFFFFFFFFF + ((x >> 45) & 1)
+        b = y + 0x0FFFFFFFFFFF + ((y >> 45) & 1)
+        same += 1.0 if (a ^ b) >> 45 == 0 or p[i] == q[i] else 0.0
     out[AT.P_BF16], out[AT.Q_BF16], out[AT.SAME_BF16] = p_held, q_held, same
 
 
@@ -342,7 +288,7 @@ def _exp_sums(p_sum: float, q_sum: float, p_low: bool, q_low: bool, out: Float64
 
 @reduction
 def probability_sums(
-    em1: Float64, k3: Float64, exp_d: Float64, v: Float64, exp_q: Float64, n: int, out: Float64
+    em1: Float64, exp_d: Float64, v: Float64, exp_q: Float64, n: int, out: Float64
 ) -> None:
     """Sum over e^p, e^q and their ratio; `em1` is e^d - 1, `v` is e^q - 1.
 
@@ -366,31 +312,52 @@ def probability_sums(
         sv += y
         svv += y * y
         suv += x * y
-    third = chi2 = raw = absolute = 0.0
-    for i in range(n):
-        e = em1[i]
-        # Select instead of clamping: the exponential of a clamped d is one of two constants.
-        w = CLAMP_HIGH if e > CLAMP_HIGH else (CLAMP_LOW if e < CLAMP_LOW else e)
-        third += k3[i]
-        raw += w
-        chi2 += w * (w + 2.0)
-        absolute += 1.0 / exp_d[i] if e < 0.0 else exp_d[i]
     count = float(n)
     out[AT.A_SUM], out[AT.A_M2] = sa + count * a0, saa - sa * sa / count
     out[AT.A_MIN], out[AT.A_MAX] = low, high
     _exp_sums(su + count * u0, sv + count * v0, p_low, q_low, out)
     out[AT.U_M2], out[AT.V_M2] = suu - su * su / count, svv - sv * sv / count
     out[AT.UV_C] = suv - su * sv / count
-    out[AT.K3_SUM], out[AT.CHI2_SUM], out[AT.RAW_SUM] = third, chi2, raw
-    out[AT.EXP_ABS_SUM] = absolute
     ratio_sums(em1, exp_d, n, out)
 
 
-@reduction
+@exact
 def ratio_sums(em1: Float64, exp_d: Float64, n: int, out: Float64) -> None:
-    """Compute the sum and second moment of e^clamp(d); `em1` is e^d - 1, and RAW_SUM is known."""
-    ratio = sw = sww = 0.0
+    """Sum e^clamp(d), its second moment and chi-square; `em1` is e^d - 1."""
+    if larger(out[AT.D_MAX], -out[AT.D_MIN]) <= NEAR:
+        _near_ratio_sums(em1, n, out)
+    else:
+        _clamped_ratio_sums(em1, exp_d, n, out)
+    # The applied weights are the raw ones until `weights` changes them.
+    out[AT.W_SUM], out[AT.WEIGHT_SUM] = out[AT.RAW_SUM], out[AT.RATIO_SUM]
+    out[AT.W_M2] = out[AT.RATIO_M2]
+
+
+@reduction
+def _near_ratio_sums(em1: Float64, n: int, out: Float64) -> None:
+    """Do it where nothing is clamped, and e^d is near 1."""
+    w0 = em1[0]
+    raw = squares = sw = sww = 0.0
     for i in range(n):
+        e = em1[i]
+        raw += e
+        squares += e * e
+        z = e - w0
+        sw += z
+        sww += z * z
+    out[AT.RAW_SUM], out[AT.RATIO_SUM] = raw, raw + float(n)
+    out[AT.CHI2_SUM], out[AT.RATIO_M2] = squares + 2.0 * raw, sww - sw * sw / float(n)
+
+
+@reduction
+def _clamped_ratio_sums(em1: Float64, exp_d: Float64, n: int, out: Float64) -> None:
+    chi2 = raw = ratio = sw = sww = 0.0
+    for i in range(n):
+        e = em1[i]
+        # Select instead of clamping: the exponential of a clamped d is one of two constants.
+        w = CLAMP_HIGH if e > CLAMP_HIGH else (CLAMP_LOW if e < CLAMP_LOW else e)
+        raw += w
+        chi2 += w * (w + 2.0)
         x = exp_d[i]
         ratio += WEIGHT_HIGH if x > WEIGHT_HIGH else (WEIGHT_LOW if x < WEIGHT_LOW else x)
     if out[AT.D_MAX] < FAR_BELOW:
@@ -406,9 +373,8 @@ def ratio_sums(em1: Float64, exp_d: Float64, n: int, out: Float64) -> None:
             z = (CLAMP_HIGH if e > CLAMP_HIGH else (CLAMP_LOW if e < CLAMP_LOW else e)) - w0
             sw += z
             sww += z * z
-    out[AT.RATIO_SUM], out[AT.RATIO_M2] = ratio, sww - sw * sw / float(n)
-    # The applied weights are the raw ones until `weights` changes them.
-    out[AT.W_SUM], out[AT.WEIGHT_SUM], out[AT.W_M2] = out[AT.RAW_SUM], ratio, out[AT.RATIO_M2]
+    out[AT.RAW_SUM], out[AT.RATIO_SUM] = raw, ratio
+    out[AT.CHI2_SUM], out[AT.RATIO_M2] = chi2, sww - sw * sw / float(n)
 
 
 @exact
@@ -421,22 +387,18 @@ def _distance(x: float, y: float) -> float:
 
 @exact
 def probability_sums_wide(
-    p: Float64, q: Float64, em1: Float64, k3: Float64, exp_d: Float64, n: int, out: Float64
+    p: Float64, q: Float64, em1: Float64, exp_d: Float64, n: int, out: Float64
 ) -> None:
     """Do `probability_sums` for values where e^q * e^d differs from e^p in float64; rare."""
     p_low, q_low = out[AT.P_MAX] < FAR_BELOW, out[AT.Q_MAX] < FAR_BELOW
     su = sv = sa = 0.0
     low, high = np.inf, -np.inf
-    third = chi2 = raw = absolute = 0.0
     for i in range(n):
         u = math.exp(p[i]) if p_low else math.expm1(p[i])
         v = math.exp(q[i]) if q_low else math.expm1(q[i])
         a = _distance(p[i], q[i])
         su, sv, sa = su + u, sv + v, sa + a
         low, high = smaller(low, a), larger(high, a)
-        w = smaller(larger(em1[i], CLAMP_LOW), CLAMP_HIGH)
-        third, raw, chi2 = third + k3[i], raw + w, chi2 + w * (w + 2.0)
-        absolute += math.exp(abs(p[i] - q[i]))
     count = float(n)
     suu = svv = suv = saa = 0.0
     for i in range(n):
@@ -447,6 +409,5 @@ def probability_sums_wide(
     out[AT.A_SUM], out[AT.A_M2], out[AT.A_MIN], out[AT.A_MAX] = sa, saa, low, high
     _exp_sums(su, sv, p_low, q_low, out)
     out[AT.U_M2], out[AT.V_M2] = suu, svv
-    out[AT.UV_C], out[AT.K3_SUM], out[AT.CHI2_SUM] = suv, third, chi2
-    out[AT.RAW_SUM], out[AT.EXP_ABS_SUM] = raw, absolute
+    out[AT.UV_C] = suv
     ratio_sums(em1, exp_d, n, out)

@@ -20,8 +20,8 @@ from numba.core import event
 from numba.extending import intrinsic
 
 _SOURCES: Final = (
-    "jit", "cell", "segments", "blocks", "counts", "profile_bins", "profiles", "kernel",
-    "pair_fields", "pair_blocks", "pairwise_kernel",
+    "jit", "cell", "segments", "exponentials", "blocks", "counts", "profile_bins", "profiles",
+    "kernel", "pair_fields", "pair_blocks", "pairwise_kernel",
 )  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -81,6 +81,24 @@ least = _of_two("llvm.minnum")
 """The smaller of two finite numbers, for a `reduction`."""
 most = _of_two("llvm.maxnum")
 """The larger of two finite numbers, for a `reduction`."""
+
+
+def _prefetch(context: Any, raw: object, at: object) -> tuple[Any, Callable[..., Any]]:
+    def emit(context: Any, builder: Any, signature: Any, pair: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, pair[0])
+        flag = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [array.data.type, flag, flag, flag])
+        declared = builder.module.declare_intrinsic("llvm.prefetch", [array.data.type], kind)
+        # Read it, keep it near, as data.
+        builder.call(declared, [builder.gep(array.data, [pair[1]]), flag(0), flag(3), flag(1)])
+        return context.get_dummy_value()
+
+    void: Any = numba.void
+    return void(raw, numba.int64), emit
+
+
+prefetch = cast("Callable[[Any, int], None]", intrinsic(_prefetch))
+"""Ask for the cache line of a byte of a uint8 array before it is needed; it need not exist."""
 
 
 def entry(*signatures: object, nogil: bool = False) -> Callable[[Function], Function]:

@@ -16,18 +16,14 @@ import numpy as np
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics import profiles
 from stagescope_service.statistics.blocks import (
-    NEAR,
     all_finite,
-    exponentials_near_0,
-    exponentials_of_d,
-    exponentials_of_d_wide,
-    exponentials_of_q,
     kind_of_non_finite,
     lag_sums,
     lag_sums_across,
     lagged,
     larger,
     load,
+    load_ahead,
     log_prob_sums,
     probability_sums,
     probability_sums_wide,
@@ -38,6 +34,13 @@ from stagescope_service.statistics.blocks import (
 from stagescope_service.statistics.cell import AT, EDGE, Float64, Int32, Int64, UInt8, UInt32
 from stagescope_service.statistics.counts import HISTOGRAM_HALF as HISTOGRAM_HALF
 from stagescope_service.statistics.counts import histogram, tails, weights
+from stagescope_service.statistics.exponentials import (
+    NEAR,
+    exponentials_near_0,
+    exponentials_of_d,
+    exponentials_of_d_wide,
+    exponentials_of_q,
+)
 from stagescope_service.statistics.jit import array_type, entry, exact, input_type, tuple_type
 from stagescope_service.statistics.profiles import Placement
 
@@ -72,7 +75,6 @@ class Work(NamedTuple):
     em1: Float64
     v: Float64
     exp_q: Float64
-    k3: Float64
     exp_d: Float64
     slots: Int32
     carry: Float64
@@ -229,21 +231,20 @@ def _pairs(p: Float64, q: Float64, n: int, carry: Float64, part: Float64) -> Non
 @exact
 def _probabilities(p: Float64, q: Float64, n: int, work: Work) -> None:
     """Fill the exponentials of d, and the statistics of probabilities of the block's cell."""
-    d, em1, v, exp_q, k3, exp_d = work.d, work.em1, work.v, work.exp_q, work.k3, work.exp_d
-    part = work.part
+    d, em1, v, exp_q, exp_d, part = work.d, work.em1, work.v, work.exp_q, work.exp_d, work.part
     largest = larger(part[AT.D_MAX], -part[AT.D_MIN])
     if largest <= NEAR:
-        exponentials_near_0(d, n, em1, k3, exp_d)
+        exponentials_near_0(d, n, em1, exp_d, part)
     elif largest <= 700.0:
-        exponentials_of_d(d, n, em1, k3, exp_d)
+        exponentials_of_d(d, n, em1, exp_d, part)
     else:
-        exponentials_of_d_wide(d, n, em1, k3, exp_d)
+        exponentials_of_d_wide(d, n, em1, exp_d, part)
     narrow = largest <= 700.0 and part[AT.Q_MIN] >= -700.0
     if narrow and larger(part[AT.P_MAX], part[AT.Q_MAX]) <= 300.0:
         exponentials_of_q(q, n, v, exp_q)
-        probability_sums(em1, k3, exp_d, v, exp_q, n, part)
+        probability_sums(em1, exp_d, v, exp_q, n, part)
     else:
-        probability_sums_wide(p, q, em1, k3, exp_d, n, part)
+        probability_sums_wide(p, q, em1, exp_d, n, part)
 
 
 @exact
@@ -384,9 +385,15 @@ def _add_mixed(size: int, at: At, place: Placement, work: Work, tables: Tables) 
 
 @exact
 def _add_segment(
-    streams: Streams, stop: int, at: At, head: Placement, work: Work, tables: Tables
+    streams: Streams,
+    stop: int,
+    following: tuple[int, int],
+    at: At,
+    head: Placement,
+    work: Work,
+    tables: Tables,
 ) -> None:
-    """Fill the segment's cell from its tokens, from `at` to `stop`."""
+    """Fill the segment's cell from its tokens, from `at` to `stop`; another one is `following`."""
     p_raw, p_kind, q_raw, q_kind = streams
     p, q, cell, start = work.p, work.q, work.cell, at.first
     _reset(cell)
@@ -395,6 +402,10 @@ def _add_segment(
         size = BLOCK if stop - base > BLOCK else stop - base
         load(p_raw, p_kind, base, p, size)
         load(q_raw, q_kind, base, q, size)
+        ahead, end = (base + size, stop) if base + size < stop else following
+        end = ahead + BLOCK if end > ahead + BLOCK else end
+        load_ahead(p_raw, p_kind, ahead, end)
+        load_ahead(q_raw, q_kind, ahead, end)
         here, place = _at_token(at, base), _moved(head, base - start)
         if all_finite(p, q, size):
             _add_finite(0, size, here, place, work, tables)
@@ -450,7 +461,7 @@ def accumulate(
     """
     work = Work(
         np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK),
-        np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK, np.int32),
+        np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK, np.int32),
         np.zeros(5), np.empty(_WIDTH), np.empty(_WIDTH),
     )  # fmt: skip
     used = np.zeros((3, 1), np.int64)
@@ -463,7 +474,9 @@ def accumulate(
         tables = Tables(rule, counts, profile, most_d, non_finite, first_unequal)
         at = At(float(keys[s, 0]), start, keys[s, 1] - start, s)
         head = Placement(placement[s, 0], placement[s, 1], placement[s, 2], keys[s, 1])
-        _add_segment(streams, stop, at, head, work, tables)
+        behind = s + 1 if s + 1 < segments.shape[0] else s
+        following = segments[behind, 0], segments[behind, 1]
+        _add_segment(streams, stop, following, at, head, work, tables)
         for slices, of in ((rounds, slots[s, 0]), (turns, slots[s, 1]), (ages, slots[s, 2])):
             if of >= 0:
                 _merge_into(slices[of], work.cell)

@@ -12,11 +12,11 @@ import pytest
 from tests.support.batches import batch_of
 
 from stagescope_service.statistics import Field, StatisticsSettings, Summary, publish, summarise
-from stagescope_service.statistics.blocks import (
+from stagescope_service.statistics.blocks import lagged
+from stagescope_service.statistics.exponentials import (
     NEAR,
     exponentials_near_0,
     exponentials_of_d,
-    lagged,
 )
 
 Float64 = npt.NDArray[np.float64]
@@ -317,10 +317,12 @@ def test_a_correlation_of_probabilities_is_exact_wherever_they_lie(
 
 def test_exponentials_near_0_have_the_same_digits() -> None:
     x = np.concatenate([np.linspace(-NEAR, NEAR, 4001), [0.0, 5e-324, 1e-300, -1e-17]])
-    near, far = np.empty((3, len(x))), np.empty((3, len(x)))
-    exponentials_near_0(x, len(x), *near)
-    exponentials_of_d(x, len(x), *far)
+    near, far = np.empty((2, len(x))), np.empty((2, len(x)))
+    of_near, of_far = np.zeros(len(Field)), np.zeros(len(Field))
+    exponentials_near_0(x, len(x), *near, of_near)
+    exponentials_of_d(x, len(x), *far, of_far)
     assert np.array_equal(near, far)
+    assert of_near == pytest.approx(of_far, rel=1e-15)
 
 
 def test_a_loop_counts_no_references_to_its_arrays() -> None:
