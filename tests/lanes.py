@@ -34,6 +34,7 @@ LANE_OF: Final = {
     "tests/workers/capture/test_processes.py": "long",
     "tests/workers/capture/test_shards.py": "long",
     "tests/service/compare/operators/test_evidence.py": "long",
+    "tests/service/views/operators/test_layouts.py": "long",
     "tests/service/compare/operators/test_tensors.py": "long",
     # Real trackers, a real kernel for each notebook, a release in empty environments.
     "tests/client/forwarding/test_tensorboard.py": "long",

@@ -52,6 +52,7 @@ NOT_RUN: Final = {
     r"(?i)nexrl|TRAIN_CONFIG|STAGESCOPE_TOKEN_FILE=/shared": "needs NexRL: test_nexrl.py",
     r"^stagescope (import|compare) (logs|outputs)/": "needs a trainer's files: tests/service/dumps",
     r"^stagescope forward .*(mlflow|trackio|swanlab|otlp):": "needs one: tests/client/forwarding",
+    r"^stagescope divergence run=tp2": "needs two layouts: views/operators/test_layouts.py",
     r"ray\.get_actor": "needs a Ray cluster: tests/integration/test_conformance_over_ray.py",
 }
 """Part of a command or of a Python block -> why it is not run here."""

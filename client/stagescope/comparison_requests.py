@@ -118,27 +118,31 @@ class ComparisonRequests(Connection):
     def divergence(
         self, a: DumpSide, b: DumpSide, *, factor: float | None = None,
         by_dtype: Mapping[str, float] | None = None, exact: bool = False,
-        skip_sharded: bool = False, limit: int | None = None,
+        skip_sharded: bool = False, shards: Sequence[str] = (), limit: int | None = None,
     ) -> Divergence:  # fmt: skip
         """Return the first operator, parameter and gradient in which two dumps differ.
 
         Args:
             a, b: run, attempt, step, stage, role, rank, part, capture_id; `b` inherits missing
-                fields from `a`.
+                fields from `a`. `ranks` ("all", "0-3") instead of `rank` puts the tensors of
+                several ranks together, with the layout that they reported or `layout` ("dp2tp2").
             factor: threshold in eps of the coarsest dtype up to that operator; default: 4, and 100
-                between devices of two kinds.
+                between devices or layouts of two kinds.
             by_dtype: dtype -> threshold of the relative difference; replaces `factor`.
             exact: every number must be equal.
             skip_sharded: skip tensors whose shard differs by rank.
+            shards: `PATTERN=AXIS:HOW`: how tensors whose NAME.SECTION.INDEX matches are put
+                together; HOW is a dimension from 0, `sum`, `mean`, `same` or `skip`.
             limit: most differing rows in the answer; all are counted.
 
         Usage:
             >>> session.divergence({"step": 5, "rank": 0}, {"rank": 1})
             >>> session.divergence({"step": 5, "rank": 0, "attempt": 1}, {"attempt": 2})
+            >>> session.divergence({"run": "tp2", "step": 5, "ranks": "all"}, {"run": "tp1"})
         """
         body = given(
             a=dict(a), b=dict(b), factor=factor, exact=exact, skip_sharded=skip_sharded,
-            by_dtype=None if by_dtype is None else dict(by_dtype), limit=limit,
+            by_dtype=None if by_dtype is None else dict(by_dtype), shards=[*shards], limit=limit,
         )  # fmt: skip
         return Divergence.from_answer(self._transport.query("/operators/divergence", body))
 

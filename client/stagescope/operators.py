@@ -18,7 +18,9 @@ from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.render import wrapped
 from stagescope_wire.render_html import html_block, html_text
 
-SIDE_FIELDS: Final = ("run", "attempt", "step", "stage", "role", "rank", "part", "capture_id")
+SIDE_FIELDS: Final = (
+    "run", "attempt", "step", "stage", "role", "rank", "ranks", "layout", "part", "capture_id",
+)  # fmt: skip
 """The fields that identify one side of a comparison."""
 
 _UNREAD: Final = "announced"
@@ -35,9 +37,25 @@ _IGNORED_ROWS: Final = {
     "zero_gradients": "gradients zero but for rounding left out",
     "identifiers": "that identify a group, a peer or a recomputation left out",
     "near_counts": "counts that differ by what rounding moves left out",
+    "not_joined": "that cannot be put together left out",
     "other_checksums": "with equal statistics but other checksums (see --exact)",
 }
 """Rows of a divergence that differ but do not count as a difference."""
+
+_EVIDENCE: Final = {
+    "replicas": "differs from the ranks that hold the same",
+    "non_finite": "holds what is not finite",
+    "values": "holds the elements that differ",
+    "sum": "holds a part of the sum that differs",
+    "extremes": "holds numbers that exceed those of the other side",
+}
+"""How the rank of a differing shard was found -> words after its name."""
+_UNKNOWN_RANK: Final = (
+    "in which rank is not known: the statistics do not show it, or all ranks differ (full tensors "
+    "show it: stagescope capture --task tensor)"
+)
+_SHARDS_SHOWN: Final = 8
+_UNJOINED_SHOWN: Final = 5
 
 
 class Operators(Table):
@@ -181,7 +199,10 @@ class Divergence(Record):
 
     def lines(self, *, width: int = 80) -> list[str]:
         """Return the answer as lines of at most `width` columns."""
-        lines = [line for name in ("a", "b") for line in _side(name, self[name], width)]
+        layouts = self.get("layouts") or (None, None)
+        lines = []
+        for name, layout in zip("ab", layouts, strict=True):
+            lines += _side(name, self[name], layout, width)
         lines += wrapped("", self._summary(), width)
         if self["first"] is None and not self["compared"]:
             lines.append("nothing was compared: the two have no call in common")
@@ -197,7 +218,19 @@ class Divergence(Record):
             lines += self._first_of(f"first_{name}", what, width)
         for name in ("a", "b"):
             lines += self._only_in(name, width)
-        return lines
+        return [*lines, *self._not_joined(width)]
+
+    def _not_joined(self, width: int) -> list[str]:
+        """Return the tensors of several ranks that were not compared, and why."""
+        rows = self.get("unjoined") or []
+        if not rows:
+            return []
+        lines = ["not put together, and not compared:"]
+        for row in rows[:_UNJOINED_SHOWN]:
+            lines += wrapped("  ", row["name"], width)
+            lines += wrapped("    ", f"{_argument_name(row)}: {row['reason']}", width)
+        more = len(rows) - _UNJOINED_SHOWN
+        return lines + ([f"  ... {more} more"] if more > 0 else [])
 
     def _summary(self) -> str:
         counts = ", ".join(f"{count} {verdict}" for verdict, count in self["counts"].items())
@@ -331,8 +364,12 @@ def _with_numbers(row: JsonObject) -> Row:
     return {**row, "relative": nonfinite.number(row["relative"]), **sides}
 
 
-def _side(name: str, side: Row, width: int) -> list[str]:
+def _side(name: str, side: Row, layout: str | None, width: int) -> list[str]:
     parts = [f"run {side['run']}, attempt {side['attempt']}, step {side['step']}", _dump_name(side)]
+    if ranks := side.get("ranks"):
+        of_layout = f" ({layout})" if layout else ""
+        several = render.counted(len(ranks), "rank")
+        parts[1] = f"{side['stage']} {side['role']}, {several}{of_layout}"
     if side.get("device"):
         parts.append(str(side["device"]))
     lines = wrapped(f"{name}: ", ", ".join(parts), width)
@@ -349,11 +386,33 @@ def _difference(row: Row, width: int) -> list[str]:
     if row["relative"] is not None:
         verdict += f", relative {row['relative']:.3g} over {row['threshold']:.3g}"
     lines += wrapped("  ", f"{_argument_name(row)}: {verdict}", width)
+    lines += _shards(row, width)
     if operator["source"]:
         lines += wrapped("  ", operator["source"], width)
     lines += wrapped("     ", f"{'tensor':<{_TENSOR}}{_number_titles()}", width)
     for name, side in (("a", row["a"]), ("b", row["b"])):
         lines += wrapped(f"  {name}  ", "not there" if side is None else _value(side), width)
+        if side is not None and side.get("joined"):
+            lines += wrapped("     ", f"put together: {side['joined']}", width)
+    return lines
+
+
+def _shards(row: Row, width: int) -> list[str]:
+    """Return the ranks in which a row differs, or why they are not known."""
+    shards = row.get("shards") or []
+    lines = []
+    for shard in shards[:_SHARDS_SHOWN]:
+        place = ", ".join(f"{axis} {index}" for axis, index in shard["coordinates"].items())
+        found = f"in rank {shard['rank']} of {shard['side']} ({place}), which "
+        found += _EVIDENCE.get(shard["evidence"], shard["evidence"])
+        if shard["relative"] is not None:
+            found += f" (relative {nonfinite.number(shard['relative']):.3g})"
+        lines += wrapped("  ", found, width)
+    if len(shards) > _SHARDS_SHOWN:
+        lines.append(f"  ... {len(shards) - _SHARDS_SHOWN} more ranks")
+    joined = any(row[side] and row[side].get("joined") for side in ("a", "b"))
+    if joined and not shards:
+        lines += wrapped("  ", _UNKNOWN_RANK, width)
     return lines
 
 

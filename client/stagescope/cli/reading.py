@@ -329,9 +329,17 @@ _B: Final = click.argument("b", metavar="rank=N,...", callback=_read_side)
 
 @question(
     _A, _B, RUN,
-    click.option("--factor", type=FiniteFloat(min=0), help="Threshold in eps [default: 4]."),
+    click.option(
+        "--factor", type=FiniteFloat(min=0),
+        help="Threshold in eps [default: 4, or 100 between devices or layouts].",
+    ),
     click.option("--exact", is_flag=True, help="Every number must be equal."),
     click.option("--skip-sharded", is_flag=True, help="Skip shards."),
+    click.option(
+        "--shard", "shards", multiple=True, metavar="PATTERN=AXIS:HOW",
+        help="How tensors of several ranks are put together: HOW is a dimension from 0, sum, mean, "
+        "same or skip.",
+    ),
 )  # fmt: skip
 def divergence(
     session: Session, a: _Side, b: _Side, run: str | None, **options: OptionValue
@@ -340,6 +348,10 @@ def divergence(
 
     Name a side by run, attempt, step, stage, role, rank, part and capture. The second side takes
     missing fields from the first: `stagescope divergence step=5,rank=0 rank=1`.
+
+    `ranks=all` puts the tensors of all ranks together: `stagescope divergence
+    run=tp2,step=5,ranks=all run=tp1`. `layout=dp2tp2` gives the layout, outermost axis first, where
+    the ranks did not report it.
     """
     return session.divergence(_of_run(a, run), b, **options)
 

@@ -22,6 +22,7 @@ from stagescope_service.views.operators.comparisons import (
     default_factor,
     device_kind,
     find_sides,
+    rank_tables,
 )
 from stagescope_service.views.operators.tables import (
     OperatorTable,
@@ -292,12 +293,12 @@ def divergence_info(deps: Dependencies, a: SideFields, b: SideFields) -> Diverge
     assert completed.step is not None
     one, other = find_sides(deps, (a, a.step), (completed, completed.step))
     devices = [device_kind(deps, side) for side in (one, other)]
-    thresholds = Thresholds(factor=default_factor(devices))
+    thresholds = Thresholds(factor=default_factor(devices, (one, other)))
     found = comparison_process.curve(
-        deps.operator_files.path(one.table),
-        deps.operator_files.path(other.table),
+        rank_tables(deps, one, "a"),
+        rank_tables(deps, other, "b"),
         thresholds,
-        rows=(one.table["rows"] or 0) + (other.table["rows"] or 0),
+        rows=one.rows + other.rows,
         points=POINTS,
     )
     names = ("order", "name", "section", "relative", "threshold", "verdict")
@@ -320,8 +321,9 @@ def divergence_info(deps: Dependencies, a: SideFields, b: SideFields) -> Diverge
 
 def _side_text(side: TableSide) -> str:
     target, table = side.target, side.table
+    ranks = counted(len(side.ranks), "rank") if side.ranks else table["rank"]
     return (
-        f"{target.run}@{target.number}:{target.step_number} {table['role']} {table['rank']}, "
+        f"{target.run}@{target.number}:{target.step_number} {table['role']} {ranks}, "
         f"{table['stage']}"
     )
 

@@ -23,9 +23,10 @@ result is marked.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -162,6 +163,29 @@ class OperatorColumns:
         """Return which rows have a number in a column, which may be NaN."""
         return cast("Flags", self._columns[f"{column}_known"])
 
+    def replaced(
+        self,
+        texts: Mapping[str, Mapping[int, str | None]],
+        numbers: Mapping[str, Floats],
+        known: Mapping[str, Flags],
+    ) -> OperatorColumns:
+        """Return a copy with other values.
+
+        Args:
+            texts: column -> row -> its text.
+            numbers, known: min, max, mean or norm -> the whole column, and which rows are known.
+        """
+        found = copy.copy(self)
+        found._columns = {**self._columns, **numbers}
+        found._columns |= {f"{name}_known": flags for name, flags in known.items()}
+        for column, changes in texts.items():
+            codes, values = self.texts(column).codes.copy(), [*self.texts(column).values]
+            numbered = {value: code for code, value in enumerate(values)}
+            for row, text in changes.items():
+                codes[row] = -1 if text is None else numbered.setdefault(text, len(numbered))
+            found._columns[column] = CodedText(codes, [*numbered])
+        return found
+
     def by_text(
         self, column: str, value_of: Callable[[str], object], otherwise: object
     ) -> npt.NDArray[Any]:
@@ -231,16 +255,17 @@ class PairedCalls(NamedTuple):
     """False if the sides differ so much that some calls were paired by order of occurrence."""
 
 
-def pair_calls(a: OperatorColumns, b: OperatorColumns) -> PairedCalls:
-    """Pair the calls of two tables."""
+def pair_calls(a: OperatorColumns, b: OperatorColumns, *, by_shape: bool = True) -> PairedCalls:
+    """Pair the calls of two tables; without `by_shape`, shapes of equal calls may differ."""
     kinds = [_column(a, b, "direction"), _column(a, b, "kind")]
     kinds.append(_column(a, b, "operator", plain_path))
     detailed = [
         *kinds,
         _column(a, b, "parent", lambda name: _COUNTER.sub("", plain_path(name))),
         _column(a, b, "source", _function),
-        _shapes(a, b),
     ]
+    if by_shape:
+        detailed.append(_shapes(a, b))
     first, last = common_ends(*_numbered([*kinds, _numbers(a, b)]))
     in_a, in_b = slice(first, a.calls - last), slice(first, b.calls - last)
     levels = [[side[cut] for side, cut in zip(_numbered(level), (in_a, in_b), strict=True)]

@@ -23,6 +23,7 @@ import numpy as np
 
 from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.compare.operators.divergence import difference_curve, first_divergent
+from stagescope_service.compare.operators.layouts import Ranks, RankTable, ShardRule, ranks_of
 from stagescope_service.compare.operators.non_finite import first_non_finite
 from stagescope_wire import errors
 from stagescope_wire.errors import NotReady, StagescopeError
@@ -36,23 +37,35 @@ Fields = dict[str, Json]
 
 
 def divergence(
-    a: Path, b: Path, thresholds: Thresholds, *, rows: int, skip_sharded: bool, limit: int
+    a: Ranks,
+    b: Ranks,
+    thresholds: Thresholds,
+    *,
+    rows: int,
+    rules: Sequence[ShardRule] = (),
+    skip_sharded: bool,
+    limit: int,
 ) -> Fields:
     """Return the fields of `first_divergent`.
 
     Args:
-        a, b: operator tables.
-        thresholds, skip_sharded, limit: see `first_divergent`.
-        rows: number of rows of both tables together.
+        a, b: the operator tables of each side's ranks.
+        thresholds, rules, skip_sharded, limit: see `first_divergent`.
+        rows: number of rows of all tables together.
     """
-    fields, options = dataclasses.asdict(thresholds), {"skip_sharded": skip_sharded, "limit": limit}
-    return _answer(_divergence, rows, a=str(a), b=str(b), thresholds=fields, **options)
+    return _answer(
+        _divergence, rows, a=_side_fields(a), b=_side_fields(b),
+        thresholds=dataclasses.asdict(thresholds), rules=[*map(dataclasses.asdict, rules)],
+        skip_sharded=skip_sharded, limit=limit,
+    )  # fmt: skip
 
 
-def curve(a: Path, b: Path, thresholds: Thresholds, *, rows: int, points: int) -> Fields:
+def curve(a: Ranks, b: Ranks, thresholds: Thresholds, *, rows: int, points: int) -> Fields:
     """Return the columns of `difference_curve`; the arguments are as those of `divergence`."""
     fields = dataclasses.asdict(thresholds)
-    return _answer(_curve, rows, a=str(a), b=str(b), thresholds=fields, points=points)
+    return _answer(
+        _curve, rows, a=_side_fields(a), b=_side_fields(b), thresholds=fields, points=points
+    )
 
 
 def non_finite(tables: Mapping[int, Path], *, rows: int) -> Fields:
@@ -65,12 +78,44 @@ def non_finite(tables: Mapping[int, Path], *, rows: int) -> Fields:
     return _answer(_non_finite, rows, tables=[[rank, str(path)] for rank, path in tables.items()])
 
 
-def _divergence(a: str, b: str, thresholds: Fields, **options: Json) -> Fields:
-    return first_divergent(Path(a), Path(b), Thresholds(**thresholds), **options).fields()
+def _divergence(
+    a: Sequence[Fields], b: Sequence[Fields], thresholds: Fields, rules: Sequence[Fields],
+    **options: Json,
+) -> Fields:  # fmt: skip
+    found = first_divergent(
+        _side_of(a), _side_of(b), Thresholds(**thresholds),
+        rules=[ShardRule(**rule) for rule in rules], **options,
+    )  # fmt: skip
+    return found.fields()
 
 
-def _curve(a: str, b: str, thresholds: Fields, points: int) -> Fields:
-    return {**difference_curve(Path(a), Path(b), Thresholds(**thresholds), points=points)}
+def _curve(a: Sequence[Fields], b: Sequence[Fields], thresholds: Fields, points: int) -> Fields:
+    found = difference_curve(_side_of(a), _side_of(b), Thresholds(**thresholds), points=points)
+    return {**found}
+
+
+def _side_fields(side: Ranks) -> list[Fields]:
+    return [
+        {
+            **dataclasses.asdict(table),
+            "path": str(table.path),
+            "tensors": None if table.tensors is None else str(table.tensors),
+        }
+        for table in ranks_of(side)
+    ]
+
+
+def _side_of(tables: Sequence[Fields]) -> list[RankTable]:
+    return [
+        RankTable(
+            **{
+                **fields,
+                "path": Path(fields["path"]),
+                "tensors": None if fields["tensors"] is None else Path(fields["tensors"]),
+            }
+        )
+        for fields in tables
+    ]
 
 
 def _non_finite(tables: Sequence[tuple[int, str]]) -> Fields:

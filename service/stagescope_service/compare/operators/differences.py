@@ -117,6 +117,7 @@ def differences(
     thresholds: Thresholds,
     *,
     skip_sharded: bool = False,
+    not_joined: tuple[Flags, Flags] | None = None,
 ) -> RowDifferences:
     """Compare the rows of paired calls.
 
@@ -125,8 +126,13 @@ def differences(
         paired: their paired calls.
         thresholds: see `Thresholds`.
         skip_sharded: leave out tensors that are shards (DTensor): two ranks hold different ones.
+        not_joined: rows of each table that could not be put together (see `joined_ranks`).
     """
     rows = join_rows(a, b, paired)
+    apart = np.zeros(len(rows.pair), bool)
+    for flags, of_side in zip(not_joined or (), (rows.row_a, rows.row_b), strict=False):
+        apart |= np.append(flags, False)[of_side]
+    rows = rows.select(~apart)
     sharded = np.logical_or(*rows.by_text("placements", _is_shard, False)) & skip_sharded
     rows = rows.select(~sharded)
     on_both = (rows.row_a >= 0) & (rows.row_b >= 0)
@@ -141,7 +147,7 @@ def differences(
     verdict[on_both] = _verdicts(shared, relative[on_both], threshold[on_both], thresholds)
     checksums = np.zeros(len(verdict), bool)
     checksums[on_both] = _checksums_differ(shared)
-    left_out = {"sharded": int(sharded.sum())}
+    left_out = {"sharded": int(sharded.sum()), "not_joined": int(apart.sum())}
     healthy: dict[str, Callable[[], Flags]] = {
         "not_read": lambda: _not_read(rows, verdict),
         "zero_gradients": lambda: _zero_gradients(rows, verdict, threshold, thresholds),
@@ -189,8 +195,11 @@ def _relative_differences(rows: JoinedRows) -> Floats:
             x, y = rows.numbers(name)
             limits = (np.abs(x) >= 0.999 * limit_a) & (np.abs(y) >= 0.999 * limit_b) & (x * y > 0)
             at_limit |= limits
-            gap, largest = _distances(x, y, ~limits)
-            distance, scale = np.maximum(distance, gap), np.maximum(scale, largest)
+            gap, _ = _distances(x, y, ~limits)
+            # A sum of shards may have a mean alone; it is divided by the other side's extremes.
+            largest = np.fmax(_finite(x), _finite(y))
+            distance = np.maximum(distance, gap)
+            scale = np.maximum(scale, np.where(limits, 0.0, largest))
         distance = np.maximum(distance, _distances(*rows.numbers("mean"), ~at_limit)[0])
         x, y = rows.numbers("norm")
         of_norm = _distances(np.abs(x), np.abs(y), ~at_limit)
@@ -200,6 +209,11 @@ def _relative_differences(rows: JoinedRows) -> Floats:
         ]
     relative: Floats = np.maximum(*ratios)
     return relative
+
+
+def _finite(x: Floats) -> Floats:
+    """Return |x|, 0 where it is not finite."""
+    return np.where(np.isfinite(x), np.abs(x), 0.0)
 
 
 def _distances(x: Floats, y: Floats, usable: Flags) -> tuple[Floats, Floats]:

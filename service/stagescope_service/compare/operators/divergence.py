@@ -11,16 +11,21 @@ data-parallel replicas on different data every activation differs, but no parame
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Annotated, Final, TypedDict, cast
+from typing import Final, NamedTuple, TypedDict, cast
 
 import numpy as np
-from pydantic import Field
 
-from stagescope_service.compare.operators.calls import Codes, Floats, OperatorColumns, pair_calls
+from stagescope_service.compare.operators.calls import (
+    Codes,
+    Floats,
+    OperatorColumns,
+    PairedCalls,
+    pair_calls,
+)
 from stagescope_service.compare.operators.differences import (
     VALUE_VERDICTS,
     VERDICTS,
@@ -29,211 +34,78 @@ from stagescope_service.compare.operators.differences import (
     Verdicts,
     differences,
 )
-from stagescope_service.fields import Described, Number, Row, one_of
-from stagescope_wire.nonfinite import Json
+from stagescope_service.compare.operators.divergence_answer import (
+    DivergentRow,
+    OperatorDivergence,
+    SideCall,
+    SideValue,
+    UnjoinedTensor,
+)
+from stagescope_service.compare.operators.faulty_shards import FaultyShard, ShardFinder
+from stagescope_service.compare.operators.joined_ranks import JoinedTables, join_ranks
+from stagescope_service.compare.operators.layouts import Ranks, ShardRule, ranks_of
+from stagescope_service.compare.operators.rank_side import Side
 
 MAX_VERDICTS: Final = 100
 """Most rows, and operators of only one side, that an answer lists; all are counted."""
 
 
-Name = Annotated[
-    str,
-    Field(
-        description="msprobe's full name of the call.",
-        examples=["Module.model.layers.0.mlp.down_proj.Linear.forward.0"],
-    ),
-]
-CallPosition = Annotated[int, Field(description="Position of the call in the dump, from 0.")]
-Source = Annotated[
-    str | None, Field(description="The first frame of the call's stack outside torch.")
-]
-NonFinite = Annotated[
-    str | None,
-    Field(
-        description="Which of NaN and infinities it holds: `nan` (alone or beside infinities), "
-        "`+inf`, `-inf` or `inf` (both signs); null: none, or not known.",
-        examples=["nan"],
-    ),
-]
-Section = Annotated[
-    str,
-    Field(
-        description="The part of the call that the tensor belongs to.",
-        examples=["input_args", "output", "parameters", "grad"],
-    ),
-]
-
-
-class SideCall(Row):
-    """An operator call of one side."""
-
-    order: CallPosition
-    name: Name
-    operator: str | None
-    """The module's path, or the function's name."""
-    module_class: str | None
-    """Class of the module; null: it is no module."""
-    direction: str | None
-    """Direction in the name: `forward`, `backward`, `parameters_grad` or `debug`; null: the name
-    has none."""
-    source: Source
-    stack_id: str | None
-    """Id of the call's stack, for `/steps/{step}/operators/stack`; null: none was recorded."""
-    parent: str | None
-    """The module that called it; null: not known."""
-
-
-class SideValue(SideCall):
-    """An argument or result of one side."""
-
-    shape: list[int] | None
-    """Shape of the tensor in elements; null: it is no tensor."""
-    type: str | None
-    """Type of the value, such as `torch.Tensor`."""
-    dtype: str | None
-    """Dtype of the tensor; null: it is no tensor."""
-    non_finite: NonFinite
-    checksum: str | None
-    """msprobe's checksum, if it was requested; null: there is none."""
-    value: str | None
-    """Text of a value that is no tensor; null: it is a tensor."""
-    placements: str | None
-    """Placements of a DTensor; null: it is no DTensor."""
-    min: Number | None
-    """Least value of the tensor's elements; null: unknown."""
-    max: Number | None
-    """Largest value of the tensor's elements; null: unknown."""
-    mean: Number | None
-    """Mean value of the tensor's elements; null: unknown."""
-    norm: Number | None
-    """L2 norm of the tensor's elements; null: unknown."""
-
-
-class DivergentRow(Row):
-    """A row that differs."""
-
-    verdict: Annotated[
-        str, one_of("missing", "type", "shape", "non_finite", "checksum", "value", "statistics")
-    ]
-    """Kind of the difference, the first that applies; `missing`: only one side has the row."""
-    section: Section | None
-    """Section of the call that has the row; null: unknown."""
-    index: str | None
-    """Which argument or result of the section: position and keys, joined by dots."""
-    relative: Number | None
-    """Relative difference of min, max, mean and norm, a ratio; null: one side alone has the row."""
-    threshold: float
-    """The ratio over which `relative` counts as a difference; 0: values must be equal."""
-    a: SideValue | None
-    """Null: only the other side has it."""
-    b: SideValue | None
-    """Null: only the other side has it."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OperatorDivergence(Described):
-    """The first operator in which two dumps differ, and counts of the other differences."""
-
-    same: bool
-    """Whether no row differs and both sides have the same operators."""
-    first: DivergentRow | None
-    """The first row that differs, in the order of side `a`; null: none does."""
-    first_sections: list[str]
-    """The sections of that call with rows that differ."""
-    first_note: str | None
-    """Where its input differs already: that no recorded call returned it; null: one may have."""
-    first_parameter: DivergentRow | None
-    """The first row of parameters that differs; null: none does."""
-    first_gradient: DivergentRow | None
-    """The first row of parameters' gradients that differs; null: none does."""
-    rows: list[DivergentRow]
-    """The first rows that differ, in execution order."""
-    counts: dict[str, int]
-    """Verdict -> number of rows, of all."""
-    only_a: list[SideCall]
-    """The first operators of side `a` without a partner."""
-    only_b: list[SideCall]
-    """The first operators of side `b` without a partner."""
-    only_a_count: int
-    """Number of operator calls of side `a` without a partner."""
-    only_b_count: int
-    """Number of operator calls of side `b` without a partner."""
-    paired: int
-    """Number of pairs of calls."""
-    moved: int
-    """Number of these pairs whose order differs between the sides."""
-    compared: int
-    """Number of rows that both sides have."""
-    parameters_compared: int
-    """Number of these rows that are parameters; 0 at level L1, which records none."""
-    gradients_compared: int
-    """Number of these rows that are gradients of parameters; 0 at level L1, which records none."""
-    sharded: int
-    """Number of rows left out because each rank holds another shard."""
-    not_read: int
-    """Number of rows whose values differ in memory that no call read: no difference."""
-    zero_gradients: int
-    """Number of rows that differ in gradients that are zero except for rounding: no difference."""
-    identifiers: int
-    """Number of rows that differ in values that identify a process or a call: no difference. Such
-    values are a process group, a peer, or whether the call was recomputed."""
-    near_counts: int
-    """Number of rows that differ in counts (`histc`, `bincount`) by what rounding moves: no
-    difference, but with `exact`."""
-    other_checksums: int
-    """Number of rows whose statistics agree and whose checksums differ: a difference with `exact`
-    alone."""
-    exact_alignment: bool
-    """False where the two differ so much that calls were paired by counting."""
-
-    def fields(self) -> dict[str, Json]:
-        """Return it as a dict."""
-        return dataclasses.asdict(self)
-
-
 def first_divergent(
-    a: Path,
-    b: Path,
+    a: Ranks,
+    b: Ranks,
     thresholds: Thresholds | None = None,
     *,
+    rules: Sequence[ShardRule] = (),
     skip_sharded: bool = False,
     limit: int = MAX_VERDICTS,
 ) -> OperatorDivergence:
-    """Find the first divergent operator of two operator tables.
+    """Find the first divergent operator of two sides, each of one rank or of a whole layout.
 
     Args:
-        a, b: operator tables; `a` gives the execution order.
+        a, b: operator tables; the first rank of `a` gives the execution order.
         thresholds: what counts as different; see `Thresholds` and `differences`.
+        rules: how tensors of several ranks are put together, where the user says it.
         skip_sharded: leave out shards (DTensor), as two ranks of one step hold different ones.
         limit: number of rows, and of operators of only one side, in the answer.
 
     Raises:
         NotFound: a table does not exist.
         StoreError: a file is no operator table.
+        InvalidInput: the ranks of a side form no grid.
     """
-    one, other = OperatorColumns(a), OperatorColumns(b)
-    paired = pair_calls(one, other)
-    found = differences(one, other, paired, thresholds or Thresholds(), skip_sharded=skip_sharded)
+    compared = _compare(a, b, thresholds or Thresholds(), rules, skip_sharded=skip_sharded)
+    one, other, paired, found = compared.a, compared.b, compared.paired, compared.found
     differing = np.flatnonzero(found.verdict).tolist()
     first_of_section: dict[str | None, int] = {}
     for at in differing:
         first_of_section.setdefault(_section(found, at), at)
-    first_parameter, first_gradient = map(first_of_section.get, ("parameters", "grad"))
-    rows = [_divergent_row(found, at) for at in differing[:limit]]
+    firsts = [first_of_section.get(name) for name in ("parameters", "grad")]
+    # Full tensors are read for the rows that are shown first.
+    with_values = {*differing[:1], *firsts}
+    rows = {
+        at: _divergent_row(compared, at, values=at in with_values)
+        for at in dict.fromkeys(
+            [*differing[:limit], *(each for each in firsts if each is not None)]
+        )
+    }
+    first_parameter, first_gradient = (None if at is None else rows[at] for at in firsts)
     counts = np.bincount(found.verdict, minlength=len(VERDICTS)).tolist()
     shared = _shared_rows(found)
     parameters, gradients = (
         int(one.by_text("section", name.__eq__, False)[found.rows.row_a[shared]].sum())
         for name in ("parameters", "grad")
     )
+    joined = compared.joined
+    # Ranks of another layout call collectives, and what prepares these, in addition.
+    is_same_calls = joined is not None or not (paired.only_a or paired.only_b)
     return OperatorDivergence(
-        same=not (rows or paired.only_a or paired.only_b),
-        first=rows[0] if rows else None,
+        same=not differing and is_same_calls,
+        first=rows[differing[0]] if differing else None,
         first_sections=_sections_of_first_call(found, differing),
         first_note=_note(found, differing[0]) if differing else None,
-        first_parameter=None if first_parameter is None else _divergent_row(found, first_parameter),
-        first_gradient=None if first_gradient is None else _divergent_row(found, first_gradient),
-        rows=rows,
+        first_parameter=first_parameter,
+        first_gradient=first_gradient,
+        rows=[rows[at] for at in differing[:limit]],
         counts={name: n for name, n in zip(VERDICTS, counts, strict=True) if name and n},
         only_a=[_call(one, call) for call in paired.only_a[:limit]],
         only_b=[_call(other, call) for call in paired.only_b[:limit]],
@@ -245,8 +117,79 @@ def first_divergent(
         parameters_compared=parameters,
         gradients_compared=gradients,
         exact_alignment=paired.exact,
+        unjoined=[] if joined is None else _unjoined(joined)[:limit],
+        joined={} if joined is None else _ways(joined),
+        layouts=[None, None] if compared.finder is None else compared.finder.layouts(),
+        gradient_scales=[1.0, 1.0] if joined is None else list(joined.scales),
         **found.left_out,
     )
+
+
+class _Compared(NamedTuple):
+    """Two sides, their paired calls and how their rows differ."""
+
+    a: OperatorColumns
+    b: OperatorColumns
+    paired: PairedCalls
+    found: RowDifferences
+    joined: JoinedTables | None
+    """Of sides with several ranks."""
+    finder: ShardFinder | None
+
+
+def _compare(
+    a: Ranks,
+    b: Ranks,
+    thresholds: Thresholds,
+    rules: Sequence[ShardRule] = (),
+    *,
+    skip_sharded: bool = False,
+) -> _Compared:
+    """Pair and compare the rows of two sides; tensors of several ranks are put together first."""
+    ranks_a, ranks_b = ranks_of(a), ranks_of(b)
+    if len(ranks_a) == len(ranks_b) == 1:
+        one, other = OperatorColumns(ranks_a[0].path), OperatorColumns(ranks_b[0].path)
+        paired = pair_calls(one, other)
+        found = differences(one, other, paired, thresholds, skip_sharded=skip_sharded)
+        return _Compared(one, other, paired, found, None, None)
+    sides = (Side(ranks_a, "a"), Side(ranks_b, "b"))
+    joined = join_ranks(*sides, thresholds, rules)
+    found = differences(
+        joined.a,
+        joined.b,
+        joined.paired,
+        thresholds,
+        skip_sharded=skip_sharded,
+        not_joined=joined.left_out,
+    )
+    finder = ShardFinder(sides, joined)
+    return _Compared(joined.a, joined.b, joined.paired, found, joined, finder)
+
+
+def _unjoined(joined: JoinedTables) -> list[UnjoinedTensor]:
+    """Return the tensors that could not be put together, each once."""
+    rows: dict[tuple[str, str | None, str | None], UnjoinedTensor] = {}
+    for table, readings in zip((joined.a, joined.b), joined.readings, strict=True):
+        for row, reading in sorted(readings.items()):
+            if reading.reason and reading.grid.axes:
+                name = table.call_text("name", int(table.call_of_row[row])) or ""
+                section, index = (table.texts(each).text(row) for each in ("section", "index"))
+                rows.setdefault(
+                    (name, section, index),
+                    {"name": name, "section": section, "index": index, "reason": reading.reason},
+                )
+    return list(rows.values())
+
+
+def _ways(joined: JoinedTables) -> dict[str, int]:
+    """Return how tensors were put together -> their number, the most frequent first."""
+    ways = Counter(
+        reading.text()
+        for readings in joined.readings
+        for reading in readings.values()
+        if reading.grid.axes and not reading.reason
+    )
+    return dict(ways.most_common())
 
 
 class DifferenceCurve(TypedDict):
@@ -272,7 +215,7 @@ class DifferenceCurve(TypedDict):
 
 
 def difference_curve(
-    a: Path, b: Path, thresholds: Thresholds | None = None, *, points: int
+    a: Ranks, b: Ranks, thresholds: Thresholds | None = None, *, points: int
 ) -> DifferenceCurve:
     """Return the relative differences of two operator tables along the order of `a`.
 
@@ -285,9 +228,7 @@ def difference_curve(
         NotFound: a table does not exist.
         StoreError: a file is no operator table.
     """
-    one, other = OperatorColumns(a), OperatorColumns(b)
-    paired = pair_calls(one, other)
-    found = differences(one, other, paired, thresholds or Thresholds())
+    one, _, paired, found, *_ = _compare(a, b, thresholds or Thresholds())
     shared = _shared_rows(found)
     relative, verdict = found.relative[shared], found.verdict[shared]
     at = _drawn_rows(np.nan_to_num(relative), verdict, points)
@@ -336,17 +277,27 @@ def _section(found: RowDifferences, at: int) -> str | None:
     return side.texts("section").text(row)
 
 
-def _divergent_row(found: RowDifferences, at: int) -> DivergentRow:
+def _divergent_row(compared: _Compared, at: int, *, values: bool) -> DivergentRow:
+    found, finder = compared.found, compared.finder
     side, row = _side_with_row(found, at)
-    relative = float(found.relative[at])
+    relative, threshold = float(found.relative[at]), float(found.threshold[at])
+    row_a, row_b = int(found.rows.row_a[at]), int(found.rows.row_b[at])
+    shards: list[FaultyShard] = []
+    if finder is not None and row_a >= 0 and row_b >= 0:
+        shards = finder.find(row_a, row_b, threshold, values=values)
+    joined_a, joined_b = (
+        None if finder is None else finder.text_of(side, row)
+        for side, row in ((0, row_a), (1, row_b))
+    )
     return {
         "verdict": VERDICTS[int(found.verdict[at])],
         "section": side.texts("section").text(row),
         "index": side.texts("index").text(row),
         "relative": None if np.isnan(relative) else relative,
-        "threshold": float(found.threshold[at]),
-        "a": _value(found.rows.a, int(found.rows.row_a[at])),
-        "b": _value(found.rows.b, int(found.rows.row_b[at])),
+        "threshold": threshold,
+        "a": _value(found.rows.a, row_a, joined_a),
+        "b": _value(found.rows.b, row_b, joined_b),
+        "shards": shards,
     }
 
 
@@ -408,11 +359,12 @@ def _may_be_returned(side: OperatorColumns, row: int) -> bool:
     return bool(same.any())
 
 
-def _value(side: OperatorColumns, row: int) -> SideValue | None:
+def _value(side: OperatorColumns, row: int, joined: str | None) -> SideValue | None:
     if row < 0:
         return None
     texts = ("type", "dtype", "non_finite", "checksum", "value", "placements")
     fields: dict[str, object] = {name: side.texts(name).text(row) for name in texts}
+    fields["joined"] = joined
     for name in ("min", "max", "mean", "norm"):
         fields[name] = float(side.numbers(name)[row]) if side.is_known(name)[row] else None
     shape = side.texts("shape").text(row)

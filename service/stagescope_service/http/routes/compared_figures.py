@@ -26,15 +26,25 @@ from stagescope_wire.schema import STEP_BOUND, read_target
 router = APIRouter(tags=["figures"])
 
 _SIDE: Final = pattern(SIDE_PATTERN)
+_RANKS: Final = "Several ranks whose tensors are put together, instead of one."
+_LAYOUT: Final = "The layout of these ranks, outermost axis first; default: as they reported."
 
 
 async def dump_query(
     step: Annotated[int, Query(ge=0, lt=STEP_BOUND, description="The trainer's step.")],
     chosen: AttemptQueryOf,
-    ranks: RankQueryOf,
+    one: RankQueryOf,
+    ranks: Annotated[
+        str | None, Query(max_length=200, description=_RANKS, examples=["all", "0-3"])
+    ] = None,
+    layout: Annotated[
+        str | None, Query(max_length=100, description=_LAYOUT, examples=["dp2tp2"])
+    ] = None,
 ) -> SideFields:
     """Return the dump of a query."""
-    return SideFields(run=chosen.run, attempt=chosen.attempt, step=step, **ranks)
+    return SideFields(
+        run=chosen.run, attempt=chosen.attempt, step=step, ranks=ranks, layout=layout, **one
+    )
 
 
 async def other_dump_query(
@@ -45,9 +55,18 @@ async def other_dump_query(
     b_step: Annotated[int | None, Query(ge=0, lt=STEP_BOUND, description="Another step.")] = None,
     b_stage: Annotated[str | None, Query(max_length=200, description="Another stage.")] = None,
     b_rank: Annotated[int | None, Query(ge=0, lt=1 << 31, description="Another rank.")] = None,
+    b_ranks: Annotated[
+        str | None, Query(max_length=200, description=_RANKS, examples=["all", "0-3"])
+    ] = None,
+    b_layout: Annotated[
+        str | None, Query(max_length=100, description=_LAYOUT, examples=["dp2tp2"])
+    ] = None,
 ) -> SideFields:
     """Return how the other dump of a query differs."""
-    return SideFields(run=b_run, attempt=b_attempt, step=b_step, stage=b_stage, rank=b_rank)
+    return SideFields(
+        run=b_run, attempt=b_attempt, step=b_step, stage=b_stage, rank=b_rank, ranks=b_ranks,
+        layout=b_layout,
+    )  # fmt: skip
 
 
 @router.get("/figures/operator-divergence", response_model=models.Figure)

@@ -31,6 +31,9 @@ async def divergence(request: Request, deps: Deps) -> Answer:
     times the eps of the coarsest dtype up to there (4; 100 where the devices are of two kinds). The
     answers `first_parameter` and `first_gradient` are separate: between replicas on different data
     every activation differs, and no parameter may. Fields that side `b` leaves out are as in `a`.
+
+    With `ranks` the tensors of a side's ranks are put together before they are compared, so that
+    runs of other parallel layouts compare. `shards` of a row name the ranks in which it differs.
     """
     body = await read_body(request, deps.settings, DivergenceRequest)
     return Answer(await deps.computations.run(find_divergence, deps, body))

@@ -314,6 +314,16 @@ class SideFields(RequestBody):
     stage: Annotated[str | None, _field("a stage's name")] = None
     role: Annotated[str | None, _field("a role")] = None
     rank: Annotated[_Int32 | None, _field("a rank")] = None
+    ranks: Annotated[
+        str | None,
+        _field("`all`, or several ranks (`0-3`), whose tensors are put together; instead of rank"),
+    ] = None
+    layout: Annotated[
+        str | None,
+        _field(
+            "the layout of these ranks, outermost axis first (`dp2tp2`); default: as they reported"
+        ),
+    ] = None
     part: Annotated[
         str | None, _field("occurrence.epoch.minibatch.microbatch; default: the first")
     ] = None
@@ -324,6 +334,10 @@ class SideFields(RequestBody):
         inherited = other.model_dump(exclude_none=True, exclude={"capture_id"})
         if self.run is not None:  # another run has its own attempts
             inherited.pop("attempt", None)
+            inherited.pop("layout", None)
+        if self.rank is not None or self.ranks is not None:
+            for name in ("rank", "ranks", "layout"):
+                inherited.pop(name, None)
         return SideFields(**{**inherited, **self.model_dump(exclude_none=True)})
 
 
@@ -370,7 +384,7 @@ class DivergenceRequest(SidesRequest):
         float | None,
         _field(
             "The threshold as a factor: times the eps of the coarsest dtype; default: 4, or 100 "
-            "where the devices are of two kinds.",
+            "where the devices or the layouts are of two kinds.",
             ge=0,
             lt=1e300,
         ),
@@ -381,6 +395,15 @@ class DivergenceRequest(SidesRequest):
     ] = None
     exact: Annotated[bool, _field("Every number must be equal.")] = False
     skip_sharded: Annotated[bool, _field("Leave out shards.")] = False
+    shards: Annotated[
+        list[str],
+        _field(
+            "How tensors of several ranks are put together where their shapes do not tell: "
+            "`PATTERN=AXIS:HOW`. The pattern matches NAME.SECTION.INDEX, HOW is a dimension from "
+            "0, `sum`, `mean`, `same` or `skip`.",
+            max_length=100,
+        ),
+    ] = []
     limit: Annotated[
         int, _field("Most rows, and operators of one side alone, to list.", ge=1, le=1000)
     ] = MAX_VERDICTS

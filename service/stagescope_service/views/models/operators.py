@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stagescope_service.compare.operators.divergence import (
+from stagescope_service.compare.operators.divergence_answer import (
     CallPosition,
     Name,
     NonFinite,
@@ -221,6 +221,9 @@ class Side(Table):
     run: Run
     attempt: Attempt
     step: Step
+    ranks: list[int] | None
+    """The ranks whose tensors were put together; `rank` and the other fields are of the first.
+    Null: one rank."""
 
 
 class DeviceSide(Side):

@@ -10,6 +10,12 @@ from typing import Final
 
 from stagescope_service.compare.operators import comparison_process
 from stagescope_service.compare.operators.differences import Thresholds
+from stagescope_service.compare.operators.layouts import (
+    AXES,
+    RankTable,
+    read_layout,
+    read_rule,
+)
 from stagescope_service.compare.operators.tensors import TensorRow, compare_tensors
 from stagescope_service.dumps.formats.msprobe_directory import TENSOR_FOLDER
 from stagescope_service.dumps.records import IMPORTED_CAPTURE
@@ -25,44 +31,73 @@ from stagescope_service.views.operators.tables import (
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.operator_files import describe_table
 from stagescope_service.views.reading.target import Target
-from stagescope_wire.errors import InvalidInput, NotFound, Unreachable
+from stagescope_wire.captures import read_ranks
+from stagescope_wire.errors import (
+    InvalidInput,
+    InvalidPlan,
+    NotFound,
+    StagescopeError,
+    Unreachable,
+)
 from stagescope_wire.links import Link
 
 OTHER_DEVICE: Final = 100.0
-"""The factor of the thresholds where the two sides ran on devices of different kinds."""
+"""The factor of the thresholds where the two sides ran on devices or in layouts of two kinds."""
 
 _SIDES_LISTED: Final = 8
+_SHARDING: Final = ("tp", "cp", "etp")
+"""Axes along which every rank holds a part of a tensor."""
 
 
-def default_factor(devices: Sequence[str | None]) -> float:
-    """Return the factor of the thresholds of two sides on devices of these kinds."""
+def default_factor(devices: Sequence[str | None], sides: Sequence[TableSide] = ()) -> float:
+    """Return the factor of the thresholds of two sides.
+
+    Args:
+        devices: the kinds of their devices.
+        sides: both sides; several ranks add numbers in another order.
+    """
     other_device = None not in devices and devices[0] != devices[1]
-    return OTHER_DEVICE if other_device else Thresholds().factor
+    other_layout = any(side.ranks for side in sides)
+    return OTHER_DEVICE if other_device or other_layout else Thresholds().factor
 
 
 def device_kind(deps: Dependencies, side: TableSide) -> str | None:
     """Return the kind of the device on which a side was dumped; None: unknown."""
-    table = side.table
-    for process in deps.catalogue.processes(
-        table["attempt_id"], role=table["role"], rank=table["rank"]
-    ):
-        if process["incarnation"] == table["incarnation"]:
-            return process["device_kind"]
-    return None
+    return _process_of(deps, side.table).get("device_kind")
 
 
 # --- sides ----------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableSide:
-    """One side of a comparison: an operator table and its step."""
+    """One side of a comparison: an operator table and its step.
+
+    Attributes:
+        target: its step.
+        table: the table, of several ranks that of the lowest.
+        ranks: the tables of several ranks, empty for one.
+        layout: their layout as the asker gives it.
+    """
 
     target: Target
     table: OperatorTable
+    ranks: tuple[OperatorTable, ...] = ()
+    layout: str | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all its tables."""
+        return sum(table["rows"] or 0 for table in self.ranks or (self.table,))
 
     def heading(self) -> JsonObject:
         """Return the fields of an answer that describe it."""
         step = {"run": self.target.run, "attempt": self.target.number}
-        return {**step, "step": self.target.step_number, **table_row(self.table)}
+        ranks = [table["rank"] for table in self.ranks] or None
+        return {
+            **step,
+            "step": self.target.step_number,
+            **table_row(self.table),
+            "ranks": ranks,
+        }
 
 
 def find_sides(
@@ -98,18 +133,113 @@ def _find_side(
         part=fields.part,
         capture_id=fields.capture_id,
     )
-    ranks = {(row["stage"], row["role"], row["rank"]) for row in tables}
-    if len(ranks) > 1:
-        texts = [f"{stage} {role}/{rank}" for stage, role, rank in sorted(ranks)]
+    chosen_ranks = None if fields.ranks is None else _read_ranks(name, fields.ranks)
+    if chosen_ranks is not None:
+        tables = [row for row in tables if chosen_ranks == "all" or row["rank"] in chosen_ranks]
+    groups = {(row["stage"], row["role"], row["rank"]) for row in tables}
+    if chosen_ranks is not None:
+        groups = {(stage, role, -1) for stage, role, _ in groups}
+    if len(groups) != 1:
+        texts = [f"{row['stage']} {row['role']}/{row['rank']}" for row in tables]
         raise InvalidInput(
-            f"side {name} names {len(ranks)} dumps of step {step}",
-            expected=f"the stage, role and rank of one of {_shortened(texts)}",
+            f"side {name} names {len({*texts})} dumps of step {step}",
+            expected=f"the stage, role and rank of one of {_shortened([*dict.fromkeys(texts)])}, "
+            "or ranks=all of one stage and role",
         )
     captures = [row["capture_id"] for row in tables if is_digested(row)]
     captures = captures or [row["capture_id"] for row in tables]
     newest = list(dict.fromkeys(captures))[-1]
     chosen = preferred_capture if preferred_capture in captures else newest
-    return TableSide(target, next(row for row in tables if row["capture_id"] == chosen))
+    found = {row["rank"]: row for row in reversed(tables) if row["capture_id"] == chosen}
+    ranks = tuple(found[rank] for rank in sorted(found)) if chosen_ranks is not None else ()
+    first = ranks[0] if ranks else next(row for row in tables if row["capture_id"] == chosen)
+    return TableSide(target, first, ranks, fields.layout)
+
+
+def _read_ranks(name: str, text: str) -> set[int] | str:
+    wrong = InvalidInput(f"ranks of side {name} is {text!r:.100}", expected="all, or 0-3")
+    try:
+        found = read_ranks(text)
+    except InvalidPlan:
+        raise wrong from None
+    if isinstance(found, str):
+        return found
+    if not isinstance(found, list):
+        raise wrong
+    return {*found}
+
+
+def rank_tables(deps: Dependencies, side: TableSide, name: str) -> list[RankTable]:
+    """Return the tables of a side with the layout of their ranks.
+
+    Raises:
+        InvalidInput: their layout is not complete, or not of this number of ranks.
+    """
+    tables = side.ranks or (side.table,)
+    found = [
+        RankTable(table["rank"], deps.operator_files.path(table), {}, _tensors_of(deps, table))
+        for table in tables
+    ]
+    if not side.ranks:
+        return found
+    if side.layout is not None:
+        places = read_layout(side.layout, [table.rank for table in found])
+    else:
+        places = [_reported_layout(deps, table) for table in tables]
+        _check_layout(name, [_process_of(deps, table) for table in tables])
+    return [
+        dataclasses.replace(table, coordinates=place)
+        for table, place in zip(found, places, strict=True)
+    ]
+
+
+def _tensors_of(deps: Dependencies, table: OperatorTable) -> Path | None:
+    """Return the directory of the full tensors of a dump, None where it has none here."""
+    if table["task"] != "tensor":
+        return None
+    try:
+        directory = confine(table["dump_path"] or "", deps.settings.roots)
+    except StagescopeError:
+        return None
+    folder = directory / TENSOR_FOLDER
+    return directory if folder.is_dir() and not folder.is_symlink() else None
+
+
+def _process_of(deps: Dependencies, table: OperatorTable) -> JsonObject:
+    for process in deps.catalogue.processes(
+        table["attempt_id"], role=table["role"], rank=table["rank"]
+    ):
+        if process["incarnation"] == table["incarnation"]:
+            return {**process}
+    return {}
+
+
+def _reported_layout(deps: Dependencies, table: OperatorTable) -> dict[str, int]:
+    process = _process_of(deps, table)
+    return {
+        axis: process[f"{axis}_rank"] for axis in AXES if process.get(f"{axis}_rank") is not None
+    }
+
+
+def _check_layout(name: str, processes: Sequence[JsonObject]) -> None:
+    """Refuse ranks of several pipeline stages, or without one that holds a part of each tensor."""
+    stages = {process.get("pp_rank") or 0 for process in processes}
+    if len(stages) > 1:
+        raise InvalidInput(
+            f"the ranks of side {name} are of {len(stages)} pipeline stages, which hold other "
+            "layers",
+            expected="the ranks of one pipeline stage, such as ranks=0-3",
+        )
+    for axis in _SHARDING:
+        size = max((process.get(f"{axis}_size") or 1 for process in processes), default=1)
+        known = {process.get(f"{axis}_rank") for process in processes} - {None}
+        if known and len(known) < size:
+            missing = ", ".join(str(index) for index in range(size) if index not in known)
+            raise InvalidInput(
+                f"side {name} has no dump of {axis} {missing}, and its layout has {axis} {size}",
+                expected=f"dumps of all ranks along {axis}",
+                advice="capture all ranks: `stagescope capture --ranks all`",
+            )
 
 
 def _shortened(texts: Sequence[str]) -> str:
@@ -123,15 +253,16 @@ def find_divergence(deps: Dependencies, body: DivergenceRequest) -> JsonObject:
     devices = [device_kind(deps, side) for side in (a, b)]
     by_dtype = body.by_dtype or {}
     thresholds = Thresholds(
-        factor=default_factor(devices) if body.factor is None else body.factor,
+        factor=default_factor(devices, (a, b)) if body.factor is None else body.factor,
         by_dtype={name.removeprefix("torch."): value for name, value in by_dtype.items()},
         exact=body.exact,
     )
     result = comparison_process.divergence(
-        deps.operator_files.path(a.table),
-        deps.operator_files.path(b.table),
+        rank_tables(deps, a, "a"),
+        rank_tables(deps, b, "b"),
         thresholds,
-        rows=(a.table["rows"] or 0) + (b.table["rows"] or 0),
+        rows=a.rows + b.rows,
+        rules=[read_rule(text) for text in body.shards],
         skip_sharded=body.skip_sharded,
         limit=body.limit,
     )
@@ -154,6 +285,12 @@ def start_tensors(
     """
     a, b = find_sides(deps, *body.sides())
     for side in (a, b):
+        if side.ranks:
+            raise InvalidInput(
+                "msprobe compares the tensors of one rank with those of another",
+                expected="a rank of each side",
+                see=(Link("divergence", shows="a comparison of several ranks"),),
+            )
         if side.table["task"] not in (None, "tensor"):
             raise InvalidInput(
                 f"the dump of {describe_table(side.table)} is of task {side.table['task']}",

@@ -10,7 +10,8 @@ import pytest
 from tests.support.dumps import Argument, table_of, tensor_argument
 
 from stagescope_service.compare.operators.differences import Thresholds
-from stagescope_service.compare.operators.divergence import OperatorDivergence, first_divergent
+from stagescope_service.compare.operators.divergence import first_divergent
+from stagescope_service.compare.operators.divergence_answer import OperatorDivergence
 
 Values = Sequence[float] | Sequence[Sequence[float]]
 Calls = Sequence[tuple[str, list[Values], Values]]

@@ -15,7 +15,8 @@ from tests.support.dumps import tensor_argument as tensor
 from tests.support.small_decoder import SmallDecoder, small_decoder
 
 from stagescope_service.compare.operators.differences import EPS, Thresholds
-from stagescope_service.compare.operators.divergence import OperatorDivergence, first_divergent
+from stagescope_service.compare.operators.divergence import first_divergent
+from stagescope_service.compare.operators.divergence_answer import OperatorDivergence
 
 LEVELS = ("L0", "L1", "mix")
 Side = Literal["a", "b"]
@@ -138,10 +139,15 @@ def write_table(path: Path, calls: Iterable[Call]) -> Path:
 
 
 def compare_calls(
-    path: Path, a: Iterable[Call], b: Iterable[Call], *, exact: bool = False, **options: bool
+    path: Path,
+    a: Iterable[Call],
+    b: Iterable[Call],
+    *,
+    exact: bool = False,
+    skip_sharded: bool = False,
 ) -> OperatorDivergence:
     one, other = write_table(path / "a", a), write_table(path / "b", b)
-    return first_divergent(one, other, Thresholds(exact=exact), **options)
+    return first_divergent(one, other, Thresholds(exact=exact), skip_sharded=skip_sharded)
 
 
 def compare_outputs(

@@ -8,7 +8,8 @@ import pytest
 from tests.support.dumps import table_of, tensor_argument
 
 from stagescope_service.compare.operators.differences import Thresholds
-from stagescope_service.compare.operators.divergence import OperatorDivergence, first_divergent
+from stagescope_service.compare.operators.divergence import first_divergent
+from stagescope_service.compare.operators.divergence_answer import OperatorDivergence
 
 Value = dict[str, object] | list[object] | str | int | None
 """A value as msprobe records it."""

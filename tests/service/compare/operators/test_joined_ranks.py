@@ -1,0 +1,247 @@
+"""Tensors of several ranks that are put together: statistics by formula, and what cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from tests.support.dumps import Argument, tabled
+
+from stagescope_service.compare.operators.differences import Thresholds
+from stagescope_service.compare.operators.divergence import first_divergent
+from stagescope_service.compare.operators.divergence_answer import OperatorDivergence
+from stagescope_service.compare.operators.layouts import RankTable, read_layout, read_rule
+from stagescope_service.dumps.formats.msprobe_directory import TENSOR_FOLDER
+from stagescope_wire.errors import InvalidInput
+
+Array = npt.NDArray[Any]
+Calls = Mapping[str, Mapping[str, Sequence[Any]]]
+"""Name of a call -> section -> its values: arrays and ints."""
+MADE = np.random.default_rng(0)
+HIDDEN = MADE.normal(size=(4, 6, 16)).astype(np.float32)
+WEIGHT = MADE.normal(size=(8, 16)).astype(np.float32)
+LINEAR = "Functional.linear.0.forward"
+
+
+def described(value: Array | int, name: str) -> Argument:
+    """Describe a value as msprobe does."""
+    if isinstance(value, int):
+        return {"type": "int", "value": value}
+    numbers: dict[str, Any] = {"Max": value.max().item(), "Min": value.min().item()}
+    rounds = value.dtype.kind == "f"
+    numbers["Mean"] = float(value.mean()) if rounds else None
+    numbers["Norm"] = float(np.linalg.norm(value)) if rounds else None
+    return {"type": "torch.Tensor", "dtype": f"torch.{value.dtype}", "shape": [*value.shape],
+            "data_name": name, **numbers}  # fmt: skip
+
+
+def rank_table(
+    root: Path, rank: int, calls: Calls, place: Mapping[str, int], *, tensors: bool
+) -> RankTable:
+    """Write the dump of a rank, its tensors too, and its table."""
+    directory, data = root / f"rank{rank}", dict[str, dict[str, list[Argument]]]()
+    for name, sections in calls.items():
+        for section, values in sections.items():
+            files = [f"{name}.{section}.{index}.pt" for index in range(len(values))]
+            data.setdefault(name, {})[section] = [*map(described, values, files)]
+            if tensors:
+                (directory / TENSOR_FOLDER).mkdir(parents=True, exist_ok=True)
+                for file, value in zip(files, values, strict=True):
+                    if not isinstance(value, int):
+                        torch.save(torch.from_numpy(value), directory / TENSOR_FOLDER / file)
+    path, _ = tabled(directory, json.dumps({"task": "tensor", "level": "L1", "data": data}))
+    return RankTable(rank, path, place, directory if tensors else None)
+
+
+def compare(
+    path: Path, ranks: Sequence[Calls], whole: Calls, *, layout: str = "tp2",
+    tensors: bool = False, rules: Sequence[str] = (),
+) -> OperatorDivergence:  # fmt: skip
+    places = read_layout(layout, range(len(ranks)))
+    found = [
+        rank_table(path / "ranks", rank, calls, place, tensors=tensors)
+        for rank, (calls, place) in enumerate(zip(ranks, places, strict=True))
+    ]
+    one = rank_table(path / "one", 0, whole, {}, tensors=tensors)
+    thresholds = Thresholds(factor=100)
+    return first_divergent(found, [one], thresholds, rules=[*map(read_rule, rules)])
+
+
+def linear(hidden: Array, weight: Array, output: Array) -> Calls:
+    return {LINEAR: {"input_args": [hidden, weight], "output": [output]}}
+
+
+def column_parallel() -> list[Calls]:
+    return [linear(HIDDEN, part, HIDDEN @ part.T) for part in np.split(WEIGHT, 2)]
+
+
+def row_parallel() -> list[Calls]:
+    halves = zip(np.split(HIDDEN, 2, -1), np.split(WEIGHT, 2, -1), strict=True)
+    return [linear(hidden, weight, hidden @ weight.T) for hidden, weight in halves]
+
+
+WHOLE = linear(HIDDEN, WEIGHT, HIDDEN @ WEIGHT.T)
+
+
+def test_shards_of_columns_and_replicas(tmp_path: Path) -> None:
+    found = compare(tmp_path, column_parallel(), WHOLE)
+    assert (found.same, found.compared) == (True, 3)
+    assert found.joined == {
+        "the same over tp": 1, "dimension 0 over tp": 1, "dimension 2 over tp": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_sums_of_parts_are_not_concatenated(tensors: bool, tmp_path: Path) -> None:
+    found = compare(tmp_path, row_parallel(), WHOLE, tensors=tensors)
+    assert (found.same, found.compared) == (True, 3)
+    assert found.joined == {
+        "dimension 2 over tp": 1, "dimension 1 over tp": 1, "sum over tp": 1,
+    }  # fmt: skip
+    ranks = row_parallel()
+    output = ranks[1][LINEAR]["output"]
+    ranks[1] = {LINEAR: {**ranks[1][LINEAR], "output": [np.float32(1.01) * output[0]]}}
+    first = compare(tmp_path / "faulty", ranks, WHOLE, tensors=tensors).first
+    assert first is not None
+    assert first["section"] == "output"
+    assert first["a"] is not None
+    # Of a sum of parts statistics tell the mean alone.
+    assert (first["a"]["max"] is None, first["a"]["mean"] is None) == (not tensors, False)
+
+
+def test_a_replica_that_differs_is_named(tmp_path: Path) -> None:
+    ranks = column_parallel()
+    changed = HIDDEN.copy()
+    changed[0, 0, 0] += 5.0
+    ranks[1] = {LINEAR: {**ranks[1][LINEAR], "input_args": [changed, np.split(WEIGHT, 2)[1]]}}
+    found = compare(tmp_path, ranks, WHOLE)
+    assert found.first is not None
+    (shard,) = found.first["shards"]
+    assert (shard["rank"], shard["coordinates"], shard["evidence"]) == (1, {"tp": 1}, "replicas")
+
+
+def test_a_sum_that_one_rank_did_not_receive_is_a_replica_that_differs(tmp_path: Path) -> None:
+    """A result of a row-parallel layer after its all-reduce, which failed on a rank."""
+    ranks = row_parallel()
+    total = HIDDEN @ WEIGHT.T
+    outputs = [total, ranks[1][LINEAR]["output"][0]]
+    module = "Module.down.RowLinear.forward.0"
+    calls = [
+        {module: {**rank[LINEAR], "output": [output]}}
+        for rank, output in zip(ranks, outputs, strict=True)
+    ]
+    found = compare(tmp_path, calls, {module: WHOLE[LINEAR]})
+    assert found.first is not None
+    assert [shard["rank"] for shard in found.first["shards"]] == [1]
+
+
+def test_sequence_parallel_is_dimension_1(tmp_path: Path) -> None:
+    ranks: list[Calls] = [
+        {"Functional.silu.0.forward": {"input_args": [part], "output": [part / 2]}}
+        for part in np.split(HIDDEN, 2, 1)
+    ]
+    whole: Calls = {"Functional.silu.0.forward": {"input_args": [HIDDEN], "output": [HIDDEN / 2]}}
+    found = compare(tmp_path, ranks, whole)
+    assert (found.same, found.joined) == (True, {"dimension 1 over tp": 2})
+
+
+def test_uneven_shards_are_weighted_by_their_elements(tmp_path: Path) -> None:
+    name = "Functional.silu.0.forward"
+    ranks: list[Calls] = [{name: {"output": [part]}} for part in np.split(HIDDEN, [1], 0)]
+    found = compare(tmp_path, ranks, {name: {"output": [HIDDEN]}}, layout="dp2")
+    assert (found.same, found.joined) == (True, {"dimension 0 over dp": 1})
+
+
+def test_a_fused_weight_is_cut_in_each_of_its_matrices(tmp_path: Path) -> None:
+    """Queries, keys and values of a rank's heads lie one after the other."""
+    fused = MADE.normal(size=(48, 16)).astype(np.float32)
+    parts = [np.concatenate(each) for each in
+             zip(*(np.split(matrix, 2) for matrix in np.split(fused, 3)), strict=True)]  # fmt: skip
+    parts[1] = parts[1] * np.float32(1.01)
+    ranks = [linear(HIDDEN, part, HIDDEN @ part.T) for part in parts]
+    found = compare(tmp_path, ranks, linear(HIDDEN, fused, HIDDEN @ fused.T), tensors=True)
+    assert found.first is not None
+    assert [(s["rank"], s["evidence"]) for s in found.first["shards"]] == [(1, "values")]
+
+
+def test_sizes_of_shards_are_no_difference(tmp_path: Path) -> None:
+    name = "Tensor.view.0.forward"
+
+    def view(hidden: Array, width: int, start: int) -> Calls:
+        return {name: {"input_args": [hidden, width, start], "output": [hidden]}}
+
+    parts = np.split(HIDDEN, 2, -1)
+    found = compare(tmp_path, [view(part, 8, 0) for part in parts], view(HIDDEN, 16, 0))
+    assert (found.same, found.not_joined) == (True, 0)
+    # An offset into the vocabulary depends on the rank.
+    ranks = [view(part, 8, 8 * at) for at, part in enumerate(parts)]
+    found = compare(tmp_path / "offset", ranks, view(HIDDEN, 16, 0))
+    assert (found.same, found.not_joined) == (True, 1)
+    assert "depends on the rank" in found.unjoined[0]["reason"]
+
+
+def test_a_rule_says_what_shapes_do_not(tmp_path: Path) -> None:
+    name = "Torch.foreign.0.forward"
+    parts = [HIDDEN * np.float32(weight) for weight in (0.25, 0.75)]
+    ranks: list[Calls] = [{name: {"output": [part]}} for part in parts]
+    whole: Calls = {name: {"output": [HIDDEN]}}
+    assert not compare(tmp_path / "none", ranks, whole, tensors=True).same
+    rule = ["Torch.foreign.*.output.0=tp:sum"]
+    found = compare(tmp_path / "sum", ranks, whole, tensors=True, rules=rule)
+    assert (found.same, found.joined) == (True, {"sum over tp": 1})
+    found = compare(tmp_path / "skip", ranks, whole, rules=["Torch.*=tp:skip"])
+    assert (found.same, found.unjoined[0]["reason"]) == (True, "left out by a shard rule")
+
+
+def test_a_bias_that_is_added_after_the_sum_is_not_missing(tmp_path: Path) -> None:
+    bias = np.ones(8, np.float32)
+    biased: Calls = {
+        LINEAR: {"input_args": [HIDDEN, WEIGHT, bias], "output": [HIDDEN @ WEIGHT.T + bias]}
+    }
+    found = compare(tmp_path, row_parallel(), biased)
+    assert (found.same, found.compared, found.not_joined) == (True, 2, 2)
+    assert "such as a bias" in found.unjoined[0]["reason"]
+
+
+def test_shards_of_a_dtensor_have_the_shape_of_the_whole(tmp_path: Path) -> None:
+    name = "Module.up.Linear.parameters_grad.0"
+
+    def table(folder: str, value: Array, **fields: object) -> Path:
+        described_value = {**described(value, ""), "shape": [5, 16], **fields}
+        data = {"task": "statistics", "level": "L0", "data": {name: {"weight": [described_value]}}}
+        return tabled(tmp_path / folder, json.dumps(data))[0]
+
+    gradient = HIDDEN[0, :5]
+    shard = [{"Shard": {"dim": 0}}]
+    ranks = [
+        RankTable(rank, table(str(rank), part, placements=shard), {"dp": rank})
+        for rank, part in enumerate(np.split(gradient, [3]))
+    ]
+    found = first_divergent(ranks, table("one", gradient), Thresholds(factor=100))
+    assert (found.same, found.joined) == (True, {"dimension 0 over dp": 1})
+
+
+def test_what_cannot_be_put_together_is_said(tmp_path: Path) -> None:
+    name = "Torch.foreign.0.forward"
+    ranks: list[Calls] = [{name: {"output": [HIDDEN[:, :5]]}} for _ in range(2)]
+    found = compare(tmp_path, ranks, {name: {"output": [HIDDEN]}})
+    assert (found.compared, found.not_joined) == (0, 1)
+    assert "do not make the shape of the other side" in found.unjoined[0]["reason"]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "xp4", "tp2tp2", "2", ""])
+def test_a_layout_of_another_form_is_refused(layout: str) -> None:
+    with pytest.raises(InvalidInput):
+        read_layout(layout, range(4))
+
+
+@pytest.mark.parametrize("rule", ["x", "x=tp", "x=tp:total", "x=xp:0", "=tp:0"])
+def test_a_rule_of_another_form_is_refused(rule: str) -> None:
+    with pytest.raises(InvalidInput):
+        read_rule(rule)
