@@ -51,8 +51,8 @@ _EVIDENCE: Final = {
 }
 """How the rank of a differing shard was found -> words after its name."""
 _UNKNOWN_RANK: Final = (
-    "in which rank is not known: the statistics do not show it, or all ranks differ (full tensors "
-    "show it: stagescope capture --task tensor)"
+    "the rank is not known: all ranks have a part in it, or only full tensors show it (stagescope "
+    "capture --task tensor)"
 )
 _SHARDS_SHOWN: Final = 8
 _UNJOINED_SHOWN: Final = 5
@@ -366,7 +366,7 @@ def _with_numbers(row: JsonObject) -> Row:
 
 def _side(name: str, side: Row, layout: str | None, width: int) -> list[str]:
     parts = [f"run {side['run']}, attempt {side['attempt']}, step {side['step']}", _dump_name(side)]
-    if ranks := side.get("ranks"):
+    if (ranks := side.get("ranks")) and len(ranks) > 1:
         of_layout = f" ({layout})" if layout else ""
         several = render.counted(len(ranks), "rank")
         parts[1] = f"{side['stage']} {side['role']}, {several}{of_layout}"

@@ -70,12 +70,14 @@ def capture(
     task: str = "statistics",
     mode: str | None = None,
     body: Callable[[], object] | None = None,
+    rank: int = 0,
 ) -> Path:
     """Capture one forward and backward pass; return the directory of the rank's files."""
     model = model if model is not None else small_decoder()
     section = {} if mode is None else {"summary_mode": mode}
     config = {"task": task, "level": level, task: section}
-    armed = begin({"config": config}, model, attempt_key="first", data_root=str(directory))
+    work = {"attempt_key": "first", "data_root": str(directory), "rank": rank}
+    armed = begin({"config": config}, model, **work)
     if body is None:
         forward_backward(model, token_ids())
     else:

@@ -246,7 +246,8 @@ def main(rank: int, tp: int, dp: int, store: str, out: Path, scenarios: list[str
         if rank == FAULTY_RANK or tp * dp == 1:
             FAULTS[scenario](model)
         body = functools.partial(run, model, tokens)
-        found = capture(out / "made" / scenario / str(rank), model, task="tensor", body=body)
+        made = out / "made" / scenario / str(rank)
+        found = capture(made, model, task="tensor", body=body, rank=rank)
         shutil.copytree(found, out / scenario / f"rank{rank}")
     if tp * dp > 1:
         distributed.destroy_process_group()

@@ -14,6 +14,7 @@ from stagescope_service.compare.fingerprints import leaves
 from stagescope_service.compare.flow import TOKEN_IDS
 from stagescope_service.compare.pairing.shard_comparison import Doubt
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
+from stagescope_service.dumps.formats.msprobe_directory import KIND as MSPROBE
 from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.records import Dump
 from stagescope_wire.comparison_texts import ONE_SIDED_KINDS
@@ -133,11 +134,30 @@ def likely_causes(
 ) -> tuple[tuple[Cause, ...], tuple[str, ...]]:
     """Return likely causes, the likeliest first, and what the evidence excludes."""
     found = (
-        _settings_cause(result, dumps), _coefficient_cause(result), _dtype_cause(result),
+        _layout_cause(result, dumps), _settings_cause(result, dumps),
+        _coefficient_cause(result), _dtype_cause(result),
         _prompt_cause(result), _length_cause(result), _station_cause(result),
         _non_finite_cause(result), *_missing_data_causes(result, dumps),
     )  # fmt: skip
     return tuple(cause for cause in found if cause is not None), _excluded(result)
+
+
+def _layout_cause(result: PairResult, dumps: tuple[Dump, Dump]) -> Cause | None:
+    """Return that operators of two layouts were compared rank by rank."""
+    ranks = [{entry.location.rank for entry in dump.entries} for dump in dumps]
+    if any(dump.kind != MSPROBE for dump in dumps) or len(ranks[0]) == len(ranks[1]):
+        return None
+    if result.verdict in _AGREE:
+        return None
+    counts = " and by ".join(counted(len(each), "rank") for each in ranks)
+    return Cause(
+        "the sides have other parallel layouts, and shards were compared with other shards",
+        f"the operators were dumped by {counts}; this comparison pairs ranks of the same number",
+        (
+            "put the ranks of each side together: import both with `stagescope import`, then "
+            "`stagescope divergence run=A,step=N,ranks=all,layout=dp2tp2 run=B`",
+        ),
+    )
 
 
 def _station_cause(result: PairResult) -> Cause | None:

@@ -307,10 +307,18 @@ def divergence_info(deps: Dependencies, a: SideFields, b: SideFields) -> Diverge
     )
     first = None if found["first"] is None else points[found["first"]]
     note = None
+    shards = [
+        f"rank {each['rank']} of {each['side']} "
+        f"({', '.join(f'{axis} {at}' for axis, at in each['coordinates'].items())})"
+        for each in found["shards"]
+    ]
     if not points:
         note = "the dumps have no row in common"
     elif first is None:
         note = f"no row of {found['compared']} differs beyond its threshold"
+    elif shards:
+        note = f"the first that differs, {first.name} {first.section}, does so in "
+        note += ", ".join(shards)
     elif len(points) < found["compared"]:
         note = f"{len(points)} of {found['compared']} rows are drawn, every largest among them"
     return DivergenceInfo(
@@ -321,7 +329,7 @@ def divergence_info(deps: Dependencies, a: SideFields, b: SideFields) -> Diverge
 
 def _side_text(side: TableSide) -> str:
     target, table = side.target, side.table
-    ranks = counted(len(side.ranks), "rank") if side.ranks else table["rank"]
+    ranks = counted(len(side.ranks), "rank") if len(side.ranks) > 1 else table["rank"]
     return (
         f"{target.run}@{target.number}:{target.step_number} {table['role']} {ranks}, "
         f"{table['stage']}"

@@ -45,6 +45,18 @@ def test_a_loss_whose_terms_agree_has_another_coefficient() -> None:
     assert "is_loss, in its order" in checks(other)
 
 
+def test_operators_of_another_number_of_ranks_are_of_another_layout() -> None:
+    def operators(ranks: int) -> MemoryDump:
+        weights = np.arange(4, dtype=np.float32) * ranks
+        records = [record("other", {"linear": weights}, rank=rank) for rank in range(ranks)]
+        return MemoryDump(records, kind="msprobe")
+
+    found = pair(operators(2), operators(1))
+    assert found.causes[0].title.startswith("the sides have other parallel layouts")
+    assert "ranks=all" in found.causes[0].checks[0]
+    assert not any("layouts" in title for title in titles(pair(operators(2), operators(2))))
+
+
 def test_equal_tokens_and_masks_exclude_the_sampling() -> None:
     samples = batch()
     found = pair(split(samples), split(shifted(samples, "entropy", 1)))

@@ -208,6 +208,8 @@ class DifferenceCurve(TypedDict):
     """One of `VERDICTS`; "" is no difference."""
     first: int | None
     """Index in these columns of the first row that differs."""
+    shards: list[FaultyShard]
+    """The ranks in which that row differs, of sides with several."""
     compared: int
     """Number of rows that both sides have."""
     differing: int
@@ -228,7 +230,8 @@ def difference_curve(
         NotFound: a table does not exist.
         StoreError: a file is no operator table.
     """
-    one, _, paired, found, *_ = _compare(a, b, thresholds or Thresholds())
+    compared = _compare(a, b, thresholds or Thresholds())
+    one, paired, found = compared.a, compared.paired, compared.found
     shared = _shared_rows(found)
     relative, verdict = found.relative[shared], found.verdict[shared]
     at = _drawn_rows(np.nan_to_num(relative), verdict, points)
@@ -243,6 +246,9 @@ def difference_curve(
         "threshold": found.threshold[shared[at]].tolist(),
         "verdict": [VERDICTS[code] for code in verdict[at].tolist()],
         "first": int(differing[0]) if len(differing) else None,
+        "shards": (
+            _shards(compared, int(shared[at[differing[0]]]), values=True) if len(differing) else []
+        ),
         "compared": len(shared),
         "differing": int((verdict > 0).sum()),
         "paired": len(paired.pairs),
@@ -282,9 +288,6 @@ def _divergent_row(compared: _Compared, at: int, *, values: bool) -> DivergentRo
     side, row = _side_with_row(found, at)
     relative, threshold = float(found.relative[at]), float(found.threshold[at])
     row_a, row_b = int(found.rows.row_a[at]), int(found.rows.row_b[at])
-    shards: list[FaultyShard] = []
-    if finder is not None and row_a >= 0 and row_b >= 0:
-        shards = finder.find(row_a, row_b, threshold, values=values)
     joined_a, joined_b = (
         None if finder is None else finder.text_of(side, row)
         for side, row in ((0, row_a), (1, row_b))
@@ -297,8 +300,18 @@ def _divergent_row(compared: _Compared, at: int, *, values: bool) -> DivergentRo
         "threshold": threshold,
         "a": _value(found.rows.a, row_a, joined_a),
         "b": _value(found.rows.b, row_b, joined_b),
-        "shards": shards,
+        "shards": _shards(compared, at, values=values),
     }
+
+
+def _shards(compared: _Compared, at: int, *, values: bool) -> list[FaultyShard]:
+    """Return the ranks in which a row differs; see `ShardFinder.find`."""
+    rows = compared.found.rows
+    row_a, row_b = int(rows.row_a[at]), int(rows.row_b[at])
+    if compared.finder is None or row_a < 0 or row_b < 0:
+        return []
+    threshold = float(compared.found.threshold[at])
+    return compared.finder.find(row_a, row_b, threshold, values=values)
 
 
 def _sections_of_first_call(found: RowDifferences, differing: list[int]) -> list[str]:

@@ -46,6 +46,7 @@ from stagescope_service.compare.operators.readings import (
     whole_shape,
 )
 from stagescope_service.compare.operators.side_joiner import SideJoiner
+from stagescope_wire.render import counted
 
 _INPUTS: Final = ("input_args", "input_kwargs")
 _OTHER_INPUT: Final = "one side adds another input, such as a bias, in a later call"
@@ -114,11 +115,24 @@ def _read_row(sides: tuple[SideJoiner, SideJoiner], rows: JoinedRows, at: int) -
                 one.read_value(r, other.side.text("value", s))
         return
     sizes = [each.side.sizes_of(r) for each, r in zip(sides, row, strict=True)]
-    whole = None
-    if sizes[0] is not None and sizes[1] is not None:
-        whole = whole_shape(sizes[0], sizes[1])
+    size_a, size_b = sizes
+    whole = None if size_a is None or size_b is None else whole_shape(size_a, size_b)
+    reason = _unequal(sides, row) if whole is None else ""
     for each, r, own in zip(sides, row, sizes, strict=True):
-        each.read_tensor(r, own, whole)
+        each.read_tensor(r, own, whole, reason)
+
+
+def _unequal(sides: tuple[SideJoiner, SideJoiner], row: tuple[int, int]) -> str:
+    """Return why a tensor of both sides has no whole."""
+    shapes = []
+    for each, r in zip(sides, row, strict=True):
+        texts = each.side.texts("shape", r)
+        if None in texts:
+            rank = each.side.grid.ranks[texts.index(None)]
+            return f"rank {rank} did not record it"
+        of_ranks = f" of {counted(len(texts), 'rank')}" if len(texts) > 1 else ""
+        shapes.append(" and ".join(dict.fromkeys(filter(None, texts))) + of_ranks)
+    return f"{shapes[0]} and {shapes[1]} make no tensor in common"
 
 
 def _leave_unequal_sums(sides: tuple[SideJoiner, SideJoiner], rows: JoinedRows) -> None:

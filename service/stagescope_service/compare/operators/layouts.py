@@ -21,10 +21,8 @@ from stagescope_wire.render import counted
 
 AXES: Final = ("dp", "cp", "tp", "sp", "ep", "etp")
 """Outermost first."""
-ROW_AXES: Final = ("dp", "rank")
-"""Axes along which ranks may hold other rows of a batch."""
-UNKNOWN_AXIS: Final = "rank"
-"""The only axis of ranks whose layout is not known."""
+ROW_AXIS: Final = "dp"
+"""The axis along which ranks hold other rows of a batch."""
 SUM, MEAN, SAME, SKIP = "sum", "mean", "same", "skip"
 
 _LAYOUT: Final = re.compile(r"(?P<axis>[a-z]+)(?P<size>[1-9]\d{0,5})")
@@ -114,14 +112,17 @@ def grid_of(tables: Sequence[RankTable], side: str) -> tuple[Grid, list[RankTabl
         side: its name, for errors.
 
     Raises:
-        InvalidInput: their coordinates form no grid.
+        InvalidInput: their coordinates are not known, or form no grid.
     """
     tables = sorted(tables, key=lambda table: table.rank)
     if len(tables) == 1:
         return Grid((), (), (tables[0].rank,)), tables
-    if not all(table.coordinates for table in tables):
-        ranks = tuple(table.rank for table in tables)
-        return Grid((UNKNOWN_AXIS,), (len(tables),), ranks), tables
+    if unknown := [table.rank for table in tables if not table.coordinates]:
+        raise InvalidInput(
+            f"{counted(len(unknown), 'rank')} of side {side} reported no layout, rank {unknown[0]} "
+            "among them",
+            expected="a layout such as layout=dp2tp2, the outermost axis first",
+        )
     chosen: list[str] = []
     for axis in AXES:
         distinct = len({_place(table, chosen) for table in tables})
@@ -181,7 +182,7 @@ def read_rule(text: str) -> ShardRule:
             ways[axis] = int(how)
         elif how in (SUM, MEAN, SAME, SKIP):
             ways[axis] = how
-        if axis not in (*AXES, UNKNOWN_AXIS) or axis not in ways:
+        if axis not in AXES or axis not in ways:
             ways.clear()
             break
     if not pattern or not equals or not ways:

@@ -11,18 +11,16 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stagescope_service.compare.operators.layouts import MEAN, ROW_AXES, SAME, SKIP, SUM, Grid
+from stagescope_service.compare.operators.layouts import MEAN, ROW_AXIS, SAME, SKIP, SUM, Grid
 
 Shape = tuple[int, ...]
 Sizes = npt.NDArray[np.int64]
 """Sizes of one tensor on each rank: [*grid, dimension]."""
-
-DIFFERENT_DIMENSIONS: Final = "the ranks, or the sides, have another number of dimensions"
 
 
 @dataclasses.dataclass(slots=True)
@@ -199,7 +197,7 @@ def choose(
     if any(way == SKIP for way in ways.values()):
         return cannot_join(grid, "left out by a shard rule")
     if not candidates:
-        return cannot_join(grid, "the shapes of the ranks do not make the shape of the other side")
+        return cannot_join(grid, "no layout of its shards makes the tensor of the other side")
     allowed = [each for each in candidates if _follows(grid, each, ways)]
     if not allowed:
         return cannot_join(grid, "the shapes of the ranks do not allow what the shard rule says")
@@ -234,10 +232,10 @@ def _unusual(grid: Grid, dims: tuple[int | None, ...], *, of_parameter: bool) ->
     Ranks along `dp` hold other rows (the first dimension) and the same parameters. Other axes shard
     the last dimensions.
     """
-    rows = any(axis in ROW_AXES and dim is not None
+    rows = any(axis == ROW_AXIS and dim is not None
                for axis, dim in zip(grid.axes, dims, strict=True))  # fmt: skip
     order = (
-        (dim or 0) if axis in ROW_AXES else -(dim or 0)
+        (dim or 0) if axis == ROW_AXIS else -(dim or 0)
         for axis, dim in zip(grid.axes, dims, strict=True)
     )
     return (rows == of_parameter, *order)

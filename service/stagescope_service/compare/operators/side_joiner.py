@@ -12,11 +12,10 @@ import numpy as np
 
 from stagescope_service.compare.operators.calls import Flags, Floats, OperatorColumns
 from stagescope_service.compare.operators.differences import Thresholds
-from stagescope_service.compare.operators.layouts import ROW_AXES, ShardRule
+from stagescope_service.compare.operators.layouts import ROW_AXIS, ShardRule
 from stagescope_service.compare.operators.rank_side import NUMBERS, Side, Stats
 from stagescope_service.compare.operators.rank_tensors import statistics_of
 from stagescope_service.compare.operators.readings import (
-    DIFFERENT_DIMENSIONS,
     Reading,
     Shape,
     Sizes,
@@ -58,13 +57,10 @@ class SideJoiner:
         self._disagreements = side.disagreements(self._threshold)
 
     # --- reading ----------------------------------------------------------------------------
-    def read_tensor(self, row: int, sizes: Sizes | None, whole: Shape | None) -> None:
-        """Find out how the ranks make a tensor of shape `whole`."""
+    def read_tensor(self, row: int, sizes: Sizes | None, whole: Shape | None, reason: str) -> None:
+        """Find out how the ranks make a tensor of shape `whole`; without one, `reason` says why."""
         grid = self.side.grid
         if sizes is None or whole is None:
-            reason = "the shapes of the ranks do not make the shape of the other side"
-            if sizes is None:
-                reason = DIFFERENT_DIMENSIONS
             self.readings[row] = cannot_join(grid, reason)
             return
         placements = self.side.text("placements", row)
@@ -227,16 +223,16 @@ class SideJoiner:
     # --- what only the other side shows -----------------------------------------------------
     def scale_gradients(self, other: SideJoiner, partners: Mapping[int, int]) -> None:
         """Find the factor of gradients by the first that is sharded over rows, and apply it."""
-        over = [at for at, axis in enumerate(self.side.grid.axes) if axis in ROW_AXES]
-        if not over:
+        if ROW_AXIS not in self.side.grid.axes:
             return
-        ranks = self.side.grid.sizes[over[0]]
+        over = self.side.grid.axes.index(ROW_AXIS)
+        ranks = self.side.grid.sizes[over]
         gradients = [
             row
             for row, reading in sorted(self.readings.items())
             if not reading.reason
             and self.side.text("direction", row) in _GRADIENTS
-            and (reading.sharded(over[0]) or reading.partial[over[0]])
+            and (reading.sharded(over) or reading.partial[over])
         ]
         for row in gradients:
             reading = self.readings[row]

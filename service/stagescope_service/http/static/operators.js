@@ -24,7 +24,7 @@ const NOTHING = { earliest: null, tables: [], rows: [], next: null };
 
 /** Operators of a step, perhaps of one rank and stage. */
 export function operators(view, params) {
-  const { run, step, attempt, role, rank, stage, name, nonfinite, cursor } = params;
+  const { run, step, attempt, role, rank, stage, name, nonfinite, cursor, against, at } = params;
   const asked = { run, attempt, role, stage };
   const path = (rest, more = {}) => url(`/steps/${part(step)}/operators${rest}`, { ...asked, ...more });
   const concerns = (event) => event.event === "capture" && event.run === run;
@@ -58,6 +58,18 @@ export function operators(view, params) {
   view.place(new Figure({
     name: "operators", title: "Values in execution order", params: { ...asked, step, rank }, concerns,
   }));
+  view.add(form({}, ({ against: other, at: of }) => choose({ against: other.value, at: of.value || null }),
+    h("label", { for: "against" }, "Compare with run"), h("input#against", { name: "against", value: against ?? "" }),
+    h("label", { for: "at" }, "step"), h("input#at", { name: "at", type: "number", min: "0", value: at ?? step }),
+    h("button", {}, "Compare")));
+  if (against) {
+    // All ranks together, so that runs of other parallel layouts compare, too.
+    const other = { b_run: against, b_step: at, ...(rank === undefined ? { b_ranks: "all" } : {}) };
+    view.place(new Figure({
+      name: "operator-divergence", title: `Compared with ${against}`, concerns,
+      params: { ...asked, step, ...(rank === undefined ? { ranks: "all" } : { rank }), ...other },
+    }));
+  }
   view.add(form({}, ({ name: text, nonfinite: box }) =>
     choose({ name: text.value, nonfinite: box.checked ? "1" : null, cursor: null }),
     h("label", { for: "name" }, "Name contains"), h("input#name", { name: "name", value: name ?? "" }),

@@ -115,6 +115,29 @@ def test_sums_of_parts_are_not_concatenated(tensors: bool, tmp_path: Path) -> No
     assert (first["a"]["max"] is None, first["a"]["mean"] is None) == (not tensors, False)
 
 
+def test_both_sides_may_have_several_ranks(tmp_path: Path) -> None:
+    """Column-parallel over two ranks and over four; rank 2 of the four has another weight."""
+
+    def side(count: int, name: str, faulty: int | None = None) -> list[RankTable]:
+        parts = np.split(WEIGHT, count)
+        if faulty is not None:
+            parts[faulty] = parts[faulty] * np.float32(1.5)
+        return [
+            rank_table(
+                tmp_path / name, rank, linear(HIDDEN, part, HIDDEN @ part.T), {"tp": rank},
+                tensors=True,
+            )
+            for rank, part in enumerate(parts)
+        ]  # fmt: skip
+
+    two, thresholds = side(2, "two"), Thresholds(factor=100)
+    assert first_divergent(two, side(4, "four"), thresholds).same
+    found = first_divergent(two, side(4, "faulty", 2), thresholds)
+    assert found.layouts == ["tp 2", "tp 4"]
+    assert found.first is not None
+    assert [(s["side"], s["rank"]) for s in found.first["shards"]] == [("a", 1), ("b", 2)]
+
+
 def test_a_replica_that_differs_is_named(tmp_path: Path) -> None:
     ranks = column_parallel()
     changed = HIDDEN.copy()
@@ -232,7 +255,9 @@ def test_what_cannot_be_put_together_is_said(tmp_path: Path) -> None:
     ranks: list[Calls] = [{name: {"output": [HIDDEN[:, :5]]}} for _ in range(2)]
     found = compare(tmp_path, ranks, {name: {"output": [HIDDEN]}})
     assert (found.compared, found.not_joined) == (0, 1)
-    assert "do not make the shape of the other side" in found.unjoined[0]["reason"]
+    assert found.unjoined[0]["reason"] == (
+        "[4, 5, 16] of 2 ranks and [4, 6, 16] make no tensor in common"
+    )
 
 
 @pytest.mark.parametrize("layout", ["tp2", "xp4", "tp2tp2", "2", ""])

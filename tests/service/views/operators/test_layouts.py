@@ -7,17 +7,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
 from tests.support.dumps import dumped
+from tests.support.page import visiting
 from tests.support.parallel_decoder import FAULTS, FAULTY_RANK
 
 import stagescope
 from stagescope.operators import Divergence
+from stagescope_service.commands.importing import import_dump
+from stagescope_service.dumps.discover import open_dump
 from stagescope_wire.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 TP, DP = 2, 2
 STEPS = {name: step for step, name in enumerate(FAULTS, 1)}
@@ -138,9 +144,8 @@ def test_the_command_names_operator_and_shard(running: Service) -> None:
 
 
 def test_a_layout_that_is_not_known_is_asked_for(session: stagescope.Session) -> None:
-    found = against_one(session, "healthy", run="silent")
-    assert found["layouts"] == ["rank 4", None]
-    assert found["not_joined"] > 100
+    with pytest.raises(InvalidInput, match="reported no layout"):
+        against_one(session, "healthy", run="silent")
     with pytest.raises(InvalidInput, match="is of 8 ranks, and 4 dumped"):
         against_one(session, "healthy", layout="dp4tp2")
 
@@ -148,3 +153,28 @@ def test_a_layout_that_is_not_known_is_asked_for(session: stagescope.Session) ->
 def test_without_a_rank_of_the_layout_nothing_is_put_together(session: stagescope.Session) -> None:
     with pytest.raises(InvalidInput, match="no dump of tp 1"):
         session.divergence({"run": "four", "step": 1, "ranks": "0"}, {"run": "one"})
+
+
+def test_directories_of_statistics_compare_too(running: Service, dumps: Path) -> None:
+    """An import copies msprobe's statistics alone; they name the replica that differs."""
+    with running.session("operate") as session:
+        for name, run in (("four/weight", "imported"), ("one/healthy", "imported-one")):
+            assert import_dump(session, open_dump(dumps / name), run)["problems"] == []
+        found = session.divergence(
+            {"run": "imported", "step": 1, "ranks": "all", "layout": "dp2tp2"},
+            {"run": "imported-one"},
+        )
+    assert found["first"]["a"]["name"] == "Functional.linear.6.forward"
+    assert [shard["rank"] for shard in found["first"]["shards"]] == [FAULTY_RANK]
+
+
+def test_the_page_compares_with_another_run(browser: Browser, running: Service) -> None:
+    with visiting(browser, running) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(running.tokens.read)
+        visit.go(f"#/runs/four/steps/{STEPS['kernel']}/operators")
+        visit.settle()
+        visit.page.fill("#against", "one")
+        visit.page.click("button:text-is('Compare')")
+        visit.wait_until("document.body.innerText.includes('in rank 3 of a (dp 1, tp 1)')")
+        assert "Compared with one" in visit.page.inner_text("main")
