@@ -189,6 +189,8 @@ def _ways(joined: JoinedTables) -> dict[str, int]:
         for reading in readings.values()
         if reading.grid.axes and not reading.reason
     )
+    if joined.sizes:
+        ways["a size of the shard"] = joined.sizes
     return dict(ways.most_common())
 
 

@@ -61,6 +61,7 @@ class JoinedTables(NamedTuple):
         left_out: which rows of each table cannot be compared.
         readings: how each row of each side was put together.
         scales: factor of the gradients of each side.
+        sizes: number of values that are sizes of shards.
     """
 
     a: OperatorColumns
@@ -69,6 +70,7 @@ class JoinedTables(NamedTuple):
     left_out: tuple[Flags, Flags]
     readings: tuple[Mapping[int, Reading], Mapping[int, Reading]]
     scales: tuple[float, float]
+    sizes: int
 
 
 def join_ranks(
@@ -101,7 +103,7 @@ def join_ranks(
     tables = [side.table() for side in sides]
     return JoinedTables(
         tables[0], tables[1], paired, left_out, (sides[0].readings, sides[1].readings),
-        (sides[0].scale, sides[1].scale),
+        (sides[0].scale, sides[1].scale), len(sides[0].values) + len(sides[1].values),
     )  # fmt: skip
 
 

@@ -45,10 +45,11 @@ class SideJoiner:
         self.side = side
         self.readings: dict[int, Reading] = {}
         self.scale = 1.0
+        self.values: dict[int, str] = {}
+        """Row of a size of the shard -> the size of the whole."""
         self._rules = rules
         self._sizes: dict[int, Sizes] = {}
         self._wholes: dict[int, Shape] = {}
-        self._values: dict[int, str] = {}
         self._merged: Stats = side.numbers.reshape(len(NUMBERS), -1, side.base.rows)[:, 0].copy()
         self._known: Flags = side.known.reshape(len(NUMBERS), -1, side.base.rows)[:, 0].copy()
         self._assignments: dict[tuple[bytes, Shape], list[tuple[int | None, ...]]] = {}
@@ -106,7 +107,7 @@ class SideJoiner:
             if self.side.text("type", row) in ("int", "float", "slice", "torch.Size"):
                 self.readings[row] = cannot_join(self.side.grid, "a value that depends on the rank")
         elif values[0] != other and _is_size(values[0], other, self.side.grid.sizes):
-            self._values[row] = other or ""
+            self.values[row] = other or ""
 
     def find_sums(self) -> None:
         """Find out which tensors are sums of parts, and which replicas differ."""
@@ -176,8 +177,7 @@ class SideJoiner:
         summed = tuple(at for at, axis in enumerate(left) if reading.partial[axis])
         if summed:
             numbers, known = self._summed(row, reading, cut, numbers, known, summed)
-            counts = np.take(counts.reshape(counts.shape), 0, summed[0])
-            for at in sorted(summed[1:], reverse=True):
+            for at in reversed(summed):
                 counts = np.take(counts, 0, at)
         numbers = numbers.reshape(len(NUMBERS), -1)
         known = known.reshape(len(NUMBERS), -1)
@@ -343,7 +343,7 @@ class SideJoiner:
                 texts["checksum"][row] = None
         numbers = {name: self._merged[at] for at, name in enumerate(NUMBERS)}
         known_numbers = {name: self._known[at] for at, name in enumerate(NUMBERS)}
-        return self.side.base.replaced({**texts, "value": self._values}, numbers, known_numbers)
+        return self.side.base.replaced({**texts, "value": self.values}, numbers, known_numbers)
 
 
 def _is_size(one: str | None, other: str | None, sizes: Sequence[int]) -> bool:

@@ -138,6 +138,18 @@ def test_both_sides_may_have_several_ranks(tmp_path: Path) -> None:
     assert [(s["side"], s["rank"]) for s in found.first["shards"]] == [("a", 1), ("b", 2)]
 
 
+def test_gradients_of_replicas_are_summed_over_every_axis(tmp_path: Path) -> None:
+    """A norm's gradient before it is reduced over rows and over the sequence."""
+    name = "Module.norm.LayerNorm.parameters_grad.0"
+    parts = MADE.normal(size=(4, 16)).astype(np.float32)
+    ranks: list[Calls] = [{name: {"weight": [part]}} for part in parts]
+    whole: Calls = {name: {"weight": [parts.sum(axis=0)]}}
+    for tensors in (True, False):
+        path = tmp_path / str(tensors)
+        found = compare(path, ranks, whole, layout="dp2tp2", tensors=tensors)
+        assert (found.same, found.joined) == (True, {"sum over dp, sum over tp": 1})
+
+
 def test_a_replica_that_differs_is_named(tmp_path: Path) -> None:
     ranks = column_parallel()
     changed = HIDDEN.copy()
@@ -202,6 +214,7 @@ def test_sizes_of_shards_are_no_difference(tmp_path: Path) -> None:
     parts = np.split(HIDDEN, 2, -1)
     found = compare(tmp_path, [view(part, 8, 0) for part in parts], view(HIDDEN, 16, 0))
     assert (found.same, found.not_joined) == (True, 0)
+    assert found.joined["a size of the shard"] == 1
     # An offset into the vocabulary depends on the rank.
     ranks = [view(part, 8, 8 * at) for at, part in enumerate(parts)]
     found = compare(tmp_path / "offset", ranks, view(HIDDEN, 16, 0))
