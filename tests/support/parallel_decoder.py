@@ -16,6 +16,12 @@ from typing import Any, Final
 import torch
 from tests.support.dumps import capture
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 WIDTH: Final = 16
@@ -220,6 +226,39 @@ FAULTS: Final[Mapping[str, Callable[[ParallelDecoder], None]]] = {
 }  # fmt: skip
 
 
+DTENSORS: Final = "dtensors"
+"""A scenario: torch's own tensor parallelism, whose parameters are DTensors."""
+
+
+class _Mlp(nn.Module):
+    """Rows -> rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        changed: torch.Tensor = self.down(functional.silu(self.up(hidden)))
+        return changed
+
+
+def _parallel_mlp(tp: int, dp: int) -> nn.Module:
+    model = nn.Sequential(_Mlp())
+    if tp * dp > 1:
+        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model[0], mesh["tp"], plan)
+    return model
+
+
+def _run_mlp(model: nn.Module, rank: int, tp: int, dp: int) -> None:
+    made = torch.Generator().manual_seed(0)
+    rows = torch.randn(ROWS, TOKENS, WIDTH, generator=made).chunk(dp)[rank // tp]
+    torch.autograd.backward(model(rows).square().mean())
+
+
 def token_ids() -> torch.Tensor:
     return torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) * 7 % VOCABULARY
 
@@ -242,10 +281,15 @@ def main(rank: int, tp: int, dp: int, store: str, out: Path, scenarios: list[str
         group = Group(rank % tp, tp, groups[rank // tp])
     tokens = token_ids().chunk(dp)[rank // tp]
     for scenario in scenarios:
-        model = ParallelDecoder(group)
-        if rank == FAULTY_RANK or tp * dp == 1:
-            FAULTS[scenario](model)
-        body = functools.partial(run, model, tokens)
+        model: nn.Module
+        if scenario == DTENSORS:
+            model = _parallel_mlp(tp, dp)
+            body = functools.partial(_run_mlp, model, rank, tp, dp)
+        else:
+            model = decoder = ParallelDecoder(group)
+            if rank == FAULTY_RANK or tp * dp == 1:
+                FAULTS[scenario](decoder)
+            body = functools.partial(run, decoder, tokens)
         made = out / "made" / scenario / str(rank)
         found = capture(made, model, task="tensor", body=body, rank=rank)
         shutil.copytree(found, out / scenario / f"rank{rank}")

@@ -83,14 +83,15 @@ class ShardFinder:
                 return self._named(at, differing, "sum" if reading.is_partial else "values")
         if reading.is_partial:
             return []
-        return self._named(
-            at, dict.fromkeys(self._beyond(at, row, partner, reading, threshold)), "extremes"
-        )
+        beyond = self._beyond(at, row, partner, reading, threshold)
+        return self._named(at, dict.fromkeys(beyond), "extremes")
 
     def _named(
         self, at: int, ranks: Mapping[int, float | None], evidence: str
     ) -> list[FaultyShard]:
         grid = self._sides[at].grid
+        if len(ranks) == len(grid.ranks):
+            return []  # that names no rank; if rows are in another order, all ranks differ
         return [
             {
                 "side": "ab"[at], "rank": grid.ranks[each], "coordinates": grid.coordinates(each),
@@ -148,8 +149,7 @@ class ShardFinder:
             else:
                 if best is None or len(found) < len(best):
                     best = found
-        # If all differ, their rows may be in another order: that names no rank.
-        return None if best is None or len(best) == len(side.grid.ranks) else best
+        return best
 
 
 def _sum(side: Side, row: int, ranks: Sequence[int], reading: Reading) -> Float64 | None:

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -88,42 +87,27 @@ def cannot_join(grid: Grid, reason: str) -> Reading:
     return Reading(grid, (None,) * len(grid.axes), reason=reason)
 
 
-def read_placements(grid: Grid, text: str, sizes: Sizes) -> tuple[Reading, Sizes]:
-    """Return how the shards of a DTensor are put together, and the sizes of its shards.
+def ways_of_placements(grid: Grid, text: str | None) -> dict[str, int | str]:
+    """Return axis -> how a DTensor is put together, as far as its placements say it.
 
-    msprobe records the shape of the whole tensor, and the numbers of the shard.
+    msprobe records the shape and the numbers of the shard. Of what a backward call returns it
+    records the placements of another tensor, so that replicas are not taken from them.
 
     Args:
         grid: the ranks; each of its axes is a dimension of the device mesh, in the same order.
         text: msprobe's placements, such as `[{"Shard": {"dim": 0}}]`.
-        sizes: the recorded shapes.
     """
     try:
-        return _read_placements(grid, json.loads(text), sizes)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return cannot_join(grid, f"a DTensor with the placements {text:.100}"), sizes
-
-
-def _read_placements(
-    grid: Grid, placements: Sequence[Mapping[str, Any]], sizes: Sizes
-) -> tuple[Reading, Sizes]:
-    if len(placements) != len(grid.axes):
-        return cannot_join(grid, f"a DTensor on a mesh that is not {grid.text()}"), sizes
-    found, local = Reading(grid, (None,) * len(grid.axes), is_given=True), sizes.copy()
-    dims: list[int | None] = []
-    for axis, placement in enumerate(placements):
-        dim = placement["Shard"]["dim"] if "Shard" in placement else None
-        dims.append(dim)
-        found.partial[axis] = "Partial" in placement
-        found.mean |= (placement.get("Partial") or {}).get("reduce_op") == "avg"
-        if dim is not None:
-            # As `torch.chunk`: the last shards may be smaller, or empty.
-            index = np.arange(grid.sizes[axis]).reshape(
-                [-1 if each == axis else 1 for each in range(len(grid.axes))]
-            )
-            chunk = -(-local[..., dim] // grid.sizes[axis])
-            local[..., dim] = np.clip(local[..., dim] - index * chunk, 0, chunk)
-    return dataclasses.replace(found, dims=tuple(dims)), local
+        placements = json.loads(text or "[]")
+        found: dict[str, int | str] = {}
+        for axis, placement in zip(grid.axes, placements, strict=True):
+            if "Shard" in placement:
+                found[axis] = int(placement["Shard"]["dim"])
+            elif "Partial" in placement:
+                found[axis] = MEAN if placement["Partial"].get("reduce_op") == "avg" else SUM
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return {}  # none, of another mesh, or of another form
+    return found
 
 
 def whole_shape(one: Sizes, other: Sizes) -> Shape | None:
@@ -198,7 +182,7 @@ def choose(
         return cannot_join(grid, "left out by a shard rule")
     if not candidates:
         return cannot_join(grid, "no layout of its shards makes the tensor of the other side")
-    allowed = [each for each in candidates if _follows(grid, each, ways)]
+    allowed = [each for each in candidates if follows(grid, each, ways)]
     if not allowed:
         return cannot_join(grid, "the shapes of the ranks do not allow what the shard rule says")
 
@@ -218,7 +202,8 @@ def choose(
     )
 
 
-def _follows(grid: Grid, dims: tuple[int | None, ...], ways: Mapping[str, int | str]) -> bool:
+def follows(grid: Grid, dims: tuple[int | None, ...], ways: Mapping[str, int | str]) -> bool:
+    """Return whether an assignment is what `ways` says."""
     for axis, dim in zip(grid.axes, dims, strict=True):
         way = ways.get(axis)
         if way is not None and dim != (None if way in (SUM, MEAN, SAME) else way):

@@ -22,7 +22,8 @@ from stagescope_service.compare.operators.readings import (
     assignments,
     cannot_join,
     choose,
-    read_placements,
+    follows,
+    ways_of_placements,
 )
 from stagescope_service.dumps.msprobe.operators import non_finite_kind
 
@@ -64,11 +65,6 @@ class SideJoiner:
         if sizes is None or whole is None:
             self.readings[row] = cannot_join(grid, reason)
             return
-        placements = self.side.text("placements", row)
-        if placements is not None and grid.axes:
-            self.readings[row], self._sizes[row] = read_placements(grid, placements, sizes)
-            self._wholes[row] = whole
-            return
         key = (sizes.tobytes(), whole)
         if key not in self._assignments:
             self._assignments[key] = assignments(sizes, whole)
@@ -76,10 +72,15 @@ class SideJoiner:
         if grid.axes and self._rules:
             name = self.side.name_of(row)
             ways = next((rule.ways for rule in self._rules if rule.matches(name)), {})
-        disagreements = self._disagreements[:, row].tolist()
+        candidates = self._assignments[key]
+        if not ways and (placements := self.side.text("placements", row)):
+            ways = ways_of_placements(grid, placements)
+            if not any(follows(grid, dims, ways) for dims in candidates):
+                ways = {}
         self.readings[row] = choose(
-            grid, self._assignments[key], disagreements, ways, of_parameter=self._of_parameter(row)
-        )
+            grid, candidates, self._disagreements[:, row].tolist(), ways,
+            of_parameter=self._of_parameter(row),
+        )  # fmt: skip
         self._sizes[row], self._wholes[row] = sizes, whole
 
     def _of_parameter(self, row: int) -> bool:

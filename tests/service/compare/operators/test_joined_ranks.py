@@ -19,6 +19,7 @@ from stagescope_service.compare.operators.divergence_answer import OperatorDiver
 from stagescope_service.compare.operators.layouts import RankTable, read_layout, read_rule
 from stagescope_service.dumps.formats.msprobe_directory import TENSOR_FOLDER
 from stagescope_wire.errors import InvalidInput
+from stagescope_wire.nonfinite import Json
 
 Array = npt.NDArray[Any]
 Calls = Mapping[str, Mapping[str, Sequence[Any]]]
@@ -245,22 +246,28 @@ def test_a_bias_that_is_added_after_the_sum_is_not_missing(tmp_path: Path) -> No
     assert "such as a bias" in found.unjoined[0]["reason"]
 
 
-def test_shards_of_a_dtensor_have_the_shape_of_the_whole(tmp_path: Path) -> None:
-    name = "Module.up.Linear.parameters_grad.0"
+def test_the_placements_of_a_dtensor_say_how_it_is_put_together(tmp_path: Path) -> None:
+    name = "Torch.foreign.0.forward"
 
-    def table(folder: str, value: Array, **fields: object) -> Path:
-        described_value = {**described(value, ""), "shape": [5, 16], **fields}
-        data = {"task": "statistics", "level": "L0", "data": {name: {"weight": [described_value]}}}
+    def table(folder: str, value: Array, placements: Json) -> Path:
+        output = [{**described(value, ""), "placements": placements}]
+        data = {"task": "statistics", "level": "L1", "data": {name: {"output": output}}}
         return tabled(tmp_path / folder, json.dumps(data))[0]
 
-    gradient = HIDDEN[0, :5]
-    shard = [{"Shard": {"dim": 0}}]
-    ranks = [
-        RankTable(rank, table(str(rank), part, placements=shard), {"dp": rank})
-        for rank, part in enumerate(np.split(gradient, [3]))
-    ]
-    found = first_divergent(ranks, table("one", gradient), Thresholds(factor=100))
-    assert (found.same, found.joined) == (True, {"dimension 0 over dp": 1})
+    def compared(folder: str, parts: Sequence[Array], *placements: Json) -> OperatorDivergence:
+        ranks = [
+            RankTable(rank, table(f"{folder}{rank}", part, [*placements]), {"tp": rank})
+            for rank, part in enumerate(parts)
+        ]
+        return first_divergent(ranks, table("one", HIDDEN, None), Thresholds(factor=100))
+
+    halves = [HIDDEN * np.float32(weight) for weight in (0.25, 0.75)]
+    found = compared("sum", halves, {"Partial": {"reduce_op": "sum"}})
+    assert (found.same, found.joined) == (True, {"sum over tp": 1})
+    # Placements that the shapes contradict do not count, as those of backward calls.
+    for number, wrong in enumerate(({"Shard": {"dim": 1}}, {"Shard": 7}, [], "Shard")):
+        found = compared(f"wrong{number}", [HIDDEN, HIDDEN], wrong)
+        assert (found.same, found.joined) == (True, {"the same over tp": 1})
 
 
 def test_what_cannot_be_put_together_is_said(tmp_path: Path) -> None:

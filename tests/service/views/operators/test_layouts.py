@@ -14,7 +14,7 @@ from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
 from tests.support.dumps import dumped
 from tests.support.page import visiting
-from tests.support.parallel_decoder import FAULTS, FAULTY_RANK
+from tests.support.parallel_decoder import DTENSORS, FAULTS, FAULTY_RANK
 
 import stagescope
 from stagescope.operators import Divergence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 TP, DP = 2, 2
-STEPS = {name: step for step, name in enumerate(FAULTS, 1)}
+STEPS = {name: step for step, name in enumerate([*FAULTS, DTENSORS], 1)}
 FAULTY = {"side": "a", "rank": FAULTY_RANK, "coordinates": {"dp": 1, "tp": 1}}
 
 
@@ -43,8 +43,8 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
             stdout=subprocess.DEVNULL, env=environment,
         )  # fmt: skip
 
-    processes = [start(rank, TP, DP, "four", [*FAULTS]) for rank in range(TP * DP)]
-    processes.append(start(0, 1, 1, "one", ["healthy"]))
+    processes = [start(rank, TP, DP, "four", [*FAULTS, DTENSORS]) for rank in range(TP * DP)]
+    processes.append(start(0, 1, 1, "one", ["healthy", DTENSORS]))
     try:
         assert [process.wait(240) for process in processes] == [0] * 5
     finally:
@@ -59,8 +59,9 @@ def running(tmp_path_factory: pytest.TempPathFactory, dumps: Path) -> Iterator[S
     """Run `four` reports its layout, run `silent` reports none, run `one` has one rank."""
     with service(tmp_path_factory.mktemp("home")) as found:
         one = Rank(found, run="one", world_size=1)
-        for step in STEPS.values():
-            dumped(found, one, dumps / "one/healthy/rank0", step, part="one")
+        for name, step in STEPS.items():
+            folder = DTENSORS if name == DTENSORS else "healthy"
+            dumped(found, one, dumps / "one" / folder / "rank0", step, part="one")
         for run in ("four", "silent"):
             for rank in range(TP * DP):
                 layout = {"dp_rank": rank // TP, "dp_size": DP, "tp_rank": rank % TP, "tp_size": TP}
@@ -103,6 +104,13 @@ def test_healthy_layouts_are_the_same(session: stagescope.Session) -> None:
     assert found["gradient_scales"] == [2.0, 1.0]
     # The ids that a rank looks up in its part of the vocabulary are its own.
     assert {row["name"] for row in found["unjoined"]} == {"Functional.embedding.0.forward"}
+
+
+def test_tensor_parallelism_of_torch_itself_is_the_same(session: stagescope.Session) -> None:
+    found = against_one(session, DTENSORS)
+    assert found.same, found["first"]
+    assert (found["not_joined"], found["compared"] > 30) == (0, True)
+    assert "dimension 0 over dp, sum over tp" in found["joined"]
 
 
 @pytest.mark.parametrize(
@@ -177,4 +185,4 @@ def test_the_page_compares_with_another_run(browser: Browser, running: Service) 
         visit.page.fill("#against", "one")
         visit.page.click("button:text-is('Compare')")
         visit.wait_until("document.body.innerText.includes('in rank 3 of a (dp 1, tp 1)')")
-        assert "Compared with one" in visit.page.inner_text("main")
+        assert "four@1:3 actor 4 ranks" in visit.page.inner_text("main")
