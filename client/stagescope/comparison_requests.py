@@ -126,8 +126,8 @@ class ComparisonRequests(Connection):
             a, b: run, attempt, step, stage, role, rank, part, capture_id; `b` inherits missing
                 fields from `a`. `ranks` ("all", "0-3") instead of `rank` puts the tensors of
                 several ranks together, with the layout that they reported or `layout` ("dp2tp2").
-            factor: threshold in eps of the coarsest dtype up to that operator; default: 4, and 100
-                between devices or layouts of two kinds.
+            factor: threshold in eps of the coarsest dtype up to that operator; default: 4, 100
+                between devices of two kinds, and 8 (float32: 100) between layouts.
             by_dtype: dtype -> threshold of the relative difference; replaces `factor`.
             exact: every number must be equal.
             skip_sharded: skip tensors whose shard differs by rank.

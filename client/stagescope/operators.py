@@ -218,7 +218,18 @@ class Divergence(Record):
             lines += self._first_of(f"first_{name}", what, width)
         for name in ("a", "b"):
             lines += self._only_in(name, width)
-        return [*lines, *self._not_joined(width)]
+        return [*lines, *self._unequal(width), *self._not_joined(width)]
+
+    def _unequal(self, width: int) -> list[str]:
+        """Return the parameters whose replicas differ."""
+        rows = self.get("unequal_parameters") or []
+        lines = ["parameters that differ between ranks that should hold the same:"] if rows else []
+        for row in rows[:_UNJOINED_SHOWN]:
+            lines += wrapped("  ", row["name"], width)
+            ranks = ", ".join(f"rank {each['rank']} of {each['side']}" for each in row["shards"])
+            lines += wrapped("    ", f"{_argument_name(row)}: {ranks or 'every rank'}", width)
+        more = len(rows) - _UNJOINED_SHOWN
+        return lines + ([f"  ... {more} more"] if more > 0 else [])
 
     def _not_joined(self, width: int) -> list[str]:
         """Return the tensors of several ranks that were not compared, and why."""
@@ -235,10 +246,14 @@ class Divergence(Record):
     def _summary(self) -> str:
         counts = ", ".join(f"{count} {verdict}" for verdict, count in self["counts"].items())
         threshold = "exactly" if self["exact"] else f"within {self['factor']:g} eps"
+        for dtype, ratio in (self.get("by_dtype") or {}).items():
+            threshold += f" ({dtype}: {float(ratio):.3g})"
         sharded = f", {self['sharded']} shards left out" if self["sharded"] else ""
         ignored = "".join(
             f", {self[name]} {text}" for name, text in _IGNORED_ROWS.items() if self.get(name)
         )
+        if sums := self.get("sums_by_mean"):
+            sharded += f", {render.counted(sums, 'sum')} by the mean alone"
         return (
             f"{self['compared']} values of {self['paired']} calls compared {threshold}"
             f"{sharded}{ignored}; different: {counts or 'none'}"

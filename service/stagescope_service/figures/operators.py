@@ -14,15 +14,14 @@ import plotly.graph_objects as go
 
 from stagescope_service import figure_style as style
 from stagescope_service.compare.operators import comparison_process
-from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.dumps.msprobe.operator_query import CodedText, load_columns
 from stagescope_service.views.models.bodies import SideFields
 from stagescope_service.views.operators.comparisons import (
     TableSide,
-    default_factor,
     device_kind,
     find_sides,
     rank_tables,
+    thresholds_of,
 )
 from stagescope_service.views.operators.tables import (
     OperatorTable,
@@ -293,7 +292,7 @@ def divergence_info(deps: Dependencies, a: SideFields, b: SideFields) -> Diverge
     assert completed.step is not None
     one, other = find_sides(deps, (a, a.step), (completed, completed.step))
     devices = [device_kind(deps, side) for side in (one, other)]
-    thresholds = Thresholds(factor=default_factor(devices, (one, other)))
+    thresholds = thresholds_of(devices, (one, other))
     found = comparison_process.curve(
         rank_tables(deps, one, "a"),
         rank_tables(deps, other, "b"),

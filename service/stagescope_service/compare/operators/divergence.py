@@ -39,6 +39,7 @@ from stagescope_service.compare.operators.divergence_answer import (
     OperatorDivergence,
     SideCall,
     SideValue,
+    UnequalParameter,
     UnjoinedTensor,
 )
 from stagescope_service.compare.operators.faulty_shards import FaultyShard, ShardFinder
@@ -96,10 +97,11 @@ def first_divergent(
         for name in ("parameters", "grad")
     )
     joined = compared.joined
+    unequal = _unequal_parameters(compared)
     # Ranks of another layout call collectives, and what prepares these, in addition.
     is_same_calls = joined is not None or not (paired.only_a or paired.only_b)
     return OperatorDivergence(
-        same=not differing and is_same_calls,
+        same=not differing and not unequal and is_same_calls,
         first=rows[differing[0]] if differing else None,
         first_sections=_sections_of_first_call(found, differing),
         first_note=_note(found, differing[0]) if differing else None,
@@ -119,6 +121,8 @@ def first_divergent(
         exact_alignment=paired.exact,
         unjoined=[] if joined is None else _unjoined(joined)[:limit],
         joined={} if joined is None else _ways(joined),
+        unequal_parameters=unequal[:limit],
+        sums_by_mean=0 if joined is None else joined.sums_by_mean,
         layouts=[None, None] if compared.finder is None else compared.finder.layouts(),
         gradient_scales=[1.0, 1.0] if joined is None else list(joined.scales),
         **found.left_out,
@@ -179,6 +183,23 @@ def _unjoined(joined: JoinedTables) -> list[UnjoinedTensor]:
                     {"name": name, "section": section, "index": index, "reason": reading.reason},
                 )
     return list(rows.values())
+
+
+def _unequal_parameters(compared: _Compared) -> list[UnequalParameter]:
+    """Return the parameters whose replicas differ."""
+    joined, finder = compared.joined, compared.finder
+    if joined is None or finder is None:
+        return []
+    found: list[UnequalParameter] = []
+    for side, (table, rows) in enumerate(
+        zip((joined.a, joined.b), joined.unequal_parameters, strict=True)
+    ):
+        for row in rows:
+            section, index = (table.texts(each).text(row) for each in ("section", "index"))
+            name = table.call_text("name", int(table.call_of_row[row])) or ""
+            shards = finder.replicas(side, row)
+            found.append({"name": name, "section": section, "index": index, "shards": shards})
+    return found
 
 
 def _ways(joined: JoinedTables) -> dict[str, int]:

@@ -122,6 +122,18 @@ class UnjoinedTensor(Row):
     """Why it was not compared."""
 
 
+class UnequalParameter(Row):
+    """A parameter of which ranks should hold the same, and do not."""
+
+    name: Name
+    section: Section | None
+    """Section of the call that has it; null: unknown."""
+    index: str | None
+    """Which argument or result of the section: position and keys, joined by dots."""
+    shards: list[FaultyShard]
+    """The ranks that differ from the others, which are nearer to the other side."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class OperatorDivergence(Described):
     """The first operator in which two dumps differ, and counts of the other differences."""
@@ -169,6 +181,12 @@ class OperatorDivergence(Described):
     joined: dict[str, int]
     """How tensors of several ranks were put together -> number of tensors; empty: each side has one
     rank."""
+    unequal_parameters: list[UnequalParameter]
+    """The first parameters whose replicas differ in any bit that statistics show, also if the
+    difference is no larger than what rounding explains between the sides."""
+    sums_by_mean: int
+    """Number of sums of parts of which only the mean was compared, because there are no full
+    tensors, or too many."""
     layouts: list[str | None]
     """The layout of side `a` and of side `b`, such as `dp 2, tp 2`; null: one rank."""
     gradient_scales: list[float]

@@ -43,6 +43,8 @@ class ShardFinder:
     def __init__(self, sides: tuple[Side, Side], joined: JoinedTables) -> None:
         self._sides = sides
         self._joined = joined
+        for side in sides:  # sums may have used up what may be read
+            side.tensors.renew()
 
     def find(self, row_a: int, row_b: int, threshold: float, *, values: bool) -> list[FaultyShard]:
         """Return the ranks whose shards differ; empty if they are not known.
@@ -57,6 +59,10 @@ class ShardFinder:
             if self._sides[at].grid.axes:
                 found += self._of_side(at, *rows, threshold, values=values)
         return found
+
+    def replicas(self, at: int, row: int) -> list[FaultyShard]:
+        """Return the ranks whose replica of a row differs."""
+        return self._named(at, dict.fromkeys(self._joined.readings[at][row].differing), "replicas")
 
     def layouts(self) -> list[str | None]:
         """Return the layout of each side, None for one rank."""
@@ -137,6 +143,7 @@ class ShardFinder:
         best: dict[int, float | None] | None = None
         for fused in _FUSED:
             found: dict[int, float | None] = {}
+            equal = 0
             for ranks, box in boxes.items():
                 tensor = _sum(side, row, ranks, reading)
                 expected = _cut(whole, box, fused)
@@ -144,9 +151,12 @@ class ShardFinder:
                     break
                 with np.errstate(invalid="ignore"):
                     gap = float(np.max(np.abs(tensor - expected), initial=0.0)) / largest
+                equal += gap <= threshold
                 if not gap <= threshold:
                     found |= dict.fromkeys(ranks, gap)
             else:
+                if not equal:
+                    found = dict.fromkeys(range(len(side.grid.ranks)), None)
                 if best is None or len(found) < len(best):
                     best = found
         return best

@@ -62,6 +62,8 @@ class JoinedTables(NamedTuple):
         readings: how each row of each side was put together.
         scales: factor of the gradients of each side.
         sizes: number of values that are sizes of shards.
+        sums_by_mean: number of sums of which only the mean is known.
+        unequal_parameters: rows of each side that are parameters whose replicas differ.
     """
 
     a: OperatorColumns
@@ -71,6 +73,8 @@ class JoinedTables(NamedTuple):
     readings: tuple[Mapping[int, Reading], Mapping[int, Reading]]
     scales: tuple[float, float]
     sizes: int
+    sums_by_mean: int
+    unequal_parameters: tuple[list[int], list[int]]
 
 
 def join_ranks(
@@ -100,11 +104,18 @@ def join_ranks(
         side.scale_gradients(other, partners)
         side.settle(other, partners)
     left_out = _left_out(sides, rows)
-    tables = [side.table() for side in sides]
+    one, other = sides
     return JoinedTables(
-        tables[0], tables[1], paired, left_out, (sides[0].readings, sides[1].readings),
-        (sides[0].scale, sides[1].scale), len(sides[0].values) + len(sides[1].values),
-    )  # fmt: skip
+        one.table(),
+        other.table(),
+        paired,
+        left_out,
+        (one.readings, other.readings),
+        (one.scale, other.scale),
+        sizes=len(one.values) + len(other.values),
+        sums_by_mean=one.sums_by_mean() + other.sums_by_mean(),
+        unequal_parameters=(one.unequal_parameters(), other.unequal_parameters()),
+    )
 
 
 def _read_row(sides: tuple[SideJoiner, SideJoiner], rows: JoinedRows, at: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +18,26 @@ from stagescope_wire.errors import StagescopeError
 Float64 = npt.NDArray[np.float64]
 
 
+MAX_BYTES: Final = 4 << 30
+"""Most bytes that are read of the files of one side: about half a minute."""
+MAX_TENSOR_BYTES: Final = 256 << 20
+"""Most bytes of one file, which takes up to eight times as much memory."""
+
+
 class RankTensors:
     """Reads tensors of the ranks of one side."""
 
-    def __init__(self, tables: Sequence[RankTable]) -> None:
+    def __init__(self, tables: Sequence[RankTable], *, most_bytes: int = MAX_BYTES) -> None:
         self._tables = tables
+        self._most_bytes = self._bytes_left = most_bytes
         self._names: dict[int, CodedText] = {}
 
+    def renew(self) -> None:
+        """Allow as many bytes again."""
+        self._bytes_left = self._most_bytes
+
     def read(self, at: int, row: int) -> Float64 | None:
-        """Return a tensor in float64; None if there is no such file, or it cannot be read.
+        """Return a tensor in float64; None if there is no such file, or too much was read.
 
         Args:
             at: index of the rank's table.
@@ -41,8 +53,12 @@ class RankTensors:
             return None
         path = table.tensors / TENSOR_FOLDER / name
         try:
-            found = None if path.is_symlink() else read_content(path)
-        except StagescopeError:
+            size = 0 if path.is_symlink() else path.stat().st_size
+            if not 0 < size <= min(MAX_TENSOR_BYTES, self._bytes_left):
+                return None
+            self._bytes_left -= size
+            found = read_content(path)
+        except (OSError, StagescopeError):
             return None
         return _widened(found) if isinstance(found, FileTensor) else None
 

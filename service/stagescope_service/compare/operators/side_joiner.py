@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from stagescope_service.compare.operators.calls import Flags, Floats, OperatorColumns
-from stagescope_service.compare.operators.differences import Thresholds
+from stagescope_service.compare.operators.differences import EPS, Thresholds
 from stagescope_service.compare.operators.layouts import ROW_AXIS, ShardRule
 from stagescope_service.compare.operators.rank_side import NUMBERS, Side, Stats
 from stagescope_service.compare.operators.rank_tensors import statistics_of
@@ -35,6 +35,8 @@ _PARAMETERS_OF: Final[Mapping[str, tuple[str, ...]]] = {
 }  # fmt: skip
 """Function -> which of its arguments are parameters."""
 _GRADIENTS: Final = ("backward", "parameters_grad")
+_REPLICAS: Final = 4 * EPS["float32"]
+"""Relative difference up to which the statistics of replicas are equal."""
 _LOCAL_INDEXES: Final = "whole numbers that differ between the ranks, such as local indexes"
 _LOOKED_UP: Final = "each rank looked up its own part; the sum exists only in a later call"
 
@@ -56,7 +58,9 @@ class SideJoiner:
         self._assignments: dict[tuple[bytes, Shape], list[tuple[int | None, ...]]] = {}
         dtypes = side.base.by_text("dtype", thresholds.for_dtype, 0.0)[:-1].astype(np.float64)
         self._threshold: Floats = np.where(dtypes > 0, np.maximum.accumulate(dtypes), 0.0)
-        self._disagreements = side.disagreements(self._threshold)
+        # Replicas are copies: of coarse dtypes, too, nothing but the order of a sum may differ.
+        self._equal: Floats = np.where(dtypes > 0, _REPLICAS, 0.0)
+        self._disagreements = side.disagreements(self._equal)
 
     # --- reading ----------------------------------------------------------------------------
     def read_tensor(self, row: int, sizes: Sizes | None, whole: Shape | None, reason: str) -> None:
@@ -261,7 +265,7 @@ class SideJoiner:
                 self._take_farthest(row, reading, differing, other, partners[row])
 
     def _settle_sum(self, row: int, reading: Reading, other: SideJoiner, partner: int) -> None:
-        """Choose between a sum, a mean, and replicas of which one differs."""
+        """Choose between a sum, a mean, and replicas of which one is that of the other side."""
         means = (False,) if self.side.text("direction", row) in _GRADIENTS else (False, True)
         distances = {}
         for reading.mean in means:
@@ -270,10 +274,8 @@ class SideJoiner:
         if distances[reading.mean] > self._threshold[row]:
             partial, reading.partial = reading.partial, [False] * len(reading.partial)
             axes = [axis for axis, is_partial in enumerate(partial) if is_partial]
-            if (
-                min(self._of_replicas(row, reading, axes, other, partner).values())
-                > (self._threshold[row])
-            ):
+            replicas = self._of_replicas(row, reading, axes, other, partner)
+            if min(replicas.values()) > self._threshold[row]:
                 reading.partial = partial
         self._store(row, self._merge(row, reading))
 
@@ -317,13 +319,30 @@ class SideJoiner:
             cuts.append(tuple(cut))
         one, other_numbers = (numbers[(slice(None), *cut)] for cut in cuts)
         with np.errstate(invalid="ignore"):
-            near = np.abs(one - other_numbers) <= self._threshold[row] * np.abs(other_numbers)
+            near = np.abs(one - other_numbers) <= self._equal[row] * np.abs(other_numbers)
         unequal = ~(near | (one == other_numbers) | (np.isnan(one) & np.isnan(other_numbers)))
         named = ranks[cuts[0]][unequal.any(axis=0)]
         reading.differing = tuple(np.asarray(named).reshape(-1).tolist())
         for axis, index in zip(differing, farthest, strict=True):
             reading.replica[axis] = index
         self._store(row, self._merge(row, reading))
+
+    def unequal_parameters(self) -> list[int]:
+        """Return the rows of parameters whose replicas differ, however little."""
+        return [
+            row
+            for row, reading in sorted(self.readings.items())
+            if reading.differing
+            and self._of_parameter(row)
+            and self.side.text("direction", row) not in _GRADIENTS
+        ]
+
+    def sums_by_mean(self) -> int:
+        """Return the number of sums of which only the mean is known."""
+        return sum(
+            reading.is_partial and not reading.reason and not self._known[1, row]
+            for row, reading in self.readings.items()
+        )
 
     # --- the result -------------------------------------------------------------------------
     def table(self) -> OperatorColumns:

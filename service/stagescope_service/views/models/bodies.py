@@ -383,8 +383,8 @@ class DivergenceRequest(SidesRequest):
     factor: Annotated[
         float | None,
         _field(
-            "The threshold as a factor: times the eps of the coarsest dtype; default: 4, or 100 "
-            "where the devices or the layouts are of two kinds.",
+            "The threshold as a factor: times the eps of the coarsest dtype; default: 4, 100 "
+            "where the devices are of two kinds, 8 (float32: 100) where the layouts are.",
             ge=0,
             lt=1e300,
         ),

@@ -246,6 +246,8 @@ class Divergence(OperatorDivergence):
     `exact`."""
     exact: bool
     """Whether every number had to be equal."""
+    by_dtype: dict[str, float]
+    """dtype -> relative difference that counts, a ratio, instead of factor times eps."""
 
 
 class TensorPair(Model):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
 from stagescope_service.compare.operators import comparison_process
-from stagescope_service.compare.operators.differences import Thresholds
+from stagescope_service.compare.operators.differences import EPS, Thresholds
 from stagescope_service.compare.operators.layouts import (
     AXES,
     RankTable,
@@ -42,23 +42,40 @@ from stagescope_wire.errors import (
 from stagescope_wire.links import Link
 
 OTHER_DEVICE: Final = 100.0
-"""The factor of the thresholds where the two sides ran on devices or in layouts of two kinds."""
+"""The factor of the thresholds where the two sides ran on devices of different kinds."""
+OTHER_LAYOUT: Final = 8.0
+"""The factor where they ran in two layouts; 100 for float32."""
 
 _SIDES_LISTED: Final = 8
 _SHARDING: Final = ("tp", "cp", "etp")
 """Axes along which every rank holds a part of a tensor."""
 
 
-def default_factor(devices: Sequence[str | None], sides: Sequence[TableSide] = ()) -> float:
-    """Return the factor of the thresholds of two sides.
+def thresholds_of(
+    devices: Sequence[str | None],
+    sides: Sequence[TableSide],
+    *,
+    factor: float | None = None,
+    by_dtype: Mapping[str, float] | None = None,
+    exact: bool = False,
+) -> Thresholds:
+    """Return the thresholds of two sides.
 
     Args:
         devices: the kinds of their devices.
         sides: both sides; several ranks add numbers in another order.
+        factor, by_dtype, exact: of the asker.
     """
-    other_device = None not in devices and devices[0] != devices[1]
-    other_layout = any(side.ranks for side in sides)
-    return OTHER_DEVICE if other_device or other_layout else Thresholds().factor
+    given = {name.removeprefix("torch."): value for name, value in (by_dtype or {}).items()}
+    if factor is None:
+        factor = Thresholds().factor
+        if None not in devices and devices[0] != devices[1]:
+            factor = OTHER_DEVICE
+        elif any(side.ranks for side in sides):
+            # Coarse dtypes hide the order of a sum; it adds up over the layers in float32.
+            factor = OTHER_LAYOUT
+            given = {"float32": OTHER_DEVICE * EPS["float32"], **given}
+    return Thresholds(factor=factor, by_dtype=given, exact=exact)
 
 
 def device_kind(deps: Dependencies, side: TableSide) -> str | None:
@@ -251,11 +268,8 @@ def find_divergence(deps: Dependencies, body: DivergenceRequest) -> JsonObject:
     """Return the first operator in which two dumps differ."""
     a, b = find_sides(deps, *body.sides())
     devices = [device_kind(deps, side) for side in (a, b)]
-    by_dtype = body.by_dtype or {}
-    thresholds = Thresholds(
-        factor=default_factor(devices, (a, b)) if body.factor is None else body.factor,
-        by_dtype={name.removeprefix("torch."): value for name, value in by_dtype.items()},
-        exact=body.exact,
+    thresholds = thresholds_of(
+        devices, (a, b), factor=body.factor, by_dtype=body.by_dtype, exact=body.exact
     )
     result = comparison_process.divergence(
         rank_tables(deps, a, "a"),
@@ -271,6 +285,7 @@ def find_divergence(deps: Dependencies, body: DivergenceRequest) -> JsonObject:
         "b": {**b.heading(), "device": devices[1]},
         "factor": None if thresholds.exact else thresholds.factor,
         "exact": thresholds.exact,
+        "by_dtype": {} if thresholds.exact else dict(thresholds.by_dtype),
         **result,
     }
 

@@ -17,6 +17,7 @@ from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.compare.operators.divergence import first_divergent
 from stagescope_service.compare.operators.divergence_answer import OperatorDivergence
 from stagescope_service.compare.operators.layouts import RankTable, read_layout, read_rule
+from stagescope_service.compare.operators.rank_tensors import RankTensors
 from stagescope_service.dumps.formats.msprobe_directory import TENSOR_FOLDER
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.nonfinite import Json
@@ -101,7 +102,7 @@ def test_shards_of_columns_and_replicas(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tensors", [True, False])
 def test_sums_of_parts_are_not_concatenated(tensors: bool, tmp_path: Path) -> None:
     found = compare(tmp_path, row_parallel(), WHOLE, tensors=tensors)
-    assert (found.same, found.compared) == (True, 3)
+    assert (found.same, found.compared, found.sums_by_mean) == (True, 3, 0 if tensors else 1)
     assert found.joined == {
         "dimension 2 over tp": 1, "dimension 1 over tp": 1, "sum over tp": 1,
     }  # fmt: skip
@@ -162,6 +163,19 @@ def test_a_replica_that_differs_is_named(tmp_path: Path) -> None:
     assert (shard["rank"], shard["coordinates"], shard["evidence"]) == (1, {"tp": 1}, "replicas")
 
 
+def test_a_parameter_of_replicas_must_agree_in_every_bit(tmp_path: Path) -> None:
+    """A difference that rounding explains between the sides is none between copies."""
+    changed = WEIGHT * np.float32(1 + 5e-6)
+    rows = np.split(HIDDEN, 2)
+    ranks = [linear(rows[0], WEIGHT, rows[0] @ WEIGHT.T)]
+    ranks.append(linear(rows[1], changed, rows[1] @ WEIGHT.T))
+    found = compare(tmp_path, ranks, WHOLE, layout="dp2")
+    assert (found.same, found.first) == (False, None)
+    (parameter,) = found.unequal_parameters
+    assert (parameter["name"], parameter["index"]) == (LINEAR, "1")
+    assert [shard["rank"] for shard in parameter["shards"]] == [1]
+
+
 def test_a_sum_that_one_rank_did_not_receive_is_a_replica_that_differs(tmp_path: Path) -> None:
     """A result of a row-parallel layer after its all-reduce, which failed on a rank."""
     ranks = row_parallel()
@@ -175,6 +189,28 @@ def test_a_sum_that_one_rank_did_not_receive_is_a_replica_that_differs(tmp_path:
     found = compare(tmp_path, calls, {module: WHOLE[LINEAR]})
     assert found.first is not None
     assert [shard["rank"] for shard in found.first["shards"]] == [1]
+
+
+def test_the_ranks_of_a_sum_that_differs_are_named(tmp_path: Path) -> None:
+    """Two rows of two ranks; a part of the sum of the second row is wrong."""
+    ranks = []
+    for rows in np.split(HIDDEN, 2):
+        for hidden, weight in zip(np.split(rows, 2, -1), np.split(WEIGHT, 2, -1), strict=True):
+            ranks.append(linear(hidden, weight, hidden @ weight.T))
+    ranks[3] = {LINEAR: {**ranks[3][LINEAR], "output": [ranks[3][LINEAR]["output"][0] * 1.5]}}
+    found = compare(tmp_path, ranks, WHOLE, layout="dp2tp2", tensors=True)
+    assert found.first is not None
+    assert [(s["rank"], s["evidence"]) for s in found.first["shards"]] == [(2, "sum"), (3, "sum")]
+
+
+def test_too_many_bytes_are_not_read(tmp_path: Path) -> None:
+    table = rank_table(tmp_path, 0, WHOLE, {}, tensors=True)
+    size = max(path.stat().st_size for path in (tmp_path / "rank0" / TENSOR_FOLDER).iterdir())
+    tensors = RankTensors([table], most_bytes=size)
+    found = tensors.read(0, 0)
+    assert found is not None
+    assert np.array_equal(found, HIDDEN)
+    assert tensors.read(0, 0) is None
 
 
 def test_sequence_parallel_is_dimension_1(tmp_path: Path) -> None:

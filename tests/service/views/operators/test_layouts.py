@@ -102,6 +102,7 @@ def test_healthy_layouts_are_the_same(session: stagescope.Session) -> None:
         "sum over dp, dimension 0 over tp, divided by 2",
     } <= {*ways}
     assert found["gradient_scales"] == [2.0, 1.0]
+    assert (found["factor"], found["unequal_parameters"]) == (8.0, [])
     # The ids that a rank looks up in its part of the vocabulary are its own.
     assert {row["name"] for row in found["unjoined"]} == {"Functional.embedding.0.forward"}
 
@@ -124,11 +125,14 @@ def test_tensor_parallelism_of_torch_itself_is_the_same(session: stagescope.Sess
 def test_a_fault_in_one_shard_is_named(
     session: stagescope.Session, name: str, operator: str, evidence: str
 ) -> None:
-    first = against_one(session, name)["first"]
+    found = against_one(session, name)
+    first = found["first"]
     assert first["a"]["name"] == operator
     (shard,) = first["shards"]
     assert {field: shard[field] for field in FAULTY} == FAULTY
     assert shard["evidence"] == evidence
+    unequal = {row["name"] for row in found["unequal_parameters"]}
+    assert (operator in unequal) == (evidence == "replicas")
 
 
 def test_the_sides_may_change_places(session: stagescope.Session) -> None:
