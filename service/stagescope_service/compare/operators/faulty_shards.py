@@ -224,7 +224,7 @@ def _cut(whole: Float64, box: Sequence[tuple[int, int]], fused: int) -> Float64 
 def _whole(side: Side, reading: Reading | None, row: int) -> Float64 | None:
     """Return the whole tensor of a side."""
     if reading is None or not side.grid.axes:
-        return side.tensors.read(0, row)
+        return side.tensor(0, row)
     sizes = side.sizes_of(row)
     if sizes is None:
         return None

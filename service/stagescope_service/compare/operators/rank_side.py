@@ -74,11 +74,18 @@ class Side:
         parts = (self.text(column, row) for column in ("name", "section", "index"))
         return ".".join(filter(None, parts))
 
+    def tensor(self, at: int, row: int) -> Float64 | None:
+        """Return the full tensor of rank `at` of the grid; None without one of its shape."""
+        own = self.row_of(at, row)
+        tensor = self.tensors.read(at, own)
+        shape = self.columns[at].texts("shape").text(own) if own >= 0 else None
+        return tensor if tensor is not None and str([*tensor.shape]) == shape else None
+
     def sum_of(self, row: int, ranks: Sequence[int]) -> Float64 | None:
         """Return the sum of the full tensors of ranks (indexes in the grid); None without them."""
         total: Float64 | None = None
         for at in ranks:
-            tensor = self.tensors.read(at, self.row_of(at, row))
+            tensor = self.tensor(at, row)
             if tensor is None or (total is not None and total.shape != tensor.shape):
                 return None
             total = tensor if total is None else total + tensor

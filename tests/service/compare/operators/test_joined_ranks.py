@@ -213,6 +213,20 @@ def test_too_many_bytes_are_not_read(tmp_path: Path) -> None:
     assert tensors.read(0, 0) is None
 
 
+def test_a_file_of_another_shape_than_recorded_is_not_read(tmp_path: Path) -> None:
+    ranks = column_parallel()
+    ranks[1] = {LINEAR: {**ranks[1][LINEAR], "output": [ranks[1][LINEAR]["output"][0] * 1.5]}}
+    compare(tmp_path, ranks, WHOLE, tensors=True)
+    for path in tmp_path.glob("*/rank*/dump_tensor_data/*.output.0.pt"):
+        torch.save(torch.zeros(3), path)
+    tables = [RankTable(rank, tmp_path / f"ranks/rank{rank}/operators.parquet", {"tp": rank},
+                        tmp_path / f"ranks/rank{rank}") for rank in range(2)]  # fmt: skip
+    one = RankTable(0, tmp_path / "one/rank0/operators.parquet", {}, tmp_path / "one/rank0")
+    found = first_divergent(tables, [one], Thresholds(factor=100))
+    assert found.first is not None
+    assert [shard["evidence"] for shard in found.first["shards"]] in ([], ["extremes"])
+
+
 def test_sequence_parallel_is_dimension_1(tmp_path: Path) -> None:
     ranks: list[Calls] = [
         {"Functional.silu.0.forward": {"input_args": [part], "output": [part / 2]}}
