@@ -319,8 +319,8 @@ def test_exponentials_near_0_have_the_same_digits() -> None:
     x = np.concatenate([np.linspace(-NEAR, NEAR, 4001), [0.0, 5e-324, 1e-300, -1e-17]])
     near, far = np.empty((2, len(x))), np.empty((2, len(x)))
     of_near, of_far = np.zeros(len(Field)), np.zeros(len(Field))
-    exponentials_near_0(x, len(x), *near, of_near)
-    exponentials_of_d(x, len(x), *far, of_far)
+    exponentials_near_0(x, len(x), near[0], near[1], of_near)
+    exponentials_of_d(x, len(x), far[0], far[1], of_far)
     assert np.array_equal(near, far)
     assert of_near == pytest.approx(of_far, rel=1e-15)
 
