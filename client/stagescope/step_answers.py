@@ -49,12 +49,21 @@ _PROCESS_COLUMNS: Final = ("process", "host", "pid", "role")
 
 
 class Stuck(Table):
-    """The ranks that hold up the others; in text, each rank's process is below the table."""
+    """The ranks that hold up the others; in text, each rank's process is below the table.
+
+    `about["collectives"]` holds the collectives that cannot finish; in text they are below, too.
+    """
 
     __slots__ = ()
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return the table, and below it each rank's process, host and pid, never shortened."""
+        """Return the table, and below it each rank's process and the collectives, never cut."""
+        lines = self._ranks(width, rows)
+        for each in self.about.get("collectives") or []:
+            lines += render.wrapped("-> ", render.printable(each["message"]), width)
+        return lines
+
+    def _ranks(self, width: int, rows: int | None) -> list[str]:
         shown = [name for name in self.names if name not in _PROCESS_COLUMNS]
         has_processes = len(self.names) - len(shown) == len(_PROCESS_COLUMNS)
         if width >= render.WIDE_ENOUGH or not len(self) or not has_processes:

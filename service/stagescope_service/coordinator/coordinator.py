@@ -37,7 +37,7 @@ from stagescope_service.core.catalogue_rows import audit_row
 from stagescope_service.core.completeness import PARTIAL
 from stagescope_service.core.entities import ANNOUNCED
 from stagescope_service.core.findings import ATTEMPT_BUNDLED, finding
-from stagescope_service.core.hangs.stack_requests import choose
+from stagescope_service.core.hangs.stack_requests import ORDERED, choose
 from stagescope_service.core.instructions import Aggregate, Instruction, Put, Rejudge
 from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestorClient
@@ -344,7 +344,7 @@ class Coordinator:
         out: list[Instruction] = []
         for process in processes:
             out += self._state.stack_requests.ask(
-                process, request_id, by=by, reason="ordered", wall=wall, seconds=seconds
+                process, request_id, by=by, reason=ORDERED, wall=wall, seconds=seconds
             )
         requested = [{"role": process.role, "rank": process.rank} for process in processes]
         detail = {"request_id": request_id, "attempt_id": attempt_id, "asked": requested}

@@ -43,22 +43,31 @@ from stagescope_wire.stacks import (
     watchdog_header,
 )
 from stagescope_workers import steady_clock
+from stagescope_workers.probe.collectives import collect_collectives
 from stagescope_workers.transport.outbox import Outbox
 
 
 def collect_stacks(
-    request_id: str, *, training: Collection[int], work: Mapping[str, object]
+    request_id: str,
+    *,
+    training: Collection[int],
+    work: Mapping[str, object],
+    only_training: bool = False,
 ) -> dict[str, object]:
-    """Return the fields of a STACKS event with this process's current stacks.
+    """Return the fields of a STACKS event with this process's current stacks and collectives.
 
     Args:
         request_id: id of the request that it answers.
         training: idents of the training threads; their stacks come first.
         work: work fields of the stage that they are in.
+        only_training: leave out the other threads; without a stage, the main thread is the one.
     """
     frames = sys._current_frames()
     names = thread_names()
     idents = sorted(frames, key=lambda ident: (ident not in training, names.get(ident) or ""))
+    if only_training:
+        wanted = {*training} & frames.keys() or {threading.main_thread().ident or 0}
+        idents = [ident for ident in idents if ident in wanted]
     threads: list[dict[str, object]] = []
     remaining, truncated = MAX_CHARACTERS, len(idents) > MAX_THREADS
     for ident in idents[:MAX_THREADS]:
@@ -70,7 +79,12 @@ def collect_stacks(
         threads.append(
             {"name": names.get(ident), "ident": ident, "is_training": is_training, "stack": stack}
         )
-    found = {"request_id": request_id, "source": PROBE, "threads": threads}
+    found: dict[str, object] = {
+        "request_id": request_id, "source": PROBE, "threads": threads,
+    }  # fmt: skip
+    record = collect_collectives()
+    if record is not None:
+        found["collectives"] = record.wire()
     return {**work, **found, "truncated": truncated}
 
 
@@ -323,7 +337,11 @@ class StageTracker:
                 self._outbox.put(FINISH, {})
                 continue
             training, work = self.current_work()
-            self._outbox.put(STACKS, collect_stacks(request_id, training=training, work=work))
+            only_training = request.get("only_training") is True
+            stacks = collect_stacks(
+                request_id, training=training, work=work, only_training=only_training
+            )
+            self._outbox.put(STACKS, stacks)
 
     def start_watchdog(self) -> str | None:
         """Open this process's watchdog; return the path of its file, None where it is off."""

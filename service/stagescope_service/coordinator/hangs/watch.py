@@ -11,10 +11,12 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
+from stagescope_service.coordinator.hangs.blocked import BlockedCollectives
 from stagescope_service.coordinator.hangs.unresponsive import UnresponsiveProcesses
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding, of_attempt, of_process
+from stagescope_service.core.hangs.collective_rows import COLLECTIVE_KIND
 from stagescope_service.core.hangs.detection import (
     BETWEEN,
     GONE,
@@ -41,7 +43,9 @@ KIND: Final = "stage_stuck"
 MAX_FINDINGS: Final = 64
 """Most for one role and check; `GET /steps/{step}/stuck` lists all of them."""
 MAX_ASKED: Final = 8
-"""Stuck ranks of a role whose stacks one check requests, besides those of one that is not stuck."""
+"""Stuck ranks of a role of which one check requests all threads, besides one that is not stuck."""
+MAX_RECORDS: Final = 4096
+"""Ranks of a role whose collectives one check requests."""
 ANSWER_SECONDS: Final = 30.0
 
 
@@ -70,6 +74,7 @@ class HangWatch:
         self._silence = UnresponsiveProcesses(
             state, late_seconds=late_seconds, min_seconds=rules.min_seconds
         )
+        self._collectives = BlockedCollectives(state, rules.min_seconds)
         self._pause = min(max(rules.min_seconds / 4, 0.25), 5.0)
         self._due = -math.inf
         self._open: dict[_Key, str] = {}
@@ -91,6 +96,8 @@ class HangWatch:
                 if stage is not None and role is not None:
                     key = _Key(attempt_id, row["step"], stage, role, row["rank"])
                     self._open[key] = row["finding_id"]
+            elif row["kind"] == COLLECTIVE_KIND:
+                self._collectives.adopt(row)
             elif row["kind"] == UNRESPONSIVE_KIND:
                 incarnation = str((row["evidence"] or {}).get("incarnation"))
                 self._silent[incarnation] = (attempt_id, row["finding_id"])
@@ -109,6 +116,7 @@ class HangWatch:
             self._began = wall
         out, unanswered = self._state.stack_requests.expire(wall)
         self._silence.unanswered(unanswered, now)
+        out += self._collectives.check(wall)
         if now < self._due:
             return out
         self._due = now + self._pause
@@ -207,19 +215,23 @@ class HangWatch:
     def _ask(
         self, attempt: Attempt, role: str, stuck: list[int], request_id: str, wall: float
     ) -> list[Instruction]:
-        """Return requests for the stacks of stuck ranks, and of another rank for comparison."""
+        """Return requests for the stacks and collectives of every rank of a role.
+
+        All threads are shown of stuck ranks, and of another rank for comparison.
+        """
         live = {
             process.rank: process
             for process in attempt.processes.values()
             if process.role == role and process.live and not process.raw
         }
-        requested = [rank for rank in stuck if rank in live][:MAX_ASKED]
-        requested += sorted(live.keys() - set(stuck))[:1]
+        whole = [rank for rank in stuck if rank in live][:MAX_ASKED]
+        whole += sorted(live.keys() - set(stuck))[:1]
         out: list[Instruction] = []
-        for rank in requested:
+        for rank in [*whole, *sorted(live.keys() - set(whole))][:MAX_RECORDS]:
             out += self._state.stack_requests.ask(
-                live[rank], request_id, by=KIND, reason=KIND, wall=wall, seconds=ANSWER_SECONDS
-            )
+                live[rank], request_id, by=KIND, reason=KIND, wall=wall, seconds=ANSWER_SECONDS,
+                only_training=rank not in whole,
+            )  # fmt: skip
         return out
 
     def _fell_silent(
@@ -356,7 +368,7 @@ def _finding(
     asked = (
         "its log says whether it found the service; the stacks"
         if is_unheard
-        else "its stacks and those"
+        else "its stacks and collectives and those"
     )
     return finding(
         KIND,
@@ -381,6 +393,6 @@ def _finding(
             "ranks_ended": stuck.ended,
             "request_id": request_id,
         },
-        advice=f"{asked} of another rank were asked for",
+        advice=f"{asked} of the other ranks were asked for",
         see=(Link.to_step("stacks", place.step),),
     )

@@ -11,13 +11,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import Field
+from typing_extensions import NotRequired
 
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding, of_process
+from stagescope_service.core.hangs.collectives import AXES, Member, place_of
 from stagescope_service.core.instructions import AnswerPoll, Instruction, Put
 from stagescope_service.fields import Row
 from stagescope_wire.errors import InvalidEvent, InvalidInput
+from stagescope_wire.flight_recorder import RankRecord
 from stagescope_wire.links import Link
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.schema import STACKS, Work
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from stagescope_service.store.tables import StackRow, Thread
 
 ASKED, ANSWERED, NOT_ANSWERED = "asked", "answered", "not answered"
+ORDERED: Final = "ordered"
+"""The reason of a request that a person made."""
 
 MAX_ASKED: Final = 128
 """Processes of one request: the stacks of each are up to 256 kB."""
@@ -35,6 +40,7 @@ MAX_ASKED: Final = 128
 @dataclasses.dataclass(slots=True)
 class _Asked:
     deadline: float
+    only_training: bool = False
     handed: bool = False
 
 
@@ -57,6 +63,23 @@ class RankRequest(Row):
     """The request: `stacks`, or `finish` (send everything, then leave)."""
     request_id: str
     """Id of the request, which the answer names."""
+    only_training: NotRequired[bool]
+    """Whether the stacks of the training threads suffice."""
+
+
+@dataclasses.dataclass(slots=True)
+class Answers:
+    """The collectives that came with the answers to a request, until the last one has come."""
+
+    request_id: str
+    attempt_id: int
+    reason: str
+    wall: float
+    """When they were requested."""
+    awaited: set[str] = dataclasses.field(default_factory=set)
+    """Incarnations that have not answered."""
+    members: dict[str, list[Member]] = dataclasses.field(default_factory=dict)
+    """Role -> its ranks that sent a record."""
 
 
 class StackRequests:
@@ -64,6 +87,7 @@ class StackRequests:
 
     def __init__(self) -> None:
         self._requested: dict[str, dict[str, _Asked]] = {}
+        self._answers: dict[str, Answers] = {}
 
     def ask(
         self,
@@ -74,10 +98,14 @@ class StackRequests:
         reason: str,
         wall: float,
         seconds: float,
+        only_training: bool = False,
     ) -> list[Instruction]:
-        """Request the stacks of a process, with `seconds` to answer."""
+        """Request the stacks and collectives of a process, with `seconds` to answer."""
         deadline = wall + seconds
-        self._requested.setdefault(process.incarnation, {})[request_id] = _Asked(deadline)
+        requested = _Asked(deadline, only_training)
+        self._requested.setdefault(process.incarnation, {})[request_id] = requested
+        answers = Answers(request_id, process.attempt_id, reason, wall)
+        self._answers.setdefault(request_id, answers).awaited.add(process.incarnation)
         row = {
             "incarnation": process.incarnation,
             "request_id": request_id,
@@ -113,7 +141,19 @@ class StackRequests:
         found = self._requested.get(incarnation) or {}
         for requested in found.values():
             requested.handed = True
-        return [{"what": STACKS, "request_id": request_id} for request_id in found]
+        out: list[RankRequest] = []
+        for request_id, requested in found.items():
+            out.append({"what": STACKS, "request_id": request_id})
+            if requested.only_training:
+                out[-1]["only_training"] = True
+        return out
+
+    def finished(self) -> list[Answers]:
+        """Return, once, the requests that every process answered or whose deadline has passed."""
+        found = [each for each in self._answers.values() if not each.awaited]
+        for each in found:
+            del self._answers[each.request_id]
+        return found
 
     def answered(
         self, attempt: Attempt, process: Process, fields: JsonObject, work: Work, wall: float
@@ -124,9 +164,14 @@ class StackRequests:
             InvalidEvent: there is no request_id.
         """
         request_id = request_of(fields)
-        self._drop(process.incarnation, request_id)
         source = WATCHDOG if fields.get("source") == WATCHDOG else PROBE
         threads, truncated = _checked(fields.get("threads"))
+        answers = self._answers.get(request_id)
+        record = RankRecord.of_wire(fields.get("collectives"))
+        if answers is not None and record is not None:
+            member = _member(process, record, work.stage, threads)
+            answers.members.setdefault(process.role, []).append(member)
+        self._drop(process.incarnation, request_id)
         row = {
             "incarnation": process.incarnation,
             "request_id": request_id,
@@ -167,6 +212,25 @@ class StackRequests:
             found.pop(request_id, None)
             if not found:
                 del self._requested[incarnation]
+        answers = self._answers.get(request_id)
+        if answers is not None:
+            answers.awaited.discard(incarnation)
+
+
+def _member(
+    process: Process, record: RankRecord, stage: str | None, threads: Sequence[Thread]
+) -> Member:
+    training = next((each for each in threads if each["is_training"]), None)
+    main = next((each for each in threads if each["name"] == "MainThread"), None)
+    thread = training or main
+    layout = {
+        axis: rank
+        for axis in AXES
+        if (integer(process.layout.get(f"{axis}_size")) or 0) > 1
+        if (rank := integer(process.layout.get(f"{axis}_rank"))) is not None
+    }
+    place = None if thread is None else place_of(thread["stack"])
+    return Member(process.rank, record, stage, place, layout)
 
 
 def choose(

@@ -107,6 +107,10 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     """Return the findings of some kinds that still hold in the newest attempt of the history.
 
     A rank that went on, or whose attempt ended, holds up no other rank any more.
+
+    Args:
+        history: of the run.
+        kinds: of the findings; those of the first kind say why, and are listed first.
     """
     rows = [row for row in history.every_finding if row["kind"] in kinds]
     held = [
@@ -115,7 +119,9 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
         if row["over_wall"] is None and row["attempt_id"] == history.newest_attempt_id
     ]
     if held:
-        return found_in(history, held, messages(history, held))
+        first = [row for row in held if row["kind"] == kinds[0]]
+        others = [row for row in held if row["kind"] != kinds[0]]
+        return found_in(history, held, [*messages(history, first), *messages(history, others)])
     if not rows:
         return not_found("no rank was silent for too long")
     last = max(rows, key=lambda row: row["first_wall"])

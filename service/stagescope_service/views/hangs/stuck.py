@@ -7,6 +7,13 @@ from typing import Final, NamedTuple
 
 from stagescope_service.core.entities import StageKey, StageTiming
 from stagescope_service.core.hangs import detection as hang_detection
+from stagescope_service.core.hangs.collective_rows import (
+    COLLECTIVE_KIND,
+    OFF_ADVICE,
+    OFF_KIND,
+    OFF_MESSAGE,
+    CollectiveRow,
+)
 from stagescope_service.core.hangs.detection import (
     GONE,
     LIVE,
@@ -324,6 +331,29 @@ def _nobody_left(catalogue: Catalogue, attempt_id: int) -> str | None:
     )
 
 
+def _collectives(
+    catalogue: Catalogue, attempt_id: int, step: int, role: str | None
+) -> list[CollectiveRow]:
+    """Return the collectives that cannot finish, of findings that still hold."""
+    return [
+        row
+        for finding in catalogue.findings(attempt_id=attempt_id, kind=COLLECTIVE_KIND)
+        if finding["over_wall"] is None and role in (None, finding["role"])
+        if finding["step"] is None or finding["step"] <= step
+        for row in (finding["evidence"] or {}).get("collectives") or []
+    ]
+
+
+def _not_recorded(
+    catalogue: Catalogue, attempt_id: int, step: int, rows: list[StuckRow]
+) -> str | None:
+    """Return why no collective is named where ranks are stuck, else None."""
+    found = catalogue.findings(attempt_id=attempt_id, kind=OFF_KIND) if rows else []
+    if not any(row["step"] in (None, step) for row in found):
+        return None
+    return f"{OFF_MESSAGE}: {OFF_ADVICE}"
+
+
 def stuck(
     deps: Dependencies,
     target: Target,
@@ -349,7 +379,11 @@ def stuck(
         if stage in (None, row["stage"]) and role in (None, row["role"])
         if rank in (None, row["rank"])
     ]
-    findings = deps.catalogue.findings(attempt_id=target.attempt_id, step=step, kind="stage_stuck")
+    findings = [
+        row
+        for kind in ("stage_stuck", COLLECTIVE_KIND)
+        for row in deps.catalogue.findings(attempt_id=target.attempt_id, step=step, kind=kind)
+    ]
     numbers = {row["attempt_id"]: row["number"] for row in deps.catalogue.attempts(target.run)}
     closed = target.step_row["closed_wall"] is not None
     note = f"step {step} is closed: no rank is waited for in it" if closed and not rows else None
@@ -357,7 +391,10 @@ def stuck(
         **target.heading(),
         "closed": closed,
         "wall": now,
-        "note": _nobody_left(deps.catalogue, target.attempt_id) or note,
+        "note": _nobody_left(deps.catalogue, target.attempt_id)
+        or note
+        or _not_recorded(deps.catalogue, target.attempt_id, step, rows),
+        "collectives": _collectives(deps.catalogue, target.attempt_id, step, role),
         "findings": finding_rows(findings, numbers),
         **page.cut(rows),
     }

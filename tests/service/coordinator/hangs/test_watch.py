@@ -413,7 +413,7 @@ def test_a_rank_that_steps_closed_without_is_named_and_nobody_else(
     made.pass_time(40.0, polling=(0, 1))
     [found] = [each for each in made.findings() if each["kind"] == "stage_stuck"]
     assert "rank 2 of actor, which no process reports for, has not begun" in found["message"]
-    assert "of another rank were asked for" in found["advice"]
+    assert "of the other ranks were asked for" in found["advice"]
     [row] = stuck_rows(catalogue, 1, 5, made.now, RULES)
     assert (row["rank"], row["status"], row["process"]) == (2, "not begun", "unheard")
     assert (row["step"], row["ranks"], row["ranks_begun"]) == (5, 3, 2)
