@@ -70,7 +70,7 @@ level, overrides [str], estimate {...}."""
 STACKS: Final = "stacks"
 """work fields of the stage that the training thread is in, request_id (with `Sender.incarnation` it
 identifies the answer), source 'probe' | 'watchdog', threads [{name, ident, is_training, stack}],
-truncated, collectives (`stagescope_wire.flight_recorder.RankRecord`)."""
+truncated, collectives (`stagescope_wire.collectives.records.RankRecord`)."""
 
 WEIGHTS: Final = "weights"
 """work fields, side (WEIGHT_SIDES), kind (WEIGHT_KINDS), tensors [(name, checksum, dtype, shape,

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from pydantic import Field, GetPydanticSchema
 from typing_extensions import TypeAliasType, TypedDict, get_original_bases
 
+from stagescope_wire.collectives.rows import BlockedCollective, CallOfRanks, RanksAt
+
 
 @functools.cache
 def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
@@ -78,6 +80,9 @@ class Described:
     __slots__ = ()
     __pydantic_config__ = _CONFIG
 
+
+for _wire in (RanksAt, CallOfRanks, BlockedCollective):
+    setattr(_wire, "__pydantic_config__", _CONFIG)  # noqa: B010
 
 if TYPE_CHECKING:
     Number = float

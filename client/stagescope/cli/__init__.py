@@ -6,8 +6,18 @@ The service's own commands (`serve`, `stop`) join by an entry point: see `stages
 from __future__ import annotations
 
 # Importing these modules adds their commands to `main`.
-from stagescope.cli import captures, engines, files, reading, runs, top
+from stagescope.cli import captures, collectives, engines, files, reading, runs, top
 from stagescope.cli.agents import command as agents
 from stagescope.cli.common import main
 
-__all__ = ["agents", "captures", "engines", "files", "main", "reading", "runs", "top"]
+__all__ = [
+    "agents",
+    "captures",
+    "collectives",
+    "engines",
+    "files",
+    "main",
+    "reading",
+    "runs",
+    "top",
+]

@@ -32,7 +32,8 @@ SERVICE_COMMANDS: Final = ("serve", "stop")
 
 TASKS: Final[Mapping[str, tuple[str, ...]]] = {
     "Start and stop": ("serve", "stop", "status", "token", "run", "migrate-catalogue"),
-    "What went wrong": ("doctor", "findings", "finding", "lost", "stuck", "stacks", "triggers"),
+    "What went wrong": ("doctor", "findings", "finding", "lost", "stuck", "stacks", "collectives",
+                        "triggers"),
     "What has reported": ("top", "runs", "attempts", "steps", "stages", "scalars"),
     "Rollout against training": ("metrics", "series", "rounds", "anatomy", "ranks", "tokens",
                                  "samples", "sample", "gradient", "weights", "canary",

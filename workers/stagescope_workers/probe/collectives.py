@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from stagescope_wire.flight_recorder import NONE, RankRecord, parse, recorded
+from stagescope_wire.collectives.records import NONE, RankRecord, parse, recorded
 from stagescope_wire.nonfinite import JsonObject
 
 _log = logging.getLogger("stagescope.workers")

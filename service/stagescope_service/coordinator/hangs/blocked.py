@@ -6,22 +6,23 @@ from typing import Final, NamedTuple
 
 from stagescope_service.core.entities import Attempt
 from stagescope_service.core.findings import finding, of_attempt
-from stagescope_service.core.hangs.collective_rows import (
-    COLLECTIVE_KIND,
-    OFF_ADVICE,
-    OFF_KIND,
-    OFF_MESSAGE,
-    CollectiveRow,
-    advice_of,
-)
-from stagescope_service.core.hangs.collectives import Member, blocked, is_recording
 from stagescope_service.core.hangs.stack_requests import ORDERED, Answers
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
 from stagescope_service.core.steps import took_leave
 from stagescope_service.store.tables import FindingRow
-from stagescope_wire.flight_recorder import NONE
+from stagescope_wire.collectives.blocked import Member, blocked, is_recording
+from stagescope_wire.collectives.records import NONE
+from stagescope_wire.collectives.rows import (
+    COLLECTIVE_KIND,
+    OFF_ADVICE,
+    OFF_KIND,
+    OFF_MESSAGE,
+    BlockedCollective,
+    advice_of,
+)
 from stagescope_wire.links import Link
+from stagescope_wire.nonfinite import JsonObject
 
 _PROVEN: Final = ("not entered", "different calls", "circle", "behind")
 """Verdicts that hold although not every rank was asked."""
@@ -51,7 +52,7 @@ class BlockedCollectives:
         """Adopt an open finding of an earlier coordinator."""
         rows = (row["evidence"] or {}).get("collectives") or []
         if row["attempt_id"] is not None and row["role"] is not None and rows:
-            found = _Open(row["finding_id"], row["last_wall"], _waiting(rows[0]))
+            found = _Open(row["finding_id"], row["last_wall"], _waiting_of(rows[0]))
             self._open[row["attempt_id"], row["role"]] = found
 
     def check(self, wall: float) -> list[Instruction]:
@@ -81,8 +82,8 @@ class BlockedCollectives:
         rows = [
             row
             for row in blocked(members, role)
-            if (row["seconds"] or 0.0) >= self._min_seconds
-            if row["verdict"] in _PROVEN or not is_ordered
+            if (row.seconds or 0.0) >= self._min_seconds
+            if row.verdict in _PROVEN or not is_ordered
         ]
         if not rows:
             return []
@@ -98,8 +99,12 @@ class BlockedCollectives:
         return out
 
 
-def _waiting(row: CollectiveRow) -> frozenset[int]:
+def _waiting_of(row: JsonObject) -> frozenset[int]:
     return frozenset(rank for at in row["waiting"] for rank in at["ranks"])
+
+
+def _waiting(row: BlockedCollective) -> frozenset[int]:
+    return frozenset(rank for at in row.waiting for rank in at.ranks)
 
 
 def _went_on(attempt: Attempt, role: str, found: _Open) -> bool:
@@ -118,21 +123,21 @@ def _over(found: _Open, wall: float) -> Put:
 
 
 def _finding(
-    attempt: Attempt, role: str, rows: list[CollectiveRow], answers: Answers, wall: float
+    attempt: Attempt, role: str, rows: list[BlockedCollective], answers: Answers, wall: float
 ) -> Put:
     first = rows[0]
-    stages = [at["stage"] for at in first["waiting"] if at["stage"]]
+    stages = [at.stage for at in first.waiting if at.stage]
     step = _step(attempt, role, _waiting(first))
-    waited = f", for {first['seconds']:.0f} s" if first["seconds"] is not None else ""
+    waited = f", for {first.seconds:.0f} s" if first.seconds is not None else ""
     return finding(
         COLLECTIVE_KIND,
-        f"{first['message']}{waited}",
+        f"{first.message}{waited}",
         **of_attempt(attempt, wall),
         severity="error",
         step=step,
         stage=stages[0] if stages else None,
         role=role,
-        evidence={"collectives": rows, "request_id": answers.request_id},
+        evidence={"collectives": [row.to_json() for row in rows], "request_id": answers.request_id},
         advice=advice_of(first),
         see=(Link.to_step("stuck", step), Link.to_step("stacks", step)),
     )

@@ -16,7 +16,6 @@ from stagescope_service.coordinator.hangs.unresponsive import UnresponsiveProces
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding, of_attempt, of_process
-from stagescope_service.core.hangs.collective_rows import COLLECTIVE_KIND
 from stagescope_service.core.hangs.detection import (
     BETWEEN,
     GONE,
@@ -33,6 +32,7 @@ from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.state import State
 from stagescope_service.core.steps import took_leave
 from stagescope_service.store.tables import FindingRow
+from stagescope_wire.collectives.rows import COLLECTIVE_KIND
 from stagescope_wire.errors import InvalidEvent
 from stagescope_wire.links import Link
 from stagescope_wire.nonfinite import JsonObject

@@ -16,11 +16,11 @@ from typing_extensions import NotRequired
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding, of_process
-from stagescope_service.core.hangs.collectives import AXES, Member, place_of
 from stagescope_service.core.instructions import AnswerPoll, Instruction, Put
 from stagescope_service.fields import Row
+from stagescope_wire.collectives.blocked import AXES, Member, place_of
+from stagescope_wire.collectives.records import RankRecord
 from stagescope_wire.errors import InvalidEvent, InvalidInput
-from stagescope_wire.flight_recorder import RankRecord
 from stagescope_wire.links import Link
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.schema import STACKS, Work

@@ -7,13 +7,6 @@ from typing import Final, NamedTuple
 
 from stagescope_service.core.entities import StageKey, StageTiming
 from stagescope_service.core.hangs import detection as hang_detection
-from stagescope_service.core.hangs.collective_rows import (
-    COLLECTIVE_KIND,
-    OFF_ADVICE,
-    OFF_KIND,
-    OFF_MESSAGE,
-    CollectiveRow,
-)
 from stagescope_service.core.hangs.detection import (
     GONE,
     LIVE,
@@ -40,6 +33,12 @@ from stagescope_service.views.reading.completeness import ALL_ROWS, began, ended
 from stagescope_service.views.reading.dependencies import Dependencies
 from stagescope_service.views.reading.rows import finding_rows, matching
 from stagescope_service.views.reading.target import Target
+from stagescope_wire.collectives.rows import (
+    COLLECTIVE_KIND,
+    OFF_ADVICE,
+    OFF_KIND,
+    OFF_MESSAGE,
+)
 from stagescope_wire.render import counted
 from stagescope_wire.schema import Part, RankKey
 
@@ -333,7 +332,7 @@ def _nobody_left(catalogue: Catalogue, attempt_id: int) -> str | None:
 
 def _collectives(
     catalogue: Catalogue, attempt_id: int, step: int, role: str | None
-) -> list[CollectiveRow]:
+) -> list[JsonObject]:
     """Return the collectives that cannot finish, of findings that still hold."""
     return [
         row

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stagescope_service.core.hangs.collective_rows import CollectiveRow
 from stagescope_service.fields import NodeId, Number, Part, Rank, Role, Row, Stage, Step, Wall
 from stagescope_service.store.tables import Thread
 from stagescope_service.views.models.common import (
@@ -22,6 +21,7 @@ from stagescope_service.views.models.common import (
     StepHeading,
 )
 from stagescope_service.views.models.findings import FindingRow
+from stagescope_wire.collectives.rows import BlockedCollective
 
 
 class StageRow(Row):
@@ -173,7 +173,7 @@ class Stuck(StepHeading, Page[StuckRow]):
     note: str | None
     """Why no rank can be stuck: the step is closed, or no process is left. Or why no collective is
     named. Null: nothing to say."""
-    collectives: list[CollectiveRow]
+    collectives: list[BlockedCollective]
     """The collectives that cannot finish, the causes first; empty: none, or none was recorded."""
     findings: list[FindingRow]
     """Earlier findings about this step, also those that are over."""

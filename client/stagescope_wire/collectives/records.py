@@ -16,7 +16,7 @@ import pickletools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
-from stagescope_wire.errors import InvalidInput
+from stagescope_wire.errors import Forbidden, InvalidInput
 from stagescope_wire.nonfinite import Json, JsonObject
 
 MAX_BYTES: Final = 64 << 20
@@ -144,7 +144,8 @@ def parse(data: bytes) -> JsonObject:
     """Return the content of a dump, of JSON or of a pickle.
 
     Raises:
-        InvalidInput: it is too large, cut off, no dump, or a pickle of more than plain values.
+        InvalidInput: it is too large, cut off, or no dump.
+        Forbidden: it is a pickle of more than plain values.
     """
     if len(data) > MAX_BYTES:
         raise InvalidInput(f"a dump of {len(data)} bytes", expected=f"at most {MAX_BYTES}")
@@ -181,11 +182,14 @@ def _unpickled(data: bytes) -> object:
     try:
         for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
             if opcode.name not in _PLAIN:
-                raise _refused(f"a pickle with {opcode.name}, which is not loaded")
+                raise Forbidden(
+                    f"a pickle with {opcode.name}, which may run code: it was not loaded",
+                    expected="a pickle of plain values, as a flight recorder writes",
+                )
             if opcode.name in _PUTS and not 0 <= int(str(argument)) <= number:
                 raise _refused(f"a pickle that stores its value {number} at {argument!r:.30}")
         return _PlainUnpickler(io.BytesIO(data)).load()
-    except InvalidInput:
+    except (Forbidden, InvalidInput):
         raise
     except Exception as error:  # what is no pickle may raise anything
         raise _refused(f"a pickle that does not parse ({error!s:.100})") from error

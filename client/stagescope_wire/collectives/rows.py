@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias
+import dataclasses
+from typing import Final, Literal, TypeAlias
 
-from pydantic import Field
-
-from stagescope_service.fields import Row
+from stagescope_wire.nonfinite import Json
 
 Verdict: TypeAlias = Literal[
     "not entered", "different calls", "circle", "no record", "entered", "behind"
@@ -18,20 +17,24 @@ OFF_KIND: Final = "collectives_not_recorded"
 """The finding of a hang whose ranks recorded no collective."""
 
 
-class RanksAt(Row):
+@dataclasses.dataclass(frozen=True, slots=True)
+class RanksAt:
     """Ranks whose training threads are on the same line."""
 
     ranks: list[int]
     """The ranks, from 0."""
     stage: str | None
     """The stage that they are in; null: none, or it is not known."""
-    place: Annotated[str | None, Field(examples=["save_checkpoint (trainer.py:212)"])]
-    """The innermost line of the training's own code; null: it is not known."""
-    layout: Annotated[str, Field(examples=["dp 1"])]
-    """Parallel coordinates that all of them share; empty: none, or they are not known."""
+    place: str | None
+    """The innermost line of the training's own code, such as `save_checkpoint (trainer.py:212)`;
+    null: it is not known."""
+    layout: str
+    """Parallel coordinates that all of them share, such as `dp 1`; empty: none, or they are not
+    known."""
 
 
-class CollectiveCall(Row):
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallOfRanks:
     """Ranks that made the same call."""
 
     ranks: list[int]
@@ -44,40 +47,45 @@ class CollectiveCall(Row):
     """Of its inputs, then of its outputs, as torch names them."""
 
 
-class CollectiveRow(Row):
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockedCollective:
     """A collective, or a send or receive, that cannot finish."""
 
     role: str | None
     """Role of its ranks; null: it is not known, of files."""
-    group: Annotated[str, Field(examples=["ep 3"])]
+    group: str
     """The process group: its description or number, and the parallel axis that it spans."""
-    operation: Annotated[str, Field(examples=["all_gather"])]
+    operation: str
     """Such as `all_gather`; `send 0->1` and `recv 1<-0` with ranks of the group."""
-    sequence: Annotated[int, Field(examples=[8812])]
+    sequence: int
     """Its number in the group, from 1, as the flight recorder counts."""
     verdict: Verdict
     """`not entered`: ranks have not entered it; `different calls`: ranks called another collective
-    under its number; `circle`: each waits for another of them; `no record`: ranks sent no record;
-    `entered`: all ranks entered it; `behind`: its missing ranks wait in another one."""
+    under its number; `circle`: each waits for another of them; `no record`: of some ranks there is
+    no record; `entered`: all ranks entered it; `behind`: its missing ranks wait in another one."""
     seconds: float | None
     """Seconds that its first rank has waited; null: it is not known, of files."""
     ranks: int
-    """Number of ranks of the group; 0: it is not known."""
+    """Number of ranks of the group."""
     waiting: list[RanksAt]
     """The ranks that wait in it."""
     missing: list[RanksAt]
     """The ranks that have not entered it."""
     unknown: list[int]
-    """Ranks of the group that sent no record."""
-    calls: list[CollectiveCall]
+    """Ranks of the group of which there is no record."""
+    calls: list[CallOfRanks]
     """The calls under its number: more than one where they differ."""
     message: str
     """All of it in words."""
 
+    def to_json(self) -> dict[str, Json]:
+        """Return it as built-in types."""
+        return dataclasses.asdict(self)
 
-def advice_of(row: CollectiveRow) -> str:
+
+def advice_of(row: BlockedCollective) -> str:
     """Return what to do about a collective that cannot finish."""
-    match row["verdict"]:
+    match row.verdict:
         case "not entered":
             return (
                 "every rank of the group must make the same calls in the same order. Look at the "

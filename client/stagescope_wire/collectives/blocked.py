@@ -16,8 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope_service.core.hangs.collective_rows import CollectiveRow, RanksAt, Verdict
-from stagescope_wire.flight_recorder import (
+from stagescope_wire.collectives.records import (
     RECORDED,
     Call,
     GroupRecord,
@@ -25,6 +24,7 @@ from stagescope_wire.flight_recorder import (
     is_users,
     place_text,
 )
+from stagescope_wire.collectives.rows import BlockedCollective, CallOfRanks, RanksAt, Verdict
 from stagescope_wire.render import counted, ranges_text
 
 MAX_ROWS: Final = 16
@@ -59,18 +59,18 @@ def is_recording(members: Sequence[Member]) -> bool:
     return any(group.calls for member in members for group in member.record.groups)
 
 
-def blocked(members: Sequence[Member], role: str | None = None) -> list[CollectiveRow]:
+def blocked(members: Sequence[Member], role: str | None = None) -> list[BlockedCollective]:
     """Return the collectives in which ranks wait, the causes first.
 
     A collective that runs at this moment is one of them: see `seconds`.
     """
-    rows: list[CollectiveRow] = []
+    rows: list[BlockedCollective] = []
     for world in _worlds(members):
         found = [each for group in _groups(world) for each in group.blocked()]
         _order(found)
         rows += [each.row(role) for each in found]
     rank = {verdict: number for number, verdict in enumerate(_ORDER)}
-    rows.sort(key=lambda row: (rank[row["verdict"]], -(row["seconds"] or 0.0)))
+    rows.sort(key=lambda row: (rank[row.verdict], -(row.seconds or 0.0)))
     return rows[:MAX_ROWS]
 
 
@@ -281,31 +281,29 @@ class _Blocked:
     def name(self) -> str:
         return f"{self.call.operation} #{self.sequence} of {self.group.description}"
 
-    def row(self, role: str | None) -> CollectiveRow:
+    def row(self, role: str | None) -> BlockedCollective:
         """Return it as an answer shows it."""
-        world = self.group.world
-        return {
-            "role": role,
-            "group": self.group.description,
-            "operation": self.call.operation,
-            "sequence": self.sequence,
-            "verdict": self.verdict,
-            "seconds": self.seconds,
-            "ranks": len(self.group.ranks),
-            "waiting": self._places(self.waiting),
-            "missing": self._places(self.missing),
-            "unknown": self._shown(self.unknown),
-            "calls": [
-                {
-                    "ranks": self._shown(numbers),
-                    "operation": (call := self.calls[numbers[0]]).operation,
-                    "sizes": [[*shape] for shape in call.inputs],
-                    "dtypes": [*call.dtypes],
-                }
-                for numbers in self.variants.values()
+        calls = [(numbers, self.calls[numbers[0]]) for numbers in self.variants.values()]
+        return BlockedCollective(
+            role=role,
+            group=self.group.description,
+            operation=self.call.operation,
+            sequence=self.sequence,
+            verdict=self.verdict,
+            seconds=self.seconds,
+            ranks=len(self.group.ranks),
+            waiting=self._places(self.waiting),
+            missing=self._places(self.missing),
+            unknown=self._shown(self.unknown),
+            calls=[
+                CallOfRanks(
+                    self._shown(numbers), call.operation, [[*shape] for shape in call.inputs],
+                    [*call.dtypes],
+                )
+                for numbers, call in calls
             ],
-            "message": self._message(world),
-        }
+            message=self._message(),
+        )  # fmt: skip
 
     def _shown(self, numbers: Iterable[int]) -> list[int]:
         """Return global ranks as ranks of the role."""
@@ -321,16 +319,16 @@ class _Blocked:
                 place = member.place or (None if call is None else call.place)
                 folded.setdefault((member.stage, place), []).append(member)
         return [
-            {
-                "ranks": sorted(member.rank for member in members),
-                "stage": stage,
-                "place": place,
-                "layout": shared_layout([member.layout for member in members]),
-            }
+            RanksAt(
+                sorted(member.rank for member in members),
+                stage,
+                place,
+                shared_layout([member.layout for member in members]),
+            )
             for (stage, place), members in folded.items()
         ]
 
-    def _message(self, world: Mapping[int, Member]) -> str:
+    def _message(self) -> str:
         own = ranges_text("rank", self._shown(self.waiting))
         waits = f"{own} {'waits' if len(self.waiting) == 1 else 'wait'} in {self.name}"
         match self.verdict:
@@ -346,7 +344,7 @@ class _Blocked:
                 )
             case "no record":
                 others = ranges_text("rank", self._shown(self.unknown))
-                return f"{waits}; {others} sent no record of collectives"
+                return f"{waits}; there is no record of {others}"
             case "entered":
                 return f"{waits}; every rank of the group has entered it"
         absent = ranges_text("rank", self._shown(self.missing))
@@ -361,17 +359,14 @@ class _Blocked:
     def _where(self) -> str:
         """Return where the missing ranks are."""
         places = self._places(self.missing)
-        known = [each for each in places if each["place"]]
+        known = [each for each in places if each.place]
         if not known:
             return self._last_calls()
-        texts = [
-            (f"{ranges_text('rank', each['ranks'])}" if len(places) > 1 else
-             "it" if len(each["ranks"]) == 1 else "they")
-            + (" is" if len(each["ranks"]) == 1 else " are")
-            + f" in {each['place']}"
-            + (f", stage {each['stage']}" if each["stage"] else "")
-            for each in known[:_MAX_PLACES]
-        ]  # fmt: skip
+        texts = []
+        for each in known[:_MAX_PLACES]:
+            one = len(each.ranks) == 1
+            who = ("it" if one else "they") if len(places) == 1 else ranges_text("rank", each.ranks)
+            texts.append(f"{who} {'is' if one else 'are'} in {each.place}")
         rest = len(known) - _MAX_PLACES
         return "; ".join(texts) + (f"; {counted(rest, 'more place')}" if rest > 0 else "")
 

@@ -1,0 +1,1 @@
+"""Collectives of torch.distributed: what ranks recorded, and which of them cannot finish."""
