@@ -187,3 +187,13 @@ def test_ranks_that_call_different_collectives_are_named_on_request(
         "ranks of ep (group 2), ep of dp 1 called different collectives as #1: "
         "rank 2 called all_gather [4] Float; rank 3 called all_reduce [8] Float"
     )
+
+
+def test_a_hang_in_the_first_step_is_named_though_no_history_tells_who_is_stuck(
+    service: Service, ranks: list[Process], run: str
+) -> None:
+    for rank in ranks:
+        rank.ask("train", [1], "checkpoint", 1)
+    [found] = eventually(lambda: findings(service, run, "collective_blocked"))
+    assert "rank 3 has not entered it: it is in save_checkpoint (" in found["message"]
+    assert findings(service, run, "stage_stuck") == []

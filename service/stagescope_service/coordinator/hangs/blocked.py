@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+import math
+from typing import Final, NamedTuple, TypeAlias
 
 from stagescope_service.core.entities import Attempt
 from stagescope_service.core.findings import finding, of_attempt
+from stagescope_service.core.hangs.detection import STUCK_KIND, StuckRules
 from stagescope_service.core.hangs.stack_requests import ORDERED, Answers
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
@@ -28,6 +30,10 @@ _PROVEN: Final = ("not entered", "different calls", "circle", "behind")
 """Verdicts that hold although not every rank was asked."""
 
 
+_Key: TypeAlias = tuple[int, str]
+"""An attempt and a role."""
+
+
 class _Open(NamedTuple):
     finding_id: str
     wall: float
@@ -41,12 +47,15 @@ class BlockedCollectives:
 
     Args:
         state: the coordinator's state.
-        min_seconds: a collective in which ranks wait for less is a running one.
+        rules: a collective in which ranks wait for less than `min_seconds` is a running one; where
+            no rank is stuck, `first_factor` times as long.
     """
 
-    def __init__(self, state: State, min_seconds: float) -> None:
-        self._state, self._min_seconds = state, min_seconds
-        self._open: dict[tuple[int, str], _Open] = {}
+    def __init__(self, state: State, rules: StuckRules) -> None:
+        self._state, self._rules = state, rules
+        self._open: dict[_Key, _Open] = {}
+        self._next: dict[_Key, tuple[float, float]] = {}
+        """Role that was asked -> when to ask again, and the pause after that."""
 
     def adopt(self, row: FindingRow) -> None:
         """Adopt an open finding of an earlier coordinator."""
@@ -55,9 +64,41 @@ class BlockedCollectives:
             found = _Open(row["finding_id"], row["last_wall"], _waiting_of(rows[0]))
             self._open[row["attempt_id"], row["role"]] = found
 
+    def asked(self, attempt_id: int, role: str) -> None:
+        """Note that a role is asked; it is asked again if its answers do not settle the matter."""
+        _, pause = self._next.get((attempt_id, role), (0.0, self._rules.min_seconds))
+        self._next[attempt_id, role] = (math.inf, pause)
+
+    def goes_on(self, attempt_id: int) -> None:
+        """Note that an attempt is busy: its next quiet time is another one."""
+        for key in [key for key in self._next if key[0] == attempt_id]:
+            del self._next[key]
+
+    def is_due(
+        self, attempt_id: int, role: str, is_stuck: bool, is_quiet: bool, wall: float
+    ) -> bool:
+        """Return whether to ask a role now.
+
+        Args:
+            attempt_id: of the attempt.
+            role: of the ranks.
+            is_stuck: ranks are stuck; the finding of that asks first.
+            is_quiet: no rank is stuck, and the role is quiet.
+            wall: Unix seconds.
+        """
+        if not (is_stuck or is_quiet):
+            self._next.pop((attempt_id, role), None)
+            return False
+        at, _ = self._next.get((attempt_id, role), (wall if is_quiet else math.inf, 0.0))
+        return at <= wall
+
     def check(self, wall: float) -> list[Instruction]:
         """Return the findings of the requests that are finished, and end those that are over."""
         out: list[Instruction] = []
+        for attempt_id, _ in [*self._next]:
+            known = self._state.attempt(attempt_id)
+            if known is None or known.over:
+                self.goes_on(attempt_id)
         for key, found in [*self._open.items()]:
             attempt = self._state.attempt(key[0])
             if attempt is None or _went_on(attempt, key[1], found):
@@ -75,27 +116,33 @@ class BlockedCollectives:
     def _judge(
         self, attempt: Attempt, role: str, members: list[Member], answers: Answers, wall: float
     ) -> list[Instruction]:
-        is_ordered = answers.reason == ORDERED
-        if not is_recording(members):
-            has_groups = any(member.record.state != NONE for member in members)
-            return [_off(attempt, role, members, wall)] if has_groups and not is_ordered else []
+        key, is_stuck = (attempt.attempt_id, role), answers.reason == STUCK_KIND
+        least = self._rules.min_seconds
+        if not (is_stuck or answers.reason == ORDERED):
+            least *= self._rules.first_factor
         rows = [
             row
             for row in blocked(members, role)
-            if (row.seconds or 0.0) >= self._min_seconds
-            if row.verdict in _PROVEN or not is_ordered
+            if (row.seconds or 0.0) >= least
+            if row.verdict in _PROVEN or is_stuck
         ]
+        recorded = is_recording(members)
+        if recorded and not rows and key in self._next:
+            _, pause = self._next[key]
+            self._next[key] = (wall + pause, 2 * pause)
+        if not recorded and is_stuck and any(each.record.state != NONE for each in members):
+            return [_off(attempt, role, members, wall)]
         if not rows:
             return []
         put = _finding(attempt, role, rows, answers, wall)
         row = {**put.row, "over_wall": None}
         row["first_wall"] = self._state.remember_finding(row["finding_id"], wall)
         out: list[Instruction] = [Put("findings", row)]
-        before = self._open.get((attempt.attempt_id, role))
+        before = self._open.get(key)
         if before is not None and before.finding_id != row["finding_id"]:
             out.append(_over(before, wall))
         found = _Open(row["finding_id"], answers.wall, _waiting(rows[0]))
-        self._open[attempt.attempt_id, role] = found
+        self._open[key] = found
         return out
 
 
@@ -133,7 +180,7 @@ def _finding(
         COLLECTIVE_KIND,
         f"{first.message}{waited}",
         **of_attempt(attempt, wall),
-        severity="error",
+        severity="error" if answers.reason == STUCK_KIND else "warning",
         step=step,
         stage=stages[0] if stages else None,
         role=role,

@@ -19,7 +19,9 @@ from stagescope_service.core.findings import finding, of_attempt, of_process
 from stagescope_service.core.hangs.detection import (
     BETWEEN,
     GONE,
+    LIVE,
     NOT_ENDED,
+    STUCK_KIND,
     UNHEARD,
     UNRESPONSIVE_KIND,
     Role,
@@ -39,7 +41,8 @@ from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.render import counted
 from stagescope_wire.schema import Work
 
-KIND: Final = "stage_stuck"
+QUIET: Final = "quiet"
+"""Why collectives are requested of a role in which no rank is stuck."""
 MAX_FINDINGS: Final = 64
 """Most for one role and check; `GET /steps/{step}/stuck` lists all of them."""
 MAX_ASKED: Final = 8
@@ -74,7 +77,7 @@ class HangWatch:
         self._silence = UnresponsiveProcesses(
             state, late_seconds=late_seconds, min_seconds=rules.min_seconds
         )
-        self._collectives = BlockedCollectives(state, rules.min_seconds)
+        self._collectives = BlockedCollectives(state, rules)
         self._pause = min(max(rules.min_seconds / 4, 0.25), 5.0)
         self._due = -math.inf
         self._open: dict[_Key, str] = {}
@@ -91,7 +94,7 @@ class HangWatch:
             attempt_id = row["attempt_id"]
             if row["over_wall"] is not None or attempt_id is None:
                 continue
-            if row["kind"] == KIND:
+            if row["kind"] == STUCK_KIND:
                 stage, role = row["stage"], row["role"]
                 if stage is not None and role is not None:
                     key = _Key(attempt_id, row["step"], stage, role, row["rank"])
@@ -135,7 +138,9 @@ class HangWatch:
             ]
             unheard |= {process.incarnation for process in silent}
             out += self._fell_silent(attempt, silent[:MAX_FINDINGS], wall)
-            if attempt.open and self._is_quiet(attempt, wall):
+            if not (attempt.open and self._is_quiet(attempt, wall)):
+                self._collectives.goes_on(attempt.attempt_id)
+            else:
                 out += self._judge(attempt, silent, restarted, wall, stuck)
         return out + self._end(stuck, wall) + self._end_silences(unheard, wall)
 
@@ -183,6 +188,7 @@ class HangWatch:
             if name in restarted:
                 continue
             found = judge(role, wall, self._rules)[:MAX_FINDINGS]
+            out += self._look_again(attempt, name, role, bool(found), wall)
             new: list[Stuck] = []
             for each in found:
                 key = _key(attempt, name, each)
@@ -197,12 +203,28 @@ class HangWatch:
                 out += self._found(attempt, name, new, role, wall)
         return out
 
+    def _look_again(
+        self, attempt: Attempt, name: str, role: Role, is_stuck: bool, wall: float
+    ) -> list[Instruction]:
+        """Return requests for collectives where the stages alone do not say why a role is quiet.
+
+        One that waits in a collective since a short time only may wait for long. And without a
+        history no rank is stuck that is in the same part as the others.
+        """
+        patience = self._rules.first_factor * self._rules.min_seconds
+        is_quiet = not is_stuck and _is_quiet_without_history(role, wall - patience)
+        if not self._collectives.is_due(attempt.attempt_id, name, is_stuck, is_quiet, wall):
+            return []
+        reason = STUCK_KIND if is_stuck else QUIET
+        request_id = f"{reason}-{row_id(attempt.attempt_id, name, wall)}"
+        return self._ask(attempt, name, [], request_id, wall, reason)
+
     def _found(
         self, attempt: Attempt, name: str, new: list[Stuck], role: Role, wall: float
     ) -> list[Instruction]:
         """Return findings of newly stuck ranks, and requests for their stacks."""
         first = new[0]
-        request_id = f"{KIND}-{row_id(attempt.attempt_id, name, first.key, first.rank, wall)}"
+        request_id = f"{STUCK_KIND}-{row_id(attempt.attempt_id, name, first.key, first.rank, wall)}"
         out: list[Instruction] = []
         for each in new:
             put = _finding(attempt, name, each, len(role.positions), wall, request_id)
@@ -213,7 +235,13 @@ class HangWatch:
         return out + self._ask(attempt, name, [each.rank for each in new], request_id, wall)
 
     def _ask(
-        self, attempt: Attempt, role: str, stuck: list[int], request_id: str, wall: float
+        self,
+        attempt: Attempt,
+        role: str,
+        stuck: list[int],
+        request_id: str,
+        wall: float,
+        reason: str = STUCK_KIND,
     ) -> list[Instruction]:
         """Return requests for the stacks and collectives of every rank of a role.
 
@@ -226,11 +254,12 @@ class HangWatch:
         }
         whole = [rank for rank in stuck if rank in live][:MAX_ASKED]
         whole += sorted(live.keys() - set(stuck))[:1]
+        self._collectives.asked(attempt.attempt_id, role)
         out: list[Instruction] = []
         for rank in [*whole, *sorted(live.keys() - set(whole))][:MAX_RECORDS]:
             out += self._state.stack_requests.ask(
-                live[rank], request_id, by=KIND, reason=KIND, wall=wall, seconds=ANSWER_SECONDS,
-                only_training=rank not in whole,
+                live[rank], request_id, by=reason, reason=reason, wall=wall,
+                seconds=ANSWER_SECONDS, only_training=rank not in whole,
             )  # fmt: skip
         return out
 
@@ -298,6 +327,15 @@ class HangWatch:
             return []  # it was stuck until it ended
         columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
         return [Put("findings", {"finding_id": finding_id, **columns})]
+
+
+def _is_quiet_without_history(role: Role, since: float) -> bool:
+    """Return whether every live rank is quiet, and one is in a stage that no earlier step had."""
+    live = [position for position in role.positions.values() if position.process == LIVE]
+    return any(
+        position.inside is not None and not role.history(position.inside.stage).longest
+        for position in live
+    ) and all(position.last_event is not None and position.last_event < since for position in live)
 
 
 def _key(attempt: Attempt, role: str, stuck: Stuck) -> _Key:
@@ -371,7 +409,7 @@ def _finding(
         else "its stacks and collectives and those"
     )
     return finding(
-        KIND,
+        STUCK_KIND,
         f"{what}: {'awaited' if is_unheard else 'quiet'} for {stuck.seconds:.0f} s ({usual}); "
         f"{others}",
         **of_attempt(attempt, wall),

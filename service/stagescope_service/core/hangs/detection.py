@@ -28,6 +28,9 @@ BETWEEN: Final = "between stages"
 LIVE, SILENT, GONE, UNHEARD = "live", "silent", "gone", "unheard"
 """A process polls; it does not, and its lease holds; its lease ran out; it never reported."""
 
+STUCK_KIND: Final = "stage_stuck"
+"""The finding of a stuck rank, and the reason why its stacks are requested."""
+
 UNRESPONSIVE_KIND: Final = "process_silent"
 """The finding of a process that does not answer; its evidence says since when."""
 

@@ -12,6 +12,7 @@ from stagescope_service.core.hangs.detection import (
     LIVE,
     SILENT,
     STEPS_REMEMBERED,
+    STUCK_KIND,
     UNHEARD,
     UNRESPONSIVE_KIND,
     Limit,
@@ -380,7 +381,7 @@ def stuck(
     ]
     findings = [
         row
-        for kind in ("stage_stuck", COLLECTIVE_KIND)
+        for kind in (STUCK_KIND, COLLECTIVE_KIND)
         for row in deps.catalogue.findings(attempt_id=target.attempt_id, step=step, kind=kind)
     ]
     numbers = {row["attempt_id"]: row["number"] for row in deps.catalogue.attempts(target.run)}
