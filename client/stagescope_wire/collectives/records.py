@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import pickle
 import pickletools
@@ -240,7 +241,7 @@ def _groups(
             continue
         its, known = by_group.get(name, []), _mapping(config.get(name))
         description = _text(its[-1]["process_group"][-1] if its else known.get("desc") or "")
-        calls = [call for entry in its if (call := _call(entry, now_ns)) is not None]
+        calls = [call for entry in _newest(its) if (call := _call(entry, now_ns)) is not None]
         state = _mapping(status.get(str(its[-1].get("pg_id")))) if its else {}
         last = [_integer(state.get("last_enqueued_collective"))]
         last += [call.sequence for call in calls if not call.is_p2p]
@@ -250,29 +251,34 @@ def _groups(
             description,
             _ranks(known.get("ranks")) if members is None else tuple(sorted(members)),
             max(0, *(each for each in last if each is not None), 0),
-            _newest(calls),
+            tuple(sorted(calls, key=lambda call: call.order)),
         )
 
 
-def _newest(calls: list[Call]) -> tuple[Call, ...]:
-    """Return the newest calls, and the oldest that are not done: the others wait behind them."""
-    waiting = [call for call in calls if not call.done][:MAX_CALLS]
-    kept = {id(call): call for call in [*waiting, *calls[-MAX_CALLS:]]}
-    return tuple(sorted(kept.values(), key=lambda call: call.order))
+def _newest(entries: list[JsonObject]) -> list[JsonObject]:
+    """Return the newest entries, and the oldest that are not done: the others wait behind them."""
+    newest, older = entries[-MAX_CALLS:], entries[:-MAX_CALLS]
+    waiting = (entry for entry in older if not _is_done(entry))
+    return [*itertools.islice(waiting, MAX_CALLS), *newest]
+
+
+def _is_done(entry: JsonObject) -> bool:
+    # gloo keeps no states. An NCCL call that is retired and not completed has timed out.
+    if entry.get("state") == "completed":
+        return True
+    return entry.get("retired") is True and _text(entry.get("profiling_name")).startswith("gloo:")
 
 
 def _call(entry: JsonObject, now_ns: int | None) -> Call | None:
-    backend, _, operation = _text(entry.get("profiling_name")).rpartition(":")
+    operation = _text(entry.get("profiling_name")).rpartition(":")[2]
     is_p2p = entry.get("is_p2p") is True or operation.split(" ")[0] in ("send", "recv")
     sequence = _integer(entry.get("p2p_seq_id" if is_p2p else "collective_seq_id"))
     if not operation or sequence is None or operation == "coalesced":
         return None
-    # gloo keeps no states. An NCCL call that is retired and not completed has timed out.
-    done = entry.get("state") == "completed" or (backend == "gloo" and entry.get("retired") is True)
     created = _integer(entry.get("time_created_ns"))
     is_known = now_ns is not None and created is not None and 0 < created < _TOO_NEW_NS
     return Call(
-        sequence, operation, is_p2p, done,
+        sequence, operation, is_p2p, _is_done(entry),
         _shapes(entry.get("input_sizes")), _shapes(entry.get("output_sizes")),
         (*_texts(entry.get("input_dtypes")), *_texts(entry.get("output_dtypes"))),
         max(now_ns - created, 0) / 1e9 if is_known else None,  # type: ignore[operator]

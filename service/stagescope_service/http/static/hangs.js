@@ -9,6 +9,20 @@ import { HEAD, RIGHT, table } from "./table.js";
 
 const NOTHING = {}; // of a run without a step
 
+/** A collective that cannot finish: what is wrong, and the line of each of its ranks. */
+function collective({ message, verdict, waiting, missing }) {
+  const places = [...waiting.map((at) => ["waits", at]), ...missing.map((at) => ["missing", at])];
+  return h("div.collective", {},
+    h("p", {}, badge(verdict === "behind" ? "live" : "error", verdict), " ", message),
+    places.length > 0 && table("Lines of its ranks", [
+      ["ranks", ([, at]) => at.ranks.join(", "), HEAD],
+      ["", ([what]) => what],
+      ["line", ([, at]) => at.place ?? gap("not known")],
+      ["stage", ([, at]) => at.stage ?? ""],
+      ["layout", ([, at]) => at.layout],
+    ], places, { key: ([what, at]) => `${what}/${at.ranks[0]}` }));
+}
+
 /** Stuck ranks and stacks of a run. */
 export function hangs(view, { run, role, rank }, user) {
   view.add(h("h1", {}, `Hangs of ${nameOf(run)}`));
@@ -20,6 +34,7 @@ export function hangs(view, { run, role, rank }, user) {
       h("p.lead", {}, found.rows.length
         ? [badge("error", `${plural(found.rows.length, "rank")} stuck`), ` in step ${found.step}`]
         : [badge("ok", "nobody is stuck"), ` in step ${found.step}`, found.note && `: ${found.note}`]),
+      found.collectives.map(collective),
       found.rows.length > 0 && table("Stuck ranks", [
         ["rank", (row) => toRank(run, { ...row, attempt: found.attempt }), HEAD],
         ["step", ({ step }) => toStep(run, { step, attempt: found.attempt }), RIGHT],
