@@ -15,7 +15,7 @@ from stagescope_wire import nonfinite, render
 from stagescope_wire.errors import StagescopeError
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.render import context
-from stagescope_wire.render_html import html_block
+from stagescope_wire.render_html import escaped, html_block
 
 _LACKS: Final = {"gap": "", "missing": "missing "}
 """Column of data that a step lacks -> prefix of its value in text."""
@@ -51,17 +51,25 @@ _PROCESS_COLUMNS: Final = ("process", "host", "pid", "role")
 class Stuck(Table):
     """The ranks that hold up the others; in text, each rank's process is below the table.
 
-    `about["collectives"]` holds the collectives that cannot finish; in text they are below, too.
+    `about["collectives"]` holds the collectives that cannot finish; in text they come first.
     """
 
     __slots__ = ()
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return the table, and below it each rank's process and the collectives, never cut."""
-        lines = self._ranks(width, rows)
-        for each in self.about.get("collectives") or []:
-            lines += render.wrapped("-> ", render.printable(each["message"]), width)
-        return lines
+        """Return the collectives that cannot finish, the table, and each rank's process.
+
+        Only the table is shortened.
+        """
+        named = [line for text in self._named() for line in render.wrapped("", text, width)]
+        return [*named, *self._ranks(width, rows)]
+
+    def _repr_html_(self) -> str:
+        named = "".join(f"<div>{escaped(text)}</div>" for text in self._named())
+        return f"{named}{super()._repr_html_()}"
+
+    def _named(self) -> list[str]:
+        return [str(each["message"]) for each in self.about.get("collectives") or []]
 
     def _ranks(self, width: int, rows: int | None) -> list[str]:
         shown = [name for name in self.names if name not in _PROCESS_COLUMNS]

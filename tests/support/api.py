@@ -147,6 +147,16 @@ class LocalEngine:
 
         self._wait(expire())
 
+    def look_for_hangs(self, wall: float) -> None:
+        """Let the coordinator look for hangs, as it does every second."""
+
+        async def look() -> None:
+            parts = self.coordinator.parts
+            await parts.runner.carry_out(parts.hangs.check(0.0, wall))
+            await parts.runner.settled()
+
+        self._wait(look())
+
     @property
     def audit(self) -> list[tuple[str, str]]:
         """Who did what."""

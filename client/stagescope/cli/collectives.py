@@ -55,7 +55,7 @@ def _lines(
         )
         yield from render.wrapped("", f"{read} read: {why}", width)
     for row in rows:
-        yield from render.wrapped("-> ", row.message, width)
+        yield from render.wrapped("", row.message, width)
         for at, what in [
             *((at, "waits") for at in row.waiting),
             *((at, "missing") for at in row.missing),
@@ -63,7 +63,7 @@ def _lines(
             if at.place:
                 yield from render.wrapped("   ", f"{_ranks(at)} ({what}): {at.place}", width)
     if rows:
-        yield from render.wrapped("   ", advice_of(rows[0]), width)
+        yield from render.wrapped("-> ", advice_of(rows[0]), width)
     if files.problems:
         yield "not read:"
         for path, why in files.problems.items():

@@ -33,6 +33,7 @@ export function hangs(view, { run, role, rank }, user) {
     draw: (found) => found === NOTHING ? h("p.quiet", {}, "No step has begun.") : [
       h("p.lead", {}, found.rows.length
         ? [badge("error", `${plural(found.rows.length, "rank")} stuck`), ` in step ${found.step}`]
+        : found.collectives.length ? [badge("error", "a collective cannot finish"), ` in step ${found.step}`]
         : [badge("ok", "nobody is stuck"), ` in step ${found.step}`, found.note && `: ${found.note}`]),
       found.collectives.map(collective),
       found.rows.length > 0 && table("Stuck ranks", [

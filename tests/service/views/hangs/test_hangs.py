@@ -10,6 +10,7 @@ import pytest
 from tests.support.api import Rank, Service
 from tests.support.stores import eventually
 
+from stagescope_wire.collectives.records import Call, GroupRecord, RankRecord
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.schema import FINISH, STACKS
 
@@ -103,6 +104,33 @@ def test_stacks_are_answered_and_kept(live: Service, ranks: tuple[Rank, Rank]) -
     page = live.get("/stacks", limit=1)
     assert len(page["rows"]) == 1
     assert live.get("/stacks", limit=1, cursor=page["next"])["next"] is None
+
+
+def test_a_collective_that_cannot_finish_is_named(live: Service, ranks: tuple[Rank, Rank]) -> None:
+    def say(request_id: str) -> None:
+        for number, rank in enumerate(ranks):
+            call = Call(8 - number, "all_reduce", False, number == 1, seconds=60.0)
+            group = GroupRecord("0", "default_pg", (0, 1), 8 - number, (call,))
+            rank.say(
+                STACKS, request_id=request_id, threads=THREADS, step=2, stage="actor_update",
+                collectives=RankRecord("recorded", number, (group,)).wire(),
+            )  # fmt: skip
+
+    ask(live, say, wait=20)
+    live.engine.look_for_hangs(ranks[0].clock)
+    answer = live.get("/steps/2/stuck")
+    [row] = answer["collectives"]
+    assert row["message"] == (
+        "rank 0 waits in all_reduce #8 of all ranks; rank 1 has not entered it: it is in f (t.py:1)"
+    )
+    assert (row["verdict"], row["sequence"], row["seconds"]) == ("not entered", 8, 60.0)
+    assert [each["kind"] for each in answer["findings"]] == ["collective_blocked"]
+    assert live.get("/steps/2/stuck", role="actor")["collectives"] == [row]
+    assert live.get("/steps/1/stuck")["collectives"] == []
+    with live.session() as session:
+        stuck = session.step(2).stuck()
+    assert " ".join(stuck.lines()).startswith(row["message"])
+    assert row["message"] in stuck._repr_html_()
 
 
 def test_ranks_that_do_not_answer_are_listed(live: Service, ranks: tuple[Rank, Rank]) -> None:
