@@ -396,24 +396,28 @@ def _call_text(call: Call) -> str:
 
 def _order(found: Sequence[_Blocked]) -> None:
     """Note which collectives wait behind which, and which wait in a circle."""
+    waits_in: dict[int, list[_Blocked]] = {}
+    for each in found:
+        for number in each.waiting:
+            waits_in.setdefault(number, []).append(each)
     for each in found:
         if len(each.variants) > 1:
             continue
         others = [
             (number, other)
             for number in sorted(each.missing)
-            for other in found
-            if other is not each and number in other.waiting
+            for other in waits_in.get(number, ())
+            if other is not each
         ]
         # A missing rank that waits in none and holds up none of those holds this one up alone.
         free = each.missing - {number for number, _ in others}
         if others and free <= set[int]().union(*(other.missing for _, other in others)):
             each.behind = others[0]
     for each in found:
-        seen, at = [each], each
-        while at.behind is not None and at.behind[1] not in seen:
+        seen, at = {id(each)}, each
+        while at.behind is not None and id(at.behind[1]) not in seen:
             at = at.behind[1]
-            seen.append(at)
+            seen.add(id(at))
         each.in_circle = at.behind is not None and at.behind[1] is each
 
 

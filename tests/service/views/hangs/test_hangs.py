@@ -106,7 +106,9 @@ def test_stacks_are_answered_and_kept(live: Service, ranks: tuple[Rank, Rank]) -
     assert live.get("/stacks", limit=1, cursor=page["next"])["next"] is None
 
 
-def test_a_collective_that_cannot_finish_is_named(live: Service, ranks: tuple[Rank, Rank]) -> None:
+def block(live: Service, ranks: tuple[Rank, Rank]) -> None:
+    """Let rank 0 wait in a collective that rank 1 has not entered, and have it found."""
+
     def say(request_id: str) -> None:
         for number, rank in enumerate(ranks):
             call = Call(8 - number, "all_reduce", False, number == 1, seconds=60.0)
@@ -118,6 +120,10 @@ def test_a_collective_that_cannot_finish_is_named(live: Service, ranks: tuple[Ra
 
     ask(live, say, wait=20)
     live.engine.look_for_hangs(ranks[0].clock)
+
+
+def test_a_collective_that_cannot_finish_is_named(live: Service, ranks: tuple[Rank, Rank]) -> None:
+    block(live, ranks)
     answer = live.get("/steps/2/stuck")
     [row] = answer["collectives"]
     assert row["message"] == (
