@@ -51,6 +51,7 @@ NOT_RUN: Final = {
     r"tests/own_tests/": "trains with a checkout of a trainer",
     r"(?i)nexrl|TRAIN_CONFIG|STAGESCOPE_TOKEN_FILE=/shared": "needs NexRL: test_nexrl.py",
     r"^stagescope (import|compare) (logs|outputs)/": "needs a trainer's files: tests/service/dumps",
+    r"^stagescope collectives": "needs files of a recorder: tests/client/collectives/test_files.py",
     r"^stagescope forward .*(mlflow|trackio|swanlab|otlp):": "needs one: tests/client/forwarding",
     r"^stagescope divergence run=tp2": "needs two layouts: views/operators/test_layouts.py",
     r"ray\.get_actor": "needs a Ray cluster: tests/integration/test_conformance_over_ray.py",

@@ -23,7 +23,7 @@ from stagescope_service.settings import Settings
 
 PROSE = frozenset({"text", "detail", "message", "advice", "expected", "wrong"})
 """Sentences may be worded better."""
-ADDED = frozenset({"nonfinite"})
+ADDED = frozenset({"nonfinite", "collectives"})
 """Fields that answers have now, and did not have when they were recorded."""
 NAMED = frozenset({"metrics", "series", "units"})
 """Fields that hold numbers by name: a metric that is published since then is added to them."""

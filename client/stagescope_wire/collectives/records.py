@@ -49,6 +49,8 @@ _PLAIN: Final = frozenset(
     }
 )  # fmt: skip
 """Opcodes that make dicts, lists, tuples, texts and numbers, and nothing else."""
+_MAX_OPCODES: Final = 10_000_000
+"""A dump of 2000 calls with their frames has 200 000."""
 _PUTS: Final = ("PUT", "BINPUT", "LONG_BINPUT")
 
 
@@ -186,6 +188,10 @@ def _unpickled(data: bytes) -> object:
                 raise Forbidden(
                     f"a pickle with {opcode.name}, which may run code: it was not loaded",
                     expected="a pickle of plain values, as a flight recorder writes",
+                )
+            if number > _MAX_OPCODES:
+                raise InvalidInput(
+                    f"a pickle of more than {_MAX_OPCODES} values", expected="fewer calls"
                 )
             if opcode.name in _PUTS and not 0 <= int(str(argument)) <= number:
                 raise _refused(f"a pickle that stores its value {number} at {argument!r:.30}")
