@@ -175,7 +175,7 @@ def _finding(
     first = rows[0]
     stages = [at.stage for at in first.waiting if at.stage]
     step = _step(attempt, role, _waiting(first))
-    waited = f", for {first.seconds:.0f} s" if first.seconds is not None else ""
+    waited = f" (waiting for {first.seconds:.0f} s)" if first.seconds is not None else ""
     return finding(
         COLLECTIVE_KIND,
         f"{first.message}{waited}",

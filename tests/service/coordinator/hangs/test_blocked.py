@@ -64,7 +64,7 @@ def test_the_answers_to_a_hang_name_its_collective_until_a_waiting_rank_goes_on(
     [found] = open_findings(made)
     assert found["message"] == (
         "rank 0 waits in all_reduce #8 of all ranks; rank 1 has not entered it: "
-        "it is in work1 (trainer.py:1), for 14 s"
+        "it is in work1 (trainer.py:1) (waiting for 14 s)"
     )
     assert (found["severity"], found["step"], found["role"]) == ("error", step, "actor")
     assert found["evidence"]["collectives"][0]["waiting"][0]["place"] == "work0 (trainer.py:0)"
