@@ -66,7 +66,7 @@ def test_a_live_capture_names_the_ranks_that_it_waits_for() -> None:
     ranks = [{**done["ranks"][0], "acknowledged": False}]
     live = CaptureProgress({**done, "state": "agreed", "ranks": ranks})
     assert live.lines()[:2] == [
-        "0 of 1 ranks have acknowledged the agreed step; waiting for actor 0",
+        "0 of 1 rank has acknowledged the agreed step; waiting for actor 0",
         "starts at step 8 (agreed in 0.05 s)",
     ]
     assert CaptureProgress({**done, "ranks": ranks}).lines()[0].endswith("step; not actor 0")
