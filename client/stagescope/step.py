@@ -12,6 +12,7 @@ from stagescope.answers import Metrics, Record
 from stagescope.connection import LIMIT, OptInt, OptStr, segment
 from stagescope.operators import NonFiniteOperators, Operators, Stack
 from stagescope.plotting import BarTable, PlottedTable
+from stagescope.routing import Routing
 from stagescope.step_answers import SampleTokens, Stacks, Stuck, Weights
 from stagescope.table import Table
 from stagescope.transport import QueryValue
@@ -157,12 +158,20 @@ class Step:
     def anatomy(
         self,
         by: Literal[
-            "place", "end", "position", "probability", "lattice", "staleness", "engine"
+            "place",
+            "end",
+            "position",
+            "probability",
+            "lattice",
+            "routing",
+            "staleness",
+            "engine",
         ] = "place",
     ) -> PlottedTable:
         """Return |d| and d (d = p - q, nats) by the position, probability or staleness of tokens.
 
-        `by="lattice"` groups by the largest power of two that divides d. If the data is not
+        `by="lattice"` groups by the largest power of two that divides d, `by="routing"` by the
+        number of layers in which the trainer chose other experts. If the data is not
         recorded, the table is empty and `about["note"]` says why.
 
         Usage:
@@ -173,6 +182,28 @@ class Step:
         return PlottedTable.drawn_by(
             Table.from_rows(answer["rows"], title=f"mismatch by {by}", about=about),
             functools.partial(self.figure, "anatomy", by=by), label="label", column="mean_abs",
+        )  # fmt: skip
+
+    def routing(
+        self, *, stage: OptStr = None, role: OptStr = None, rank: OptInt = None, limit: int = LIMIT
+    ) -> Routing:
+        """Return whether rollout and trainer chose the same experts, one row per layer.
+
+        `about` has the answer in numbers: `hit_share`, `mean_hit` and `mean_same` (|d| in nats),
+        `carried` and `excess` (shares of the mismatch), `rounds`, and `worst` tokens with routes.
+
+        Usage:
+            >>> routing = session.step(5).routing()
+            >>> routing.about["excess"]     # share of the mismatch that other experts explain
+            >>> routing.plot()              # by layer and round
+
+        Raises:
+            NotFound: the step has no routes.
+        """
+        filters = {"stage": stage, "role": role, "rank": rank}
+        return Routing.drawn_by(
+            self._table("routing", limit, **filters), functools.partial(self.figure, "routing"),
+            label="layer", column="agreement", refusal=_of_slice(filters),
         )  # fmt: skip
 
     def save_trace(self, path: str | Path) -> Path:

@@ -20,6 +20,40 @@ UPDATE_PAIR: Final = ("current", "old")
 """(p, q) streams of an update's first mini-batch, where no update separates them."""
 CURRENT_ALONE: Final = ("current", "current")
 """The same if only the current stream is recorded: sums by sample remain."""
+ROLLOUT_ROUTES: Final = (
+    "rollout_routed_experts", "routed_experts", "rollout_expert_indices", "expert_indices",
+)  # fmt: skip
+"""Names of the experts that the rollout chose, in order of preference."""
+TRAINER_ROUTES: Final = (
+    "trainer_routed_experts", "old_routed_experts", "trainer_expert_indices",
+    "recorded_topk_idx",
+)  # fmt: skip
+"""Names of the experts that the trainer chose."""
+ROUTE_TENSORS: Final = (*ROLLOUT_ROUTES, *TRAINER_ROUTES)
+"""Routes, [rows, tokens, layers, K]: a probe counts them where they are, and sends the counts."""
+ROUTING_FLIPS: Final = "routing_flips"
+ROUTING_COUNTS: Final = "routing_counts"
+ROUTING_SAME: Final = "routing_same"
+ROUTING_WORST: Final = "routing_worst"
+ROUTING_WORST_AT: Final = "routing_worst_at"
+ROUTING_TENSORS: Final = (
+    ROUTING_FLIPS, ROUTING_COUNTS, ROUTING_SAME, ROUTING_WORST, ROUTING_WORST_AT,
+)  # fmt: skip
+"""What a probe sends in place of routes."""
+ROUTING_COLUMNS: Final = (
+    "layer", "round", "tokens", "same", "ordered", "slots", "choices", "rollout_unset",
+    "trainer_unset", "pairs", "earlier", "later",
+)  # fmt: skip
+"""Columns of `routing_counts`, one row for each layer and round. First compared tokens, those with
+the same experts, those also in the same order, equal experts, all experts. Then tokens without a
+choice in this layer. Then neighbouring tokens, and those of them whose rollout experts the trainer
+chose one token earlier, or later."""
+NO_ROLLOUT_ROUTE: Final = -1
+NO_TRAINER_ROUTE: Final = -2
+NO_ROUTE: Final = -3
+"""Values of `routing_flips` of tokens that lack the route of one side, or of both."""
+MAX_EXPERTS: Final = 1 << 15
+"""Experts of a layer; routes with larger numbers are no routes."""
 PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "response_mask": "1 = model token, 0 = environment or padding; required with two streams",
     "responses": "token ids, as wide as the mask, or lists of rows beside a padded one",
@@ -35,6 +69,19 @@ PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "rollout_is_weights": "the importance weights that the loss applies, as wide as the mask",
     "clipped": "-1, 1 = the policy loss cuts this token's ratio at its lower, upper bound, so that "
     "it has no gradient; 0 = it does not; as wide as the mask",
+    **dict.fromkeys(
+        ROLLOUT_ROUTES,
+        "the experts that the rollout chose, [rows, tokens, layers, K]; see routing.md. A probe "
+        "sends counts of them",
+    ),
+    **dict.fromkeys(TRAINER_ROUTES, "the experts that the trainer chose, in the same form"),
+    ROUTING_FLIPS: "number of layers in which rollout and trainer chose other experts for a token; "
+    "below 0: one of them has no route. The probe makes it of the routes",
+    ROUTING_COUNTS: "routes counted by layer and round, made by the probe",
+    ROUTING_SAME: "[layers, layers] tokens whose experts are the same in the rollout's layer and "
+    "the trainer's layer, made by the probe",
+    ROUTING_WORST: "[tokens, 2, layers, K] routes of the worst tokens, made by the probe",
+    ROUTING_WORST_AT: "[tokens] where these tokens are in the payload, made by the probe",
     "cu_seqlens": "[rows + 1] makes every other tensor of the payload packed [tokens]",
     "tokens": "token ids of whole trajectories, prompt included",
     "prompts": "token ids of the prompts",
@@ -52,18 +99,19 @@ PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
 """The known tensor names; other tensors may also be recorded, and kept by their names."""
 PER_TOKEN: Final = (
     *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
-    "round_ids", "turn_ids", "advantages", "rollout_is_weights", "clipped",
+    "round_ids", "turn_ids", "advantages", "rollout_is_weights", "clipped", ROUTING_FLIPS,
 )  # fmt: skip
 """Tensors with one value per token: in one payload they have the same rows and tokens."""
 INTEGER_TENSORS: Final = frozenset({
     "responses", "positions", "round_ids", "turn_ids", "versions", "token_offset", "round_offset",
     "cu_seqlens", "tokens", "prompts", "input_ids", "attention_mask", "position_ids", "clipped",
+    *ROUTE_TENSORS, *ROUTING_TENSORS,
 })  # fmt: skip
 """Tensors of integers; an empty list under one of these names is also one of integers."""
 RECENT_TENSORS: Final = frozenset({
     *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "prompts", "responses", "positions",
     "round_ids", "turn_ids", "versions", "token_offset", "round_offset", "rewards", "advantages",
-    "rollout_is_weights", "clipped", "cu_seqlens",
+    "rollout_is_weights", "clipped", "cu_seqlens", *ROUTING_TENSORS,
 })  # fmt: skip
 """What statistics read, and the prompts, to score again: the ring keeps it without a request."""
 PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
@@ -77,6 +125,8 @@ PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
 """Lists with one id per row; other lists of texts (answers, prompts) may also be recorded."""
 WRITTEN_AFTER_HAND_OVER: Final = "written_after_hand_over"
 """Metadata field of a payload: tensors that are missing because their owner overwrote them."""
+ROUTES_REFUSED: Final = "routes_refused"
+"""Metadata field of a payload: why its routes were not counted."""
 DTYPE_BYTES: Final[Mapping[str, int]] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,

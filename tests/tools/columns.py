@@ -15,7 +15,8 @@ from tests.support.documented import document
 FILE: Final = Path(__file__).parents[2] / "client/stagescope/columns.json"
 SCHEMAS: Final[Mapping[str, str]] = {
     "rounds": "SliceRow", "ranks": "RankRow", "tokens": "TokenRow", "metric_names": "NumberName",
-    "samples": "SampleRow", "loss": "FateRow", "diagnosis": "Symptom", "stages": "StageRow",
+    "samples": "SampleRow", "routing": "RoutedLayer", "loss": "FateRow",
+    "diagnosis": "Symptom", "stages": "StageRow",
     "scalars": "ScalarRow", "stuck": "StuckRow", "dumps": "DumpRow", "kept": "KeptFile",
     "operators": "OperatorRow", "non_finite": "FirstNonFinite", "weights": "Weight",
     "versions": "WeightVersion", "canary": "CanaryVersion", "canary_scores": "CanaryScore",

@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 from tests.support.api import Rank, Service
 from tests.support.command_line import invoke
+from tests.support.routes import routed
 from tests.support.runs.shown import ShownRun
 from tests.support.stores import eventually
 
@@ -18,6 +20,7 @@ from stagescope import cli
 from stagescope_wire.schema import STACKS
 
 HANGING: Final = "qwen3-8b-math"
+EXPERTS: Final = "qwen3-30b-a3b-math"
 SYNCED: Final = "qwen3-8b-search"
 STUCK_STEP: Final = 33
 STUCK_RANK: Final = 3
@@ -126,6 +129,22 @@ def synced(live: Service) -> None:
                          for name, value in values.items()],
             )  # fmt: skip
             rank.clock += 50.0
+
+
+def of_experts(live: Service) -> None:
+    """Report steps of a mixture of experts: layer 8 of 12 disagrees, most in the last rounds."""
+    rank = Rank(live, run=EXPERTS, world_size=1)
+    step = routed(rows=32, tokens=160, layers=12, flips=0.004, seed=6)
+    step.mask[:] = 1
+    step.mask[:, 31::32] = 0
+    drawn = np.random.default_rng(7)
+    for number in range(5):
+        part = slice(1 + 32 * number, 33 + 32 * number)
+        other = drawn.random(step.rollout[:, part, 8, 0].shape) < 0.01 + 0.02 * number
+        rollout = step.rollout[:, part, 8]
+        rollout[other] = (rollout[other] + 1) % 16
+    rank.stage("actor_compute_log_prob", 1, step.payload())
+    rank.begin("actor_compute_log_prob", 2)
 
 
 def captured(training: ShownRun, first: int) -> str:

@@ -28,12 +28,14 @@ from tests.support.page import Visit, visiting
 from tests.support.runs.investigated import STEPS, investigated
 from tests.support.runs.shown import BROKEN, HOT_RANK, NAN_RANK, RUN
 from tests.tools.pictured_scenes import (
+    EXPERTS,
     HANGING,
     NEWEST_VERSION,
     SYNCED,
     captured,
     consistency_text,
     hanging,
+    of_experts,
     set_rules,
     synced,
 )
@@ -59,6 +61,7 @@ VIEWS: Final = {
 SCENES: Final = {
     "page-hangs": (f"#/runs/{HANGING}/hangs", 700),
     "page-weights": (f"#/runs/{SYNCED}/weights/{NEWEST_VERSION}", 420),
+    "page-routing": (f"#/runs/{EXPERTS}/steps/1?part=routing", 900),
 }
 """The same of the runs in a service of their own."""
 EVIDENCE: Final = ("page-doctor-evidence", "One rank's mismatch differs")
@@ -260,6 +263,7 @@ def pictured_scenes(browser: Browser, pictures: Pictures, home: Path) -> None:
     with service(home, recorded=False) as live, environment(live):
         hanging(live)
         synced(live)
+        of_experts(live)
         with entered(browser, live) as visit:
             pictured_views(visit, pictures, SCENES)
         if pictures.wants("terminal-consistency"):

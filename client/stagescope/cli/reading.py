@@ -121,8 +121,13 @@ step_command(
     Step.anatomy,
     "A step's mismatch by what its tokens have in common: place in the round, engine, ...",
     MEASURED,
-    _choice("--by", "place|end|position|probability|lattice|staleness|engine",
+    _choice("--by", "place|end|position|probability|lattice|routing|staleness|engine",
             "What distinguishes the tokens.", "place"),
+)  # fmt: skip
+step_command(
+    Step.routing,
+    "Whether rollout and trainer chose the same experts, and how much of the mismatch that is.",
+    MEASURED, STAGE, ROLE, RANK, LIMIT,
 )  # fmt: skip
 step_command(Step.ranks, "A step's mismatch rank by rank.", MEASURED, STAGE, ROLE, RANK, LIMIT)
 step_command(

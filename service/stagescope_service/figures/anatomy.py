@@ -26,6 +26,7 @@ from stagescope_service.views.reading.target import Target
 from stagescope_service.views.steps.numbers import comparability_fields, doubt
 from stagescope_wire.errors import NotFound
 from stagescope_wire.render import counted
+from stagescope_wire.tensors import ROLLOUT_ROUTES, TRAINER_ROUTES
 
 By = Literal[Dimension, "staleness", "engine"]
 AXES: Final[dict[By, str]] = {
@@ -34,6 +35,7 @@ AXES: Final[dict[By, str]] = {
     "position": "position in the sample",
     "probability": "probability that the rollout gave the token",
     "lattice": "largest power of two that d is a multiple of",
+    "routing": "number of layers with other experts in the trainer",
     "staleness": "staleness (policy versions)",
     "engine": "engine instance that sampled the token",
 }
@@ -95,7 +97,12 @@ def info(deps: Dependencies, target: Target, by: By) -> AnatomyInfo:
                 summary.profiles.bins(by), key=lambda b: -1 if _is_last(by, b.key) else b.key
             )
         )
-        lacking = "no token counts"
+        lacking = (
+            "the experts that rollout and trainer chose are not recorded "
+            f"({ROLLOUT_ROUTES[0]}, {TRAINER_ROUTES[0]})"
+            if by == "routing"
+            else "no token counts"
+        )
     left_out = total.masked - sum(each.tokens + each.nonfinite for each in found)
     note = None if found else lacking
     if found and left_out:

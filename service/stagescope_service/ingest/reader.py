@@ -50,7 +50,12 @@ from stagescope_wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope_wire.names import MAX_ID
 from stagescope_wire.nonfinite import Json, JsonObject
 from stagescope_wire.render import counted
-from stagescope_wire.tensors import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
+from stagescope_wire.tensors import (
+    RECENT_TENSORS,
+    ROUTES_REFUSED,
+    STREAM_TENSORS,
+    WRITTEN_AFTER_HAND_OVER,
+)
 
 """(row, first position, last) of tokens, half open."""
 
@@ -312,7 +317,16 @@ def ring_key(key: PayloadKey, job: StepJob) -> RingKey:
 
 
 def _written_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
-    """Return the finding of tensors that are missing because their owner overwrote them."""
+    """Return the findings of tensors that are missing because their owner overwrote them, and of
+    routes that could not be counted."""
+    refused = payload.meta.get(ROUTES_REFUSED)
+    if refused and not job.get("reported"):
+        yield finding(
+            "routes_refused",
+            f"the routes of experts are not compared: {refused!s:.1000}",
+            **of_job(job, time.time()),
+            advice="all other numbers count. docs/routing.md has the shapes of routes",
+        )
     written = payload.meta.get(WRITTEN_AFTER_HAND_OVER)
     if written:
         yield finding(

@@ -19,12 +19,14 @@ from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import profile_bins as profiles
 from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
+from stagescope_service.statistics.routing import TOKEN_COLUMNS, Routing, WorstRoutes
 from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import Produced, Sequences, Slices, Summary, Tokens
 from stagescope_wire.errors import InvalidInput, InvalidTensor
 from stagescope_wire.nonfinite import Json
 from stagescope_wire.tensorfile import encode_tensors, parse
+from stagescope_wire.tensors import ROUTING_COLUMNS
 
 VERSION: Final = 1
 _DOCUMENT: Final = "document"
@@ -166,6 +168,11 @@ def flatten(summary: Summary) -> tuple[Arrays, Document]:
         arrays[f"{name}_values"] = np.stack([tokens.p, tokens.q])
     arrays["profile_keys"] = summary.profiles.keys
     arrays["profile_values"] = summary.profiles.values
+    if (routing := summary.routing) is not None:
+        arrays["routing_counts"], arrays["routing_tokens"] = routing.counts, routing.tokens
+        arrays["routing_same"] = routing.same
+        arrays["routing_worst_at"] = routing.worst.where
+        arrays["routing_worst"] = routing.worst.routes
     if summary.engines:
         arrays["engine_values"] = np.stack([*summary.engines.values()])
     return arrays, _SUMMARY.to_json(summary) | {
@@ -195,6 +202,10 @@ class _Checked:
 
     def __init__(self, arrays: Arrays) -> None:
         self._arrays = arrays
+
+    def has(self, name: str) -> bool:
+        """Return whether there is such an array."""
+        return name in self._arrays
 
     def get(self, name: str, dtype: type[Scalar], *shape: int | None) -> npt.NDArray[Scalar]:
         array = self._arrays[name]
@@ -247,6 +258,7 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
         unequal=_tokens(arrays, "unequal", count),
         produced=produced_from_json(document["produced"]),
         profiles=_profiles(arrays),
+        routing=_routing(arrays, count),
         engines=_engines(arrays, [*map(str, document["engines"])]),
         version_names={int(code): str(text) for code, text in document["version_names"]},
     )
@@ -257,6 +269,19 @@ def _engines(arrays: _Checked, names: list[str]) -> dict[str, Float64]:
         return {}
     values = arrays.get("engine_values", np.float64, len(names), profiles.WIDTH)
     return dict(zip(names, values, strict=True))
+
+
+def _routing(arrays: _Checked, sequences: int) -> Routing | None:
+    if not arrays.has("routing_counts"):
+        return None
+    same = arrays.get("routing_same", np.int64, None, None)
+    counts = arrays.get("routing_counts", np.int64, None, len(ROUTING_COLUMNS))
+    _indexes(counts[:, 0], len(same), "routing_counts")
+    where = arrays.get("routing_worst_at", np.int64, None, 2)
+    _indexes(where[:, 0], sequences, "routing_worst_at")
+    routes = arrays.get("routing_worst", np.int16, len(where), 2, None, None)
+    tokens = arrays.get("routing_tokens", np.int64, None, len(TOKEN_COLUMNS))
+    return Routing(counts, tokens, same, WorstRoutes(where, routes))
 
 
 def _profiles(arrays: _Checked) -> profiles.Profiles:

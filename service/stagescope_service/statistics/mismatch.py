@@ -22,6 +22,7 @@ from stagescope_service.statistics.cell import (
 )
 from stagescope_service.statistics.checks import ROUNDED_SHARE, held_by_bfloat16
 from stagescope_service.statistics.noise_checks import calibration
+from stagescope_service.statistics.routing_checks import published_routing
 from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.settings import StatisticsSettings, clamped_exp
 from stagescope_service.statistics.summary import Summary
@@ -57,6 +58,7 @@ def publish(summary: Summary) -> Metrics:
         "counts/masked_tokens": float(cell.masked),
         "counts/sequences": float(len(sequences.n)),
         "counts/empty_rows": float(summary.empty_rows),
+        **published_routing(summary),
     }
 
 

@@ -11,6 +11,8 @@ blocks lie inside one bin, whose sums the block's cell already has.
 * `probability`: e^q by `CHANCES`; a bin holds its lower bound.
 * `lattice`: the largest power of two that d is a multiple of. Values that were rounded to a
   narrow dtype differ by a small multiple of it.
+* `routing`: the number of layers in which rollout and trainer chose other experts, in powers of two
+  as indexes are; `UNKNOWN` are tokens that lack a route. Without routes it has no bins.
 """
 
 from __future__ import annotations
@@ -20,13 +22,18 @@ from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from stagescope_service.statistics.cell import Float64, Int64
 
-Dimension = Literal["place", "end", "position", "probability", "lattice"]
+Int16 = npt.NDArray[np.int16]
+
+Dimension = Literal["place", "end", "position", "probability", "lattice", "routing"]
 Edge = Literal["first", "last"]
 """The first or last tokens of rounds."""
-DIMENSIONS: Final[tuple[Dimension, ...]] = ("place", "end", "position", "probability", "lattice")
+DIMENSIONS: Final[tuple[Dimension, ...]] = (
+    "place", "end", "position", "probability", "lattice", "routing",
+)  # fmt: skip
 BINS: Final = 66
 LAST: Final = 64
 UNKNOWN: Final = 65
@@ -48,6 +55,7 @@ COARSEST: Final = FINER + 1 - FINEST
 COLUMNS: Final = ("tokens", "nonfinite", "d_sum", "d_abs_sum", "d_square_sum")
 WIDTH: Final = len(COLUMNS)
 ROWS: Final = len(DIMENSIONS) * BINS
+_ROUTING: Final = DIMENSIONS.index("routing") * BINS
 
 
 def exponent(key: int) -> int:
@@ -100,6 +108,13 @@ class Profiles:
             table[each.keys] += each.values
         return cls.of_table(table)
 
+    def routed(self) -> tuple[Bin, Bin]:
+        """Return the sums of the tokens with the same experts in each layer, and of the others."""
+        bins = [each for each in self.bins("routing") if each.key != UNKNOWN]
+        none = Bin(0, 0, 0, 0.0, 0.0, 0.0)
+        same, flipped = ([b for b in bins if (b.key > 0) is other] for other in (False, True))
+        return (add_bins(same) if same else none), (add_bins(flipped) if flipped else none)
+
     def bins(self, dimension: Dimension) -> tuple[Bin, ...]:
         """Return the bins of a dimension that hold a token, in the order of their keys."""
         base = DIMENSIONS.index(dimension) * BINS
@@ -123,6 +138,22 @@ class Profiles:
         if not (sum(each.tokens for each in at_edge) and sum(each.tokens for each in others)):
             return None
         return add_bins(at_edge), add_bins(others)
+
+
+def add_routes(table: Float64, flips: Int16, d: Float64) -> None:
+    """Add tokens to a table [ROWS, WIDTH] by their number of layers with other experts.
+
+    Args:
+        table: added to.
+        flips: int16 [n], below 0 for tokens that lack a route.
+        d: float64 [n], p - q in nats.
+    """
+    keys = np.where(flips < 0, UNKNOWN, np.frexp(flips.astype(np.float64))[1])
+    finite = np.isfinite(d)
+    known = np.where(finite, d, 0.0)
+    for at, weights in enumerate((finite, ~finite, known, np.abs(known), known * known)):
+        sums = np.bincount(keys, weights, minlength=BINS)
+        table[_ROUTING : _ROUTING + BINS, at] += sums
 
 
 def add_bins(bins: Sequence[Bin]) -> Bin:

@@ -13,7 +13,6 @@ from stagescope_service.statistics.profile_bins import (
     BINS,
     CHANCES,
     COARSEST,
-    DIMENSIONS,
     FINER,
     FINEST,
     NOT_FINITE,
@@ -36,7 +35,7 @@ class Placement(NamedTuple):
     """Its position in its sample."""
 
 
-_PLACE, _END, _POSITION, _PROBABILITY, _LATTICE = (BINS * i for i in range(len(DIMENSIONS)))
+_PLACE, _END, _POSITION, _PROBABILITY, _LATTICE = (BINS * i for i in range(5))
 _LOG_CHANCES: Final = np.log(CHANCES)
 _BOUNDS: Final = np.array([-math.inf, *_LOG_CHANCES, math.nextafter(0.0, 1.0), math.inf])
 """Bounds of the bins of `probability`, as log-probs; a bin holds its lower one."""

@@ -17,6 +17,7 @@ from stagescope_service.statistics import profile_bins as profiles
 from stagescope_service.statistics.cell import Array, Float32, Float64, Int64, Mask, UInt8
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.jit import announced
+from stagescope_service.statistics.routing import Routing, WorstRoutes
 from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import (
@@ -90,6 +91,7 @@ def summarise(
     )  # fmt: skip
     sequences, index = _sequences(batch, found, row_values)
     worst_tokens = _tokens(worst_ids[:worst_used], batch, table, index)
+    routing = None if batch.routes is None else _routing(batch, table, index, profile)
     bad_tokens = _tokens(bad_ids[:bad_used], batch, table, index)
     p_producer, q_producer = batch.producers
     ids = batch.sample_ids or ()
@@ -115,6 +117,7 @@ def summarise(
         ignored=(*ignored, *keys.ignored),
         profiles=profiles.Profiles.of_table(profile),
         engines=_by_engine(batch, row_values),
+        routing=routing,
         token_digest=_token_digest(batch, found.cover),
         produced={
             (p_producer or "", q_producer or ""): int(rounds.cells[:, cells.Field.TOKENS].sum())
@@ -254,6 +257,24 @@ def _by_engine(batch: TokenBatch, rows: Float64) -> dict[str, Float64]:
     own = np.stack([n, bad, d, size, squares], axis=1)
     np.add.at(sums, [index[name] for name in batch.engines], own)
     return {name: row for name, row in zip(names, sums, strict=True) if row[:2].any()}
+
+
+def _routing(batch: TokenBatch, table: Int64, index: Int64, profile: Float64) -> Routing:
+    """Return the agreement of a batch's routes, and add its tokens to the profile."""
+    routes, length = batch.routes, table[:, _STOP] - table[:, _START]
+    assert routes is not None
+    bounds = cumulative(length)
+    segment = row_of_each(bounds)
+    at = np.arange(len(segment)) - bounds[segment] + table[segment, _START]
+    p, q = widened(batch.p[at], batch.p_dtype), widened(batch.q[at], batch.q_dtype)
+    with np.errstate(invalid="ignore"):
+        profiles.add_routes(profile, routes.flips[at], p - q)
+    counts = np.isin(routes.worst_at, at)
+    token = routes.worst_at[counts]
+    row = np.searchsorted(batch.row_offsets, token, "right") - 1
+    where = np.stack([index[row], batch.positions_of(token, row)], axis=1).astype(np.int64)
+    worst = WorstRoutes(where, routes.worst[counts])
+    return Routing.of_payload(routes, at, table[segment, _ROUND], worst)
 
 
 def _placement(batch: TokenBatch, table: Int64, every: Int64) -> Int64:

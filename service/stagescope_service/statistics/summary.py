@@ -7,7 +7,8 @@ Summaries of disjoint tokens merge; a summary consists of
 * the worst tokens and the non-finite tokens, K of each,
 * a vector for each fragment of a sample (a row that has model tokens), and the positions of its
   sample that it covers,
-* profiles of d by place, probability and lattice (see `profiles`).
+* profiles of d by place, probability and lattice (see `profiles`),
+* counts of the experts that rollout and trainer chose (see `routing`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Bool, Cell, Field, Float32, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.profile_bins import Bin, Profiles
+from stagescope_service.statistics.routing import Routing, WorstRoutes
 from stagescope_service.statistics.sequence_row import ROW
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_wire.errors import InvalidInput
@@ -215,6 +217,8 @@ class Summary:
     `of_engines`."""
     version_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Texts of those versions that are texts, in the order of their appearance."""
+    routing: Routing | None = None
+    """Whether rollout and trainer chose the same experts; None: no routes are recorded."""
     token_digest: str = ""
     """A hash of the rows' token ids and masks; '' with sample ids, without responses, and in a
     step's merged summary."""
@@ -354,6 +358,7 @@ class Summary:
             for name in ("worst", "non_finite", "unequal")
         )
         keep = head.settings.worst
+        worst = ordered(worst, sequences, by_d=True, keep=keep)
         names = merge_names(s.version_names for s in summaries)
         return cls(
             pair=head.pair,
@@ -363,7 +368,7 @@ class Summary:
             turns=Slices.merge([s.turns for s in summaries]),
             staleness=Slices.merge([s.staleness for s in summaries]),
             histogram=Histogram.merge([s.histogram for s in summaries]),
-            worst=ordered(worst, sequences, by_d=True, keep=keep),
+            worst=worst,
             non_finite=ordered(non_finite, sequences, by_d=False, keep=keep),
             sequences=sequences,
             sources=tuple(name for s in summaries for name in s.sources),
@@ -377,7 +382,16 @@ class Summary:
             profiles=Profiles.merge([s.profiles for s in summaries]),
             engines=_merge_engines([s.engines for s in summaries]),
             version_names=names,
+            routing=_merge_routing([s.routing for s in summaries], starts, worst),
         )
+
+
+def _merge_routing(
+    parts: Sequence[Routing | None], starts: Sequence[int], worst: Tokens
+) -> Routing | None:
+    known = [(part, at) for part, at in zip(parts, starts, strict=True) if part is not None]
+    routes = WorstRoutes.merge([part.worst for part, _ in known], [at for _, at in known])
+    return Routing.merge([part for part, _ in known], routes.only(worst.sequence, worst.position))
 
 
 def _merge_engines(tables: Sequence[Mapping[str, Float64]]) -> dict[str, Float64]:

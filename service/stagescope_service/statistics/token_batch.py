@@ -14,6 +14,7 @@ import numpy as np
 
 from stagescope_service.rows.positions import continues, positions_of
 from stagescope_service.statistics.cell import Array, Bool, Int64, Mask
+from stagescope_service.statistics.routing import TokenRoutes
 from stagescope_wire.errors import InvalidTensor
 from stagescope_wire.names import misspelt
 from stagescope_wire.policy_versions import names_of
@@ -45,6 +46,7 @@ class TokenBatch:
         version_names: The texts of versions that are texts.
         policy_version: The trainer's, for staleness.
         producers: The producers of p and q; None where not reported.
+        routes: What the payload says of the experts that rollout and trainer chose, or None.
         problems: The parts of the payload that were not read; its numbers do not need them.
     """
 
@@ -68,6 +70,7 @@ class TokenBatch:
     policy_version: int | None = None
     producers: tuple[str | None, str | None] = (None, None)
     version_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    routes: TokenRoutes | None = None
     problems: tuple[InvalidTensor, ...] = ()
 
     @property
@@ -135,6 +138,12 @@ class TokenBatch:
             versions = reader.versions(like)
         except InvalidTensor as error:  # the mismatch does not depend on them
             problems.append(error)
+        routes = None
+        try:
+            if pair[1] == "rollout":
+                routes = TokenRoutes.of_tensors(tensors, len(p))
+        except InvalidTensor as error:
+            problems.append(error)
         return cls(
             pair=pair,
             p=p, p_dtype=p_dtype, q=q, q_dtype=q_dtype, mask=bits, mask_one=one,
@@ -145,6 +154,7 @@ class TokenBatch:
             token_ids=responses,
             versions=_int64(versions),
             version_names=names_of(meta),
+            routes=routes,
             problems=tuple(problems),
             token_offset=reader.per_row("token_offset", rows),
             round_offset=reader.per_row("round_offset", rows),

@@ -14,9 +14,12 @@ from stagescope_service.figure_style import traces
 NAMES = {
     "anatomy", "canary", "comparison", "density", "distribution", "offenders",
     "operator-divergence", "operators", "overview", "rank-rounds", "rank-steps", "rounds",
+    "routing", "timeline",
+}  # fmt: skip
+OF_STEP = {
+    "anatomy", "density", "distribution", "operators", "rank-rounds", "rounds", "routing",
     "timeline",
 }  # fmt: skip
-OF_STEP = {"anatomy", "density", "distribution", "operators", "rank-rounds", "rounds", "timeline"}
 
 
 def test_the_list_names_every_figure_with_its_parameters(trained: Service) -> None:
@@ -34,7 +37,9 @@ def test_the_list_names_every_figure_with_its_parameters(trained: Service) -> No
         assert not [p["name"] for p in rows[name]["parameters"] if p["required"]]
 
 
-@pytest.mark.parametrize("name", sorted(NAMES - {"canary", "operator-divergence", "operators"}))
+@pytest.mark.parametrize(
+    "name", sorted(NAMES - {"canary", "operator-divergence", "operators", "routing"})
+)
 def test_each_is_a_figure_of_plotly_on_a_clear_background(trained: Service, name: str) -> None:
     query: dict[str, object] = {"run": "r", **({"step": 7} if name in OF_STEP else {})}
     answer = trained.get(f"/figures/{name}", **query)

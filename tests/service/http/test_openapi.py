@@ -45,9 +45,9 @@ ROUTES = {
     "/engines", "/engines/{name}", "/steps/{step}/kept", "/comparisons", "/comparisons/page",
     "/figures", "/figures/overview", "/figures/rounds", "/figures/rank-rounds",
     "/figures/rank-steps", "/figures/distribution", "/figures/density", "/figures/timeline",
-    "/figures/anatomy", "/figures/canary", "/figures/offenders",
+    "/figures/anatomy", "/figures/routing", "/figures/canary", "/figures/offenders",
     "/figures/operators", "/figures/operator-divergence", "/figures/comparison",
-    "/steps/{step}/timeline", "/steps/{step}/anatomy",
+    "/steps/{step}/timeline", "/steps/{step}/anatomy", "/steps/{step}/routing",
     "/login", "/logout", "/whoami", "/stream", "/audit",
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,11 @@ from stagescope_wire.engines import Sampling
 from stagescope_wire.errors import InvalidInput
 from stagescope_wire.nonfinite import JsonObject
 from stagescope_wire.schema import RankKey
+from stagescope_wire.tensors import ROLLOUT_ROUTES
 
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 Int64 = npt.NDArray[np.int64]
-
-ROUTES: Final = (
-    "routed_experts", "rollout_routed_experts", "rollout_expert_indices", "expert_indices",
-)  # fmt: skip
-"""Names under which trainers keep the experts that the rollout chose, [rows, tokens, layers, K]."""
 
 
 class Place(NamedTuple):
@@ -147,7 +143,7 @@ def kept_rows(batch: Batch) -> Kept:
         NotFound: prompts, responses, the mask or a side's log-probs were not kept.
         InvalidInput: no token has two finite log-probs.
     """
-    names = [name for name in ROUTES if name in batch]
+    names = [name for name in ROLLOUT_ROUTES if name in batch]
     ranks = _ranks(batch)
     found = [_row(each, batch, names[0] if names else None, ranks) for each in trajectories(batch)]
     rows = tuple(row for row in found if row.counted.any())

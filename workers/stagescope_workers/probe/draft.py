@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 import numpy as np
@@ -19,9 +19,13 @@ from stagescope_wire.tensors import (
     PAYLOAD_STRINGS,
     PAYLOAD_TENSORS,
     PER_TOKEN,
+    ROUTE_TENSORS,
+    ROUTES_REFUSED,
+    ROUTING_FLIPS,
     STREAM_TENSORS,
     WRITTEN_AFTER_HAND_OVER,
 )
+from stagescope_workers import routing
 from stagescope_workers.device import (
     BorrowedTensor,
     HostCopy,
@@ -55,6 +59,7 @@ class Draft:
         self._specs: dict[str, Spec] = {}
         self._strings: dict[str, list[str]] = {}
         self._meta: dict[str, object] = {}
+        self._whole: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self._tensors or self._strings or self._meta)
@@ -109,6 +114,27 @@ class Draft:
         """Return the description of each tensor."""
         return self._specs
 
+    def routes(self) -> list[str]:
+        """Return the names of the recorded routes."""
+        return [name for name in ROUTE_TENSORS if name in self._specs]
+
+    def limit_routes(self, most: int) -> None:
+        """Leave out the routes of a payload that has more than `most` bytes with them."""
+        routes = self.routes()
+        if routes and self.nbytes > most:
+            size = sum(self._specs[name].nbytes for name in routes)
+            for name in routes:
+                del self._tensors[name], self._specs[name]
+            self._meta[ROUTES_REFUSED] = (
+                f"{', '.join(routes)} have {size} bytes, more than this process buffers: record "
+                "them as uint8, or in smaller parts (microbatch=)"
+            )
+
+    def send_whole(self, names: Collection[str]) -> None:
+        """Send these routes as they were recorded, too: they are kept. Of the others only counts
+        are sent."""
+        self._whole = frozenset(names)
+
     def copies(self) -> list[HostCopy]:
         """Return the tensors that a device is still writing."""
         return [item for item in self._tensors.values() if isinstance(item, HostCopy)]
@@ -130,11 +156,14 @@ class Draft:
     def description(self, *, reported: bool = False) -> dict[str, Json]:
         """Return the PAYLOAD_FIELDS of an END event; see there for `reported`."""
         fields: dict[str, object] = {"reported": True} if reported else {}
+        sent = {name: spec for name, spec in self._specs.items() if self._is_sent(name)}
+        if len(sent) < len(self._specs) and (mask := sent.get("response_mask")) is not None:
+            sent[ROUTING_FLIPS] = mask._replace(tag="int16")
         return fields | {
             "tensors": {
-                name: [tag, list(shape), rows] for name, (tag, shape, rows) in self._specs.items()
+                name: [tag, list(shape), rows] for name, (tag, shape, rows) in sent.items()
             },
-            "bytes": sum(spec.nbytes for spec in self._specs.values()),
+            "bytes": sum(spec.nbytes for spec in sent.values()),
             "meta": dict(self._meta),
         }
 
@@ -152,6 +181,11 @@ class Draft:
             else:
                 tensors[name] = wire
         meta = {**self._meta, **({WRITTEN_AFTER_HAND_OVER: written} if written else {})}
+        try:
+            counts = routing.count(tensors)
+        except Exception as error:  # the other numbers do not depend on routes
+            counts, meta[ROUTES_REFUSED] = {}, str(error)
+        tensors = {name: wire for name, wire in tensors.items() if self._is_sent(name)} | counts
         return {"schema": SCHEMA, "tensors": tensors, "strings": dict(self._strings), "meta": meta}
 
     def problems(self) -> list[InvalidTensor]:
@@ -174,7 +208,11 @@ class Draft:
             )
         found.extend(_wrong_shapes(specs))
         found.extend(self._wrong_ids(specs))
+        found.extend(routing.problems(specs))
         return found
+
+    def _is_sent(self, name: str) -> bool:
+        return name not in ROUTE_TENSORS or name in self._whole
 
     def misspelt(self) -> Iterator[tuple[str, InvalidTensor]]:
         """Yield (name, error) for names that no statistic reads because of their spelling.

@@ -11,7 +11,7 @@ import numpy as np
 
 from stagescope_wire.captures import uses_msprobe
 from stagescope_wire.errors import InvalidInput, InvalidTensor, StagescopeError
-from stagescope_wire.keep import kept_sections
+from stagescope_wire.keep import is_selected, kept_sections
 from stagescope_wire.plan import CaptureRequest
 from stagescope_wire.schema import BEGIN, DUMP, END, LOG, MAX_SCALAR_NAME, Work
 from stagescope_workers import steady_clock
@@ -193,6 +193,8 @@ class Stage:
             if self._timer is not None:
                 self._timer.stop()
             self._finish_shards()
+            self._draft.limit_routes(self._probe.outbox.max_bytes)
+            self._draft.send_whole(self._kept_routes(work))
             problems += self._draft.problems()
             self._has_errors = self._has_errors or bool(problems)
             misspelt += self._probe.new_misspellings(work, self._draft)
@@ -232,6 +234,14 @@ class Stage:
         if timer is not None:
             awaits.append(timer)
         self._probe.outbox.put(END, fields, draft=draft, awaits=awaits, finalise=finalise)
+
+    def _kept_routes(self, work: Work) -> list[str]:
+        """Return the recorded routes that a keep configuration asks for."""
+        routes, stage = self._draft.routes(), work.stage or ""
+        if not routes:
+            return []
+        selectors = self._probe.plan.keep_selectors(work.step, stage)
+        return [name for name in routes if is_selected(selectors, stage, name)]
 
     def _keeps_scalars(self, work: Work) -> bool:
         """Return whether numbers are kept of a stage without any other recorded value.

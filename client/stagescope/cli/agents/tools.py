@@ -20,10 +20,10 @@ from stagescope_wire.nonfinite import Json, JsonObject
 
 READS: Final = (
     "doctor", "status", "runs", "attempts", "steps", "metrics", "series", "rounds", "anatomy",
-    "ranks", "tokens", "samples", "sample", "gradient", "scalars", "stages", "findings", "finding",
-    "lost", "stuck", "stacks", "weights", "canary", "devices", "exact", "dumps", "operators",
-    "non_finite", "stack", "divergence", "tensors", "compare", "diff", "kept", "captures",
-    "progress", "plan",
+    "routing", "ranks", "tokens", "samples", "sample", "gradient", "scalars", "stages", "findings",
+    "finding", "lost", "stuck", "stacks", "weights", "canary", "devices", "exact", "dumps",
+    "operators", "non_finite", "stack", "divergence", "tensors", "compare", "diff", "kept",
+    "captures", "progress", "plan",
 )  # fmt: skip
 """Questions that change nothing."""
 CHANGES: Final = ("capture", "remove_capture", "pin", "unpin", "bisect")

@@ -27,6 +27,7 @@ from stagescope_wire import nonfinite
 from stagescope_wire.errors import InvalidTensor, StagescopeError
 from stagescope_wire.keep import family, sections_of
 from stagescope_wire.schema import PART_FIELDS, Part
+from stagescope_wire.tensors import ROUTING_FLIPS, ROUTING_TENSORS
 
 KIND: Final = "own"
 ROW_OFFSETS: Final = ".row_offsets"
@@ -38,6 +39,8 @@ ROW_SECTIONS: Final = (
     "other",
 )  # fmt: skip
 _FAMILIES: Final = ("parameter/*", "gradient/*", "datums/*")
+_OF_NO_ROW: Final = frozenset(ROUTING_TENSORS) - {ROUTING_FLIPS}
+"""Tensors of a payload that hold nothing of its rows."""
 _IDS: Final = ("sample_ids", "group_ids")
 
 
@@ -219,7 +222,7 @@ def _read_payload(files: Mapping[Path, PayloadFile], entry: DumpEntry) -> DumpCo
     numbers = {name: v for name, v in scalars.items() if type(v) in (int, float)}
     return DumpContents(
         entry,
-        payload.tensors,
+        {n: tensor for n, tensor in payload.tensors.items() if n not in _OF_NO_ROW},
         numbers={**numbers, **file.numbers},
         samples=strings.pop("sample_ids", None),
         groups=strings.pop("group_ids", None),

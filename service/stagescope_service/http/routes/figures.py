@@ -14,6 +14,7 @@ from stagescope_service.figures import (
     heatmaps,
     operators,
     rounds,
+    routing,
     timeline,
 )
 from stagescope_service.figures.drawing import Shown, drawn
@@ -127,6 +128,13 @@ def anatomy_figure(deps: Deps, target: FigureTarget, by: TokenProperty = "place"
     """Draw |d| and d of a step by where its tokens are, or how probable or stale they are."""
     found = anatomy.info(deps, target, by)
     return FigureAnswer("anatomy", anatomy.figure(found), anatomy.doubted(found))
+
+
+@router.get("/figures/routing", response_model=models.Figure)
+def routing_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
+    """Draw how many tokens of a step have other experts in the trainer, by layer and round."""
+    found = routing.info(deps, target)
+    return FigureAnswer("routing", routing.figure(found), found)
 
 
 @router.get("/figures/timeline", response_model=models.Figure)

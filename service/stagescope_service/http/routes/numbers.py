@@ -21,12 +21,14 @@ from stagescope_service.http.parameters import (
 from stagescope_service.http.requests import Answer, PageOf
 from stagescope_service.views import series as series_view
 from stagescope_service.views.models import numbers as models
+from stagescope_service.views.models import routing as routing_models
 from stagescope_service.views.models.runs import Series
 from stagescope_service.views.reading.step_summaries import Slice
 from stagescope_service.views.series import MAX_SERIES_STEPS, SeriesQuery
 from stagescope_service.views.series_points import By
 from stagescope_service.views.steps import numbers as view
 from stagescope_service.views.steps import one as one_view
+from stagescope_service.views.steps import routing as routing_view
 from stagescope_service.views.steps.numbers import SliceBy, metrics_of
 
 router = APIRouter(tags=["steps"])
@@ -107,6 +109,16 @@ def tokens(
     There are up to 64 of each, as a summary keeps them, for the step or for the requested rank.
     """
     return Answer(view.tokens(deps, target, page, ranks, round, kind))
+
+
+@router.get("/steps/{step}/routing", response_model=routing_models.Routing)
+def routing(deps: Deps, target: StepTarget, page: PageOf, ranks: RankQueryOf) -> Answer:
+    """Return whether rollout and trainer chose the same experts, a row for each layer.
+
+    `text` says how much of the mismatch lies in tokens with another expert, and `faults` what is
+    wrong with the routes themselves. Layers count from 0 among those with routes.
+    """
+    return Answer(routing_view.routing(deps, target, page, ranks))
 
 
 async def series_query(

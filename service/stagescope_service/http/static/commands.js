@@ -43,7 +43,7 @@ const FORM = ["run", "stages", "roles", "ranks", "steps", "task", "level", "keep
 
 /** Command -> (what was read of it) -> the address of the view that shows the same, or null. */
 const VIEWS = {
-  rounds: ofPart("rounds", anatomy), anatomy: ofPart("rounds", anatomy), ranks: ofPart("ranks"),
+  rounds: ofPart("rounds", anatomy), anatomy: ofPart("rounds", anatomy), routing: ofPart("routing"), ranks: ofPart("ranks"),
   tokens: ofPart("tokens"), gradient: ofPart("gradient"), loss: ofPart("gradient"), stages: ofPart("time"),
   metrics: ofPart("numbers"), scalars: ofPart("numbers"), kept: ofPart("files"), dumps: ofPart("files"),
   samples: belowStep("samples"), operators: belowStep("operators"), "non-finite": belowStep("operators"),

@@ -7,6 +7,7 @@ import { findingsTable } from "./findings.js";
 import { partOf } from "./format.js";
 import { lossTable } from "./gradient.js";
 import { toCapture } from "./links.js";
+import { routingTables, routingText } from "./routing.js";
 import { filesToSend } from "./runs.js";
 import { all, get, send, toFile, url } from "./service.js";
 import { everyNumber, measured, orNothing, scope, tiles, verdict } from "./step_numbers.js";
@@ -16,7 +17,7 @@ import { HEAD, SIZE, WIDE, table } from "./table.js";
 const ANATOMY = {
   place: "place in the round", end: "distance to the round's end", position: "absolute position",
   probability: "probability", lattice: "lattice of d", staleness: "staleness",
-  engine: "engine instance",
+  engine: "engine instance", routing: "layers with other experts",
 };
 
 /** A step; `latest` is the newest one that is measured, also when another one is. */
@@ -95,6 +96,11 @@ const PARTS = {
     view.add(h("h2#anatomy", {}, "Anatomy of the mismatch"),
       h("p.row", {}, picker("by", "by", Object.entries(ANATOMY), by)));
     figure("anatomy", `Mismatch by ${ANATOMY[by] ?? by}`, { by });
+  } },
+  routing: { title: "Routing", show: ({ view, path, concerns, figure }) => {
+    routingText(view, path, concerns);
+    figure("routing", "Tokens with another expert, by layer and round");
+    routingTables(view, path, concerns);
   } },
   ranks: { title: "Ranks", show: ({ view, params, path, concerns, figure }) => {
     view.block({

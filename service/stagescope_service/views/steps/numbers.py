@@ -98,7 +98,7 @@ def metrics_of(
     Raises:
         NotFound: nothing of that stage, role, rank or round was measured (yet).
     """
-    heading = _heading(deps, target)
+    heading = heading_of(deps, target)
     measured, step = measure(deps, target, part)
     return {**heading, **metrics_fields(measured, step, round)}
 
@@ -114,7 +114,7 @@ def measure(
     return measured, of_step.comparability
 
 
-def _heading(deps: Dependencies, target: Target) -> JsonObject:
+def heading_of(deps: Dependencies, target: Target) -> JsonObject:
     """Return the first fields of answers about numbers: the step, and how complete it is.
 
     It is read before the numbers. So a rank that arrives between the two reads is missing in an
@@ -168,7 +168,7 @@ def _cause(checked: Comparability, step: Comparability) -> str | None:
     return checked.cause
 
 
-def _context(measured: MeasuredSummary, step: Comparability) -> JsonObject:
+def numbers_context(measured: MeasuredSummary, step: Comparability) -> JsonObject:
     """Return the fields that accompany every answer about a step's numbers."""
     summary = measured.summary
     return {
@@ -250,7 +250,7 @@ def metrics_fields(
     step_summary, summary = measured.summary, measured.summary.summary
     cell = summary.total if round is None else _cell_of_round(summary, round)
     published = measured.published if round is None else publish_cell(cell, summary.pair)
-    context = _context(measured, step)
+    context = numbers_context(measured, step)
     if round is not None:  # as in the row of that round
         own = examine_cell(cell, summary, summary.produced)
         context |= {**comparability_fields(own), "cause": _cause(own, step)}
@@ -442,12 +442,12 @@ def rounds(
     deps: Dependencies, target: Target, page: Page, ranks: RankQuery, by: SliceBy = "round"
 ) -> JsonObject:
     """List the mismatch by round; `tokens`, `abs_diff_sum` and `diff_sum` add up to `whole`."""
-    heading = _heading(deps, target)
+    heading = heading_of(deps, target)
     measured, step = measure(deps, target, Slice(**ranks))
     summary = measured.summary.summary
     return {
         **heading,
-        **_context(measured, step),
+        **numbers_context(measured, step),
         "by": by,
         **({"turns": len(summary.turns.keys)} if len(summary.turns.keys) else {}),
         "whole": cell_row(summary.total, summary, step),
@@ -457,11 +457,11 @@ def rounds(
 
 def ranks(deps: Dependencies, target: Target, page: Page, ranks: RankQuery) -> JsonObject:
     """List the mismatch by rank, with where each ran."""
-    heading = _heading(deps, target)
+    heading = heading_of(deps, target)
     measured, step = measure(deps, target, Slice(ranks["stage"]))
     rows = rank_rows(measured, step, deps.catalogue.processes(target.attempt_id))
     rows = matching(rows, f"step {target.step_number}", role=ranks["role"], rank=ranks["rank"])
-    return {**heading, **_context(measured, step), **page.cut(rows)}
+    return {**heading, **numbers_context(measured, step), **page.cut(rows)}
 
 
 def tokens(
@@ -473,7 +473,7 @@ def tokens(
     kind: Literal["worst", "nonfinite"] | None = None,
 ) -> JsonObject:
     """List the worst tokens (|p - q| descending), then those whose p or q is not finite."""
-    heading = _heading(deps, target)
+    heading = heading_of(deps, target)
     measured, step = measure(deps, target, Slice(**ranks))
     rows = token_rows(measured, deps.catalogue.processes(target.attempt_id))
     if kind is not None:
@@ -483,4 +483,4 @@ def tokens(
         rows = [row for row in rows if row["round"] == round]
     shown = page.cut(rows)
     reason = _add_texts(deps, target, shown["rows"])
-    return {**heading, **_context(measured, step), "texts_reason": reason, **shown}
+    return {**heading, **numbers_context(measured, step), "texts_reason": reason, **shown}

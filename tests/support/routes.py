@@ -1,0 +1,80 @@
+"""Routes of a mixture of experts, healthy ones and with planted faults, and payloads of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from stagescope_workers import routing
+
+Routes = npt.NDArray[np.int16]
+Fault = Literal["none", "empty", "shifted", "swapped", "missing", "explain"]
+
+EXPERTS, K = 16, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """Tensors of a step's rows. Routes are those of a prompt of two tokens and of the response,
+    without its last token: `of_tokens` are those behind each log-prob."""
+
+    rollout: Routes
+    trainer: Routes
+    mask: npt.NDArray[np.uint8]
+    p: npt.NDArray[np.float32]
+    q: npt.NDArray[np.float32]
+
+    @property
+    def of_tokens(self) -> tuple[Routes, Routes]:
+        """The routes of rollout and trainer behind each log-prob."""
+        return self.rollout[:, 1:], self.trainer[:, 1:]
+
+    def tensors(self, rows: slice = slice(None)) -> dict[str, Any]:
+        """What a trainer records of some rows."""
+        return {
+            "rollout_routed_experts": self.rollout[rows],
+            "trainer_routed_experts": self.trainer[rows],
+            "response_mask": self.mask[rows],
+            "old_log_probs": self.p[rows],
+            "rollout_log_probs": self.q[rows],
+        }
+
+    def payload(self, rows: slice = slice(None), first_sample: int = 0) -> Any:
+        """What its probe sends."""
+        recorded = {n: (v.dtype.name, v.shape, v, None) for n, v in self.tensors(rows).items()}
+        counts = routing.count(recorded)
+        names = [f"g{at + first_sample}" for at in range(len(self.mask[rows]))]
+        sent = {n: t for n, t in recorded.items() if not n.endswith("experts")} | counts
+        return {"schema": 1, "tensors": sent, "strings": {"sample_ids": names}, "meta": {}}
+
+
+def routed(
+    fault: Fault = "none", *, rows: int = 8, tokens: int = 64, layers: int = 4, seed: int = 0,
+    flips: float = 0.01, apart: float = 0.19, usual: float = 0.015,
+) -> Routed:  # fmt: skip
+    """Return routes that agree in all but `flips` of the choices; tokens with another expert have
+    a mean |d| of `apart`, the others of `usual`."""
+    rng = np.random.default_rng(seed)
+    order = rng.random((rows, tokens + 1, layers, EXPERTS)).argsort(axis=-1)
+    trainer = order[..., :K].astype(np.int16)
+    rollout = trainer.copy()
+    flipped = rng.random((rows, tokens + 1, layers)) < flips
+    rollout[flipped, 0] = order[flipped, K]
+    hit = flipped[:, 1:].any(axis=2)
+    mask = np.ones((rows, tokens), np.uint8)
+    mask[:, tokens // 2] = 0  # two rounds
+    q = -3.0 - rng.exponential(1.0, (rows, tokens))
+    d = np.where(hit, apart, usual) * rng.laplace(size=(rows, tokens))
+    if fault == "empty":
+        rollout[:, :, 1] = 0
+    elif fault == "shifted":
+        rollout[:, 1:] = rollout[:, :-1].copy()
+    elif fault == "swapped":
+        rollout[:, :, [1, 2]] = rollout[:, :, [2, 1]]
+    elif fault == "missing":
+        rollout[: rows // 2] = 0
+    p = np.minimum(q + d, -0.01)  # log-probs are below 0
+    return Routed(rollout, trainer, mask, p.astype(np.float32), q.astype(np.float32))
