@@ -39,7 +39,7 @@ _ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_COLOR": "0",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(_EXTENSIONS),
+    "PYTHONPATH": os.pathsep.join(map(str, (_EXTENSIONS, ROOT / "workers", ROOT / "client"))),
 }
 
 
@@ -176,7 +176,7 @@ def serving(
         "--tokenizer", str(tokenizer or model),
         "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype,
         "--enforce-eager", "--block-size", str(BLOCK), "--max-model-len", "512",
-        "--max-num-seqs", "16", "--worker-extension-cls", "stagescope_faults.Faults",
+        "--max-num-seqs", "16", "--worker-extension-cls", "stagescope_extension.Extension",
         "--middleware", "stagescope_faults.Tokenizer", "--distributed-executor-backend", "uni",
         "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching",
         *options,

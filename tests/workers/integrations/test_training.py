@@ -8,14 +8,18 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.support.routes import routed
 
+from stagescope_workers import routing
 from stagescope_workers.integrations.training import (
     PREFIX,
+    behind_masked,
     closed_at_end,
     one_a_trainer,
     read_batch,
     scalars,
 )
+from stagescope_workers.payload import owned_tensor
 
 
 def test_scalars_are_the_numbers_of_a_log_that_log_takes() -> None:
@@ -106,3 +110,18 @@ def test_zeros_that_stand_for_a_missing_stream_are_left_out_with_the_reason(
     assert "advantages" in found
     values = np.array([[0.0, -1.0]])
     assert read_batch({column: values}, trainer)[ours] is values
+
+
+def test_routes_behind_masked_tokens_are_compared_by_their_pass() -> None:
+    """What the integrations of SkyRL and NeMo-RL hand over begins one token before its mask."""
+    step = routed(rows=3, tokens=10, flips=0.3, seed=4)
+    rollout, trainer = (torch.from_numpy(each.copy()) for each in step.of_tokens)
+    handed = {
+        **step.tensors(),
+        "rollout_routed_experts": behind_masked(rollout),
+        "trainer_routed_experts": [behind_masked(row) for row in trainer],
+    }
+    counted = routing.count({n: owned_tensor(n, value) for n, value in handed.items()})
+    differing = (rollout.sort(-1)[0] != trainer.sort(-1)[0]).any(-1).sum(-1).numpy()
+    on = step.mask != 0
+    assert counted["routing_flips"][2][on].tolist() == differing[on].tolist()

@@ -32,6 +32,7 @@ from stagescope_workers.integrations.configuration import (
 )
 from stagescope_workers.integrations.patches import Function, Patch, Wrap, guarded, staged, wrapper
 from stagescope_workers.integrations.training import (
+    behind_masked,
     close_probe,
     closed_at_end,
     read_batch,
@@ -231,12 +232,15 @@ def record(data: Mapping[str, torch.Tensor], rewards: torch.Tensor | None = None
     columns = {
         name: values[:, 1:] for name, values in columns.items() if values.shape == mask.shape
     }
+    routes = data.get("routed_experts")
     stage = _training.open_stage("actor_compute_log_prob")
     if stage is None:
         return
     found = read_batch({**columns, "token_mask": mask[:, 1:]}, "nemo_rl")
     if "old_log_probs" not in found:
         found["left_out"] = {"old_log_probs": NOT_COMPUTED}
+    if routes is not None and tuple(routes.shape[:2]) == tuple(mask.shape):
+        found["rollout_routed_experts"] = behind_masked(routes[:, :-1])
     if rewards is not None and rewards.numel() == mask.shape[0]:
         found["rewards"] = rewards.reshape(-1)
     engine = str(lookup(_training.settings, "backend") or "generation")

@@ -42,6 +42,7 @@ from stagescope_workers.integrations.patches import (
 from stagescope_workers.integrations.training import (
     COLUMNS,
     ReportedTraining,
+    behind_masked,
     closed_at_end,
     one_a_trainer,
     scalars,
@@ -226,6 +227,11 @@ def responses(batch: Batch) -> dict[str, list[torch.Tensor]]:
     sequences = batch["sequences"]
     total = int(sequences.shape[1])
     found["responses"] = [sequences[row, total - n :] for row, n in enumerate(lengths)]
+    routes = batch.get("rollout_expert_indices", None)
+    if getattr(routes, "ndim", 0) == 4 and routes.shape[1] == total:
+        found["rollout_routed_experts"] = [
+            behind_masked(routes[row, total - n - 1 : total - 1]) for row, n in enumerate(lengths)
+        ]
     return found
 
 

@@ -61,6 +61,8 @@ _POSITION: Final = "partition"
 """The column with each sample's position in the rollout."""
 _BY_TOKEN: Final = ("rollout_log_probs", "ref_log_probs", "advantages", "returns", "values")
 """Columns that have our names, too."""
+_ROUTES: Final = "rollout_routed_experts"
+"""Another one: the experts that the engine chose, [tokens - 1, layers, K] of each sample."""
 
 
 _Actor: TypeAlias = Any
@@ -206,6 +208,8 @@ def payload(
     for name in _BY_TOKEN:
         if batch.get(name):
             found[name] = [row.detach() for row in batch[name]]
+    if batch.get(_ROUTES) and layout.get("cp_size", 1) == 1:
+        found[_ROUTES] = [*batch[_ROUTES]]
     positions = batch.get(_POSITION)
     if batch.get("log_probs"):
         found["old_log_probs"] = [row.detach() for row in batch["log_probs"]]

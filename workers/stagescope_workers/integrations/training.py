@@ -9,13 +9,16 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from stagescope_wire.nonfinite import Json
 from stagescope_workers.integrations.patches import ending
 from stagescope_workers.metrics_feed import MetricsFeed
 from stagescope_workers.probe.lifecycle import finish
 from stagescope_workers.probe.probe import Probe
+
+if TYPE_CHECKING:
+    import torch
 
 FINISH_SECONDS: Final = 30.0
 """How long the end of a training waits for the run's receipts."""
@@ -259,6 +262,17 @@ def read_batch(batch: Mapping[str, Any], trainer: str) -> dict[str, object]:
         found["missing_streams"] = [absent]
         found["left_out"] = {absent: f"{why}: it is not measured"}
     return found
+
+
+def behind_masked(passes: torch.Tensor) -> torch.Tensor:
+    """Return routes [..., tokens, layers, K] of the passes behind the mask's tokens, as recorded.
+
+    Each begins one token before its mask. The row of zeros at the end stands for the last token,
+    which no pass reads.
+    """
+    import torch
+
+    return torch.cat([passes, torch.zeros_like(passes[..., :1, :, :])], dim=-3)
 
 
 _MEGATRON: Final = {

@@ -19,6 +19,7 @@ from tests.support.trainers.verl_fakes import DataProto, Seen
 from tests.workers.integrations.verl.conftest import Ended
 
 from stagescope_wire.schema import END_STEP, FINISH, HELLO, LOG
+from stagescope_wire.tensors import NO_TRAINER_ROUTE
 from stagescope_workers.integrations.verl import configuration, context, rollout, trainer_calls
 from stagescope_workers.integrations.verl.modes import FLOAT32, VARIABLE
 from stagescope_workers.probe.probe import Probe
@@ -570,3 +571,16 @@ def test_a_trainer_s_own_fit_is_closed_as_verl_s_is(
     wait_for(lambda: coordinator.of_kind(FINISH))
     assert [event.fields["step"] for event in coordinator.of_kind(END_STEP)] == [3]
     assert len(coordinator.of_kind(HELLO)) == 2  # driver and reward_model, none made anew
+
+
+def test_the_routes_of_the_batch_are_compared(verl: Modules, seen: Seen, ended: Read) -> None:
+    batch = verl_fakes.batch_v0()
+    rows, width = batch.batch["response_mask"].shape
+    routes = torch.ones(rows, 2 + width, 3, 2, dtype=torch.int16)
+    routes[:, -1] = 0  # verl fills the row of the last token
+    batch.batch["routed_experts"] = routes
+    compute_old_log_prob(verl, seen, batch)
+    sent = ended(1)[0].payload["tensors"]
+    assert "routed_experts" not in sent
+    on = batch.batch["response_mask"].numpy() != 0
+    assert {*np.asarray(sent["routing_flips"][2])[on].tolist()} == {NO_TRAINER_ROUTE}

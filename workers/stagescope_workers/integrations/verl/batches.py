@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from stagescope_wire.nonfinite import JsonObject
+from stagescope_wire.tensors import ROUTE_TENSORS
 from stagescope_workers.integrations.verl.context import SAMPLES
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def is_synchronous(trainer: object) -> bool:
 
 
 def log_probs(batch: Any, more: Mapping[str, torch.Tensor] | None = None) -> Tensors:
-    """Return the streams, mask and responses of a DataProto; empty without both streams.
+    """Return the streams, mask, responses and routes of a DataProto; empty without both streams.
 
     Args:
         batch: The DataProto.
@@ -69,7 +70,8 @@ def log_probs(batch: Any, more: Mapping[str, torch.Tensor] | None = None) -> Ten
     tensors = {**_tensors(batch.batch), **_tensors({} if more is None else more)}
     if not all(name in tensors for name in _REQUIRED):
         return {}
-    return {name: tensors[name] for name in (*_REQUIRED, "responses") if name in tensors}
+    names = (*_REQUIRED, "responses", *ROUTE_TENSORS)
+    return {name: tensors[name] for name in names if name in tensors}
 
 
 def in_float32(batch: Any) -> object:  # verl's DataProto
