@@ -36,6 +36,8 @@ NOT_RUN: Final = {
     r"^stagescope consistency ": "needs a model and an engine: tests/workers/consistency",
     r"^canary = probe\.canary\(": "needs an engine: tests/vllm/test_canary.py",
     r"^stagescope canary qwen-canary": "is of that engine: tests/vllm/test_canary.py",
+    r"^stagescope routing 1": "needs a MoE: tests/service/views/steps/test_routing.py",
+    r"routed_experts=|trainer_routes|routes_of": "needs such a model: tests/vllm/test_routing.py",
     r"stagescope\.engine\(": "needs an engine: tests/client/engines/test_commands.py",
     r"^stagescope bisect |bisect-qwen3-8b-6": "needs a model and an engine: tests/workers/bisect",
     r"^stagescope tensors ": "msprobe compares in a task of Ray: test_operators_over_ray.py",
