@@ -35,8 +35,8 @@ from stagescope_wire.tensors import RECENT_TENSORS
 
 OF_AN_ATTEMPT: Final = frozenset({
     "anatomy", "batch", "canary", "exact", "findings", "gradient", "loss", "losses", "lost",
-    "metrics", "non-finite", "operators", "ranks", "rounds", "sample", "samples", "scalars",
-    "series", "stacks", "stages", "steps", "stuck", "tokens", "weights",
+    "metrics", "non-finite", "operators", "ranks", "rounds", "routing", "sample", "samples",
+    "scalars", "series", "stacks", "stages", "steps", "stuck", "tokens", "weights",
 })  # fmt: skip
 """Commands with an option `--attempt`, by their earlier names, too."""
 

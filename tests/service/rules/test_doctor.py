@@ -381,6 +381,8 @@ def test_a_healthy_run_has_no_symptom(seed: int, live: Service) -> None:
         # Nothing of a canary, of weights or of a capture is recorded.
         "adapter_not_applied", "engine_inconsistent", "engine_weights", "non_finite_operator",
         "prefix_cache_stale", "sampling_temperature", "tokenizers_differ", "weights_differ",
+        # Nor routes of experts.
+        "layers_swapped", "routes_empty", "routes_explain", "routes_missing", "routes_shifted",
     }  # fmt: skip
     assert all(rows[name]["against"] for name in unknown)
     assert rows["staleness"]["record"].startswith("record versions")
@@ -467,6 +469,8 @@ def test_every_rule_has_a_planted_fault_or_a_finding_behind_it() -> None:
         "mask_covers_padding", "streams_lack_values", "streams_not_log_probs", "training_quiet",
         "engine_behind", "tokens_apart", "mismatch_rises_with_position", "gradient_zero",
         "entropy_rises", "trigger_fired",
+        # tests/service/views/steps/test_routing.py
+        "layers_swapped", "routes_empty", "routes_explain", "routes_missing", "routes_shifted",
     }  # fmt: skip
     of_findings = {rule.name for rule in rulebook() if rule.evidence.function == "finding"}
     assert {rule.name for rule in rulebook()} == {*PLANTED, *elsewhere, *of_findings}
