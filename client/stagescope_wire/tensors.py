@@ -44,10 +44,13 @@ ROUTING_COLUMNS: Final = (
     "layer", "round", "tokens", "same", "ordered", "slots", "choices", "rollout_unset",
     "trainer_unset", "pairs", "earlier", "later",
 )  # fmt: skip
-"""Columns of `routing_counts`, one row for each layer and round. First compared tokens, those with
+"""What is counted of each layer and round. First compared tokens, those with
 the same experts, those also in the same order, equal experts, all experts. Then tokens without a
 choice in this layer. Then neighbouring tokens, and those of them whose rollout experts the trainer
 chose one token earlier, or later."""
+ROUTING_COUNT_COLUMNS: Final = ("row", *ROUTING_COLUMNS)
+"""Columns of `routing_counts`, int32: the payload's row comes first, so that rows which count
+elsewhere can be left out. In a large payload several rows follow each other under the first's."""
 NO_ROLLOUT_ROUTE: Final = -1
 NO_TRAINER_ROUTE: Final = -2
 NO_ROUTE: Final = -3
@@ -77,7 +80,7 @@ PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     **dict.fromkeys(TRAINER_ROUTES, "the experts that the trainer chose, in the same form"),
     ROUTING_FLIPS: "number of layers in which rollout and trainer chose other experts for a token; "
     "below 0: one of them has no route. The probe makes it of the routes",
-    ROUTING_COUNTS: "routes counted by layer and round, made by the probe",
+    ROUTING_COUNTS: "routes counted by row, layer and round, made by the probe",
     ROUTING_SAME: "[layers, layers] tokens whose experts are the same in the rollout's layer and "
     "the trainer's layer, made by the probe",
     ROUTING_WORST: "[tokens, 2, layers, K] routes of the worst tokens, made by the probe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from stagescope_wire.errors import InvalidTensor
 from stagescope_wire.tensors import (
     NO_ROLLOUT_ROUTE,
     NO_TRAINER_ROUTE,
-    ROUTING_COLUMNS,
+    ROUTING_COUNT_COLUMNS,
     ROUTING_TENSORS,
 )
 from stagescope_workers import routing
@@ -97,26 +98,31 @@ def test_counts_are_those_of_a_loop_and_do_not_depend_on_pieces(
     named = {"rollout_routed_experts": STEP.rollout, "trainer_routed_experts": trainer}
     found = counted(response_mask=STEP.mask, **named)
     rollout, trainer = STEP.rollout[:, 1:], trainer[:, 1:]
-    rows = {(row[0], row[1]): dict(zip(ROUTING_COLUMNS, row, strict=True))
-            for row in found["routing_counts"].tolist()}  # fmt: skip
-    for layer in range(4):
+    listed = [dict(zip(ROUTING_COUNT_COLUMNS, row, strict=True))
+              for row in found["routing_counts"].tolist()]  # fmt: skip
+    rows = {(row["row"], row["layer"], row["round"]): row for row in listed}
+    for r, layer in itertools.product(range(4), range(4)):
         for number, columns in enumerate((range(6), range(7, 12))):
-            pairs = [(rollout[r, t, layer], trainer[r, t, layer])
-                     for r in range(4) for t in columns]  # fmt: skip
-            row = rows[layer, number]
+            pairs = [(rollout[r, t, layer], trainer[r, t, layer]) for t in columns]
+            row = rows[r, layer, number]
             assert row["tokens"] == len(pairs)
             assert row["same"] == sum({*a} == {*b} for a, b in pairs)
             assert row["ordered"] == sum([*a] == [*b] for a, b in pairs)
             assert row["slots"] == sum(len({*a} & {*b}) for a, b in pairs)
-            assert row["pairs"] == 4 * (len(columns) - 1)
+            assert row["pairs"] == len(columns) - 1
             assert row["earlier"] == sum(
                 {*rollout[r, t + 1, layer]} == {*trainer[r, t, layer]}
-                for r in range(4) for t in columns[:-1]
+                for t in columns[:-1]
             )  # fmt: skip
     monkeypatch.setattr(routing, "_CHUNK", 40)
     pieces = counted(response_mask=STEP.mask, **named)
     for name in ("routing_counts", "routing_same", "routing_flips"):
         assert (pieces[name] == found[name]).all(), name
+    # In a large payload several rows are counted together.
+    monkeypatch.setattr(routing, "_MAX_COUNTED", 16)
+    joined = counted(response_mask=STEP.mask, **named)["routing_counts"]
+    assert {*joined[:, 0].tolist()} == {0, 2}
+    assert joined[:, 3:].sum(axis=0).tolist() == found["routing_counts"][:, 3:].sum(axis=0).tolist()
 
 
 def test_the_probe_sends_counts_and_no_routes() -> None:

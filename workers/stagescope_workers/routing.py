@@ -1,7 +1,7 @@
 """The experts that engine and trainer chose, counted where they are: routes are too many to send.
 
 48 layers with 8 experts are 384 numbers a token. What leaves the process is `ROUTING_TENSORS`:
-counts by layer and round, one number for each token, and the routes of the worst tokens.
+counts by row, layer and round, one number for each token, and the routes of the worst tokens.
 
 Row t of routes has the experts of token t, as an input. The log-prob of a token depends on the pass
 before: it is compared by the routes of the token before it. Routes are of prompt and response, as
@@ -28,6 +28,7 @@ from stagescope_wire.tensors import (
     PAIRS,
     ROLLOUT_ROUTES,
     ROUTING_COLUMNS,
+    ROUTING_COUNT_COLUMNS,
     ROUTING_COUNTS,
     ROUTING_FLIPS,
     ROUTING_SAME,
@@ -47,6 +48,8 @@ WORST: Final = 16
 """Tokens of a payload that keep their routes."""
 _CHUNK: Final = 1 << 21
 """Numbers of one side that are looked at at once: their arrays stay below some ten MB."""
+_MAX_COUNTED: Final = 1 << 18
+"""Rows of `ROUTING_COUNTS`, 14 MB: where each row of a payload would need more, several are one."""
 _INTEGERS: Final = frozenset({"int64", "int32", "int16", "int8", "uint8"})
 _AT: Final = {name: at for at, name in enumerate(ROUTING_COLUMNS)}
 _SIDES: Final = (ROLLOUT_ROUTES, TRAINER_ROUTES)
@@ -325,8 +328,17 @@ class _Counts:
 
     def __init__(self, tokens: _Tokens, shape: tuple[int, int]) -> None:
         self.shape = layers, _ = shape
-        self.rounds, self._slot = np.unique(tokens.round, return_inverse=True)
-        self._sums = np.zeros((len(self.rounds), layers, len(ROUTING_COLUMNS)), np.int64)
+        most = max(_MAX_COUNTED // max(layers, 1), 1)
+        joined = 1
+        while True:
+            places = np.stack([tokens.row // joined, tokens.round], axis=1)
+            self._places, slot = np.unique(places, axis=0, return_inverse=True)
+            if len(self._places) <= most or joined >= tokens.rows:
+                break
+            joined *= -(-len(self._places) // most)
+        self._places[:, 0] *= joined
+        self._slot = slot.reshape(-1)
+        self._sums = np.zeros((len(self._places), layers, len(ROUTING_COLUMNS)), np.int32)
         self.same = np.zeros((layers, layers), np.int64)
         self.flips = np.full(len(tokens.at), NO_ROUTE, np.int16)
 
@@ -378,12 +390,17 @@ class _Counts:
         self._add_layers(rollout.keys[compared], trainer.keys[compared], both[compared])
 
     def _sum(self, name: str, values: Array, slots: Int64) -> None:
-        sums = self._sums[:, :, _AT[name]]
-        if len(self.rounds) == 1:
-            sums[0] += values.sum(axis=0, dtype=np.int64)
+        if not len(slots):
             return
-        for slot in np.unique(slots):
-            sums[slot] += values[slots == slot].sum(axis=0, dtype=np.int64)
+        sums = self._sums[:, :, _AT[name]]
+        if (np.diff(slots) < 0).any():
+            order = np.argsort(slots, kind="stable")
+            values, slots = values[order], slots[order]
+        starts = np.flatnonzero(np.append(True, np.diff(slots) != 0))
+        if len(starts) == 1:
+            sums[slots[0]] += values.sum(axis=0, dtype=np.int32)
+        else:
+            sums[slots[starts]] += np.add.reduceat(values, starts, axis=0, dtype=np.int32)
 
     def _add_layers(self, rollout: Keys, trainer: Keys, both: Bools) -> None:
         """Count equal sets for each pair of layers, by 16 bits of their keys."""
@@ -422,11 +439,13 @@ class _Counts:
         self._sum("earlier", pairs & (rollout.keys[1:] == trainer.keys[:-1]), slots)
         self._sum("later", pairs & (rollout.keys[:-1] == trainer.keys[1:]), slots)
 
-    def table(self) -> Int64:
-        """Return the rows of `ROUTING_COLUMNS`, by round and layer."""
+    def table(self) -> npt.NDArray[np.int32]:
+        """Return the rows of `ROUTING_COUNT_COLUMNS`, by row, round and layer."""
         self._sums[:, :, _AT["layer"]] = np.arange(self.shape[0])
-        self._sums[:, :, _AT["round"]] = self.rounds[:, None]
-        return self._sums.reshape(-1, len(ROUTING_COLUMNS))
+        self._sums[:, :, _AT["round"]] = self._places[:, 1, None]
+        rows = np.broadcast_to(self._places[:, 0, None, None], (*self._sums.shape[:2], 1))
+        found = np.concatenate([rows, self._sums], axis=2).astype(np.int32)
+        return found.reshape(-1, len(ROUTING_COUNT_COLUMNS))
 
 
 def _chunk(

@@ -22,6 +22,7 @@ from stagescope_wire.tensors import (
     NO_ROUTE,
     NO_TRAINER_ROUTE,
     ROUTING_COLUMNS,
+    ROUTING_COUNT_COLUMNS,
     ROUTING_COUNTS,
     ROUTING_FLIPS,
     ROUTING_SAME,
@@ -48,7 +49,7 @@ class TokenRoutes:
 
     Attributes:
         flips: int16 [tokens], see `ROUTING_FLIPS`.
-        counts: int64 [n, len(ROUTING_COLUMNS)], by layer and round.
+        counts: int64 [n, len(ROUTING_COUNT_COLUMNS)], by row, layer and round.
         same: int64 [layers, layers].
         worst: int16 [worst, 2, layers, K], -1 where there is none.
         worst_at: int64 [worst], index of the token in the payload.
@@ -61,8 +62,10 @@ class TokenRoutes:
     worst_at: Int64
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, WireTensor], tokens: int) -> TokenRoutes | None:
-        """Read a payload's counts; None: it has none.
+    def of_tensors(
+        cls, tensors: Mapping[str, WireTensor], tokens: int, rows: int
+    ) -> TokenRoutes | None:
+        """Read the counts of a payload of `rows` rows with `tokens` tokens; None: it has none.
 
         Raises:
             InvalidTensor: they do not fit each other.
@@ -70,12 +73,15 @@ class TokenRoutes:
         if ROUTING_FLIPS not in tensors or ROUTING_COUNTS not in tensors:
             return None
         flips = _values(tensors, ROUTING_FLIPS, np.int16, None)
-        counts = _values(tensors, ROUTING_COUNTS, np.int64, len(ROUTING_COLUMNS))
+        sent = _values(tensors, ROUTING_COUNTS, np.int32, len(ROUTING_COUNT_COLUMNS))
+        counts = sent.astype(np.int64)
         same = _values(tensors, ROUTING_SAME, np.int64, None)
-        layers = int(counts[:, 0].max()) + 1 if len(counts) else 0
+        layers = int(counts[:, 1].max()) + 1 if len(counts) else 0
         if counts.size and (counts.min() < 0 or layers > MAX_LAYERS):
             raise _refused(ROUTING_COUNTS, "counts from 0, of layers from 0")
-        if counts.size and int(counts[:, 1].max()) >= _MAX_ROUNDS:
+        if counts.size and int(counts[:, 0].max()) >= rows:
+            raise _refused(ROUTING_COUNTS, f"counts of rows below {rows}")
+        if counts.size and int(counts[:, 2].max()) >= _MAX_ROUNDS:
             raise _refused(ROUTING_COUNTS, f"rounds below {_MAX_ROUNDS}")
         if flips.size != tokens or (flips.size and not _in(flips, NO_ROUTE, layers)):
             raise _refused(ROUTING_FLIPS, f"numbers of layers, up to {layers}, for {tokens} tokens")
@@ -83,6 +89,30 @@ class TokenRoutes:
             raise _refused(ROUTING_SAME, f"counts of [{layers}, {layers}]")
         worst, at = _worst(tensors, layers, tokens)
         return cls(flips.reshape(-1), counts, same.reshape(layers, layers), worst, at)
+
+    def counted(self, kept: Int64, sent: Int64) -> tuple[Int64, Int64]:
+        """Return the counts by layer and round, and `same`, of the tokens that count here.
+
+        Rows that were counted together and count in part, and `same`, are taken in proportion.
+
+        Args:
+            kept: int64 [rows], model tokens of each row of the payload that count here.
+            sent: int64 [rows], all model tokens of it.
+        """
+        first, at = np.unique(self.counts[:, 0], return_inverse=True)
+        if np.array_equal(kept, sent) or not len(first):
+            return _added(self.counts[:, 1:], 2), self.same
+        share = np.add.reduceat(kept, first) / np.maximum(np.add.reduceat(sent, first), 1)
+        share = share[at.reshape(-1)]
+        counts = self.counts[share > 0.0, 1:]
+        counts[:, 2:] = np.rint(counts[:, 2:] * share[share > 0.0, None])
+        column = ROUTING_COLUMNS.index("tokens")
+        before, after = (
+            np.bincount(each[:, 0], each[:, column], len(self.same))
+            for each in (self.counts[:, 1:], counts)
+        )
+        same = np.rint(self.same * (after / np.maximum(before, 1))[:, None]).astype(np.int64)
+        return _added(counts, 2), same
 
 
 def _worst(tensors: Mapping[str, WireTensor], layers: int, tokens: int) -> tuple[Int16, Int64]:
@@ -100,7 +130,7 @@ def _in(values: npt.NDArray[np.int16] | Int64, least: int, most: int) -> bool:
     return int(values.min()) >= least and int(values.max()) <= most
 
 
-Scalar = TypeVar("Scalar", np.int16, np.int64)
+Scalar = TypeVar("Scalar", np.int16, np.int32, np.int64)
 
 
 def _values(
@@ -190,7 +220,12 @@ class Routing:
 
     @classmethod
     def of_payload(
-        cls, routes: TokenRoutes, at: Int64, rounds: Int64, worst: WorstRoutes
+        cls,
+        routes: TokenRoutes,
+        at: Int64,
+        rounds: Int64,
+        rows: tuple[Int64, Int64],
+        worst: WorstRoutes,
     ) -> Routing:
         """Count a payload's tokens.
 
@@ -198,6 +233,7 @@ class Routing:
             routes: of the payload.
             at: int64, the indexes of the tokens that count.
             rounds: int64, the round of each of these.
+            rows: of `TokenRoutes.counted`.
             worst: routes of its worst tokens.
         """
         flips = routes.flips[at]
@@ -211,9 +247,8 @@ class Routing:
             for each in columns
         ]
         tokens = np.stack([keys, *sums], axis=1).astype(np.int64)
-        if not len(at):  # all of them count elsewhere
-            return cls(routes.counts[:0], tokens, np.zeros_like(routes.same), worst)
-        return cls(_added(routes.counts, 2), tokens, routes.same, worst)
+        counts, same = routes.counted(*rows)
+        return cls(counts, tokens, same, worst)
 
     @classmethod
     def merge(cls, parts: Sequence[Routing], worst: WorstRoutes) -> Routing | None:

@@ -71,6 +71,7 @@ def summarise(
     batch, ignored = _within_limits(batch)
     found = _segments(batch, skip)
     table = found.table
+    every = table if skip is None else _segments(batch, None).table
     keys = _slice_keys(batch, table)
     rounds, turns, ages = (
         Slices(each, cells.empty(len(each))) for each in (keys.rounds, keys.turns, keys.ages)
@@ -85,13 +86,13 @@ def summarise(
     worst_used, bad_used, unequal_used = kernel.accumulate(
         batch.p.view(np.uint8), _KINDS[batch.p_dtype], batch.q.view(np.uint8),
         _KINDS[batch.q_dtype], table, keys.slots, _keys(batch, table),
-        _placement(batch, table, table if skip is None else _segments(batch, None).table),
+        _placement(batch, table, every),
         settings.weight_rule(), rounds.cells, turns.cells, ages.cells, row_values, counts, profile,
         worst, worst_ids, bad, bad_ids, unequal, unequal_ids,
     )  # fmt: skip
     sequences, index = _sequences(batch, found, row_values)
     worst_tokens = _tokens(worst_ids[:worst_used], batch, table, index)
-    routing = None if batch.routes is None else _routing(batch, table, index, profile)
+    routing = None if batch.routes is None else _routing(batch, table, every, index, profile)
     bad_tokens = _tokens(bad_ids[:bad_used], batch, table, index)
     p_producer, q_producer = batch.producers
     ids = batch.sample_ids or ()
@@ -259,8 +260,13 @@ def _by_engine(batch: TokenBatch, rows: Float64) -> dict[str, Float64]:
     return {name: row for name, row in zip(names, sums, strict=True) if row[:2].any()}
 
 
-def _routing(batch: TokenBatch, table: Int64, index: Int64, profile: Float64) -> Routing:
-    """Return the agreement of a batch's routes, and add its tokens to the profile."""
+def _routing(
+    batch: TokenBatch, table: Int64, every: Int64, index: Int64, profile: Float64
+) -> Routing:
+    """Return the agreement of a batch's routes, and add its tokens to the profile.
+
+    `every` are the segments with the skipped tokens.
+    """
     routes, length = batch.routes, table[:, _STOP] - table[:, _START]
     assert routes is not None
     bounds = cumulative(length)
@@ -274,7 +280,11 @@ def _routing(batch: TokenBatch, table: Int64, index: Int64, profile: Float64) ->
     row = np.searchsorted(batch.row_offsets, token, "right") - 1
     where = np.stack([index[row], batch.positions_of(token, row)], axis=1).astype(np.int64)
     worst = WorstRoutes(where, routes.worst[counts])
-    return Routing.of_payload(routes, at, table[segment, _ROUND], worst)
+    kept, sent = (
+        np.bincount(each[:, _ROW], each[:, _STOP] - each[:, _START], batch.rows).astype(np.int64)
+        for each in (table, every)
+    )
+    return Routing.of_payload(routes, at, table[segment, _ROUND], (kept, sent), worst)
 
 
 def _placement(batch: TokenBatch, table: Int64, every: Int64) -> Int64:

@@ -141,7 +141,7 @@ class TokenBatch:
         routes = None
         try:
             if pair[1] == "rollout":
-                routes = TokenRoutes.of_tensors(tensors, len(p))
+                routes = TokenRoutes.of_tensors(tensors, len(p), rows)
         except InvalidTensor as error:
             problems.append(error)
         return cls(

@@ -71,6 +71,23 @@ def test_parts_add_up_to_the_step(live: Service) -> None:
         assert parts[name] == whole[name], name
 
 
+def test_rows_that_repeat_others_count_once(live: Service) -> None:
+    """A batch is filled up with copies of rows: no number depends on them."""
+    step = routed(rows=4, flips=0.1, seed=2)
+    once = live.get(f"/steps/1/routing?run={run_of(live, 'once', step)}")
+    rank, rows = Rank(live, run="twice", world_size=1), [3, 0, 1, 2, 3]
+    sent = step.of_rows(rows).payload()
+    sent["strings"]["sample_ids"] = [f"g{row}" for row in rows]
+    rank.stage(LOG_PROB, 1, sent)
+    rank.begin(LOG_PROB, 2)
+    twice = live.get("/steps/1/routing?run=twice")
+    for name in ("rounds", "hit", "text", "lacking"):
+        assert twice[name] == once[name], name
+    for one, other in zip(once["rows"], twice["rows"], strict=True):
+        exact = one.keys() - {"best_other", "best_other_agreement"}
+        assert {name: other[name] for name in exact} == {name: one[name] for name in exact}
+
+
 @pytest.mark.parametrize(
     ("fault", "rule", "says"),
     [
