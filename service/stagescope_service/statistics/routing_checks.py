@@ -102,10 +102,12 @@ def explained(summary: Summary) -> Explained | None:
 
 
 def published_routing(summary: Summary) -> dict[str, float]:
-    """Return the published numbers of a step's routes; {} without routes of both sides."""
+    """Return the published numbers of a step's routes; {} without routes."""
     found, routing = explained(summary), summary.routing
-    if found is None or routing is None:
+    if routing is None:
         return {}
+    if found is None:  # of one side alone
+        return {"routing/agreement": math.nan}
     sums = {name: int(each.sum()) for name, each in routing.by_layer().items()}
     return {
         "routing/agreement": sums["same"] / sums["tokens"] if sums["tokens"] else math.nan,

@@ -50,7 +50,7 @@ VIEWS: Final = {
     "broken step": f"{OF_RUN}/steps/{BROKEN}",
     **{
         f"step, {part}": f"{STEP}?part={part}"
-        for part in ("rounds", "ranks", "tokens", "gradient", "time", "numbers", "files")
+        for part in ("rounds", "routing", "ranks", "tokens", "gradient", "time", "numbers", "files")
     },
     "newest step": f"{OF_RUN}/steps/latest",
     "step of an earlier attempt": f"{OF_RUN}/steps/22?attempt=1",

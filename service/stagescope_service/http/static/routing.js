@@ -3,38 +3,43 @@
 import { ofSample } from "./address.js";
 import { badge, h } from "./dom.js";
 import { isFinite } from "./format.js";
-import { get } from "./service.js";
 import { measured, orNothing } from "./step_numbers.js";
 import { COUNT, HEAD, NAT, WIDE, table } from "./table.js";
 
 const percent = (value) => (isFinite(value) ? 100 * value : null);
 const SHARE = { unit: "%" };
 
-/** A block of what is known of a step's routes; `draw` draws the answer. */
-const block = (view, path, concerns, title, draw, none) => view.block({
-  title, concerns,
-  path: async (since) => {
-    const found = await measured(path, "metrics")(since);
-    if (found.none) return found;
-    try {
-      return await get(path("routing", { limit: 1000 }), since);
-    } catch (error) {
-      if (error.status !== 404) throw error;
-      return { unrecorded: error.message };
-    }
-  },
-  draw: orNothing((found) => (found.unrecorded ? none(found.unrecorded) : draw(found))),
-});
+/**
+ * The answer, the heat map, and the tables; of a step without routes what to record. Nothing is
+ * asked for that is not there.
+ * @param picture places the heat map.
+ */
+export function routingParts(view, path, concerns, picture) {
+  let isShown = false;
+  const block = (title, draw) => view.block({
+    title, concerns, path: measured(path, "routing", { limit: 1000 }), draw: orNothing(draw),
+  });
+  view.block({
+    path: measured(path, "metrics"), concerns,
+    draw: orNothing(({ metrics }) => {
+      if (!("routing/agreement" in metrics)) {
+        return h("p.quiet", {}, "No routes of experts are recorded: record rollout_routed_experts and "
+          + "trainer_routed_experts beside the log-probs.");
+      }
+      if (isShown) return [];
+      isShown = true;
+      block("Experts of rollout and trainer", answer);
+      picture();
+      block("Layers", tables);
+      return [];
+    }),
+  });
+}
 
-/** The answer, and what is wrong with the routes. */
-export const routingText = (view, path, concerns) => block(view, path, concerns,
-  "Experts of rollout and trainer", (found) => [
-    h("p", {}, found.text),
-    found.faults.map((fault) => h("p", {}, badge("warning", fault.kind), " ", fault.text)),
-  ], (why) => h("p.quiet", {}, why));
-
-/** The tables of layers and of the worst tokens. */
-export const routingTables = (view, path, concerns) => block(view, path, concerns, "Layers", tables, () => []);
+const answer = (found) => [
+  h("p", {}, found.text),
+  found.faults.map((fault) => h("p", {}, badge("warning", fault.kind), " ", fault.text)),
+];
 
 const tables = (found) => [
   table("Layers", [

@@ -7,7 +7,7 @@ import { findingsTable } from "./findings.js";
 import { partOf } from "./format.js";
 import { lossTable } from "./gradient.js";
 import { toCapture } from "./links.js";
-import { routingTables, routingText } from "./routing.js";
+import { routingParts } from "./routing.js";
 import { filesToSend } from "./runs.js";
 import { all, get, send, toFile, url } from "./service.js";
 import { everyNumber, measured, orNothing, scope, tiles, verdict } from "./step_numbers.js";
@@ -98,9 +98,8 @@ const PARTS = {
     figure("anatomy", `Mismatch by ${ANATOMY[by] ?? by}`, { by });
   } },
   routing: { title: "Routing", show: ({ view, path, concerns, figure }) => {
-    routingText(view, path, concerns);
-    figure("routing", "Tokens with another expert, by layer and round");
-    routingTables(view, path, concerns);
+    routingParts(view, path, concerns,
+      () => figure("routing", "Tokens with another expert, by layer and round"));
   } },
   ranks: { title: "Ranks", show: ({ view, params, path, concerns, figure }) => {
     view.block({
