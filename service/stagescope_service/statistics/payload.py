@@ -6,6 +6,7 @@ torch tensors. torch is never imported: a tensor is recognised by its methods.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,14 @@ from stagescope_wire.nonfinite import Json, valid_text
 from stagescope_wire.policy_versions import VERSION_NAMES, text_versions
 from stagescope_wire.schema import SCHEMA
 from stagescope_wire.tensorfile import WireTensor
-from stagescope_wire.tensors import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN
+from stagescope_wire.tensors import (
+    DTYPE_BYTES,
+    INTEGER_TENSORS,
+    PAYLOAD_STRINGS,
+    PER_TOKEN,
+    ROUTE_TENSORS,
+    ROUTES_REFUSED,
+)
 
 _MAX_DIMENSIONS: Final = 8
 
@@ -120,6 +128,13 @@ def _raw(value: Mapping[Any, object]) -> Payload:
             strings[name] = _texts(name, item)
         elif item is None or isinstance(item, str | int | float | Mapping):
             meta[name] = item
+        elif name in ROUTE_TENSORS:
+            meta[ROUTES_REFUSED] = (
+                f"{name} came in a raw call, and only a probe counts routes: record them with "
+                "stage.record of the package"
+            )
+            with contextlib.suppress(InvalidTensor):  # a list of rows cannot be kept whole
+                tensors[name] = to_wire(name, item)
         else:
             tensors[name] = to_wire(name, item)
     return Payload(with_padded_responses(tensors), strings, meta)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.measure import ingest_job, payload
+from tests.support.routes import routed
 
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.core import payloads
@@ -259,6 +260,38 @@ def test_what_its_probe_has_reported_is_not_reported_again(tmp_path: Path) -> No
 def test_a_value_that_is_no_tensor_is_refused_by_name(value: object) -> None:
     with pytest.raises(InvalidTensor, match="an array, a tensor or a list of rows"):
         read_value(value)
+
+
+def test_routes_of_rows_that_count_elsewhere_are_left_out(tmp_path: Path) -> None:
+    step = routed(rows=4, tokens=12, flips=0.2)
+    intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
+    whole, rest = step.payload(), step.payload(slice(1, 4))
+    assert intake.read(PayloadKey("incarnation", 1), JOB, whole).state == "ingested"
+    again = Recomputer(intake).recompute(
+        PayloadKey("incarnation", 1), JOB, ("old", "rollout"), [(0, 0, 12)]
+    )
+    outcome = intake.read(PayloadKey("incarnation", 2), JOB, rest)
+    (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
+    found, expected = (summary_from_bytes(each).routing for each in (again, row["summary"]))
+    assert found is not None
+    assert expected is not None
+    assert found.counts.tolist() == expected.counts.tolist()
+    assert found.tokens.tolist() == expected.tokens.tolist()
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_routes_of_a_raw_caller_are_not_counted_and_a_finding_says_so(
+    as_list: bool, tmp_path: Path
+) -> None:
+    raw = routed(rows=4, tokens=12).tensors()
+    if as_list:
+        raw["rollout_routed_experts"] = [*raw["rollout_routed_experts"]]
+    outcome = reader(tmp_path).read(PayloadKey("incarnation", 1), ingest_job(), raw)
+    assert outcome.state == "ingested"
+    assert [put for put in outcome.rows if put.table == "summaries"]
+    findings = [put.row for put in outcome.rows if put.table == "findings"]
+    kinds = {row["kind"]: row["message"] for row in findings}
+    assert "only a probe counts routes" in kinds["routes_refused"]
 
 
 def test_a_misspelt_mask_of_a_raw_caller_is_one_finding(tmp_path: Path) -> None:
