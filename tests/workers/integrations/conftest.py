@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 from tests.support.api import Service, service
+
+from stagescope_workers.probe.stage import Stage
 
 Attach: TypeAlias = Callable[[str], AbstractContextManager[str]]
 
@@ -45,3 +47,18 @@ def attach_fake(
                 del sys.modules[module]
 
     return attach
+
+
+@pytest.fixture
+def with_routes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What stages record that has routes, in order."""
+    found: list[dict[str, Any]] = []
+    record = Stage.record
+
+    def noted(stage: Stage, values: dict[str, Any], **named: object) -> None:
+        if {"rollout_routed_experts", "routes_refused"} & values.keys():
+            found.append({**values, **named})
+        record(stage, values, **named)
+
+    monkeypatch.setattr(Stage, "record", noted)
+    return found

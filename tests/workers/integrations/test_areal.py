@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.support.api import Service
 from tests.support.engines.tiny_llama import tiny_tokenizer
+from tests.support.routes import marked, passes_of
 from tests.support.trainers import contracts
 from tests.workers.integrations.conftest import Attach
 from tests.workers.integrations.fakes import areal_modules
@@ -209,6 +210,44 @@ def test_a_pass_before_the_update_is_read_before_it_overwrites_the_engines(
     for step in (0, 1):
         p, q, _ = had.expected(step, [0.25 * step] * ROWS)
         check(live, had.run, step, "actor_compute_log_prob", p, q)
+
+
+@pytest.mark.parametrize("experts", [2, None])
+@pytest.mark.parametrize(
+    "options", [{"recompute_logprob": True}, {}], ids=["before the update", "of its loss"]
+)
+def test_the_routes_of_the_engine_are_those_of_its_passes(
+    fake: Patches,
+    monkeypatch: pytest.MonkeyPatch,
+    with_routes: list[dict[str, Any]],
+    options: dict[str, Any],
+    experts: int | None,
+) -> None:
+    """AReaL has layers and experts in one dimension; a replaying pass takes them out."""
+    plain = rollout
+
+    def with_experts(step: int) -> list[dict[str, torch.Tensor]]:
+        routes = torch.tensor(np.stack(marked([WIDTH] * ROWS))).flatten(2)
+        return [
+            {**each, "routed_experts": routes[row : row + 1]}
+            for row, each in enumerate(plain(step))
+        ]
+
+    def prepare(trainer: Any, engine: Any) -> None:
+        engine.model_config = SimpleNamespace(**{"num_experts_per_tok": experts} if experts else {})
+
+    monkeypatch.setitem(globals(), "rollout", with_experts)
+    train(monkeypatch, prepare=prepare, total_train_steps=1, **options)
+    if experts is None:
+        assert "an unknown number of experts" in with_routes[0]["routes_refused"]
+        return
+    parts = [0] if options else [0, 2]  # first row of each mini-batch
+    assert len(with_routes) == len(parts)
+    for first, recorded in zip(parts, with_routes, strict=True):
+        tokens = [*passes_of(recorded)]
+        assert len({row for row, *_ in tokens}) == ROWS // len(parts)
+        for row, column, of_row, token in tokens:
+            assert (of_row, token) == (row + first, column - 1)
 
 
 @pytest.mark.parametrize("method", ["loglinear", "reuse_train_logp"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.api import Service, service
+from tests.support.routes import marked, passes_of
 
 from stagescope_workers.integrations import nemo_rl
 
@@ -173,6 +174,23 @@ def test_streams_are_those_before_the_masking(live: Service, fake: ModuleType) -
     found = {row["name"]: row["value"] for row in rows}
     assert found["loss"] == 0.5
     assert found["max_seq_mult_prob_error"] == 1.25
+
+
+def test_the_routes_of_the_engine_are_those_of_its_passes(
+    live: Service,
+    fake: ModuleType,
+    with_routes: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, routes = train_data, torch.tensor(np.stack(marked([WIDTH] * ROWS)))
+    monkeypatch.setitem(
+        globals(), "train_data", lambda *a, **k: {**plain(*a, **k), "routed_experts": routes}
+    )
+    run(fake, "routed")
+    tokens = [*passes_of(with_routes[0])]
+    assert {row for row, *_ in tokens} == {0, 1, 2}
+    for row, column, of_row, token in tokens:  # column 0 is of token 1, which pass 0 scored
+        assert (of_row, token) == (row, column)
 
 
 def test_a_pass_that_was_not_made_is_not_measured_and_says_why(

@@ -17,6 +17,7 @@ import torch
 from tests.support.api import Service, service
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from tests.support.engines.tiny_llama import tiny_tokenizer
+from tests.support.routes import marked, passes_of
 
 from stagescope_wire.canary import FIXED, Canary
 from stagescope_wire.errors import EngineError
@@ -299,6 +300,37 @@ def test_a_training_is_reported_exactly(live: Service, trainers: Trainers) -> No
     assert {row["name"]: row["value"] for row in rows} == {"policy/loss": 1.0, "policy_loss": 1.0}
     samples = live.get("/steps/2/samples", run="r")["rows"]
     assert {row["sample_uid"] for row in samples} == {"a-0", "a-1", "b-0", "b-1"}
+
+
+class PackedTensor:
+    """SkyRL's ragged rows since 0.4.0."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.values = torch.tensor(np.concatenate(rows))
+        ends = np.cumsum([0, *map(len, rows)])
+        self.cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_the_routes_of_the_engine_are_those_of_its_passes(
+    live: Service, trainers: Trainers, with_routes: list[dict[str, Any]], form: str
+) -> None:
+    made: dict[str, Any] = batch(1)
+    responses = made["response_mask"].sum(1).tolist()
+    rows = marked([PROMPT + n for n in responses])
+    padded = [np.pad(row, ((PROMPT + WIDTH - len(row), 0), (0, 0), (0, 0))) for row in rows]
+    routes = torch.tensor(np.stack(padded)) if form == "padded" else PackedTensor(rows)
+
+    class Routed(RayPPOTrainer):
+        async def generate(self, input_batch: TensorBatch) -> TensorBatch:
+            input_batch["rollout_expert_indices"] = routes
+            return input_batch
+
+    asyncio.run(Routed(config(f"routes-{form}")).train())
+    tokens = [*passes_of(with_routes[0])]
+    assert {row for row, *_ in tokens} == {0, 1, 2, 3}
+    for row, column, of_row, token in tokens:
+        assert (of_row, token) == (row, PROMPT + column - 1)
 
 
 def test_turns_that_are_rows_belong_to_their_trajectory() -> None:

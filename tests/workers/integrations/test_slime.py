@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.api import Service
+from tests.support.routes import marked, passes_of
 from tests.support.trainers import contracts
 from tests.workers.integrations.conftest import Attach
 from tests.workers.integrations.fakes import slime_modules
@@ -179,6 +180,22 @@ def test_parts_of_context_parallel_ranks_add_up(
     answer = live.get("/steps/0/metrics", run=run)
     assert answer["coverage"]["tokens"] == len(p)
     assert answer["metrics"]["rollout_corr/kl"] == pytest.approx((q - p).mean(), rel=1e-9)
+
+
+def test_the_routes_of_the_engine_are_those_of_its_passes(
+    run: str, with_routes: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    plain, routes = rollout, [torch.tensor(row[:-1]) for row in marked(totals)]
+    monkeypatch.setitem(
+        globals(), "rollout", lambda step: {**plain(step), "rollout_routed_experts": routes}
+    )
+    train(arguments(makes_old=True), run, range(1))
+    [recorded] = with_routes
+    tokens = [*passes_of(recorded)]
+    assert {row for row, *_ in tokens} == {0, 1, 2, 3}
+    for row, column, of_row, token in tokens:
+        assert (of_row, token) == (row, PROMPTS[row] + column - 1)
 
 
 def test_both_ways_to_attach_wrap_once(run: str) -> None:

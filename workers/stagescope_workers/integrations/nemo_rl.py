@@ -23,6 +23,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from stagescope_wire.tensors import ROUTES_REFUSED
 from stagescope_workers.integrations import weights
 from stagescope_workers.integrations.configuration import (
     lookup,
@@ -241,6 +242,8 @@ def record(data: Mapping[str, torch.Tensor], rewards: torch.Tensor | None = None
         found["left_out"] = {"old_log_probs": NOT_COMPUTED}
     if routes is not None and tuple(routes.shape[:2]) == tuple(mask.shape):
         found["rollout_routed_experts"] = behind_masked(routes[:, :-1])
+    elif routes is not None:
+        found[ROUTES_REFUSED] = f"routed_experts is {[*routes.shape]} for a batch {[*mask.shape]}"
     if rewards is not None and rewards.numel() == mask.shape[0]:
         found["rewards"] = rewards.reshape(-1)
     engine = str(lookup(_training.settings, "backend") or "generation")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 import weakref
 from collections import Counter
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
+from stagescope_wire.tensors import ROUTES_REFUSED
 from stagescope_workers.integrations import canary, skyrl_canary, weights
 from stagescope_workers.integrations.configuration import (
     lookup,
@@ -211,7 +213,7 @@ def streams(config: object, names: Sequence[str]) -> dict[str, object]:
     return {**found, **({"rollout": rollout} if "rollout_log_probs" in names else {})}
 
 
-def responses(batch: Batch) -> dict[str, list[torch.Tensor]]:
+def responses(batch: Batch) -> dict[str, list[torch.Tensor] | str]:
     """Return the columns of a batch by the names of `Stage.record`, as rows without padding."""
     columns = {name: batch.get(name, None) for name in _RESPONSES}
     mask = batch["response_mask"]
@@ -219,7 +221,7 @@ def responses(batch: Batch) -> dict[str, list[torch.Tensor]]:
     width = int(mask.shape[1])
     lengths = [int(row) for row in mask[:count].sum(1).tolist()]
     names = COLUMNS["skyrl"]
-    found = {
+    found: dict[str, list[torch.Tensor] | str] = {
         names[name]: [values[row, width - length :] for row, length in enumerate(lengths)]
         for name, values in columns.items()
         if values is not None and tuple(values.shape) == tuple(mask.shape)
@@ -227,12 +229,28 @@ def responses(batch: Batch) -> dict[str, list[torch.Tensor]]:
     sequences = batch["sequences"]
     total = int(sequences.shape[1])
     found["responses"] = [sequences[row, total - n :] for row, n in enumerate(lengths)]
-    routes = batch.get("rollout_expert_indices", None)
-    if getattr(routes, "ndim", 0) == 4 and routes.shape[1] == total:
-        found["rollout_routed_experts"] = [
-            behind_masked(routes[row, total - n - 1 : total - 1]) for row, n in enumerate(lengths)
-        ]
+    routes = _routes(batch, total)
+    if routes:
+        rows = zip(routes, lengths, strict=False)  # without those that pad the batch
+        found["rollout_routed_experts"] = [behind_masked(row[-n - 1 : -1]) for row, n in rows]
+    elif batch.get("rollout_expert_indices", None) is not None:
+        found[ROUTES_REFUSED] = "rollout_expert_indices has a form that is not known"
     return found
+
+
+def _routes(batch: Batch, width: int) -> Sequence[torch.Tensor]:
+    """Return the experts that the engine chose for each row, [tokens, layers, K]; () without.
+
+    They are as wide as `sequences`, or a `PackedTensor` of rows without padding. Both end with the
+    last token, which no pass reads.
+    """
+    routes = batch.get("rollout_expert_indices", None)
+    ends = getattr(routes, "cu_seqlens", None)
+    if ends is not None:
+        return [routes.values[a:b] for a, b in itertools.pairwise(ends.tolist())]
+    if getattr(routes, "ndim", 0) == 4 and routes.shape[1] == width:
+        return list(routes)
+    return ()
 
 
 def _count(batch: Batch) -> int:

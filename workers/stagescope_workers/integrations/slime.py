@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from stagescope_wire.tensors import ROUTES_REFUSED
 from stagescope_workers.integrations import registry, slime_modules, training
 from stagescope_workers.integrations.configuration import named_run, plain_leaves, sampling
 from stagescope_workers.integrations.patches import (
@@ -208,7 +209,9 @@ def payload(
     for name in _BY_TOKEN:
         if batch.get(name):
             found[name] = [row.detach() for row in batch[name]]
-    if batch.get(_ROUTES) and layout.get("cp_size", 1) == 1:
+    if batch.get(_ROUTES) and layout.get("cp_size", 1) > 1:
+        found[ROUTES_REFUSED] = f"{_ROUTES} are of whole samples, and this rank has parts of them"
+    elif batch.get(_ROUTES):
         found[_ROUTES] = [*batch[_ROUTES]]
     positions = batch.get(_POSITION)
     if batch.get("log_probs"):

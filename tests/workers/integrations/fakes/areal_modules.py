@@ -51,11 +51,11 @@ from areal.utils.perf_tracer import trace_scope
 
 
 def packed(batch):
-    """[rows, tokens] -> [tokens] without padding."""
+    """[rows, tokens, ...] -> [tokens, ...] without padding."""
     keep = batch["attention_mask"].bool()
     lengths = keep.sum(1)
     result = {
-        name: value[keep] if value.dim() == 2 else value
+        name: value[keep] if value.shape[:2] == keep.shape else value
         for name, value in batch.items() if name != "attention_mask"
     }
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _DYNAMIC: Final = ("loglinear",)
 """Methods whose proximal log-probs are approximated, so their clipping is not known here."""
+_EXPERTS: Final = ("num_experts_per_tok", "moe_topk", "moe_k")
+"""Names in a model's configuration: experts of a token."""
 _OTHER_LOSSES: Final = ("use_sapo_loss", "use_cispo_loss")
 
 
@@ -114,6 +116,16 @@ class Rank:
         """Return ids of the rows of this rank's batch; ranks that hold the same rows agree."""
         group = int(getattr(self.owner.engine, "data_parallel_rank", None) or 0)
         return {"sample_ids": [f"{group}-{row}" for row in range(count)]}
+
+    def routes(self, data: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the engine's routes of a batch, see `rows.routes`; {} without."""
+        if "routed_experts" not in data:
+            return {}
+        engine = self.owner.engine
+        config = getattr(engine, "model_config", None) or getattr(engine, "hf_config", None)
+        config = getattr(config, "text_config", None) or config
+        experts = next((getattr(config, n) for n in _EXPERTS if hasattr(config, n)), None)
+        return {**rows.routes(data["routed_experts"], data["loss_mask"], experts)}
 
     def streams(self) -> dict[str, object]:
         """Return who computes the streams: the engine's rollout, this trainer's passes."""
@@ -235,17 +247,24 @@ def _opened(owner: Owner, stage: Stage | None) -> Iterator[None]:
             rank_of(owner).open = None
 
 
-@after("the streams before the update")
+@wrapper
 def wrap_forward(
-    result: Tensor | None, owner: Owner, data: Mapping[str, Tensor], *args: object, **kwargs: object
-) -> None:
+    function: Function, owner: Owner, data: Mapping[str, Tensor], *args: Any, **kwargs: Any
+) -> object:
     """Wrap `PPOActor._compute_logp`: the trained model's result is the trainer's stream.
 
-    Its batch has the engine's stream still, which `compute_advantages` may overwrite.
+    Its batch has the engine's stream still, which `compute_advantages` may overwrite. Routes are
+    read before it: a pass that replays them takes them out of the batch.
     """
-    rank = rank_of(owner)
-    if rank.role == "actor" and rank.open is not None and result is not None:
-        _record_streams(rank, rank.open, data, result)
+    routes: dict[str, Any] = {}
+    with guarded("the routes before the update"):
+        routes = rank_of(owner).routes(data)
+    result: Any = function(owner, data, *args, **kwargs)
+    with guarded("the streams before the update"):
+        rank = rank_of(owner)
+        if rank.role == "actor" and rank.open is not None and result is not None:
+            _record_streams(rank, rank.open, data, result, routes)
+    return result
 
 
 @wrapper
@@ -264,7 +283,8 @@ def wrap_advantages(
             stage = rank.stage("actor_compute_log_prob")
             with running(stage):
                 if stage is not None:
-                    _record_streams(rank, stage, data, given)
+                    routes = rank.routes(data)
+                    _record_streams(rank, stage, data, given, routes)
     result = function(owner, data, *args, **kwargs)
     with guarded("advantages"):
         stage = rank_of(owner).open
@@ -275,8 +295,14 @@ def wrap_advantages(
     return result
 
 
-def _record_streams(rank: Rank, stage: Stage, data: Mapping[str, Tensor], trainer: Tensor) -> None:
-    recorded = rows.before_update(data, trainer)
+def _record_streams(
+    rank: Rank,
+    stage: Stage,
+    data: Mapping[str, Tensor],
+    trainer: Tensor,
+    routes: Mapping[str, object],
+) -> None:
+    recorded: dict[str, Any] = {**rows.before_update(data, trainer), **routes}
     samples = rank.samples(recorded["response_mask"].shape[0])
     stage.record({**recorded, **samples, **rank.streams()})
     rank.streams_of = rank.step
@@ -299,6 +325,8 @@ class Update:
         self._buffer = MicrobatchBuffer()
         self._stage: Stage | None = None
         self._done = 0
+        self._refused: dict[str, object] = {}
+        """Why the routes of the micro-batches are missing."""
         self.begin()
 
     def begin(self) -> None:
@@ -315,7 +343,7 @@ class Update:
         if stage is None:
             return
         if payload:
-            stage.record({**payload, **self._rank.streams()})
+            stage.record({**payload, **self._refused, **self._rank.streams()})
         stage.end(error)
         self._done += 1
 
@@ -339,7 +367,14 @@ class Update:
         if cut is not None:
             shifted["clipped"] = cut
         present = {name: each for name, each in shifted.items() if each is not None}
-        self._buffer.add(*rows.of_loss(data, present))
+        part, lengths = rows.of_loss(data, present)
+        if self._records_streams:
+            found = self._rank.routes(data)
+            routes = found.pop(rows.ROUTES, None)
+            self._refused |= found
+            if routes is not None:
+                part[rows.ROUTES] = routes.reshape(-1, *routes.shape[-2:])
+        self._buffer.add(part, lengths)
 
 
 def _clipped(

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
+from stagescope_wire.tensors import ROUTES_REFUSED
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -52,6 +54,27 @@ def staying(data: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
     return {
         name: each for name, each in found.items() if each is not None and _same_shape(each, like)
     }
+
+
+ROUTES: Final = "rollout_routed_experts"
+
+
+def routes(found: Tensor, like: Tensor, experts: int | None) -> dict[str, Tensor | str]:
+    """Return the experts that the engine chose, [rows, tokens, layers, K], or why they are missing.
+
+    Args:
+        found: `routed_experts` of a batch, which a workflow takes from AReaL's `ModelResponse`.
+        like: The mask of the batch, [rows, tokens], or packed [tokens].
+        experts: K of the model. AReaL has layers and K in one dimension.
+    """
+    shape = _shape(found) or ()
+    if len(shape) == like.dim() + 1 and experts and shape[-1] % experts == 0:
+        found = found.reshape(*shape[:-1], -1, experts)
+    if len(_shape(found) or ()) != like.dim() + 2 or shape[0] != like.shape[0]:
+        known = experts or "an unknown number of"
+        why = f"routed_experts of AReaL's batch is {list(shape)}, with {known} experts a token"
+        return {ROUTES_REFUSED: why}
+    return {ROUTES: found.detach()}
 
 
 def before_update(data: Mapping[str, Tensor], trainer: Tensor) -> dict[str, Tensor]:
