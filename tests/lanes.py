@@ -53,6 +53,7 @@ LANE_OF: Final = {
     "tests/service/http/test_page.py::test_from_the_runs_to_the_tokens_and_back": "test",
     "tests/service/http/test_run_list_page.py": "long",
     "tests/service/http/test_hangs_page.py": "long",
+    "tests/service/http/test_routing_page.py": "long",
     "tests/service/report/test_report.py::test_it_can_be_read_without_network": "long",
     "tests/client/test_top.py": "long",
     # Sizes: many ranks, steps, calls.
